@@ -1,0 +1,63 @@
+# Every target works on a fresh clone with Python 3.11 (or later), make and git: the first one makes .venv.
+# Without a GPU, `make install TORCH_INDEX=https://download.pytorch.org/whl/cpu` saves two gigabytes.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help install run test lint format bench golden wheel clean distclean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(READY) ## make .venv with everything in it
+
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "error: no python3 on PATH; install Python 3.11 or later" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "error: $(PYTHON) is older than Python 3.11; try make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@echo "installing into $(VENV) (torch first, the largest; once) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@$(PIP) install -c constraints.txt -e ".[test]"
+	@touch $@
+
+run: $(READY) ## train CartPole-v1 to a mean return of 475 (about three minutes on 2 cores)
+	$(BIN)/headrace up --env CartPole-v1 --workers 2 --num-envs 8 --seed 0 --until-return 475 --timeout-s 600 \
+		--run-dir runs/cartpole
+
+test: $(READY) ## all tests
+	$(BIN)/python -m pytest
+
+lint: $(READY) ## format, lint, types, spelling and layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/codespell
+	$(BIN)/lint-imports --no-cache > /dev/null || $(BIN)/lint-imports --no-cache
+
+format: $(READY) ## repair formatting and what ruff can repair
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY) ## measure against the limits, side by side; writes bench-results/
+	$(BIN)/python tests/bench/run.py
+
+golden: $(READY) ## write tests/golden/ anew, for a new kind of message or space
+	$(BIN)/python tests/golden/golden_samples.py
+
+wheel: $(READY) ## build dist/*.whl from a clean build folder
+	@rm -rf build dist
+	@$(BIN)/python -m build --wheel --no-isolation > /dev/null
+	@rm -rf build
+	@ls dist/*.whl
+
+clean: ## remove what was built and measured, not .venv
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache bench-results runs
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## remove .venv too
+	rm -rf $(VENV)

@@ -1,0 +1,312 @@
+"""A batch of chunks in columns: the unit that samplers fill, the wire carries and learners read.
+
+All chunks' steps stand one after another in each column. Chunk i owns rows `offsets[i]:offsets[i+1]` of a step column
+(actions, rewards, ...), and rows `obs_offsets[i]:obs_offsets[i+1]` of an observation column, one more, since a chunk
+has T+1 observations. `table` has one `CHUNK_TABLE` row a chunk.
+
+On the wire (`wire.py`) the columns are the message's arrays, the table is the array `_table`, and `_infos` is JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Annotated, Any, overload
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
+
+from headrace.schemas.chunk import CHUNK_TABLE, EXPLORE, RANDOM_ACTIONS, ChunkEnd, EpisodeChunk, format_episode_id
+from headrace.schemas.errors import DecodeError, EncodeError
+from headrace.schemas.ledger import Natural, WorkerTotals
+from headrace.schemas.spaces import Space, column_dtype, leaf_shape, leaves, nest
+from headrace.schemas.wire import DEFAULT_CAPS, Buffer, Caps, MessageKind, WireMessage, decode, encode
+
+Infos = Mapping[int, Mapping[int, dict[str, Any]]]
+"""Non-empty infos only: chunk row -> observation row within the chunk -> info."""
+
+_FIXED_COLUMNS = ("rewards", "weights_seq", "env_t")
+
+
+def is_obs_column(name: str) -> bool:
+    """Observation columns have T+1 rows a chunk, all others T."""
+    return name == "obs" or name.startswith("obs/")
+
+
+class BatchHeader(BaseModel):
+    """What everyone who handles a batch may know of it without reading array bytes."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+    fleet_id: str
+    slot: Natural
+    incarnation: Natural
+    seq: Natural
+    steps: Natural = Field(lt=1 << 32)
+    chunks: Natural = Field(lt=1 << 32)
+    learner_epoch: Natural = 0
+    weights_seq: Natural = 0
+    weights_digest: str = ""
+    agents: list[str] = ["default_agent"]
+    modules: list[str] = ["default_policy"]
+    reasons: list[str] = [""]
+    episodes: list[Annotated[tuple[float, Natural], Strict(False)]] = []
+    """(return, length) of each episode that ended in this batch."""
+    totals: WorkerTotals
+    """The worker's running totals right after this batch was cut."""
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkBatch(Sequence[EpisodeChunk]):
+    """Several chunks: iterates as `EpisodeChunk`, or read `columns` with `offsets` and `obs_offsets`.
+
+    `order` is the order in which chunks are iterated; None is that of the columns.
+    """
+
+    table: NDArray[np.void]
+    columns: dict[str, NDArray[Any]]
+    observation_space: Space
+    action_space: Space
+    agents: Sequence[str] = ("default_agent",)
+    modules: Sequence[str] = ("default_policy",)
+    reasons: Sequence[str] = ("",)
+    infos: Infos = field(default_factory=dict)
+    slot: int = 0
+    incarnation: int = 0
+    seq: int = 0
+    learner_epoch: int = 0
+    weights_digest: str = ""
+    order: NDArray[np.intp] | None = None
+
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:
+        """int64 (chunks + 1,): where each chunk's steps begin in a step column."""
+        return np.concatenate(([0], np.cumsum(self.table["length"], dtype=np.int64)))
+
+    @cached_property
+    def obs_offsets(self) -> NDArray[np.int64]:
+        """int64 (chunks + 1,): where each chunk's observations begin in an observation column."""
+        return self.offsets + np.concatenate(([0], np.cumsum(self._has_obs, dtype=np.int64)))
+
+    @property
+    def _has_obs(self) -> NDArray[np.bool_]:
+        return np.asarray(self.table["length"] > 0)
+
+    @property
+    def steps(self) -> int:
+        """Steps in all chunks together."""
+        return int(self.offsets[-1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays together."""
+        return self.table.nbytes + sum(column.nbytes for column in self.columns.values())
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @overload
+    def __getitem__(self, index: int) -> EpisodeChunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[EpisodeChunk]: ...
+    def __getitem__(self, index: int | slice) -> EpisodeChunk | list[EpisodeChunk]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"chunk {index} of {len(self)}")
+        index %= len(self)
+        return self._chunk(int(self.order[index]) if self.order is not None else index)
+
+    def __iter__(self) -> Iterator[EpisodeChunk]:
+        return (self[i] for i in range(len(self)))
+
+    def _chunk(self, i: int) -> EpisodeChunk:
+        row = self.table[i]
+        steps = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
+        rows = slice(int(self.obs_offsets[i]), int(self.obs_offsets[i + 1]))
+        views = {n: c[rows] if is_obs_column(n) else c[steps] for n, c in self.columns.items()}
+        t_start, length = int(row["t_start"]), int(row["length"])
+        env_t = views.get("env_t")
+        return EpisodeChunk(
+            episode_id=format_episode_id(int(row["id_high"]), int(row["id_low"])),
+            chunk_index=int(row["chunk_index"]),
+            t_start=t_start,
+            obs=nest(self.observation_space, views, "obs"),
+            actions=nest(self.action_space, views, "actions"),
+            rewards=views["rewards"],
+            weights_seq=views["weights_seq"],
+            env_t=np.arange(t_start, t_start + length) if env_t is None else env_t,
+            end=ChunkEnd(int(row["end"])),
+            end_reason=self.reasons[int(row["reason"])] or None,
+            columns={n: v for n, v in views.items() if n not in _FIXED_COLUMNS and not _belongs_to_space(n)},
+            infos=self._chunk_infos(i, length),
+            agent_id=self.agents[int(row["agent"])],
+            module_id=self.modules[int(row["module"])],
+            env_index=int(row["env_index"]),
+            slot=self.slot,
+            incarnation=self.incarnation,
+            seed=int(row["seed"]),
+            explore=bool(row["flags"] & EXPLORE),
+            random_actions=bool(row["flags"] & RANDOM_ACTIONS),
+            learner_epoch=self.learner_epoch,
+            weights_digest=self.weights_digest,
+            episode_return=float(row["episode_return"]),
+            episode_length=int(row["episode_length"]),
+        )
+
+    def _chunk_infos(self, i: int, length: int) -> list[dict[str, Any]]:
+        sparse = self.infos.get(i)
+        return [sparse.get(t, {}) for t in range(length + 1)] if sparse and length else []
+
+    def select(self, keep: NDArray[np.bool_]) -> ChunkBatch:
+        """A copy with only the chunks where `keep` (bool, one a chunk in column order) is true."""
+        steps = np.repeat(keep, self.table["length"])
+        rows = np.repeat(keep, self.table["length"] + self._has_obs)
+        return replace(
+            self,
+            table=self.table[keep],
+            columns={n: c[rows if is_obs_column(n) else steps] for n, c in self.columns.items()},
+            infos={new: self.infos[old] for new, old in enumerate(np.flatnonzero(keep).tolist()) if old in self.infos},
+            order=None,
+        )
+
+
+def encode_batch(batch: ChunkBatch, header: BatchHeader) -> list[Buffer]:
+    """Frames of a BATCH message; the batch's arrays are not copied when they are large.
+
+    Raises `EncodeError` for what may not go on the wire: see `encode`; besides, infos that are too large or no JSON.
+    """
+    if reserved := [name for name in batch.columns if name.startswith("_")]:
+        raise EncodeError(f"column {reserved[0]!r}: names that begin with an underscore are the codec's own")
+    arrays: dict[str, NDArray[Any]] = {"_table": batch.table.view(np.uint8), **batch.columns}
+    if batch.infos:
+        arrays["_infos"] = np.frombuffer(_dump_infos(batch.infos), np.uint8)
+    return encode(MessageKind.BATCH, header.model_dump(), arrays)
+
+
+def _dump_infos(infos: Infos) -> bytes:
+    rows = {str(i): {str(t): info for t, info in row.items()} for i, row in infos.items()}
+    try:
+        written = orjson.dumps(rows, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+    except TypeError as error:
+        raise EncodeError(
+            f"an info cannot be written as JSON: {error}; drop the value in the env, or set infos = 'none'"
+        ) from error
+    if len(written) > DEFAULT_CAPS.infos_bytes:
+        raise EncodeError(
+            f"a batch's infos have {len(written)} bytes of JSON; {DEFAULT_CAPS.infos_bytes} are allowed; "
+            "shorten rollout_fragment_length, drop values in the env, or set infos = 'none'"
+        )
+    return written
+
+
+def read_batch_header(header: Mapping[str, Any]) -> BatchHeader:
+    """The typed header of a BATCH message; raises `DecodeError`."""
+    try:
+        return BatchHeader.model_validate(header)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise DecodeError("bad_batch_header", f"{where:.100}: {first['msg']:.200}") from error
+
+
+def decode_batch(
+    frames: Sequence[Buffer], observation_space: Space, action_space: Space, caps: Caps = DEFAULT_CAPS
+) -> tuple[BatchHeader, ChunkBatch]:
+    """The batch in `frames`, its columns views of them; raises `DecodeError` when anything in it contradicts itself.
+
+    Checked against the spaces are names, dtypes and shapes. Values are the sampler's: a NaN in them passes.
+    """
+    message = decode(frames, caps)
+    if message.kind is not MessageKind.BATCH:
+        raise DecodeError("unexpected_kind", f"{message.kind.name} where BATCH was expected")
+    header = read_batch_header(message.header)
+    table, columns = _split(message)
+    counts = (int(table["length"].sum(dtype=np.int64)), len(table))
+    if counts != (header.steps, header.chunks):
+        raise DecodeError("bad_table", f"{counts} steps and chunks; header says {(header.steps, header.chunks)}")
+    _check_indices(table, header)
+    batch = ChunkBatch(
+        table=table,
+        columns=columns,
+        observation_space=observation_space,
+        action_space=action_space,
+        agents=header.agents,
+        modules=header.modules,
+        reasons=header.reasons,
+        infos=_load_infos(message.arrays.get("_infos"), table, caps),
+        slot=header.slot,
+        incarnation=header.incarnation,
+        seq=header.seq,
+        learner_epoch=header.learner_epoch,
+        weights_digest=header.weights_digest,
+    )
+    _check_columns(batch)
+    return header, batch
+
+
+def _split(message: WireMessage) -> tuple[NDArray[np.void], dict[str, NDArray[Any]]]:
+    raw = message.arrays.get("_table")
+    if raw is None or raw.dtype != np.uint8 or raw.ndim != 1 or raw.size % CHUNK_TABLE.itemsize:
+        raise DecodeError("bad_table", f"no chunk table of {CHUNK_TABLE.itemsize}-byte rows")
+    columns = {name: array for name, array in message.arrays.items() if not name.startswith("_")}
+    return raw.view(CHUNK_TABLE), columns
+
+
+def _check_indices(table: NDArray[np.void], header: BatchHeader) -> None:
+    if not len(table):
+        return
+    for name, names in (("agent", header.agents), ("module", header.modules), ("reason", header.reasons)):
+        if int(table[name].max()) >= len(names):
+            raise DecodeError("bad_table", f"{name} {int(table[name].max())} of {len(names)}")
+    if int(table["end"].max()) > ChunkEnd.ABORTED:
+        raise DecodeError("bad_table", f"chunk end {int(table['end'].max())} is unknown")
+    if bool(((table["length"] == 0) & (table["end"] != ChunkEnd.ABORTED)).any()):
+        raise DecodeError("bad_table", "a chunk of no steps that is no end marker")
+    for name in ("t_start", "episode_length"):
+        if int(table[name].min()) < 0 or int(table[name].max()) >= 1 << 62:
+            raise DecodeError("bad_table", f"a chunk's {name} is out of range")
+    if int(table["lookback"].max()):
+        raise DecodeError("bad_table", "lookback rows are not part of this protocol version")
+
+
+def _check_columns(batch: ChunkBatch) -> None:
+    wanted = {name: (column_dtype(leaf), leaf_shape(leaf)) for name, leaf in leaves(batch.observation_space, "obs")}
+    wanted |= {name: (column_dtype(leaf), leaf_shape(leaf)) for name, leaf in leaves(batch.action_space, "actions")}
+    wanted |= {"rewards": (np.dtype("<f8"), ()), "weights_seq": (np.dtype("<i8"), ())}
+    if missing := wanted.keys() - batch.columns.keys():
+        raise DecodeError("missing_column", f"column {min(missing)!r:.80} is missing")
+    wanted["env_t"] = (np.dtype("<i8"), ())
+    for name, column in batch.columns.items():
+        rows = int(batch.obs_offsets[-1]) if is_obs_column(name) else batch.steps
+        if column.ndim == 0 or len(column) != rows:
+            raise DecodeError("bad_column", f"column {name!r:.80} has shape {column.shape}, not {rows} rows")
+        if name not in wanted and _belongs_to_space(name):
+            raise DecodeError("bad_column", f"column {name!r:.80} is no leaf of its space")
+        if name in wanted and (column.dtype, column.shape[1:]) != wanted[name]:
+            dtype, shape = wanted[name]
+            seen = f"{column.dtype} rows of shape {column.shape[1:]}"
+            raise DecodeError("bad_column", f"column {name!r:.80} has {seen}, not {dtype} of {shape}")
+
+
+def _belongs_to_space(name: str) -> bool:
+    return is_obs_column(name) or name == "actions" or name.startswith("actions/")
+
+
+def _load_infos(raw: NDArray[Any] | None, table: NDArray[np.void], caps: Caps) -> Infos:
+    if raw is None:
+        return {}
+    if raw.dtype != np.uint8 or raw.ndim != 1 or raw.nbytes > caps.infos_bytes:
+        raise DecodeError("bad_infos", f"infos are not at most {caps.infos_bytes} bytes of JSON")
+    try:
+        rows = orjson.loads(raw.data)
+        infos = {int(i): {int(t): info for t, info in row.items()} for i, row in rows.items()}
+    except (ValueError, AttributeError) as error:
+        raise DecodeError("bad_infos", f"infos are not what the codec writes: {error!s:.200}") from error
+    lengths = table["length"]
+    for i, row in infos.items():
+        if not 0 <= i < len(table) or not all(0 <= t <= lengths[i] and isinstance(row[t], dict) for t in row):
+            raise DecodeError("bad_infos", f"infos of chunk {i} of {len(table)} are not dicts of its observations")
+    return infos

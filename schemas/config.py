@@ -1,0 +1,296 @@
+"""The one configuration of a fleet: sections of frozen values, each validated when built.
+
+Order of precedence: defaults < file < environment (`HEADRACE_SECTION__KEY`) < flags. `load_config` also tells where
+each value came from. An unknown key is an error that names the nearest known one. `deploy/fleet.toml` shows every key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from headrace.schemas.errors import ConfigError
+from headrace.schemas.recorder import WINDOW
+
+ENV_PREFIX = "HEADRACE_"
+
+
+class Section(BaseModel):
+    """A part of the configuration; parts are handed to those who use them, never the whole tree."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class FleetSection(Section):
+    """The fleet as a whole."""
+
+    workers: int = Field(default=2, ge=0, description="sampler processes `up` starts on this machine")
+    run_dir: str = Field(
+        default="runs/default", description="folder for fleet.json, logs, recorders, checkpoints and Redis data"
+    )
+    until_return: float | None = Field(
+        default=None, description="stop when the mean return of the last 100 episodes reaches this"
+    )
+    until_steps: int | None = Field(default=None, gt=0, description="stop after this many env steps")
+    timeout_s: float | None = Field(
+        default=None, gt=0, description="give up after this many seconds with exit code 17 (TIMEOUT)"
+    )
+    fleet_id: str = Field(
+        default="", pattern=r"^[A-Za-z0-9_.-]*$", description="name of the fleet; empty makes one per run directory"
+    )
+
+
+class SamplingSection(Section):
+    """What a worker samples. The names are those of EnvRunnerConfig, where each is explained."""
+
+    env: str = "CartPole-v1"
+    env_config: dict[str, Any] = {}
+    num_envs: int = Field(default=8, gt=0)
+    seed: int | None = Field(default=None, ge=0)
+    batch_mode: Literal["truncate_episodes", "complete_episodes"] = "truncate_episodes"
+    rollout_fragment_length: int = Field(default=64, gt=0, description="env steps of each env in one batch")
+    explore: bool = True
+    restart_failed_sub_environments: bool = True
+    disable_env_checking: bool = False
+    infos: Literal["all", "none"] = "all"
+    torch_threads: int = Field(default=1, gt=0)
+
+
+class ModuleSection(Section):
+    """The policy module, built by the same name in workers and in the learner."""
+
+    build: str = Field(default="headrace.workers.modules:actor_critic", description='"package.module:build"')
+    config: dict[str, Any] = Field(default={}, description="keyword arguments of build")
+
+
+class WorkerSection(Section):
+    """How a worker talks to the broker."""
+
+    window_batches: int = Field(
+        default=16, ge=1, le=WINDOW - 1, description="batches a worker keeps until they are settled"
+    )
+    window_bytes: int = Field(default=256 << 20, ge=1, description="bytes, likewise; one batch is always allowed")
+    random_actions_before_weights: bool = Field(
+        default=False, description="sample at random until the first weights arrive"
+    )
+    connect_timeout_s: float = Field(default=60.0, gt=0, description="how long to wait for a broker's first answer")
+    drain_timeout_s: float = Field(default=10.0, gt=0, description="how long SIGTERM waits for batches to be accepted")
+
+
+class BrokerSection(Section):
+    """The broker's endpoints and limits."""
+
+    host: str = Field(default="127.0.0.1", description="address to bind; off loopback needs allow_insecure")
+    worker_port: int = Field(default=0, ge=0, le=65535, description="0 takes a free port")
+    learner_port: int = Field(default=0, ge=0, le=65535)
+    weights_port: int = Field(default=0, ge=0, le=65535)
+    allow_insecure: bool = Field(
+        default=False, description="serve other machines without encryption; warned of at every start"
+    )
+    max_batch_bytes: int = Field(default=128 << 20, ge=1 << 16, description="largest batch accepted")
+    max_held_bytes: int = Field(
+        default=1 << 30, ge=1 << 20, description="bytes held until committed; workers wait beyond that"
+    )
+    overflow: Literal["block", "drop_oldest", "drop_stale"] = Field(
+        default="block", description="what gives when it is full"
+    )
+    max_staleness: int = Field(
+        default=8, ge=1, description="drop_stale: weights versions behind the newest that are still kept"
+    )
+    ack: Literal["learner", "broker"] = Field(
+        default="learner", description="whose receipt lets a worker forget a batch"
+    )
+    lease_s: float = Field(default=10.0, gt=0, description="silence after which a worker counts as lost")
+    heartbeat_interval_s: float = Field(default=1.0, gt=0)
+    report_interval_s: float = Field(default=0.5, gt=0, description="how often Redis hears from the broker")
+
+    @model_validator(mode="after")
+    def _check(self) -> BrokerSection:
+        if self.lease_s < 2 * self.heartbeat_interval_s:
+            raise ValueError(
+                f"lease_s = {self.lease_s} must be at least twice heartbeat_interval_s = {self.heartbeat_interval_s}"
+            )
+        if not self.allow_insecure and not _is_loopback(self.host):
+            raise ValueError(
+                f"host = {self.host!r} serves other machines: it needs allow_insecure = true, or 127.0.0.1"
+            )
+        if self.max_batch_bytes > self.max_held_bytes:
+            raise ValueError(f"max_batch_bytes = {self.max_batch_bytes} exceeds max_held_bytes = {self.max_held_bytes}")
+        return self
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class LearnerSection(Section):
+    """The reference PPO learner. Its defaults take CartPole-v1 to a sampled return of 475 in some 100,000 steps."""
+
+    enabled: bool = Field(default=True, description="false: `up` starts no learner; connect your own EpisodeStream")
+    steps_per_update: int = Field(default=2048, gt=0, description="env steps gathered for one PPO update")
+    epochs: int = Field(default=10, gt=0, description="passes over the steps of one update, at most")
+    minibatch_size: int = Field(default=256, gt=0)
+    learning_rate: float = Field(default=1e-3, gt=0)
+    gamma: float = Field(default=0.98, gt=0, le=1)
+    gae_lambda: float = Field(default=0.9, ge=0, le=1)
+    clip: float = Field(default=0.2, gt=0)
+    value_coefficient: float = Field(default=0.5, ge=0)
+    entropy_coefficient: float = Field(default=0.0, ge=0)
+    max_grad_norm: float = Field(default=0.5, gt=0)
+    target_kl: float = Field(
+        default=0.03,
+        gt=0,
+        description="the epoch in which the policy has moved this far is the update's last; 1e9: never",
+    )
+    seed: int = Field(default=0, ge=0)
+    torch_threads: int = Field(default=1, gt=0)
+
+
+class RedisSection(Section):
+    """Which Redis the fleet reports to."""
+
+    url: str = Field(default="", description="empty: a server of our own in the run directory")
+
+
+class SupervisorSection(Section):
+    """How `up` keeps its processes alive."""
+
+    restart_backoff_s: float = Field(
+        default=0.2, gt=0, description="pause before the first restart; doubles, with jitter"
+    )
+    restart_backoff_max_s: float = Field(default=10.0, gt=0)
+    max_restarts_per_window: int = Field(
+        default=10, ge=0, description="restarts of one process before it counts as crash-looping"
+    )
+    restart_window_s: float = Field(default=60.0, gt=0)
+    zombie_grace_s: float = Field(
+        default=30.0, gt=0, description="how long a silent, replaced worker may live on to be fenced"
+    )
+    stop_timeout_s: float = Field(default=20.0, gt=0, description="how long a draining process has before it is killed")
+
+
+class FleetConfig(Section):
+    """All sections."""
+
+    fleet: FleetSection = FleetSection()
+    sampling: SamplingSection = SamplingSection()
+    module: ModuleSection = ModuleSection()
+    worker: WorkerSection = WorkerSection()
+    broker: BrokerSection = BrokerSection()
+    learner: LearnerSection = LearnerSection()
+    redis: RedisSection = RedisSection()
+    supervisor: SupervisorSection = SupervisorSection()
+
+
+Origins = dict[str, str]
+"""Dotted key -> where its value came from, for keys that are not at their default."""
+
+
+def load_config(
+    path: Path | None = None, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+) -> tuple[FleetConfig, Origins]:
+    """The configuration and the origin of every value that is no default.
+
+    `flags` maps dotted keys ("sampling.num_envs") to values; None means not given. Raises `ConfigError`.
+    """
+    values: dict[str, Any] = {}
+    origins: Origins = {}
+    if path is not None:
+        _merge(values, origins, _read_file(path), str(path))
+    for key, value in _from_environment(os.environ if environ is None else environ).items():
+        _set(values, origins, key, value, f"environment {ENV_PREFIX}{key.replace('.', '__').upper()}")
+    for key, value in (flags or {}).items():
+        if value is not None:
+            _set(values, origins, key, value, "flag")
+    return build_config(values, origins), origins
+
+
+def build_config(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> FleetConfig:
+    """The configuration in `values` (sections of keys); raises `ConfigError` for the first thing that is wrong."""
+    try:
+        return FleetConfig.model_validate(values)
+    except ValidationError as error:
+        first: Any = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        source = (origins or {}).get(key)
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(f"unknown key{_nearest(key)}", key=key, source=source) from error
+        if first["type"] == "value_error":
+            raise ConfigError(str(first["ctx"]["error"]), key=key, source=source) from error
+        raise ConfigError(f"{first['msg']}, got {first['input']!r:.80}", key=key, source=source) from error
+
+
+def known_keys() -> dict[str, Any]:
+    """Every dotted key with its default."""
+    return {
+        f"{section}.{key}": value
+        for section, values in FleetConfig().model_dump().items()
+        for key, value in values.items()
+    }
+
+
+def _nearest(key: str) -> str:
+    known = list(known_keys()) if "." in key else list(FleetConfig.model_fields)
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else "; `headrace up --print-config` lists all keys"
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """TOML, or JSON by its suffix: `up` hands its resolved configuration to its children as JSON, which knows null."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        tree = orjson.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", source=str(path)) from error
+    except (tomllib.TOMLDecodeError, orjson.JSONDecodeError, UnicodeDecodeError) as error:
+        language = "JSON" if path.suffix == ".json" else "TOML"
+        raise ConfigError(f"is not {language}: {error}", source=str(path)) from error
+    if not isinstance(tree, dict):
+        raise ConfigError("is not an object of sections", source=str(path))
+    return tree
+
+
+def _merge(values: dict[str, Any], origins: Origins, tree: Mapping[str, Any], source: str) -> None:
+    for section, content in tree.items():
+        if not isinstance(content, Mapping):
+            raise ConfigError(f"stands outside any [section]{_nearest(section)}", key=section, source=source)
+        values.setdefault(section, {})  # so that an unknown section is told even when it is empty
+        for key, value in content.items():
+            _set(values, origins, f"{section}.{key}", value, source)
+
+
+def _set(values: dict[str, Any], origins: Origins, dotted: str, value: Any, source: str) -> None:
+    section, _, key = dotted.partition(".")
+    values.setdefault(section, {})[key] = value
+    origins[dotted] = source
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """HEADRACE_SAMPLING__NUM_ENVS=8 as {"sampling.num_envs": "8"}."""
+    found = {}
+    for name, text in environ.items():
+        section, double, key = name.removeprefix(ENV_PREFIX).lower().partition("__")
+        if name.startswith(ENV_PREFIX) and double:
+            found[f"{section}.{key}"] = parse_text(text)
+    return found
+
+
+def parse_text(text: str) -> Any:
+    """A value typed by a person: JSON for tables, lists and null; else the text, which each field reads itself."""
+    if not text.startswith(("{", "[")) and text != "null":
+        return text
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text

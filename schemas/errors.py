@@ -1,0 +1,270 @@
+"""Every error Headrace raises on purpose, and the exit code a process ends with when it meets one.
+
+    HeadraceError
+    ├── ConfigError             a setting is unknown, malformed or clashes with another
+    ├── EnvError                an environment could not be built or broke its contract
+    │   ├── UnknownEnvError         no such environment id, import path or callable
+    │   ├── EnvContractError        reward, info or observation is not what the env's spaces promise
+    │   └── EnvRestartBudgetError   an env kept failing until its rebuild budget was spent
+    ├── ModuleError             a policy module could not be built, or answered with the wrong arrays
+    ├── WireError               bytes or messages that break the protocol
+    │   ├── DecodeError             a message that is not a valid Headrace message
+    │   └── EncodeError             something that must not or cannot go on the wire
+    ├── RefusedError            the broker refused this peer
+    │   ├── WrongFleetError         the peer belongs to another fleet
+    │   ├── VersionMismatchError    the peer speaks another protocol version
+    │   └── FencedError             a newer incarnation or a newer learner has taken this one's place
+    ├── UnreachableError        a server did not answer within its deadline
+    │   └── RedisUnavailableError   Redis did not answer, or refuses writes
+    ├── PortInUseError          an endpoint is taken
+    ├── RunDirError             the run directory cannot be used
+    ├── CheckpointError         a learner's checkpoint is torn or corrupt
+    ├── CrashLoopError          a process of the fleet kept dying until its restart budget was spent
+    ├── WindowStalledError      the learner holds every batch uncommitted and waits for more
+    └── LedgerError             the books do not balance
+
+Each error carries its facts as attributes and builds its own sentence from them: what happened, to what, the numbers,
+what to do. `exit_code` is what a process of ours exits with when the error reaches its edge.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What a Headrace process exits with; scripts may rely on these numbers."""
+
+    OK = 0
+    FAILURE = 1
+    USAGE = 2
+    CONFIG = 3
+    ENV = 4
+    MODULE = 5
+    PORT_IN_USE = 6
+    RUN_DIR = 7
+    REDIS_UNAVAILABLE = 8
+    UNREACHABLE = 9
+    WRONG_FLEET = 10
+    VERSION_MISMATCH = 11
+    FENCED = 12
+    ENV_RESTART_BUDGET = 13
+    CRASH_LOOP = 14
+    PROTOCOL = 15
+    WINDOW_STALLED = 16
+    TIMEOUT = 17
+    LEDGER = 1
+
+
+class HeadraceError(Exception):
+    """Root of every error Headrace raises on purpose."""
+
+    exit_code: ExitCode = ExitCode.FAILURE
+
+
+class ConfigError(HeadraceError):
+    """A setting is unknown, malformed or clashes with another; `key` names it, `source` says where it came from."""
+
+    exit_code = ExitCode.CONFIG
+
+    def __init__(self, message: str, *, key: str | None = None, source: str | None = None) -> None:
+        self.key = key
+        self.source = source
+        where = f" (from {source})" if source else ""
+        super().__init__(f"{key}: {message}{where}" if key else f"{message}{where}")
+
+
+class EnvError(HeadraceError):
+    """An environment could not be built or broke its contract."""
+
+    exit_code = ExitCode.ENV
+
+
+class UnknownEnvError(EnvError):
+    """No environment of that name can be found; `env` is the name as given."""
+
+    def __init__(self, env: str, reason: str) -> None:
+        self.env = env
+        super().__init__(
+            f"environment {env!r} cannot be found: {reason}; give a registered gymnasium id, "
+            "'package.module:make_env', an environment class, or a callable that takes an EnvContext"
+        )
+
+
+class EnvContractError(EnvError, ValueError):
+    """An env answered with something its contract forbids; `what` is the offending part, `seen` a short repr of it."""
+
+    def __init__(self, what: str, seen: str, expected: str) -> None:
+        self.what = what
+        self.seen = seen
+        self.expected = expected
+        super().__init__(f"{what} should be {expected}, got {seen}")
+
+
+class EnvRestartBudgetError(EnvError):
+    """An env failed `failures` times within `window_s` seconds; the last failure is `__cause__`."""
+
+    exit_code = ExitCode.ENV_RESTART_BUDGET
+
+    def __init__(
+        self, env_index: int, failures: int, window_s: float, last: str, setting: str = "max_env_restarts_per_window"
+    ) -> None:
+        self.env_index = env_index
+        self.failures = failures
+        self.window_s = window_s
+        super().__init__(
+            f"env {env_index} failed {failures} times within {window_s:g} s and is given up (last: {last}); "
+            f"repair the env, or raise {setting}"
+        )
+
+
+class ModuleError(HeadraceError):
+    """A policy module could not be built, or answered with the wrong arrays."""
+
+    exit_code = ExitCode.MODULE
+
+
+class WireError(HeadraceError):
+    """Bytes or messages that break the protocol."""
+
+    exit_code = ExitCode.PROTOCOL
+
+
+class DecodeError(WireError):
+    """A message that is not a valid Headrace message; `reason` is a stable word, `detail` says what was seen."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        self.reason = reason
+        self.detail = detail
+        super().__init__(f"{reason}: {detail}")
+
+
+class EncodeError(WireError):
+    """Something that must not or cannot go on the wire."""
+
+
+class RefusedError(HeadraceError):
+    """The broker refused this peer; `code` is the wire's word for why."""
+
+    exit_code = ExitCode.PROTOCOL
+
+    def __init__(self, code: str, detail: str) -> None:
+        self.code = code
+        self.detail = detail
+        super().__init__(detail)
+
+
+class WrongFleetError(RefusedError):
+    """The peer belongs to another fleet."""
+
+    exit_code = ExitCode.WRONG_FLEET
+
+
+class VersionMismatchError(RefusedError):
+    """The peer speaks another protocol version."""
+
+    exit_code = ExitCode.VERSION_MISMATCH
+
+
+class FencedError(RefusedError):
+    """A newer incarnation of this slot, or a newer learner, has taken this one's place."""
+
+    exit_code = ExitCode.FENCED
+
+
+class UnreachableError(HeadraceError):
+    """`endpoint` did not answer within `deadline_s` seconds."""
+
+    exit_code = ExitCode.UNREACHABLE
+
+    def __init__(self, what: str, endpoint: str, deadline_s: float) -> None:
+        self.endpoint = endpoint
+        self.deadline_s = deadline_s
+        super().__init__(
+            f"no {what} answers at {endpoint} after {deadline_s:g} s; check that it runs and the address is right"
+        )
+
+
+class RedisUnavailableError(UnreachableError):
+    """Redis did not answer, or refuses writes. `endpoint` is its URL without the password."""
+
+    exit_code = ExitCode.REDIS_UNAVAILABLE
+
+    def __init__(self, url: str, reason: str, deadline_s: float = 0.25) -> None:
+        self.endpoint = re.sub(r"//[^/@]*@", "//***@", url)
+        self.deadline_s = deadline_s
+        HeadraceError.__init__(
+            self,
+            f"Redis at {self.endpoint} cannot be used: {reason}; start it, correct --redis-url, or leave it out",
+        )
+
+
+class PortInUseError(HeadraceError):
+    """An endpoint is taken by another process."""
+
+    exit_code = ExitCode.PORT_IN_USE
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        super().__init__(
+            f"{endpoint} is already in use; stop the process that holds it, or choose another port (0 takes a free one)"
+        )
+
+
+class RunDirError(HeadraceError):
+    """The run directory cannot be used; `path` names it."""
+
+    exit_code = ExitCode.RUN_DIR
+
+    def __init__(self, path: str, reason: str) -> None:
+        self.path = path
+        super().__init__(f"run directory {path} cannot be used: {reason}; choose another with --run-dir")
+
+
+class CheckpointError(HeadraceError):
+    """The checkpoint at `path` is torn, corrupt, or of another module."""
+
+    exit_code = ExitCode.RUN_DIR
+
+    def __init__(self, path: str, reason: str) -> None:
+        self.path = path
+        super().__init__(f"checkpoint {path} cannot be used: {reason}; move it away to train from the start")
+
+
+class CrashLoopError(HeadraceError):
+    """A process of the fleet kept dying until its restart budget was spent."""
+
+    exit_code = ExitCode.CRASH_LOOP
+
+
+class WindowStalledError(HeadraceError):
+    """The learner holds `uncommitted` batches uncommitted and waits for more, while every worker waits for a commit."""
+
+    exit_code = ExitCode.WINDOW_STALLED
+
+    def __init__(self, uncommitted: int, waited_s: float) -> None:
+        self.uncommitted = uncommitted
+        super().__init__(
+            f"the stream holds {uncommitted} uncommitted batches and has waited {waited_s:g} s for another, while "
+            "every worker waits for a commit; call commit() more often, or raise worker.window_batches and "
+            "broker.max_held_bytes"
+        )
+
+
+class LedgerError(HeadraceError):
+    """The books do not balance; the message names each row and what is wrong with it."""
+
+    exit_code = ExitCode.LEDGER
+
+
+REFUSALS: dict[str, type[RefusedError]] = {
+    "wrong_fleet": WrongFleetError,
+    "version_mismatch": VersionMismatchError,
+    "fenced": FencedError,
+}
+
+
+def refusal(code: str, detail: str) -> RefusedError:
+    """The typed error for a REJECT or FENCED message with `code`."""
+    return REFUSALS.get(code, RefusedError)(code, detail)

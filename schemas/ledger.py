@@ -1,0 +1,180 @@
+"""The books: what was stepped, and what became of it. Everything here is measured where it happens, and added up later.
+
+For each life of a worker (slot, incarnation), in steps and in chunks:
+
+    stepped   = open + discarded + dropped + shipped        by the worker, at the moment it ships a batch
+    shipped   = accepted + lost                             lost: shipped batches no broker accepted, by name
+    accepted  = committed + held + dropped by name          by the broker, which alone decides what became of a batch
+
+`open` is what stands in fragment buffers. Discarded steps never became a chunk; those the worker dropped did, but their
+batch got no number. Numbers from both sides belong to the same moment because the worker's totals ride in the header of
+each batch: the broker keeps those of the last batch it accepted, so `shipped` there and `accepted` here speak of
+exactly the same batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, Strict
+
+_MODEL = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+Natural = Annotated[int, Field(ge=0, lt=1 << 63)]
+"""A count; it fits the recorder's words and numpy's int64 wherever a peer's number is taken over."""
+
+Count = Annotated[tuple[Natural, Natural], Strict(False)]
+"""(steps, chunks). Not strict, since JSON has lists only; the integers within still are."""
+
+
+class Discard(StrEnum):
+    """Why steps never became a chunk."""
+
+    ENV_EXCEPTION = "env_exception"
+    ENV_HANG = "env_hang"
+    ENV_BAD_DATA = "env_bad_data"
+    RESET = "reset"
+    SHUTDOWN = "shutdown"
+    FENCED = "fenced"
+    WORKER_KILLED = "worker_killed"
+
+
+class Drop(StrEnum):
+    """Why a batch that was cut did not reach a commit."""
+
+    STALE = "stale"
+    OVERFLOW = "overflow"
+    OVERSIZE = "oversize"
+    POISON = "poison"
+    FENCED = "fenced"
+    SHUTDOWN = "shutdown"
+    GAP = "gap"
+    BROKER_LOST = "broker_lost"
+    WORKER_KILLED = "worker_killed"
+    OTHER = "other"
+    """A reason that only a newer peer knows."""
+
+
+class WorkerTotals(BaseModel):
+    """Running totals of one incarnation, taken right after batch `seq` was cut (0: none yet), in steps unless named."""
+
+    model_config = _MODEL
+    seq: Natural = 0
+    stepped: Natural = 0
+    open: Natural = 0
+    shipped: Natural = 0
+    shipped_chunks: Natural = 0
+    discarded: dict[str, Natural] = {}
+    dropped: dict[str, Count] = {}
+    """Dropped by the worker itself before the batch got a number (oversize)."""
+    episodes: Natural = 0
+    env_failures: Natural = 0
+    env_rebuilds: Natural = 0
+
+
+class Settled(BaseModel):
+    """What became of one incarnation's batches 1..seq, all of them: a function of history, so the longer one wins."""
+
+    model_config = _MODEL
+    seq: Natural = 0
+    committed: Count = (0, 0)
+    dropped: dict[str, Count] = {}
+
+    def add(self, committed: Count, dropped: Mapping[str, Count]) -> Settled:
+        """The tuple one batch further on."""
+        merged = dict(self.dropped)
+        for reason, count in dropped.items():
+            merged[reason] = plus(merged.get(reason, (0, 0)), count)
+        return Settled(seq=self.seq + 1, committed=plus(self.committed, committed), dropped=merged)
+
+    def total(self) -> Count:
+        """Steps and chunks of all settled batches."""
+        total = self.committed
+        for count in self.dropped.values():
+            total = plus(total, count)
+        return total
+
+
+def plus(a: Count, b: Count) -> Count:
+    """Componentwise sum."""
+    return (a[0] + b[0], a[1] + b[1])
+
+
+class LedgerRow(BaseModel):
+    """The books of one incarnation, as the broker reports them to Redis in one write. (steps, chunks) pairs."""
+
+    model_config = _MODEL
+    slot: Natural
+    incarnation: Natural
+    totals: WorkerTotals
+    accepted: Count
+    held: Count
+    settled: Settled
+    lost: dict[str, Count] = {}
+    """Shipped but never accepted, by name, as measured in the recorder of a dead worker or told by a fenced one."""
+    closed: bool = False
+
+    def problems(self) -> Iterator[str]:
+        """One sentence for each equation that does not hold."""
+        name = f"slot {self.slot} incarnation {self.incarnation}"
+        t = self.totals
+        discarded, dropped = sum(t.discarded.values()), _sum(t.dropped)
+        if t.stepped != t.open + discarded + dropped[0] + t.shipped:
+            yield (
+                f"{name}: stepped {t.stepped} != open {t.open} + discarded {discarded} + dropped {dropped[0]} "
+                f"+ shipped {t.shipped}"
+            )
+        shipped, reached = (t.shipped, t.shipped_chunks), plus(self.accepted, _sum(self.lost))
+        if shipped != reached:
+            yield f"{name}: shipped {shipped} != accepted {self.accepted} + lost {_sum(self.lost)} (steps, chunks)"
+        kept = plus(self.held, self.settled.total())
+        if self.accepted != kept:
+            yield (
+                f"{name}: accepted {self.accepted} != held {self.held} + settled {self.settled.total()} (steps, chunks)"
+            )
+        if self.closed and t.open:
+            yield f"{name}: closed with {t.open} steps still open"
+
+
+def _sum(counts: Mapping[str, Count]) -> Count:
+    total = (0, 0)
+    for count in counts.values():
+        total = plus(total, count)
+    return total
+
+
+class FleetLedger(BaseModel):
+    """All rows added up: stepped = committed + queued + sum dropped[reason] + sum discarded[reason]."""
+
+    model_config = ConfigDict(frozen=True)
+    stepped: int = 0
+    committed: tuple[int, int] = (0, 0)
+    queued: int = 0
+    """Steps that stand in a worker's buffers, a broker's memory or a learner's hands."""
+    dropped: dict[str, tuple[int, int]] = {}
+    discarded: dict[str, int] = {}
+
+    def balance(self) -> int:
+        """Steps on the left of the equation less those on the right; 0 when the books balance."""
+        right = self.committed[0] + self.queued + _sum(self.dropped)[0] + sum(self.discarded.values())
+        return self.stepped - right
+
+
+def add_up(rows: Mapping[tuple[int, int], LedgerRow]) -> FleetLedger:
+    """The fleet's books from those of every incarnation."""
+    stepped = queued = 0
+    committed: Count = (0, 0)
+    dropped: dict[str, Count] = {}
+    discarded: dict[str, int] = {}
+    for row in rows.values():
+        stepped += row.totals.stepped
+        queued += row.totals.open + row.held[0]
+        committed = plus(committed, row.settled.committed)
+        for source in (row.totals.dropped, row.lost, row.settled.dropped):
+            for reason, count in source.items():
+                dropped[reason] = plus(dropped.get(reason, (0, 0)), count)
+        for reason, steps in row.totals.discarded.items():
+            discarded[reason] = discarded.get(reason, 0) + steps
+    return FleetLedger(stepped=stepped, committed=committed, queued=queued, dropped=dropped, discarded=discarded)

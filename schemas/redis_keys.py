@@ -1,0 +1,182 @@
+"""Every Redis key of a fleet: a public, versioned contract for dashboards, `headrace audit`, `top` and exporters.
+
+All keys bear the fleet's hash tag, so that scripts over several of them work on a Redis Cluster. Values are integers,
+decimal numbers and JSON; nothing that needs code to read. Readers only read; the writer of each key is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from urllib.parse import urlsplit, urlunsplit
+
+from headrace.schemas.ledger import LedgerRow
+
+CONTRACT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key: `name` after the prefix, Redis type, unit, who writes it, what it means."""
+
+    name: str
+    type: str
+    unit: str
+    writer: str
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One field of `totals` or `gauges`: its name (with a reason in braces where there are several), unit, meaning."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+FLEET = Key(
+    "fleet",
+    "hash",
+    "",
+    "broker",
+    "contract_version, fleet_id, started_unix_s (of the reporter), reported_unix_s (of its last report), "
+    "event_source and event_number (the last event in `events`, so that a repeated one is known)",
+)
+LEDGER = Key(
+    "ledger",
+    "hash",
+    "steps, chunks",
+    "broker",
+    'field "slot/incarnation": JSON of schemas.ledger.LedgerRow; all rows of a report are written in one script call',
+)
+TOTALS = Key(
+    "totals",
+    "hash",
+    "count",
+    "broker",
+    "lifetime counters of the fleet, named as Prometheus would (`env_steps_total`, ...); they never go back",
+)
+SOURCES = Key(
+    "sources",
+    "hash",
+    "count",
+    "broker",
+    'field "slot/incarnation/counter": the value last merged into `totals`; what makes a repeated report harmless',
+)
+GAUGES = Key("gauges", "hash", "as named", "broker", "newest values, as in GAUGE_TABLE; all are replaced together")
+WORKERS = Key("workers", "hash", "", "broker", 'field "slot": JSON of the newest state of the worker in that slot')
+LEASE = Key("lease", "hash", "", "broker", "learner epoch, token and since when it holds the lease (unix s)")
+INCARNATIONS = Key("incarnations", "hash", "count", "broker", 'field "slot": highest incarnation ever given out')
+WEIGHTS_CURRENT = Key(
+    "weights:current",
+    "string",
+    "",
+    "broker",
+    'newest published weights as "epoch/seq"; flipped once the blob stands, never to an older version',
+)
+WEIGHTS_BLOB = Key(
+    "weights:blob:{version}",
+    "hash",
+    "bytes",
+    "broker",
+    'frames of that WEIGHTS message: "sizes" is JSON of bytes a frame, "frame/piece" holds at most 1 MiB of one; '
+    "expires unless the pointer was flipped to it",
+)
+EVENTS = Key("events", "stream", "", "broker", "newest 1,000 events: joined, lost, fenced, failed, with fields as text")
+
+TABLE = (
+    FLEET,
+    LEDGER,
+    TOTALS,
+    SOURCES,
+    GAUGES,
+    WORKERS,
+    LEASE,
+    INCARNATIONS,
+    WEIGHTS_CURRENT,
+    WEIGHTS_BLOB,
+    EVENTS,
+)
+
+
+COUNTER_TABLE = (
+    Metric("env_steps_total", "env steps", "in batches the broker accepted for the first time"),
+    Metric("chunks_total", "chunks", "in those batches"),
+    Metric("batches_total", "batches", "cut by workers, up to the last accepted one, or to a worker's end"),
+    Metric("env_steps_sampled_total", "env steps", "stepped by workers, up to that batch"),
+    Metric("episodes_total", "episodes", "finished, up to that batch"),
+    Metric("env_failures_total", "failures", "of sub-environments, up to that batch"),
+    Metric("env_rebuilds_total", "rebuilds", "of sub-environments, up to that batch"),
+    Metric("settled_batches_total", "batches", "committed or dropped, with all before them"),
+    Metric("committed_steps_total", "env steps", "committed by the learner"),
+    Metric("committed_chunks_total", "chunks", "committed by the learner"),
+    Metric("discarded_steps_{reason}_total", "env steps", "that never became a chunk; reasons: schemas.ledger.Discard"),
+    Metric("dropped_steps_{reason}_total", "env steps", "cut and never committed; reasons: schemas.ledger.Drop"),
+    Metric("dropped_chunks_{reason}_total", "chunks", "likewise"),
+    Metric("bytes_total", "bytes", "of accepted batches, as received"),
+)
+"""Counters of `totals` and `sources`. All but bytes_total are read off a ledger row by `row_counters`."""
+
+GAUGE_TABLE = (
+    Metric("env_steps_per_s", "env steps/s", "accepted, over the last seconds"),
+    Metric("episode_return_mean", "return", "of the last `episodes_window` finished episodes"),
+    Metric("episodes_window", "episodes", "that the mean is taken over, at most 100"),
+    Metric("weights_seq", "version", "seq of the newest published weights"),
+    Metric("learner_epoch", "epoch", "of the learner that holds the lease"),
+    Metric("held_batches", "batches", "accepted and neither committed nor dropped"),
+    Metric("oldest_unsettled_age_s", "s", "since the oldest held batch was accepted"),
+    Metric("redis_failures", "attempts", "to reach Redis that failed since the broker started"),
+)
+
+
+def source_name(slot: int, incarnation: int) -> str:
+    """The field of `ledger`, and the beginning of those of `sources`, that is about one incarnation."""
+    return f"{slot}/{incarnation}"
+
+
+def row_counters(row: LedgerRow) -> dict[str, int]:
+    """The lifetime counters that one ledger row stands for; the broker reports these, and the audit compares them."""
+    totals, settled = row.totals, row.settled
+    counters = {
+        "env_steps_total": row.accepted[0],
+        "chunks_total": row.accepted[1],
+        "batches_total": totals.seq,
+        "env_steps_sampled_total": totals.stepped,
+        "episodes_total": totals.episodes,
+        "env_failures_total": totals.env_failures,
+        "env_rebuilds_total": totals.env_rebuilds,
+        "settled_batches_total": settled.seq,
+        "committed_steps_total": settled.committed[0],
+        "committed_chunks_total": settled.committed[1],
+    }
+    for reason, steps in totals.discarded.items():
+        counters[f"discarded_steps_{reason}_total"] = steps
+    for reason, (steps, chunks) in _dropped(row):
+        for name, count in ((f"dropped_steps_{reason}_total", steps), (f"dropped_chunks_{reason}_total", chunks)):
+            counters[name] = counters.get(name, 0) + count
+    return counters
+
+
+def _dropped(row: LedgerRow) -> Iterator[tuple[str, tuple[int, int]]]:
+    for drops in (row.totals.dropped, row.lost, row.settled.dropped):
+        yield from drops.items()
+
+
+def without_password(url: str) -> str:
+    """The URL as it may stand in a log or an error: its password is replaced by `***`."""
+    try:
+        parts = urlsplit(url)
+        hidden = "password=" in parts.query
+        if parts.password is None and not hidden:
+            return url
+        user, _, address = parts.netloc.rpartition("@")
+        shown = f"{user.partition(':')[0]}:***@{address}" if parts.password is not None else parts.netloc
+        return urlunsplit(parts._replace(netloc=shown, query="" if hidden else parts.query))
+    except ValueError:
+        return "(malformed URL)"
+
+
+def key_name(fleet_id: str, key: Key, **parts: str) -> str:
+    """The full name in Redis, as in `headrace:{my-fleet}:totals`."""
+    return f"headrace:{{{fleet_id}}}:{key.name.format(**parts)}"

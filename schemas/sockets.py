@@ -1,0 +1,31 @@
+"""Socket options that every side sets, by their ZeroMQ names. Data only: schemas do not import zmq.
+
+libzmq's defaults hang at exit (LINGER -1), never notice a dead peer (HEARTBEAT_IVL 0), and hand a handshake half a
+minute. All must be set before bind or connect, or they have no effect.
+"""
+
+from __future__ import annotations
+
+COMMON: dict[str, int] = {
+    "LINGER": 0,
+    "HEARTBEAT_IVL": 2_000,
+    "HEARTBEAT_TIMEOUT": 8_000,
+    "HANDSHAKE_IVL": 5_000,
+    "RECONNECT_IVL": 50,
+    "RECONNECT_IVL_MAX": 1_000,
+}
+"""Times in milliseconds. ZMTP heartbeats tell only that the peer's I/O thread lives; the protocol has its own."""
+
+DEALER: dict[str, int] = COMMON | {"SNDHWM": 0, "RCVHWM": 0, "IMMEDIATE": 1}
+"""Unbounded at the socket, since windows and credit bound what is sent. IMMEDIATE: without a connection a send fails
+at once, rather than filling a queue that would speak of the past to whoever answers later."""
+
+ROUTER: dict[str, int] = COMMON | {"SNDHWM": 0, "RCVHWM": 0, "ROUTER_MANDATORY": 1}
+"""MANDATORY: a message for a peer that has gone is an error here, not silently nothing."""
+
+XPUB: dict[str, int] = COMMON | {"SNDHWM": 4, "XPUB_VERBOSE": 1}
+"""A slow subscriber misses versions rather than delaying others; heartbeats tell it of the newest, which it pulls.
+VERBOSE: every new subscriber is heard of, and gets the last version again."""
+
+SUB: dict[str, int] = COMMON | {"RCVHWM": 4}
+"""Few versions wait: each is applied between two steps or replaced by a newer one."""

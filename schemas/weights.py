@@ -1,0 +1,43 @@
+"""One version of the weights as arrays by name: its digest, and the WEIGHTS message that carries it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.errors import DecodeError
+from headrace.schemas.messages import Version, WeightsHeader, read
+from headrace.schemas.wire import Buffer, MessageKind, WireMessage, encode
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+def weights_digest(arrays: Arrays) -> str:
+    """blake2b-128 over names, dtypes, shapes and bytes, in the order of names: 32 hexadecimal digits."""
+    hasher = hashlib.blake2b(digest_size=16)
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        hasher.update(f"{name}\0{array.dtype.str}\0{array.shape}\0".encode())
+        hasher.update(array.reshape(-1).view(np.uint8).data)
+    return hasher.hexdigest()
+
+
+def encode_weights(fleet_id: str, version: Version, arrays: Arrays) -> list[Buffer]:
+    """Frames of a WEIGHTS message; raises `EncodeError` for a dtype that may not go on the wire."""
+    header = WeightsHeader(fleet_id=fleet_id, version=version, digest=weights_digest(arrays))
+    return encode(MessageKind.WEIGHTS, header.model_dump(), arrays)
+
+
+def read_weights(message: WireMessage) -> tuple[WeightsHeader, Arrays]:
+    """Header and arrays of a decoded WEIGHTS message; no arrays when it only announces a version.
+
+    Raises `DecodeError` when the arrays are not those the digest was taken of.
+    """
+    header = read(WeightsHeader, message.header)
+    if message.arrays and weights_digest(message.arrays) != header.digest:
+        raise DecodeError("weights_digest", f"weights {header.version} do not match their digest")
+    return header, message.arrays

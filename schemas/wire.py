@@ -1,0 +1,294 @@
+"""The codec: one message as ZeroMQ frames, and back, without running any of its bytes.
+
+    frame 0   16 bytes   "HDRC" | major u8 | minor u8 | kind u8 | 0 | checksum u64le
+                         checksum = xxh3_64 over the first 8 bytes of this frame and all of frame 1
+    frame 1   orjson     the header; with arrays it also has
+                         "payload": {"checksum": xxh3_64 over frames 2.. in order,
+                                     "sizes": [bytes of frame 2, ...],
+                                     "arrays": [[name, dtype, shape, frame, byte offset], ...]}
+    frame 2…  raw        C-contiguous little-endian buffers. Arrays of 64 KiB and more have a frame of their own and are
+                         sent without a copy; smaller ones are joined in one frame, each at a multiple of 64 bytes.
+
+The two checksums chain: frame 0 covers the header, and the header names the checksum of the payload. So a broker checks
+all it reads (frames 0 and 1) without touching array bytes, and the receiver of the arrays checks the rest. xxh3 is
+a checksum against faults, not against forgery: forgery is what CURVE is for.
+
+`decode` allocates nothing in proportion to what a header claims: sizes, counts and dtypes are compared with the bytes
+at hand first, and arrays are read-only views of the received frames. What it does allocate is the parsed header, about
+thirty times its bytes at worst. Anything wrong is one `DecodeError`.
+
+A view may lie at an address that is no multiple of its item size, since libzmq hands small frames out of its receive
+buffer: numpy and torch read such views correctly, other consumers should copy.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import orjson
+import xxhash
+from numpy.typing import NDArray
+
+from headrace.schemas.errors import DecodeError, EncodeError
+
+MAGIC = b"HDRC"
+PROTOCOL_MAJOR = 1
+PROTOCOL_MINOR = 0
+
+_TAG = struct.Struct("<4sBBBBQ")
+_TAG_HEAD = struct.Struct("<4sBBBB")
+_ALIGN = 64
+OWN_FRAME_BYTES = 64 * 1024
+"""From this size an array gets a frame of its own; pyzmq too copies below it, since a copy is then cheaper."""
+
+ALLOWED_DTYPES = frozenset(("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"))
+
+Buffer = bytes | bytearray | memoryview
+"""One frame. A memoryview is one of bytes, contiguous, as `zmq.Frame.buffer` is."""
+
+
+class MessageKind(IntEnum):
+    """What a message is; each but BATCH and WEIGHTS has its fields in `messages.py`."""
+
+    HELLO = 1
+    WELCOME = 2
+    REJECT = 3
+    FENCED = 4
+    BATCH = 5
+    ACK = 6
+    HEARTBEAT = 7
+    BYE = 8
+    COMMIT = 9
+    STATUS = 10
+    SOURCE_END = 11
+    WEIGHTS = 12
+    WEIGHTS_PULL = 13
+    WEIGHTS_PART = 14
+    OBITUARY = 15
+    WEIGHTS_ACK = 16
+    CHECKPOINT = 17  # of files only: a learner's checkpoint, never sent
+    SKIP = 17
+    SOURCE_START = 18
+    SOURCE_GAP = 19
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """What a receiver accepts at most, checked before anything is allocated. Sizes in bytes."""
+
+    header_bytes: int = 1 << 20
+    payload_bytes: int = 256 << 20
+    infos_bytes: int = 8 << 20
+    frames: int = 64
+    arrays: int = 4096
+    dims: int = 8
+    header_depth: int = 64
+
+
+DEFAULT_CAPS = Caps()
+_OWN_FRAMES = DEFAULT_CAPS.frames - 3
+"""Beyond these large arrays are joined with the small ones, at the price of a copy: frames are few by the caps."""
+
+
+@dataclass(frozen=True, slots=True)
+class WireMessage:
+    """One decoded message. `arrays` are read-only views of the frames it came in."""
+
+    kind: MessageKind
+    header: dict[str, Any]
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
+
+
+def encode(
+    kind: MessageKind, header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]] | None = None
+) -> list[Buffer]:
+    """Frames of one message. Large arrays are passed on without a copy: do not write to them until it is settled.
+
+    Raises `EncodeError` for a dtype outside the allow-list (object arrays above all), a header JSON cannot carry, and
+    one that no receiver takes (`DEFAULT_CAPS`). The payload's size is the sender's to compare with what was advertised.
+    """
+    if not arrays:
+        return _seal(kind, header, [])
+    if len(arrays) > DEFAULT_CAPS.arrays:
+        raise EncodeError(f"{kind.name} has {len(arrays)} arrays; {DEFAULT_CAPS.arrays} are allowed")
+    frames, manifest = _pack(arrays)
+    checksum = xxhash.xxh3_64()
+    for frame in frames:
+        checksum.update(frame)
+    payload = {"checksum": checksum.intdigest(), "sizes": [len(f) for f in frames], "arrays": manifest}
+    return _seal(kind, {**header, "payload": payload}, frames)
+
+
+def _seal(kind: MessageKind, header: Mapping[str, Any], payload: list[Buffer]) -> list[Buffer]:
+    try:
+        body = orjson.dumps(header)
+    except TypeError as error:
+        raise EncodeError(f"header of {kind.name} cannot be written as JSON: {error}") from error
+    if len(body) > DEFAULT_CAPS.header_bytes:
+        raise EncodeError(f"header of {kind.name} has {len(body)} bytes; {DEFAULT_CAPS.header_bytes} are allowed")
+    head = _TAG_HEAD.pack(MAGIC, PROTOCOL_MAJOR, PROTOCOL_MINOR, kind, 0)
+    return [head + xxhash.xxh3_64_intdigest(head + body).to_bytes(8, "little"), body, *payload]
+
+
+def _pack(arrays: Mapping[str, NDArray[Any]]) -> tuple[list[Buffer], list[list[Any]]]:
+    """Lay arrays out in frames: (frames, manifest rows [name, dtype, shape, frame, offset])."""
+    joined: list[Buffer] = []
+    joined_bytes = 0
+    own: list[Buffer] = []
+    manifest: list[list[Any]] = []
+    for name, array in arrays.items():
+        raw, dtype = _raw(name, array)
+        if len(raw) >= OWN_FRAME_BYTES and len(own) < _OWN_FRAMES:
+            own.append(raw)
+            manifest.append([name, dtype, array.shape, -len(own), 0])
+        else:
+            manifest.append([name, dtype, array.shape, 0, joined_bytes])
+            padding = -len(raw) % _ALIGN
+            joined += (raw, bytes(padding))
+            joined_bytes += len(raw) + padding
+    first = [b"".join(joined)] if joined else []
+    for row in manifest:
+        if row[3] < 0:
+            row[3] = len(first) - row[3] - 1
+    return [*first, *own], manifest
+
+
+def _raw(name: str, array: NDArray[Any]) -> tuple[memoryview, str]:
+    """(bytes, dtype on the wire) of one array; without a copy when it is contiguous and little-endian already."""
+    dtype = array.dtype.newbyteorder("<") if array.dtype.byteorder == ">" else array.dtype
+    if dtype.str not in ALLOWED_DTYPES:
+        raise EncodeError(f"array {name!r} has dtype {array.dtype}, which may not go on the wire")
+    if array.ndim > DEFAULT_CAPS.dims:
+        raise EncodeError(f"array {name!r} has {array.ndim} axes; {DEFAULT_CAPS.dims} are allowed")
+    contiguous = np.ascontiguousarray(array, dtype=dtype)
+    if contiguous.size == 0:
+        return memoryview(b""), dtype.str
+    return contiguous.reshape(-1).view(np.uint8).data, dtype.str
+
+
+def read_tag(frame: Buffer) -> tuple[MessageKind, int, int]:
+    """(kind, major, minor) of frame 0, without judging the version: a refusal must reach peers of any version."""
+    if len(frame) != _TAG.size:
+        raise DecodeError("bad_tag", f"frame 0 has {len(frame)} bytes, not {_TAG.size}")
+    magic, major, minor, kind, zero, _ = _TAG.unpack(frame)
+    if magic != MAGIC or zero != 0:
+        raise DecodeError("bad_tag", f"frame 0 starts with {bytes(frame[:8])!r}, which is not Headrace")
+    try:
+        return MessageKind(kind), major, minor
+    except ValueError:
+        _check_version(major, minor)
+        raise DecodeError("unknown_kind", f"message kind {kind} is unknown to protocol {PROTOCOL_MAJOR}") from None
+
+
+def _check_version(major: int, minor: int) -> None:
+    if major != PROTOCOL_MAJOR:
+        raise DecodeError("version_mismatch", f"peer speaks protocol {major}.{minor}, this side {PROTOCOL_MAJOR}.x")
+
+
+def decode_header(frames: Sequence[Buffer], caps: Caps = DEFAULT_CAPS) -> tuple[MessageKind, dict[str, Any]]:
+    """(kind, header) after every check that needs no array byte: what a broker does with a message it forwards."""
+    if not 2 <= len(frames) <= caps.frames:
+        raise DecodeError("frame_count", f"{len(frames)} frames; 2 to {caps.frames} are allowed")
+    kind, major, minor = read_tag(frames[0])
+    _check_version(major, minor)
+    if len(frames[1]) > caps.header_bytes:
+        raise DecodeError("header_too_large", f"header of {len(frames[1])} bytes; {caps.header_bytes} are allowed")
+    body = bytes(frames[1])
+    if xxhash.xxh3_64_intdigest(bytes(frames[0][:8]) + body) != int.from_bytes(frames[0][8:16], "little"):
+        raise DecodeError("header_checksum", "tag and header do not match their checksum")
+    header = _load_header(body, caps)
+    _check_sizes(header.get("payload"), frames, caps)
+    return kind, header
+
+
+def _load_header(body: bytes, caps: Caps) -> dict[str, Any]:
+    try:
+        header = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise DecodeError("bad_header", f"header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise DecodeError("bad_header", f"header is a JSON {type(header).__name__}, not an object")
+    if body.count(b"[") + body.count(b"{") > caps.header_depth and _is_deeper(header, caps.header_depth):
+        raise DecodeError("bad_header", f"header is nested deeper than {caps.header_depth} levels")
+    return header
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    """orjson reads a thousand levels, but writes a quarter of them; `repr` and pydantic fail in ways of their own."""
+    if not isinstance(value, dict | list):
+        return False
+    return depth == 0 or any(
+        _is_deeper(sub, depth - 1) for sub in (value.values() if isinstance(value, dict) else value)
+    )
+
+
+def _check_sizes(payload: Any, frames: Sequence[Buffer], caps: Caps) -> None:
+    sizes = [len(frame) for frame in frames[2:]]
+    if sum(sizes) > caps.payload_bytes:
+        raise DecodeError("payload_too_large", f"payload of {sum(sizes)} bytes; {caps.payload_bytes} are allowed")
+    if payload is None:
+        if sizes:
+            raise DecodeError("payload_sizes", f"{len(sizes)} payload frames, but the header announces none")
+        return
+    if not isinstance(payload, dict) or payload.get("sizes") != sizes:
+        raise DecodeError("payload_sizes", f"payload frames of {sizes[:8]} bytes are not what the header announces")
+
+
+def decode(frames: Sequence[Buffer], caps: Caps = DEFAULT_CAPS) -> WireMessage:
+    """The message in `frames`, its arrays as read-only views; raises `DecodeError` and nothing else."""
+    kind, header = decode_header(frames, caps)
+    payload = header.get("payload")
+    if payload is None:
+        return WireMessage(kind, header)
+    checksum = xxhash.xxh3_64()
+    for frame in frames[2:]:
+        checksum.update(frame)
+    if payload.get("checksum") != checksum.intdigest():
+        raise DecodeError("payload_checksum", "payload does not match its checksum")
+    manifest = payload.get("arrays")
+    if not isinstance(manifest, list) or len(manifest) > caps.arrays:
+        raise DecodeError("bad_manifest", f"manifest is not a list of at most {caps.arrays} arrays")
+    arrays: dict[str, NDArray[Any]] = {}
+    for row in manifest:
+        name, array = _view(row, frames, caps)
+        if name in arrays:
+            raise DecodeError("bad_manifest", f"array {name!r} is listed twice")
+        arrays[name] = array
+    return WireMessage(kind, header, arrays)
+
+
+def _view(row: Any, frames: Sequence[Buffer], caps: Caps) -> tuple[str, NDArray[Any]]:
+    """One manifest row as a read-only array over its frame. Rows may share bytes: nobody can write to them.
+
+    What is of the wrong type is never printed: a list nested a thousand deep has no repr, only a RecursionError.
+    """
+    if not isinstance(row, list) or len(row) != 5:
+        raise DecodeError("bad_manifest", "a row is not [name, dtype, shape, frame, offset]")
+    name, dtype, shape, frame, offset = row
+    if not isinstance(name, str) or not isinstance(dtype, str) or not isinstance(shape, list):
+        raise DecodeError("bad_manifest", "a row has a name, dtype or shape of the wrong JSON type")
+    if dtype not in ALLOWED_DTYPES:
+        raise DecodeError("bad_dtype", f"array {name!r:.80} has dtype {dtype!r:.40}, which is not allowed")
+    if len(shape) > caps.dims or not all(type(n) is int and 0 <= n < 1 << 48 for n in shape):
+        raise DecodeError("bad_shape", f"array {name!r:.80} has a shape that is not at most {caps.dims} sizes")
+    if type(frame) is not int or type(offset) is not int or not 0 <= frame < len(frames) - 2 or offset < 0:
+        raise DecodeError("bad_manifest", f"array {name!r:.80} lies in no frame that was received")
+    count = math.prod(shape)
+    nbytes = count * np.dtype(dtype).itemsize
+    source = frames[2 + frame]
+    if offset + nbytes > len(source):
+        raise DecodeError("bad_shape", f"array {name!r:.80} needs {nbytes} bytes at {offset}, of {len(source)}")
+    if count == 0:
+        if math.prod(n for n in shape if n) >= 1 << 40:
+            raise DecodeError("bad_shape", f"empty array {name!r:.80} claims shape {shape!r:.80}")
+        array = np.empty(shape, dtype)
+    else:
+        array = np.frombuffer(source, dtype, count, offset).reshape(shape)
+    array.flags.writeable = False
+    return name, array

@@ -1,0 +1,84 @@
+"""Fixtures for every test, and a last look that none of them left a process or a file behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+WaitFor = Callable[..., None]
+
+
+def _wait_for(condition: Callable[[], object], deadline_s: float = 20.0, what: str = "the condition") -> None:
+    """Return once `condition()` is true, asked every 10 ms; fail the test naming `what` after `deadline_s` seconds."""
+    pause = threading.Event()
+    for _ in range(max(1, int(deadline_s / 0.01))):
+        if condition():
+            return
+        pause.wait(0.01)
+    if not condition():
+        pytest.fail(f"{what} did not come true within {deadline_s:g} s")
+
+
+@pytest.fixture
+def wait_for() -> WaitFor:
+    """`wait_for(condition, deadline_s=20, what="...")`: waits for an event, never for a time."""
+    return _wait_for
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A loopback TCP port that nobody listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository's root folder."""
+    return ROOT
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fails the session when a child process still runs or a new file stands in the repository at its end."""
+    before = _untracked()
+    yield
+    _wait_for(lambda: not _children(), 5.0, f"the end of child processes {_children()}")
+    left = _untracked() - before
+    assert not left, f"tests left files in the repository: {sorted(left)[:10]}"
+
+
+def _children() -> list[str]:
+    """Command lines of this process' living children. multiprocessing's resource tracker ends with its parent."""
+    found = []
+    for task in Path("/proc/self/task").glob("*/children"):
+        for pid in task.read_text().split():
+            line = _read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip()
+            if line and "resource_tracker" not in line:
+                found.append(f"{pid}: {line}")
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _untracked() -> set[str]:
+    """Files that git neither tracks nor ignores. Asked in CI only: elsewhere somebody may be writing code meanwhile."""
+    if "CI" not in os.environ or not (ROOT / ".git").exists():
+        return set()
+    command = ["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=all"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"})
+    return {line[3:] for line in listed.stdout.splitlines() if line.startswith("??")}

@@ -1,0 +1,140 @@
+"""Configuration: precedence, origins, and mistakes answered with the nearest key or the two values that clash."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.schemas.config import FleetConfig, build_config, known_keys, load_config
+from headrace.schemas.errors import ConfigError, ExitCode
+from headrace.schemas.plugins import load_object
+
+FILE = """
+[sampling]
+num_envs = 2
+seed = 5
+env = "FromFile-v0"
+[sampling.env_config]
+size = 3
+"""
+
+
+def _file(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "fleet.toml"
+    path.write_text(text)
+    return path
+
+
+def test_flags_beat_environment_beats_file_beats_defaults(tmp_path: Path) -> None:
+    path = _file(tmp_path, FILE)
+    environ = {
+        "HEADRACE_SAMPLING__NUM_ENVS": "4",
+        "HEADRACE_SAMPLING__SEED": "6",
+        "OTHER__THING": "1",
+        "HEADRACE_DEBUG": "1",
+    }
+    config, origins = load_config(path, {"sampling.num_envs": 16, "fleet.workers": None}, environ)
+    s = config.sampling
+    assert (s.num_envs, s.seed, s.env, s.env_config, s.explore) == (16, 6, "FromFile-v0", {"size": 3}, True)
+    assert config.fleet == FleetConfig().fleet
+    assert origins == {
+        "sampling.num_envs": "flag",
+        "sampling.seed": "environment HEADRACE_SAMPLING__SEED",
+        "sampling.env": str(path),
+        "sampling.env_config": str(path),
+    }
+
+
+def test_nothing_given_is_the_defaults() -> None:
+    config, origins = load_config(environ={})
+    assert config == FleetConfig()
+    assert origins == {}
+    assert known_keys()["sampling.num_envs"] == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("fleet__until_return", "475", 475.0),
+        ("fleet__until_return", "null", None),
+        ("fleet__fleet_id", "2024", "2024"),
+        ("sampling__explore", "false", False),
+        ("sampling__env_config", '{"size": 3}', {"size": 3}),
+        ("sampling__env", "[odd]Name-v0", "[odd]Name-v0"),
+        ("redis__url", "redis://localhost:1", "redis://localhost:1"),
+        ("learner__learning_rate", "1e-4", 1e-4),
+    ],
+)
+def test_environment_variables_are_read_as_their_fields_want(name: str, text: str, value: Any) -> None:
+    config, _ = load_config(environ={f"HEADRACE_{name.upper()}": text})
+    section, key = name.split("__")
+    assert getattr(getattr(config, section), key) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "[sampling]\nnun_envs = 2",
+            r"sampling.nun_envs: unknown key; did you mean sampling.num_envs\? \(from .*fleet.toml\)",
+        ),
+        ("[samplng]\nnum_envs = 2", r"samplng: unknown key; did you mean sampling\?"),
+        ("[samplng]", r"samplng: unknown key; did you mean sampling\?"),
+        ("[zzz]\nqqq = 1", "zzz: unknown key; `headrace up --print-config` lists all keys"),
+        ("broker = 3", r"broker: stands outside any \[section\]"),
+        ("[sampling]\nnum_envs = 0", "sampling.num_envs: Input should be greater than 0, got 0"),
+        ("[sampling]\nnum_envs = 'x'", "sampling.num_envs: .*, got 'x'"),
+        ("[fleet]\nuntil_return = nan", "fleet.until_return: Input should be a finite number"),
+        ("[fleet]\nfleet_id = 'a}b'", "fleet.fleet_id"),
+        (
+            "[broker]\nlease_s = 1.0\nheartbeat_interval_s = 0.9",
+            "^broker: lease_s = 1.0 must be at least twice heartbeat_interval_s = 0.9$",
+        ),
+        ("[broker]\nmax_held_bytes = 1048576", "max_batch_bytes = 134217728 exceeds max_held_bytes = 1048576"),
+        ("[broker]\nhost = '0.0.0.0'", "host = '0.0.0.0' serves other machines: it needs allow_insecure = true"),
+        ("[broker]\nhost = 'example.org'", "allow_insecure = true"),
+        ("[broker", "is not TOML"),
+    ],
+)
+def test_a_mistake_is_named_with_what_to_do(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(_file(tmp_path, text), environ={})
+    assert caught.value.exit_code is ExitCode.CONFIG
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "localhost", "::1", "[::1]"])
+def test_loopback_needs_no_permission(host: str) -> None:
+    assert build_config({"broker": {"host": host}}).broker.host == host
+    assert build_config({"broker": {"host": "0.0.0.0", "allow_insecure": True}}).broker.allow_insecure
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read: No such file or directory \(from .*none.toml\)"):
+        load_config(tmp_path / "none.toml", environ={})
+
+
+def test_unknown_keys_of_flags_and_environment_are_named_with_their_origin() -> None:
+    with pytest.raises(ConfigError, match=r"worker.window_batch: .* worker.window_batches\? \(from flag\)"):
+        load_config(flags={"worker.window_batch": 3}, environ={})
+    with pytest.raises(ConfigError, match=r"worker.window: .*\(from environment HEADRACE_WORKER__WINDOW\)"):
+        load_config(environ={"HEADRACE_WORKER__WINDOW": "3"})
+
+
+def test_sections_cannot_be_changed_once_built() -> None:
+    with pytest.raises(Exception, match="frozen"):
+        FleetConfig().broker.host = "x"  # type: ignore[misc]
+
+
+def test_a_name_is_looked_up_as_package_module_name() -> None:
+    assert load_object("pathlib:Path.cwd", "sampling.env") == Path.cwd
+    for path, message in {
+        "pathlib": "not of the form",
+        ":x": "not of the form",
+        ".relative:x": "not of the form",
+        "no_such_module_x:y": "module 'no_such_module_x' cannot be imported .*; check PYTHONPATH",
+        "pathlib:Nothing": "module 'pathlib' has no 'Nothing'",
+    }.items():
+        with pytest.raises(ConfigError, match=f"module.build: .*{message}"):
+            load_object(path, "module.build")

@@ -1,0 +1,69 @@
+"""Encoded samples of protocol 1.0 stay readable, and today's code still writes what they mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import golden_samples
+import numpy as np
+import orjson
+import pytest
+
+from headrace.schemas.batch import decode_batch
+from headrace.schemas.wire import decode, read_tag
+
+FOLDER = Path(golden_samples.__file__).parent
+TODAY = dict(golden_samples.golden())
+
+
+def _expected(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = orjson.loads((FOLDER / f"{name}.json").read_bytes())
+    return loaded
+
+
+def test_each_kind_of_message_and_each_family_of_spaces_has_a_sample() -> None:
+    assert {path.stem for path in FOLDER.glob("*.bin")} == set(TODAY), "run python tests/golden/golden_samples.py"
+
+
+@pytest.mark.parametrize("name", sorted(TODAY))
+def test_a_golden_sample_is_read_field_by_field(name: str) -> None:
+    frames, expected = golden_samples.read(FOLDER / f"{name}.bin"), _expected(name)
+    assert read_tag(frames[0])[1:] == (1, 0)
+    message = decode(frames)
+    assert message.kind.name == expected["kind"]
+    assert {k: v for k, v in message.header.items() if k != "payload"} == expected["header"]
+    assert message.arrays.keys() == expected["arrays"].keys()
+    for array_name, (dtype, shape, values) in expected["arrays"].items():
+        array = message.arrays[array_name]
+        assert (array.dtype.str, list(array.shape)) == (dtype, shape)
+        np.testing.assert_array_equal(array.ravel(), np.asarray(values, dtype))
+
+
+@pytest.mark.parametrize("name", sorted(TODAY))
+def test_todays_encoding_still_means_what_the_sample_means(name: str) -> None:
+    """New fields may come in a minor version; an old one may neither go nor change its form."""
+    today, expected = golden_samples.describe(TODAY[name]), _expected(name)
+    assert today["kind"] == expected["kind"]
+    assert today["arrays"] == expected["arrays"]
+    assert _contains(today["header"], expected["header"]), "a field of protocol 1.0 is gone or has another form"
+
+
+def _contains(new: Any, old: Any) -> bool:
+    if isinstance(old, dict):
+        return isinstance(new, dict) and all(key in new and _contains(new[key], old[key]) for key in old)
+    if isinstance(old, list):
+        return isinstance(new, list) and len(new) == len(old) and all(map(_contains, new, old))
+    return bool(new == old)
+
+
+@pytest.mark.parametrize("family", golden_samples.SPACES)
+def test_a_golden_batch_is_iterated_as_chunks(family: str) -> None:
+    frames = golden_samples.read(FOLDER / f"batch_{family}.bin")
+    header, batch = decode_batch(frames, *golden_samples.SPACES[family])
+    assert (header.slot, header.incarnation, header.seq) == (3, 2, 17)
+    assert [len(chunk) for chunk in batch] == [3, 0, 2, 1]
+    assert [chunk.end.name for chunk in batch] == ["TERMINATED", "ABORTED", "ONGOING", "TRUNCATED"]
+    assert [chunk.end_reason for chunk in batch] == [None, "env_exception", None, None]
+    assert [chunk.agent_id for chunk in batch] == ["red", "blue", "red", "blue"]
+    assert batch[0].episode_id == "80000000000000000000000000000000"

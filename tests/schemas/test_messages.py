@@ -1,0 +1,129 @@
+"""Control messages: each kind round trips, newer fields are ignored, and what is wrong is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from golden_samples import message_classes, sample_model
+
+from headrace.schemas.errors import (
+    DecodeError,
+    FencedError,
+    RefusedError,
+    VersionMismatchError,
+    WrongFleetError,
+    refusal,
+)
+from headrace.schemas.ledger import Discard, Drop, WorkerTotals
+from headrace.schemas.messages import (
+    HELLO_BY_ROLE,
+    Ack,
+    Heartbeat,
+    LearnerHello,
+    Message,
+    Version,
+    WorkerHello,
+    read,
+    read_hello,
+)
+from headrace.schemas.wire import MessageKind, decode
+
+KINDS = sorted(message_classes(), key=lambda cls: cls.__name__)
+
+
+def test_each_kind_but_batch_has_a_message() -> None:
+    assert {cls.KIND for cls in KINDS} == set(MessageKind) - {MessageKind.BATCH}
+
+
+@pytest.mark.parametrize("cls", KINDS, ids=lambda cls: cls.__name__)
+def test_a_message_arrives_as_it_was_sent(cls: type[Message]) -> None:
+    for seed in "abcdef":
+        sent = sample_model(cls, seed)
+        received = decode(sent.frames())
+        assert received.kind is cls.KIND
+        assert read(cls, received.header) == sent
+
+
+@pytest.mark.parametrize("cls", KINDS, ids=lambda cls: cls.__name__)
+def test_fields_of_a_newer_version_are_ignored(cls: type[Message]) -> None:
+    sent = sample_model(cls)
+    assert read(cls, {**decode(sent.frames()).header, "added_later": [1, {"x": None}]}) == sent
+
+
+@pytest.mark.parametrize("cls", KINDS, ids=lambda cls: cls.__name__)
+def test_a_field_of_the_wrong_type_is_named(cls: type[Message]) -> None:
+    header = decode(sample_model(cls).frames()).header
+    for name, field in cls.model_fields.items():
+        with pytest.raises(DecodeError, match=rf"bad_message: {cls.__name__}: {name}"):
+            read(cls, {**header, name: [None]})
+        if field.is_required():
+            with pytest.raises(DecodeError, match=f"{name}: Field required"):
+                read(cls, {k: v for k, v in header.items() if k != name})
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"slot": True}, "slot"),
+        ({"slot": 1.0}, "slot"),
+        ({"slot": "1"}, "slot"),
+        ({"slot": -1}, "slot"),
+        ({"slot": 2**63}, "slot"),
+        ({"incarnation": 0}, "incarnation"),
+        ({"totals": {"stepped": -1}}, "totals.stepped"),
+        ({"totals": {"discarded": {"env_hang": 2**64 - 1}}}, "totals.discarded.env_hang"),
+        ({"totals": {"dropped": {"stale": [1]}}}, "totals.dropped.stale"),
+        ({"totals": {"dropped": {"stale": [1, -2]}}}, "totals.dropped.stale"),
+        ({"weights": [1]}, "weights"),
+        ({"weights": [1, None]}, "weights"),
+    ],
+)
+def test_numbers_that_fit_nowhere_are_refused(changes: dict[str, Any], where: str) -> None:
+    header = Heartbeat(slot=0, incarnation=1, totals=WorkerTotals()).model_dump() | changes
+    with pytest.raises(DecodeError) as caught:
+        read(Heartbeat, header)
+    assert caught.value.detail.startswith(f"Heartbeat: {where}")
+
+
+def test_hellos_are_told_apart_by_role() -> None:
+    for role, cls in HELLO_BY_ROLE.items():
+        sent = sample_model(cls)
+        assert type(read_hello(decode(sent.frames()).header)) is cls
+        assert sent.model_dump()["role"] == role
+    for role in (None, "admin", [], 7):
+        with pytest.raises(DecodeError, match="HELLO of unknown role"):
+            read_hello({"role": role})
+
+
+def test_held_batches_are_listed_by_slot_and_incarnation_only() -> None:
+    header = sample_model(LearnerHello).model_dump()
+    for key in ("1", "1/", "a/b", "1/2/3", "-1/2", "1/" + "9" * 40):
+        with pytest.raises(DecodeError, match="held"):
+            read(LearnerHello, header | {"held": {key: []}})
+
+
+def test_reasons_may_be_given_as_their_enums() -> None:
+    totals = WorkerTotals(discarded={Discard.RESET: 3}, dropped={Drop.STALE: (4, 1)})
+    hello = WorkerHello(fleet_id="f", token="t", totals=totals)
+    assert read(WorkerHello, decode(hello.frames()).header) == hello
+
+
+def test_a_message_cannot_be_changed_once_it_is_made() -> None:
+    with pytest.raises(Exception, match="frozen"):
+        Ack().credit = 3  # type: ignore[misc]
+
+
+def test_weights_versions_are_ordered_as_pairs() -> None:
+    versions: list[Version] = [(1, 9), (2, 0), (1, 10)]
+    assert sorted(versions) == [(1, 9), (1, 10), (2, 0)]
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [("wrong_fleet", WrongFleetError), ("version_mismatch", VersionMismatchError), ("fenced", FencedError)],
+)
+def test_a_refusal_becomes_its_typed_error(code: str, error: type[RefusedError]) -> None:
+    assert type(refusal(code, "why")) is error
+    assert type(refusal("something_new", "why")) is RefusedError
+    assert str(refusal(code, "why")) == "why"

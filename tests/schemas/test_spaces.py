@@ -1,0 +1,118 @@
+"""Spaces as data: column names, nesting, and refusal of descriptions that make no sense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from golden_samples import SPACES
+from pydantic import ValidationError
+
+from headrace.schemas.errors import DecodeError
+from headrace.schemas.spaces import (
+    MAX_DEPTH,
+    Box,
+    Dict,
+    Discrete,
+    MultiBinary,
+    MultiDiscrete,
+    Spaces,
+    Tuple,
+    column_dtype,
+    leaf_shape,
+    leaf_size,
+    leaves,
+    nest,
+    space_from_json,
+    spaces_from_json,
+)
+
+
+@pytest.mark.parametrize("family", SPACES)
+def test_a_space_survives_json(family: str) -> None:
+    observation, action = SPACES[family]
+    assert space_from_json(orjson.loads(orjson.dumps(observation.model_dump()))) == observation
+    pair = Spaces(observation=observation, action=action)
+    assert spaces_from_json(orjson.loads(orjson.dumps(pair.model_dump()))) == pair
+
+
+def test_leaves_name_columns_in_the_spaces_own_order() -> None:
+    space = SPACES["nested"][0]
+    assert [name for name, _ in leaves(space, "obs")] == ["obs/arm/0", "obs/arm/1", "obs/a/b"]
+    assert [name for name, _ in leaves(Discrete(n=2), "actions")] == ["actions"]
+    assert list(leaves(Dict(spaces={}), "obs")) == []
+
+
+def test_nest_gives_the_users_nesting_back() -> None:
+    space = SPACES["nested"][0]
+    columns = {name: np.full(2, i) for i, (name, _) in enumerate(leaves(space, "obs"))}
+    nested = nest(space, columns, "obs")
+    assert nested["arm"][1] is columns["obs/arm/1"]
+    assert nested["a/b"] is columns["obs/a/b"]
+    assert nest(Tuple(spaces=(Dict(spaces={}),)), {}, "obs") == ({},)
+
+
+def test_leaves_know_their_rows() -> None:
+    assert leaf_shape(Discrete(n=3)) == ()
+    assert leaf_shape(MultiDiscrete(nvec=(2, 3), start=(0, 0), shape=(2,))) == (2,)
+    assert leaf_size(Box(shape=(2, 3), dtype="<f4")) == 6
+    assert leaf_size(Box(shape=(), dtype="<f4")) == 1
+    assert column_dtype(MultiBinary(shape=(2,))) == np.int8
+
+
+def _nested(levels: int) -> Any:
+    space: Any = {"kind": "box", "shape": [2], "dtype": "<f4", "low": [0.0, None]}
+    for i in range(levels):
+        space = {"kind": "dict", "spaces": {"x": space}} if i % 2 else {"kind": "tuple", "spaces": [space]}
+    return space
+
+
+def test_the_deepest_space_is_read_and_one_deeper_is_not() -> None:
+    assert space_from_json(_nested(MAX_DEPTH))
+    assert spaces_from_json({"observation": _nested(MAX_DEPTH), "action": _nested(0)})
+    for levels in (MAX_DEPTH + 1, 200):
+        with pytest.raises(DecodeError, match="deeper than 8 levels"):
+            space_from_json(_nested(levels))
+
+
+BAD = [
+    {"kind": "box", "shape": [2], "dtype": "O"},
+    {"kind": "box", "shape": [2], "dtype": ">f4"},
+    {"kind": "box", "shape": [-1], "dtype": "<f4"},
+    {"kind": "box", "shape": [2**40], "dtype": "<f4"},
+    {"kind": "box", "shape": [1] * 8, "dtype": "<f4"},
+    {"kind": "box", "shape": [2], "dtype": "<f4", "low": [0.0]},
+    {"kind": "discrete", "n": 0},
+    {"kind": "discrete", "n": 2**63},
+    {"kind": "discrete", "n": 1, "start": -(2**64)},
+    {"kind": "discrete", "n": 1, "code": "os:system"},
+    {"kind": "multi_discrete", "nvec": [2], "start": [0, 0], "shape": [1]},
+    {"kind": "multi_discrete", "nvec": [0], "start": [0], "shape": [1]},
+    {"kind": "multi_binary", "shape": 3},
+    {"kind": "text"},
+    {"kind": "dict", "spaces": []},
+    {"spaces": {}},
+    {"kind": "dict", "spaces": {"a/b": _nested(0), "a": {"kind": "dict", "spaces": {"b": _nested(0)}}}},
+    [],
+    None,
+    7,
+]
+
+
+@pytest.mark.parametrize("value", BAD, ids=lambda value: str(value)[:50])
+def test_a_description_that_makes_no_sense_is_refused(value: Any) -> None:
+    with pytest.raises(DecodeError) as caught:
+        space_from_json(value)
+    assert caught.value.reason == "bad_space"
+    with pytest.raises(DecodeError):
+        spaces_from_json({"observation": value, "action": _nested(0)})
+
+
+def test_a_space_of_our_own_is_checked_when_it_is_built() -> None:
+    leaf = Box(shape=(), dtype="<f4")
+    with pytest.raises(ValidationError, match="same column name"):
+        Dict(spaces={"a/0": leaf, "a": Tuple(spaces=(leaf,))})
+    with pytest.raises(ValidationError, match="may not go on the wire"):
+        Box(shape=(), dtype="<c8")

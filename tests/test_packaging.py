@@ -1,0 +1,99 @@
+"""What is installed from a wheel is what stands in the repository."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDERS = ("schemas", "broker", "workers", "learner_stub", "deploy")
+
+
+@pytest.fixture(scope="module")
+def project(root: Path) -> dict[str, Any]:
+    return tomllib.loads((root / "pyproject.toml").read_text())
+
+
+@pytest.fixture(scope="module")
+def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy of the sources, so that no build folder is left here or found from before."""
+    source = tmp_path_factory.mktemp("source")
+    for name in FOLDERS:
+        shutil.copytree(root / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, source)
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(source / "dist"),
+        str(source),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    [built] = (source / "dist").glob("*.whl")
+    return built
+
+
+def test_each_folder_with_an_init_is_listed_as_a_package(root: Path, project: dict[str, Any]) -> None:
+    inits = [path.parent.relative_to(root) for name in FOLDERS for path in (root / name).rglob("__init__.py")]
+    assert sorted("headrace." + ".".join(path.parts) for path in inits) == sorted(
+        project["tool"]["setuptools"]["packages"]
+    )
+
+
+def test_each_folder_with_code_has_an_init(root: Path) -> None:
+    for name in FOLDERS:
+        for file in (root / name).rglob("*.py"):
+            assert (file.parent / "__init__.py").exists(), file
+
+
+def test_type_checkers_find_each_package_by_its_link(root: Path) -> None:
+    links = {link.name: link.resolve() for link in (root / ".types" / "headrace").iterdir()}
+    assert links == {name: root / name for name in FOLDERS}
+
+
+def test_no_module_bears_a_name_of_the_standard_library(root: Path) -> None:
+    """`python workers/x.py` puts the folder itself on the path. `chunk`, of IFF files, is gone since Python 3.13."""
+    names = {path.stem for name in FOLDERS for path in (root / name).rglob("*.py")}
+    assert not names & (sys.stdlib_module_names - {"chunk"})
+
+
+def test_the_wheel_holds_every_module_and_data_file(root: Path, wheel: Path, project: dict[str, Any]) -> None:
+    wanted = {path.relative_to(root).as_posix() for name in FOLDERS for path in (root / name).rglob("*.py")}
+    wanted |= {f"{name}/py.typed" for name in FOLDERS} | {"deploy/fleet.toml"}
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name.removeprefix("headrace/") for name in archive.namelist() if name.startswith("headrace/")}
+        [metadata] = [archive.read(n).decode() for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+    assert held == wanted
+    assert f"Version: {project['project']['version']}" in metadata
+    assert "License-Expression: Apache-2.0" in metadata
+
+
+def test_the_wheel_runs_where_nothing_of_the_repository_is(wheel: Path, tmp_path: Path) -> None:
+    """In a fresh environment, which borrows our dependencies, from an empty folder."""
+    venv.create(tmp_path / "fresh", with_pip=False)
+    python = tmp_path / "fresh" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, str(wheel)], check=True, capture_output=True)
+    [site] = (tmp_path / "fresh" / "lib").glob("python3.*/site-packages")
+    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    (tmp_path / "empty").mkdir()
+    code = "import headrace.schemas.wire as w, headrace.deploy as d; print(w.__file__); print(d.__file__)"
+    found = subprocess.run([python, "-c", code], cwd=tmp_path / "empty", capture_output=True, text=True, check=True)
+    assert all(line.startswith(str(site)) for line in found.stdout.split())
+    command = tmp_path / "fresh" / "bin" / "headrace"
+    helped = subprocess.run([command, "--help"], cwd=tmp_path / "empty", capture_output=True, text=True, check=True)
+    assert "worker" in helped.stdout
+    assert "broker" in helped.stdout
