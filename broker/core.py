@@ -1,0 +1,160 @@
+"""The broker's state machine: messages and time in, messages out, no I/O of its own.
+
+    worker ──▶ WorkerDesk ──▶ Holdings ──▶ LearnerDesk ──▶ learner
+           ◀── Ack ──           (held until settled)  ◀── Commit
+
+What it promises: each batch id is accepted once; per incarnation batches reach the learner in order, each exactly once
+or named as a gap; a batch is kept until the learner has committed it; and the books of every incarnation are kept from
+counts taken here and at the worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from headrace.broker.holdings import Holdings
+from headrace.broker.learner_desk import LearnerDesk
+from headrace.broker.limits import BrokerLimits, BrokerState
+from headrace.broker.outbox import Outbox, Send
+from headrace.broker.source import Peer, Source
+from headrace.broker.worker_desk import WorkerDesk
+from headrace.schemas.batch import BatchHeader
+from headrace.schemas.ledger import Discard, LedgerRow
+from headrace.schemas.messages import (
+    Bye,
+    Commit,
+    Heartbeat,
+    LearnerHello,
+    Message,
+    Obituary,
+    Skip,
+    SupervisorHello,
+    Version,
+    WorkerHello,
+)
+from headrace.schemas.wire import Buffer
+
+SETTLING_IN_S = 30.0
+"""How long a young broker waits to hear which batches the learner has, before it counts any as lost or drops one."""
+
+
+class BrokerCore:
+    """One fleet's broker. Feed it with `receive`, `receive_batch` and `tick`; send what `take_outbox` returns."""
+
+    def __init__(self, fleet_id: str, limits: BrokerLimits, state: BrokerState | None = None, now: float = 0.0) -> None:
+        self.state = state or BrokerState()
+        self.holdings = Holdings(limits)
+        self._outbox = Outbox()
+        self._learners = LearnerDesk(fleet_id, self.state, self.holdings, self._outbox)
+        self._workers = WorkerDesk(fleet_id, limits, self.state, self.holdings, self._outbox, self._learners.waits_for)
+        self._heartbeat_interval_s = limits.heartbeat_interval_s
+        self._started = now
+        self._next_heartbeat = now
+        self._handlers: dict[type, Callable[[Peer, Any, float], None]] = {
+            WorkerHello: self._on_worker_hello,
+            LearnerHello: self._on_learner_hello,
+            SupervisorHello: self._workers.on_supervisor_hello,
+            Heartbeat: self._on_heartbeat,
+            Bye: self._workers.on_bye,
+            Obituary: self._workers.on_obituary,
+            Skip: self._workers.on_skip,
+            Commit: self._learners.on_commit,
+        }
+
+    # -- what comes in ------------------------------------------------------------------------------------------------
+
+    def receive(self, peer: Peer, message: Message, now: float) -> None:
+        """Take any control message. One that this side never gets is answered with a refusal."""
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            self._outbox.reject(peer, "unexpected_kind", f"{type(message).__name__} is not for a broker")
+            return
+        handler(peer, message, now)
+        self._learners.deliver()
+
+    def receive_batch(self, peer: Peer, header: BatchHeader, frames: list[Buffer], nbytes: int, now: float) -> bool:
+        """Take a BATCH of `nbytes` in all. True when it was accepted: once for each batch id in a broker's life."""
+        accepted = self._workers.on_batch(peer, header, frames, nbytes, now)
+        if accepted:
+            self._learners.deliver()
+        return accepted
+
+    def may_publish(self, peer: Peer, version: Version) -> bool:
+        """Whether weights of this version, from this peer, are the lease holder's. Otherwise the peer is told."""
+        return self._learners.may_publish(peer, version, self._workers.spaces)
+
+    def published(self, version: Version) -> None:
+        """The relay has taken this version."""
+        self.holdings.weights = max(self.weights, version)
+        self.holdings.drop_stale()
+
+    def tick(self, now: float) -> None:
+        """Call it several times a heartbeat interval: leases, obituaries, and the cumulative state to every peer."""
+        if now > self._started + SETTLING_IN_S:
+            self.holdings.is_settled_in = True
+        self._workers.tick(now)
+        self._learners.deliver()
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + self._heartbeat_interval_s
+            self._workers.tell_all()
+            self._learners.tell_status(self.live(), self._workers.spaces)
+
+    def restore(self, rows: Iterable[LedgerRow], incarnations: dict[int, int], epoch: int) -> None:
+        """Take over what Redis remembers of earlier brokers of this fleet; what is known better already stays."""
+        for row in rows:
+            source = self.holdings.source(row.slot, row.incarnation)
+            self.holdings.learn(source, row.settled)
+            if row.closed and row.held == (0, 0) and not source.closed and not source.held:
+                source.totals, source.closed, source.restored = row.totals, True, row
+                source.end_reason = source.end_reason or Discard.WORKER_KILLED
+        for slot, incarnation in incarnations.items():
+            self.state.incarnations[slot] = max(self.state.incarnations.get(slot, 0), incarnation)
+        self._learners.outbid((epoch, 0), self._workers.spaces)
+
+    # -- what goes out, and what others may read ----------------------------------------------------------------------
+
+    def take_outbox(self) -> list[Send]:
+        """All messages due, in order; acknowledgements are gathered into one for each worker."""
+        self._workers.acknowledge()
+        return self._outbox.take()
+
+    @property
+    def weights(self) -> Version:
+        """The newest published."""
+        return self.holdings.weights
+
+    @property
+    def sources(self) -> dict[tuple[int, int], Source]:
+        """By (slot, incarnation)."""
+        return self.holdings.sources
+
+    def rows(self) -> list[LedgerRow]:
+        """The books of every incarnation known, each as of one consistent moment."""
+        return self.holdings.rows()
+
+    def live(self) -> list[Source]:
+        """Sources with a connection."""
+        return list(self._workers.peers.values())
+
+    def next_seq(self, peer: Peer) -> int:
+        """The batch expected next from this worker; 0 for a peer that is none."""
+        source = self._workers.peers.get(peer)
+        return source.accepted + 1 if source is not None else 0
+
+    # -- where both desks have a part ---------------------------------------------------------------------------------
+
+    def _on_worker_hello(self, peer: Peer, hello: WorkerHello, now: float) -> None:
+        knew_spaces = bool(self._workers.spaces)
+        self._workers.on_hello(peer, hello, now)
+        self._learners.outbid(hello.weights, self._workers.spaces)
+        if self._workers.spaces and not knew_spaces:
+            self._learners.tell_status(self.live(), self._workers.spaces)
+
+    def _on_learner_hello(self, peer: Peer, hello: LearnerHello, now: float) -> None:
+        self._learners.on_hello(peer, hello, self._workers.spaces)
+        self._workers.bury_dead(now)
+
+    def _on_heartbeat(self, peer: Peer, beat: Heartbeat, now: float) -> None:
+        self._workers.on_heartbeat(peer, beat, now)
+        self._learners.outbid(beat.weights, self._workers.spaces)

@@ -1,0 +1,189 @@
+"""The broker's side towards learners: the lease, delivery in order within the learner's window, and its commits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.broker.holdings import Holdings
+from headrace.broker.lease import Learner
+from headrace.broker.limits import BrokerState
+from headrace.broker.outbox import Outbox
+from headrace.broker.source import Held, Peer, Source
+from headrace.schemas.ledger import Drop
+from headrace.schemas.messages import (
+    Commit,
+    Fenced,
+    HeldBatch,
+    LearnerHello,
+    LearnerWelcome,
+    SourceEnd,
+    SourceGap,
+    SourceStart,
+    Status,
+    Version,
+)
+
+RESEND_S = 5.0
+"""How long a batch may be under way to the learner before the connection's state is settled anew by a HELLO."""
+
+
+class LearnerDesk:
+    """One object a core."""
+
+    def __init__(self, fleet_id: str, state: BrokerState, holdings: Holdings, outbox: Outbox) -> None:
+        self.learner: Learner | None = None
+        self._fleet_id = fleet_id
+        self._state = state
+        self._holdings = holdings
+        self._outbox = outbox
+
+    # -- the lease ----------------------------------------------------------------------------------------------------
+
+    def on_hello(self, peer: Peer, hello: LearnerHello, spaces: dict[str, Any]) -> None:
+        """A stream or publisher connects: its own lease again, a new one for a new learner, none for an old one."""
+        if hello.fleet_id not in ("", self._fleet_id):
+            detail = f"this broker serves fleet {self._fleet_id!r}, not {hello.fleet_id!r}; check the endpoint"
+            self._outbox.reject(peer, "wrong_fleet", detail)
+            return
+        learner = self._lease_for(hello)
+        if learner is None:
+            self._fence(peer)
+            return
+        if hello.channel == "publisher":
+            learner.publisher = peer
+        else:
+            learner.attach_stream(peer, hello)
+            self._holdings.reconcile(hello.position, hello.held)
+        self._outbox.send(peer, self._welcome(learner, spaces))
+
+    def _lease_for(self, hello: LearnerHello) -> Learner | None:
+        """The newest wins. A learner that claims an epoch is newest if no higher one was ever given out."""
+        holder, state = self.learner, self._state
+        if holder is not None and holder.token == hello.token:
+            holder.epoch = state.epoch = max(holder.epoch, hello.epoch)
+            return holder
+        taken = hello.epoch == state.epoch and state.learner_token not in ("", hello.token)
+        if hello.epoch and (hello.epoch < state.epoch or taken):
+            return None
+        state.epoch = hello.epoch or max(state.epoch, self._holdings.weights[0]) + 1
+        state.learner_token = hello.token
+        if holder is not None:
+            self._fence(holder.stream)
+            self._fence(holder.publisher)
+        self._holdings.forget_ends()
+        self.learner = Learner(hello.token, state.epoch, granted=not hello.epoch)
+        return self.learner
+
+    def _fence(self, peer: Peer | None) -> None:
+        detail = f"a newer learner (epoch {self._state.epoch}) has taken over; this one must stop"
+        self._outbox.send(peer, Fenced(detail=detail))
+
+    def _welcome(self, learner: Learner, spaces: dict[str, Any]) -> LearnerWelcome:
+        return LearnerWelcome(
+            fleet_id=self._fleet_id, epoch=learner.epoch, spaces=spaces, published=self._holdings.weights
+        )
+
+    def outbid(self, version: Version, spaces: dict[str, Any]) -> None:
+        """Somebody knows weights of an epoch this broker never gave out, having lost its state: the lease, which would
+        publish what workers take for old, must go beyond it."""
+        self._state.epoch = max(self._state.epoch, version[0])
+        learner = self.learner
+        if learner is None or version <= self._holdings.weights:
+            return
+        if version[0] > learner.epoch or (learner.granted and version[0] == learner.epoch):
+            learner.epoch = self._state.epoch = version[0] + 1
+            for peer in (learner.stream, learner.publisher):
+                self._outbox.send(peer, self._welcome(learner, spaces))
+
+    def may_publish(self, peer: Peer, version: Version, spaces: dict[str, Any]) -> bool:
+        """Whether weights of this version, from this peer, are the lease holder's. Otherwise the peer is told."""
+        learner = self.learner
+        if learner is None or peer != learner.publisher:
+            self._turn_away(peer, version[0])
+            return False
+        if version[0] != learner.epoch:
+            self._outbox.send(peer, self._welcome(learner, spaces))
+            return False
+        return True
+
+    def _turn_away(self, peer: Peer, epoch: int) -> None:
+        """A peer that does not speak for the lease holder is fenced if its epoch is over, else asked who it is."""
+        if self.learner is not None and epoch < self.learner.epoch:
+            self._fence(peer)
+        else:
+            self._outbox.ask_hello(peer)
+
+    # -- commits ------------------------------------------------------------------------------------------------------
+
+    def on_commit(self, peer: Peer, commit: Commit, now: float) -> None:
+        """Settle what the learner has settled, and give it credit for what it has handed out."""
+        learner = self.learner
+        if learner is None or peer != learner.stream:
+            self._turn_away(peer, commit.epoch)
+            return
+        for position in commit.position:
+            self._holdings.learn(self._holdings.source(position.slot, position.incarnation), position.settled)
+        learner.take_consumed(commit.consumed_batches)
+        if learner.missing_for(commit.in_hand, self._holdings.sent_and_unsettled(), now) > RESEND_S:
+            self._outbox.ask_hello(peer, "a batch sent to you has not arrived; say HELLO again")
+
+    # -- delivery -----------------------------------------------------------------------------------------------------
+
+    def deliver(self) -> None:
+        """Send what the learner has room for. Word of a dropped batch or of a source's end takes no room."""
+        learner = self.learner
+        if learner is None or learner.stream is None:
+            return
+        while (first := self._holdings.first()) is not None:
+            source, held = first
+            is_batch = held is not None and held.frames is not None and not held.dropped
+            if is_batch and not learner.has_room():
+                return
+            self._holdings.pop_first()
+            self._announce(source, learner, source.accepted if held is None else held.seq)
+            if held is None:
+                self._outbox.send(learner.stream, _source_end(source))
+            elif held.frames is None or held.dropped:
+                held.with_learner = True
+                self._outbox.send(learner.stream, _source_gap(source, held))
+            else:
+                held.give()
+                learner.sent(held.nbytes)
+                self._outbox.send(learner.stream, held.frames)
+
+    def _announce(self, source: Source, learner: Learner, seq: int) -> None:
+        """Before `seq` of a source: say what became of the batches that were settled without the learner, if any."""
+        if learner.told.get(source.key, -1) < source.settled.seq:
+            start = SourceStart(slot=source.slot, incarnation=source.incarnation, settled=source.settled)
+            self._outbox.send(learner.stream, start)
+        learner.told[source.key] = seq
+
+    def tell_status(self, workers: list[Source], spaces: dict[str, Any]) -> None:
+        """The heartbeat to the learner."""
+        learner = self.learner
+        if learner is None:
+            return
+        status = Status(
+            epoch=learner.epoch,
+            held_batches=self._holdings.held_batches(),
+            workers=len(workers),
+            workers_blocked=sum(1 for source in workers if source.blocked),
+            spaces=spaces,
+            published=self._holdings.weights,
+        )
+        for peer in (learner.stream, learner.publisher):
+            self._outbox.send(peer, status)
+
+    def waits_for(self) -> str:
+        """Whom a worker waits for that has no credit."""
+        return "learner" if self.learner is None or not self.learner.has_room() else "broker"
+
+
+def _source_end(source: Source) -> SourceEnd:
+    return SourceEnd(slot=source.slot, incarnation=source.incarnation, seq=source.accepted, reason=source.end_reason)
+
+
+def _source_gap(source: Source, held: Held) -> SourceGap:
+    batch = HeldBatch(seq=held.seq, steps=held.steps, chunks=held.chunks)
+    reason = held.dropped or Drop.BROKER_LOST
+    return SourceGap(slot=source.slot, incarnation=source.incarnation, batch=batch, reason=reason)

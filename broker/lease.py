@@ -1,0 +1,67 @@
+"""The learner's lease: one learner at a time, the newest wins, and its credit."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from headrace.broker.source import Peer
+from headrace.schemas.messages import LearnerHello
+
+
+@dataclass(slots=True)
+class Learner:
+    """The learner that holds the lease. It has two connections, a stream and a publisher, known by their token."""
+
+    token: str
+    epoch: int
+    stream: Peer | None = None
+    publisher: Peer | None = None
+    window_batches: int = 1
+    window_bytes: int = 1
+    outstanding: deque[int] = field(default_factory=deque)
+    """Bytes of each batch sent on this connection that the learner has not yet handed to its user."""
+    outstanding_bytes: int = 0
+    consumed: int = 0
+    behind_since: float | None = None
+    told: dict[tuple[int, int], int] = field(default_factory=dict)
+    """The last batch of each source that was spoken of on this connection."""
+    granted: bool = False
+    """The epoch was given out here and not claimed by the learner."""
+
+    def attach_stream(self, peer: Peer, hello: LearnerHello) -> None:
+        """A stream (re)connected: what was under way on its last connection is lost, what it received is not."""
+        self.stream = peer
+        self.window_batches, self.window_bytes = hello.window_batches, hello.window_bytes
+        self.outstanding.clear()
+        self.outstanding_bytes = 0
+        self.consumed = hello.received_batches
+        self.behind_since = None
+        self.told.clear()
+
+    def has_room(self) -> bool:
+        """Another batch may be sent. One is always allowed, however large."""
+        if self.stream is None:
+            return False
+        if not self.outstanding:
+            return True
+        return len(self.outstanding) < self.window_batches and self.outstanding_bytes < self.window_bytes
+
+    def sent(self, nbytes: int) -> None:
+        self.outstanding.append(nbytes)
+        self.outstanding_bytes += nbytes
+
+    def missing_for(self, in_hand: int, sent: int, now: float) -> float:
+        """Seconds since when the learner has had fewer batches in hand than were sent to it and not committed."""
+        if in_hand >= sent:
+            self.behind_since = None
+            return 0.0
+        self.behind_since = now if self.behind_since is None else self.behind_since
+        return now - self.behind_since
+
+    def take_consumed(self, consumed: int) -> None:
+        """The learner has handed out this many of all batches it ever received."""
+        while self.consumed < consumed and self.outstanding:
+            self.outstanding_bytes -= self.outstanding.popleft()
+            self.consumed += 1
+        self.consumed = max(self.consumed, consumed)

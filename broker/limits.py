@@ -1,0 +1,31 @@
+"""What the core is told of the configuration, and what it must be told of its own past."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Overflow = Literal["block", "drop_oldest", "drop_stale"]
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerLimits:
+    """Sizes in bytes, times in seconds; `BrokerSection` of the configuration explains each."""
+
+    max_batch_bytes: int = 128 << 20
+    max_held_bytes: int = 1 << 30
+    overflow: Overflow = "block"
+    max_staleness: int = 8
+    lease_s: float = 10.0
+    heartbeat_interval_s: float = 1.0
+    weights_endpoint: str = ""
+
+
+@dataclass(slots=True)
+class BrokerState:
+    """What must survive a restart of the broker for its answers to stay true; written before they are sent."""
+
+    epoch: int = 0
+    learner_token: str = ""
+    incarnations: dict[int, int] = field(default_factory=dict)
+    """Highest incarnation ever given out, by slot."""

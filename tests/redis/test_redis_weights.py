@@ -1,0 +1,128 @@
+"""Weights in Redis are whole or absent, and never go back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from headrace.broker.redis_weights import LARGEST_BYTES, PIECE_BYTES, WeightsShelf
+from headrace.broker.reporter import RedisReporter
+from headrace.schemas.redis_keys import WEIGHTS_BLOB, WEIGHTS_CURRENT, key_name
+
+FRAMES = [b"tag", b'{"a": 1}', bytes(range(256)) * 10_000, b"", bytes(PIECE_BYTES)]
+
+
+@pytest.fixture
+def shelf(client: Any, fleet_id: str) -> WeightsShelf:
+    return WeightsShelf(client, fleet_id)
+
+
+def blob(fleet_id: str, version: tuple[int, int]) -> str:
+    return key_name(fleet_id, WEIGHTS_BLOB, version=f"{version[0]}-{version[1]}")
+
+
+def test_frames_come_back_as_they_went_in(shelf: WeightsShelf) -> None:
+    assert shelf.load() is None
+    assert shelf.store((2, 9), FRAMES) == "flipped"
+    stored = shelf.load()
+    assert stored is not None
+    assert stored.version == (2, 9)
+    assert stored.frames == FRAMES
+
+
+def test_an_older_version_is_refused_and_the_replaced_blob_deleted(
+    shelf: WeightsShelf, client: Any, fleet_id: str
+) -> None:
+    assert shelf.store((2, 9), [b"second learner"]) == "flipped"
+    assert shelf.store((1, 100), [b"first learner, stale"]) == "older"
+    assert shelf.store((2, 9), [b"the same again"]) == "older"
+    assert shelf.store((2, 10), [b"newer"]) == "flipped", "versions are numbers, not text"
+    stored = shelf.load()
+    assert stored is not None
+    assert stored.frames == [b"newer"]
+    assert not client.exists(blob(fleet_id, (2, 9)), blob(fleet_id, (1, 100)))
+    assert client.ttl(blob(fleet_id, (2, 10))) == -1
+
+
+def test_the_pointer_is_not_flipped_behind_another_writer(
+    shelf: WeightsShelf, client: Any, fleet_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = WeightsShelf._stage
+
+    def overtaken(self: WeightsShelf, name: str, frames: Any) -> None:
+        stage(self, name, frames)
+        monkeypatch.undo()
+        assert shelf.store((3, 1), [b"the newer learner"]) == "flipped"
+
+    monkeypatch.setattr(WeightsShelf, "_stage", overtaken)
+    assert shelf.store((2, 1), [b"the stale learner"]) == "moved"
+    stored = shelf.load()
+    assert stored is not None
+    assert stored.version == (3, 1)
+    assert 0 < client.ttl(blob(fleet_id, (2, 1))) <= 600, "a blob no pointer was flipped to expires"
+
+
+def test_weights_without_a_pointer_are_none(shelf: WeightsShelf, client: Any, fleet_id: str) -> None:
+    shelf._stage(blob(fleet_id, (1, 1)), FRAMES)
+    assert shelf.load() is None
+
+
+@pytest.mark.parametrize("pointer", [b"", b"1", b"1/", b"-1/2", b"\x80\x04K\x01.", b"9" * 50 + b"/1", b"1/1\n"])
+def test_a_pointer_that_is_none_counts_as_absent(
+    shelf: WeightsShelf, client: Any, fleet_id: str, pointer: bytes
+) -> None:
+    client.set(key_name(fleet_id, WEIGHTS_CURRENT), pointer)
+    assert shelf.load() is None
+    assert shelf.store((1, 1), [b"x"]) == "flipped"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("sizes", b"[5000000000]"),
+        ("sizes", b'["3"]'),
+        ("sizes", b"{}"),
+        ("sizes", b"[" * 1000),
+        ("sizes", b"[-1]"),
+        ("sizes", b"[]"),
+        ("0/0", b"shorter"),
+        ("1/0", bytes(PIECE_BYTES + 1)),
+    ],
+)
+def test_a_blob_that_is_not_what_it_says_is_none(
+    shelf: WeightsShelf, client: Any, fleet_id: str, field: str, value: bytes
+) -> None:
+    assert shelf.store((1, 1), [b"a frame of bytes", bytes(100)]) == "flipped"
+    client.hset(blob(fleet_id, (1, 1)), field, value)
+    assert shelf.load() is None
+
+
+def test_the_reporter_writes_the_newest_and_hands_it_to_the_next_broker(
+    url: str, fleet_id: str, client: Any, wait_for: Callable[..., None]
+) -> None:
+    reporter = RedisReporter(url, fleet_id)
+    reporter.offer_weights((1, 1), [b"one"])
+    wait_for(lambda: client.exists(key_name(fleet_id, WEIGHTS_CURRENT)))
+    for seq in range(2, 200):
+        reporter.offer_weights((1, seq), [b"frame", bytearray(b"%d" % seq)])
+    reporter.offer_weights((1, 5), [b"an old one, late"])
+    assert reporter.close(30.0)
+    following = RedisReporter(url, fleet_id)
+    saved = following.take_saved(wait_s=30.0)
+    assert saved is not None
+    assert saved.weights is not None
+    assert saved.weights.version == (1, 199)
+    assert saved.weights.frames == [b"frame", b"199"]
+    following.close(1.0)
+
+
+def test_weights_beyond_64_mib_are_skipped_with_a_line(
+    url: str, fleet_id: str, client: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    reporter = RedisReporter(url, fleet_id)
+    reporter.offer_weights((1, 1), [bytes(LARGEST_BYTES), b"x"])
+    assert reporter.close(30.0)
+    assert caplog.text.count("are not kept in Redis") == 1
+    assert not client.exists(key_name(fleet_id, WEIGHTS_CURRENT))

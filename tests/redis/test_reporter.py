@@ -1,0 +1,398 @@
+"""Reports stay exact through repetition, loss, disorder and death, and nobody waits for Redis."""
+
+from __future__ import annotations
+
+import logging
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.broker.reporter import RedisReporter, Report, _MergeScript
+from headrace.deploy.audit import audit
+from headrace.deploy.redis_view import FleetView, Snapshot
+from headrace.schemas.errors import RedisUnavailableError
+from headrace.schemas.ledger import LedgerRow
+from headrace.schemas.redis_keys import (
+    EVENTS,
+    FLEET,
+    INCARNATIONS,
+    LEASE,
+    LEDGER,
+    SOURCES,
+    TABLE,
+    TOTALS,
+    WORKERS,
+    key_name,
+)
+
+MakeRow = Callable[..., LedgerRow]
+MakeServer = Callable[..., Any]
+WaitFor = Callable[..., None]
+
+
+def read(url: str, fleet_id: str) -> Snapshot:
+    with FleetView(url, fleet_id) as view:
+        return view.read()
+
+
+def report_once(url: str, fleet_id: str, *reports: Report) -> None:
+    reporter = RedisReporter(url, fleet_id)
+    for report in reports:
+        reporter.offer(report)
+    assert reporter.close(30.0)
+
+
+def fleet_report(make_row: MakeRow, batches: int) -> Report:
+    """Two live workers and a dead one, after so many batches each."""
+    rows = [make_row(slot, 2, batches, max(0, batches - 3)) for slot in (0, 1)]
+    rows.append(make_row(0, 1, 5, 5, closed=True))
+    return Report(rows=rows, counters={(slot, 2): {"bytes_total": 1000 * batches} for slot in (0, 1)})
+
+
+def test_what_is_reported_is_what_is_read(url: str, fleet_id: str, make_row: MakeRow) -> None:
+    row = make_row()
+    report = Report(
+        rows=[row],
+        gauges={"env_steps_per_s": 1234.5, "episode_return_mean": float("nan")},
+        workers={0: {"pid": 17, "blocked": "learner"}},
+        lease={"epoch": 3, "token": "abc", "since": 1.5},
+        incarnations={0: 1},
+    )
+    report_once(url, fleet_id, report)
+    snapshot = read(url, fleet_id)
+    assert snapshot.rows == {(0, 1): row}
+    assert snapshot.gauges == {"env_steps_per_s": 1234.5, "redis_failures": 0.0}
+    assert snapshot.workers == {0: {"pid": 17, "blocked": "learner"}}
+    assert snapshot.lease == {"epoch": 3, "token": "abc", "since": 1.5}
+    assert snapshot.incarnations == {0: 1}
+    assert snapshot.totals["dropped_steps_stale_total"] == 32
+    assert snapshot.fleet.balance() == 0
+
+
+def test_every_key_that_is_written_stands_in_the_table(url: str, fleet_id: str, client: Any, make_row: MakeRow) -> None:
+    reporter = RedisReporter(url, fleet_id)
+    reporter.offer(fleet_report(make_row, 5))
+    reporter.offer(
+        Report(rows=[make_row()], workers={0: {}}, lease={"epoch": 1}, incarnations={0: 1}, events=[{"a": 1}])
+    )
+    reporter.offer_weights((1, 1), [b"frame"])
+    assert reporter.close(30.0)
+    promised = {key_name(fleet_id, key, version="1-1"): key.type for key in TABLE}
+    written = {name.decode(): client.type(name).decode() for name in client.keys(f"headrace:{{{fleet_id}}}:*")}
+    assert written == promised
+
+
+def test_repeated_and_reordered_reports_leave_totals_exact(
+    url: str, fleet_id: str, client: Any, make_row: MakeRow
+) -> None:
+    random_ = random.Random(0)
+    reports = [fleet_report(make_row, batches) for batches in range(1, 60)]
+    calls = reports + [report for report in reports if random_.random() < 0.3]
+    late = [(index + random_.randrange(8), call) for index, call in enumerate(calls)]
+    merge = _MergeScript(client, fleet_id)
+    highest = 0
+    for _, report in sorted(late, key=lambda pair: pair[0]):
+        merge(report, [], 0)
+        total = int(client.hget(key_name(fleet_id, TOTALS), "env_steps_total"))
+        assert total >= highest, "a lifetime counter went back"
+        highest = total
+    snapshot = read(url, fleet_id)
+    assert audit(snapshot) == []
+    assert snapshot.totals["env_steps_total"] == 32 * (59 + 59 + 5)
+    assert snapshot.totals["bytes_total"] == 2 * 59_000
+
+
+def test_three_kill_9_without_persistence_leave_totals_exact(
+    fleet_id: str, make_server: MakeServer, make_row: MakeRow, wait_for: WaitFor
+) -> None:
+    server = make_server("--appendonly", "no").start()
+    reporter = RedisReporter(server.url, fleet_id)
+    batches = 0
+    for _ in range(3):
+        for _ in range(20):
+            batches += 1
+            reporter.offer(fleet_report(make_row, batches))
+        wait_for(lambda: reporter.available)
+        failures = reporter.failures
+        server.kill()
+        reporter.offer(fleet_report(make_row, batches))
+        wait_for(lambda seen=failures: reporter.failures > seen)
+        server.start()
+    batches += 1
+    reporter.offer(fleet_report(make_row, batches))
+    assert reporter.close(30.0)
+    snapshot = read(server.url, fleet_id)
+    assert audit(snapshot) == []
+    assert snapshot.totals["env_steps_total"] == 32 * (batches + batches + 5)
+    assert snapshot.gauges["redis_failures"] >= 3
+
+
+def test_lost_replies_leave_totals_exact(
+    shared_server: Any, fleet_id: str, make_proxy: Callable[[int], Any], make_row: MakeRow, wait_for: WaitFor
+) -> None:
+    proxy = make_proxy(shared_server.launch.port)
+    url = shared_server.url.replace(f":{shared_server.launch.port}/", f":{proxy.port}/")
+    reporter = RedisReporter(url, fleet_id)
+    for batches in range(1, 9):
+        reporter.offer(Report(rows=[make_row(0, 1, batches, 0)], events=[{"kind": "joined", "n": batches}]))
+        if batches % 2:
+            proxy.losing.set()
+            wait_for(lambda seen=proxy.lost: proxy.lost > seen)
+            proxy.losing.clear()
+        wait_for(lambda want=batches: _accepted(shared_server.url, fleet_id) == 32 * want)
+    assert reporter.close(30.0)
+    assert proxy.lost >= 4
+    assert reporter.failures >= 4
+    snapshot = read(shared_server.url, fleet_id)
+    assert audit(snapshot) == []
+    assert snapshot.totals["env_steps_total"] == 32 * 8
+    with shared_server.client() as client:
+        numbers = [int(fields[b"n"]) for _, fields in client.xrange(key_name(fleet_id, EVENTS))]
+    assert numbers == list(range(1, 9)), "an event whose reply was lost must not stand there twice"
+
+
+def _accepted(url: str, fleet_id: str) -> int:
+    return read(url, fleet_id).totals.get("env_steps_total", 0)
+
+
+def test_a_row_that_knows_less_does_not_replace_and_its_counters_wait(
+    url: str, fleet_id: str, make_row: MakeRow
+) -> None:
+    report_once(url, fleet_id, Report(rows=[make_row(0, 1, 10, 7)]))
+    restarted = Report(rows=[make_row(0, 1, 12, 6), make_row(1, 1, 2, 0)], counters={(0, 1): {"bytes_total": 99}})
+    report_once(url, fleet_id, restarted)
+    snapshot = read(url, fleet_id)
+    assert snapshot.rows[0, 1] == make_row(0, 1, 10, 7)
+    assert snapshot.rows[1, 1] == make_row(1, 1, 2, 0)
+    assert "bytes_total" not in snapshot.totals
+    assert audit(snapshot) == []
+    report_once(url, fleet_id, Report(rows=[make_row(0, 1, 12, 7)], counters={(0, 1): {"bytes_total": 99}}))
+    snapshot = read(url, fleet_id)
+    assert snapshot.totals["env_steps_total"] == 32 * 14
+    assert snapshot.totals["bytes_total"] == 99
+    assert audit(snapshot) == []
+
+
+def test_a_closed_row_is_never_opened_again(url: str, fleet_id: str, make_row: MakeRow) -> None:
+    report_once(url, fleet_id, Report(rows=[make_row(0, 1, 4, 2, closed=True)]))
+    report_once(url, fleet_id, Report(rows=[make_row(0, 1, 9, 9)]))
+    assert read(url, fleet_id).rows[0, 1].closed
+    report_once(url, fleet_id, Report(rows=[make_row(0, 1, 4, 4, closed=True)]))
+    snapshot = read(url, fleet_id)
+    assert snapshot.rows[0, 1].settled.seq == 4
+    assert audit(snapshot) == []
+
+
+def test_lease_and_incarnations_never_go_back(url: str, fleet_id: str) -> None:
+    report_once(url, fleet_id, Report(lease={"epoch": 10, "token": "new"}, incarnations={0: 12}))
+    report_once(url, fleet_id, Report(lease={"epoch": 9, "token": "old"}, incarnations={0: 9, 1: 1}))
+    snapshot = read(url, fleet_id)
+    assert snapshot.lease == {"epoch": 10, "token": "new"}
+    assert snapshot.incarnations == {0: 12, 1: 1}
+
+
+def test_gauges_and_workers_that_are_gone_disappear(url: str, fleet_id: str) -> None:
+    report_once(url, fleet_id, Report(gauges={"held_batches": 3}, workers={0: {}, 1: {}}))
+    report_once(url, fleet_id, Report(gauges={"weights_seq": 4}, workers={1: {}}))
+    snapshot = read(url, fleet_id)
+    assert snapshot.gauges == {"weights_seq": 4.0, "redis_failures": 0.0}
+    assert set(snapshot.workers) == {1}
+
+
+def test_events_of_a_replaced_report_are_kept(url: str, fleet_id: str, client: Any) -> None:
+    reports = [Report(events=[{"kind": "joined", "n": n}]) for n in range(50)]
+    report_once(url, fleet_id, *reports)
+    report_once(url, fleet_id, Report(events=[{"kind": "lost", "n": 50}]))
+    numbers = [int(fields[b"n"]) for _, fields in client.xrange(key_name(fleet_id, EVENTS))]
+    assert numbers == list(range(51))
+
+
+def test_what_stands_there_is_handed_over_once(url: str, fleet_id: str, make_row: MakeRow) -> None:
+    row = make_row(batches=300, settled=299)
+    report = Report(
+        rows=[row], counters={(0, 1): {"bytes_total": 5}}, lease={"epoch": 7, "token": "t"}, incarnations={0: 1, 3: 2}
+    )
+    report_once(url, fleet_id, report)
+    reporter = RedisReporter(url, fleet_id)
+    saved = reporter.take_saved(wait_s=30.0)
+    assert saved is not None
+    assert saved.rows == {(0, 1): row}
+    assert saved.counters[0, 1]["bytes_total"] == 5
+    assert saved.counters[0, 1]["env_steps_total"] == 9600
+    assert saved.incarnations == {0: 1, 3: 2}
+    assert saved.lease_epoch == 7
+    assert saved.weights is None
+    assert reporter.take_saved() is None
+    assert reporter.close(30.0)
+
+
+def test_redis_down_at_the_start_is_reported_to_once_it_is_up(
+    fleet_id: str, make_server: MakeServer, make_row: MakeRow, wait_for: WaitFor, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "headrace.broker.reporter")
+    server = make_server()
+    reporter = RedisReporter(server.url, fleet_id)
+    for batches in range(1, 100):
+        reporter.offer(fleet_report(make_row, batches))
+    wait_for(lambda: reporter.failures >= 3)
+    assert not reporter.available
+    assert reporter.take_saved() is None
+    server.start()
+    wait_for(lambda: reporter.available)
+    assert reporter.close(30.0)
+    assert read(server.url, fleet_id).totals["bytes_total"] == 2 * 99_000
+    away = [record for record in caplog.records if "is away" in record.message]
+    back = [record for record in caplog.records if "is back" in record.message]
+    assert len(away) == len(back) == 1, "an outage is logged once"
+    password = server.url.split(":")[2].split("@")[0]
+    assert password not in caplog.text
+
+
+def test_offers_return_while_redis_is_stopped_and_the_newest_arrives_afterwards(
+    fleet_id: str, make_server: MakeServer, make_row: MakeRow, wait_for: WaitFor
+) -> None:
+    server = make_server().start()
+    reporter = RedisReporter(server.url, fleet_id)
+    reporter.offer(fleet_report(make_row, 1))
+    wait_for(lambda: _accepted(server.url, fleet_id))
+    server.signal(signal.SIGSTOP)
+    # Redis goes on only after all of these have returned: if one waited for it, this test would never end.
+    for batches in range(2, 500):
+        reporter.offer(fleet_report(make_row, batches))
+        reporter.offer_weights((1, batches), [bytes(100)])
+        assert reporter.take_saved() is None or batches == 2
+    wait_for(lambda: reporter.failures >= 2)
+    server.signal(signal.SIGCONT)
+    wait_for(lambda: reporter.available)
+    assert reporter.close(30.0)
+    snapshot = read(server.url, fleet_id)
+    assert snapshot.totals["bytes_total"] == 2 * 499_000
+    assert audit(snapshot) == []
+
+
+def test_closing_while_redis_is_stopped_ends_and_says_that_not_all_was_sent(
+    fleet_id: str, make_server: MakeServer, make_row: MakeRow
+) -> None:
+    server = make_server().start()
+    server.signal(signal.SIGSTOP)
+    reporter = RedisReporter(server.url, fleet_id)
+    reporter.offer(fleet_report(make_row, 1))
+    assert not reporter.close(0.1)
+    server.signal(signal.SIGCONT)
+
+
+def read_only(server: Any, client: Any) -> Callable[[], object]:
+    client.execute_command("REPLICAOF", "127.0.0.1", "1")
+    return lambda: client.execute_command("REPLICAOF", "NO", "ONE")
+
+
+def out_of_memory(server: Any, client: Any) -> Callable[[], object]:
+    client.config_set("maxmemory", "1000")
+    return lambda: client.config_set("maxmemory", "0")
+
+
+def failed_snapshot(server: Any, client: Any) -> Callable[[], object]:
+    Path(client.config_get("dir")["dir"], "dump.rdb", "in the way").mkdir(parents=True)
+    client.config_set("save", "3600 1")
+    client.bgsave()
+    return lambda: client.config_set("stop-writes-on-bgsave-error", "no")
+
+
+@pytest.mark.parametrize("refuse", [read_only, out_of_memory, failed_snapshot])
+def test_refused_writes_count_as_absence(
+    refuse: Callable[[Any, Any], Callable[[], object]],
+    fleet_id: str,
+    make_server: MakeServer,
+    make_row: MakeRow,
+    wait_for: WaitFor,
+) -> None:
+    server = make_server("--appendonly", "no").start()
+    reporter = RedisReporter(server.url, fleet_id)
+    reporter.offer(fleet_report(make_row, 1))
+    wait_for(lambda: _accepted(server.url, fleet_id))
+    with server.client() as client:
+        allow = refuse(server, client)
+        if refuse is failed_snapshot:
+            wait_for(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err")
+        reporter.offer(fleet_report(make_row, 2))
+        wait_for(lambda: reporter.failures >= 2)
+        assert not reporter.available
+        assert audit(read(server.url, fleet_id)) == [], "a refused report must not be half written"
+        allow()
+    wait_for(lambda: reporter.available)
+    assert reporter.close(30.0)
+    snapshot = read(server.url, fleet_id)
+    assert snapshot.totals["bytes_total"] == 4000
+    assert audit(snapshot) == []
+
+
+def test_a_wrong_password_counts_as_absence(url: str, fleet_id: str, wait_for: WaitFor) -> None:
+    reporter = RedisReporter(url.replace("redis://:", "redis://:x"), fleet_id)
+    wait_for(lambda: reporter.failures >= 2)
+    reporter.close(0.1)
+    with pytest.raises(RedisUnavailableError, match=r"(?i)password"):
+        read(url.replace("redis://:", "redis://:x"), fleet_id)
+
+
+def test_a_url_that_is_none_is_refused_at_once() -> None:
+    with pytest.raises(RedisUnavailableError, match="no Redis URL"):
+        RedisReporter("localhost", "fleet")
+
+
+GARBAGE = [b"\x80\x04K\x01.", b"", b"-1", b"1e400", b"{", b"[]", b"\xff\xfe", b"9" * 400, b'{"slot": 0}']
+
+
+def test_garbage_in_any_key_is_left_out_and_logged(
+    url: str, fleet_id: str, client: Any, make_row: MakeRow, caplog: pytest.LogCaptureFixture
+) -> None:
+    report_once(url, fleet_id, Report(rows=[make_row()], lease={"epoch": 5}, incarnations={0: 1}))
+    for key in (LEDGER, INCARNATIONS, WORKERS, SOURCES, TOTALS):
+        for number, value in enumerate(GARBAGE):
+            client.hset(key_name(fleet_id, key), f"{number + 10}/1", value)
+            client.hset(key_name(fleet_id, key), value, b"1")
+    client.hset(key_name(fleet_id, LEASE), "since", b"nan")
+    reporter = RedisReporter(url, fleet_id)
+    saved = reporter.take_saved(wait_s=30.0)
+    assert saved is not None
+    assert saved.rows == {(0, 1): make_row()}
+    assert saved.lease_epoch == 5
+    reporter.offer(Report(rows=[make_row(batches=11, settled=7), make_row(10, 1, 2, 1)]))
+    assert reporter.close(30.0)
+    snapshot = read(url, fleet_id)
+    assert snapshot.rows[0, 1].accepted == (352, 22)
+    assert snapshot.rows[10, 1].accepted == (64, 4)
+    assert "left out what stands in Redis" in caplog.text
+    assert any("lease" in sentence for sentence in snapshot.garbage)
+
+
+def test_a_total_that_is_no_number_is_left_alone_and_named(
+    url: str, fleet_id: str, client: Any, make_row: MakeRow, caplog: pytest.LogCaptureFixture
+) -> None:
+    report_once(url, fleet_id, Report(rows=[make_row(batches=10)]))
+    client.hset(key_name(fleet_id, TOTALS), "chunks_total", "many")
+    reporter = RedisReporter(url, fleet_id)
+    reporter.offer(Report(rows=[make_row(batches=11)]))
+    assert reporter.close(30.0)
+    assert caplog.text.count("counter 0/1/chunks_total in Redis is not a number") == 1
+    snapshot = read(url, fleet_id)
+    assert snapshot.totals["env_steps_total"] == 352
+    assert any("chunks_total" in problem for problem in audit(snapshot))
+
+
+def test_a_key_of_another_type_counts_as_absence_until_it_is_gone(
+    url: str, fleet_id: str, client: Any, make_row: MakeRow, wait_for: WaitFor
+) -> None:
+    client.set(key_name(fleet_id, LEDGER), "not a hash")
+    client.hset(key_name(fleet_id, FLEET), "reported_unix_s", "1")
+    reporter = RedisReporter(url, fleet_id)
+    reporter.offer(fleet_report(make_row, 3))
+    wait_for(lambda: reporter.failures >= 1)
+    assert "Redis holds what no broker writes: ledger: is no hash" in audit(read(url, fleet_id))
+    client.delete(key_name(fleet_id, LEDGER))
+    wait_for(lambda: reporter.available)
+    assert reporter.close(30.0)
+    assert audit(read(url, fleet_id)) == []

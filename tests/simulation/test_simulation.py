@@ -1,0 +1,158 @@
+"""Thousands of seeded schedules of loss, delay, repetition, crash and restart over the product's own state machines.
+
+A failure prints its seed and variant; `run_schedule(VARIANTS[name], seed)` replays it exactly.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from headrace.broker.limits import BrokerLimits
+from headrace.schemas.ledger import LedgerRow, Settled, WorkerTotals
+from headrace.schemas.messages import HeldBatch
+from headrace.workers.session import SessionLimits
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from checker import History
+from world import LEASE_S, Faults, Settings, World
+
+KILLED = frozenset({"worker_killed", "fenced", "broker_lost"})
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kind of world, how many of its schedules run, and the only reasons for which it may lose a batch."""
+
+    schedules: int
+    settings: Settings
+    losses: frozenset[str] = KILLED
+    one_learner: bool = True
+
+
+def _limits(**changes: object) -> BrokerLimits:
+    return replace(BrokerLimits(lease_s=LEASE_S, max_held_bytes=1 << 20), **changes)  # type: ignore[arg-type]
+
+
+BASE = Settings(seed=0)
+VARIANTS = {
+    "crashes": Variant(800, BASE),
+    "peace": Variant(100, replace(BASE, faults=Faults(0, 0, 0, 0, 0, 0, 0)), losses=frozenset()),
+    "broker_and_learner_only": Variant(
+        300, replace(BASE, faults=Faults(worker_kills=0, worker_stops=0, broker_kills=4, learner_kills=4)), frozenset()
+    ),
+    "lossy_and_repeating": Variant(250, replace(BASE, faults=Faults(drop=0.05, repeat=0.05))),
+    "no_redis": Variant(200, replace(BASE, faults=Faults(redis_absent=True))),
+    "no_state_at_all": Variant(200, replace(BASE, faults=Faults(redis_absent=True, keep_state_file=False))),
+    "rival_learners": Variant(200, replace(BASE, faults=Faults(rival_learners=2)), one_learner=False),
+    "ack_by_broker": Variant(200, replace(BASE, session=SessionLimits(window_batches=4, ack="broker"))),
+    "tight_memory": Variant(200, replace(BASE, limits=_limits(max_held_bytes=300))),
+    "drop_oldest": Variant(
+        200, replace(BASE, limits=_limits(max_held_bytes=300, overflow="drop_oldest")), KILLED | {"overflow"}
+    ),
+}
+
+
+def run_schedule(variant: Variant, seed: int) -> list[str]:
+    """Play one schedule and return what is wrong with its history."""
+    history = History()
+    world = World(replace(variant.settings, seed=seed), history)
+    progressed = world.run()
+    problems = history.judge(world.checkpoint[1], losses=set(variant.losses), one_learner=variant.one_learner)
+    if not progressed:
+        problems.append("no progress: something is still unsettled long after the last fault")
+    return problems
+
+
+def test_at_least_two_thousand_schedules_run() -> None:
+    assert sum(variant.schedules for variant in VARIANTS.values()) >= 2000
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_promise_holds_under_every_schedule(name: str) -> None:
+    variant = VARIANTS[name]
+    for seed in range(variant.schedules):
+        problems = run_schedule(variant, seed)
+        assert not problems, f"variant {name!r}, seed {seed}: {problems[:3]}"
+
+
+def test_a_schedule_replays_exactly() -> None:
+    first, second = History(), History()
+    for history in (first, second):
+        World(replace(BASE, seed=7), history).run()
+    assert first.rows == second.rows
+    assert first.batches == second.batches
+
+
+def _good_history() -> tuple[History, list[tuple[int, ...]]]:
+    history = History()
+    for seq in (1, 2, 3):
+        history.cut(0, 1, HeldBatch(seq=seq, steps=10, chunks=2))
+    totals = WorkerTotals(seq=3, stepped=30, shipped=30, shipped_chunks=6)
+    settled = Settled(seq=3, committed=(30, 6))
+    history.row(LedgerRow(slot=0, incarnation=1, totals=totals, accepted=(30, 6), held=(0, 0), settled=settled))
+    return history, [(0, 1, 1, 10, 2), (0, 1, 2, 10, 2), (0, 1, 3, 10, 2)]
+
+
+def test_the_checker_accepts_a_good_history() -> None:
+    history, trained = _good_history()
+    assert history.judge(trained, losses=set()) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "word"),
+    [
+        (lambda trained: trained.append(trained[-1]), "duplicate"),
+        (lambda trained: trained.pop(1), "stand as committed"),
+        (lambda trained: trained.insert(0, trained.pop()), "out of order"),
+        (lambda trained: trained.append((0, 1, 4, 10, 2)), "never cut"),
+        (lambda trained: trained.__setitem__(0, (0, 1, 1, 9, 2)), "never cut"),
+    ],
+)
+def test_the_checker_catches_a_bad_history(damage, word) -> None:  # type: ignore[no-untyped-def]
+    history, trained = _good_history()
+    damage(trained)
+    assert any(word in problem for problem in history.judge(trained, losses=set()))
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"settled": Settled(seq=3, committed=(20, 4), dropped={"overflow": (10, 2)})}, "nothing in this schedule"),
+        ({"settled": Settled(seq=3, committed=(20, 4))}, "accepted"),
+        ({"totals": WorkerTotals(seq=3, stepped=31, shipped=30, shipped_chunks=6)}, "stepped"),
+        ({"lost": {"worker_killed": (10, 2)}}, "shipped"),
+        ({"held": (10, 2)}, "held"),
+    ],
+)
+def test_the_checker_catches_bad_books(change, word) -> None:  # type: ignore[no-untyped-def]
+    history, trained = _good_history()
+    history.row(history.rows[(0, 1)].model_copy(update=change))
+    assert any(word in problem for problem in history.judge(trained, losses=set()))
+
+
+def test_a_broken_broker_is_caught() -> None:
+    """A broker that settles what the learner never committed must fail some schedule: the suite can fail."""
+
+    def run(seed: int) -> list[str]:
+        history = History()
+        world = World(replace(BASE, seed=seed), history)
+        assert world.broker is not None
+        original = world.broker.receive_batch
+
+        def forgetful(peer, header, frames, nbytes, now):  # type: ignore[no-untyped-def]
+            original(peer, header, frames, nbytes, now)
+            for source in world.broker.sources.values() if world.broker else ():
+                if len(source.held) > 2:
+                    seq = source.settled.seq + 1
+                    source.learn_settled(source.settled.add(source.held[seq].count, {}))
+
+        world.broker.receive_batch = forgetful  # type: ignore[method-assign]
+        world.run()
+        return history.judge(world.checkpoint[1], losses=set(KILLED))
+
+    assert any(run(seed) for seed in range(20))

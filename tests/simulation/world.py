@@ -1,0 +1,451 @@
+"""A seeded world for the three protocol state machines: a network that breaks, delays, drops and repeats, and processes
+that crash, stop and come back. Time is simulated; the same seed gives the same history.
+
+The state machines under test are the product's own. What is simulated is everything around them: sockets, the worker's
+recorder file, the broker's state file, Redis, the learner's checkpoint, and the supervisor.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from headrace.broker.core import BrokerCore
+from headrace.broker.limits import BrokerLimits, BrokerState
+from headrace.learner_stub.session import ArrivalKind, LearnerSession, StreamLimits
+from headrace.learner_stub.session import State as LearnerState
+from headrace.schemas.batch import BatchHeader
+from headrace.schemas.ledger import Drop, LedgerRow, Settled, WorkerTotals, plus
+from headrace.schemas.messages import Ack, HeldBatch, Message, Obituary, SourcePosition, WorkerHello
+from headrace.workers.session import SessionLimits, Shipment, WorkerSession
+from headrace.workers.session import State as WorkerState
+
+FLEET = "simulated"
+LEASE_S = 4.0
+TICK_S = 0.5
+
+
+@dataclass(frozen=True)
+class Faults:
+    """How hostile the world is. Rates are chances for each message; counts are events in the hostile phase."""
+
+    drop: float = 0.0
+    repeat: float = 0.0
+    breaks: int = 4
+    worker_kills: int = 1
+    worker_stops: int = 1
+    broker_kills: int = 2
+    learner_kills: int = 2
+    rival_learners: int = 0
+    """A second learner starts while the first lives; the older must be fenced."""
+    redis_absent: bool = False
+    keep_state_file: bool = True
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One schedule."""
+
+    seed: int
+    workers: int = 2
+    batches: int = 12
+    hostile_s: float = 12.0
+    faults: Faults = Faults()
+    limits: BrokerLimits = BrokerLimits(lease_s=LEASE_S, max_held_bytes=1 << 20)
+    session: SessionLimits = SessionLimits(window_batches=4)
+    learner_window: int = 3
+
+
+@dataclass
+class Recorder:
+    """What the worker's memory-mapped file holds; survives the process."""
+
+    totals: WorkerTotals = WorkerTotals()
+    settled: Settled = Settled()
+    window: list[HeldBatch] = field(default_factory=list)
+
+
+class Link:
+    """One peer's connection to the broker. A break loses what is under way and makes it another peer."""
+
+    def __init__(self, world: World, owner: Any) -> None:
+        self.world = world
+        self.owner = owner
+        self.peer = b""
+        self.up_at = 0.0
+        self._last: dict[bool, float] = {True: 0.0, False: 0.0}
+        self.reconnect(0.0)
+
+    def reconnect(self, pause: float) -> None:
+        self.world.links.pop(self.peer, None)
+        self.world.peers += 1
+        self.peer = str(self.world.peers).encode()
+        self.world.links[self.peer] = self
+        self.up_at = self.world.now + pause
+
+    def to_broker(self, content: Any) -> None:
+        self._carry(True, lambda peer: self.world.broker_gets(peer, content))
+
+    def to_owner(self, content: Any) -> None:
+        self._carry(False, lambda _: self.owner.gets(content))
+
+    def _carry(self, up: bool, deliver: Callable[[bytes], None]) -> None:
+        """Deliver in order on this connection, unless it breaks first; sometimes twice, sometimes not at all."""
+        world, peer = self.world, self.peer
+        if world.hostile and world.random.random() < world.settings.faults.drop:
+            return
+        twice = world.hostile and world.random.random() < world.settings.faults.repeat
+        for _ in range(1 + twice):
+            at = max(self._last[up], self.up_at, world.now) + world.random.random() * 0.05
+            self._last[up] = at
+            world.at(at, lambda: deliver(peer) if peer == self.peer else None)
+
+
+class SimWorker:
+    """A worker process with its sampler: cuts batches while its window has room."""
+
+    def __init__(self, world: World, slot: int, incarnation: int) -> None:
+        self.world = world
+        self.slot = slot
+        self.incarnation = incarnation
+        self.recorder = Recorder()
+        self.alive = True
+        self.stopped = False
+        self.inbox: list[Any] = []
+        self.cut = 0
+        hello = WorkerHello(fleet_id=FLEET, token=f"w{slot}/{incarnation}", slot=slot, incarnation=incarnation)
+        self.session = WorkerSession(hello, world.settings.session)
+        self.link = Link(world, self)
+        self.run()
+
+    def run(self) -> None:
+        if not self.alive:
+            return
+        if not self.stopped:
+            self.work()
+        self.world.at(self.world.now + TICK_S * (0.5 + self.world.random.random()), self.run)
+
+    def work(self) -> None:
+        world, session = self.world, self.session
+        for content in self.inbox:
+            session.receive(content, world.now)
+        self.inbox.clear()
+        self._sample()
+        session.tick(world.now)
+        self._flush()
+        if session.state is WorkerState.FENCED or session.state is WorkerState.LEFT:
+            self.exit("fenced" if session.state is WorkerState.FENCED else "shutdown")
+
+    def _sample(self) -> None:
+        session, world = self.session, self.world
+        totals = self.recorder.totals
+        if session.state is WorkerState.ACTIVE and self.cut < world.settings.batches and session.has_room():
+            steps, chunks = world.random.randint(1, 9), world.random.randint(1, 3)
+            self.cut += 1
+            totals = WorkerTotals(
+                seq=session.next_seq,
+                stepped=totals.stepped - totals.open + steps,
+                shipped=totals.shipped + steps,
+                shipped_chunks=totals.shipped_chunks + chunks,
+            )
+            batch = HeldBatch(seq=totals.seq, steps=steps, chunks=chunks)
+            self._record(totals, [*session.window(), batch])
+            header = batch_header(self, batch, totals)
+            session.submit(Shipment(batch, 100, [header], totals))  # type: ignore[list-item]
+            world.history.cut(self.slot, self.incarnation, batch)
+        elif world.hostile and self.cut < world.settings.batches:
+            open_steps = world.random.randint(0, 3)
+            more = totals.model_copy(update={"stepped": totals.stepped - totals.open + open_steps, "open": open_steps})
+            self._record(more, session.window())
+
+    def _record(self, totals: WorkerTotals, window: list[HeldBatch]) -> None:
+        self.recorder.totals, self.recorder.window = totals, window
+        self.recorder.settled = self.session.settled
+
+    def _flush(self) -> None:
+        for out in self.session.take_outbox():
+            if isinstance(out, Shipment):
+                self.link.to_broker(out.frames[0])  # type: ignore[index]
+            else:
+                self.link.to_broker(out)
+
+    def gets(self, content: Any) -> None:
+        if self.alive:
+            self.inbox.append(content)
+            if not self.stopped:
+                self.work()
+
+    def exit(self, reason: str) -> None:
+        self.alive = False
+        self.recorder.settled = self.session.settled if reason != "worker_killed" else self.recorder.settled
+        self.world.links.pop(self.link.peer, None)
+        self.link.peer = b"gone"
+        self.world.supervisor.died(self, reason)
+
+
+def batch_header(worker: SimWorker, batch: HeldBatch, totals: WorkerTotals) -> BatchHeader:
+    return BatchHeader(
+        fleet_id=FLEET,
+        slot=worker.slot,
+        incarnation=worker.incarnation,
+        seq=batch.seq,
+        steps=batch.steps,
+        chunks=batch.chunks,
+        totals=totals,
+    )
+
+
+class SimLearner:
+    """A learner process: takes arrivals, trains, writes its checkpoint, then commits."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.alive = True
+        world.learners += 1
+        position, self.trained = world.checkpoint
+        self.trained = list(self.trained)
+        limits = StreamLimits(window_batches=world.settings.learner_window, window_bytes=1 << 20)
+        self.session = LearnerSession(f"l{world.learners}", limits, position=position)
+        self.link = Link(world, self)
+        self.run()
+
+    def run(self) -> None:
+        if self.alive:
+            self.work()
+            self.world.at(self.world.now + TICK_S * (0.5 + self.world.random.random()), self.run)
+
+    def work(self) -> None:
+        world, session = self.world, self.session
+        for _ in range(world.random.randint(0, 4)):
+            arrival = session.take()
+            if arrival is None:
+                break
+            if arrival.kind is ArrivalKind.BATCH and arrival.batch is not None:
+                self.trained.append((*arrival.key, arrival.batch.seq, arrival.batch.steps, arrival.batch.chunks))
+                session.settle(arrival, (arrival.batch.steps, arrival.batch.chunks), {})
+            elif arrival.kind is ArrivalKind.GAP and arrival.batch is not None:
+                session.settle(arrival, (0, 0), {arrival.reason: (arrival.batch.steps, arrival.batch.chunks)})
+            elif arrival.kind is ArrivalKind.END:
+                world.history.ended(arrival.key)
+        if session.uncommitted() and world.random.random() < 0.6:
+            if session.state is not LearnerState.STOPPED:
+                world.checkpoint = (session.position(), list(self.trained))
+            if world.random.random() < 0.9:
+                session.commit(world.now)
+        session.tick(world.now)
+        for out in session.take_outbox():
+            self.link.to_broker(out)
+        if session.state is LearnerState.STOPPED:
+            self.alive = False
+
+    def gets(self, content: Any) -> None:
+        if not self.alive:
+            return
+        if isinstance(content, BatchHeader):
+            self.session.receive_batch(content, [], self.world.now)
+        else:
+            self.session.receive(content, self.world.now)
+
+    def kill(self) -> None:
+        self.alive = False
+        self.world.links.pop(self.link.peer, None)
+        self.link.peer = b"gone"
+
+
+class SimSupervisor:
+    """Reads recorders of the dead, reports them until the broker has settled their books, all of them again to a
+    restarted broker, and replaces workers."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.written: dict[tuple[int, int], Obituary] = {}
+        self.due: dict[tuple[int, int], Obituary] = {}
+        self.link = Link(world, self)
+        self.run()
+
+    def run(self) -> None:
+        for obituary in self.due.values():
+            self.link.to_broker(obituary)
+        self.world.at(self.world.now + 1.0, self.run)
+
+    def died(self, worker: SimWorker, reason: str) -> None:
+        r = worker.recorder
+        window = [batch for batch in r.window if batch.seq > r.settled.seq]
+        key = (worker.slot, worker.incarnation)
+        self.written[key] = self.due[key] = Obituary(
+            slot=worker.slot,
+            incarnation=worker.incarnation,
+            totals=r.totals,
+            settled=r.settled,
+            window=window,
+            reason=reason,
+        )
+        if reason == "worker_killed":
+            self.replace(worker)
+
+    def replace(self, worker: SimWorker) -> None:
+        world = self.world
+        incarnation = 1 + max(w.incarnation for w in world.workers if w.slot == worker.slot)
+        world.at(world.now + 0.3, lambda: world.workers.append(SimWorker(world, worker.slot, incarnation)))
+
+    def gets(self, content: Any) -> None:
+        if isinstance(content, Ack) and content.closed and content.settled.seq >= content.accepted:
+            self.due.pop((content.slot, content.incarnation), None)
+
+
+class World:
+    """Runs one schedule: a hostile phase, then peace until everything is settled or the deadline has passed."""
+
+    def __init__(self, settings: Settings, history: Any) -> None:
+        self.settings = settings
+        self.random = random.Random(settings.seed)
+        self.history = history
+        self.now = 0.0
+        self.hostile = True
+        self.links: dict[bytes, Link] = {}
+        self.peers = 0
+        self.learners = 0
+        self.checkpoint: tuple[list[SourcePosition], list[tuple[int, ...]]] = ([], [])
+        self.redis: dict[tuple[int, int], LedgerRow] = {}
+        self.broker: BrokerCore | None = BrokerCore(FLEET, settings.limits)
+        self.state_file = BrokerState()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._counter = 0
+        self.supervisor = SimSupervisor(self)
+        self.workers = [SimWorker(self, slot, 1) for slot in range(settings.workers)]
+        self.learner = SimLearner(self)
+        self._plan()
+        self.at(0.25, self._broker_ticks)
+
+    def at(self, time: float, event: Callable[[], None]) -> None:
+        self._counter += 1
+        heapq.heappush(self._events, (time, self._counter, event))
+
+    def run(self, deadline_s: float = 120.0) -> bool:
+        """Play the schedule; True when everything that was cut is settled before the deadline."""
+        while self._events and self.now < deadline_s:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+            if self.hostile and self.now > self.settings.hostile_s:
+                self.hostile = False
+                self._make_peace()
+            if not self.hostile and self._counter % 16 == 0 and self.settled():
+                break
+        for row in self.broker.rows() if self.broker else ():
+            self.history.row(row)
+        return self.settled()
+
+    def settled(self) -> bool:
+        """Every live worker has cut all its batches and knows them settled; the dead are buried."""
+        live = [worker for worker in self.workers if worker.alive]
+        done = all(w.cut >= self.settings.batches and not w.session.window() for w in live)
+        return done and not self.supervisor.due and self.broker is not None and self._nothing_held()
+
+    def _nothing_held(self) -> bool:
+        assert self.broker is not None
+        rows = {(row.slot, row.incarnation): row for row in self.broker.rows()}
+        cut = (key for key, batches in self.history.batches.items() if batches)
+        return all(key in rows and rows[key].held == (0, 0) for key in cut)
+
+    def _plan(self) -> None:
+        faults, hostile = self.settings.faults, self.settings.hostile_s
+        plan: list[tuple[int, Callable[[], None]]] = [
+            (faults.breaks, self._break),
+            (faults.worker_kills, self._kill_worker),
+            (faults.worker_stops, self._stop_worker),
+            (faults.broker_kills, self._kill_broker),
+            (faults.learner_kills, self._kill_learner),
+            (faults.rival_learners, self._start_rival),
+        ]
+        for count, fault in plan:
+            for _ in range(self.random.randint(0, count)):
+                self.at(self.random.uniform(0.2, hostile), fault)
+
+    def _break(self) -> None:
+        self.random.choice(list(self.links.values())).reconnect(self.random.random())
+
+    def _live_worker(self) -> SimWorker | None:
+        live = [w for w in self.workers if w.alive and not w.stopped]
+        return self.random.choice(live) if live else None
+
+    def _kill_worker(self) -> None:
+        if worker := self._live_worker():
+            worker.exit("worker_killed")
+
+    def _stop_worker(self) -> None:
+        """SIGSTOP for longer than the lease: a replacement starts, later the zombie wakes up and speaks on."""
+        if worker := self._live_worker():
+            worker.stopped = True
+            self.supervisor.replace(worker)
+            self.at(self.now + LEASE_S + self.random.random() * 3, lambda: setattr(worker, "stopped", False))
+
+    def _kill_broker(self) -> None:
+        if self.broker is None:
+            return
+        self.broker = None
+        for link in list(self.links.values()):
+            link.reconnect(0.2)
+        self.at(self.now + self.random.random() * 2, self._start_broker)
+
+    def _start_broker(self) -> None:
+        state = self.state_file if self.settings.faults.keep_state_file else BrokerState()
+        copy = replace(state, incarnations=dict(state.incarnations))
+        self.broker = BrokerCore(FLEET, self.settings.limits, copy, self.now)
+        self.supervisor.due = dict(self.supervisor.written)
+        if not self.settings.faults.redis_absent:
+            self.broker.restore(self.redis.values(), {}, 0)
+
+    def _kill_learner(self) -> None:
+        if self.learner.alive:
+            self.learner.kill()
+            self.at(self.now + self.random.random(), self._start_learner)
+
+    def _start_learner(self) -> None:
+        if not self.learner.alive:
+            self.learner = SimLearner(self)
+
+    def _start_rival(self) -> None:
+        self.learner = SimLearner(self)
+
+    def _make_peace(self) -> None:
+        if not self.learner.alive:
+            self._start_learner()
+
+    def _broker_ticks(self) -> None:
+        if self.broker is not None:
+            self.broker.tick(self.now)
+            self._flush_broker()
+            for row in self.broker.rows():
+                self.history.row(row)
+                if self.random.random() < 0.5:
+                    self._report(row)
+        self.at(self.now + 0.5, self._broker_ticks)
+
+    def _report(self, row: LedgerRow) -> None:
+        key = (row.slot, row.incarnation)
+        old = self.redis.get(key)
+        if old is None or row.closed or (row.totals.seq >= old.totals.seq and row.settled.seq >= old.settled.seq):
+            self.redis[key] = row
+
+    def broker_gets(self, peer: bytes, content: Message | BatchHeader) -> None:
+        if self.broker is None:
+            return
+        if isinstance(content, BatchHeader):
+            self.broker.receive_batch(peer, content, [content], 100, self.now)  # type: ignore[list-item]
+        else:
+            self.broker.receive(peer, content, self.now)
+        self._flush_broker()
+
+    def _flush_broker(self) -> None:
+        assert self.broker is not None
+        self.state_file = replace(self.broker.state, incarnations=dict(self.broker.state.incarnations))
+        for send in self.broker.take_outbox():
+            link = self.links.get(send.peer)
+            if link is not None:
+                link.to_owner(send.content[0] if isinstance(send.content, list) else send.content)
+
+
+__all__ = ["Drop", "Faults", "Recorder", "Settings", "World", "plus"]
