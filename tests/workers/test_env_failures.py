@@ -1,0 +1,327 @@
+"""One failing env costs only its own unfinished fragment, and never more attempts than it is allowed."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from toy_envs import Counting, Faulty, check_books, runner
+
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
+from headrace.workers import EnvContext, StepFailedRecreateEnv
+from headrace.workers.envs.restarts import RestartBudget
+
+Answer = tuple[Any, Any, Any, Any, Any]
+
+
+def diverge(answer: Answer) -> Answer:
+    raise RuntimeError("diverged")
+
+
+def _faulty(fault: Callable[[Answer], Any], *, faulty: set[int], every: int = 30) -> dict[str, Any]:
+    return {"fault": fault, "faulty": faulty, "every": every, "steps": {}}
+
+
+def _lives(sampler: Any, fragments: int) -> dict[int, list[Any]]:
+    """All chunks by env."""
+    lives = defaultdict(list)
+    for _ in range(fragments):
+        for chunk in sampler.sample_fragment():
+            lives[chunk.env_index].append(chunk)
+    return lives
+
+
+def _same(a: Any, b: Any) -> None:
+    assert (a.episode_id, a.chunk_index, a.t_start, a.end, a.seed) == (
+        b.episode_id,
+        b.chunk_index,
+        b.t_start,
+        b.end,
+        b.seed,
+    )
+    assert a.obs.tobytes() == b.obs.tobytes()
+    assert a.actions.tobytes() == b.actions.tobytes()
+    assert a.rewards.tobytes() == b.rewards.tobytes()
+    for name in ("logp", "values", "action_dist_inputs"):
+        assert a.columns[name].tobytes() == b.columns[name].tobytes()
+
+
+@pytest.mark.parametrize("backoff_s", [0.0, 0.004])
+def test_siblings_of_failing_envs_are_the_same_to_the_bit(backoff_s: float) -> None:
+    faulty = {1, 4, 6}
+    settings = {"num_envs": 8, "rollout_fragment_length": 50, "env_restart_backoff_s": backoff_s}
+    with runner(Faulty, env_config=_faulty(diverge, faulty=set()), **settings) as sound:
+        expected = _lives(sound, 12)
+    with runner(
+        Faulty, env_config=_faulty(diverge, faulty=faulty, every=7), env_restart_attempts=100, **settings
+    ) as sampler:
+        lives = _lives(sampler, 12)
+        assert sampler.totals.env_failures >= 3
+        assert sampler.totals.env_rebuilds >= sampler.totals.env_failures - 3
+        assert set(sampler.totals.discarded) == {"env_exception"}
+        check_books(sampler)
+    for index in set(range(8)) - faulty:
+        assert len(lives[index]) == len(expected[index])
+        for chunk, other in zip(lives[index], expected[index], strict=True):
+            _same(chunk, other)
+
+
+def test_a_fault_ends_its_episode_with_a_marker_only_if_a_part_was_delivered() -> None:
+    config = _faulty(diverge, faulty={0}, every=8)
+    with runner(Faulty, env_config=config, rollout_fragment_length=5) as sampler:
+        (first,) = sampler.sample_fragment()
+        batch = sampler.sample_fragment()
+    *chunks, marker = batch
+    assert (marker.episode_id, marker.chunk_index, len(marker)) == (first.episode_id, 1, 0)
+    assert (marker.end, marker.end_reason) == (ChunkEnd.ABORTED, "env_exception")
+    assert (marker.episode_return, marker.episode_length) == (first.episode_return, 5)
+    assert [len(c) for c in chunks] == [2]
+    assert chunks[0].episode_id != first.episode_id
+    assert sampler.totals.discarded == {"env_exception": 2}
+    assert sampler.totals.stepped == 9
+
+
+def test_steps_of_a_failed_env_leave_the_counters_and_finished_episodes_stay() -> None:
+    """Counters say what was delivered; an episode that finished in the same call is delivered and counted."""
+
+    def fail_late(answer: Answer) -> Answer:
+        raise RuntimeError
+
+    class Late(Counting):
+        def step(self, action: Any) -> Any:
+            if self.index == 1 and self.t == 3:
+                fail_late(super().step(action))
+            return super().step(action)
+
+    with runner(Late, num_envs=2, env_config={"length": 4}) as sampler:
+        batch = sampler.sample(num_timesteps=10)
+        metrics = sampler.get_metrics()
+        assert metrics["num_env_steps_sampled"] == sum(len(c) for c in batch) == 5 + 1
+        assert metrics["num_episodes"] == 1
+        assert metrics["num_env_step_failures_lifetime"] == 1
+        check_books(sampler)
+
+
+def test_rebuilt_env_goes_on_with_its_next_seed() -> None:
+    seeds: list[int] = []
+
+    def create(context: EnvContext) -> Faulty:
+        env = Faulty(context)
+        env.seeds = seeds  # type: ignore[assignment]
+        return env
+
+    with runner(create, env_config=_faulty(diverge, faulty={0}, every=9)) as sampler:
+        for _ in range(5):
+            sampler.sample(num_timesteps=10)
+    assert len(seeds) > 5
+    assert len(set(seeds)) == len(seeds)
+
+
+@pytest.mark.parametrize("failing", ["step", "reset", "construction"])
+def test_env_that_always_fails_ends_in_a_typed_error_after_its_budget(failing: str) -> None:
+    """A loop with an end: no spin, no recursion, and an error without arguments does not hide itself."""
+    tries = {"construction": 0, "reset": 0, "step": 0}
+
+    class Broken(Counting):
+        def __init__(self, context: EnvContext) -> None:
+            super().__init__(context)
+            self._try("construction", armed=context.recreated)
+
+        def _try(self, what: str, armed: bool = True) -> None:
+            tries[what] += 1
+            if armed and (what == failing or (what == "step" and failing == "construction")):
+                raise RuntimeError
+
+        def reset(self, **kwargs: Any) -> Any:
+            self._try("reset")
+            return super().reset(**kwargs)
+
+        def step(self, action: Any) -> Any:
+            self._try("step")
+            return super().step(action)
+
+    with runner(Broken, env_restart_attempts=5) as sampler:
+        with pytest.raises(
+            EnvRestartBudgetError, match=r"env 0 failed 6 times .*RuntimeError.*env_restart_attempts"
+        ) as caught:
+            sampler.sample(num_timesteps=10)
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        assert tries[failing] == 6
+        check_books(sampler)
+
+
+def test_deep_failure_counts_do_not_recurse() -> None:
+    class NoReset(Counting):
+        def reset(self, **kwargs: Any) -> Any:
+            raise RuntimeError("no")
+
+    with (
+        runner(NoReset, env_restart_attempts=3000, max_env_restarts_per_window=10_000) as sampler,
+        pytest.raises(EnvRestartBudgetError),
+    ):
+        sampler.sample(num_timesteps=1)
+
+
+def test_deliveries_do_not_lift_the_cap_of_the_window() -> None:
+    config = _faulty(diverge, faulty={0}, every=3)
+    with runner(Faulty, env_config=config, max_env_restarts_per_window=10, rollout_fragment_length=2) as sampler:
+        with pytest.raises(EnvRestartBudgetError, match="max_env_restarts_per_window"):
+            _lives(sampler, 100)
+        assert sampler.totals.env_failures == 11
+
+
+def test_waits_double_up_to_their_maximum_and_a_delivery_forgives() -> None:
+    config = runner(env_restart_backoff_s=0.05, env_restart_backoff_max_s=0.3).config
+    budget = RestartBudget(config, 0)
+    error = RuntimeError()
+    assert [budget.spend(error, 0.0) for _ in range(6)] == [0.0, 0.05, 0.1, 0.2, 0.3, 0.3]
+    budget.delivered()
+    assert budget.spend(error, 0.0) == 0.0
+
+
+def test_other_lanes_go_on_while_one_waits_and_polls_are_told_while_all_wait() -> None:
+    class Down(Counting):
+        def reset(self, **kwargs: Any) -> Any:
+            if self.index == 0:
+                raise RuntimeError("down")
+            return super().reset(**kwargs)
+
+    settings = {"env_restart_backoff_s": 60.0, "env_restart_backoff_max_s": 60.0}
+    with runner(Down, num_envs=3, rollout_fragment_length=4, **settings) as sampler:
+        batch = sampler.sample_fragment()
+        assert batch.steps == 8
+        assert {c.env_index for c in batch} == {1, 2}
+
+    class Enough(Exception):
+        pass
+
+    def stop() -> None:
+        raise Enough
+
+    with runner(Down, **settings) as sampler, pytest.raises(Enough):
+        sampler.sample_fragment(stop)
+
+
+def test_without_restarts_the_original_error_comes_out() -> None:
+    config = _faulty(diverge, faulty={1}, every=6)
+    with runner(Faulty, num_envs=2, env_config=config, restart_failed_sub_environments=False) as sampler:
+        with pytest.raises(RuntimeError, match="diverged"):
+            sampler.sample(num_timesteps=100)
+        check_books(sampler)
+        assert sampler.totals.open == 6
+        batch = sampler.sample(num_timesteps=2)
+        assert sum(len(c) for c in batch) == 8
+        check_books(sampler)
+
+
+def test_env_may_ask_to_be_rebuilt_without_an_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    def ask(answer: Answer) -> Answer:
+        raise StepFailedRecreateEnv
+
+    config = _faulty(ask, faulty={0}, every=6)
+    with caplog.at_level(logging.INFO, "headrace"), runner(Faulty, env_config=config) as sampler:
+        sampler.sample(num_timesteps=10)
+        assert (sampler.totals.env_failures, sampler.totals.env_rebuilds) == (0, 1)
+    assert [r.levelname for r in caplog.records] == ["INFO"]
+
+
+def test_a_failure_is_logged_with_all_that_one_wants_to_know(caplog: pytest.LogCaptureFixture) -> None:
+    with runner(Faulty, env_config=_faulty(diverge, faulty={0}, every=6)) as sampler:
+        (chunk,) = sampler.sample(num_timesteps=3)
+        sampler.sample(num_timesteps=4)
+    (record,) = caplog.records
+    message = f"env 0 failed at step 6 of episode {chunk.episode_id} (RuntimeError: diverged); 2 steps discarded"
+    assert record.getMessage() == f"{message}, rebuilding (attempt 1 of 8)"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (
+            lambda a: (a[0], float("nan"), *a[2:]),
+            r"Reward should be finite scalar, got nan \(<class 'float'>\)\. Actions=",
+        ),
+        (lambda a: (a[0], np.array([1.0]), *a[2:]), "Reward should be finite scalar"),
+        (lambda a: (a[0], 1j, *a[2:]), "Reward should be finite scalar"),
+        (lambda a: (a[0], "1", *a[2:]), "Reward should be finite scalar"),
+        (lambda a: (a[0], None, *a[2:]), "Reward should be finite scalar"),
+        (lambda a: (*a[:4], None), "info should be a dict"),
+        (lambda a: (*a[:4], [1]), "info should be a dict"),
+        (lambda a: a[:4], "answer of step should be"),
+        (lambda a: None, "answer of step should be"),
+        (lambda a: (*a[:2], 1, *a[3:]), "should be bools"),
+        (lambda a: (*a[:2], None, *a[3:]), "should be bools"),
+        (lambda a: (a[0] * np.float32("nan"), *a[1:]), "observation should be free of NaN"),
+        (lambda a: (a[0][:2], *a[1:]), r"observation should be float32 \(3,\), got float32 \(2,\)"),
+        (lambda a: (a[0].astype(np.float64), *a[1:]), "observation should be float32"),
+        (lambda a: (None, *a[1:]), "observation should be float32"),
+    ],
+)
+def test_bad_data_is_a_failure_of_that_env_only(spoil: Any, words: str, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"num_envs": 3, "rollout_fragment_length": 9}
+    with runner(Faulty, env_config=_faulty(spoil, faulty=set()), **settings) as sound:
+        expected = _lives(sound, 2)
+    with runner(Faulty, env_config=_faulty(spoil, faulty={1}, every=6), **settings) as sampler:
+        lives = _lives(sampler, 2)
+        assert set(sampler.totals.discarded) == {"env_bad_data"}
+        check_books(sampler)
+    assert re.search(words, caplog.records[0].getMessage())
+    for index in (0, 2):
+        for chunk, other in zip(lives[index], expected[index], strict=True):
+            _same(chunk, other)
+
+
+def test_bad_reset_is_a_failure_too() -> None:
+    class BadReset(Counting):
+        resets = 0
+
+        def reset(self, **kwargs: Any) -> Any:
+            BadReset.resets += 1
+            obs, info = super().reset(**kwargs)
+            return (obs, info) if BadReset.resets % 2 == 0 else (obs - 5.0, info)
+
+    with runner(BadReset, env_config={"length": 3}) as sampler:
+        assert sum(len(c) for c in sampler.sample(num_timesteps=6)) == 6
+        assert sampler.totals.env_failures >= 2
+        check_books(sampler)
+
+
+def test_bounds_are_not_checked_when_checking_is_off() -> None:
+    class Outside(Counting):
+        def observe(self) -> Any:
+            return super().observe() - 5.0
+
+    with runner(Outside, disable_env_checking=True) as sampler:
+        assert sum(len(c) for c in sampler.sample(num_timesteps=6)) == 6
+    with (
+        runner(Outside, restart_failed_sub_environments=False) as sampler,
+        pytest.raises(EnvContractError, match="observation should be within"),
+    ):
+        sampler.sample(num_timesteps=1)
+
+
+def test_close_that_fails_or_hangs_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    released = threading.Event()
+
+    class Sticky(Counting):
+        def close(self) -> None:
+            if self.index == 0:
+                raise RuntimeError("no close")
+            released.wait(20)
+
+    sampler = runner(Sticky, num_envs=2, env_close_timeout_s=0.05)
+    sampler.sample(num_timesteps=2)
+    sampler.make_env()
+    assert sum(len(c) for c in sampler.sample(num_timesteps=4)) == 4
+    sampler.stop()
+    released.set()
+    messages = [r.getMessage() for r in caplog.records]
+    assert sum("no close" in m for m in messages) == 2
+    assert sum("did not return within 0.05 s" in m for m in messages) == 2

@@ -1,0 +1,141 @@
+"""What a config refuses, and how envs are found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import pytest
+from toy_envs import Counting, runner
+
+from headrace.schemas.errors import ConfigError, EnvContractError, EnvError, ModuleError, UnknownEnvError
+from headrace.workers import EnvContext, EnvRunnerConfig, SingleAgentEnvRunner, register_env
+
+
+def test_unknown_setting_names_the_nearest_known_one() -> None:
+    with pytest.raises(ConfigError, match="'num_envs'"):
+        EnvRunnerConfig(env="CartPole-v1", num_env=3)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("num_envs", 0), ("seed", -1), ("batch_mode", "both"), ("rollout_fragment_length", 0), ("env_close_timeout_s", 0)],
+)
+def test_bad_values_name_the_setting(setting: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=setting):
+        EnvRunnerConfig(env="CartPole-v1", **{setting: value})
+
+
+def test_clashing_values_are_both_named() -> None:
+    with pytest.raises(ConfigError, match=r"env_restart_backoff_s = 9 .*env_restart_backoff_max_s = 1"):
+        EnvRunnerConfig(env_restart_backoff_s=9.0, env_restart_backoff_max_s=1.0)
+
+
+def test_runner_config_is_a_copy() -> None:
+    given = {"length": 4}
+    with runner(env_config=given) as sampler:
+        sampler.config.env_config["length"] = 9
+        assert given == {"length": 4}
+        sampler.make_env()
+        chunks = sampler.sample(num_episodes=1)
+        assert len(chunks[0]) == 9
+
+
+def test_runner_without_env_says_how_to_give_one() -> None:
+    with SingleAgentEnvRunner(EnvRunnerConfig()) as sampler:
+        assert sampler.env is None
+        with pytest.raises(ValueError, match="gymnasium id"):
+            sampler.sample(num_timesteps=1)
+        with pytest.raises(ConfigError, match="no environment is configured"):
+            sampler.make_env()
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "gymnasium.envs.classic_control.cartpole:CartPoleEnv"])
+def test_env_by_id_or_import_path(env: str) -> None:
+    with runner(env) as sampler:
+        assert sampler.spaces.action.model_dump()["n"] == 2
+
+
+def test_env_by_class_callable_registered_name_and_import_path() -> None:
+    register_env("counting", lambda context: Counting(context))
+    for env in (Counting, lambda context: Counting(context), "counting", "toy_envs:make_counting"):
+        with runner(env, env_config={"length": 2}) as sampler:
+            assert len(sampler.sample(num_episodes=1)[0]) == 2
+
+
+def test_class_that_takes_keywords_gets_the_config_items() -> None:
+    class Keywords(Counting):
+        def __init__(self, size: int = 1, render_mode: str | None = None) -> None:
+            super().__init__({"length": size})
+
+    with runner(Keywords, env_config={"size": 6}) as sampler:
+        assert len(sampler.sample(num_episodes=1)[0]) == 6
+
+
+@pytest.mark.parametrize("env", ["NoSuchEnv-v0", "nowhere:NoSuchEnv-v0", "nowhere:make_env", "toy_envs:absent"])
+def test_unknown_env_says_what_may_be_given(env: str) -> None:
+    with pytest.raises(UnknownEnvError, match=r"package\.module:make_env"):
+        runner(env)
+
+
+def test_env_context_tells_for_whom_the_env_is_built() -> None:
+    seen: list[EnvContext] = []
+
+    def create(context: EnvContext) -> Counting:
+        seen.append(context)
+        return Counting(context)
+
+    with runner(create, worker_index=3, num_envs=2, num_workers=5, env_config={"port": 9}):
+        pass
+    assert [(c.worker_index, c.num_workers, c.vector_index, c.recreated) for c in seen] == [
+        (3, 5, 0, False),
+        (3, 5, 1, False),
+    ]
+    assert seen[0]["port"] == 9
+
+
+def test_constructor_that_fails_at_once_is_an_env_error() -> None:
+    def create(context: EnvContext) -> Counting:
+        raise RuntimeError
+
+    with pytest.raises(EnvError, match="could not be built: RuntimeError") as caught:
+        runner(create)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_something_that_is_no_env_is_refused() -> None:
+    with pytest.raises(EnvContractError, match=r"gymnasium\.Env"):
+        runner(lambda context: object())
+
+
+def test_space_without_a_column_is_refused_with_advice() -> None:
+    class Text(Counting):
+        observation_space = gym.spaces.Text(5)
+
+    with pytest.raises(EnvContractError, match="wrap the env"):
+        runner(Text)
+
+
+def test_envs_of_one_vector_must_share_their_spaces() -> None:
+    class Uneven(Counting):
+        def __init__(self, config: EnvContext) -> None:
+            super().__init__(config)
+            self.action_space = gym.spaces.Discrete(2 + config.vector_index)
+
+    with pytest.raises(EnvContractError, match="spaces of env 1"):
+        runner(Uneven, num_envs=2)
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "words"),
+    [
+        ("nowhere", ConfigError, "package.module:build"),
+        ("nowhere:build", ModuleError, "cannot be found"),
+        ("headrace.workers.modules:absent", ModuleError, "cannot be found"),
+        (lambda spaces: object(), ModuleError, r"torch\.nn\.Module"),
+        (lambda spaces: 1 / 0, ModuleError, "ZeroDivisionError"),
+    ],
+)
+def test_bad_module_says_what_is_wrong(module: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        runner(module=module)

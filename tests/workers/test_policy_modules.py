@@ -1,0 +1,245 @@
+"""The default actor-critic on every kind of space, and modules of a user's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from toy_envs import Counting, runner
+
+from headrace.schemas.errors import ModuleError
+from headrace.schemas.spaces import Spaces, nest
+from headrace.workers.envs.spaces import convert
+from headrace.workers.module_weights import read_weights
+from headrace.workers.modules import actor_critic
+from headrace.workers.modules.acting import Actor
+
+ACTIONS = [
+    gym.spaces.Discrete(4, start=2),
+    gym.spaces.MultiDiscrete([2, 3, 4], start=[0, 1, 2]),
+    gym.spaces.MultiBinary(3),
+    gym.spaces.Box(np.array([-2.0, 0.0], np.float32), np.array([2.0, np.inf], np.float32)),
+    gym.spaces.Box(0, 9, (2,), np.int32),
+    gym.spaces.Dict({"grip": gym.spaces.Discrete(2), "arm": gym.spaces.Tuple((gym.spaces.Box(-1.0, 1.0, (2,)),))}),
+]
+OBSERVATIONS = [
+    gym.spaces.Box(-np.inf, np.inf, (4,), np.float32),
+    gym.spaces.Box(-1.0, 1.0, (2, 2), np.float64),
+    gym.spaces.Discrete(5, start=1),
+    gym.spaces.Box(0, 255, (17, 12, 3), np.uint8),
+    gym.spaces.Box(0.0, 1.0, (1, 9, 9), np.float32),
+    gym.spaces.Dict(
+        {"pixels": gym.spaces.Box(0, 255, (8, 8, 1), np.uint8), "more": gym.spaces.Tuple((gym.spaces.MultiBinary(2),
+         gym.spaces.MultiDiscrete([2, 3])))}
+    ),
+]  # fmt: skip
+
+
+def _env(observation: gym.Space[Any], action: gym.Space[Any]) -> type[Counting]:
+    class Sampled(Counting):
+        observation_space = observation
+        action_space = action
+
+        def reset(self, **kwargs: Any) -> Any:
+            self.observation_space.seed(0)
+            return super().reset(**kwargs)
+
+        def observe(self) -> Any:
+            return self.observation_space.sample()
+
+        def step(self, chosen: Any) -> Any:
+            assert self.action_space.contains(chosen), chosen
+            return super().step(chosen)
+
+    return Sampled
+
+
+@pytest.mark.parametrize("observation", OBSERVATIONS, ids=str)
+@pytest.mark.parametrize("action", ACTIONS, ids=str)
+def test_default_policy_acts_in_any_space_and_a_learner_recomputes_its_numbers(
+    observation: gym.Space[Any], action: gym.Space[Any]
+) -> None:
+    with runner(_env(observation, action), num_envs=3, restart_failed_sub_environments=False) as sampler:
+        batch = sampler.sample(num_timesteps=24)
+        module: Any = sampler.module
+        spaces = sampler.spaces
+    for chunk in batch:
+        obs = _tensors(spaces.observation, chunk.obs, len(chunk))
+        again = module.forward_train({"obs": obs})
+        inputs = torch.from_numpy(chunk.columns["action_dist_inputs"])
+        torch.testing.assert_close(again["action_dist_inputs"], inputs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(again["values"], torch.from_numpy(chunk.columns["values"]), rtol=1e-4, atol=1e-5)
+        logp = module.logp(again["action_dist_inputs"], chunk.actions)
+        torch.testing.assert_close(logp, torch.from_numpy(chunk.columns["logp"]), rtol=1e-4, atol=1e-4)
+        assert module.entropy(again["action_dist_inputs"]).shape == (len(chunk),)
+
+
+def _tensors(space: Any, value: Any, rows: int) -> Any:
+    if isinstance(value, dict):
+        return {k: _tensors(None, v, rows) for k, v in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_tensors(None, v, rows) for v in value)
+    return torch.from_numpy(np.ascontiguousarray(value[:rows]))
+
+
+def _spaces(action: gym.Space[Any] = ACTIONS[0]) -> Spaces:
+    return Spaces(observation=convert(OBSERVATIONS[0], ""), action=convert(action, ""))
+
+
+@pytest.mark.parametrize("action", ACTIONS, ids=str)
+@pytest.mark.parametrize("config", [{}, {"activation": "relu"}, {"vf_share_layers": False}, {"hidden": ()}], ids=str)
+def test_acting_on_arrays_is_acting_on_tensors(action: gym.Space[Any], config: dict[str, Any]) -> None:
+    spaces = _spaces(action)
+    module = actor_critic(spaces, **config)
+    obs = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+    noise = np.random.default_rng(1).random((16, module.noise_size), np.float32)
+    fast = module.numpy_act()({"obs": obs}, noise)
+    slow = module.forward_exploration({"obs": torch.from_numpy(obs), "noise": torch.from_numpy(noise)})
+    for name in ("logp", "values", "action_dist_inputs"):
+        np.testing.assert_allclose(fast[name], slow[name].numpy(), rtol=1e-5, atol=1e-6)
+    for value, other in zip(_flat(nest(spaces.action, fast, "actions")), _flat(slow["actions"]), strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [x for v in value.values() for x in _flat(v)]
+    return [x for v in value for x in _flat(v)] if isinstance(value, tuple) else [np.asarray(value)]
+
+
+def test_samples_follow_the_distribution() -> None:
+    module = actor_critic(_spaces(gym.spaces.Discrete(3)))
+    logits = np.tile(np.log(np.array([0.2, 0.5, 0.3], np.float32)), (20_000, 1))
+    noise = np.random.default_rng(0).random((20_000, 1), np.float32)
+    counts = np.bincount(module.distribution.act(logits, noise)["actions"]) / 20_000
+    np.testing.assert_allclose(counts, [0.2, 0.5, 0.3], atol=0.02)
+
+
+def test_an_impossible_action_is_never_taken() -> None:
+    module = actor_critic(_spaces(gym.spaces.Discrete(3)))
+    edge = np.array([[0.0], [np.nextafter(np.float32(1), np.float32(0))]], np.float32)
+    for logits in ([-np.inf, 0.3, -np.inf], [-np.inf, 1.7, 2.1], [0.7, 0.7, -np.inf]):
+        rows = np.array([logits, logits], np.float32)
+        actions = module.distribution.act(rows, edge)["actions"]
+        assert np.isfinite(rows[[0, 1], actions]).all()
+
+
+def test_env_gets_the_action_within_its_bounds_and_the_learner_the_policys_own() -> None:
+    env = _env(OBSERVATIONS[0], gym.spaces.Box(np.array([2.0], np.float32), np.array([6.0], np.float32)))
+    with runner(env, num_envs=4, module_config={"log_std": 1.0}) as sampler:
+        for c in sampler.sample(num_timesteps=40):
+            expected = np.clip(4 + 2 * c.actions, 2, 6)
+            np.testing.assert_allclose(c.columns["actions_for_env"], expected, rtol=1e-6)
+
+
+def test_first_weights_depend_on_the_seed_alone() -> None:
+    weights = []
+    for seed, global_seed in ((0, 1), (0, 2), (1, 1)):
+        torch.manual_seed(global_seed)
+        weights.append(read_weights(actor_critic(_spaces(), seed=seed)))
+    assert all(np.array_equal(weights[0][k], weights[1][k]) for k in weights[0])
+    assert not all(np.array_equal(weights[0][k], weights[2][k]) for k in weights[0])
+
+
+def test_new_weights_take_effect_in_place_all_or_nothing() -> None:
+    with runner("CartPole-v1") as sampler:
+        sampler.sample(num_timesteps=4)
+        weights = {k: np.zeros_like(v) for k, v in read_weights(sampler.module).items()}  # type: ignore[arg-type]
+        before = sampler.get_state()["rl_module"]
+        for bad in ({}, {**weights, "strange": np.zeros(1)}, {**weights, "head.weight": np.zeros((9, 9))}):
+            with pytest.raises(ModuleError, match="must build the same module"):
+                sampler.set_weights(bad, seq=1)
+        assert all(np.array_equal(v, before[k]) for k, v in sampler.get_state()["rl_module"].items())
+        for array in weights.values():
+            array.flags.writeable = False
+        sampler.set_weights(weights, seq=5, learner_epoch=1, digest="x")
+        (chunk, *_) = sampler.sample(num_timesteps=4)
+        assert not chunk.columns["values"].any()
+        assert not chunk.columns["action_dist_inputs"].any()
+        assert (chunk.learner_epoch, chunk.weights_digest, chunk.weights_seq.tolist()[0]) == (1, "x", 5)
+
+
+class Plain(torch.nn.Module):
+    """A user's module: no values, a column of its own."""
+
+    noise_size = 1
+    noise_kind = "uniform"
+
+    def __init__(self, spaces: Spaces, answer: Any = None) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 3)
+        self.answer = answer
+
+    def forward_exploration(self, batch: dict[str, Any]) -> Any:
+        if self.answer is not None:
+            return self.answer(batch)
+        return {"actions": (batch["noise"][:, 0] * 3).long(), "state": self.layer(batch["obs"])}
+
+    def forward_inference(self, batch: dict[str, Any]) -> Any:
+        return {"actions": self.layer(batch["obs"]).argmax(-1), "state": self.layer(batch["obs"])}
+
+    def forward_train(self, batch: dict[str, Any]) -> Any:
+        return {}
+
+
+def test_a_users_module_may_add_columns() -> None:
+    with runner(module=Plain, num_envs=2) as sampler:
+        for explore in (True, False):
+            for c in sampler.sample(num_timesteps=8, explore=explore):
+                assert set(c.columns) == {"state"} if len(c) else True
+                assert len(c) == 0 or c.columns["state"].shape == (len(c), 3)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda b: None, "must be a dict with 'actions'"),
+        (lambda b: {"actions": torch.zeros(1, dtype=torch.int64)}, r"should have shape \(2,\)"),
+        (lambda b: {"actions": torch.zeros(2, 1, dtype=torch.int64)}, r"should have shape \(2,\)"),
+        (lambda b: {"actions": np.zeros(2)}, "not a tensor"),
+        (lambda b: {"actions": torch.zeros(2), "logp": torch.zeros(3)}, "not 2 rows"),
+        (lambda b: 1 / 0, "failed while acting: ZeroDivisionError"),
+    ],
+)
+def test_wrong_answers_of_a_module_are_its_own_fault(answer: Any, words: str) -> None:
+    with (
+        runner(module=lambda spaces: Plain(spaces, answer), num_envs=2) as sampler,
+        pytest.raises(ModuleError, match=words),
+    ):
+        sampler.sample(num_timesteps=8)
+
+
+def test_a_column_must_not_change_its_shape() -> None:
+    calls = []
+
+    def answer(batch: Any) -> Any:
+        calls.append(1)
+        return {"actions": torch.zeros(2, dtype=torch.int64), "x": torch.zeros(2, 1 + len(calls) // 3)}
+
+    with (
+        runner(module=lambda spaces: Plain(spaces, answer), num_envs=2) as sampler,
+        pytest.raises(ModuleError, match="'x'"),
+    ):
+        sampler.sample(num_timesteps=20)
+
+
+@pytest.mark.parametrize("config", [{"activation": "gelu2"}, {"hidden": (0,)}, {"nonsense": 1}])
+def test_bad_module_config_is_a_module_error(config: dict[str, Any]) -> None:
+    with pytest.raises(ModuleError):
+        runner(module_config=config)
+
+
+def test_actor_forwards_the_whole_width() -> None:
+    seen = []
+
+    class Watching(Plain):
+        def forward_exploration(self, batch: dict[str, Any]) -> Any:
+            seen.append(tuple(batch["obs"].shape))
+            return super().forward_exploration(batch)
+
+    spaces = Spaces(observation=convert(Counting.observation_space, ""), action=convert(Counting.action_space, ""))
+    Actor(Watching(spaces), spaces, {"obs": np.zeros((4, 2), np.float32)})(np.zeros((4, 1), np.float32))
+    assert seen == [(4, 2)]

@@ -1,0 +1,126 @@
+"""Seeds, episode ids and noise: unlike everywhere, alike in every repetition."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from toy_envs import Counting, Walk, runner
+
+from headrace.schemas.spaces import Spaces
+from headrace.workers.envs.actions import RandomActions
+from headrace.workers.envs.spaces import convert
+from headrace.workers.randomness import EnvSeeds, NoiseBlocks, SeedTree
+
+
+def _episodes(**settings: Any) -> list[Any]:
+    with runner(num_envs=3, env_config={"length": 2}, **settings) as sampler:
+        calls = [{"num_timesteps": 30}, {"num_episodes": 5}] * 3
+        return [chunk for size in calls for chunk in sampler.sample(**size) if len(chunk)]
+
+
+def _told(chunks: list[Any]) -> list[Any]:
+    return [(c.episode_id, c.seed, c.actions.tolist()) for c in chunks]
+
+
+def test_no_two_episodes_of_a_fleet_share_a_seed_or_an_id() -> None:
+    """Nor after a rebuild, nor in another incarnation, nor because `num_episodes` resets first."""
+    lives = [(w, i) for w in range(3) for i in range(2)]
+    chunks = [c for w, i in lives for c in _episodes(worker_index=w, incarnation=i)]
+    episodes = {c.episode_id: c.seed for c in chunks}
+    assert len(episodes) > 300
+    assert len(set(episodes.values())) == len(episodes)
+
+
+def test_the_seed_of_the_table_is_what_reset_got() -> None:
+    seen: list[Any] = []
+
+    def create(context: Any) -> Counting:
+        env = Counting(context)
+        env.seeds = seen
+        return env
+
+    with runner(create, env_config={"length": 2}) as sampler:
+        told = [c.seed for c in sampler.sample(num_timesteps=20)]
+    assert seen[:10] == told
+
+
+def test_same_seed_and_run_repeat_to_the_bit_and_other_runs_have_other_ids() -> None:
+    a, b, other = _episodes(run_uid="a"), _episodes(run_uid="a"), _episodes(run_uid="b")
+    assert _told(a) == _told(b)
+    assert [c.seed for c in a] == [c.seed for c in other]
+    assert {c.episode_id for c in a}.isdisjoint(c.episode_id for c in other)
+    assert {c.seed for c in a}.isdisjoint(c.seed for c in _episodes(run_uid="a", seed=None))
+    unnamed = [{c.episode_id for c in _episodes(run_uid="")} for _ in range(2)]
+    assert unnamed[0].isdisjoint(unnamed[1])
+
+
+@pytest.mark.parametrize("random_actions", [False, True])
+def test_an_env_lives_the_same_whatever_the_width_of_its_vector(random_actions: bool) -> None:
+    """Random numbers belong to the env. (BLAS may round a policy otherwise at another width: compare actions.)"""
+    lives = []
+    for width in (1, 5):
+        with runner(Walk, num_envs=width, env_config={}) as sampler:
+            batch = sampler.sample(num_timesteps=60 * width, random_actions=random_actions)
+            lives.append([(c.seed, c.actions.tolist()) for c in batch if c.env_index == 0])
+    assert lives[0] == lives[1]
+
+
+def test_nothing_seeds_or_moves_global_random_state() -> None:
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    _episodes()
+    assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+
+
+def test_env_seeds_keep_below_their_limit() -> None:
+    seeds = EnvSeeds(SeedTree(0, 0, 0, 1).resets[0], 2**32 - 1)
+    drawn = [seeds.next() for _ in range(1000)]
+    assert max(drawn) < 2**32
+    assert max(drawn) > 2**31
+    assert len(set(drawn)) == 1000
+
+
+@pytest.mark.parametrize("kind", ["uniform", "normal"])
+def test_noise_of_an_env_comes_from_its_own_stream(kind: Any) -> None:
+    narrow, wide = (NoiseBlocks(SeedTree(3, 0, 0, width).policy, 2, kind) for width in (1, 4))
+    rows = [(narrow.next()[0].copy(), wide.next()[0].copy()) for _ in range(200)]
+    for a, b in rows:
+        np.testing.assert_array_equal(a, b)
+    assert len({row[0][0] for row in rows}) > 190
+
+
+SPACES = [
+    gym.spaces.Discrete(3, start=-1),
+    gym.spaces.MultiDiscrete([2, 5], start=[1, -2]),
+    gym.spaces.MultiBinary((2, 2)),
+    gym.spaces.Box(-2.0, 3.0, (2, 3), np.float32),
+    gym.spaces.Box(0, 255, (3,), np.uint8),
+    gym.spaces.Box(np.array([0.0, -np.inf, -np.inf], np.float32), np.array([np.inf, 1.0, np.inf], np.float32)),
+    gym.spaces.Dict({"a": gym.spaces.Discrete(2), "b": gym.spaces.Tuple((gym.spaces.Box(-1.0, 1.0, (2,)),))}),
+]
+
+
+@pytest.mark.parametrize("space", SPACES, ids=str)
+def test_random_actions_lie_in_their_space_and_reach_all_of_it(space: gym.Space[Any]) -> None:
+    class Judging(Counting):
+        action_space = space
+
+        def step(self, action: Any) -> Any:
+            assert self.action_space.contains(action), action
+            return super().step(action)
+
+    with runner(Judging, restart_failed_sub_environments=False, num_envs=2) as sampler:
+        sampler.sample(num_timesteps=40, random_actions=True)
+    draw = RandomActions(Spaces(observation=convert(space, ""), action=convert(space, "")).action)
+    columns = draw(np.random.default_rng(0).random((4000, draw.noise_size), dtype=np.float32))
+    for leaf in columns.values():
+        if leaf.dtype.kind in "iu" and leaf.dtype != np.uint8:
+            values, counts = np.unique(leaf[:, ...].reshape(4000, -1)[:, 0], return_counts=True)
+            assert counts.min() > 0.8 * 4000 / len(values)

@@ -1,0 +1,89 @@
+"""Metrics, state, spaces, and the runner's beginning and end."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from toy_envs import Counting, runner
+
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.workers.env_runner import EnvRunner
+
+
+def test_base_class_is_abstract() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        EnvRunner()  # type: ignore[abstract]
+
+
+def test_metrics_are_those_of_episodes_completed_since_the_last_call() -> None:
+    with runner(env_config={"length": 4}) as sampler:
+        assert not any(sampler.get_metrics().values())
+        assert not any(name.startswith("episode_") for name in sampler.get_metrics())
+        sampler.sample(num_timesteps=6)
+        first = sampler.get_metrics()
+        sampler.sample(num_timesteps=6)
+        second = sampler.get_metrics()
+    assert (first["num_env_steps_sampled"], first["num_episodes"]) == (6, 1)
+    assert (second["num_env_steps_sampled"], second["num_env_steps_sampled_lifetime"]) == (6, 12)
+    assert (second["num_episodes"], second["num_episodes_lifetime"]) == (2, 3)
+    assert second["episode_len_mean"] == second["episode_len_min"] == second["episode_len_max"] == 4
+    assert second["episode_return_mean"] == second["episode_return_min"] == second["episode_return_max"] == 10
+    assert second["episode_duration_sec_mean"] > 0
+
+
+def test_finished_episodes_are_handed_out_once() -> None:
+    with runner(env_config={"length": 4}) as sampler:
+        sampler.sample(num_timesteps=9)
+        assert sampler.take_finished_episodes() == [(10.0, 4), (10.0, 4)]
+        assert sampler.take_finished_episodes() == []
+
+
+def test_spaces_by_module_id() -> None:
+    with runner() as sampler:
+        assert sampler.get_spaces() == {"default_policy": (Counting.observation_space, Counting.action_space)}
+
+
+def test_state_goes_into_another_runner_only_when_newer() -> None:
+    with runner() as sampler, runner(module_config={"seed": 1}) as other:
+        sampler.sample(num_timesteps=12)
+        weights = sampler.get_state()["rl_module"]
+        sampler.set_weights(weights, seq=3, learner_epoch=1)
+        state = sampler.get_state()
+        assert state["num_env_steps_sampled_lifetime"] == 12
+        other.set_state(state)
+        assert other.weights_version == (1, 3)
+        assert all(np.array_equal(v, weights[k]) for k, v in other.get_state()["rl_module"].items())
+        assert other.get_metrics()["num_env_steps_sampled_lifetime"] == 12
+        for epoch, seq in ((1, 3), (1, 2), (0, 9)):
+            zeros = {k: np.zeros_like(v) for k, v in weights.items()}
+            other.set_state({"rl_module": zeros, "weights_seq_no": seq, "learner_epoch": epoch})
+            assert other.weights_version == (1, 3)
+        assert all(np.array_equal(v, weights[k]) for k, v in other.get_state()["rl_module"].items())
+        other.set_state({"rl_module": zeros, "weights_seq_no": 2, "learner_epoch": 1}, force=True)
+        assert other.weights_version == (1, 2)
+        other.set_state({})
+
+
+def test_make_env_and_make_module_may_be_called_any_time() -> None:
+    with runner(env_config={"length": 10}) as sampler:
+        (begun,) = sampler.sample(num_timesteps=4)
+        sampler.make_env()
+        sampler.make_module()
+        chunk, marker = sampler.sample(num_timesteps=4)
+        assert (marker.episode_id, marker.end_reason) == (begun.episode_id, "reset")
+        assert (chunk.t_start, chunk.chunk_index) == (0, 0)
+        assert chunk.episode_id != begun.episode_id
+
+
+def test_health_and_stop() -> None:
+    sampler = runner(num_envs=2)
+    sampler.assert_healthy()
+    envs = [lane.env for lane in sampler._vector.envs.lanes]
+    sampler.stop()
+    assert [env.closed for env in envs] == [1, 1]  # type: ignore[union-attr]
+    sampler.stop()
+    with pytest.raises(AssertionError):
+        sampler.assert_healthy()
+    with pytest.raises(AssertionError):
+        SingleAgentEnvRunner.__new__(SingleAgentEnvRunner).assert_healthy()
+    SingleAgentEnvRunner(EnvRunnerConfig()).stop()

@@ -1,0 +1,186 @@
+"""How much `sample` gives, what it continues and what it resets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from toy_envs import Counting, check_books, runner
+
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.errors import ConfigError, ModuleError
+from headrace.workers.module_weights import read_weights
+
+
+def _steps(chunks: Any) -> int:
+    return sum(len(chunk) for chunk in chunks)
+
+
+def test_both_sizes_or_a_negative_one_are_refused() -> None:
+    with runner() as sampler:
+        for sizes in ({"num_timesteps": 1, "num_episodes": 1}, {"num_timesteps": -1}, {"num_episodes": -1}):
+            with pytest.raises(AssertionError, match="num_") as caught:
+                sampler.sample(**sizes)
+            assert isinstance(caught.value, ConfigError)
+        with pytest.raises(TypeError):
+            sampler.sample(5)  # type: ignore[misc]
+
+
+def test_size_zero_gives_nothing_even_in_mid_episode() -> None:
+    with runner() as sampler:
+        sampler.sample(num_timesteps=2)
+        assert sampler.sample(num_timesteps=0) == []
+        assert sampler.sample(num_episodes=0) == []
+
+
+@pytest.mark.parametrize("num_envs", [1, 3, 8])
+def test_num_timesteps_gives_at_least_n_and_less_than_one_poll_more(num_envs: int) -> None:
+    with runner(num_envs=num_envs) as sampler:
+        for n in (1, 7, 24):
+            assert n <= _steps(sampler.sample(num_timesteps=n)) <= n + num_envs - 1
+            check_books(sampler)
+
+
+def test_num_timesteps_continues_the_ongoing_episode() -> None:
+    with runner(env_config={"length": 10}) as sampler:
+        first, second, last = (sampler.sample(num_timesteps=4)[0] for _ in range(3))
+    assert first.episode_id == second.episode_id == last.episode_id
+    assert [c.t_start for c in (first, second, last)] == [0, 4, 8]
+    assert [c.chunk_index for c in (first, second, last)] == [0, 1, 2]
+    assert [c.end for c in (first, second, last)] == [ChunkEnd.ONGOING, ChunkEnd.ONGOING, ChunkEnd.TERMINATED]
+    assert last.episode_return == sum(range(1, 11))
+    assert last.episode_length == 10
+    np.testing.assert_array_equal(first.obs[-1], second.obs[0])
+    np.testing.assert_array_equal(last.env_t, [8, 9])
+
+
+def test_no_chunk_is_empty_when_an_episode_ends_at_the_cut() -> None:
+    with runner(env_config={"length": 4}) as sampler:
+        assert [len(c) for c in sampler.sample(num_timesteps=4)] == [4]
+        assert [len(c) for c in sampler.sample(num_timesteps=4)] == [4]
+
+
+def test_finished_episodes_come_first() -> None:
+    with runner(num_envs=3, env_config={"lengths": {0: 100, 1: 3, 2: 4}}) as sampler:
+        done = [chunk.is_done for chunk in sampler.sample(num_timesteps=18)]
+    assert done == sorted(done, reverse=True)
+    assert 0 < sum(done) < len(done)
+
+
+def test_default_size_follows_the_batch_mode() -> None:
+    with runner(num_envs=2, rollout_fragment_length=6) as sampler:
+        assert _steps(sampler.sample()) == 12
+    with runner(num_envs=2, batch_mode="complete_episodes") as sampler:
+        chunks = sampler.sample()
+        assert len(chunks) == 2
+        assert all(c.is_done for c in chunks)
+
+
+@pytest.mark.parametrize("num_envs", [1, 4])
+def test_num_episodes_gives_whole_episodes_only(num_envs: int) -> None:
+    with runner(num_envs=num_envs, env_config={"lengths": {0: 3, 1: 4, 2: 7, 3: 50}}) as sampler:
+        for m in (1, 3, 9):
+            chunks = sampler.sample(num_episodes=m)
+            assert m <= len(chunks) <= m + num_envs - 1
+            assert all(c.is_done and c.t_start == 0 and c.chunk_index == 0 for c in chunks)
+            check_books(sampler)
+
+
+def test_last_episode_asked_for_begins_no_other() -> None:
+    seeds: list[int] = []
+    with runner(lambda context: _recorded(seeds, context)) as sampler:
+        sampler.sample(num_episodes=3)
+    assert len(seeds) == 3
+
+
+def _recorded(seeds: list[int], context: Any) -> Counting:
+    env = Counting(context)
+    env.seeds = seeds  # type: ignore[assignment]
+    return env
+
+
+def test_timesteps_after_episodes_begin_anew() -> None:
+    with runner(num_envs=2, env_config={"lengths": {0: 3, 1: 9}}) as sampler:
+        sampler.sample(num_episodes=1)
+        assert all(c.t_start == 0 and c.chunk_index == 0 for c in sampler.sample(num_timesteps=2))
+        assert sampler.totals.discarded == {"reset": 3}
+        check_books(sampler)
+
+
+@pytest.mark.parametrize("how", [{"num_timesteps": 2, "force_reset": True}, {"num_episodes": 1}])
+def test_episodes_left_behind_are_told_as_aborted(how: dict[str, Any]) -> None:
+    with runner(env_config={"length": 10}) as sampler:
+        (begun,) = sampler.sample(num_timesteps=4)
+        *chunks, marker = sampler.sample(**how)
+    assert marker.episode_id == begun.episode_id
+    assert (marker.end, marker.end_reason, len(marker)) == (ChunkEnd.ABORTED, "reset", 0)
+    assert (marker.chunk_index, marker.t_start, marker.episode_length) == (1, 4, 4)
+    assert all(c.episode_id != begun.episode_id and c.t_start == 0 for c in chunks)
+
+
+def test_a_complete_fragment_keeps_what_is_unfinished_for_the_next() -> None:
+    settings = {"num_envs": 2, "batch_mode": "complete_episodes", "rollout_fragment_length": 4}
+    with runner(env_config={"lengths": {0: 3, 1: 20}}, **settings) as sampler:
+        for _ in range(9):
+            batch = sampler.sample_fragment()
+            assert all(c.is_done and c.t_start == 0 for c in batch)
+            for c in batch:
+                np.testing.assert_array_equal(c.obs[:, 0], np.arange(len(c) + 1))
+                np.testing.assert_array_equal(c.rewards, np.arange(1, len(c) + 1))
+            check_books(sampler)
+    assert sampler.totals.discarded == {}
+    assert sampler.totals.episodes == sampler.get_metrics()["num_episodes"]
+
+
+def test_random_actions_need_no_module_and_say_so() -> None:
+    def no_policy(spaces: Any) -> Any:
+        raise NotImplementedError
+
+    with runner(module=no_policy, num_envs=2) as sampler:
+        assert sampler.module is None
+        for size in ({"num_timesteps": 8}, {"num_episodes": 3}):
+            for chunk in sampler.sample(random_actions=True, **size):
+                if len(chunk):
+                    assert chunk.random_actions
+                    assert chunk.columns == {}
+                    assert chunk.weights_seq.tolist() == [0] * len(chunk)
+        with pytest.raises(ModuleError, match="random_actions=True"):
+            sampler.sample(num_timesteps=1)
+
+
+def test_explore_falls_back_to_the_config_and_off_takes_the_mode() -> None:
+    with runner("CartPole-v1", num_envs=4, explore=False) as sampler:
+        chunks = sampler.sample(num_timesteps=64)
+        for chunk in chunks:
+            assert not chunk.explore
+            np.testing.assert_array_equal(chunk.actions, chunk.columns["action_dist_inputs"].argmax(1))
+        assert all(c.explore for c in sampler.sample(num_timesteps=8, explore=True))
+
+
+def test_every_step_bears_the_weights_that_chose_it() -> None:
+    with runner(num_envs=2, rollout_fragment_length=6, env_config={"length": 50}) as sampler:
+        assert sampler.module is not None
+        weights = read_weights(sampler.module)
+        polls = 0
+
+        def on_poll() -> None:
+            nonlocal polls
+            polls += 1
+            if polls == 4:
+                sampler.set_weights(weights, seq=9)
+
+        for chunk in sampler.sample_fragment(on_poll):
+            assert chunk.weights_seq.tolist() == [0, 0, 0, 0, 9, 9]
+        assert polls == 6
+
+
+def test_another_learners_epoch_ends_the_fragment() -> None:
+    with runner(rollout_fragment_length=6, env_config={"length": 50}) as sampler:
+        assert sampler.module is not None
+        weights = read_weights(sampler.module)
+        batch = sampler.sample_fragment(lambda: sampler.set_weights(weights, 1, learner_epoch=2, digest="d"))
+        assert (batch.steps, batch.learner_epoch, batch.weights_digest) == (1, 0, "")
+        assert sampler.weights_version == (2, 1)
+        batch = sampler.sample_fragment()
+        assert (batch.steps, batch.learner_epoch, batch.weights_digest) == (6, 2, "d")

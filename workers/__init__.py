@@ -1,0 +1,41 @@
+"""The sampling side: environments stepped with the newest policy, and what they lived through cut into episode chunks.
+
+Names are loaded when asked for, so that a learner may import `headrace.workers.modules` without gymnasium.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.workers.config import EnvRunnerConfig as EnvRunnerConfig
+    from headrace.workers.env_runner import EnvRunner as EnvRunner
+    from headrace.workers.envs.context import EnvContext as EnvContext
+    from headrace.workers.envs.context import StepFailedRecreateEnv as StepFailedRecreateEnv
+    from headrace.workers.envs.creators import register_env as register_env
+    from headrace.workers.single_agent_env_runner import SingleAgentEnvRunner as SingleAgentEnvRunner
+
+_HOMES = {
+    "EnvContext": "headrace.workers.envs.context",
+    "EnvRunner": "headrace.workers.env_runner",
+    "EnvRunnerConfig": "headrace.workers.config",
+    "SingleAgentEnvRunner": "headrace.workers.single_agent_env_runner",
+    "StepFailedRecreateEnv": "headrace.workers.envs.context",
+    "register_env": "headrace.workers.envs.creators",
+}
+
+__all__ = [
+    "EnvContext",
+    "EnvRunner",
+    "EnvRunnerConfig",
+    "SingleAgentEnvRunner",
+    "StepFailedRecreateEnv",
+    "register_env",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

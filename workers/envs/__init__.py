@@ -1,0 +1,1 @@
+"""Environments: how they are found and built, stepped together, checked, and rebuilt when they fail."""

@@ -1,0 +1,88 @@
+"""Actions on their way into the envs: from columns to each env's own form, and random ones from given numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.schemas.spaces import (
+    Box,
+    Dict,
+    Discrete,
+    Leaf,
+    MultiDiscrete,
+    Space,
+    Tuple,
+    column_dtype,
+    leaf_shape,
+    leaf_size,
+    leaves,
+)
+from headrace.workers.bounds import box_bounds
+
+
+def to_env_form(space: Space, columns: Mapping[str, NDArray[Any]], root: str = "actions") -> list[Any]:
+    """One action for each row, in the nesting of `space`: numpy scalars for Discrete, arrays (views) for other leaves.
+
+    Scalars of the space's dtype, as `Space.sample` gives them, which gymnasium checks faster than Python ints.
+    """
+    if isinstance(space, Dict):
+        items = [(key, to_env_form(sub, columns, f"{root}/{key}")) for key, sub in space.spaces.items()]
+        return [{key: rows[i] for key, rows in items} for i in range(len(items[0][1]))]
+    if isinstance(space, Tuple):
+        parts = [to_env_form(sub, columns, f"{root}/{index}") for index, sub in enumerate(space.spaces)]
+        return list(zip(*parts, strict=True))
+    return list(columns[root])
+
+
+class RandomActions:
+    """Random actions by the rules of gymnasium's `Space.sample`, made from numbers in [0, 1) that the caller gives.
+
+    Integers and bounded reals are uniform, reals bounded on one side shifted exponential, unbounded ones normal.
+    `noise_size` numbers make one action.
+    """
+
+    def __init__(self, space: Space) -> None:
+        self._leaves = list(leaves(space, "actions"))
+        self.noise_size = sum(leaf_size(leaf) for _, leaf in self._leaves)
+
+    def __call__(self, noise: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
+        """Action columns for noise float32 (envs, noise_size)."""
+        columns = {}
+        at = 0
+        for name, leaf in self._leaves:
+            size = leaf_size(leaf)
+            numbers = noise[:, at : at + size].astype(np.float64).reshape(-1, *leaf_shape(leaf))
+            columns[name] = _spread(leaf, numbers).astype(column_dtype(leaf))
+            at += size
+        return columns
+
+
+def _spread(leaf: Leaf, numbers: NDArray[np.float64]) -> NDArray[Any]:
+    if isinstance(leaf, Box):
+        return _spread_box(leaf, numbers)
+    if isinstance(leaf, Discrete):
+        return np.floor(numbers * leaf.n) + leaf.start
+    if isinstance(leaf, MultiDiscrete):
+        nvec, start = np.array(leaf.nvec).reshape(leaf.shape), np.array(leaf.start).reshape(leaf.shape)
+        spread: NDArray[np.float64] = np.floor(numbers * nvec) + start
+        return spread
+    return np.floor(numbers * 2)
+
+
+def _spread_box(leaf: Box, numbers: NDArray[np.float64]) -> NDArray[Any]:
+    low, high = box_bounds(leaf)
+    below, above = np.isfinite(low), np.isfinite(high)
+    floor, ceiling = np.where(below, low, 0.0), np.where(above, high, 0.0)
+    if column_dtype(leaf).kind in "iu":
+        drawn: NDArray[np.float64] = np.floor(floor + numbers * (ceiling - floor + 1.0))
+        return np.minimum(drawn, ceiling)
+    exponential = -np.log1p(-numbers)
+    normal = torch.special.ndtri(torch.from_numpy(np.maximum(numbers, 2.0**-25))).numpy()
+    one_sided = np.where(below, floor + exponential, np.where(above, ceiling - exponential, normal))
+    spread: NDArray[np.float64] = np.where(below & above, floor + numbers * (ceiling - floor), one_sided)
+    return spread

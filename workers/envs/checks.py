@@ -1,0 +1,75 @@
+"""What an env may answer. Each check gives or raises `EnvContractError` with what was seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.errors import EnvContractError
+
+_BOOLS = (bool, np.bool_)
+
+
+def check_rewards(
+    rewards: Sequence[Any], lanes: Sequence[int], actions: Sequence[Any]
+) -> tuple[NDArray[np.float64], list[tuple[int, EnvContractError]]]:
+    """Rewards as float64, and (position, what is wrong) for each that is no finite real scalar; those become 0."""
+    try:
+        array = np.array(rewards)
+    except ValueError:  # ragged
+        return _check_each_reward(rewards, lanes, actions)
+    if array.dtype.kind in "fiub" and array.ndim == 1:
+        checked = array.astype(np.float64, copy=False)
+        if np.count_nonzero(np.isfinite(checked)) == len(rewards):
+            return checked, []
+    return _check_each_reward(rewards, lanes, actions)
+
+
+def _check_each_reward(
+    rewards: Sequence[Any], lanes: Sequence[int], actions: Sequence[Any]
+) -> tuple[NDArray[np.float64], list[tuple[int, EnvContractError]]]:
+    checked = np.zeros(len(rewards))
+    problems = []
+    for position, reward in enumerate(rewards):
+        array = np.asarray(reward) if isinstance(reward, bool | int | float | np.generic | np.ndarray) else None
+        if array is not None and array.ndim == 0 and array.dtype.kind in "fiub" and np.isfinite(array):
+            checked[position] = float(array)
+        else:
+            seen = f"{reward!r:.80} ({type(reward)}). Actions={actions[lanes[position]]!r:.200}"
+            problems.append((position, EnvContractError("Reward", seen, "finite scalar")))
+    return checked, problems
+
+
+def check_info(info: Any) -> None:
+    """An info is a dict, or the env is at fault."""
+    if not isinstance(info, dict):
+        raise EnvContractError("info", f"{info!r:.80} ({type(info)})", "a dict")
+
+
+def end_of(terminated: Any, truncated: Any) -> ChunkEnd:
+    """How a step ended, if it did; terminated wins when it is both, for then there is nothing to bootstrap from."""
+    if not isinstance(terminated, _BOOLS) or not isinstance(truncated, _BOOLS):
+        seen = f"{terminated!r:.40} ({type(terminated)}) and {truncated!r:.40} ({type(truncated)})"
+        raise EnvContractError("terminated and truncated", seen, "bools")
+    if terminated:
+        return ChunkEnd.TERMINATED
+    return ChunkEnd.TRUNCATED if truncated else ChunkEnd.ONGOING
+
+
+def take_apart(answer: Any, error: Exception) -> EnvContractError:
+    """What was wrong with an answer of `step` that raised `error` while it was read."""
+    if isinstance(error, EnvContractError):
+        return error
+    return EnvContractError("answer of step", f"{answer!r:.120}", "(obs, reward, terminated, truncated, info)")
+
+
+def take_reset_apart(answer: Any) -> tuple[Any, dict[str, Any]]:
+    """(observation, info) of a reset."""
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise EnvContractError("answer of reset", f"{answer!r:.120}", "(obs, info)")
+    check_info(answer[1])
+    return answer[0], answer[1]

@@ -1,0 +1,86 @@
+"""From what a config calls an env to a function that builds one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import gymnasium as gym
+
+from headrace.schemas.errors import EnvContractError, UnknownEnvError
+from headrace.workers.config import MissingEnvError
+from headrace.workers.envs.context import EnvContext
+
+EnvCreator = Callable[[EnvContext], Any]
+
+_registered: dict[str, EnvCreator] = {}
+_CONTEXT_NAMES = frozenset(("config", "env_config", "context", "env_context", "ctx"))
+
+
+def register_env(name: str, creator: EnvCreator) -> None:
+    """Let `EnvRunnerConfig(env=name)` mean `creator` in this process; a name given again is replaced."""
+    _registered[name] = creator
+
+
+def find_creator(env: str | Callable[..., Any] | None) -> EnvCreator:
+    """The creator that `env` names: registered name, import path, gymnasium id, class or callable.
+
+    Raises `MissingEnvError` for None and `UnknownEnvError` for a name nothing is known by.
+    """
+    if env is None:
+        raise MissingEnvError
+    if not isinstance(env, str):
+        return _of_callable(env)
+    if env in _registered:
+        return _registered[env]
+    module, colon, attribute = env.partition(":")
+    if colon and all(part.isidentifier() for part in attribute.split(".")):
+        return _of_callable(_import(env, module, attribute))
+    return _of_gym_id(env)
+
+
+def build_env(creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
+    """One env, sure to be a gymnasium one; whatever the creator raises passes through."""
+    env = creator(context)
+    if not isinstance(env, gym.Env):
+        raise EnvContractError("environment", f"{type(env).__module__}.{type(env).__qualname__}", "a gymnasium.Env")
+    return env
+
+
+def _import(env: str, module: str, attribute: str) -> Callable[..., Any]:
+    try:
+        found: Any = import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise UnknownEnvError(env, str(error)) from error
+    if not callable(found):
+        raise UnknownEnvError(env, f"{attribute} is a {type(found).__name__} and cannot be called")
+    return found  # type: ignore[no-any-return]
+
+
+def _of_gym_id(env_id: str) -> EnvCreator:
+    try:
+        spec = gym.spec(env_id)
+    except (gym.error.Error, ImportError, ValueError) as error:
+        raise UnknownEnvError(env_id, str(error)) from error
+    # The rows of each poll are checked by Headrace itself, and only one of the two checkers should be paid for.
+    return lambda context: gym.make(spec, disable_env_checker=True, **context)
+
+
+def _of_callable(target: Callable[..., Any]) -> EnvCreator:
+    """A function gets the context. A class gets it too if its constructor asks for it, else the config's items."""
+    if not inspect.isclass(target) or _takes_context(target):
+        return target
+    return lambda context: target(**context)
+
+
+def _takes_context(cls: type) -> bool:
+    positional = [
+        p for p in inspect.signature(cls).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    return bool(positional) and (
+        positional[0].name in _CONTEXT_NAMES or positional[0].default is inspect.Parameter.empty
+    )

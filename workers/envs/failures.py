@@ -1,0 +1,52 @@
+"""One failure of one env, and the line that tells of it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from headrace.schemas.errors import EnvContractError
+from headrace.schemas.ledger import Discard
+from headrace.workers.envs.context import StepFailedRecreateEnv
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Failure:
+    """What went wrong in one lane. `stepped` says that `env.step` returned, with something it must not return."""
+
+    lane: int
+    error: BaseException
+    stepped: bool = False
+    discarded: int = 0
+    at: str = "reset"
+    """Where, in words, for the log."""
+
+    @property
+    def reason(self) -> Discard:
+        """Under which name its unfinished steps go into the books."""
+        return Discard.ENV_BAD_DATA if isinstance(self.error, EnvContractError) else Discard.ENV_EXCEPTION
+
+    @property
+    def was_asked_for(self) -> bool:
+        """The env wants to be rebuilt, which is no error."""
+        return isinstance(self.error, StepFailedRecreateEnv)
+
+    def report(self, wait_s: float, attempt: int, attempts: int, *, with_traceback: bool) -> None:
+        """Log it: one line, and where the env raised if that was not shown before."""
+        error = self.error
+        logger.log(
+            logging.INFO if self.was_asked_for else logging.ERROR,
+            "env %d failed at %s (%s: %s); %d steps discarded, rebuilding%s (attempt %d of %d)",
+            self.lane,
+            self.at,
+            type(error).__name__,
+            error,
+            self.discarded,
+            f" in {wait_s:.3g} s" if wait_s else "",
+            attempt,
+            attempts,
+            exc_info=error if with_traceback and not self.was_asked_for else None,
+            extra={"env_index": self.lane, "discarded": self.discarded, "attempt": attempt},
+        )

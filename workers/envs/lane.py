@@ -1,0 +1,91 @@
+"""One env of a vector: the object itself, the episode it is in, and the end of both."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium as gym
+
+from headrace.workers.envs.restarts import RestartBudget
+from headrace.workers.randomness import EPISODE_BITS, EnvSeeds
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Episode:
+    """One episode, and how much of it was cut into chunks already."""
+
+    env_index: int
+    number: int
+    seed: int
+    reset_info: dict[str, Any]
+    started_at: float = field(default_factory=time.perf_counter)
+    chunks: int = 0
+    steps: int = 0
+    episode_return: float = 0.0
+    seam_info: dict[str, Any] | None = None
+    """Info of the observation at which the last chunk was cut."""
+
+    @property
+    def id_low(self) -> int:
+        """The lower 64 bits of its id."""
+        return self.env_index << EPISODE_BITS | self.number
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """A place in the vector. `env` is None before it is built and while it waits to be rebuilt."""
+
+    index: int
+    seeds: EnvSeeds
+    budget: RestartBudget
+    env: gym.Env[Any, Any] | None = None
+    step: Callable[[Any], Any] | None = None
+    episode: Episode | None = None
+    episodes_begun: int = 0
+    failures: int = 0
+    due_at: float | None = None
+    """Monotonic time in seconds at which the next rebuild may be tried; None while nothing is to be repaired."""
+
+    def adopt(self, env: gym.Env[Any, Any]) -> None:
+        """Take a freshly built env."""
+        self.env, self.step = env, env.step
+
+    def release(self) -> gym.Env[Any, Any] | None:
+        """Give the env away, to be closed."""
+        env, self.env, self.step, self.episode = self.env, None, None, None
+        return env
+
+    def begin_episode(self, seed: int, info: dict[str, Any]) -> None:
+        """The env was reset: what follows is a new episode."""
+        self.episode = Episode(self.index, self.episodes_begun, seed, info)
+        self.episodes_begun += 1
+
+
+def close_envs(envs: Iterable[gym.Env[Any, Any] | None], timeout_s: float) -> None:
+    """Close each env in a thread of its own, all within `timeout_s` seconds: errors and hanging ones are warnings."""
+    threads = [
+        threading.Thread(target=_close, args=(env,), name=f"close-{type(env).__name__}", daemon=True)
+        for env in envs
+        if env is not None
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
+        if thread.is_alive():
+            logger.warning("%s did not return within %g s; the env is abandoned", thread.name, timeout_s)
+
+
+def _close(env: gym.Env[Any, Any]) -> None:
+    try:
+        env.close()
+    except Exception as error:  # noqa: BLE001 - a user's env
+        logger.warning("closing %s failed (%s: %s); going on without", env, type(error).__name__, error)

@@ -1,0 +1,178 @@
+"""The current observation of each env of a vector, in columns, checked as it is written.
+
+The usual poll costs a handful of array operations: all envs' observations are joined and compared as one. Only when
+that finds something wrong is each env looked at by itself, to say which one it was and what was seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.errors import EnvContractError
+from headrace.schemas.spaces import (
+    Box,
+    Dict,
+    Discrete,
+    Leaf,
+    MultiDiscrete,
+    Space,
+    Tuple,
+    column_dtype,
+    leaf_shape,
+    leaves,
+)
+from headrace.workers.bounds import box_bounds
+
+Lanes = NDArray[np.intp] | None
+"""Envs of a vector by index; None is all of them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Leaf:
+    name: str
+    path: tuple[str | int, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    low: NDArray[Any] | None
+    high: NDArray[Any] | None
+
+    def of(self, observations: Sequence[Any]) -> Sequence[Any]:
+        for key in self.path:
+            observations = [observation[key] for observation in observations]
+        return observations
+
+    def outside(self, rows: NDArray[Any]) -> bool:
+        """Whether any element lies outside the bounds or is NaN, by which every comparison fails."""
+        if self.low is not None:
+            inside = np.count_nonzero(rows >= self.low)
+            if self.high is not None:
+                return bool(inside + np.count_nonzero(rows <= self.high) != 2 * rows.size)
+            return bool(inside != rows.size)
+        if self.high is not None:
+            return bool(np.count_nonzero(rows <= self.high) != rows.size)
+        return self.dtype.kind == "f" and bool(np.count_nonzero(np.isnan(rows)))
+
+
+class Observations:
+    """`columns`: name -> (envs, *shape), the policy's input, overwritten by each `put`."""
+
+    def __init__(self, space: Space, width: int, *, check_bounds: bool) -> None:
+        self.space = space
+        self._leaves = [
+            _leaf(name, path, leaf, check_bounds)
+            for (name, leaf), path in zip(leaves(space, "obs"), _paths(space), strict=True)
+        ]
+        self.columns: dict[str, NDArray[Any]] = {
+            leaf.name: np.zeros((width, *leaf.shape), leaf.dtype) for leaf in self._leaves
+        }
+
+    def put(self, lanes: Lanes, observations: Sequence[Any]) -> list[tuple[int, EnvContractError]]:
+        """Write one observation for each of `lanes`; gives (position in `lanes`, what is wrong) for each bad one."""
+        for leaf in self._leaves:
+            column = self.columns[leaf.name]
+            target = column if lanes is None else np.empty((len(lanes), *leaf.shape), leaf.dtype)
+            if not _join(leaf, observations, target) or leaf.outside(target):
+                return self._put_each(lanes, observations)
+            if lanes is not None:
+                column[lanes] = target
+        return []
+
+    def _put_each(self, lanes: Lanes, observations: Sequence[Any]) -> list[tuple[int, EnvContractError]]:
+        problems = []
+        for position, observation in enumerate(observations):
+            lane = position if lanes is None else lanes[position]
+            problem = self._put_one(lane, observation)
+            if problem is not None:
+                problems.append((position, problem))
+                for column in self.columns.values():
+                    column[lane] = 0
+        return problems
+
+    def _put_one(self, lane: int | np.intp, observation: Any) -> EnvContractError | None:
+        for leaf in self._leaves:
+            try:
+                value = leaf.of([observation])[0]
+            except (KeyError, IndexError, TypeError) as error:
+                return EnvContractError(
+                    "observation", f"{observation!r:.80} ({error!r})", f"nested as {self.space!r:.120}"
+                )
+            array = np.asarray(value)
+            if array.shape != leaf.shape or not _castable(array, leaf):
+                seen = f"{array.dtype} {array.shape}"
+                return EnvContractError(_title(leaf), seen, f"{leaf.dtype} {leaf.shape}")
+            row = array.astype(leaf.dtype)
+            if leaf.outside(row):
+                seen = f"values from {row.min()} to {row.max()}"
+                wanted = "free of NaN" if np.isnan(row).any() else f"within {_brief(leaf.low)} and {_brief(leaf.high)}"
+                return EnvContractError(_title(leaf), seen, wanted)
+            self.columns[leaf.name][lane] = row
+        return None
+
+
+def _join(leaf: _Leaf, observations: Sequence[Any], target: NDArray[Any]) -> bool:
+    """Write all values of one leaf at once; False when their kind, shape or dtype is not what it should be."""
+    try:
+        values = leaf.of(observations)
+        if leaf.shape:
+            if {value.shape for value in values} != {leaf.shape}:
+                return False
+            np.concatenate(values, out=target.reshape(-1, *leaf.shape[1:]), casting="safe")
+            return True
+        scalars = np.array(values)
+        if scalars.ndim != 1 or scalars.dtype.kind not in ("iu" if leaf.dtype.kind in "iu" else "fiu"):
+            return False
+        target[...] = scalars
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError):
+        return False
+    return True
+
+
+def _castable(array: NDArray[Any], leaf: _Leaf) -> bool:
+    scalar_int = not leaf.shape and leaf.dtype.kind in "iu" and array.dtype.kind in "iu"
+    return scalar_int or np.can_cast(array.dtype, leaf.dtype)
+
+
+def _leaf(name: str, path: tuple[str | int, ...], leaf: Leaf, check_bounds: bool) -> _Leaf:
+    low, high = _bounds(leaf) if check_bounds else (None, None)
+    return _Leaf(name, path, leaf_shape(leaf), column_dtype(leaf), low, high)
+
+
+def _bounds(leaf: Leaf) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
+    """Both bounds in the shape of a row, None where every value of the dtype is inside."""
+    shape, dtype = leaf_shape(leaf), column_dtype(leaf)
+    low: NDArray[Any]
+    high: NDArray[Any]
+    if isinstance(leaf, Box):
+        low, high = box_bounds(leaf)
+        if dtype.kind == "f":  # a float32 bound comes back exactly, and comparing it then needs no conversion
+            low, high = low.astype(dtype), high.astype(dtype)
+    elif isinstance(leaf, MultiDiscrete):
+        low = np.array(leaf.start).reshape(shape)
+        high = low + np.array(leaf.nvec).reshape(shape) - 1
+    else:
+        start, n = (leaf.start, leaf.n) if isinstance(leaf, Discrete) else (0, 2)
+        low, high = np.full(shape, start), np.full(shape, start + n - 1)
+    whole = (np.iinfo(dtype).min, np.iinfo(dtype).max) if dtype.kind in "iu" else (-np.inf, np.inf)
+    return (None if (low <= whole[0]).all() else low), (None if (high >= whole[1]).all() else high)
+
+
+def _paths(space: Space, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """How to reach each leaf's value in an observation, in the order of `leaves`."""
+    if isinstance(space, Dict):
+        return [p for key, sub in space.spaces.items() for p in _paths(sub, (*path, key))]
+    if isinstance(space, Tuple):
+        return [p for index, sub in enumerate(space.spaces) for p in _paths(sub, (*path, index))]
+    return [path]
+
+
+def _title(leaf: _Leaf) -> str:
+    return "observation" if not leaf.path else f"observation{''.join(f'[{key!r}]' for key in leaf.path)}"
+
+
+def _brief(bound: NDArray[Any] | None) -> str:
+    return "any" if bound is None else np.array2string(bound.ravel()[:8], separator=", ", threshold=8)

@@ -1,0 +1,44 @@
+"""How often an env may fail, and how long it waits before it is built again."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from headrace.schemas.errors import EnvRestartBudgetError
+from headrace.workers.config import EnvRunnerConfig
+
+
+class RestartBudget:
+    """Failures of one env. The first after a delivery is repaired at once, each further one after twice the wait."""
+
+    def __init__(self, config: EnvRunnerConfig, env_index: int) -> None:
+        self._config = config
+        self._env_index = env_index
+        self._recent: deque[float] = deque()
+        self.in_a_row = 0
+
+    def delivered(self) -> None:
+        """The env has given something to the learner since it last failed."""
+        self.in_a_row = 0
+
+    def spend(self, error: BaseException, now: float) -> float:
+        """Count one failure; gives the seconds to wait. Raises `EnvRestartBudgetError` when that was one too many."""
+        config = self._config
+        self._recent.append(now)
+        while self._recent[0] <= now - config.env_restart_window_s:
+            self._recent.popleft()
+        self.in_a_row += 1
+        if self.in_a_row > config.env_restart_attempts:
+            raise self._exhausted(error, self.in_a_row, now, "env_restart_attempts") from error
+        if len(self._recent) > config.max_env_restarts_per_window:
+            raise self._exhausted(error, len(self._recent), now, "max_env_restarts_per_window") from error
+        if self.in_a_row == 1:
+            return 0.0
+        # The exponent is bounded because a float's is.
+        wait = config.env_restart_backoff_s * 2.0 ** min(self.in_a_row - 2, 60)
+        return min(wait, config.env_restart_backoff_max_s)
+
+    def _exhausted(self, error: BaseException, failures: int, now: float, setting: str) -> EnvRestartBudgetError:
+        first = self._recent[-min(failures, len(self._recent))]
+        last = f"{type(error).__name__}: {error}"
+        return EnvRestartBudgetError(self._env_index, failures, round(max(now - first, 0.001), 3), last, setting)

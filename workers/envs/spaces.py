@@ -1,0 +1,68 @@
+"""Gymnasium's spaces as Headrace's own, which travel without code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.errors import EnvContractError
+from headrace.schemas.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Space, Spaces, Tuple
+from headrace.schemas.wire import ALLOWED_DTYPES
+
+
+def spaces_of(env: gym.Env[Any, Any]) -> Spaces:
+    """Both spaces of an env; raises `EnvContractError` for a kind that no column can hold."""
+    return Spaces(
+        observation=convert(env.observation_space, "observation space"),
+        action=convert(env.action_space, "action space"),
+    )
+
+
+def convert(space: Any, where: str) -> Space:
+    """Box, Discrete, MultiDiscrete, MultiBinary, and Dict and Tuple of them; `where` names the space in errors."""
+    match space:
+        case gym.spaces.Box():
+            low, high = _bound(space.low), _bound(space.high)
+            return Box(shape=space.shape, dtype=_dtype(space, where), low=low, high=high)
+        case gym.spaces.Discrete():
+            return Discrete(n=int(space.n), start=int(space.start), dtype=_dtype(space, where))
+        case gym.spaces.MultiDiscrete():
+            nvec, start = _ints(space.nvec), _ints(space.start)
+            return MultiDiscrete(nvec=nvec, start=start, shape=space.shape, dtype=_dtype(space, where))
+        case gym.spaces.MultiBinary():
+            return MultiBinary(shape=space.shape, dtype=_dtype(space, where))
+        case gym.spaces.Dict():
+            return Dict(spaces={_key(k, where): convert(s, f"{where}[{k!r}]") for k, s in space.spaces.items()})
+        case gym.spaces.Tuple():
+            return Tuple(spaces=tuple(convert(s, f"{where}[{i}]") for i, s in enumerate(space.spaces)))
+    raise EnvContractError(
+        where,
+        f"{type(space).__name__}",
+        "Box, Discrete, MultiDiscrete, MultiBinary, or Dict or Tuple of these (wrap the env to give one of them)",
+    )
+
+
+def _dtype(space: gym.Space[Any], where: str) -> str:
+    dtype = np.dtype(space.dtype).newbyteorder("<").str if space.dtype is not None else "none"
+    if dtype not in ALLOWED_DTYPES:
+        raise EnvContractError(f"dtype of {where}", dtype, f"one of {', '.join(sorted(ALLOWED_DTYPES))}")
+    return dtype
+
+
+def _key(key: Any, where: str) -> str:
+    if not isinstance(key, str) or not key or "/" in key:
+        raise EnvContractError(f"key of {where}", repr(key), "a non-empty string without '/', which separates columns")
+    return key
+
+
+def _ints(values: NDArray[Any]) -> tuple[int, ...]:
+    return tuple(values.ravel().tolist())
+
+
+def _bound(values: NDArray[Any]) -> float | tuple[float | None, ...] | None:
+    """One number when all elements share it, None for infinity."""
+    flat = [v if np.isfinite(v) else None for v in values.ravel().astype(float).tolist()]
+    return flat[0] if len(set(flat)) == 1 else tuple(flat)

@@ -1,0 +1,214 @@
+"""The buffers in which a vector's steps stand until they are cut into chunks.
+
+    column "rewards"  (envs, capacity)          lane 0  ▮▮▮▮▮▮▮▮│▯▯     row r: what happened at the lane's r-th step
+                                                lane 1  ▮▮▮│▮▮▮▮▮▮
+    column "obs"      (envs, capacity + 1)      lane 0  ▮▮▮▮▮▮▮▮▮▯      row r: what it saw before that step
+
+Each lane has a cursor, the row of its next step, and the row where its open chunk starts. An aborted chunk's rows are
+written over, so a lane has no holes. An episode's final observation has no row (the next episode's first one takes its
+place) and is kept aside. Buffers are new for every fragment and given away with the batch, so nothing is copied when
+all lanes filled all rows and no episode ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.batch import is_obs_column
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.errors import ModuleError
+from headrace.workers.envs.lane import Episode
+
+ChunkInfos = dict[int, dict[str, Any]]
+
+
+@dataclass(slots=True, eq=False)
+class OpenChunk:
+    """Rows `start:stop` of a lane, one episode's. `final`: place of its last observation among those kept aside."""
+
+    lane: int
+    episode: Episode
+    start: int
+    infos: ChunkInfos = field(default_factory=dict)
+    stop: int = -1
+    end: ChunkEnd = ChunkEnd.ONGOING
+    final: int = -1
+
+
+class Fragment:
+    """What `width` lanes lived through since the last cut. The policy's columns are added when they first come."""
+
+    def __init__(self, width: int, capacity: int, observations: Mapping[str, NDArray[Any]]) -> None:
+        self.width = width
+        self.capacity = capacity
+        self.columns: dict[str, NDArray[Any]] = {
+            name: np.empty((width, capacity + 1, *current.shape[1:]), current.dtype)
+            for name, current in observations.items()
+        }
+        self._observations = observations
+        self._add("rewards", np.empty(0, np.float64))
+        self._add("weights_seq", np.empty(0, np.int64))
+        self.open: list[OpenChunk | None] = [None] * width
+        self.ended: list[OpenChunk] = []
+        self.finals: dict[str, list[NDArray[Any]]] = {name: [] for name in observations}
+        self._level: int | None = 0
+        """The row of all cursors while they stand at the same one, which saves index arrays; else None."""
+        self._cursor: NDArray[np.intp] = np.zeros(width, np.intp)
+        self._where: Any = None
+        self._from: Any = slice(None)
+
+    # -- one poll -----------------------------------------------------------------------------------------------------
+
+    def aim(self, live: NDArray[np.intp] | None) -> None:
+        """The poll that begins concerns the lanes `live` (None: all); makes room for it and notes what they see now."""
+        if self._level is not None and live is None:
+            if self._level >= self.capacity:
+                self._grow()
+            self._where, self._from = (slice(None), self._level), slice(None)
+        else:
+            self._settle_cursors()
+            lanes = np.arange(self.width) if live is None else live
+            if int(self._cursor.max()) >= self.capacity:
+                self._grow()
+            self._where, self._from = (lanes, self._cursor[lanes]), lanes
+        for name, current in self._observations.items():
+            self.columns[name][self._where] = current[self._from]
+
+    def put(self, columns: Mapping[str, NDArray[Any]]) -> None:
+        """Write the policy's columns (width, ...) at the cursors. Before the step, for an env may change its action."""
+        for name, values in columns.items():
+            column = self.columns.get(name)
+            if column is None:
+                column = self._add(name, values)
+            elif values.dtype != column.dtype or values.shape[1:] != column.shape[2:]:
+                was, now = (column.dtype, column.shape[2:]), (values.dtype, values.shape[1:])
+                raise ModuleError(f"the module's column {name!r} was {was} a step and is now {now}; keep it the same")
+            column[self._where] = values[self._from]
+
+    def advance(self, rewards: NDArray[np.float64], weights_seq: int) -> None:
+        """The live lanes have stepped: rewards in their order."""
+        self.columns["rewards"][self._where] = rewards
+        self.columns["weights_seq"][self._where] = weights_seq
+        if self._level is not None:
+            self._level += 1
+        else:
+            self._cursor[self._where[0]] += 1
+
+    # -- episodes -----------------------------------------------------------------------------------------------------
+
+    def cursor(self, lane: int) -> int:
+        """Row of the lane's next step."""
+        return self._level if self._level is not None else int(self._cursor[lane])
+
+    def begin(self, lane: int, episode: Episode) -> None:
+        """The lane's steps from now on belong to `episode`."""
+        self.open[lane] = OpenChunk(lane, episode, self.cursor(lane))
+
+    def add_info(self, lane: int, info: dict[str, Any]) -> None:
+        """The info that came with the observation which the lane sees now."""
+        chunk = self.open[lane]
+        if chunk is not None:
+            chunk.infos[self.cursor(lane) - chunk.start] = dict(info)
+
+    def end(self, ended: Sequence[tuple[int, ChunkEnd]]) -> None:
+        """The episodes of these lanes are over; what they see now is their final observation."""
+        kept = len(self.ended)
+        for place, (lane, end) in enumerate(ended):
+            chunk = self.open[lane]
+            assert chunk is not None, "only an episode that was begun can end"
+            chunk.stop, chunk.end, chunk.final = self.cursor(lane), end, kept + place
+            self.ended.append(chunk)
+            self.open[lane] = None
+        lanes = [lane for lane, _ in ended]
+        for name, current in self._observations.items():
+            self.finals[name].append(current[lanes])
+
+    def abort(self, lane: int) -> tuple[Episode, int] | None:
+        """Forget the lane's open chunk: its episode and the number of steps lost; None if there is none."""
+        chunk = self.open[lane]
+        if chunk is None:
+            return None
+        steps = self.cursor(lane) - chunk.start
+        if steps:
+            self._settle_cursors()
+            self._cursor[lane] = chunk.start
+        self.open[lane] = None
+        return chunk.episode, steps
+
+    # -- the end of the fragment --------------------------------------------------------------------------------------
+
+    def take_chunks(self, *, keep_open: bool) -> tuple[list[OpenChunk], Fragment | None]:
+        """All chunks with a step, by lane and time; with `keep_open` the open ones are moved to the fragment returned.
+
+        Call `aim` no more after this: the columns are about to be given away.
+        """
+        chunks, moved = self.ended, None
+        if keep_open:
+            moved = self._carry()
+        else:
+            for lane, chunk in enumerate(self.open):
+                if chunk is None:
+                    continue
+                chunk.stop = self.cursor(lane)
+                for name, current in self._observations.items():
+                    self.columns[name][lane, chunk.stop] = current[lane]
+                if chunk.stop > chunk.start:
+                    chunks.append(chunk)
+        chunks.sort(key=_lane_and_start)
+        return chunks, moved
+
+    def is_rectangle(self, chunks: Sequence[OpenChunk]) -> bool:
+        """Whether `chunks` are all lanes whole, from the first row to the last, so that columns need no copy."""
+        return (
+            self._level == self.capacity
+            and len(chunks) == self.width
+            and not any(chunk.start or chunk.final >= 0 for chunk in chunks)
+        )
+
+    def _carry(self) -> Fragment:
+        longest = max((self.cursor(c.lane) - c.start for c in self.open if c is not None), default=0)
+        moved = Fragment(self.width, max(self.capacity, longest), self._observations)
+        moved._settle_cursors()
+        for name, column in self.columns.items():
+            if name not in moved.columns:
+                moved._add(name, column[0])
+        for chunk in self.open:
+            if chunk is None:
+                continue
+            stop = self.cursor(chunk.lane)
+            steps = stop - chunk.start
+            for name, column in self.columns.items():
+                moved.columns[name][chunk.lane, :steps] = column[chunk.lane, chunk.start : stop]
+            moved._cursor[chunk.lane] = steps
+            chunk.start = 0
+            moved.open[chunk.lane] = chunk
+        return moved
+
+    def _add(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
+        """A step column for values (width, ...)."""
+        column = np.empty((self.width, self.capacity, *values.shape[1:]), values.dtype)
+        self.columns[name] = column
+        return column
+
+    def _settle_cursors(self) -> None:
+        if self._level is not None:
+            self._cursor[:] = self._level
+            self._level = None
+
+    def _grow(self) -> None:
+        """Double the rows. Only for fragments of whole episodes, whose length nobody knows."""
+        used, self.capacity = self.capacity, 2 * self.capacity
+        for name, column in self.columns.items():
+            extra = 1 if is_obs_column(name) else 0
+            larger = np.empty((self.width, self.capacity + extra, *column.shape[2:]), column.dtype)
+            larger[:, :used] = column[:, :used]
+            self.columns[name] = larger
+
+
+def _lane_and_start(chunk: OpenChunk) -> tuple[int, int]:
+    return chunk.lane, chunk.start

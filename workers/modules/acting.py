@@ -1,0 +1,95 @@
+"""One forward pass of a policy for all envs of a vector: observation columns in, step columns out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.schemas.errors import ModuleError
+from headrace.schemas.spaces import Dict, Space, Spaces, Tuple, column_dtype, leaf_shape, leaves, nest
+
+Columns = dict[str, NDArray[Any]]
+
+
+class Actor:
+    """Calls `module` with the observations in `columns` (width, ...), which it reads anew at each call.
+
+    Gives flat column names ("actions/arm/0"). Raises `ModuleError` when the module raises or answers the wrong shapes.
+    """
+
+    def __init__(self, module: Any, spaces: Spaces, columns: Mapping[str, NDArray[Any]]) -> None:
+        self._module = module
+        self._spaces = spaces
+        self._columns = columns
+        self._width = len(next(iter(columns.values())))
+        self._act = module.numpy_act() if hasattr(module, "numpy_act") else None
+        tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
+        self._batch_obs = nest(spaces.observation, tensors, "obs")  # type: ignore[arg-type]
+        self._expected = dict(leaves(spaces.action, "actions"))
+        self._checked: set[bool] = set()
+
+    def __call__(self, noise: NDArray[np.float32] | None) -> Columns:
+        """Columns of one step; `noise` None asks for the mode of the policy."""
+        try:
+            columns = self._act(self._columns, noise) if self._act is not None else self._forward(noise)
+        except ModuleError:
+            raise
+        except Exception as error:
+            name = type(self._module).__name__
+            raise ModuleError(f"the policy {name} failed while acting: {type(error).__name__}: {error}") from error
+        if (noise is None) not in self._checked:
+            self._check(columns)
+            self._checked.add(noise is None)
+        return columns
+
+    def _forward(self, noise: NDArray[np.float32] | None) -> Columns:
+        with torch.inference_mode():
+            if noise is None:
+                answer = self._module.forward_inference({"obs": self._batch_obs})
+            else:
+                answer = self._module.forward_exploration({"obs": self._batch_obs, "noise": torch.from_numpy(noise)})
+        if not isinstance(answer, dict) or "actions" not in answer:
+            raise ModuleError(f"the policy answered {answer!r:.80}; it must be a dict with 'actions'")
+        columns: Columns = {}
+        for name, value in answer.items():
+            nested = name in ("actions", "actions_for_env")
+            parts = _flatten(self._spaces.action, value, name) if nested else {name: value}
+            columns.update({part: _array(part, tensor) for part, tensor in parts.items()})
+        root = "actions_for_env" if "actions_for_env" in answer else "actions"
+        for name, leaf in leaves(self._spaces.action, root):
+            columns[name] = columns[name].astype(column_dtype(leaf), copy=False)
+        return columns
+
+    def _check(self, columns: Columns) -> None:
+        for name, leaf in self._expected.items():
+            shape = (self._width, *leaf_shape(leaf))
+            if name not in columns or columns[name].shape != shape:
+                seen = columns[name].shape if name in columns else "absent"
+                raise ModuleError(f"the policy's column {name!r} should have shape {shape}, and is {seen}")
+        for name, column in columns.items():
+            if column.ndim == 0 or len(column) != self._width:
+                raise ModuleError(f"the policy's column {name!r} has shape {column.shape}, not {self._width} rows")
+
+
+def _flatten(space: Space, value: Any, root: str) -> dict[str, Any]:
+    try:
+        if isinstance(space, Dict):
+            parts = [_flatten(sub, value[key], f"{root}/{key}") for key, sub in space.spaces.items()]
+        elif isinstance(space, Tuple):
+            parts = [_flatten(sub, value[index], f"{root}/{index}") for index, sub in enumerate(space.spaces)]
+        else:
+            return {root: value}
+    except (KeyError, IndexError, TypeError) as error:
+        raise ModuleError(f"the policy's {root!r} is not nested as the action space is ({error!r})") from error
+    return {name: column for part in parts for name, column in part.items()}
+
+
+def _array(name: str, value: Any) -> NDArray[Any]:
+    if not isinstance(value, torch.Tensor):
+        raise ModuleError(f"the policy's column {name!r} is a {type(value).__name__}, not a tensor")
+    array: NDArray[Any] = value.detach().cpu().numpy()
+    return array

@@ -1,0 +1,166 @@
+"""The default policy: an actor-critic for any spaces that Headrace knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from headrace.schemas.errors import ModuleError
+from headrace.schemas.spaces import Spaces
+from headrace.workers.modules.distributions import ActionDistribution
+from headrace.workers.modules.encoders import Encoder, is_plain_vector
+from headrace.workers.modules.layers import linear
+from headrace.workers.modules.protocol import NumpyAct
+
+_ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
+
+
+def actor_critic(
+    spaces: Spaces,
+    *,
+    hidden: Sequence[int] = (64, 64),
+    activation: str = "tanh",
+    vf_share_layers: bool = True,
+    log_std: float = 0.0,
+    seed: int = 0,
+) -> ActorCritic:
+    """Build an `ActorCritic`. `seed` alone decides its first weights; `log_std` is where a Gaussian's starts."""
+    if activation not in _ACTIVATIONS:
+        raise ModuleError(f"activation {activation!r} is unknown; choose one of {', '.join(_ACTIVATIONS)}")
+    if any(size < 1 for size in hidden):
+        raise ModuleError(f"hidden = {tuple(hidden)} has a layer of no units; give positive sizes")
+    return ActorCritic(spaces, tuple(hidden), activation, vf_share_layers, log_std, seed)
+
+
+class ActorCritic(nn.Module):
+    """Encoder, MLP, and heads for the action distribution's inputs and the value.
+
+    With shared layers both heads are one linear layer, whose last output is the value. Log standard deviations of Box
+    actions are parameters that no observation changes.
+    """
+
+    def __init__(
+        self, spaces: Spaces, hidden: tuple[int, ...], activation: str, vf_share_layers: bool, log_std: float, seed: int
+    ) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.distribution = ActionDistribution(spaces.action)
+        self.noise_size: int = self.distribution.noise
+        self.noise_kind: Literal["uniform", "normal"] = self.distribution.noise_kind
+        self._activation = activation
+        self._plain = is_plain_vector(spaces.observation)
+        self._shared = vf_share_layers
+        places = self.distribution.log_std_at
+        outputs = self.distribution.inputs - len(places)
+        self.encoder: Encoder = Encoder(spaces.observation, generator)
+        self.trunk = self._mlp(hidden, generator)
+        width = hidden[-1] if hidden else self.encoder.size
+        self.head = linear(width, outputs + vf_share_layers, 0.01, generator)
+        if vf_share_layers:
+            with torch.no_grad():
+                self.head.weight[-1] *= 100.0  # a value head of gain 1 beside policy outputs of gain 0.01
+        else:
+            self.vf_trunk = self._mlp(hidden, generator)
+            self.vf_head = linear(width, 1, 1.0, generator)
+        self.log_std = nn.Parameter(torch.full((len(places),), float(log_std)))
+        order = [i for i in range(self.distribution.inputs) if i not in set(places)] + places
+        self._order: torch.Tensor
+        self.register_buffer("_order", torch.tensor(np.argsort(order)), persistent=False)
+
+    def _mlp(self, hidden: tuple[int, ...], generator: torch.Generator) -> nn.Sequential:
+        sizes = (self.encoder.size, *hidden)
+        layers: list[nn.Module] = []
+        for inputs, outputs in pairwise(sizes):
+            layers += [linear(inputs, outputs, 2**0.5, generator), _ACTIVATIONS[self._activation]()]
+        return nn.Sequential(*layers)
+
+    def forward_train(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """{"action_dist_inputs": (rows, inputs), "values": (rows,)}, both with gradients."""
+        features = self.encoder(batch["obs"])
+        outputs = self.head(self.trunk(features))
+        if self._shared:
+            inputs, values = outputs[:, :-1], outputs[:, -1]
+        else:
+            inputs, values = outputs, self.vf_head(self.vf_trunk(features))[:, 0]
+        if self.log_std.numel():
+            inputs = torch.cat((inputs, self.log_std.expand(len(inputs), -1)), -1)[:, self._order]
+        return {"action_dist_inputs": inputs, "values": values}
+
+    def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Sample: actions, logp, values, action_dist_inputs, and actions_for_env if the action space has a Box."""
+        return self._answer(batch, batch["noise"].numpy())
+
+    def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The same with the distribution's mode."""
+        return self._answer(batch, None)
+
+    def _answer(self, batch: dict[str, Any], noise: NDArray[Any] | None) -> dict[str, Any]:
+        with torch.no_grad():
+            answer = self.forward_train(batch)
+        columns = self.distribution.act(answer["action_dist_inputs"].numpy(), noise)
+        columns["values"] = answer["values"].numpy()
+        tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
+        return self.distribution.nest(tensors)
+
+    def logp(self, dist_inputs: torch.Tensor, actions: Any) -> torch.Tensor:
+        """Log-probability (rows,) of `actions`, nested as the action space is."""
+        return self.distribution.logp(dist_inputs, actions)
+
+    def entropy(self, dist_inputs: torch.Tensor) -> torch.Tensor:
+        """Entropy (rows,) in nats."""
+        return self.distribution.entropy(dist_inputs)
+
+    def numpy_act(self) -> NumpyAct:
+        """Acting on arrays, which for a small MLP takes half of torch's time.
+
+        The arrays of the function are the parameters' own memory: weights copied in place take effect at once.
+        """
+        if not self._plain or not self._shared:
+            return self._act_through_torch
+        layers = [_Dense(layer) for layer in self.trunk if isinstance(layer, nn.Linear)]
+        head, log_std, order = _Dense(self.head), self.log_std.detach().numpy(), self._order.numpy()
+        relu = self._activation == "relu"
+
+        def act(columns: Mapping[str, NDArray[Any]], noise: NDArray[Any] | None) -> dict[str, NDArray[Any]]:
+            x = columns["obs"]
+            for layer in layers:
+                x = layer(x)
+                x = np.maximum(x, 0.0, out=x) if relu else np.tanh(x, out=x)
+            outputs = head(x)
+            inputs = outputs[:, :-1]
+            if len(log_std):
+                spread = np.broadcast_to(log_std, (len(inputs), len(log_std)))
+                inputs = np.concatenate((inputs, spread), axis=1)[:, order]
+            answer = self.distribution.act(inputs, noise)
+            answer["values"] = outputs[:, -1]
+            return answer
+
+        return act
+
+    def _act_through_torch(
+        self, columns: Mapping[str, NDArray[Any]], noise: NDArray[Any] | None
+    ) -> dict[str, NDArray[Any]]:
+        tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
+        with torch.inference_mode():
+            answer = self.forward_train({"obs": self.encoder.nest(tensors)})
+        acted = self.distribution.act(answer["action_dist_inputs"].numpy(), noise)
+        return {**acted, "values": answer["values"].numpy()}
+
+
+class _Dense:
+    """A linear layer on arrays, over the layer's own memory."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self._weight: NDArray[Any] = layer.weight.detach().numpy().T
+        self._bias: NDArray[Any] = layer.bias.detach().numpy()
+
+    def __call__(self, x: NDArray[Any]) -> NDArray[Any]:
+        y: NDArray[Any] = x @ self._weight
+        y += self._bias
+        return y

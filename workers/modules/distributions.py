@@ -1,0 +1,237 @@
+"""Action distributions over any action space: sampled on arrays by the numbers given, differentiated on tensors.
+
+Acting and learning are two halves of one thing, so each distribution has both: `act` (numpy, no random state, the hot
+path) and `logp`, `entropy` (torch, of a learner's batch). A nested space is the product of its leaves, whose inputs
+stand side by side in one row.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.schemas.spaces import (
+    Box,
+    Dict,
+    Discrete,
+    MultiBinary,
+    MultiDiscrete,
+    Space,
+    Tuple,
+    column_dtype,
+    leaf_shape,
+    leaf_size,
+    leaves,
+    nest,
+)
+from headrace.workers.bounds import box_bounds
+
+Array = NDArray[Any]
+_HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
+
+
+class _Part(Protocol):
+    """Distribution of one leaf. `inputs` numbers describe it, `noise` numbers sample it."""
+
+    inputs: int
+    noise: int
+
+    def act(self, inputs: Array, noise: Array | None) -> tuple[Array, Array]: ...
+    def for_env(self, actions: Array) -> Array: ...
+    def logp(self, inputs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor: ...
+    def entropy(self, inputs: torch.Tensor) -> torch.Tensor: ...
+
+
+class Categoricals:
+    """Independent categorical choices, one for each element of a Discrete, MultiDiscrete or MultiBinary leaf."""
+
+    def __init__(self, leaf: Discrete | MultiDiscrete | MultiBinary) -> None:
+        self._sizes: tuple[int, ...]
+        starts: tuple[int, ...]
+        if isinstance(leaf, Discrete):
+            self._sizes, starts = (leaf.n,), (leaf.start,)
+        elif isinstance(leaf, MultiDiscrete):
+            self._sizes, starts = leaf.nvec, leaf.start
+        else:
+            self._sizes, starts = (2,) * leaf_size(leaf), (0,) * leaf_size(leaf)
+        self._shape = leaf_shape(leaf)
+        self._dtype = column_dtype(leaf)
+        self._starts = np.array(starts)
+        self.inputs, self.noise = sum(self._sizes), len(self._sizes)
+
+    def act(self, inputs: Array, noise: Array | None) -> tuple[Array, Array]:
+        """(actions, log-probabilities (rows,)); the mode without noise."""
+        if len(self._sizes) == 1:
+            index, logp = _pick(inputs, None if noise is None else noise[:, 0])
+            if self._starts[0]:
+                index = index + self._starts[0]
+            return index.astype(self._dtype, copy=False).reshape(-1, *self._shape), logp
+        actions = np.empty((len(inputs), len(self._sizes)), self._dtype)
+        total = np.zeros(len(inputs), np.float32)
+        at = 0
+        for k, size in enumerate(self._sizes):
+            index, logp = _pick(inputs[:, at : at + size], None if noise is None else noise[:, k])
+            actions[:, k] = index + self._starts[k]
+            total += logp
+            at += size
+        return actions.reshape(-1, *self._shape), total
+
+    def for_env(self, actions: Array) -> Array:
+        """The env gets what was chosen."""
+        return actions
+
+    def logp(self, inputs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        """Log-probability (rows,) of actions (rows, *shape)."""
+        index = actions.reshape(len(inputs), -1).long() - torch.from_numpy(self._starts).to(inputs.device)
+        parts = torch.split(inputs, list(self._sizes), dim=-1)
+        chosen = [torch.log_softmax(p, -1).gather(-1, index[:, k : k + 1]) for k, p in enumerate(parts)]
+        return torch.cat(chosen, -1).sum(-1)
+
+    def entropy(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Entropy (rows,) in nats."""
+        logs = [torch.log_softmax(p, -1) for p in torch.split(inputs, list(self._sizes), dim=-1)]
+        return torch.stack([-(p.exp() * p).sum(-1) for p in logs], -1).sum(-1)
+
+
+def _pick(logits: Array, uniforms: Array | None) -> tuple[Array, Array]:
+    """Index by inverse CDF, and its log-probability. Weights are not normalised, the number is scaled to their sum.
+
+    A number below 1 times a float32 sum stays below that sum, so an index of probability 0 is never picked.
+    """
+    shifted = logits - np.maximum.reduce(logits, axis=1, keepdims=True)
+    mass = np.add.accumulate(np.exp(shifted), axis=1)
+    total = mass[:, -1]
+    if uniforms is None:
+        index = logits.argmax(axis=1)
+    else:
+        index = np.add.reduce(mass[:, :-1] <= (uniforms * total)[:, None], axis=1, dtype=np.int64)
+    return index, shifted[np.arange(len(index)), index] - np.log(total)
+
+
+class Gaussian:
+    """Diagonal normal over a Box leaf; inputs are means, then log standard deviations.
+
+    The env gets the action mapped from [-1, 1] to its bounds where both are finite, rounded if the leaf holds integers
+    (the policy's own action stays a float), and clipped to them.
+    """
+
+    def __init__(self, leaf: Box, noise_kind: Literal["uniform", "normal"]) -> None:
+        self._env_dtype = column_dtype(leaf)
+        self._whole = self._env_dtype.kind in "iu"
+        self._dtype = np.dtype(np.float32) if self._whole else self._env_dtype
+        self._shape, self._size, self._kind = leaf.shape, leaf_size(leaf), noise_kind
+        self.inputs, self.noise = 2 * self._size, self._size
+        self._low, self._high = box_bounds(leaf)
+        bounded = np.isfinite(self._low) & np.isfinite(self._high)
+        low, high = np.where(bounded, self._low, -1.0), np.where(bounded, self._high, 1.0)
+        self._centre, self._half_range = (low + high) / 2, (high - low) / 2
+
+    def act(self, inputs: Array, noise: Array | None) -> tuple[Array, Array]:
+        """(actions, log-densities (rows,)); the mean without noise."""
+        mean, log_std = inputs[:, : self._size], inputs[:, self._size :]
+        if noise is None:
+            normal = np.zeros_like(mean)
+        elif self._kind == "normal":
+            normal = noise
+        else:
+            normal = torch.special.ndtri(torch.from_numpy(np.clip(noise, 2.0**-25, 1 - 2.0**-24))).numpy()
+        actions = (mean + np.exp(log_std) * normal).astype(self._dtype, copy=False)
+        logp = -(0.5 * normal * normal + log_std + _HALF_LOG_TWO_PI).sum(axis=1)
+        return actions.reshape(-1, *self._shape), logp
+
+    def for_env(self, actions: Array) -> Array:
+        """What the env gets in place of `actions`."""
+        mapped = self._centre + actions * self._half_range
+        if self._whole:
+            mapped = np.rint(mapped)
+        return np.clip(mapped, self._low, self._high).astype(self._env_dtype)
+
+    def logp(self, inputs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        """Log-density (rows,) of actions (rows, *shape)."""
+        mean, log_std = torch.split(inputs, self._size, dim=-1)
+        scaled = (actions.reshape(len(inputs), -1).to(mean.dtype) - mean) * torch.exp(-log_std)
+        logp: torch.Tensor = -(0.5 * scaled * scaled + log_std + _HALF_LOG_TWO_PI).sum(-1)
+        return logp
+
+    def entropy(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Differential entropy (rows,) in nats."""
+        return (inputs[..., self._size :] + 0.5 + _HALF_LOG_TWO_PI).sum(-1)
+
+
+class ActionDistribution:
+    """The product of its leaves' distributions. `inputs` numbers a row describe it, `noise` numbers sample it."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._names = [name for name, _ in leaves(space, "actions")]
+        boxes = [isinstance(leaf, Box) for _, leaf in leaves(space, "actions")]
+        self.noise_kind: Literal["uniform", "normal"] = "normal" if all(boxes) else "uniform"
+        self._parts: list[_Part] = [
+            Gaussian(leaf, self.noise_kind) if isinstance(leaf, Box) else Categoricals(leaf)
+            for _, leaf in leaves(space, "actions")
+        ]
+        self._maps_actions = any(boxes)
+        self.inputs = sum(part.inputs for part in self._parts)
+        self.noise = sum(part.noise for part in self._parts)
+        self.log_std_at = _log_std_places(self._parts)
+
+    def act(self, inputs: Array, noise: Array | None) -> dict[str, Array]:
+        """Columns `actions`, `logp` float32 (rows,), `action_dist_inputs`; `actions_for_env` too if there is a Box."""
+        columns: dict[str, Array] = {}
+        logps = []
+        at = noise_at = 0
+        for name, part in zip(self._names, self._parts, strict=True):
+            numbers = None if noise is None else noise[:, noise_at : noise_at + part.noise]
+            actions, logp = part.act(inputs[:, at : at + part.inputs], numbers)
+            columns[name] = actions
+            logps.append(logp)
+            if self._maps_actions:
+                columns["actions_for_env" + name.removeprefix("actions")] = part.for_env(actions)
+            at += part.inputs
+            noise_at += part.noise
+        columns["logp"] = (logps[0] if len(logps) == 1 else np.sum(logps, axis=0)).astype(np.float32, copy=False)
+        columns["action_dist_inputs"] = inputs
+        return columns
+
+    def logp(self, inputs: torch.Tensor, actions: Any) -> torch.Tensor:
+        """Log-probability (rows,) of `actions`, nested as the action space is."""
+        pairs = zip(self._split(inputs), self._flat(self._space, actions), strict=True)
+        return torch.stack([part.logp(x, a) for (part, x), a in pairs]).sum(0)
+
+    def entropy(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Entropy (rows,) in nats."""
+        return torch.stack([part.entropy(x) for part, x in self._split(inputs)]).sum(0)
+
+    def nest(self, columns: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """What `act` gave, with `actions` and `actions_for_env` nested as the action space is."""
+        nested = {name: value for name, value in columns.items() if not name.startswith("actions")}
+        for root in ("actions", "actions_for_env"):
+            if any(name == root or name.startswith(f"{root}/") for name in columns):
+                nested[root] = nest(self._space, columns, root)  # type: ignore[arg-type]
+        return nested
+
+    def _split(self, inputs: torch.Tensor) -> list[tuple[_Part, torch.Tensor]]:
+        sizes = [part.inputs for part in self._parts]
+        return list(zip(self._parts, torch.split(inputs, sizes, dim=-1), strict=True))
+
+    def _flat(self, space: Space, value: Any) -> list[torch.Tensor]:
+        if isinstance(space, Dict):
+            return [t for key, sub in space.spaces.items() for t in self._flat(sub, value[key])]
+        if isinstance(space, Tuple):
+            return [t for index, sub in enumerate(space.spaces) for t in self._flat(sub, value[index])]
+        return [torch.as_tensor(value)]
+
+
+def _log_std_places(parts: list[_Part]) -> list[int]:
+    """Which inputs are log standard deviations, which a module may keep as parameters of no observation."""
+    places: list[int] = []
+    at = 0
+    for part in parts:
+        if isinstance(part, Gaussian):
+            places += range(at + part.inputs // 2, at + part.inputs)
+        at += part.inputs
+    return places

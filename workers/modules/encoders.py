@@ -1,0 +1,120 @@
+"""From observations of any space to one row of features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from headrace.schemas.spaces import (
+    Box,
+    Dict,
+    Discrete,
+    Leaf,
+    MultiDiscrete,
+    Space,
+    Tuple,
+    leaf_size,
+    nest,
+)
+from headrace.workers.modules.layers import conv, linear
+
+_CHANNELS = (16, 32, 32)
+_IMAGE_FEATURES = 256
+
+
+class Encoder(nn.Module):
+    """Features of each leaf side by side: images through a CNN, integers one-hot, the rest flat. (rows, size)."""
+
+    def __init__(self, space: Space, generator: torch.Generator) -> None:
+        super().__init__()
+        self._space = space
+        self._parts = nn.ModuleList(_part(leaf, generator) for leaf in _leaves(space))
+        self.size = sum(part.size for part in self._parts)  # type: ignore[misc]
+
+    def forward(self, obs: Any) -> torch.Tensor:
+        """`obs`: a tensor (rows, ...), or nested as the space is."""
+        features = [part(value) for part, value in zip(self._parts, _values(self._space, obs), strict=True)]
+        return features[0] if len(features) == 1 else torch.cat(features, -1)
+
+    def nest(self, columns: Mapping[str, torch.Tensor]) -> Any:
+        """Observation columns in the nesting that `forward` takes."""
+        return nest(self._space, columns, "obs")  # type: ignore[arg-type]
+
+
+def is_plain_vector(space: Space) -> bool:
+    """Whether features are the observation itself: one float vector."""
+    return isinstance(space, Box) and len(space.shape) == 1 and space.dtype == "<f4"
+
+
+class _Flat(nn.Module):
+    def __init__(self, leaf: Leaf) -> None:
+        super().__init__()
+        self.size = leaf_size(leaf)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value.reshape(len(value), -1).float()
+
+
+class _OneHot(nn.Module):
+    def __init__(self, leaf: Discrete | MultiDiscrete) -> None:
+        super().__init__()
+        discrete = isinstance(leaf, Discrete)
+        self._sizes = [leaf.n] if isinstance(leaf, Discrete) else list(leaf.nvec)
+        starts = [leaf.start] if discrete else list(leaf.start)  # type: ignore[arg-type]
+        self._starts: torch.Tensor
+        self.register_buffer("_starts", torch.tensor(starts), persistent=False)
+        self.size = sum(self._sizes)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        index = value.reshape(len(value), -1).long() - self._starts
+        parts = [nn.functional.one_hot(index[:, k], n) for k, n in enumerate(self._sizes)]
+        return torch.cat(parts, -1).float()
+
+
+class _Image(nn.Module):
+    """Rank 3, channels first or last, bytes scaled to [0, 1]."""
+
+    def __init__(self, leaf: Box, generator: torch.Generator) -> None:
+        super().__init__()
+        self._channels_last = leaf.shape[2] <= leaf.shape[0]
+        height, width, channels = leaf.shape if self._channels_last else (*leaf.shape[1:], leaf.shape[0])
+        self._scale = 1 / 255 if leaf.dtype == "|u1" else 1.0
+        layers: list[nn.Module] = []
+        for out in _CHANNELS:
+            layers += [conv(channels, out, generator), nn.ReLU()]
+            height, width, channels = (height + 1) // 2, (width + 1) // 2, out
+        flat = height * width * channels
+        self._layers = nn.Sequential(*layers, nn.Flatten(), linear(flat, _IMAGE_FEATURES, 2**0.5, generator), nn.ReLU())
+        self.size = _IMAGE_FEATURES
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        image = value.permute(0, 3, 1, 2) if self._channels_last else value
+        features: torch.Tensor = self._layers(image.float() * self._scale)
+        return features
+
+
+def _part(leaf: Leaf, generator: torch.Generator) -> nn.Module:
+    if isinstance(leaf, Discrete | MultiDiscrete):
+        return _OneHot(leaf)
+    if isinstance(leaf, Box) and len(leaf.shape) == 3:
+        return _Image(leaf, generator)
+    return _Flat(leaf)
+
+
+def _leaves(space: Space) -> list[Leaf]:
+    if isinstance(space, Dict):
+        return [leaf for sub in space.spaces.values() for leaf in _leaves(sub)]
+    if isinstance(space, Tuple):
+        return [leaf for sub in space.spaces for leaf in _leaves(sub)]
+    return [space]
+
+
+def _values(space: Space, obs: Any) -> list[torch.Tensor]:
+    if isinstance(space, Dict):
+        return [v for key, sub in space.spaces.items() for v in _values(sub, obs[key])]
+    if isinstance(space, Tuple):
+        return [v for index, sub in enumerate(space.spaces) for v in _values(sub, obs[index])]
+    return [obs]

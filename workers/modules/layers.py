@@ -1,0 +1,37 @@
+"""Layers initialised from a generator of one's own, so that building a module neither reads nor moves global state."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def linear(inputs: int, outputs: int, gain: float, generator: torch.Generator) -> nn.Linear:
+    """Orthogonal weights times `gain`, no bias at first."""
+    layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)  # type: ignore[no-untyped-call]
+    _initialise(layer, gain, generator)
+    return layer
+
+
+def conv(inputs: int, outputs: int, generator: torch.Generator) -> nn.Conv2d:
+    """3 x 3, halving height and width (rounded up), orthogonal weights for a ReLU."""
+    layer: nn.Conv2d = nn.utils.skip_init(nn.Conv2d, inputs, outputs, 3, stride=2, padding=1)  # type: ignore[no-untyped-call]
+    _initialise(layer, 2**0.5, generator)
+    return layer
+
+
+def _initialise(layer: nn.Linear | nn.Conv2d, gain: float, generator: torch.Generator) -> None:
+    weight = layer.weight
+    with torch.no_grad():
+        weight.copy_(gain * orthogonal(weight.shape[0], weight[0].numel(), generator).reshape(weight.shape))
+        if layer.bias is not None:
+            layer.bias.zero_()
+
+
+def orthogonal(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+    """float32 (rows, columns) with orthonormal rows or columns, whichever are fewer."""
+    tall = torch.empty(max(rows, columns), min(rows, columns)).normal_(generator=generator)
+    q: torch.Tensor
+    q, r = torch.linalg.qr(tall)
+    q = q * torch.sign(torch.diagonal(r))  # makes the draw uniform over all such matrices
+    return q if rows >= columns else q.T

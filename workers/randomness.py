@@ -1,0 +1,89 @@
+"""Every random number of a runner, from one tree of seeds: no two envs of a fleet share a stream.
+
+    root entropy ── (worker_index, incarnation, env_index) ──┬── reset seeds, one an episode
+                                                             ├── numbers a policy samples from
+                                                             └── numbers random actions are made from
+
+So what an env lives through depends on its own streams and the weights, never on its neighbours, the size of the
+vector or who was ready first. Nothing here touches the global state of python, numpy or torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+_BLOCK = 64
+EPISODE_BITS = 48
+"""Low bits of an episode id that count the episodes of one env; the 16 above them are the env's index."""
+
+
+class SeedTree:
+    """The streams of one incarnation of a runner. `entropy` is what a run must be given as `seed` to be repeated."""
+
+    def __init__(self, seed: int | None, worker_index: int, incarnation: int, num_envs: int) -> None:
+        self.entropy = secrets.randbits(128) if seed is None else seed
+        children = [
+            np.random.SeedSequence(self.entropy, spawn_key=(worker_index, incarnation, env_index)).spawn(3)
+            for env_index in range(num_envs)
+        ]
+        streams = [[np.random.Generator(np.random.PCG64(child)) for child in row] for row in children]
+        self.resets, self.policy, self.random_actions = (list(column) for column in zip(*streams, strict=True))
+
+
+class EnvSeeds:
+    """Seeds for `env.reset`, one for each episode of one env, in [0, max_seed]."""
+
+    def __init__(self, stream: np.random.Generator, max_seed: int) -> None:
+        self._stream = stream
+        self._max_seed = max_seed
+        self._ahead: list[int] = []
+
+    def next(self) -> int:
+        """The next seed; never one that was handed out before, but by chance (about n²/2⁶⁴ for n episodes)."""
+        if not self._ahead:
+            self._ahead = self._stream.integers(0, self._max_seed, _BLOCK, dtype=np.int64, endpoint=True).tolist()[::-1]
+        return self._ahead.pop()
+
+
+class NoiseBlocks:
+    """Random numbers for one forward pass after another: float32 (envs, size), row i from stream i alone.
+
+    Drawn a block ahead for each env. A row is used up by every pass, also that of an env which waits to be rebuilt.
+    """
+
+    def __init__(self, streams: Sequence[np.random.Generator], size: int, kind: Literal["uniform", "normal"]) -> None:
+        self._streams = streams
+        self._kind = kind
+        self._block = np.empty((_BLOCK, len(streams), size), np.float32)
+        self._at = _BLOCK
+
+    def next(self) -> NDArray[np.float32]:
+        """Numbers in [0, 1), or standard normal ones. A view that is overwritten some passes later."""
+        if self._at == _BLOCK:
+            self._refill()
+        row: NDArray[np.float32] = self._block[self._at]
+        self._at += 1
+        return row
+
+    def _refill(self) -> None:
+        shape = (_BLOCK, self._block.shape[2])
+        for lane, stream in enumerate(self._streams):
+            if self._kind == "normal":
+                self._block[:, lane] = stream.standard_normal(shape, dtype=np.float32)
+            else:
+                self._block[:, lane] = stream.random(shape, dtype=np.float32)
+        self._at = 0
+
+
+def episode_id_high(run_uid: str, entropy: int, worker_index: int, incarnation: int) -> int:
+    """Upper 64 bits of a runner's episode ids. Without a `run_uid` they are random, so that ids never meet again."""
+    if not run_uid:
+        return secrets.randbits(64)
+    name = f"{run_uid}\0{entropy}\0{worker_index}\0{incarnation}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")

@@ -1,0 +1,307 @@
+"""The worker's side of the protocol as a state machine: messages and time in, messages out, no I/O of its own.
+
+It keeps every batch until it is settled (or, with `ack = "broker"`, its counts until then and its bytes until it is
+accepted), sends in order as far as the broker's credit goes, and goes back to the last accepted batch when the broker
+forgot or a connection broke. Whoever fills it asks `has_room` first: a full window is what stops the sampling.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal
+
+from headrace.schemas.ledger import Drop, Settled, WorkerTotals
+from headrace.schemas.messages import (
+    Ack,
+    Bye,
+    Fenced,
+    Heartbeat,
+    HeldBatch,
+    Message,
+    Reject,
+    Skip,
+    Version,
+    WorkerHello,
+    WorkerWelcome,
+)
+from headrace.schemas.recorder import WINDOW
+from headrace.schemas.wire import Buffer
+
+
+class State(Enum):
+    """JOINING until the broker's WELCOME, ACTIVE, LEAVING from BYE on; LEFT, FENCED and REFUSED are ends."""
+
+    JOINING = "joining"
+    ACTIVE = "active"
+    LEAVING = "leaving"
+    LEFT = "left"
+    FENCED = "fenced"
+    REFUSED = "refused"
+
+
+@dataclass(slots=True)
+class Shipment:
+    """A batch in the window. `frames` is None once its bytes are let go while its fate is still open."""
+
+    batch: HeldBatch
+    nbytes: int
+    frames: list[Buffer] | None
+    totals: WorkerTotals
+    reason: str = Drop.BROKER_LOST
+    """What it is skipped for once its bytes are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """The window in batches and bytes, whose receipt frees a batch's bytes, and clocks in seconds."""
+
+    window_batches: int = 16
+    window_bytes: int = 256 << 20
+    ack: Literal["learner", "broker"] = "learner"
+    retry_s: float = 1.0
+
+
+Outgoing = Message | Shipment
+
+
+class WorkerSession:
+    """One incarnation's delivery of batches. `hello` names the worker; the broker may have to give it its place."""
+
+    def __init__(self, hello: WorkerHello, limits: SessionLimits) -> None:
+        self.limits = limits
+        self.state = State.JOINING
+        self.slot = hello.slot
+        self.incarnation = hello.incarnation
+        self.settled = Settled()
+        self.accepted = 0
+        self.weights: Version = (0, 0)
+        """In use by this worker."""
+        self.weights_known: Version = (0, 0)
+        """The newest the broker has spoken of."""
+        self.totals = WorkerTotals()
+        self.blocked = ""
+        self.welcome: WorkerWelcome | None = None
+        self.refusal: tuple[str, str] | None = None
+        self.waiting_for = ""
+        self._hello = hello
+        self._window: deque[Shipment] = deque()
+        self._window_bytes = 0
+        self._sent = 0
+        self._credit = 0
+        self._rejected: dict[int, int] = {}
+        self._control: list[Message] = []
+        self._next_send = 0.0
+        self._heard = 0.0
+        self._progress_at = 0.0
+        self._bye: Bye | None = None
+        self._handlers: dict[type, Callable[[Any, float], None]] = {
+            WorkerWelcome: self._on_welcome,
+            Ack: self._on_ack,
+            Fenced: self._on_fenced,
+            Reject: self._on_reject,
+        }
+
+    @property
+    def next_seq(self) -> int:
+        """The number the next batch must bear."""
+        return self.settled.seq + len(self._window) + 1
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will be said."""
+        return self.state in (State.LEFT, State.FENCED, State.REFUSED)
+
+    def has_room(self) -> bool:
+        """Another batch fits the window; one always fits an empty one."""
+        if len(self._window) >= WINDOW - 1:
+            return False
+        kept = len(self._window)
+        if self.limits.ack == "broker":
+            kept = sum(shipment.frames is not None for shipment in self._window)
+        return kept == 0 or (kept < self.limits.window_batches and self._window_bytes < self.limits.window_bytes)
+
+    def submit(self, shipment: Shipment) -> None:
+        """Take a batch for delivery; its number must be `next_seq`."""
+        if shipment.batch.seq != self.next_seq:
+            raise ValueError(f"batch {shipment.batch.seq} submitted where {self.next_seq} is next")
+        self._window.append(shipment)
+        self._window_bytes += shipment.nbytes
+        self.totals = shipment.totals
+
+    def window(self) -> list[HeldBatch]:
+        """Every batch not known to be settled, by its counts."""
+        return [shipment.batch for shipment in self._window]
+
+    def unaccepted(self) -> int:
+        """Batches the broker has not accepted."""
+        return self.settled.seq + len(self._window) - self.accepted
+
+    def introduce(self, spaces: dict[str, Any]) -> None:
+        """Tell the broker what the envs look like, now that they stand: a second HELLO, answered by another WELCOME."""
+        self._hello = self._hello.model_copy(update={"spaces": spaces, "silence_s": 0.0})
+        self.state = State.JOINING
+        self._next_send = 0.0
+
+    def leave(self, reason: str) -> None:
+        """Say BYE with what is left behind, until the broker has taken it."""
+        if self.state is State.ACTIVE and self.slot is not None:
+            self.state = State.LEAVING
+            self._bye = Bye(
+                slot=self.slot,
+                incarnation=self.incarnation,
+                totals=self.totals,
+                settled=self.settled,
+                window=self.window(),
+                reason=reason,
+            )
+            self._next_send = 0.0
+
+    def receive(self, message: Message, now: float) -> None:
+        """Take any control message from the broker."""
+        self._heard = now
+        handler = self._handlers.get(type(message))
+        if handler is not None and not self.over:
+            handler(message, now)
+
+    def tick(self, now: float) -> None:
+        """Call it often: HELLO until welcomed, then heartbeats; goes back when nothing moves."""
+        if self.over:
+            return
+        if self.welcome is not None and now - self._heard > self.welcome.lease_s:
+            self._rejoin(now)
+            self._heard = now
+        if self._sent > self.accepted and now - self._progress_at > 2 * self.limits.retry_s:
+            self._sent = self.accepted
+            self._progress_at = now
+        if now >= self._next_send:
+            self._speak(now)
+
+    def take_outbox(self) -> list[Outgoing]:
+        """Messages due for the broker, in order: control first, then batches as far as credit goes."""
+        out: list[Outgoing] = [*self._control]
+        self._control.clear()
+        if self.state is State.ACTIVE:
+            last = min(self._credit, self.settled.seq + len(self._window))
+            for seq in range(self._sent + 1, last + 1):
+                out.append(self._outgoing(self._window[seq - self.settled.seq - 1]))
+                self._sent = seq
+        return out
+
+    def not_sent(self) -> None:
+        """The connection did not take a message: go back to what the broker is known to have."""
+        self._sent = self.accepted
+
+    def _outgoing(self, shipment: Shipment) -> Outgoing:
+        if shipment.frames is not None:
+            return shipment
+        return Skip(
+            slot=self.slot or 0,
+            incarnation=self.incarnation,
+            batch=shipment.batch,
+            reason=shipment.reason,
+            totals=shipment.totals,
+        )
+
+    def _speak(self, now: float) -> None:
+        interval = self.welcome.heartbeat_interval_s if self.welcome else self.limits.retry_s
+        self._next_send = now + interval
+        if self.state is State.JOINING:
+            self._next_send = now + self.limits.retry_s
+            update = {
+                "slot": self.slot,
+                "incarnation": self.incarnation,
+                "settled": self.settled,
+                "totals": self.totals,
+                "weights": self.weights,
+            }
+            self._control.append(self._hello.model_copy(update=update))
+        elif self._bye is not None:
+            self._control.append(self._bye)
+        else:
+            self._control.append(self._heartbeat())
+
+    def _heartbeat(self) -> Heartbeat:
+        return Heartbeat(
+            slot=self.slot or 0,
+            incarnation=self.incarnation,
+            totals=self.totals,
+            settled=self.settled.seq,
+            weights=self.weights,
+            blocked=self.blocked,
+        )
+
+    def _rejoin(self, now: float) -> None:
+        self.state = State.JOINING
+        self._next_send = now
+
+    def _on_welcome(self, welcome: WorkerWelcome, now: float) -> None:
+        self.welcome = welcome
+        self.slot, self.incarnation = welcome.slot, welcome.incarnation
+        self.state = State.LEAVING if self._bye else State.ACTIVE
+        self._progress_at = now
+        self.accepted = welcome.accepted
+        self._settle(welcome.settled)
+        self.accepted = max(self.accepted, self.settled.seq)
+        self._sent = self.accepted
+        self._credit = welcome.credit
+        self.weights_known = max(self.weights_known, welcome.weights)
+        self._next_send = now
+
+    def _on_ack(self, ack: Ack, now: float) -> None:
+        if self.state is State.JOINING or (ack.slot, ack.incarnation) != (self.slot, self.incarnation):
+            return
+        if ack.accepted > self.accepted:
+            self.accepted, self._progress_at = ack.accepted, now
+        self._sent = max(self._sent, self.accepted)
+        self._settle(ack.settled)
+        self._credit = max(ack.credit, ack.accepted)
+        self.weights_known = max(self.weights_known, ack.weights)
+        self.waiting_for = ack.waiting_for
+        if self.limits.ack == "broker":
+            self._let_go()
+        if ack.closed and self._bye is not None:
+            self.state = State.LEFT
+
+    def _settle(self, settled: Settled) -> None:
+        while self._window and self._window[0].batch.seq <= settled.seq:
+            self._window_bytes -= self._window.popleft().nbytes
+        if settled.seq > self.settled.seq:
+            self.settled = settled
+
+    def _let_go(self) -> None:
+        """Forget the bytes of accepted batches; their counts stay until they are settled."""
+        for shipment in self._window:
+            if shipment.batch.seq > self.accepted:
+                break
+            if shipment.frames is not None:
+                shipment.frames = None
+                self._window_bytes -= shipment.nbytes
+                shipment.nbytes = 0
+
+    def _on_fenced(self, fenced: Fenced, now: float) -> None:
+        self._settle(fenced.settled)
+        self.accepted = max(self.accepted, fenced.accepted)
+        self.state, self.refusal = State.FENCED, ("fenced", fenced.detail)
+
+    def _on_reject(self, reject: Reject, now: float) -> None:
+        if reject.seq:
+            self._on_refused_batch(reject)
+        elif reject.fatal:
+            self.state, self.refusal = State.REFUSED, (reject.code, reject.detail)
+        elif self.state is not State.JOINING:
+            self._rejoin(now)
+
+    def _on_refused_batch(self, reject: Reject) -> None:
+        """A batch the broker cannot read is tried three times, then skipped by name."""
+        self._rejected[reject.seq] = self._rejected.get(reject.seq, 0) + 1
+        self._sent = min(self._sent, reject.seq - 1)
+        if self._rejected[reject.seq] < 3:
+            return
+        for shipment in self._window:
+            if shipment.batch.seq == reject.seq and shipment.frames is not None:
+                shipment.frames, shipment.reason = None, Drop.POISON
+                self._window_bytes -= shipment.nbytes
+                shipment.nbytes = 0

@@ -1,0 +1,29 @@
+"""What a runner has counted so far, in plain integers that are true after every poll."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headrace.schemas.ledger import Discard
+
+
+@dataclass(slots=True)
+class RunnerTotals:
+    """Env steps since the runner was built: stepped = open + discarded + delivered, at any moment.
+
+    A step counts once `env.step` has returned; `open` ones stand in the fragment; `delivered` ones were in a batch.
+    """
+
+    stepped: int = 0
+    open: int = 0
+    delivered: int = 0
+    delivered_chunks: int = 0
+    discarded: dict[str, int] = field(default_factory=dict)
+    episodes: int = 0
+    env_failures: int = 0
+    env_rebuilds: int = 0
+
+    def discard(self, reason: Discard, steps: int) -> None:
+        """`steps` that stood open, or were never put there, will not become a chunk."""
+        if steps:
+            self.discarded[reason.value] = self.discarded.get(reason.value, 0) + steps

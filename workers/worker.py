@@ -1,0 +1,287 @@
+"""The worker process: joins the fleet, samples with the newest weights, delivers, and leaves with its books closed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.errors import EnvError, FencedError
+from headrace.schemas.ledger import Count, Discard, Drop, WorkerTotals, plus
+from headrace.schemas.messages import HeldBatch, WorkerHello
+from headrace.schemas.recorder import Recorder
+from headrace.schemas.stopping import stop_signals
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.link import BrokerLink
+from headrace.workers.session import SessionLimits, Shipment, State, WorkerSession
+from headrace.workers.single_agent_env_runner import SingleAgentEnvRunner
+from headrace.workers.weights import WeightsReceiver
+
+log = logging.getLogger(__name__)
+
+PUMP_INTERVAL_S = 0.02
+"""How often sockets are looked at while a fragment is being sampled."""
+
+BUILD_SILENCE_S = 300.0
+"""How long a worker may be silent while it builds its envs."""
+
+_SAY_WAITING_S = 10.0
+
+
+def run_worker(
+    config: FleetConfig, *, endpoint: str, fleet_id: str, slot: int | None, incarnation: int, recorder_dir: Path
+) -> None:
+    """Sample until SIGTERM, then drain. Raises the typed error of whatever ended it otherwise.
+
+    The recorder stands at recorder_dir/worker-{slot}-{incarnation}.rec once the broker has said which these are.
+    """
+    worker = Worker(config, endpoint, fleet_id, slot, incarnation)
+    with stop_signals() as stopping:
+        try:
+            worker.join(recorder_dir)
+            worker.wait_for_weights(stopping)
+            while not stopping.is_set():
+                if worker.wait_for_room(stopping):
+                    worker.ship(worker.sample())
+            worker.drain()
+        except FencedError:
+            worker.give_up(Discard.FENCED)
+            raise
+        except EnvError:
+            worker.drain()
+            raise
+        finally:
+            worker.close()
+
+
+class Worker:
+    """One incarnation: a runner, its delivery, and the recorder that outlives it."""
+
+    def __init__(self, config: FleetConfig, endpoint: str, fleet_id: str, slot: int | None, incarnation: int) -> None:
+        self.config = config
+        self.fleet_id = fleet_id
+        hello = WorkerHello(
+            fleet_id=fleet_id,
+            token=os.urandom(8).hex(),
+            slot=slot,
+            incarnation=incarnation,
+            host=platform.node(),
+            pid=os.getpid(),
+            silence_s=BUILD_SILENCE_S,
+        )
+        w, b = config.worker, config.broker
+        self.session = WorkerSession(hello, SessionLimits(w.window_batches, w.window_bytes, b.ack))
+        self.weights = WeightsReceiver()
+        self.link = BrokerLink(endpoint, self.session, self.weights)
+        self.runner: SingleAgentEnvRunner | None = None
+        self.recorder: Recorder | None = None
+        self._dropped: dict[str, Count] = {}
+        self._shipped: Count = (0, 0)
+        self._next_pump = 0.0
+
+    # -- joining ------------------------------------------------------------------------------------------------------
+
+    def join(self, recorder_dir: Path) -> None:
+        """Get a place from the broker, build the envs, and tell the broker what they look like."""
+        self.link.join(self.config.worker.connect_timeout_s)
+        slot, incarnation = self.session.slot or 0, self.session.incarnation
+        recorder_dir.mkdir(parents=True, exist_ok=True)
+        self.recorder = Recorder(recorder_dir / f"worker-{slot}-{incarnation}.rec", slot, incarnation)
+        self.recorder.touch(BUILD_SILENCE_S)
+        log.info("joined fleet %s as slot %d incarnation %d", self.fleet_id, slot, incarnation)
+        self.runner = SingleAgentEnvRunner(
+            runner_config(self.config), slot, incarnation=incarnation, run_uid=self.fleet_id
+        )
+        self.session.introduce(self.runner.spaces.model_dump(mode="json"))
+        self.recorder.touch()
+        self.link.join(self.config.worker.connect_timeout_s)
+
+    def wait_for_weights(self, stopping: threading.Event) -> None:
+        """Sample nothing before the current weights are in use, unless the config says to begin at random."""
+        if self.config.worker.random_actions_before_weights:
+            return
+        self._wait("the first weights", self._apply_weights, stopping)
+
+    # -- sampling -----------------------------------------------------------------------------------------------------
+
+    def wait_for_room(self, stopping: threading.Event) -> bool:
+        """Wait while the window is full; whether there is room (there may be none when stopping)."""
+        if self.session.has_room():
+            return True
+        self.session.blocked = "window"
+        self._wait("room in the window", self.session.has_room, stopping)
+        self.session.blocked = ""
+        return self.session.has_room()
+
+    def sample(self) -> ChunkBatch:
+        """One fragment with the newest weights."""
+        self._apply_weights()
+        random_actions = self._runner.weights_version == (0, 0)
+        return self._runner.sample_fragment(self._between_polls, random_actions=random_actions)
+
+    def ship(self, batch: ChunkBatch) -> None:
+        """Hand a batch to the session: recorded first, so that a kill right after is measured rightly."""
+        if not len(batch):
+            self._record(None)
+            return
+        seq = self.session.next_seq
+        shipped = plus(self._shipped, (batch.steps, len(batch)))
+        totals = self._totals(seq, shipped)
+        frames = encode_batch(batch, self._header(batch, seq, totals))
+        nbytes = sum(len(frame) for frame in frames)
+        limit = self.session.welcome.max_batch_bytes if self.session.welcome else nbytes
+        if nbytes > limit:
+            self._drop_oversize(batch, nbytes, limit)
+            return
+        held = HeldBatch(seq=seq, steps=batch.steps, chunks=len(batch))
+        self._shipped = shipped
+        self._recorder.totals(totals, held)
+        self.session.submit(Shipment(held, nbytes, frames, totals))
+        self._pump()
+
+    def _drop_oversize(self, batch: ChunkBatch, nbytes: int, limit: int) -> None:
+        self._drop(batch, Drop.OVERSIZE)
+        log.error(
+            "a batch of %d bytes exceeds broker.max_batch_bytes = %d: %d steps dropped; lower "
+            "sampling.rollout_fragment_length or num_envs, or raise the limit",
+            nbytes,
+            limit,
+            batch.steps,
+        )
+
+    def _drop(self, batch: ChunkBatch, reason: Drop) -> None:
+        """Count a batch that is not to get a number."""
+        self._dropped[reason] = plus(self._dropped.get(reason, (0, 0)), (batch.steps, len(batch)))
+        self._record(None)
+
+    def _header(self, batch: ChunkBatch, seq: int, totals: WorkerTotals) -> BatchHeader:
+        epoch, weights_seq = self._runner.weights_version
+        return BatchHeader(
+            fleet_id=self.fleet_id,
+            slot=self.session.slot or 0,
+            incarnation=self.session.incarnation,
+            seq=seq,
+            steps=batch.steps,
+            chunks=len(batch),
+            learner_epoch=epoch,
+            weights_seq=weights_seq,
+            weights_digest=batch.weights_digest,
+            agents=list(batch.agents),
+            modules=list(batch.modules),
+            reasons=list(batch.reasons),
+            episodes=self._runner.take_finished_episodes(),
+            totals=totals,
+        )
+
+    def _totals(self, seq: int, shipped: Count) -> WorkerTotals:
+        t = self._runner.totals
+        return WorkerTotals(
+            seq=seq,
+            stepped=t.stepped,
+            open=t.open,
+            shipped=shipped[0],
+            shipped_chunks=shipped[1],
+            discarded=dict(t.discarded),
+            dropped=dict(self._dropped),
+            episodes=t.episodes,
+            env_failures=t.env_failures,
+            env_rebuilds=t.env_rebuilds,
+        )
+
+    def _between_polls(self) -> None:
+        """The runner calls this after every poll of the envs: record, and now and then look at the sockets."""
+        totals = self._runner.totals
+        self._recorder.step(totals.stepped, totals.open, totals.discarded)
+        now = time.monotonic()
+        if now >= self._next_pump:
+            self._next_pump = now + PUMP_INTERVAL_S
+            self._pump()
+            self._apply_weights()
+
+    def _apply_weights(self) -> bool:
+        """Put the newest weights gathered into use; whether any are in use."""
+        newer = self.weights.take()
+        if newer is not None and newer.version > self.session.weights:
+            self._runner.set_weights(newer.arrays, newer.version[1], newer.version[0], newer.digest)
+            self.session.weights = newer.version
+        return self.session.weights != (0, 0)
+
+    def _pump(self, wait_s: float = 0.0) -> None:
+        self.link.pump(wait_s)
+        self._recorder.settled(self.session.settled, self.session.accepted)
+        if self.session.over:
+            self.link.raise_refusal()
+
+    def _wait(self, what: str, condition: Callable[[], bool], stopping: threading.Event) -> None:
+        """Pump until `condition` holds or the worker is stopped; says now and then whom it waits for."""
+        next_word = time.monotonic() + _SAY_WAITING_S
+        while not condition() and not stopping.is_set():
+            self._record(None)
+            self._pump(0.05)
+            if time.monotonic() > next_word:
+                next_word += _SAY_WAITING_S
+                log.warning("waiting for %s (held up by: %s)", what, self.session.waiting_for or "broker")
+
+    # -- leaving ------------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Ship the markers of unfinished episodes, hand everything over to the broker, and say BYE."""
+        deadline = time.monotonic() + self.config.worker.drain_timeout_s
+        if self.runner is None or self.recorder is None:
+            return
+        self.ship(self.runner.discard_open(Discard.SHUTDOWN))
+        self.link.wait_until(lambda: not self.session.unaccepted(), self.config.worker.drain_timeout_s)
+        self._record(None)
+        self.session.leave(Drop.SHUTDOWN)
+        left = max(1.0, deadline - time.monotonic())
+        if not self.link.wait_until(lambda: self.session.state is State.LEFT, left):
+            log.warning("the broker did not acknowledge the end; the recorder keeps the books for the supervisor")
+        self._recorder.settled(self.session.settled, self.session.accepted)
+
+    def give_up(self, reason: Discard) -> None:
+        """Another took this place: count what is open as discarded; batches nobody accepted stand in the recorder."""
+        if self.runner is not None and self.recorder is not None:
+            finished = self.runner.discard_open(reason)
+            self._drop(finished, Drop.FENCED)
+
+    def close(self) -> None:
+        """Release everything; the recorder's file stays."""
+        if self.runner is not None:
+            self.runner.stop()
+        self.link.close()
+        if self.recorder is not None:
+            self.recorder.close()
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _runner(self) -> SingleAgentEnvRunner:
+        assert self.runner is not None, "join first"
+        return self.runner
+
+    @property
+    def _recorder(self) -> Recorder:
+        assert self.recorder is not None, "join first"
+        return self.recorder
+
+    def _record(self, batch: HeldBatch | None) -> None:
+        totals = self._totals(self.session.next_seq - 1, self._shipped)
+        self.session.totals = totals
+        self._recorder.totals(totals, batch)
+
+
+def runner_config(config: FleetConfig) -> EnvRunnerConfig:
+    """The runner's settings in a fleet's."""
+    s = config.sampling
+    return EnvRunnerConfig(
+        **s.model_dump(),
+        num_workers=config.fleet.workers,
+        module=config.module.build,
+        module_config=config.module.config,
+    )
