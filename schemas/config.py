@@ -7,6 +7,7 @@ each value came from. An unknown key is an error that names the nearest known on
 from __future__ import annotations
 
 import difflib
+import math
 import ipaddress
 import os
 import tomllib
@@ -21,6 +22,11 @@ from headrace.schemas.errors import ConfigError
 from headrace.schemas.recorder import WINDOW
 
 ENV_PREFIX = "HEADRACE_"
+
+
+LEAST_WINDOW = 4
+DEFAULT_WINDOW = 16
+"""Batches in a worker's window where it is not known how many a learner needs, or how long they are."""
 
 
 class Section(BaseModel):
@@ -74,8 +80,11 @@ class ModuleSection(Section):
 class WorkerSection(Section):
     """How a worker talks to the broker."""
 
-    window_batches: int = Field(
-        default=16, ge=1, le=WINDOW - 1, description="batches a worker keeps until they are settled"
+    window_batches: int | None = Field(
+        default=None,
+        ge=1,
+        le=WINDOW - 1,
+        description="batches a worker keeps until they are settled; absent: what two updates of the learner need",
     )
     window_bytes: int = Field(default=256 << 20, ge=1, description="bytes, likewise; one batch is always allowed")
     random_actions_before_weights: bool = Field(
@@ -191,6 +200,32 @@ class FleetConfig(Section):
     learner: LearnerSection = LearnerSection()
     redis: RedisSection = RedisSection()
     supervisor: SupervisorSection = SupervisorSection()
+
+    @model_validator(mode="after")
+    def _check(self) -> FleetConfig:
+        window, enough = self.worker.window_batches, self._batches_for(self.learner.steps_per_update)
+        if self.learner.enabled and window is not None and window < enough:
+            raise ValueError(
+                f"worker.window_batches = {window} keeps too little for one update of learner.steps_per_update = "
+                f"{self.learner.steps_per_update}: everybody would wait; {enough} batches a worker are the least"
+            )
+        return self
+
+    def window_batches(self) -> int:
+        """Batches a worker keeps until they are settled. Few mean fresh data: a worker that may not run ahead samples
+        with newer weights."""
+        if self.worker.window_batches is not None:
+            return self.worker.window_batches
+        if not self.learner.enabled or self.sampling.batch_mode != "truncate_episodes":
+            return DEFAULT_WINDOW
+        return min(max(LEAST_WINDOW, self._batches_for(2 * self.learner.steps_per_update)), WINDOW - 1)
+
+    def _batches_for(self, steps: int) -> int:
+        """Batches that each worker must have under way for `steps` env steps of the fleet; 1 where batches vary."""
+        if self.sampling.batch_mode != "truncate_episodes":
+            return 1
+        batch = self.sampling.num_envs * self.sampling.rollout_fragment_length
+        return math.ceil(steps / (batch * max(1, self.fleet.workers)))
 
 
 Origins = dict[str, str]

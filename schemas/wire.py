@@ -27,7 +27,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, unique
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,7 @@ Buffer = bytes | bytearray | memoryview
 """One frame. A memoryview is one of bytes, contiguous, as `zmq.Frame.buffer` is."""
 
 
+@unique
 class MessageKind(IntEnum):
     """What a message is; each but BATCH and WEIGHTS has its fields in `messages.py`."""
 
@@ -72,10 +73,10 @@ class MessageKind(IntEnum):
     WEIGHTS_PART = 14
     OBITUARY = 15
     WEIGHTS_ACK = 16
-    CHECKPOINT = 17  # of files only: a learner's checkpoint, never sent
     SKIP = 17
     SOURCE_START = 18
     SOURCE_GAP = 19
+    CHECKPOINT = 20  # of files only: a learner's checkpoint, never sent
 
 
 @dataclass(frozen=True, slots=True)

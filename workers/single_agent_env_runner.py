@@ -115,6 +115,10 @@ class SingleAgentEnvRunner(EnvRunner):
         """Observation and action space of each env, as data."""
         return self._vector.envs.spaces
 
+    def call_before_rebuilds(self, on_rebuild: Callable[[], None]) -> None:
+        """Have `on_rebuild` called before each rebuild of an env: whoever watches this process must be patient then."""
+        self._vector.envs.on_rebuild = on_rebuild
+
     # -- sampling -----------------------------------------------------------------------------------------------------
 
     def sample(  # type: ignore[override]

@@ -17,6 +17,7 @@ from headrace.schemas.ledger import Count, Discard, Drop, WorkerTotals, plus
 from headrace.schemas.messages import HeldBatch, WorkerHello
 from headrace.schemas.recorder import Recorder
 from headrace.schemas.stopping import stop_signals
+from headrace.schemas.wire import Buffer
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.link import BrokerLink
 from headrace.workers.session import SessionLimits, Shipment, State, WorkerSession
@@ -76,8 +77,8 @@ class Worker:
             silence_s=BUILD_SILENCE_S,
         )
         w, b = config.worker, config.broker
-        self.session = WorkerSession(hello, SessionLimits(w.window_batches, w.window_bytes, b.ack))
-        self.weights = WeightsReceiver()
+        self.session = WorkerSession(hello, SessionLimits(config.window_batches(), w.window_bytes, b.ack))
+        self.weights = WeightsReceiver(fleet_id)
         self.link = BrokerLink(endpoint, self.session, self.weights)
         self.runner: SingleAgentEnvRunner | None = None
         self.recorder: Recorder | None = None
@@ -98,6 +99,7 @@ class Worker:
         self.runner = SingleAgentEnvRunner(
             runner_config(self.config), slot, incarnation=incarnation, run_uid=self.fleet_id
         )
+        self.runner.call_before_rebuilds(lambda: self._recorder.touch(BUILD_SILENCE_S))
         self.session.introduce(self.runner.spaces.model_dump(mode="json"))
         self.recorder.touch()
         self.link.join(self.config.worker.connect_timeout_s)
@@ -134,26 +136,26 @@ class Worker:
         shipped = plus(self._shipped, (batch.steps, len(batch)))
         totals = self._totals(seq, shipped)
         frames = encode_batch(batch, self._header(batch, seq, totals))
-        nbytes = sum(len(frame) for frame in frames)
-        limit = self.session.welcome.max_batch_bytes if self.session.welcome else nbytes
-        if nbytes > limit:
-            self._drop_oversize(batch, nbytes, limit)
-            return
         held = HeldBatch(seq=seq, steps=batch.steps, chunks=len(batch))
         self._shipped = shipped
         self._recorder.totals(totals, held)
-        self.session.submit(Shipment(held, nbytes, frames, totals))
+        self.session.submit(self._shipment(held, frames, totals))
         self._pump()
 
-    def _drop_oversize(self, batch: ChunkBatch, nbytes: int, limit: int) -> None:
-        self._drop(batch, Drop.OVERSIZE)
+    def _shipment(self, held: HeldBatch, frames: list[Buffer], totals: WorkerTotals) -> Shipment:
+        """The batch, or, when it is larger than the broker takes, only its counts: the learner is told of the gap."""
+        nbytes = sum(len(frame) for frame in frames)
+        limit = self.session.welcome.max_batch_bytes if self.session.welcome else nbytes
+        if nbytes <= limit:
+            return Shipment(held, nbytes, frames, totals)
         log.error(
             "a batch of %d bytes exceeds broker.max_batch_bytes = %d: %d steps dropped; lower "
             "sampling.rollout_fragment_length or num_envs, or raise the limit",
             nbytes,
             limit,
-            batch.steps,
+            held.steps,
         )
+        return Shipment(held, 0, None, totals, Drop.OVERSIZE)
 
     def _drop(self, batch: ChunkBatch, reason: Drop) -> None:
         """Count a batch that is not to get a number."""
@@ -161,7 +163,6 @@ class Worker:
         self._record(None)
 
     def _header(self, batch: ChunkBatch, seq: int, totals: WorkerTotals) -> BatchHeader:
-        epoch, weights_seq = self._runner.weights_version
         return BatchHeader(
             fleet_id=self.fleet_id,
             slot=self.session.slot or 0,
@@ -169,8 +170,8 @@ class Worker:
             seq=seq,
             steps=batch.steps,
             chunks=len(batch),
-            learner_epoch=epoch,
-            weights_seq=weights_seq,
+            learner_epoch=batch.learner_epoch,
+            weights_seq=int(batch.columns["weights_seq"].max(initial=0)),
             weights_digest=batch.weights_digest,
             agents=list(batch.agents),
             modules=list(batch.modules),
@@ -199,7 +200,7 @@ class Worker:
         totals = self._runner.totals
         self._recorder.step(totals.stepped, totals.open, totals.discarded)
         now = time.monotonic()
-        if now >= self._next_pump:
+        if now >= self._next_pump or self.weights.pulling:
             self._next_pump = now + PUMP_INTERVAL_S
             self._pump()
             self._apply_weights()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,8 @@ class EnvVector:
             Lane(i, EnvSeeds(stream, config.max_env_seed), RestartBudget(config, i))
             for i, stream in enumerate(seeds.resets)
         ]
+        self.on_rebuild: Callable[[], None] | None = None
+        """Called before an env is rebuilt, which may take as long as the env likes."""
         self._failed: list[Failure] = []
         self._started: list[int] = []
         self._live: list[Lane] = []
@@ -234,6 +236,8 @@ class EnvVector:
     def _rebuild(self, lane: Lane) -> None:
         lane.due_at = None
         self._totals.env_rebuilds += 1
+        if self.on_rebuild is not None:
+            self.on_rebuild()
         try:
             lane.adopt(build_env(self._creator, self._context(lane, recreated=True)))
             self._check_spaces(lane)

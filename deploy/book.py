@@ -1,0 +1,69 @@
+"""Keeps fleet.json true: writes down who runs, whenever somebody comes or goes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+
+from headrace.deploy.fleet_file import FleetFile, ProcessEntry, WaitingEntry, continue_fleet
+from headrace.deploy.run_dir import RunDir
+from headrace.deploy.supervisor import Service, State
+
+
+class Book:
+    """The fleet's page; each change is on disk before the method returns."""
+
+    def __init__(self, run_dir: RunDir, fleet_id: str, config_origin: str | None) -> None:
+        self._path = run_dir.fleet_json
+        self.page: FleetFile = continue_fleet(run_dir, fleet_id)
+        self.page.supervisor_pid, self.page.started, self.page.config = os.getpid(), time.time(), config_origin
+        self.page.write(self._path)
+
+    def note(self, **fields: object) -> None:
+        """Change fields of the page (`state`, `endpoints`, `redis_url`)."""
+        self.page = self.page.model_copy(update=fields)
+        self.page.write(self._path)
+
+    def next_incarnation(self, name: str) -> int:
+        """Count up the lives of `name`; on disk first, so that no number is ever given twice."""
+        number = self.page.incarnations.get(name, 0) + 1
+        self.note(incarnations={**self.page.incarnations, name: number})
+        return number
+
+    def note_processes(self, services: Iterable[Service]) -> None:
+        """Write down who lives and who waits for another life."""
+        services = list(services)
+        self.note(
+            processes=[entry for service in services for entry in _living(service)],
+            waiting=[_waiting(service) for service in services if service.child is None],
+        )
+
+
+def _living(service: Service) -> list[ProcessEntry]:
+    state = "draining" if service.state is State.STOPPING else "running"
+    children = [(service.child, state)] if service.child else []
+    children += [(zombie, "silent") for zombie in service.zombies]
+    return [
+        ProcessEntry(
+            name=service.spec.name,
+            role=service.spec.role.value,
+            slot=service.spec.slot,
+            incarnation=child.incarnation,
+            pid=child.pid,
+            started=child.started_unix,
+            restarts=service.restarts,
+            state=state,
+        )
+        for child, state in children
+    ]
+
+
+def _waiting(service: Service) -> WaitingEntry:
+    return WaitingEntry(
+        name=service.spec.name,
+        role=service.spec.role.value,
+        slot=service.spec.slot,
+        restarts=service.restarts,
+        state=service.state.value,
+    )

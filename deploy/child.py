@@ -1,0 +1,82 @@
+"""One started process: its pidfd, its log and its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from headrace.deploy import parent_death
+from headrace.schemas.errors import ExitCode
+
+_TAIL_BYTES = 16 * 1024
+
+
+class Child:
+    """A process in a session of its own, so that Ctrl-C in a terminal reaches the supervisor and not it.
+
+    It dies with the thread that started it (`death_signal`). Signals go through its pidfd and so can never reach
+    another process that was given the same pid. stdout and stderr are appended to `log_path`; stdin is empty.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        log_path: Path,
+        *,
+        incarnation: int = 1,
+        env: Mapping[str, str] | None = None,
+        death_signal: signal.Signals = signal.SIGKILL,
+    ) -> None:
+        self.log_path = log_path
+        self.incarnation = incarnation
+        launcher = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), str(int(death_signal))]
+        with log_path.open("ab") as log:
+            self._log_start = log.tell()
+            self._process = subprocess.Popen(
+                [*launcher, *argv], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
+            )
+        self.pid = self._process.pid
+        self.pidfd = os.pidfd_open(self.pid)
+        self.started_unix = time.time()
+        self.started = time.monotonic()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal; nothing happens when the process has ended."""
+        if self.pidfd < 0:
+            return
+        try:
+            signal.pidfd_send_signal(self.pidfd, number)
+        except ProcessLookupError:
+            return
+
+    def reap(self) -> int:
+        """The return code (negative: the signal that killed it); call it once `pidfd` is readable, else it blocks."""
+        returncode = self._process.wait()
+        os.close(self.pidfd)
+        self.pidfd = -1
+        return returncode
+
+    def log_lines(self, count: int) -> list[str]:
+        """The last lines this very process wrote, at most `count`."""
+        with self.log_path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, size - _TAIL_BYTES))
+            return log.read().decode(errors="replace").splitlines()[-count:]
+
+    def last_error(self) -> str | None:
+        """The sentence of the `error: ...` line with which our commands end; None when there is none."""
+        lines = [line for line in self.log_lines(200) if line.startswith("error: ")]
+        return lines[-1].removeprefix("error: ") if lines else None
+
+
+def describe_end(returncode: int) -> str:
+    """A return code in words: "signal SIGKILL", "exit code 4 (ENV)"."""
+    if returncode < 0:
+        return f"signal {signal.Signals(-returncode).name}"
+    names = [code.name for code in ExitCode if code == returncode]
+    return f"exit code {returncode} ({names[0]})" if names else f"exit code {returncode}"

@@ -1,0 +1,257 @@
+"""The `headrace` command. Each function here only turns what was typed into a call; the work is elsewhere.
+
+An error that Headrace raises on purpose ends a command with one sentence on stderr and the error's exit code
+(`schemas.errors.ExitCode`). Anything else is a bug of ours or of the user's code and ends with a traceback and 1.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import orjson
+import typer
+from rich.console import Console
+
+from headrace.deploy.options import AsJson, ConfigPath, Debug, RunDirPath, Sets, describe_origin, resolve
+from headrace.schemas.errors import HeadraceError
+
+app = typer.Typer(
+    name="headrace",
+    help="Sampler workers for reinforcement learning behind a message broker.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Env = Annotated[str | None, typer.Option("--env", help="gymnasium id, or package.module:make_env.")]
+NumEnvs = Annotated[int | None, typer.Option("--num-envs", help="Environments in each worker.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Root of all seeds; without it every run differs.")]
+Endpoint = Annotated[
+    str | None, typer.Option("--endpoint", help="tcp://HOST:PORT of the broker; default: from --run-dir.")
+]
+FleetId = Annotated[str | None, typer.Option("--fleet-id", help="Name of the fleet; default: from --run-dir.")]
+RedisUrl = Annotated[str | None, typer.Option("--redis-url", help="redis://...; without it the fleet starts its own.")]
+PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show every value and its origin, and do nothing.")]
+
+
+def main() -> None:
+    """Entry point of the console script and of `python -m headrace.deploy`."""
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # `package.module:make_env` from here, as `python -m` finds it
+    try:
+        app()
+    except HeadraceError as error:
+        if "--debug" in sys.argv or os.environ.get("HEADRACE_DEBUG"):
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        sys.exit(int(error.exit_code))
+
+
+def _examples(*lines: str) -> str:
+    return "Examples:\n\n\b\n" + "\n".join(f"  {line}" for line in lines)
+
+
+@app.callback(invoke_without_command=True)
+def _root(show_version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
+    if show_version:
+        typer.echo(f"headrace {version('headrace')}")
+        raise typer.Exit
+
+
+@app.command(
+    epilog=_examples(
+        "headrace up --env CartPole-v1 --workers 2 --num-envs 8 --seed 0 --until-return 475",
+        "headrace up --config fleet.toml --run-dir runs/a --timeout-s 600 --json",
+        "headrace up --env my_envs:make_env --set learner.enabled=false",
+        "headrace up --config fleet.toml --print-config",
+    )
+)
+def up(
+    env: Env = None,
+    workers: Annotated[int | None, typer.Option("--workers", help="Sampler processes on this machine.")] = None,
+    num_envs: NumEnvs = None,
+    seed: Seed = None,
+    until_return: Annotated[float | None, typer.Option(help="Stop at this mean return of 100 episodes.")] = None,
+    until_steps: Annotated[int | None, typer.Option(help="Stop after so many env steps.")] = None,
+    timeout_s: Annotated[float | None, typer.Option(help="Give up after so many seconds (exit code 17).")] = None,
+    run_dir: RunDirPath = None,
+    config: ConfigPath = None,
+    redis_url: RedisUrl = None,
+    sets: Sets = None,
+    print_config: PrintConfig = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Run a whole fleet on this machine until its goal, its timeout or Ctrl-C; then drain it and show the ledger."""
+    from headrace.deploy.config_print import print_config as config_text
+    from headrace.deploy.summary import print_summary
+    from headrace.deploy.up import Options
+    from headrace.deploy.up import up as run_fleet
+
+    flags = {
+        "sampling.env": env,
+        "fleet.workers": workers,
+        "sampling.num_envs": num_envs,
+        "sampling.seed": seed,
+        "fleet.until_return": until_return,
+        "fleet.until_steps": until_steps,
+        "fleet.timeout_s": timeout_s,
+        "fleet.run_dir": _text(run_dir),
+        "redis.url": redis_url,
+    }
+    resolved, origins = resolve(config, sets, flags)
+    if print_config:
+        typer.echo(config_text(resolved, origins), nl=False)
+        return
+    summary = run_fleet(resolved, Options(as_json, debug, config, describe_origin(config, origins)))
+    if as_json:
+        typer.echo(summary.as_json().decode())
+    elif summary.failure is None or summary.steps:
+        print_summary(summary, sys.stdout)
+    if summary.failure is not None:
+        raise summary.failure
+
+
+@app.command(
+    epilog=_examples(
+        "headrace worker --run-dir runs/default",
+        "headrace worker --endpoint tcp://10.0.0.5:5701 --fleet-id fleet-1a2b3c4d --env CartPole-v1 --num-envs 16",
+    )
+)
+def worker(
+    env: Env = None,
+    num_envs: NumEnvs = None,
+    seed: Seed = None,
+    endpoint: Endpoint = None,
+    fleet_id: FleetId = None,
+    slot: Annotated[
+        int | None, typer.Option("--slot", help="Place in the fleet; default: the broker gives one.")
+    ] = None,
+    incarnation: Annotated[
+        int, typer.Option("--incarnation", help="Which life in that slot; 0 asks for a new one.")
+    ] = 0,
+    run_dir: RunDirPath = None,
+    config: ConfigPath = None,
+    sets: Sets = None,
+    debug: Debug = False,
+) -> None:
+    """Run one sampler worker: join a fleet by its run directory, or by its broker's address."""
+    from headrace.deploy.roles import start_worker
+
+    flags = {
+        "sampling.env": env,
+        "sampling.num_envs": num_envs,
+        "sampling.seed": seed,
+        "fleet.fleet_id": fleet_id,
+        "fleet.run_dir": _text(run_dir),
+    }
+    start_worker(config, sets, flags, endpoint=endpoint, slot=slot, incarnation=incarnation, debug=debug)
+
+
+@app.command(
+    epilog=_examples(
+        "headrace broker --run-dir runs/b --set broker.worker_port=5701 --set broker.learner_port=5702",
+        "headrace broker --config fleet.toml --redis-url redis://10.0.0.9:6379",
+    )
+)
+def broker(
+    fleet_id: FleetId = None,
+    redis_url: RedisUrl = None,
+    run_dir: RunDirPath = None,
+    config: ConfigPath = None,
+    sets: Sets = None,
+    debug: Debug = False,
+) -> None:
+    """Run the broker; it writes its endpoints to RUN_DIR/broker.json. Without --redis-url it reports to no Redis."""
+    from headrace.deploy.roles import start_broker
+
+    flags = {"fleet.fleet_id": fleet_id, "redis.url": redis_url, "fleet.run_dir": _text(run_dir)}
+    start_broker(config, sets, flags, debug=debug)
+
+
+@app.command(
+    epilog=_examples(
+        "headrace learner --run-dir runs/default",
+        "headrace learner --endpoint tcp://10.0.0.5:5702 --set learner.learning_rate=0.0003",
+    )
+)
+def learner(
+    endpoint: Endpoint = None,
+    fleet_id: FleetId = None,
+    run_dir: RunDirPath = None,
+    config: ConfigPath = None,
+    sets: Sets = None,
+    debug: Debug = False,
+) -> None:
+    """Run the reference PPO learner; it resumes from its checkpoint in RUN_DIR."""
+    from headrace.deploy.roles import start_learner
+
+    flags = {"fleet.fleet_id": fleet_id, "fleet.run_dir": _text(run_dir)}
+    start_learner(config, sets, flags, endpoint=endpoint, debug=debug)
+
+
+@app.command(epilog=_examples("headrace ps --run-dir runs/default", "headrace ps --json | jq '.processes[].pid'"))
+def ps(run_dir: RunDirPath = None, config: ConfigPath = None, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Show the processes of a fleet and whether they live."""
+    from headrace.deploy.fleet_file import read_fleet_file
+    from headrace.deploy.ps import is_alive, processes, table
+
+    resolved, _ = resolve(config, None, {"fleet.run_dir": _text(run_dir)})
+    fleet = read_fleet_file(Path(resolved.fleet.run_dir) / "fleet.json")
+    if not as_json:
+        Console().print(table(fleet))
+        return
+    supervisor = {"pid": fleet.supervisor_pid, "alive": is_alive(fleet.supervisor_pid)}
+    facts = {"fleet_id": fleet.fleet_id, "state": fleet.state, "endpoints": fleet.endpoints, "supervisor": supervisor}
+    typer.echo(orjson.dumps({**facts, "processes": processes(fleet, time.time())}).decode())
+
+
+@app.command(epilog=_examples("headrace audit --strict --run-dir runs/default", "headrace audit --json"))
+def audit(
+    run_dir: RunDirPath = None,
+    config: ConfigPath = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit 1 when something does not add up.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Check the books of a fleet, running or stopped: what was stepped, and what became of it."""
+    from headrace.deploy.auditing import audit_run
+
+    resolved, _ = resolve(config, None, {"fleet.run_dir": _text(run_dir)})
+    audit_run(Path(resolved.fleet.run_dir), strict=strict, as_json=as_json, stream=sys.stdout)
+
+
+@app.command(epilog=_examples("headrace doctor", "headrace doctor --config fleet.toml --json"))
+def doctor(
+    run_dir: RunDirPath = None,
+    config: ConfigPath = None,
+    redis_url: RedisUrl = None,
+    sets: Sets = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Look whether this machine is fit to run a fleet; exit 1 when it is not."""
+    from dataclasses import asdict
+
+    from headrace.deploy.doctor import Verdict, examine
+
+    resolved, _ = resolve(config, sets, {"fleet.run_dir": _text(run_dir), "redis.url": redis_url})
+    checks = list(examine(resolved))
+    fit = all(check.verdict is not Verdict.FAIL for check in checks)
+    if as_json:
+        typer.echo(orjson.dumps({"fit": fit, "checks": [asdict(check) for check in checks]}).decode())
+    else:
+        for check in checks:
+            typer.echo(f"{check.verdict:<5} {check.name}: {check.seen}" + (f"; {check.advice}" if check.advice else ""))
+    raise typer.Exit(0 if fit else 1)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

@@ -1,0 +1,49 @@
+"""How the supervisor starts each role: argv and environment of our own children."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from headrace.deploy.supervisor import ProcessSpec, Role
+from headrace.schemas.config import ENV_PREFIX, FleetConfig
+
+_BLAS_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def broker(config_json: Path, run_dir: Path, fleet_id: str) -> ProcessSpec:
+    """The broker; the Redis URL reaches it in the config file, since argv is for everyone to read."""
+    argv = _headrace("broker", config_json, "--run-dir", str(run_dir), "--fleet-id", fleet_id)
+    return ProcessSpec("broker", Role.BROKER, lambda _: argv, env=child_environment(1))
+
+
+def worker(
+    config: FleetConfig, config_json: Path, run_dir: Path, endpoint: str, fleet_id: str, slot: int
+) -> ProcessSpec:
+    """The worker of one slot."""
+    argv = _headrace("worker", config_json, "--run-dir", str(run_dir), "--endpoint", endpoint, "--fleet-id", fleet_id)
+    return ProcessSpec(
+        f"worker-{slot}",
+        Role.WORKER,
+        lambda incarnation: [*argv, "--slot", str(slot), "--incarnation", str(incarnation)],
+        slot=slot,
+        env=child_environment(config.sampling.torch_threads),
+    )
+
+
+def learner(config: FleetConfig, config_json: Path, run_dir: Path, endpoint: str, fleet_id: str) -> ProcessSpec:
+    """The reference learner."""
+    argv = _headrace("learner", config_json, "--run-dir", str(run_dir), "--endpoint", endpoint, "--fleet-id", fleet_id)
+    return ProcessSpec("learner", Role.LEARNER, lambda _: argv, env=child_environment(config.learner.torch_threads))
+
+
+def child_environment(threads: int) -> dict[str, str]:
+    """Our environment with BLAS pinned to `threads`, and without `HEADRACE_SECTION__KEY`: the resolved config has those
+    already, and read again they would override the flags of `up`."""
+    kept = {k: v for k, v in os.environ.items() if not (k.startswith(ENV_PREFIX) and "__" in k)}
+    return {**dict.fromkeys(_BLAS_THREADS, str(threads)), **kept}
+
+
+def _headrace(command: str, config_json: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "headrace.deploy", command, "--config", str(config_json), *arguments]

@@ -1,0 +1,40 @@
+"""`--print-config`: every value and where it came from, as TOML that can be used as a config file."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import orjson
+
+from headrace.schemas.config import FleetConfig, Origins
+from headrace.schemas.redis_keys import without_password
+
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def print_config(config: FleetConfig, origins: Origins) -> str:
+    """The configuration as TOML, with each value's origin behind it. A Redis password is not shown."""
+    lines: list[str] = []
+    for section, values in config.model_dump(mode="json").items():
+        lines += ["", f"[{section}]"]
+        for key, value in values.items():
+            if (section, key) == ("redis", "url") and value:
+                value = without_password(value)
+            text = f"# {key} is not set" if value is None else f"{key} = {to_toml(value)}"
+            lines.append(f"{text:<44}  # {origins.get(f'{section}.{key}', 'default')}")
+    return "\n".join(lines[1:]) + "\n"
+
+
+def to_toml(value: Any) -> str:
+    """A JSON-like value as TOML on one line; None within a table is left out, since TOML has no word for it."""
+    if isinstance(value, dict):
+        pairs = (f"{_key(k)} = {to_toml(v)}" for k, v in value.items() if v is not None)
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(to_toml(v) for v in value) + "]"
+    return orjson.dumps(value).decode()
+
+
+def _key(key: str) -> str:
+    return key if _BARE_KEY.fullmatch(key) else orjson.dumps(key).decode()

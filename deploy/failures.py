@@ -1,0 +1,39 @@
+"""Errors that end a fleet as a whole; see the tree in `schemas/errors.py`, of which they are leaves.
+
+HeadraceError
+├── ProcessFailedError   a process ended with an error that no restart can cure
+├── GoalTimeoutError     the goal was not reached in time
+└── StoppedError         a second signal cut the drain short
+"""
+
+from __future__ import annotations
+
+from headrace.schemas.errors import ExitCode, HeadraceError
+
+
+class ProcessFailedError(HeadraceError):
+    """Process `name` ended with an error that no restart can cure; `exit_code` is the process's own."""
+
+    def __init__(self, name: str, exit_code: ExitCode, sentence: str) -> None:
+        self.name = name
+        self.exit_code = exit_code
+        super().__init__(f"{name}: {sentence}")
+
+
+class GoalTimeoutError(HeadraceError):
+    """The goal was not reached within `timeout_s` seconds."""
+
+    exit_code = ExitCode.TIMEOUT
+
+    def __init__(self, timeout_s: float, reached: str) -> None:
+        self.timeout_s = timeout_s
+        super().__init__(
+            f"the goal was not reached within {timeout_s:g} s ({reached}); raise --timeout-s or lower the goal"
+        )
+
+
+class StoppedError(HeadraceError):
+    """A second signal cut the drain short: what was queued stays queued."""
+
+    def __init__(self) -> None:
+        super().__init__("stopped at the second signal; what was still queued is lost and was not counted")

@@ -1,0 +1,267 @@
+"""A whole fleet on this machine: Redis, broker, workers and learner, from the first start to the last drain."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from headrace.broker.state_file import Endpoints, read_broker_file, write_broker_file
+from headrace.deploy import commands
+from headrace.deploy.book import Book
+from headrace.deploy.child import Child
+from headrace.deploy.failures import StoppedError
+from headrace.deploy.goal import Numbers
+from headrace.deploy.loop import Loop
+from headrace.deploy.obituaries import Obituaries, reason_of, write_obituary
+from headrace.deploy.redis_server import check_url, prepare_redis, wait_ready
+from headrace.deploy.redis_view import Snapshot
+from headrace.deploy.run_dir import RunDir, write_private
+from headrace.deploy.silence import SilenceWatch
+from headrace.deploy.stop_signals import StopSignals
+from headrace.deploy.supervisor import ProcessSpec, Role, Service, Supervisor
+from headrace.deploy.watch import INTERVAL_S, Watch
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.errors import ExitCode, RedisUnavailableError, UnreachableError
+
+log = logging.getLogger("headrace.supervisor")
+
+REDIS_DEADLINE_S = 15.0
+BROKER_DEADLINE_S = 30.0
+ANY_PORT = "tcp://127.0.0.1:0"
+OBITUARY_DEADLINE_S = 5.0
+HELD_STILL_S = 2.0
+"""The drain waits no longer for the learner once it has committed nothing for so long."""
+
+
+class Fleet:
+    """Starts, keeps and drains the processes; to be used from the main thread, within `with`.
+
+    On leaving, whatever still lives is killed: nothing outlives the block.
+    """
+
+    def __init__(self, config: FleetConfig, run_dir: RunDir, signals: StopSignals, config_origin: str | None) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.loop = Loop()
+        self.book = Book(run_dir, config.fleet.fleet_id, config_origin)
+        self.supervisor = Supervisor(self.loop, config.supervisor, run_dir.logs, self)
+        self.numbers_before = Numbers()
+        """What stood in Redis before this run's broker began."""
+        self._watch: Watch | None = None
+        self._signals = signals
+        self._obituaries: Obituaries | None = None
+        self._silence: SilenceWatch | None = None
+        self.loop.watch(signals.fd, signals.clear)
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.supervisor.kill()
+        self.loop.turn_until(self.supervisor.gone, 5.0)
+        if self._obituaries is not None:
+            self._obituaries.close()
+        if self._watch is not None:
+            self._watch.close()
+        self.book.note(state="stopped")
+
+    @property
+    def fleet_id(self) -> str:
+        """The fleet's name."""
+        return self.book.page.fleet_id
+
+    @property
+    def endpoints(self) -> dict[str, str]:
+        """Where the broker serves: worker, learner, weights."""
+        return self.book.page.endpoints
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """The newest numbers from Redis; None when none were ever read."""
+        return self._watch.snapshot if self._watch else None
+
+    @property
+    def redis_age_s(self) -> float:
+        """Seconds since Redis last answered."""
+        return self._watch.age_s if self._watch else 0.0
+
+    def numbers(self) -> Numbers:
+        """The newest numbers that goals are judged by."""
+        return Numbers.of(self.snapshot.gauges, self.snapshot.totals) if self.snapshot else Numbers()
+
+    @property
+    def stop_asked(self) -> bool:
+        """True after the first signal."""
+        return self._signals.count > 0
+
+    def start(self) -> None:
+        """Start Redis, then the broker, then all others; returns once the broker serves, or a signal came.
+
+        Raises `RedisUnavailableError`, `UnreachableError` or whatever error ended one of them.
+        """
+        for phase in (self._start_redis, self._start_broker, self._start_others):
+            phase()
+            if self.supervisor.failure is not None:
+                raise self.supervisor.failure
+            if self.stop_asked:
+                return
+
+    def _start_others(self) -> None:
+        self._obituaries = Obituaries(self.loop, self.endpoints["worker"], self.fleet_id, self.run_dir.recorders)
+        self._obituaries.tell_left_over()
+        config, path, where = self.config, self.run_dir.config_json, self.run_dir.path
+        if config.learner.enabled:
+            self.supervisor.start(commands.learner(config, path, where, self.endpoints["learner"], self.fleet_id))
+        for slot in range(config.fleet.workers):
+            spec = commands.worker(config, path, where, self.endpoints["worker"], self.fleet_id, slot)
+            self.supervisor.start(spec)
+        self._silence = SilenceWatch(
+            self.loop, self.supervisor, self.run_dir.recorders, config.broker.lease_s, config.worker.connect_timeout_s
+        )
+        self.book.note(state="running")
+
+    def _start_redis(self) -> None:
+        url = self.config.redis.url
+        if url:
+            check_url(url)
+        else:
+            launch = prepare_redis(self.run_dir.path)
+            url = launch.url
+            self.supervisor.start(ProcessSpec("redis", Role.REDIS, lambda _: list(launch.argv)))
+            self.wait(lambda: _answers(url), REDIS_DEADLINE_S)
+            if self.supervisor.failure is not None or self.stop_asked:
+                return
+            wait_ready(url, 0.0)
+        redis = self.config.redis.model_copy(update={"url": url})
+        self.config = self.config.model_copy(update={"redis": redis})
+        write_private(self.run_dir.config_json, orjson.dumps(self.config.model_dump(mode="json")))
+        self.book.note(redis_url=url)
+        self._watch = Watch(url, self.fleet_id)
+        self.numbers_before = self.numbers()
+
+    def _start_broker(self) -> None:
+        _forget_ports(self.run_dir.path)
+        service = self.supervisor.start(commands.broker(self.run_dir.config_json, self.run_dir.path, self.fleet_id))
+        self.wait(lambda: _endpoints_of(self.run_dir.broker_json, service) is not None, BROKER_DEADLINE_S)
+        endpoints = _endpoints_of(self.run_dir.broker_json, service)
+        if endpoints is not None:
+            self.book.note(endpoints=endpoints)
+        elif self.supervisor.failure is None and not self.stop_asked:
+            raise UnreachableError("broker", f"any endpoint named in {self.run_dir.broker_json}", BROKER_DEADLINE_S)
+
+    def wait(self, done: Callable[[], bool], deadline_s: float) -> bool:
+        """Turn the loop until `done()`, a failure, the first signal or the deadline; False for the last."""
+        return self.loop.turn_until(
+            lambda: done() or self.supervisor.failure is not None or self.stop_asked, deadline_s
+        )
+
+    def drain(self) -> None:
+        """Stop everything in the order in which nothing is lost: workers ship what they have, the learner commits what
+        the broker holds, the broker tells Redis, Redis saves.
+
+        Each wait has its deadline; what is left after it is queued in the ledger. Raises `StoppedError` at the second
+        signal.
+        """
+        self.book.note(state="draining")
+        if self._silence is not None:
+            self._silence.stop()
+        self._stop(Role.WORKER)
+        if self._obituaries is not None:
+            self._turn_until(self._obituaries.all_told, OBITUARY_DEADLINE_S)
+        if not self.config.learner.enabled:
+            self._await_commits()
+        self._stop(Role.LEARNER)
+        self._stop(Role.BROKER)
+        if self._watch is not None:
+            self._watch.close()
+            self._watch.read()
+        self._stop(Role.REDIS)
+
+    def _await_commits(self) -> None:
+        """Wait while a learner that is not ours to stop still settles what the broker holds."""
+        news_s = 2 * (
+            self.config.broker.report_interval_s + INTERVAL_S
+        )  # until then the gauge may be of before the drain
+        began = changed = time.monotonic()
+        last = self._held_batches()
+
+        def done() -> bool:
+            nonlocal last, changed
+            held, now = self._held_batches(), time.monotonic()
+            if held != last:
+                last, changed = held, now
+            return held is None or (now - began > news_s and (held == 0 or now - changed > HELD_STILL_S))
+
+        self._turn_until(done, self.config.supervisor.stop_timeout_s)
+
+    def _held_batches(self) -> float | None:
+        """Batches accepted and not settled, as the broker last said; None when it never did."""
+        return self.snapshot.gauges.get("held_batches") if self.snapshot else None
+
+    def _stop(self, role: Role) -> None:
+        self.supervisor.stop(role)
+        self._turn_until(lambda: self.supervisor.gone(role), self.config.supervisor.stop_timeout_s + 5.0)
+
+    def _turn_until(self, done: Callable[[], bool], deadline_s: float) -> None:
+        self.loop.turn_until(lambda: done() or self._signals.count > 1, deadline_s)
+        if self._signals.count > 1:
+            raise StoppedError
+
+    # What the supervisor tells us (its Observer).
+
+    def next_incarnation(self, name: str) -> int:
+        """A number no earlier life of `name` had."""
+        return self.book.next_incarnation(name)
+
+    def changed(self) -> None:
+        """Keep fleet.json true."""
+        self.book.note_processes(self.supervisor.services.values())
+
+    def ended(self, service: Service, child: Child, returncode: int) -> None:
+        """Read a dead worker's recorder and tell the broker."""
+        if service.spec.slot is None or self._obituaries is None:
+            return
+        reason = reason_of(returncode, ExitCode.FENCED)
+        obituary = write_obituary(self.run_dir.recorders, service.spec.slot, child.incarnation, reason)
+        log.info(
+            "worker %d incarnation %d: its recorder shows %d steps, %d open, %d batches unsettled",
+            obituary.slot,
+            obituary.incarnation,
+            obituary.totals.stepped,
+            obituary.totals.open,
+            len(obituary.window),
+        )
+        self._obituaries.tell(obituary)
+
+
+def _forget_ports(run_dir: Path) -> None:
+    """Let the first broker of a new fleet choose free ports: those of an earlier one may be somebody else's by now.
+    What else it must remember stays."""
+    before = read_broker_file(run_dir)
+    if before is not None:
+        any_port = Endpoints(worker=ANY_PORT, learner=ANY_PORT, weights=ANY_PORT)
+        write_broker_file(run_dir, before.fleet_id, any_port, before.state())
+
+
+def _answers(url: str) -> bool:
+    try:
+        wait_ready(url, 0.0)
+    except RedisUnavailableError:
+        return False
+    return True
+
+
+def _endpoints_of(broker_json: Path, service: Service) -> dict[str, str] | None:
+    """The endpoints that this very life of the broker has written down; None before it has."""
+    try:
+        found: Any = orjson.loads(broker_json.read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return None
+    if service.child is None or found.get("pid") != service.child.pid:
+        return None
+    return {str(name): str(endpoint) for name, endpoint in found["endpoints"].items()}

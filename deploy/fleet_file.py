@@ -1,0 +1,106 @@
+"""`DIR/fleet.json`: the fleet's processes and addresses, replaced in one step whenever a process comes or goes."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from pathlib import Path
+
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from headrace.deploy.run_dir import RunDir, write_private
+from headrace.schemas.errors import RunDirError
+
+_MODEL = ConfigDict(extra="ignore")
+_RECORDER = re.compile(r"worker-(\d+)-(\d+)\.rec")
+
+
+class ProcessEntry(BaseModel):
+    """One living process."""
+
+    model_config = _MODEL
+    name: str
+    role: str
+    slot: int | None = None
+    incarnation: int
+    pid: int
+    started: float
+    """Unix time, s."""
+    restarts: int = 0
+    state: str = "running"
+
+
+class WaitingEntry(BaseModel):
+    """A process between two lives, or one that will have no other."""
+
+    model_config = _MODEL
+    name: str
+    role: str
+    slot: int | None = None
+    restarts: int = 0
+    state: str = "restarting"
+
+
+class FleetFile(BaseModel):
+    """The content of fleet.json."""
+
+    model_config = _MODEL
+    version: int = 1
+    fleet_id: str
+    state: str = "starting"
+    supervisor_pid: int = 0
+    started: float = 0.0
+    config: str | None = None
+    """Path of the file the configuration came from, if any."""
+    endpoints: dict[str, str] = {}
+    redis_url: str = ""
+    processes: list[ProcessEntry] = []
+    waiting: list[WaitingEntry] = []
+    incarnations: dict[str, int] = {}
+    """Process name -> how many lives it has had in this directory; a worker's is its incarnation, and only rises."""
+
+    def write(self, path: Path) -> None:
+        """Replace the file in one step."""
+        write_private(path, orjson.dumps(self.model_dump(), option=orjson.OPT_INDENT_2))
+
+
+def read_fleet_file(path: Path) -> FleetFile:
+    """The fleet described at `path`; raises `RunDirError` when there is none to be read."""
+    try:
+        return FleetFile.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise RunDirError(str(path.parent), f"it has no readable fleet.json ({error.strerror})") from error
+    except ValidationError as error:
+        raise RunDirError(str(path.parent), f"its fleet.json is damaged ({error.errors()[0]['msg']})") from error
+
+
+def read_addresses(run_dir: Path) -> tuple[str, dict[str, str]]:
+    """(fleet id, endpoints) of whatever serves from this directory: a fleet, or a broker that was started alone."""
+    path = run_dir / "broker.json"
+    if path.exists() and not (run_dir / "fleet.json").exists():
+        try:
+            broker = _BrokerFile.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise RunDirError(str(run_dir), "its broker.json is damaged") from error
+        return broker.fleet_id, broker.endpoints
+    fleet = read_fleet_file(run_dir / "fleet.json")
+    return fleet.fleet_id, fleet.endpoints
+
+
+class _BrokerFile(BaseModel):
+    fleet_id: str
+    endpoints: dict[str, str]
+
+
+def continue_fleet(run_dir: RunDir, fleet_id: str) -> FleetFile:
+    """A new fleet's file that goes on from what stands in the directory: same fleet id unless `fleet_id` names another,
+    incarnations above all that were ever used there."""
+    before = read_fleet_file(run_dir.fleet_json) if run_dir.fleet_json.exists() else None
+    incarnations = dict(before.incarnations) if before else {}
+    for recorder in run_dir.recorders.iterdir():
+        if match := _RECORDER.fullmatch(recorder.name):
+            name = f"worker-{match[1]}"
+            incarnations[name] = max(incarnations.get(name, 0), int(match[2]))
+    kept = before.fleet_id if before else f"fleet-{secrets.token_hex(4)}"
+    return FleetFile(fleet_id=fleet_id or kept, incarnations=incarnations)

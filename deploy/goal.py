@@ -1,0 +1,63 @@
+"""When a run is over: the mean return, the number of steps or the time that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from headrace.schemas.config import FleetSection
+
+EPISODES_NEEDED = 100
+"""A mean return counts as reached once it is taken over that many episodes."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The few numbers a goal is judged by and a summary is made of."""
+
+    steps: int = 0
+    """Env steps of the fleet's whole life, over all runs in its directory."""
+    episodes: int = 0
+    mean_return: float | None = None
+    """Over the newest `window` episodes; None before the first one has ended."""
+    window: int = 0
+
+    @staticmethod
+    def of(gauges: Mapping[str, float], totals: Mapping[str, int]) -> Numbers:
+        """The numbers in one snapshot."""
+        window = int(gauges.get("episodes_window", 0))
+        return Numbers(
+            steps=totals.get("env_steps_total", 0),
+            episodes=totals.get("episodes_total", 0),
+            mean_return=gauges.get("episode_return_mean") if window else None,
+            window=window,
+        )
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What ends a run; all None: nothing but a signal does."""
+
+    until_return: float | None = None
+    until_steps: int | None = None
+    timeout_s: float | None = None
+
+    @staticmethod
+    def of(section: FleetSection) -> Goal:
+        """The goal that is configured."""
+        return Goal(section.until_return, section.until_steps, section.timeout_s)
+
+    def reached(self, now: Numbers, start: Numbers) -> bool:
+        """Judge by `now`. Numbers left by an earlier run in the same directory do not count: some step of this run must
+        have been reported, and with it, in the same write, this run's mean."""
+        if now.steps <= start.steps:
+            return False
+        if self.until_steps is not None and now.steps >= self.until_steps:
+            return True
+        if self.until_return is None or now.mean_return is None:
+            return False
+        return now.window >= EPISODES_NEEDED and now.mean_return >= self.until_return
+
+    def late(self, seconds: float) -> bool:
+        """True when the run has taken longer than it may."""
+        return self.timeout_s is not None and seconds >= self.timeout_s

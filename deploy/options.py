@@ -1,0 +1,51 @@
+"""From what was typed to one configuration: options that several commands share, and `--set`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import typer
+
+from headrace.schemas.config import FleetConfig, Origins, load_config
+from headrace.schemas.errors import ConfigError
+
+ConfigPath = Annotated[Path | None, typer.Option("--config", help="fleet.toml; deploy/fleet.toml shows every key.")]
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any other setting; may be repeated.")
+]
+RunDirPath = Annotated[Path | None, typer.Option("--run-dir", help="Folder of the fleet: fleet.json, logs, data.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of text.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Debug logs, and tracebacks of expected errors.")]
+
+
+def resolve(config: Path | None, sets: Iterable[str] | None, flags: Mapping[str, Any]) -> tuple[FleetConfig, Origins]:
+    """Defaults < file < environment < `--set` < flags; a flag that is None was not given. Raises `ConfigError`."""
+    given = {key: value for key, value in flags.items() if value is not None}
+    return load_config(config, {**_parse_sets(sets or ()), **given})
+
+
+def describe_origin(config: Path | None, origins: Origins) -> str:
+    """Where the configuration came from, in a few words."""
+    sources = [str(config)] if config else ["defaults"]
+    flags = sum(source == "flag" for source in origins.values())
+    environment = sum(source.startswith("environment") for source in origins.values())
+    sources += [f"{environment} from the environment"] if environment else []
+    sources += [f"{flags} flag{'s' if flags > 1 else ''}"] if flags else []
+    return " + ".join(sources)
+
+
+def _parse_sets(sets: Iterable[str]) -> dict[str, Any]:
+    """["sampling.num_envs=8"] as {"sampling.num_envs": 8}; values are JSON where they parse as JSON, else text."""
+    found: dict[str, Any] = {}
+    for text in sets:
+        key, equals, value = text.partition("=")
+        if not equals or "." not in key:
+            raise ConfigError(f"{text!r} is not SECTION.KEY=VALUE", source="--set")
+        try:
+            found[key.strip()] = orjson.loads(value)
+        except orjson.JSONDecodeError:
+            found[key.strip()] = value
+    return found

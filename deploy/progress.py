@@ -1,0 +1,129 @@
+"""How a run looks while it goes on: a live table on a terminal, a line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from headrace.deploy.goal import Goal, Numbers
+from headrace.deploy.redis_view import Snapshot
+
+LIVE_INTERVAL_S = 0.5
+LINE_INTERVAL_S = 5.0
+STALE_S = 2.0
+
+
+@dataclass(frozen=True)
+class View:
+    """What there is to show at one moment."""
+
+    seconds: float
+    numbers: Numbers
+    goal: Goal
+    steps_per_s: float = 0.0
+    weights: tuple[int, int] = (0, 0)
+    """(learner epoch, seq) of the newest."""
+    weights_lag: int = 0
+    """Versions by which the worker furthest behind is behind."""
+    held_batches: int = 0
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    redis_age_s: float = 0.0
+
+    @staticmethod
+    def of(
+        snapshot: Snapshot | None, seconds: float, goal: Goal, restarts: Mapping[str, int], redis_age_s: float
+    ) -> View:
+        """The view of a snapshot; None shows zeros."""
+        if snapshot is None:
+            return View(seconds, Numbers(), goal, restarts=restarts, redis_age_s=redis_age_s)
+        gauges = snapshot.gauges
+        return View(
+            seconds=seconds,
+            numbers=Numbers.of(gauges, snapshot.totals),
+            goal=goal,
+            steps_per_s=gauges.get("env_steps_per_s", 0.0),
+            weights=(int(gauges.get("learner_epoch", 0)), int(gauges.get("weights_seq", 0))),
+            weights_lag=weights_lag(snapshot),
+            held_batches=int(gauges.get("held_batches", 0)),
+            restarts=restarts,
+            redis_age_s=redis_age_s,
+        )
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(what, value) pairs, in the order in which they are shown."""
+        n = self.numbers
+        mean = "-" if n.mean_return is None else f"{n.mean_return:.1f} over {n.window}"
+        if self.goal.until_return is not None:
+            mean += f" of {self.goal.until_return:g}"
+        steps = f"{n.steps:,}" + (f" of {self.goal.until_steps:,}" if self.goal.until_steps is not None else "")
+        rows = [
+            ("time", f"{self.seconds:.0f} s"),
+            ("env steps", f"{steps} ({self.steps_per_s:,.0f}/s)"),
+            ("episodes", f"{n.episodes:,}"),
+            ("mean return", mean),
+            ("weights", f"{self.weights[0]}/{self.weights[1]} (lag {self.weights_lag})"),
+            ("queue", f"{self.held_batches} batches"),
+            ("restarts", name_restarts(self.restarts)),
+        ]
+        if self.redis_age_s > STALE_S:
+            rows.append(("Redis", f"silent for {self.redis_age_s:.0f} s, numbers are old"))
+        return rows
+
+
+def name_restarts(restarts: Mapping[str, int]) -> str:
+    """Restarts by role in words."""
+    return ", ".join(f"{role} {count}" for role, count in restarts.items() if count) or "none"
+
+
+def weights_lag(snapshot: Snapshot) -> int:
+    """Versions by which the worker furthest behind is behind the newest, of those in the same learner epoch."""
+    return max([0, *(int(worker.get("weights_behind", 0)) for worker in snapshot.workers.values())])
+
+
+class Progress:
+    """Shows views as they come, on `stream`; within `with`."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._live = _live(self._stream) if self._stream.isatty() else None
+        self.interval_s = LIVE_INTERVAL_S if self._live else LINE_INTERVAL_S
+        self._shown = float("-inf")
+
+    def __enter__(self) -> Progress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, view: View, *, last: bool = False) -> None:
+        """Show `view`, unless the one before is too fresh and more will follow."""
+        if not last and time.monotonic() - self._shown < self.interval_s:
+            return
+        self._shown = time.monotonic()
+        if self._live is not None:
+            self._live.update(_table(view), refresh=True)
+        else:
+            line = "  ".join(f"{what} {value}" for what, value in view.rows())
+            print(line, file=self._stream, flush=True)
+
+
+def _live(stream: TextIO) -> Live:
+    """Log lines appear above the table, if they go to the same terminal."""
+    return Live(console=Console(file=stream), auto_refresh=False, redirect_stderr=sys.stderr.isatty())
+
+
+def _table(view: View) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for what, value in view.rows():
+        table.add_row(f"[dim]{what}[/dim]", value)
+    return table

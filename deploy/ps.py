@@ -1,0 +1,43 @@
+"""`headrace ps`: who runs, by fleet.json, and whether it is true."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from headrace.deploy.fleet_file import FleetFile
+
+
+def processes(fleet: FleetFile, now: float) -> list[dict[str, Any]]:
+    """A row for each process of the fleet, living or waiting, with `alive` as the kernel sees it now."""
+    living = [
+        {**entry.model_dump(), "alive": is_alive(entry.pid), "age_s": round(now - entry.started, 1)}
+        for entry in fleet.processes
+    ]
+    waiting = [{**entry.model_dump(), "pid": None, "incarnation": None, "alive": False} for entry in fleet.waiting]
+    return living + waiting
+
+
+def is_alive(pid: int) -> bool:
+    """True when a process of that pid runs; one that has ended and is not yet reaped does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state not in ("Z", "X")
+
+
+def table(fleet: FleetFile) -> Table:
+    """For people."""
+    supervisor = f"pid {fleet.supervisor_pid}, {'alive' if is_alive(fleet.supervisor_pid) else 'gone'}"
+    title = f"fleet {fleet.fleet_id}: {fleet.state}, supervisor {supervisor}"
+    result = Table("name", "role", "inc.", "pid", "age", "restarts", "state", title=title, title_justify="left")
+    for row in processes(fleet, time.time()):
+        age = f"{row['age_s']:.0f} s" if "age_s" in row else "-"
+        state = row["state"] if row["alive"] or row["pid"] is None else f"{row['state']}, but gone"
+        cells = (row["name"], row["role"], row["incarnation"], row["pid"], age, row["restarts"], state)
+        result.add_row(*("-" if cell is None else str(cell) for cell in cells))
+    return result

@@ -1,0 +1,39 @@
+"""When a process that died is started again: exponential backoff with jitter, and a breaker for crash loops."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+from headrace.schemas.config import SupervisorSection
+
+
+class RestartPolicy:
+    """Decides over one process's restarts.
+
+    The window is measured in the process's own running time, not in wall time: otherwise the growing pauses would
+    spread a crash loop so thinly that it never counted as one.
+    """
+
+    def __init__(self, section: SupervisorSection, rng: random.Random) -> None:
+        self._section = section
+        self._rng = rng
+        self._uptime_s = 0.0
+        self._deaths: deque[float] = deque()
+
+    def after_death(self, lived_s: float) -> float | None:
+        """Seconds to wait before the next start; None when the budget of `max_restarts_per_window` is spent."""
+        self._uptime_s += lived_s
+        self._deaths.append(self._uptime_s)
+        while self._deaths[0] <= self._uptime_s - self._section.restart_window_s:
+            self._deaths.popleft()
+        if len(self._deaths) > self._section.max_restarts_per_window:
+            return None
+        exponent = min(len(self._deaths) - 1, 30)
+        full = min(self._section.restart_backoff_max_s, self._section.restart_backoff_s * 2.0**exponent)
+        return full * self._rng.uniform(0.5, 1.0)
+
+    @property
+    def deaths_in_window(self) -> int:
+        """Deaths that count at present."""
+        return len(self._deaths)

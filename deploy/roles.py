@@ -1,0 +1,105 @@
+"""`headrace worker | broker | learner`: one role in this process, whether people or the supervisor start it.
+
+The roles' own modules are imported only here and only when needed: torch alone takes a second or two.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from headrace.deploy.fleet_file import read_addresses
+from headrace.deploy.logs import Identity, set_up_logging
+from headrace.deploy.options import describe_origin, resolve
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.errors import ConfigError, RunDirError
+
+log = logging.getLogger("headrace.deploy")
+
+Sets = Iterable[str] | None
+Flags = Mapping[str, Any]
+
+
+def start_worker(
+    config: Path | None,
+    sets: Sets,
+    flags: Flags,
+    *,
+    endpoint: str | None,
+    slot: int | None,
+    incarnation: int,
+    debug: bool,
+) -> None:
+    """Run a worker until it is told to stop."""
+    resolved, origin = _resolve(config, sets, flags)
+    fleet_id, where = _place(resolved, endpoint, "worker")
+    if not fleet_id:
+        raise ConfigError("which fleet to join is not known; give --fleet-id, or --run-dir of a fleet on this machine")
+    recorders = _folder(Path(resolved.fleet.run_dir) / "recorders")
+    set_up_logging(Identity(fleet_id, "worker", slot, incarnation or None), debug=debug)
+    place = "any slot" if slot is None else f"slot {slot} incarnation {incarnation or 'new'}"
+    log.info(
+        "headrace %s worker, %s, of fleet %s at %s; config: %s", version("headrace"), place, fleet_id, where, origin
+    )
+    from headrace.workers.worker import run_worker
+
+    run_worker(resolved, endpoint=where, fleet_id=fleet_id, slot=slot, incarnation=incarnation, recorder_dir=recorders)
+
+
+def start_broker(config: Path | None, sets: Sets, flags: Flags, *, debug: bool) -> None:
+    """Run the broker until it is told to stop."""
+    resolved, origin = _resolve(config, sets, flags)
+    run_dir = _folder(Path(resolved.fleet.run_dir))
+    fleet_id = resolved.fleet.fleet_id or f"fleet-{secrets.token_hex(4)}"
+    set_up_logging(Identity(fleet_id, "broker"), debug=debug)
+    log.info(
+        "headrace %s broker of fleet %s on %s; config: %s", version("headrace"), fleet_id, resolved.broker.host, origin
+    )
+    from headrace.broker.process import run_broker
+
+    run_broker(resolved, fleet_id=fleet_id, run_dir=run_dir, redis_url=resolved.redis.url or None)
+
+
+def start_learner(config: Path | None, sets: Sets, flags: Flags, *, endpoint: str | None, debug: bool) -> None:
+    """Run the reference learner until it is told to stop."""
+    resolved, origin = _resolve(config, sets, flags)
+    fleet_id, where = _place(resolved, endpoint, "learner")
+    run_dir = _folder(Path(resolved.fleet.run_dir))
+    set_up_logging(Identity(fleet_id, "learner"), debug=debug)
+    log.info("headrace %s learner at %s; config: %s", version("headrace"), where, origin)
+    from headrace.learner_stub.ppo import run_learner
+
+    run_learner(resolved, endpoint=where, run_dir=run_dir)
+
+
+def _resolve(config: Path | None, sets: Sets, flags: Flags) -> tuple[FleetConfig, str]:
+    """The configuration; that of the fleet in `--run-dir`, where one stands and no other file is named."""
+    run_dir = flags.get("fleet.run_dir")
+    if config is None and run_dir is not None and (Path(run_dir) / "config.json").exists():
+        config = Path(run_dir) / "config.json"
+    resolved, origins = resolve(config, sets, flags)
+    return resolved, describe_origin(config, origins)
+
+
+def _place(config: FleetConfig, endpoint: str | None, role: str) -> tuple[str, str]:
+    """(fleet id, endpoint) as given, else as they stand in the run directory."""
+    if endpoint is not None:
+        return config.fleet.fleet_id, endpoint
+    fleet_id, endpoints = read_addresses(Path(config.fleet.run_dir))
+    if role not in endpoints:
+        raise RunDirError(
+            config.fleet.run_dir, "no broker has served from it yet; start `headrace up`, or give --endpoint"
+        )
+    return config.fleet.fleet_id or fleet_id, endpoints[role]
+
+
+def _folder(path: Path) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunDirError(str(path), error.strerror or str(error)) from error
+    return path

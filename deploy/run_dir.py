@@ -1,0 +1,70 @@
+"""The run directory: what one fleet leaves on disk, and the lock that keeps a second fleet out.
+
+DIR/fleet.json       who runs where (`fleet_file.py`); 0600, since the Redis URL has a password
+DIR/config.json      the resolved configuration the children read; 0600 likewise
+DIR/broker.json      the broker's own: where it serves, and what it must know after a restart
+DIR/lock             held while a supervisor lives
+DIR/logs/            one file a process name, lives appended
+DIR/recorders/       worker-SLOT-INCARNATION.rec, each until its obituary is acknowledged
+DIR/redis/           the embedded server's data
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from types import TracebackType
+
+from headrace.schemas.errors import RunDirError
+
+
+class RunDir:
+    """A directory this process alone uses, from `with` to its end; raises `RunDirError` when it cannot be used."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.fleet_json = self.path / "fleet.json"
+        self.config_json = self.path / "config.json"
+        self.broker_json = self.path / "broker.json"
+        self.logs = self.path / "logs"
+        self.recorders = self.path / "recorders"
+        self._lock: int | None = None
+
+    def __enter__(self) -> RunDir:
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            self.recorders.mkdir(exist_ok=True)
+            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            self._take_lock(self._lock)
+        except OSError as error:
+            raise RunDirError(str(self.path), error.strerror or str(error)) from error
+        return self
+
+    def _take_lock(self, lock: int) -> None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(lock, 32).decode(errors="replace") or "unknown"
+            raise RunDirError(str(self.path), f"another fleet runs in it (supervisor pid {holder})") from None
+        os.truncate(lock, 0)
+        os.write(lock, str(os.getpid()).encode())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Replace the file at `path` in one step, readable by its owner alone; raises `RunDirError`."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        aside.replace(path)
+    except OSError as error:
+        raise RunDirError(str(path), error.strerror or str(error)) from error

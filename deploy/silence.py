@@ -1,0 +1,73 @@
+"""Workers that live but do nothing: stopped, hung or starved. Their recorders tell."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from headrace.deploy.loop import Loop
+from headrace.deploy.supervisor import Role, Service, State, Supervisor
+from headrace.schemas.recorder import Reading, read_recorder
+
+log = logging.getLogger("headrace.supervisor")
+
+FIRST_SIGN_S = 60.0
+"""How long a new worker has before its recorder must exist: torch and the user's env take their time to import."""
+
+
+def recorder_path(recorders: Path, slot: int, incarnation: int) -> Path:
+    """Where a worker keeps its flight recorder."""
+    return recorders / f"worker-{slot}-{incarnation}.rec"
+
+
+def silence(reading: Reading | None, lived_s: float, now_ns: int, lease_s: float, first_sign_s: float) -> str | None:
+    """What a silent worker is to be told of; None when it is not silent."""
+    if reading is None:
+        return f"has given no sign of life in {lived_s:.0f} s" if lived_s > first_sign_s else None
+    silent_s = (now_ns - reading.updated_ns) / 1e9
+    if silent_s <= lease_s or now_ns <= reading.silent_until_ns:
+        return None
+    return f"has been silent for {silent_s:.1f} s"
+
+
+class SilenceWatch:
+    """Replaces workers whose recorder has not been written for `lease_s`; looks four times a lease."""
+
+    def __init__(
+        self, loop: Loop, supervisor: Supervisor, recorders: Path, lease_s: float, connect_timeout_s: float
+    ) -> None:
+        self._loop = loop
+        self._supervisor = supervisor
+        self._recorders = recorders
+        self._lease_s = lease_s
+        self._first_sign_s = max(FIRST_SIGN_S, connect_timeout_s + 10.0)
+        self._interval_s = lease_s / 4
+        self._last_look = time.monotonic()
+        self._timer = loop.call_later(self._interval_s, self._look)
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        late_s = time.monotonic() - self._last_look - self._interval_s
+        if late_s < self._lease_s / 2:  # else we were stopped ourselves, and perhaps everyone with us: ask again later
+            for service in _living_workers(self._supervisor.services.values()):
+                self._check(service)
+        self._last_look = time.monotonic()
+        self._timer = self._loop.call_later(self._interval_s, self._look)
+
+    def _check(self, service: Service) -> None:
+        if service.child is None or service.spec.slot is None:
+            return
+        reading = read_recorder(recorder_path(self._recorders, service.spec.slot, service.child.incarnation))
+        lived_s = time.monotonic() - service.child.started
+        why = silence(reading, lived_s, time.monotonic_ns(), self._lease_s, self._first_sign_s)
+        if why is not None:
+            self._supervisor.replace(service, why)
+
+
+def _living_workers(services: Iterable[Service]) -> list[Service]:
+    return [s for s in services if s.spec.role is Role.WORKER and s.state is State.RUNNING and s.child is not None]

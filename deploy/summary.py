@@ -1,0 +1,130 @@
+"""What a run came to: the final table, and the one JSON object of `--json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TextIO
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from headrace.deploy.goal import Numbers
+from headrace.deploy.progress import name_restarts
+from headrace.schemas.errors import HeadraceError
+from headrace.schemas.ledger import FleetLedger
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The end of a run. Counts are of the fleet's whole life, rates of this run alone."""
+
+    fleet_id: str
+    run_dir: str
+    seconds: float
+    steps: int
+    episodes: int
+    mean_return: float | None
+    episodes_window: int
+    env_steps_per_s: float
+    episodes_per_s: float
+    goal_reached: bool
+    restarts: dict[str, int]
+    weights_seq: int
+    ledger: FleetLedger | None
+    """None when Redis could not be read at the end."""
+    failure: HeadraceError | None = None
+    """What ended the run, unless it was its goal or a signal."""
+
+    @property
+    def balanced(self) -> bool | None:
+        """True when the ledger adds up; None without one."""
+        return None if self.ledger is None else self.ledger.balance() == 0
+
+    def as_json(self) -> bytes:
+        """One JSON object, one line."""
+        facts = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("ledger", "failure")}
+        facts["rates"] = {key: facts.pop(key) for key in ("env_steps_per_s", "episodes_per_s")}
+        facts["ledger"] = self.ledger.model_dump() if self.ledger else None
+        facts["balanced"] = self.balanced
+        facts["error"] = str(self.failure) if self.failure else None
+        facts["exit_code"] = int(self.failure.exit_code) if self.failure else 0
+        return orjson.dumps(facts)
+
+
+def conclude(
+    *,
+    fleet_id: str,
+    run_dir: str,
+    seconds: float,
+    start: Numbers,
+    end: Numbers,
+    at_goal: Numbers | None,
+    restarts: dict[str, int],
+    weights_seq: int,
+    ledger: FleetLedger | None,
+    failure: HeadraceError | None,
+) -> Summary:
+    """The summary of a run that went from `start` to `end`. The mean return is that of the moment the goal was reached:
+    the episodes that end while the fleet drains were not asked for."""
+    judged = at_goal or end
+    per_s = 1.0 / seconds if seconds > 0 else 0.0
+    return Summary(
+        fleet_id=fleet_id,
+        run_dir=run_dir,
+        seconds=round(seconds, 3),
+        steps=ledger.stepped if ledger else end.steps,
+        episodes=end.episodes,
+        mean_return=judged.mean_return,
+        episodes_window=judged.window,
+        env_steps_per_s=round((end.steps - start.steps) * per_s, 1),
+        episodes_per_s=round((end.episodes - start.episodes) * per_s, 3),
+        goal_reached=at_goal is not None,
+        restarts=restarts,
+        weights_seq=weights_seq,
+        ledger=ledger,
+        failure=failure,
+    )
+
+
+def print_summary(summary: Summary, stream: TextIO) -> None:
+    """The final table with the ledger."""
+    console = Console(file=stream)
+    table = Table(title=f"fleet {summary.fleet_id}", title_justify="left", show_header=False)
+    mean = "-" if summary.mean_return is None else f"{summary.mean_return:.1f} over the last {summary.episodes_window}"
+    for what, value in (
+        ("goal", "reached" if summary.goal_reached else "not reached"),
+        ("time", f"{summary.seconds:.1f} s"),
+        ("env steps", f"{summary.steps:,} ({summary.env_steps_per_s:,.0f}/s)"),
+        ("episodes", f"{summary.episodes:,} ({summary.episodes_per_s:,.1f}/s)"),
+        ("mean return", mean),
+        ("weights", f"version {summary.weights_seq}"),
+        ("restarts", name_restarts(summary.restarts)),
+    ):
+        table.add_row(what, value)
+    console.print(table)
+    if summary.ledger is None:
+        console.print("ledger: not known, since Redis did not answer at the end")
+    else:
+        console.print(ledger_table(summary.ledger))
+        console.print(verdict(summary.ledger))
+
+
+def ledger_table(ledger: FleetLedger) -> Table:
+    """stepped = committed + queued + dropped by name + discarded by name, one line each."""
+    table = Table(title="ledger, in env steps", title_justify="left", show_header=False)
+    table.add_row("stepped", f"{ledger.stepped:,}", "")
+    table.add_row("committed", f"{ledger.committed[0]:,}", "trained on")
+    table.add_row("queued", f"{ledger.queued:,}", "with a worker, the broker or the learner")
+    for reason, (steps, _) in sorted(ledger.dropped.items()):
+        table.add_row(f"dropped: {reason}", f"{steps:,}", "became chunks")
+    for reason, steps in sorted(ledger.discarded.items()):
+        table.add_row(f"discarded: {reason}", f"{steps:,}", "never became a chunk")
+    return table
+
+
+def verdict(ledger: FleetLedger) -> str:
+    """Whether stepped = committed + queued + dropped + discarded, in one line."""
+    if ledger.balance() == 0:
+        return "the ledger adds up: stepped = committed + queued + dropped + discarded"
+    return f"the ledger does NOT add up: {ledger.balance():+,} steps; `headrace audit` names the row"

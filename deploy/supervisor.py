@@ -1,0 +1,273 @@
+"""Keeps a set of processes alive: start, watch by pidfd, restart with backoff, give up on a crash loop, stop.
+
+    STARTING/RUNNING ── dies ──▶ RESTARTING ── pause ──▶ RUNNING
+          │  │                        └── budget spent ──▶ FAILED (CrashLoopError)
+          │  └── exit code that a restart cannot cure ──▶ FAILED (ProcessFailedError)
+          ├── silent ──▶ replaced at once; the old process lives on as a zombie and is killed later
+          └── stop() ──▶ STOPPING ── ends, or is killed after stop_timeout_s ──▶ STOPPED
+
+Everything happens in the thread that turns the loop. That must be the main thread: children die with the thread that
+started them. Only workers are watched for silence (`silence.py`); a broker or learner that hangs is not noticed here.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+from headrace.deploy.child import Child, describe_end
+from headrace.deploy.failures import ProcessFailedError
+from headrace.deploy.loop import Loop, Timer
+from headrace.deploy.restarts import RestartPolicy
+from headrace.schemas.config import SupervisorSection
+from headrace.schemas.errors import CrashLoopError, ExitCode, HeadraceError
+
+log = logging.getLogger("headrace.supervisor")
+
+INCURABLE = frozenset(
+    (
+        ExitCode.USAGE,
+        ExitCode.CONFIG,
+        ExitCode.ENV,
+        ExitCode.MODULE,
+        ExitCode.RUN_DIR,
+        ExitCode.WRONG_FLEET,
+        ExitCode.VERSION_MISMATCH,
+        ExitCode.ENV_RESTART_BUDGET,
+        ExitCode.WINDOW_STALLED,
+    )
+)
+"""Exit codes that the next life would end with as well."""
+
+
+class Role(StrEnum):
+    """What a process is to the fleet."""
+
+    REDIS = "redis"
+    BROKER = "broker"
+    WORKER = "worker"
+    LEARNER = "learner"
+
+
+class State(StrEnum):
+    """Where a service stands; see the drawing above."""
+
+    RUNNING = "running"
+    RESTARTING = "restarting"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    FENCED = "fenced"
+    FAILED = "failed"
+
+
+OVER = (State.STOPPED, State.FENCED, State.FAILED)
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """How to start a process; `command` is given the incarnation and answers with argv."""
+
+    name: str
+    role: Role
+    command: Callable[[int], list[str]]
+    slot: int | None = None
+    env: Mapping[str, str] | None = None
+    death_signal: signal.Signals = signal.SIGKILL
+
+
+@dataclass
+class Service:
+    """A process that is to be kept alive, over all its lives."""
+
+    spec: ProcessSpec
+    policy: RestartPolicy
+    state: State = State.RESTARTING
+    child: Child | None = None
+    zombies: list[Child] = field(default_factory=list)
+    restarts: int = 0
+    timer: Timer | None = None
+    """The pending restart, or the pending kill of a stopping child."""
+
+
+class Observer(Protocol):
+    """Who wants to know what the supervisor does."""
+
+    def next_incarnation(self, name: str) -> int:
+        """A number higher than any before for `name`, remembered even if this process dies now."""
+
+    def changed(self) -> None:
+        """Some process came, went or changed its state."""
+
+    def ended(self, service: Service, child: Child, returncode: int) -> None:
+        """A child of `service` has ended; `service.child` is still it, unless it was a replaced one."""
+
+
+class Supervisor:
+    """Owns the child processes; `failure` is set once something happened that must end the fleet."""
+
+    def __init__(
+        self, loop: Loop, section: SupervisorSection, logs: Path, observer: Observer, rng: random.Random | None = None
+    ) -> None:
+        self.services: dict[str, Service] = {}
+        self.failure: HeadraceError | None = None
+        self._loop = loop
+        self._section = section
+        self._logs = logs
+        self._observer = observer
+        self._rng = rng or random.Random()
+
+    def start(self, spec: ProcessSpec) -> Service:
+        """Start a process and keep it alive from now on."""
+        service = Service(spec, RestartPolicy(self._section, self._rng))
+        self.services[spec.name] = service
+        self._spawn(service)
+        return service
+
+    def replace(self, service: Service, why: str) -> None:
+        """Give a silent process's place to a new one; the silent one is killed only after `zombie_grace_s`, so that it
+        may wake, find itself fenced and give up in order."""
+        zombie = service.child
+        if zombie is None or service.state is not State.RUNNING:
+            return
+        log.warning("%s (pid %d) %s; a new one takes its place", service.spec.name, zombie.pid, why)
+        service.zombies.append(zombie)
+        self._loop.call_later(self._section.zombie_grace_s, lambda: zombie.send(signal.SIGKILL))
+        service.child = None
+        self._restart(service, time.monotonic() - zombie.started)
+
+    def stop(self, *roles: Role) -> None:
+        """Ask every process of `roles` to drain (SIGTERM); those that still run after `stop_timeout_s` are killed."""
+        for service in self._of(roles):
+            self._cancel(service)
+            if service.child is not None:
+                service.state = State.STOPPING
+                service.child.send(signal.SIGTERM)
+                service.timer = self._loop.call_later(self._section.stop_timeout_s, self._killer(service))
+            elif service.state not in OVER:
+                service.state = State.STOPPED
+            for zombie in service.zombies:
+                zombie.send(signal.SIGKILL)
+        self._observer.changed()
+
+    def kill(self) -> None:
+        """Kill every child at once and restart none."""
+        for service in self.services.values():
+            self._cancel(service)
+            service.state = State.STOPPING if service.child else State.STOPPED
+            for child in (service.child, *service.zombies):
+                if child is not None:
+                    child.send(signal.SIGKILL)
+
+    def gone(self, *roles: Role) -> bool:
+        """True when no process of `roles` (none given: of any) lives or is about to."""
+        return all(
+            service.child is None and not service.zombies and service.state in OVER for service in self._of(roles)
+        )
+
+    def restarts(self) -> dict[str, int]:
+        """Restarts by role."""
+        counts: dict[str, int] = {}
+        for service in self.services.values():
+            role = service.spec.role.value
+            counts[role] = counts.get(role, 0) + service.restarts
+        return counts
+
+    def _of(self, roles: Iterable[Role]) -> list[Service]:
+        wanted = tuple(roles) or tuple(Role)
+        return [service for service in self.services.values() if service.spec.role in wanted]
+
+    def _spawn(self, service: Service) -> None:
+        spec = service.spec
+        incarnation = self._observer.next_incarnation(spec.name)
+        child = Child(
+            spec.command(incarnation),
+            self._logs / f"{spec.name}.log",
+            incarnation=incarnation,
+            env=spec.env,
+            death_signal=spec.death_signal,
+        )
+        service.child, service.state, service.timer = child, State.RUNNING, None
+        self._loop.watch(child.pidfd, lambda: self._on_end(service, child))
+        log.info("%s started: pid %d, incarnation %d", spec.name, child.pid, incarnation)
+        self._observer.changed()
+
+    def _on_end(self, service: Service, child: Child) -> None:
+        self._loop.forget(child.pidfd)
+        returncode = child.reap()
+        self._observer.ended(service, child, returncode)
+        if child is service.child:
+            service.child = None
+            self._after_end(service, child, returncode)
+        else:
+            service.zombies.remove(child)
+            log.info("%s: replaced pid %d ended with %s", service.spec.name, child.pid, describe_end(returncode))
+        self._observer.changed()
+
+    def _after_end(self, service: Service, child: Child, returncode: int) -> None:
+        name, end = service.spec.name, describe_end(returncode)
+        if service.state is State.STOPPING:
+            self._cancel(service)
+            service.state = State.STOPPED
+            log.info("%s stopped with %s", name, end)
+        elif returncode == ExitCode.FENCED and service.spec.role is Role.LEARNER:
+            service.state = State.FENCED
+            log.warning("%s: %s; the newer learner has the fleet now", name, child.last_error() or "fenced")
+        elif returncode in INCURABLE or (returncode == ExitCode.PORT_IN_USE and service.restarts == 0):
+            sentence = child.last_error() or f"ended with {end}; its log is {child.log_path}"
+            self._fail(service, ProcessFailedError(name, ExitCode(returncode), sentence))
+        else:
+            log.warning("%s (pid %d) ended with %s%s", name, child.pid, end, _because(child) if returncode > 0 else "")
+            self._restart(service, time.monotonic() - child.started, child, end)
+
+    def _restart(self, service: Service, lived_s: float, child: Child | None = None, end: str = "silence") -> None:
+        delay_s = service.policy.after_death(lived_s)
+        if delay_s is None:
+            self._fail(service, self._crash_loop(service, child, end))
+            return
+        service.state = State.RESTARTING
+        service.restarts += 1
+        log.info("%s starts again in %.2f s (restart %d)", service.spec.name, delay_s, service.restarts)
+        service.timer = self._loop.call_later(delay_s, lambda: self._spawn(service))
+        self._observer.changed()
+
+    def _crash_loop(self, service: Service, child: Child | None, end: str) -> CrashLoopError:
+        lines = child.log_lines(10) if child else []
+        tail = "\n  ".join(["; its last log lines:", *lines]) if lines else "; it wrote no log"
+        deaths, window_s = service.policy.deaths_in_window, self._section.restart_window_s
+        return CrashLoopError(
+            f"{service.spec.name} died {deaths} times within {window_s:g} s "
+            f"of running (last: {end}) and is given up; mend it, or raise supervisor.max_restarts_per_window{tail}"
+        )
+
+    def _fail(self, service: Service, error: HeadraceError) -> None:
+        service.state = State.FAILED
+        self.failure = self.failure or error
+        log.error("%s", error)
+
+    def _killer(self, service: Service) -> Callable[[], None]:
+        def kill() -> None:
+            if service.child is not None:
+                log.warning(
+                    "%s ignored SIGTERM for %g s and is killed", service.spec.name, self._section.stop_timeout_s
+                )
+                service.child.send(signal.SIGKILL)
+
+        return kill
+
+    def _cancel(self, service: Service) -> None:
+        if service.timer is not None:
+            service.timer.cancel()
+            service.timer = None
+
+
+def _because(child: Child) -> str:
+    """What it said at its end: its error, else the last line it wrote (of a traceback, most likely)."""
+    said = child.last_error() or "".join(child.log_lines(1))
+    return f": {said}" if said else ""

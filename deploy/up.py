@@ -1,0 +1,134 @@
+"""`headrace up`: a whole fleet, from nothing to its goal and back to nothing."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+from headrace.deploy.failures import GoalTimeoutError, StoppedError
+from headrace.deploy.fleet import Fleet
+from headrace.deploy.goal import Goal, Numbers
+from headrace.deploy.logs import Identity, set_up_logging
+from headrace.deploy.progress import Progress, View
+from headrace.deploy.run_dir import RunDir
+from headrace.deploy.stop_signals import StopSignals
+from headrace.deploy.summary import Summary, conclude
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.errors import HeadraceError
+
+log = logging.getLogger("headrace.supervisor")
+
+TICK_S = 0.25
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `up` is told beyond the configuration."""
+
+    json: bool = False
+    debug: bool = False
+    config_path: Path | None = None
+    config_origin: str = "defaults"
+
+
+@dataclass
+class Outcome:
+    """How a run went; filled in while it goes."""
+
+    began: float
+    start: Numbers = field(default_factory=Numbers)
+    at_goal: Numbers | None = None
+    failure: HeadraceError | None = None
+    seconds: float = 0.0
+
+
+def up(config: FleetConfig, options: Options) -> Summary:
+    """Run a fleet until its goal, its timeout, a failure or a signal; drain it; say what it came to.
+
+    Raises only what happens before the fleet exists (`RunDirError`, `ConfigError`); later errors are in the summary.
+    """
+    with RunDir(Path(config.fleet.run_dir)) as run_dir, StopSignals() as signals:
+        origin = str(options.config_path.absolute()) if options.config_path else None
+        with Fleet(config, run_dir, signals, origin) as fleet:
+            set_up_logging(
+                Identity(fleet.fleet_id, "supervisor"), debug=options.debug, file=run_dir.logs / "supervisor.log"
+            )
+            outcome = Outcome(began=time.monotonic())
+            try:
+                fleet.start()
+                outcome.start = fleet.numbers_before
+                _announce(fleet, options)
+                with Progress(sys.stderr if options.json else sys.stdout) as progress:
+                    _run(fleet, outcome, progress)
+            except HeadraceError as error:
+                outcome.failure = error
+            outcome.seconds = time.monotonic() - outcome.began
+            _drain(fleet, outcome)
+            outcome.failure = outcome.failure or fleet.supervisor.failure
+            return _summarise(fleet, outcome)
+
+
+def _announce(fleet: Fleet, options: Options) -> None:
+    endpoints = ", ".join(f"{name} {endpoint}" for name, endpoint in fleet.endpoints.items())
+    log.info(
+        "headrace %s up: fleet %s in %s, %d workers on %s; %s; config: %s",
+        version("headrace"),
+        fleet.fleet_id,
+        fleet.run_dir.path,
+        fleet.config.fleet.workers,
+        fleet.config.sampling.env,
+        endpoints,
+        options.config_origin,
+    )
+
+
+def _run(fleet: Fleet, outcome: Outcome, progress: Progress) -> None:
+    """Turn until there is a reason to stop; raises the failure or the timeout, if it is one of those."""
+    goal = Goal.of(fleet.config.fleet)
+    while not fleet.stop_asked:
+        fleet.loop.turn(TICK_S)
+        if fleet.supervisor.failure is not None:
+            raise fleet.supervisor.failure
+        seconds, now = time.monotonic() - outcome.began, fleet.numbers()
+        reached = goal.reached(now, outcome.start)
+        view = View.of(fleet.snapshot, seconds, goal, fleet.supervisor.restarts(), fleet.redis_age_s)
+        progress.show(view, last=reached)
+        if reached:
+            outcome.at_goal = now
+            log.info("goal reached after %.1f s (%s); draining", seconds, _where(now))
+            return
+        if goal.late(seconds):
+            raise GoalTimeoutError(seconds, _where(now))
+    log.info("a signal asks for it: draining; another one stops at once")
+
+
+def _where(now: Numbers) -> str:
+    mean = "no episode has ended" if now.mean_return is None else f"mean return {now.mean_return:.1f} over {now.window}"
+    return f"{now.steps:,} steps, {mean}"
+
+
+def _drain(fleet: Fleet, outcome: Outcome) -> None:
+    try:
+        fleet.drain()
+    except StoppedError as error:
+        outcome.failure = outcome.failure or error
+
+
+def _summarise(fleet: Fleet, outcome: Outcome) -> Summary:
+    snapshot = fleet.snapshot
+    return conclude(
+        fleet_id=fleet.fleet_id,
+        run_dir=str(fleet.run_dir.path),
+        seconds=outcome.seconds,
+        start=outcome.start,
+        end=fleet.numbers(),
+        at_goal=outcome.at_goal,
+        restarts=fleet.supervisor.restarts(),
+        weights_seq=int(snapshot.gauges.get("weights_seq", 0)) if snapshot else 0,
+        ledger=snapshot.fleet if snapshot else None,
+        failure=outcome.failure,
+    )

@@ -1,0 +1,47 @@
+"""Reads the fleet's newest numbers from Redis, in a thread of its own: a Redis that hangs must not delay a restart."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from headrace.deploy.redis_view import FleetView, Snapshot
+from headrace.schemas.errors import RedisUnavailableError
+
+INTERVAL_S = 0.5
+
+
+class Watch:
+    """`snapshot` is the newest that could be read, `age_s` how long ago that was. Close it."""
+
+    def __init__(self, url: str, fleet_id: str) -> None:
+        self._view = FleetView(url, fleet_id)
+        self.snapshot: Snapshot | None = None
+        self._read_at = time.monotonic()
+        self._closing = threading.Event()
+        self.read()  # before the thread starts: the view serves one thread at a time
+        self._thread = threading.Thread(target=self._run, name="redis-watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since Redis last answered."""
+        return time.monotonic() - self._read_at
+
+    def read(self) -> bool:
+        """Read now; False when Redis does not answer within its timeout. For others than our thread: after `close`."""
+        try:
+            self.snapshot = self._view.read()
+        except RedisUnavailableError:
+            return False
+        self._read_at = time.monotonic()
+        return True
+
+    def close(self) -> None:
+        """End the thread; `read` and `snapshot` go on working. Waits for a read under way, about a second at most."""
+        self._closing.set()
+        self._thread.join(5.0)
+
+    def _run(self) -> None:
+        while not self._closing.wait(INTERVAL_S):
+            self.read()

@@ -1,0 +1,26 @@
+"""The learner's side: a stream of episode chunks, a publisher of weights, and a reference PPO learner.
+
+Names are loaded when asked for, so that a learner that only reads the stream need not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.learner_stub.publisher import WeightPublisher as WeightPublisher
+    from headrace.learner_stub.stream import EpisodeStream as EpisodeStream
+
+_HOMES = {
+    "EpisodeStream": "headrace.learner_stub.stream",
+    "WeightPublisher": "headrace.learner_stub.publisher",
+}
+
+__all__ = ["EpisodeStream", "WeightPublisher"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

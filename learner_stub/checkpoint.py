@@ -1,0 +1,187 @@
+"""The learner's checkpoint: one file, written whole or not at all, read without running any of its bytes.
+
+    file      "HDRCCKPT" | for each frame: length u64le | bytes
+    frames    those of a CHECKPOINT message of `schemas/wire.py`: checksummed JSON header, then raw arrays
+
+A new checkpoint is written beside the old one, flushed to disk, and moved into its place; the old one is kept as
+`<name>.previous`. So a `kill -9` at any moment leaves at least one whole file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.schemas.errors import CheckpointError, DecodeError, FencedError, RunDirError
+from headrace.schemas.wire import Buffer, Caps, MessageKind, decode, encode
+
+log = logging.getLogger("headrace.learner")
+
+MAGIC = b"HDRCCKPT"
+_LENGTH = struct.Struct("<Q")
+_FRAMES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a learner needs to go on where it stood.
+
+    epoch: of the learner that wrote it. position: what `EpisodeStream.position()` said, with all that was trained on.
+    state: plain JSON values (counters, learning rate). arrays: module and optimizer tensors by name.
+    """
+
+    epoch: int
+    position: list[dict[str, Any]]
+    state: dict[str, Any] = field(default_factory=dict)
+    arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+
+
+def previous_path(path: Path) -> Path:
+    """Where the checkpoint before the one at `path` is kept."""
+    return path.with_name(path.name + ".previous")
+
+
+def save_checkpoint(path: Path, checkpoint: Checkpoint, *, claim: bool = False) -> None:
+    """Put `checkpoint` in the place of the one at `path`, which becomes the previous one. Blocks until it is on disk.
+
+    Raises `FencedError` when a learner of a higher epoch has written there: a learner that slept while another took its
+    place must not undo the other's work. Raises `RunDirError` when the folder cannot be written to.
+
+    `claim` writes all the same, and removes what killed learners left half written: a learner that starts takes over
+    whatever it finds, even from a fleet whose epochs were lost.
+    """
+    if claim:
+        for orphan in path.parent.glob(f"{path.name}.*.new"):
+            orphan.unlink(missing_ok=True)
+    else:
+        _refuse_if_newer(path, checkpoint.epoch)
+    header = {"epoch": checkpoint.epoch, "position": checkpoint.position, "state": checkpoint.state}
+    frames = encode(MessageKind.CHECKPOINT, header, checkpoint.arrays)
+    # The name bears the pid, since a learner that was replaced may be at this very line too.
+    fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        _write(fresh, frames)
+        if path.exists():
+            path.replace(previous_path(path))
+        fresh.replace(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        raise RunDirError(str(path.parent), f"the checkpoint cannot be written ({error.strerror})") from error
+
+
+def load_checkpoint(path: Path) -> Checkpoint | None:
+    """The checkpoint at `path`, or None when there never was one.
+
+    A damaged file is warned of and the previous one is taken. Raises `CheckpointError` when that one is no help either.
+    """
+    previous = previous_path(path)
+    if not path.exists():
+        # Killed between the two moves of a save: the previous one is whole and nothing newer was ever in use.
+        return _read(previous) if previous.exists() else None
+    try:
+        return _read(path)
+    except CheckpointError as error:
+        if not previous.exists():
+            raise
+        log.warning("%s; going on from %s, one update older", error, previous)
+        return _read(previous)
+
+
+def training_arrays(module: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    """Both state dicts' tensors as arrays by name, sharing their memory. Hyperparameters are the config's, not kept."""
+    tensors = {f"module/{name}": tensor for name, tensor in module.items()}
+    for index, moments in optimizer["state"].items():
+        tensors |= {f"optimizer/{index}/{name}": tensor for name, tensor in moments.items()}
+    return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
+
+
+def training_tensors(arrays: Mapping[str, NDArray[Any]]) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
+    """(module state dict, optimizer's "state") from `training_arrays`, in memory of their own."""
+    module: dict[str, Tensor] = {}
+    optimizer: dict[int, dict[str, Tensor]] = {}
+    for name, array in arrays.items():
+        part, _, rest = name.partition("/")
+        tensor = torch.from_numpy(array.copy())  # a file's arrays are read-only, and torch warns of those
+        if part == "module":
+            module[rest] = tensor
+        else:
+            index, _, moment = rest.partition("/")
+            optimizer.setdefault(int(index), {})[moment] = tensor
+    return module, optimizer
+
+
+def _write(path: Path, frames: list[Buffer]) -> None:
+    with path.open("wb") as file:
+        file.write(MAGIC)
+        for frame in frames:
+            file.write(_LENGTH.pack(len(frame)))
+            file.write(frame)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read(path: Path) -> Checkpoint:
+    message_frames = _frames(path, path.read_bytes())
+    try:
+        message = decode(message_frames, _caps(message_frames))
+    except DecodeError as error:
+        raise CheckpointError(str(path), str(error)) from error
+    epoch, position, state = (message.header.get(key) for key in ("epoch", "position", "state"))
+    if (
+        message.kind is not MessageKind.CHECKPOINT
+        or not isinstance(epoch, int)
+        or not isinstance(position, list)
+        or not isinstance(state, dict)
+    ):
+        raise CheckpointError(str(path), f"it is a whole {message.kind.name} message, but no checkpoint")
+    return Checkpoint(epoch, position, state, message.arrays)
+
+
+def _caps(frames: list[Buffer]) -> Caps:
+    # A file of our own run directory may be as large as it is; its bytes are in memory already.
+    size = sum(len(frame) for frame in frames)
+    return Caps(header_bytes=size, payload_bytes=size, frames=_FRAMES, arrays=_FRAMES)
+
+
+def _frames(path: Path, data: bytes) -> list[Buffer]:
+    """The frames in a whole file."""
+    if not data.startswith(MAGIC):
+        raise CheckpointError(str(path), f"it starts with {data[:8]!r}, not {MAGIC!r}")
+    view, at, frames = memoryview(data), len(MAGIC), list[Buffer]()
+    while at < len(data):
+        start = at + _LENGTH.size
+        length = _LENGTH.unpack(view[at:start])[0] if start <= len(data) else 0
+        if start + length > len(data):
+            raise CheckpointError(str(path), f"it ends within frame {len(frames)}, after {len(data)} bytes")
+        frames.append(view[start : start + length])
+        at = start + length
+    return frames
+
+
+def _refuse_if_newer(path: Path, epoch: int) -> None:
+    try:
+        written = _read(path).epoch
+    except (FileNotFoundError, CheckpointError):
+        return  # nothing whole is there, so nobody's work is undone
+    if written > epoch:
+        raise FencedError(
+            "fenced", f"{path} was written by learner epoch {written}; this learner, epoch {epoch}, stops"
+        )
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

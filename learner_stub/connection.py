@@ -1,0 +1,102 @@
+"""What a learner's stream and publisher share: one token a process and broker, sockets, and being pumped together."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from typing import Protocol
+
+import zmq
+
+from headrace.schemas import sockets
+from headrace.schemas.wire import Buffer
+
+_TOKENS: dict[tuple[int, str], str] = {}
+_STREAMING: set[str] = set()
+_PUMPED: weakref.WeakSet[Pumped] = weakref.WeakSet()
+
+
+class Pumped(Protocol):
+    """Something whose sockets want looking at now and then."""
+
+    endpoint: str
+    token: str
+
+    def pump(self, wait_s: float = 0.0) -> None: ...
+
+
+def process_token(endpoint: str) -> str:
+    """The token by which the broker at `endpoint` knows this process: its stream and its publisher are one learner."""
+    return _TOKENS.setdefault((os.getpid(), endpoint), os.urandom(8).hex())
+
+
+def stream_token(endpoint: str) -> str:
+    """A stream's token: that of this process, or a new one when another stream of it is open; the newer one wins."""
+    if process_token(endpoint) in _STREAMING:
+        del _TOKENS[(os.getpid(), endpoint)]
+    token = process_token(endpoint)
+    _STREAMING.add(token)
+    return token
+
+
+def forget_token(endpoint: str, token: str) -> None:
+    """The next connection to `endpoint` is a new learner: the stream known by `token` was closed."""
+    _STREAMING.discard(token)
+    if _TOKENS.get((os.getpid(), endpoint)) == token:
+        del _TOKENS[(os.getpid(), endpoint)]
+
+
+def pump_together(member: Pumped) -> None:
+    """Look after the other connections of the same learner too."""
+    for other in list(_PUMPED):
+        if other is not member and other.token == member.token:
+            other.pump()
+
+
+def enroll(member: Pumped) -> None:
+    """Let others pump `member` from now on."""
+    _PUMPED.add(member)
+
+
+def leave(member: Pumped) -> None:
+    """Undo `enroll`."""
+    _PUMPED.discard(member)
+
+
+class LearnerSocket:
+    """A DEALER to the broker's learner endpoint."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        for name, value in sockets.DEALER.items():
+            self._socket.setsockopt(getattr(zmq, name), value)
+        self._socket.connect(endpoint)
+
+    def send(self, frames: list[Buffer]) -> bool:
+        """Send one message; False without a connection."""
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self, wait_s: float = 0.0) -> list[memoryview] | None:
+        """The frames of the next message, as read-only views that keep its memory; None if none comes in time."""
+        if wait_s > 0 and not self._socket.poll(int(wait_s * 1000)):
+            return None
+        try:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        return [frame.buffer for frame in frames]
+
+    def close(self, deadline_s: float = 0.5) -> None:
+        """Close; what was sent has so long to leave."""
+        self._context.destroy(linger=int(deadline_s * 1000))
+
+
+def now() -> float:
+    """The clock of all sessions: monotonic seconds."""
+    return time.monotonic()

@@ -1,0 +1,41 @@
+"""Generalized advantage estimation over many chunks of different lengths at once.
+
+Schulman et al., High-Dimensional Continuous Control Using Generalized Advantage Estimation (2016), equation 16, with
+each chunk's sum cut at its last step, where the value of the observation after it stands for all that follows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def advantages(
+    rewards: NDArray[np.float64],
+    values: NDArray[np.float64],
+    bootstraps: NDArray[np.float64],
+    offsets: NDArray[np.int64],
+    *,
+    gamma: float,
+    gae_lambda: float,
+) -> NDArray[np.float64]:
+    """How much better than expected each step turned out: float64 (N,).
+
+    rewards, values: (N,), all chunks' steps one after another. offsets: (C + 1,), where each chunk's steps begin; no
+    chunk may be empty. bootstraps: (C,), the value of each chunk's last observation, 0 where the episode terminated.
+    Adding `values` to the result gives the TD(lambda) returns.
+    """
+    lengths = np.diff(offsets)
+    if len(lengths) == 0:
+        return np.zeros(0)
+    next_values = np.append(values[1:], 0.0)
+    next_values[offsets[1:] - 1] = bootstraps
+    result = rewards + gamma * next_values - values
+    # All chunks walk back from their last step together, the longest first, so that those still walking are a prefix.
+    order = np.argsort(-lengths, kind="stable")
+    last = (offsets[1:] - 1)[order]
+    walking = np.searchsorted(-lengths[order], -np.arange(int(lengths.max())), side="left")
+    for back in range(1, len(walking)):
+        row = last[: walking[back]] - back
+        result[row] += gamma * gae_lambda * result[row + 1]
+    return result

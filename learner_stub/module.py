@@ -1,0 +1,64 @@
+"""What the reference learner needs of a policy module, and how it builds the one that the config names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, cast
+
+from torch import Tensor, nn
+
+from headrace.schemas.config import ModuleSection
+from headrace.schemas.errors import HeadraceError, ModuleError
+from headrace.schemas.plugins import load_object
+from headrace.schemas.spaces import Spaces
+
+
+class TrainableModule(Protocol):
+    """A torch module with three methods more. Observations and actions are tensors, in the nesting of their space."""
+
+    def forward_train(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """{"obs": ...} to {"action_dist_inputs": (rows, ...), "values": (rows,)}, with gradients."""
+
+    def logp(self, dist_inputs: Tensor, actions: Any) -> Tensor:
+        """Log-probability (rows,) of `actions`."""
+
+    def entropy(self, dist_inputs: Tensor) -> Tensor:
+        """Entropy (rows,) in nats."""
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+    def state_dict(self) -> dict[str, Tensor]: ...
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> Any: ...
+
+
+def build_module(section: ModuleSection, spaces: Spaces) -> TrainableModule:
+    """The module that workers build by the same name. Raises `ConfigError` for its path, `ModuleError` for the rest."""
+    build = load_object(section.build, "module.build")
+    try:
+        module = build(spaces, **section.config)
+    except HeadraceError:
+        raise
+    except Exception as error:
+        raise ModuleError(
+            f"module {section.build!r} could not be built ({type(error).__name__}: {error}); it is called as "
+            f"build(spaces, **module.config) with module.config = {section.config!r:.200}"
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise ModuleError(f"module {section.build!r} gave a {type(module).__name__}; it must be a torch.nn.Module")
+    missing = [name for name in ("forward_train", "logp", "entropy") if not hasattr(module, name)]
+    if missing:
+        raise ModuleError(f"module {section.build!r} has no {', '.join(missing)}, which the reference learner calls")
+    return cast(TrainableModule, module)
+
+
+def check_answer(answer: Mapping[str, Tensor], rows: int) -> tuple[Tensor, Tensor]:
+    """(action_dist_inputs, values) of a `forward_train` over `rows` observations; raises `ModuleError`."""
+    missing = [name for name in ("action_dist_inputs", "values") if name not in answer]
+    if missing:
+        raise ModuleError(f"forward_train answered {sorted(answer)}, without {' and '.join(missing)}")
+    dist_inputs, values = answer["action_dist_inputs"], answer["values"]
+    if len(dist_inputs) != rows or values.shape != (rows,):
+        raise ModuleError(
+            f"forward_train answered action_dist_inputs of shape {tuple(dist_inputs.shape)} and values of shape "
+            f"{tuple(values.shape)} for {rows} observations; it must be one row each, and values one number a row"
+        )
+    return dist_inputs, values

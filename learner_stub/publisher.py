@@ -1,0 +1,180 @@
+"""Publishing weights to the fleet.
+
+with WeightPublisher(endpoint) as weights:
+    weights.publish(module.state_dict())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from numpy.typing import NDArray
+
+from headrace.learner_stub import connection
+from headrace.schemas.errors import DecodeError, EncodeError, UnreachableError, refusal
+from headrace.schemas.messages import (
+    Fenced,
+    LearnerHello,
+    LearnerWelcome,
+    Message,
+    Reject,
+    Status,
+    Version,
+    WeightsAck,
+    read,
+)
+from headrace.schemas.weights import encode_weights
+from headrace.schemas.wire import MessageKind, decode_header
+
+_CONTROL: dict[MessageKind, type[Message]] = {m.KIND: m for m in (LearnerWelcome, WeightsAck, Fenced, Reject, Status)}
+_RETRY_S = 1.0
+_SILENCE_S = 3.0
+"""After so long without a word the broker may be another one, which knows neither this publisher nor its weights."""
+_SLOWEST_BYTES_PER_S = 10e6
+"""How slow a broker may be to take a version before it is sent again; sending it too early only makes it slower."""
+
+
+class WeightPublisher:
+    """Sends versions (learner_epoch, seq) to the broker's relay; the newest is kept here and sent again to a broker
+    that has lost it. Shares the lease of this process's `EpisodeStream` on the same endpoint, whose waiting pumps it.
+
+    Raises `FencedError` once a newer learner has taken over, `UnreachableError` when no broker answers in time.
+    """
+
+    def __init__(self, endpoint: str, *, fleet_id: str = "", connect_timeout_s: float = 60.0) -> None:
+        self.endpoint = endpoint
+        self.epoch = 0
+        self.seq = 0
+        self.acknowledged: Version = (0, 0)
+        self._fleet_id = fleet_id
+        self.token = connection.process_token(endpoint)
+        self._arrays: dict[str, NDArray[Any]] | None = None
+        self._joined = False
+        self._heard = 0.0
+        self._next_send = 0.0
+        self._refusal: tuple[str, str] | None = None
+        self._socket = connection.LearnerSocket(endpoint)
+        connection.enroll(self)
+        self._join(connect_timeout_s)
+
+    def publish(self, state_dict: Mapping[str, torch.Tensor | NDArray[Any]]) -> int:
+        """Make these the fleet's newest weights; returns their seq. Copies them, and does not wait for their arrival.
+
+        Raises `EncodeError` for a tensor whose dtype has no place on the wire.
+        """
+        arrays = {name: _to_array(name, value) for name, value in state_dict.items()}
+        if not arrays:
+            raise EncodeError("a state dict without tensors cannot be published; publish at least one")
+        self.seq += 1
+        self._arrays = arrays
+        self._send_weights()
+        self.pump()
+        return self.seq
+
+    def pump(self, wait_s: float = 0.0) -> None:
+        """Take answers; say HELLO again or send the newest version again when the broker lacks it."""
+        while (frames := self._socket.receive(wait_s)) is not None:
+            wait_s = 0.0
+            try:
+                kind, header = decode_header(frames)
+                if kind in _CONTROL:
+                    self._receive(read(_CONTROL[kind], header))
+            except DecodeError as error:
+                if error.reason == "version_mismatch":
+                    raise refusal(error.reason, f"broker at {self.endpoint}: {error.detail}") from error
+        if self._refusal is not None:
+            raise refusal(*self._refusal)
+        now = connection.now()
+        if self._joined and now - self._heard > _SILENCE_S:
+            self._joined, self._next_send = False, now
+        if now >= self._next_send:
+            if not self._joined:
+                self._say_hello()
+            elif self._arrays is not None and self.acknowledged < (self.epoch, self.seq):
+                self._send_weights()
+
+    def close(self) -> None:
+        """Leave; the relay keeps the last version."""
+        connection.leave(self)
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _join(self, timeout_s: float) -> None:
+        deadline = connection.now() + timeout_s
+        try:
+            while not self._joined:
+                if connection.now() > deadline:
+                    raise UnreachableError("broker", self.endpoint, timeout_s)
+                self.pump(0.05)
+        except BaseException:
+            self.close()
+            raise
+
+    def _say_hello(self) -> None:
+        self._next_send = connection.now() + _RETRY_S
+        hello = LearnerHello(fleet_id=self._fleet_id, token=self.token, channel="publisher", epoch=self.epoch)
+        self._socket.send(hello.frames())
+
+    def _send_weights(self) -> None:
+        assert self._arrays is not None
+        nbytes = sum(array.nbytes for array in self._arrays.values())
+        self._next_send = connection.now() + _RETRY_S
+        if self._socket.send(encode_weights(self._fleet_id, (self.epoch, self.seq), self._arrays)):
+            self._next_send += nbytes / _SLOWEST_BYTES_PER_S
+
+    def _receive(self, message: Message) -> None:
+        self._heard = connection.now()
+        if isinstance(message, LearnerWelcome):
+            self._joined = True
+            self._fleet_id = message.fleet_id
+            self.epoch = message.epoch
+            if self._arrays is None and message.published[0] == self.epoch:
+                self.seq = message.published[1]  # of an earlier publisher of this process: what is not newer is ignored
+            self._lacks(message.published)
+        elif isinstance(message, Status):
+            if message.epoch != self.epoch:
+                self.epoch = message.epoch
+            if self.acknowledged == (self.epoch, self.seq):
+                self._lacks(message.published)
+        elif isinstance(message, WeightsAck):
+            self.acknowledged = max(self.acknowledged, message.version)
+        elif isinstance(message, Fenced):
+            self._refusal = ("fenced", message.detail)
+        elif isinstance(message, Reject):
+            self._on_reject(message)
+
+    def _lacks(self, published: Version) -> None:
+        """The broker has `published`; send the newest again if that is older."""
+        if self._arrays is not None and published < (self.epoch, self.seq):
+            self.acknowledged = published
+            self._next_send = min(self._next_send, connection.now() + 0.1)
+
+    def _on_reject(self, reject: Reject) -> None:
+        if reject.fatal:
+            self._refusal = (reject.code, reject.detail)
+        else:
+            self._joined = False
+            self._next_send = 0.0
+
+
+def _to_array(name: str, value: torch.Tensor | NDArray[Any]) -> NDArray[Any]:
+    """A copy of a tensor as a numpy array; bfloat16, which numpy lacks, becomes float32."""
+    if not isinstance(value, torch.Tensor):
+        return value.copy()
+    tensor = value.detach().cpu()
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.float()
+    try:
+        return tensor.numpy(force=True).copy()
+    except TypeError as error:
+        raise EncodeError(f"tensor {name!r} of dtype {value.dtype} cannot be published: {error}") from error

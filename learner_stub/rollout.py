@@ -1,0 +1,96 @@
+"""The steps of one update: chunks of many batches joined into tensors, with the rows a learner needs of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.chunk import RANDOM_ACTIONS, ChunkEnd
+from headrace.schemas.errors import ModuleError
+from headrace.schemas.spaces import nest
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """N steps in C chunks, one after another; owns its memory, so the batches it came from may be settled.
+
+    obs: tensors (N + C, ...) in the nesting of the space: each chunk's T steps and the observation after them.
+    actions: tensors (N, ...), likewise. logp: float32 (N,), of the behaviour policy. rewards: float64 (N,).
+    offsets: int64 (C + 1,), where each chunk's steps begin. terminated: bool (C,).
+    """
+
+    obs: Any
+    actions: Any
+    logp: Tensor
+    rewards: NDArray[np.float64]
+    offsets: NDArray[np.int64]
+    terminated: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+    @property
+    def step_rows(self) -> NDArray[np.int64]:
+        """int64 (N,): the row of `obs` each step was taken from."""
+        chunks = np.arange(len(self.terminated))
+        return np.arange(len(self)) + np.repeat(chunks, np.diff(self.offsets))
+
+    @property
+    def last_rows(self) -> NDArray[np.int64]:
+        """int64 (C,): the row of `obs` after each chunk's last step, from which to bootstrap."""
+        return self.offsets[1:] + np.arange(len(self.terminated))
+
+
+def join(batches: Sequence[ChunkBatch]) -> Rollout | None:
+    """The steps of `batches` that a policy chose, or None when there are none.
+
+    End markers have no steps and random actions no policy whose ratio could be taken, so both are left out. Raises
+    `ModuleError` when steps have no `logp`.
+    """
+    chosen = [batch for batch in map(_chosen, batches) if len(batch)]
+    if not chosen:
+        return None
+    for batch in chosen:
+        if "logp" not in batch.columns:
+            raise ModuleError(
+                f"a batch of slot {batch.slot} has no column 'logp', which PPO needs; answer it from "
+                "forward_exploration, and sample with explore = true"
+            )
+    first = chosen[0]
+    columns = {name: np.concatenate([batch.columns[name] for batch in chosen]) for name in _needed(first)}
+    lengths = np.concatenate([batch.table["length"] for batch in chosen]).astype(np.int64)
+    ends = np.concatenate([batch.table["end"] for batch in chosen])
+    return Rollout(
+        obs=map_nested(torch.from_numpy, nest(first.observation_space, columns, "obs")),
+        actions=map_nested(torch.from_numpy, nest(first.action_space, columns, "actions")),
+        logp=torch.from_numpy(columns["logp"]).float(),
+        rewards=columns["rewards"].astype(np.float64, copy=False),
+        offsets=np.concatenate(([0], np.cumsum(lengths))),
+        terminated=ends == ChunkEnd.TERMINATED,
+    )
+
+
+def _chosen(batch: ChunkBatch) -> ChunkBatch:
+    """`batch` without end markers and random actions."""
+    keep = (batch.table["length"] > 0) & (batch.table["flags"] & RANDOM_ACTIONS == 0)
+    return batch if keep.all() else batch.select(keep)
+
+
+def _needed(batch: ChunkBatch) -> list[str]:
+    return [name for name in batch.columns if name in ("rewards", "logp") or name.split("/")[0] in ("obs", "actions")]
+
+
+def map_nested(function: Callable[[Any], Any], value: Any) -> Any:
+    """`value` with `function` applied to each array of its dicts and tuples."""
+    if isinstance(value, dict):
+        return {key: map_nested(function, sub) for key, sub in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map_nested(function, sub) for sub in value)
+    return function(value)

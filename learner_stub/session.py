@@ -1,0 +1,286 @@
+"""The learner's side of the protocol as a state machine: messages and time in, messages out, no I/O of its own.
+
+Of each source (one incarnation of a worker) it takes every batch exactly once and in order. What arrives becomes an
+`Arrival` in one queue; the stream takes arrivals from there, tells `settle` what it made of each batch, and `commit`
+declares everything taken so far as settled.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from headrace.schemas.batch import BatchHeader
+from headrace.schemas.ledger import Count, Settled
+from headrace.schemas.messages import (
+    Commit,
+    Fenced,
+    HeldBatch,
+    LearnerHello,
+    LearnerWelcome,
+    Message,
+    Reject,
+    SourceEnd,
+    SourceGap,
+    SourcePosition,
+    SourceStart,
+    Status,
+)
+from headrace.schemas.wire import Buffer
+
+Key = tuple[int, int]
+
+
+class State(Enum):
+    """JOINING until the broker's WELCOME; STOPPED after a refusal or a fencing, which `refusal` then holds."""
+
+    JOINING = "joining"
+    ACTIVE = "active"
+    STOPPED = "stopped"
+
+
+class ArrivalKind(Enum):
+    """What an arrival means to the user's stream."""
+
+    BATCH = "batch"
+    GAP = "gap"
+    END = "end"
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One thing the user's stream takes, in order: a batch, a hole in a source, or a source's end."""
+
+    kind: ArrivalKind
+    key: Key
+    batch: HeldBatch | None = None
+    frames: list[Buffer] | None = None
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class _Source:
+    received: int = 0
+    """The last batch received, or passed over."""
+    taken: Settled = Settled()
+    """What became of the batches the user has taken."""
+    committed: Settled = Settled()
+    in_hand: deque[HeldBatch] = field(default_factory=deque)
+    """Received and not committed."""
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
+    """What one stream lets the broker send ahead, and its clocks; bytes and seconds."""
+
+    window_batches: int = 64
+    window_bytes: int = 256 << 20
+    retry_s: float = 1.0
+    heartbeat_s: float = 0.5
+    silence_s: float = 5.0
+
+
+class LearnerSession:
+    """One learner process's stream. `token` is shared with its publisher."""
+
+    def __init__(
+        self, token: str, limits: StreamLimits, *, fleet_id: str = "", position: list[SourcePosition] | None = None
+    ) -> None:
+        self.token = token
+        self.limits = limits
+        self.fleet_id = fleet_id
+        self.state = State.JOINING
+        self.epoch = 0
+        self.spaces: dict[str, Any] = {}
+        self.status: Status | None = None
+        self.refusal: tuple[str, str] | None = None
+        self.arrivals: deque[Arrival] = deque()
+        self.redelivered = 0
+        self.received_batches = 0
+        self.consumed_batches = 0
+        self._sources: dict[Key, _Source] = {}
+        self._changed: set[Key] = set()
+        self._to_tell: set[Key] = set()
+        self._outbox: list[Message] = []
+        self._next_send = 0.0
+        self._heard = 0.0
+        for place in position or []:
+            known = _Source(place.settled.seq, place.settled, place.settled)
+            self._sources[(place.slot, place.incarnation)] = known
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            LearnerWelcome: self._on_welcome,
+            Status: self._on_status,
+            SourceStart: self._on_start,
+            SourceGap: self._on_gap,
+            SourceEnd: self._on_end,
+            Fenced: self._on_fenced,
+            Reject: self._on_reject,
+        }
+
+    def receive(self, message: Message, now: float) -> None:
+        """Take any control message from the broker."""
+        self._heard = now
+        handler = self._handlers.get(type(message))
+        if handler is not None and self.state is not State.STOPPED:
+            handler(message)
+
+    def receive_batch(self, header: BatchHeader, frames: list[Buffer], now: float) -> None:
+        """Take a BATCH: keep it if it is the next of its source, ignore it if it came before."""
+        self._heard = now
+        if self.state is not State.ACTIVE:
+            return
+        self.received_batches += 1
+        key = (header.slot, header.incarnation)
+        source = self._sources.setdefault(key, _Source())
+        if header.seq != source.received + 1:
+            self.consumed_batches += 1
+            if header.seq <= source.received:
+                self.redelivered += 1
+            else:
+                self.state, self._next_send = State.JOINING, 0.0
+            return
+        batch = HeldBatch(seq=header.seq, steps=header.steps, chunks=header.chunks)
+        source.received = header.seq
+        source.in_hand.append(batch)
+        self.arrivals.append(Arrival(ArrivalKind.BATCH, key, batch, frames))
+
+    def take(self) -> Arrival | None:
+        """The next arrival for the user, in order; follow a batch or a gap by `settle`."""
+        if not self.arrivals:
+            return None
+        arrival = self.arrivals.popleft()
+        if arrival.kind is ArrivalKind.BATCH:
+            self.consumed_batches += 1
+        return arrival
+
+    def settle(self, arrival: Arrival, committed: Count, dropped: dict[str, Count]) -> None:
+        """Record what the user's stream made of a batch it took; counted at the next `commit`."""
+        source = self._sources[arrival.key]
+        if arrival.batch is None or arrival.batch.seq != source.taken.seq + 1:
+            return
+        source.taken = source.taken.add(committed, dropped)
+        self._changed.add(arrival.key)
+
+    def position(self) -> list[SourcePosition]:
+        """Everything taken so far, as if committed: what belongs into the learner's own checkpoint."""
+        return [_position(key, source.taken) for key, source in self._sources.items() if source.taken.seq]
+
+    def commit(self, now: float) -> None:
+        """Settle everything taken so far."""
+        for key in self._changed:
+            source = self._sources[key]
+            source.committed = source.taken
+            while source.in_hand and source.in_hand[0].seq <= source.committed.seq:
+                source.in_hand.popleft()
+        self._to_tell |= self._changed
+        self._changed.clear()
+        self._send_commit(now)
+
+    def uncommitted(self) -> int:
+        """Batches the user has taken and not yet committed."""
+        return sum(self._sources[key].taken.seq - self._sources[key].committed.seq for key in self._changed)
+
+    def tick(self, now: float, *, waiting: bool = False) -> None:
+        """Call it often: says HELLO until welcomed, repeats the cumulative state, notices a broker that has gone."""
+        if self.state is State.STOPPED or now < self._next_send:
+            return
+        if self.state is State.ACTIVE and now - self._heard > self.limits.silence_s:
+            self.state = State.JOINING
+        if self.state is State.JOINING:
+            self._say_hello(now)
+        else:
+            self._send_commit(now, waiting=waiting)
+
+    def take_outbox(self) -> list[Message]:
+        """Messages due for the broker."""
+        out, self._outbox = self._outbox, []
+        return out
+
+    def _say_hello(self, now: float) -> None:
+        self._next_send = now + self.limits.retry_s
+        committed = ((key, source.committed) for key, source in self._sources.items())
+        self._outbox.append(
+            LearnerHello(
+                fleet_id=self.fleet_id,
+                token=self.token,
+                channel="stream",
+                epoch=self.epoch,
+                position=[_position(key, settled) for key, settled in committed if settled.seq],
+                held={f"{k[0]}/{k[1]}": list(s.in_hand) for k, s in self._sources.items() if s.in_hand},
+                received_batches=self.received_batches,
+                window_batches=self.limits.window_batches,
+                window_bytes=self.limits.window_bytes,
+            )
+        )
+
+    def _send_commit(self, now: float, *, waiting: bool = False) -> None:
+        if self.state is not State.ACTIVE:
+            return
+        self._next_send = now + self.limits.heartbeat_s
+        self._outbox.append(
+            Commit(
+                epoch=self.epoch,
+                position=[_position(key, self._sources[key].committed) for key in self._to_tell],
+                in_hand=sum(len(source.in_hand) for source in self._sources.values()),
+                consumed_batches=self.consumed_batches,
+                waiting=waiting,
+            )
+        )
+
+    def _on_welcome(self, welcome: LearnerWelcome) -> None:
+        self.fleet_id, self.epoch = welcome.fleet_id, welcome.epoch
+        self.spaces = welcome.spaces or self.spaces
+        if self.state is State.JOINING:
+            self.state = State.ACTIVE
+            self._next_send = 0.0
+
+    def _on_status(self, status: Status) -> None:
+        self.status = status
+        self.spaces = status.spaces or self.spaces
+
+    def _on_start(self, start: SourceStart) -> None:
+        """The batches up to `start.settled.seq` will not come. Those dropped leave a hole in their episodes."""
+        key = (start.slot, start.incarnation)
+        fresh = key not in self._sources
+        source = self._sources.setdefault(key, _Source())
+        if start.settled.seq <= source.received:
+            return
+        hole = not fresh and start.settled.dropped != source.taken.dropped
+        source.received = start.settled.seq
+        source.taken = source.committed = start.settled
+        if hole:
+            self.arrivals.append(Arrival(ArrivalKind.GAP, key, None, None, "overflow"))
+
+    def _on_gap(self, gap: SourceGap) -> None:
+        key = (gap.slot, gap.incarnation)
+        source = self._sources.setdefault(key, _Source())
+        if gap.batch.seq != source.received + 1:
+            return
+        source.received = gap.batch.seq
+        source.in_hand.append(gap.batch)
+        self.arrivals.append(Arrival(ArrivalKind.GAP, key, gap.batch, None, gap.reason))
+
+    def _on_end(self, end: SourceEnd) -> None:
+        key = (end.slot, end.incarnation)
+        source = self._sources.setdefault(key, _Source())
+        if not source.ended and end.seq <= source.received:
+            source.ended = True
+            self.arrivals.append(Arrival(ArrivalKind.END, key, None, None, end.reason))
+
+    def _on_fenced(self, fenced: Fenced) -> None:
+        self.state, self.refusal = State.STOPPED, ("fenced", fenced.detail)
+
+    def _on_reject(self, reject: Reject) -> None:
+        if reject.fatal:
+            self.state, self.refusal = State.STOPPED, (reject.code, reject.detail)
+        else:
+            self.state = State.JOINING
+            self._next_send = 0.0
+
+
+def _position(key: Key, settled: Settled) -> SourcePosition:
+    return SourcePosition(slot=key[0], incarnation=key[1], settled=settled)

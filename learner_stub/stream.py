@@ -1,0 +1,286 @@
+"""The stream of episode chunks a learner trains on.
+
+    with EpisodeStream(endpoint) as stream:
+        for batch in stream:        # ChunkBatch; asking for the next settles this one
+            train(batch)
+
+A batch handed out and not yet committed comes again if this process dies. With `auto_commit=False` call `commit()`
+yourself, after writing `position()` into your own checkpoint: a restart from that checkpoint then trains on every
+settled step exactly once. One thread uses a stream; while it trains, ZeroMQ's own threads go on receiving.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from headrace.learner_stub import connection
+from headrace.learner_stub.continuity import SourceEpisodes
+from headrace.learner_stub.session import Arrival, ArrivalKind, Key, LearnerSession, State, StreamLimits
+from headrace.schemas.batch import ChunkBatch, decode_batch, read_batch_header
+from headrace.schemas.errors import DecodeError, UnreachableError, WindowStalledError, refusal
+from headrace.schemas.ledger import Count, Drop
+from headrace.schemas.messages import (
+    Fenced,
+    LearnerWelcome,
+    Message,
+    Reject,
+    SourceEnd,
+    SourceGap,
+    SourcePosition,
+    SourceStart,
+    Status,
+    read,
+)
+from headrace.schemas.spaces import Spaces, space_from_json
+from headrace.schemas.wire import MessageKind, decode_header
+
+_CONTROL: dict[MessageKind, type[Message]] = {
+    m.KIND: m for m in (LearnerWelcome, Status, SourceStart, SourceGap, SourceEnd, Fenced, Reject)
+}
+_MAX_PUMPED = 256
+_STALL_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A batch to hand out, and what is to be settled with it. Only what was handed out is ever settled."""
+
+    batch: ChunkBatch
+    arrival: Arrival
+    committed: Count = (0, 0)
+    dropped: dict[str, Count] = field(default_factory=dict)
+    settles: bool = False
+
+
+class EpisodeStream:
+    """Batches of chunks from the broker at `endpoint`, each handed out once and in order per episode.
+
+    position: what `position()` gave an earlier process. window_batches, window_bytes: how much the broker may send
+    ahead of what was handed out. Raises `FencedError` once a newer learner has taken over, `UnreachableError` when no
+    broker answers within `connect_timeout_s`, `WrongFleetError` when `fleet_id` is given and is not the broker's.
+
+    pending: batches received and not handed out. delivered: batches handed out. redelivered: repeats ignored.
+    dropped: steps by reason that never reached this learner, of the sources it has seen.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        position: Sequence[dict[str, Any]] | None = None,
+        window_batches: int = 64,
+        window_bytes: int = 256 << 20,
+        auto_commit: bool = True,
+        fleet_id: str = "",
+        connect_timeout_s: float = 60.0,
+    ) -> None:
+        self.endpoint = endpoint
+        self.auto_commit = auto_commit
+        self.delivered = 0
+        self.dropped: Counter[str] = Counter()
+        limits = StreamLimits(window_batches=window_batches, window_bytes=window_bytes)
+        places = [read(SourcePosition, place) for place in position or []]
+        self.token = connection.stream_token(endpoint)
+        self._session = LearnerSession(self.token, limits, fleet_id=fleet_id, position=places)
+        self._episodes: dict[Key, SourceEpisodes] = {}
+        self._ready: deque[_Ready] = deque()
+        self._spaces: Spaces | None = None
+        self._waited_s = 0.0
+        self._socket = connection.LearnerSocket(endpoint)
+        connection.enroll(self)
+        self._join(connect_timeout_s)
+
+    # -- what a learner calls -----------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[ChunkBatch]:
+        """Batches for ever; ends only by an error, or by leaving the loop."""
+        while True:
+            batch = self.next(timeout_s=1.0)
+            if batch is not None:
+                yield batch
+
+    def next(self, timeout_s: float) -> ChunkBatch | None:
+        """The next batch, or None after `timeout_s` seconds without one."""
+        if self.auto_commit:
+            self.commit()
+        deadline = connection.now() + timeout_s
+        while True:
+            if self._ready:
+                return self._hand_out(self._ready.popleft())
+            arrival = self._session.take()
+            if arrival is not None:
+                self._waited_s = 0.0
+                self._open(arrival)
+                continue
+            left = deadline - connection.now()
+            if left <= 0:
+                self._check_stall(timeout_s)
+                return None
+            self.pump(min(left, 0.1))
+
+    def commit(self) -> None:
+        """Settle every batch handed out so far: nobody needs to keep it any more."""
+        if self._session.uncommitted():
+            self._session.commit(connection.now())
+            self._flush()
+
+    def position(self) -> list[dict[str, Any]]:
+        """How far this learner is, counting all it was handed as trained on; plain values for its own checkpoint."""
+        return [place.model_dump(mode="json") for place in self._session.position()]
+
+    def spaces(self, timeout_s: float = 300.0) -> Spaces:
+        """Observation and action space of the fleet's env; waits for the first worker to tell them."""
+        deadline = connection.now() + timeout_s
+        while self._spaces is None and not self._session.spaces:
+            if connection.now() > deadline:
+                raise UnreachableError("worker", self.endpoint, timeout_s)
+            self.pump(0.1)
+        return self._known_spaces()
+
+    @property
+    def epoch(self) -> int:
+        """The learner epoch of this process's lease."""
+        return self._session.epoch
+
+    @property
+    def pending(self) -> int:
+        return len(self._session.arrivals) + len(self._ready)
+
+    @property
+    def redelivered(self) -> int:
+        return self._session.redelivered
+
+    def close(self) -> None:
+        """Leave. What was handed out and not committed goes to the next learner again."""
+        connection.leave(self)
+        connection.forget_token(self.endpoint, self.token)
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None and self.auto_commit:
+            self.commit()
+        self.close()
+
+    # -- the wire -----------------------------------------------------------------------------------------------------
+
+    def pump(self, wait_s: float = 0.0) -> None:
+        """Take what has arrived and send what is due, waiting up to `wait_s` for something to arrive."""
+        # What came while the user trained is taken before the session judges how long the broker has been silent.
+        self._take_all(0.0)
+        self._session.tick(connection.now(), waiting=wait_s > 0)
+        self._flush()
+        if wait_s > 0:
+            self._take_all(wait_s)
+            self._session.tick(connection.now())
+            self._flush()
+        if self._session.refusal is not None:
+            raise refusal(*self._session.refusal)
+        connection.pump_together(self)
+
+    def _take_all(self, wait_s: float) -> None:
+        for _ in range(_MAX_PUMPED):
+            frames = self._socket.receive(wait_s)
+            if frames is None:
+                break
+            wait_s = 0.0
+            self._receive(frames)
+
+    def _join(self, timeout_s: float) -> None:
+        deadline = connection.now() + timeout_s
+        try:
+            while self._session.state is State.JOINING:
+                if connection.now() > deadline:
+                    raise UnreachableError("broker", self.endpoint, timeout_s)
+                self.pump(0.05)
+        except BaseException:
+            self.close()
+            raise
+
+    def _flush(self) -> None:
+        for message in self._session.take_outbox():
+            self._socket.send(message.frames())
+
+    def _receive(self, frames: list[memoryview]) -> None:
+        try:
+            kind, header = decode_header(frames)
+            if kind is MessageKind.BATCH:
+                self._session.receive_batch(read_batch_header(header), list(frames), connection.now())
+            elif kind in _CONTROL:
+                self._session.receive(read(_CONTROL[kind], header), connection.now())
+        except DecodeError as error:
+            if error.reason == "version_mismatch":
+                raise refusal(error.reason, f"broker at {self.endpoint}: {error.detail}") from error
+
+    # -- from arrivals to batches -------------------------------------------------------------------------------------
+
+    def _hand_out(self, ready: _Ready) -> ChunkBatch:
+        if ready.settles:
+            self._session.settle(ready.arrival, ready.committed, ready.dropped)
+        self.delivered += 1
+        return ready.batch
+
+    def _open(self, arrival: Arrival) -> None:
+        """Turn an arrival into batches that are ready to be handed out."""
+        if arrival.kind is ArrivalKind.END:
+            ended = self._episodes.pop(arrival.key, None)
+            markers = ended.end(arrival.reason) if ended is not None else None
+            if markers is not None:
+                self._ready.append(_Ready(markers, arrival))
+            return
+        episodes = self._episodes.setdefault(arrival.key, SourceEpisodes())
+        if arrival.kind is ArrivalKind.BATCH:
+            self._open_batch(arrival, episodes)
+        else:
+            episodes.gap_reason = arrival.reason
+            self._settle_lost(arrival, arrival.reason)
+
+    def _open_batch(self, arrival: Arrival, episodes: SourceEpisodes) -> None:
+        assert arrival.frames is not None
+        spaces = self._known_spaces()
+        try:
+            _, batch = decode_batch(arrival.frames, spaces.observation, spaces.action)
+        except DecodeError:
+            episodes.gap_reason = Drop.POISON
+            self._settle_lost(arrival, Drop.POISON)
+            return
+        sifted = episodes.take(batch)
+        committed, dropped = (sifted.batch.steps, len(sifted.batch)), {}
+        if sifted.left_out != (0, 0):
+            dropped = {Drop.GAP.value: sifted.left_out}
+            self.dropped[Drop.GAP] += sifted.left_out[0]
+        given = [part for part in (sifted.markers, sifted.batch) if part is not None and len(part)]
+        for part in given:
+            self._ready.append(_Ready(part, arrival, committed, dropped, settles=part is given[-1]))
+        if not given:
+            self._session.settle(arrival, committed, dropped)
+
+    def _settle_lost(self, arrival: Arrival, reason: str) -> None:
+        if arrival.batch is not None:
+            self.dropped[reason] += arrival.batch.steps
+            self._session.settle(arrival, (0, 0), {reason: (arrival.batch.steps, arrival.batch.chunks)})
+
+    def _known_spaces(self) -> Spaces:
+        if self._spaces is None:
+            told = self._session.spaces
+            self._spaces = Spaces(
+                observation=space_from_json(told.get("observation")), action=space_from_json(told.get("action"))
+            )
+        return self._spaces
+
+    def _check_stall(self, waited_s: float) -> None:
+        """Everybody waits for everybody: say so rather than wait for ever."""
+        self._waited_s += waited_s
+        status, uncommitted = self._session.status, self._session.uncommitted()
+        blocked = status is not None and 0 < status.workers == status.workers_blocked
+        blocked = blocked and self._session.state is State.ACTIVE
+        if uncommitted and blocked and self._waited_s > _STALL_S:
+            raise WindowStalledError(uncommitted, self._waited_s)

@@ -1,0 +1,90 @@
+"""Envs for fleets under test: some fail, some have observations of other kinds. Named to workers as "faulty_envs:...". """
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+
+class Failing(gym.Wrapper[Any, Any, Any, Any]):
+    """Raises in `step` after every `period` steps of its life."""
+
+    def __init__(self, env: gym.Env[Any, Any], period: int) -> None:
+        super().__init__(env)
+        self._left = period
+
+    def step(self, action: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise RuntimeError("the simulator diverged")
+        return super().step(action)
+
+
+def three_of_eight(context: Any) -> gym.Env[Any, Any]:
+    """CartPole; sub-envs 1, 4 and 6 fail every few hundred steps."""
+    env = gym.make("CartPole-v1")
+    return Failing(env, 200 + 37 * context.vector_index) if context.vector_index in (1, 4, 6) else env
+
+
+def always_failing(context: Any) -> gym.Env[Any, Any]:
+    """CartPole that never makes a step."""
+    return Failing(gym.make("CartPole-v1"), 0)
+
+
+class Sensors(gym.Env[Any, Any]):
+    """Dict observations: a vector, a counter, and a nested tuple."""
+
+    observation_space = gym.spaces.Dict(
+        {
+            "position": gym.spaces.Box(-1, 1, (3,), np.float32),
+            "gear": gym.spaces.Discrete(4),
+            "panel": gym.spaces.Tuple((gym.spaces.MultiBinary(5), gym.spaces.Box(0, 255, (2, 2), np.uint8))),
+        }
+    )
+    action_space = gym.spaces.MultiDiscrete([2, 3])
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self._steps = 0
+        return self._observe(), {}
+
+    def step(self, action: Any) -> Any:
+        self._steps += 1
+        return self._observe(), float(action[0]), self._steps >= 20, False, {"gear": int(action[1])}
+
+    def _observe(self) -> Any:
+        rng = self.np_random
+        return {
+            "position": rng.uniform(-1, 1, 3).astype(np.float32),
+            "gear": int(rng.integers(4)),
+            "panel": (rng.integers(0, 2, 5).astype(np.int8), rng.integers(0, 256, (2, 2)).astype(np.uint8)),
+        }
+
+
+def sensors(context: Any) -> gym.Env[Any, Any]:
+    return Sensors()
+
+
+class Pixels(gym.Env[Any, Any]):
+    """Random images of the size that Atari policies see."""
+
+    observation_space = gym.spaces.Box(0, 255, (84, 84, 4), np.uint8)
+    action_space = gym.spaces.Discrete(6)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self._steps = 0
+        return self._observe(), {}
+
+    def step(self, action: Any) -> Any:
+        self._steps += 1
+        return self._observe(), 1.0, False, self._steps >= 50, {}
+
+    def _observe(self) -> Any:
+        return self.np_random.integers(0, 256, (84, 84, 4), np.uint8)
+
+
+def pixels(context: Any) -> gym.Env[Any, Any]:
+    return Pixels()

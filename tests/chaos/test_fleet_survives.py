@@ -1,0 +1,137 @@
+"""While a fleet trains, its processes are killed and stopped by real signals. Each test ends with the same three looks:
+the fleet went on to its goal, its books balance, and what happened is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.learner_stub import EpisodeStream
+from headrace.schemas.errors import HeadraceError
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from running_fleet import RunningFleet
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(150)]
+
+SMALL = ("--workers", "2", "--num-envs", "8")
+
+
+def assert_goal_and_books(fleet: RunningFleet, result: dict[str, Any]) -> None:
+    """Progress to the goal, and an audit that finds nothing."""
+    assert result["returncode"] == 0, result["stderr"]
+    assert result["goal_reached"] is True
+    assert result["balanced"] is True
+    audit = fleet.audit()
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+
+
+@pytest.mark.parametrize("role", ["worker", "broker", "learner", "redis"])
+def test_a_kill_of_any_role_is_survived_and_named(tmp_path: Path, role: str) -> None:
+    with RunningFleet(tmp_path, *SMALL, "--until-return", "250") as fleet:
+        fleet.wait_for(lambda: fleet.steps() > 3_000, "training has begun")
+        fleet.send(signal.SIGKILL, role)
+        result = fleet.finish()
+    assert_goal_and_books(fleet, result)
+    assert result["restarts"] == {"worker": 0, "broker": 0, "learner": 0, "redis": 0} | {role: 1}
+    if role != "worker":
+        assert result["ledger"]["dropped"] == {}, "only a worker's death may lose anything"
+
+
+def test_every_role_killed_one_after_another(tmp_path: Path) -> None:
+    with RunningFleet(tmp_path, *SMALL, "--until-steps", "100000") as fleet:
+        reached = 8_000
+        for role in ("broker", "worker", "learner", "redis", "broker"):
+            fleet.wait_for(lambda: fleet.steps() > reached, f"{reached} steps")  # noqa: B023 - asked at once
+            fleet.send(signal.SIGKILL, role)
+            reached += 8_000
+        result = fleet.finish()
+    assert_goal_and_books(fleet, result)
+    assert result["restarts"] == {"worker": 1, "broker": 2, "learner": 1, "redis": 1}
+    assert set(result["ledger"]["dropped"]) <= {"worker_killed", "broker_lost"}
+
+
+class Consumer(threading.Thread):
+    """A learner that takes every batch at once, so that workers are sampling nearly all the time."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(daemon=True)
+        self.endpoint = endpoint
+        self.stop = threading.Event()
+
+    def run(self) -> None:
+        try:
+            with EpisodeStream(self.endpoint) as stream:
+                while not self.stop.is_set():
+                    stream.next(timeout_s=0.1)
+        except HeadraceError:
+            return
+
+
+def test_a_worker_stopped_beyond_its_lease_is_replaced_and_its_late_frames_are_fenced(tmp_path: Path) -> None:
+    settings = {
+        "learner.enabled": "false",
+        "worker.random_actions_before_weights": "true",
+        "broker.lease_s": "1.5",
+        "broker.heartbeat_interval_s": "0.3",
+        "sampling.rollout_fragment_length": "512",
+        "supervisor.zombie_grace_s": "60",
+    }
+    sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    with RunningFleet(tmp_path, *SMALL, *sets) as fleet:
+        fleet.wait_for(lambda: (tmp_path / "broker.json").exists(), "the broker serves")
+        consumer = Consumer(fleet.endpoint("learner"))
+        consumer.start()
+        fleet.wait_for(lambda: _accepted(fleet, 0, 1) and _accepted(fleet, 1, 1), "both workers deliver")
+        zombie = fleet.send(signal.SIGSTOP, "worker", slot=0)
+        fleet.wait_for(lambda: _accepted(fleet, 0, 2), "the replacement delivers")
+        os.kill(zombie, signal.SIGCONT)
+        fleet.wait_for(lambda: _closed(fleet, 0, 1), "the zombie's books are closed")
+        before = fleet.steps()
+        fleet.wait_for(lambda: fleet.steps() > before, "the fleet goes on")
+        fleet.terminate()
+        result = fleet.finish()
+        consumer.stop.set()
+        consumer.join(10)
+    assert result["balanced"] is True
+    assert fleet.audit().returncode == 0
+    lost = result["ledger"]["dropped"].get("fenced", [0, 0])[0] + result["ledger"]["discarded"].get("fenced", 0)
+    assert lost > 0, "a worker stopped while it sampled has late steps, and they must be counted as fenced"
+    assert result["restarts"]["worker"] == 1
+
+
+def _row(fleet: RunningFleet, slot: int, incarnation: int) -> Any:
+    snapshot = fleet.snapshot()
+    return snapshot.rows.get((slot, incarnation)) if snapshot else None
+
+
+def _accepted(fleet: RunningFleet, slot: int, incarnation: int) -> bool:
+    row = _row(fleet, slot, incarnation)
+    return row is not None and row.accepted[0] > 0
+
+
+def _closed(fleet: RunningFleet, slot: int, incarnation: int) -> bool:
+    row = _row(fleet, slot, incarnation)
+    return row is not None and row.closed
+
+
+def test_three_of_eight_envs_that_fail_all_the_time_cost_only_their_own_steps(tmp_path: Path) -> None:
+    with RunningFleet(tmp_path, *SMALL, "--env", "faulty_envs:three_of_eight", "--until-steps", "40000") as fleet:
+        result = fleet.finish()
+    assert_goal_and_books(fleet, result)
+    assert set(result["ledger"]["discarded"]) == {"env_exception"}
+    assert result["restarts"]["worker"] == 0
+
+
+def test_an_env_that_always_fails_ends_in_a_typed_error(tmp_path: Path) -> None:
+    with RunningFleet(tmp_path, *SMALL, "--env", "faulty_envs:always_failing", "--until-steps", "40000") as fleet:
+        result = fleet.finish()
+    assert result["returncode"] == 13, result["stderr"]
+    assert "the simulator diverged" in result["stderr"]

@@ -1,0 +1,88 @@
+"""One child: its session, its signals, its log and its death with its parent."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from headrace.deploy.child import Child, describe_end
+
+DEADLINE_S = 20.0
+
+
+def ended(child: Child) -> int:
+    readable, _, _ = select.select([child.pidfd], [], [], DEADLINE_S)
+    assert readable, "the child did not end"
+    return child.reap()
+
+
+def python(script: str, log: Path) -> Child:
+    return Child([sys.executable, "-c", script], log)
+
+
+def test_output_and_errors_go_to_the_log_and_the_last_error_is_found(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert ended(python("print('error: of an earlier life')", log)) == 0
+    child = python("import sys; print('one'); print('error: it broke', file=sys.stderr); sys.exit(5)", log)
+    assert ended(child) == 5
+    assert child.last_error() == "it broke"
+    assert "one" in child.log_lines(5)
+    assert "error: of an earlier life" not in child.log_lines(5)
+    assert "earlier life" in log.read_text()
+
+
+def test_a_child_has_a_session_of_its_own_and_no_stdin(tmp_path: Path) -> None:
+    script = "import os, sys; print(os.getsid(0) == os.getpid(), repr(sys.stdin.read()))"
+    child = python(script, tmp_path / "log")
+    assert ended(child) == 0
+    assert child.log_lines(1) == ["True ''"]
+
+
+def test_signals_after_the_end_reach_nobody(tmp_path: Path) -> None:
+    child = python("pass", tmp_path / "log")
+    select.select([child.pidfd], [], [], DEADLINE_S)
+    child.send(signal.SIGKILL)
+    assert child.reap() == 0
+    child.send(signal.SIGKILL)
+
+
+def test_a_program_that_does_not_exist_says_so_in_the_log(tmp_path: Path) -> None:
+    child = Child(["/no/such/program"], tmp_path / "log")
+    assert ended(child) == 1
+    assert child.last_error() == "/no/such/program cannot be run: No such file or directory"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_children_die_with_their_parent(tmp_path: Path, number: signal.Signals) -> None:
+    """The parent is killed without a chance to say anything; its child, deaf to SIGTERM, ends nevertheless."""
+    grandchild = "import signal; signal.signal(15, signal.SIG_IGN); print('up', flush=True)\nwhile True: signal.pause()"
+    script = f"""
+        import sys, signal, pathlib
+        from headrace.deploy.child import Child
+        child = Child([sys.executable, "-c", {grandchild!r}], pathlib.Path({str(tmp_path / "log")!r}))
+        while "up" not in child.log_path.read_text():
+            pass
+        print(child.pid, flush=True)
+        signal.pause()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pidfd = os.pidfd_open(int(parent.stdout.readline()))
+        parent.send_signal(number)
+        readable, _, _ = select.select([pidfd], [], [], DEADLINE_S)
+        os.close(pidfd)
+    assert readable, "the child outlived its parent"
+
+
+def test_ends_are_described_in_words() -> None:
+    assert describe_end(-9) == "signal SIGKILL"
+    assert describe_end(4) == "exit code 4 (ENV)"
+    assert describe_end(77) == "exit code 77"

@@ -1,0 +1,145 @@
+"""The command as people type it: help, one-sentence errors with exit codes, ps, doctor, audit."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+
+from headrace.deploy.fleet_file import FleetFile, ProcessEntry
+from headrace.schemas.errors import ExitCode
+
+COMMANDS = ("up", "worker", "broker", "learner", "ps", "audit", "doctor")
+
+
+def headrace(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "headrace.deploy", *arguments]
+    return subprocess.run(
+        command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def assert_one_sentence(result: subprocess.CompletedProcess[str], code: ExitCode, *parts: str) -> None:
+    assert result.returncode == code
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    for part in parts:
+        assert part in errors[0]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_ends_with_examples_that_can_be_pasted(command: str) -> None:
+    result = headrace(command, "--help")
+    assert result.returncode == 0
+    examples = result.stdout.rpartition("Examples:")[2].split("\n")
+    assert [line for line in examples if line.startswith(f"    headrace {command}")]
+
+
+def test_version() -> None:
+    assert headrace("--version").stdout.startswith("headrace 0.")
+
+
+def test_an_unknown_option_is_a_usage_error() -> None:
+    assert headrace("up", "--wrokers", "3").returncode == ExitCode.USAGE
+
+
+def test_an_unknown_key_in_the_file_names_file_and_nearest_key(tmp_path: Path) -> None:
+    (tmp_path / "fleet.toml").write_text("[sampling]\nnum_env = 3\n")
+    result = headrace("up", "--config", "fleet.toml", cwd=tmp_path)
+    assert_one_sentence(result, ExitCode.CONFIG, "sampling.num_env: unknown key", "sampling.num_envs", "fleet.toml")
+    assert_one_sentence(headrace("up", "--config", "nope.toml", cwd=tmp_path), ExitCode.CONFIG, "cannot be read")
+
+
+def test_a_bad_value_from_the_environment_names_the_variable() -> None:
+    result = headrace("up", HEADRACE_FLEET__WORKERS="many")
+    assert_one_sentence(result, ExitCode.CONFIG, "fleet.workers", "'many'", "environment HEADRACE_FLEET__WORKERS")
+
+
+def test_no_access_to_the_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (str(tmp_path / "file"), str(tmp_path / "file" / "below"), "/proc/nowhere"):
+        assert_one_sentence(
+            headrace("up", "--run-dir", place), ExitCode.RUN_DIR, place, "choose another with --run-dir"
+        )
+
+
+def test_a_redis_that_does_not_answer(tmp_path: Path, free_port: int) -> None:
+    url = f"redis://:secret@127.0.0.1:{free_port}/0"
+    result = headrace("up", "--run-dir", str(tmp_path), "--redis-url", url, "--json")
+    assert_one_sentence(result, ExitCode.REDIS_UNAVAILABLE, f"127.0.0.1:{free_port}", "--redis-url")
+    assert "secret" not in result.stderr
+    found = orjson.loads(result.stdout)
+    assert (found["exit_code"], found["goal_reached"]) == (ExitCode.REDIS_UNAVAILABLE, False)
+
+
+def test_debug_shows_the_traceback_as_well(tmp_path: Path) -> None:
+    for result in (
+        headrace("ps", "--run-dir", str(tmp_path), "--debug"),
+        headrace("ps", "--run-dir", str(tmp_path), HEADRACE_DEBUG="1"),
+    ):
+        assert "Traceback" in result.stderr
+        assert result.returncode == ExitCode.RUN_DIR
+
+
+@pytest.mark.parametrize("command", ["ps", "audit", "worker", "learner"])
+def test_a_directory_without_a_fleet(tmp_path: Path, command: str) -> None:
+    assert_one_sentence(headrace(command, "--run-dir", str(tmp_path)), ExitCode.RUN_DIR, str(tmp_path), "fleet.json")
+
+
+def test_a_worker_must_know_its_fleet(tmp_path: Path) -> None:
+    result = headrace("worker", "--endpoint", "tcp://127.0.0.1:1", "--run-dir", str(tmp_path))
+    assert_one_sentence(result, ExitCode.CONFIG, "--fleet-id")
+
+
+def test_ps_tells_who_lives(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    processes = [
+        ProcessEntry(name="broker", role="broker", incarnation=1, pid=os.getpid(), started=0.0),
+        ProcessEntry(name="worker-0", role="worker", slot=0, incarnation=3, pid=gone.pid, started=0.0, restarts=2),
+    ]
+    page = FleetFile(fleet_id="f-1", state="running", supervisor_pid=os.getpid(), processes=processes)
+    page.write(tmp_path / "fleet.json")
+    rows = {
+        row["name"]: row
+        for row in orjson.loads(headrace("ps", "--json", "--run-dir", str(tmp_path)).stdout)["processes"]
+    }
+    assert (rows["broker"]["alive"], rows["worker-0"]["alive"]) == (True, False)
+    assert (rows["worker-0"]["slot"], rows["worker-0"]["incarnation"], rows["worker-0"]["restarts"]) == (0, 3, 2)
+    text = headrace("ps", "--run-dir", str(tmp_path), COLUMNS="200").stdout
+    assert "fleet f-1: running" in text
+    assert "running, but gone" in text
+
+
+def test_print_config_needs_no_fleet() -> None:
+    result = headrace("up", "--print-config", "--workers", "5")
+    assert result.returncode == 0
+    assert "workers = 5" in result.stdout
+
+
+def test_doctor_finds_this_machine_fit_and_a_taken_port_not(tmp_path: Path) -> None:
+    fit = headrace("doctor", "--run-dir", str(tmp_path / "new"), "--json")
+    assert fit.returncode == 0, fit.stdout
+    assert orjson.loads(fit.stdout)["fit"] is True
+    assert not (tmp_path / "new").exists()
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        sick = headrace("doctor", "--run-dir", str(tmp_path), "--set", f"broker.worker_port={port}")
+    assert sick.returncode == 1
+    (line,) = [line for line in sick.stdout.splitlines() if line.startswith("fail")]
+    assert "worker_port" in line
+    assert "choose another broker.worker_port" in line
+
+
+def test_doctor_says_when_redis_does_not_answer(tmp_path: Path, free_port: int) -> None:
+    result = headrace("doctor", "--run-dir", str(tmp_path), "--redis-url", f"redis://127.0.0.1:{free_port}/0")
+    assert result.returncode == 1
+    assert "fail  redis server" in result.stdout

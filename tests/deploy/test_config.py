@@ -1,0 +1,102 @@
+"""fleet.toml, --print-config, --set, and what bad input ends with."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+
+import orjson
+import pytest
+
+from headrace.deploy.commands import child_environment
+from headrace.deploy.config_print import print_config, to_toml
+from headrace.deploy.options import describe_origin, resolve
+from headrace.schemas.config import FleetConfig, known_keys, load_config
+from headrace.schemas.errors import ConfigError
+
+SAMPLE = Path(str(files("headrace.deploy").joinpath("fleet.toml")))
+
+
+def test_the_sample_file_is_the_defaults() -> None:
+    config, _ = load_config(SAMPLE, environ={})
+    assert config == FleetConfig()
+
+
+def test_the_sample_file_shows_every_option_with_a_comment() -> None:
+    shown, section = set(), ""
+    for line in SAMPLE.read_text().splitlines():
+        if match := re.fullmatch(r"\[(\w+)\]", line):
+            section = match[1]
+        elif match := re.match(r"(?:# )?(\w+) = \S.*? +# \S", line):
+            shown.add(f"{section}.{match[1]}")
+    assert shown == set(known_keys())
+
+
+def test_print_config_is_a_config_file_that_means_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HEADRACE_BROKER__LEASE_S", "7.5")
+    path = tmp_path / "mine.toml"
+    path.write_text('[sampling]\nenv_config = {size = 3, "odd key" = [1, "a\\"b"]}\n')
+    config, origins = resolve(path, ["learner.gamma=0.9", "fleet.fleet_id=abc"], {"sampling.num_envs": 4})
+    text = print_config(config, origins)
+    again = tmp_path / "again.toml"
+    again.write_text(text)
+    assert load_config(again, environ={})[0] == config
+    assert re.search(r"^num_envs = 4 +# flag$", text, re.M)
+    assert re.search(r"^gamma = 0.9 +# flag$", text, re.M)
+    assert re.search(r"^lease_s = 7.5 +# environment HEADRACE_BROKER__LEASE_S$", text, re.M)
+    assert re.search(rf"^env_config = .* +# {re.escape(str(path))}$", text, re.M)
+    assert re.search(r"^epochs = 10 +# default$", text, re.M)
+    assert describe_origin(path, origins) == f"{path} + 1 from the environment + 3 flags"
+
+
+def test_print_config_shows_no_password() -> None:
+    config, origins = resolve(None, ["redis.url=redis://:secret@127.0.0.1:6379/0"], {})
+    text = print_config(config, origins)
+    assert "secret" not in text
+    assert tomllib.loads(text)["redis"]["url"].endswith("@127.0.0.1:6379/0")
+
+
+def test_flags_win_over_set_and_none_is_not_given() -> None:
+    config, _ = resolve(
+        None, ["sampling.num_envs=3", "sampling.seed=1"], {"sampling.num_envs": 5, "sampling.seed": None}
+    )
+    assert (config.sampling.num_envs, config.sampling.seed) == (5, 1)
+
+
+@pytest.mark.parametrize("text", ["sampling.num_envs", "num_envs=3", "=3"])
+def test_set_wants_section_key_value(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not SECTION\.KEY=VALUE"):
+        resolve(None, [text], {})
+
+
+def test_an_unknown_key_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"sampling.num_env: unknown key; did you mean sampling.num_envs"):
+        resolve(None, ["sampling.num_env=3"], {})
+
+
+def test_children_get_the_resolved_values_whatever_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A flag beats HEADRACE_...; a child that read both from file and environment would see it the other way round."""
+    monkeypatch.setenv("HEADRACE_SAMPLING__NUM_ENVS", "4")
+    monkeypatch.setenv("HEADRACE_DEBUG", "1")
+    config, _ = resolve(None, ["learner.target_kl=null"], {"sampling.num_envs": 9})
+    path = tmp_path / "config.json"
+    path.write_bytes(orjson.dumps(config.model_dump(mode="json")))
+    environment = child_environment(1)
+    assert environment["HEADRACE_DEBUG"] == "1"
+    assert load_config(path, environ=environment)[0] == config
+
+
+def test_blas_threads_are_pinned_unless_the_user_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    environment = child_environment(1)
+    assert (environment["OMP_NUM_THREADS"], environment["OPENBLAS_NUM_THREADS"]) == ("3", "1")
+
+
+@pytest.mark.parametrize("value", [True, 1, 1.5, 'a "b" \\ c\n', [1, [2]], {"a": {"b c": 1}}, {}, [], 1e-9])
+def test_values_survive_toml(value: object) -> None:
+    assert tomllib.loads(f"x = {to_toml(value)}")["x"] == value

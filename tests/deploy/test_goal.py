@@ -1,0 +1,113 @@
+"""Goals, views and summaries: what is judged and what is shown."""
+
+from __future__ import annotations
+
+import io
+
+import orjson
+import pytest
+
+from headrace.deploy.goal import Goal, Numbers
+from headrace.deploy.progress import Progress, View, weights_lag
+from headrace.deploy.redis_view import Snapshot
+from headrace.deploy.summary import Summary, conclude, ledger_table, print_summary
+from headrace.schemas.errors import HeadraceError
+from headrace.schemas.ledger import FleetLedger
+
+START = Numbers(steps=1000, episodes=50, mean_return=480.0, window=100)
+BOOKS = FleetLedger(
+    stepped=100, committed=(60, 6), queued=20, dropped={"stale": (15, 2)}, discarded={"worker_killed": 5}
+)
+
+
+def test_a_return_counts_over_a_hundred_episodes_only() -> None:
+    goal = Goal(until_return=475.0)
+    assert not goal.reached(Numbers(2000, 99, 500.0, 99), Numbers())
+    assert goal.reached(Numbers(2000, 100, 475.0, 100), Numbers())
+    assert not goal.reached(Numbers(2000, 100, 474.9, 100), Numbers())
+    assert not goal.reached(Numbers(2000, 0, None, 0), Numbers())
+
+
+def test_numbers_of_an_earlier_run_reach_no_goal() -> None:
+    assert not Goal(until_return=475.0).reached(START, START)
+    assert not Goal(until_steps=500).reached(START, START)
+    assert Goal(until_steps=500).reached(Numbers(steps=1001), START)
+
+
+def test_without_a_goal_nothing_is_reached_or_late() -> None:
+    assert not Goal().reached(Numbers(10**9, 10**6, 1e9, 100), Numbers())
+    assert not Goal().late(1e9)
+    assert Goal(timeout_s=5.0).late(5.0)
+
+
+def test_a_negative_mean_return_is_a_number_and_none_is_absent() -> None:
+    assert Numbers.of({"episode_return_mean": -200.0, "episodes_window": 3.0}, {}).mean_return == -200.0
+    assert Numbers.of({"episode_return_mean": 0.0, "episodes_window": 0.0}, {}).mean_return is None
+
+
+def test_weights_lag_is_that_of_the_worker_furthest_behind() -> None:
+    workers = {0: {"weights_behind": 2}, 1: {"weights_behind": 5}, 2: {"weights_behind": -1}, 3: {}}
+    assert weights_lag(Snapshot(workers=workers)) == 5
+    assert weights_lag(Snapshot()) == 0
+
+
+def test_without_a_terminal_progress_is_a_line_every_few_seconds() -> None:
+    stream = io.StringIO()
+    view = View(
+        12.0, START, Goal(until_return=475.0), steps_per_s=8200.0, weights=(2, 3), restarts={"worker": 1, "broker": 0}
+    )
+    with Progress(stream) as progress:
+        progress.show(view)
+        progress.show(view)
+    (line,) = stream.getvalue().splitlines()
+    for part in (
+        "env steps 1,000 (8,200/s)",
+        "mean return 480.0 over 100 of 475",
+        "restarts worker 1",
+        "weights 2/3 (lag 0)",
+    ):
+        assert part in line
+
+
+def test_numbers_that_are_old_say_so() -> None:
+    rows = dict(View(1.0, Numbers(), Goal(), redis_age_s=7.0).rows())
+    assert rows["Redis"] == "silent for 7 s, numbers are old"
+
+
+def summary_of(ledger: FleetLedger | None, failure: HeadraceError | None = None) -> Summary:
+    return conclude(
+        fleet_id="f",
+        run_dir="/r",
+        seconds=2.0,
+        start=START,
+        end=Numbers(steps=3000, episodes=70, mean_return=470.0, window=100),
+        at_goal=Numbers(steps=2900, episodes=69, mean_return=475.5, window=100),
+        restarts={"worker": 1},
+        weights_seq=4,
+        ledger=ledger,
+        failure=failure,
+    )
+
+
+def test_the_mean_return_is_that_of_the_moment_the_goal_was_reached() -> None:
+    found = orjson.loads(summary_of(BOOKS).as_json())
+    assert found["mean_return"] == 475.5
+    assert found["rates"] == {"env_steps_per_s": 1000.0, "episodes_per_s": 10.0}
+    assert (found["steps"], found["balanced"], found["exit_code"], found["error"]) == (100, True, 0, None)
+    assert found["ledger"]["discarded"] == {"worker_killed": 5}
+
+
+def test_a_ledger_nobody_could_read_is_not_called_balanced() -> None:
+    found = orjson.loads(summary_of(None, HeadraceError("it broke")).as_json())
+    assert (found["ledger"], found["balanced"], found["steps"]) == (None, None, 3000)
+    assert (found["error"], found["exit_code"]) == ("it broke", 1)
+
+
+@pytest.mark.parametrize(("queued", "says"), [(20, "adds up"), (19, "does NOT add up: +1 steps")])
+def test_the_final_table_names_every_loss_and_says_whether_it_adds_up(queued: int, says: str) -> None:
+    stream = io.StringIO()
+    print_summary(summary_of(BOOKS.model_copy(update={"queued": queued})), stream)
+    text = stream.getvalue()
+    for part in ("dropped: stale", "discarded: worker_killed", "475.5 over the last 100", says):
+        assert part in text
+    assert ledger_table(BOOKS).row_count == 5

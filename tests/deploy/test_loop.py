@@ -1,0 +1,51 @@
+"""The event loop and the stop signals it waits for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from headrace.deploy.loop import Loop
+from headrace.deploy.stop_signals import StopSignals
+
+
+def test_timers_fire_in_order_and_not_once_cancelled() -> None:
+    loop, fired = Loop(), []
+    loop.call_later(0.02, lambda: fired.append("second"))
+    loop.call_later(0.01, lambda: fired.append("first"))
+    loop.call_later(0.015, lambda: fired.append("never")).cancel()
+    assert loop.turn_until(lambda: len(fired) == 2, 10.0)
+    assert fired == ["first", "second"]
+
+
+def test_a_source_forgotten_within_the_same_turn_is_not_called() -> None:
+    loop, called = Loop(), []
+    pipes = [os.pipe(), os.pipe()]
+    for reader, writer in pipes:
+        os.write(writer, b"x")
+        others = [r for r, _ in pipes if r != reader]
+        loop.watch(reader, lambda r=reader, o=others[0]: (called.append(r), loop.forget(o)))  # type: ignore[misc]
+    loop.turn(10.0)
+    assert len(called) == 1
+    for pipe in pipes:
+        os.close(pipe[0])
+        os.close(pipe[1])
+
+
+def test_turn_until_gives_up_at_its_deadline() -> None:
+    assert not Loop().turn_until(lambda: False, 0.05)
+
+
+def test_a_signal_ends_the_wait_and_is_counted() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignals() as signals:
+        loop = Loop()
+        loop.watch(signals.fd, signals.clear)
+        for count in (1, 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            began = time.monotonic()
+            loop.turn(30.0)
+            assert signals.count == count
+            assert time.monotonic() - began < 25.0
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -1,0 +1,169 @@
+"""Deaths are told to the broker until it says that it knows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from headrace.deploy.loop import Loop
+from headrace.deploy.obituaries import Obituaries, reason_of, write_obituary
+from headrace.schemas.ledger import WorkerTotals
+from headrace.schemas.messages import Ack, HeldBatch, Obituary, read, read_hello
+from headrace.schemas.recorder import Recorder
+from headrace.schemas.wire import MessageKind, decode_header
+
+DEADLINE_S = 20.0
+FLEET = "fleet-t"
+
+
+class Registrar:
+    """The broker's part: takes obituaries at its endpoint and answers those it is told to answer."""
+
+    def __init__(self, loop: Loop, port: int = 0, *, answer: bool = True, closed: bool = True) -> None:
+        self.loop = loop
+        self.answer = answer
+        self.closed = closed
+        self.taken: list[Obituary] = []
+        self.socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.bind(f"tcp://127.0.0.1:{port or '*'}")
+        self.endpoint = self.socket.get(zmq.LAST_ENDPOINT).decode()
+        loop.watch(self.socket, self.receive)
+
+    def receive(self) -> None:
+        peer, *frames = self.socket.recv_multipart()
+        kind, header = decode_header(frames)
+        if kind is MessageKind.HELLO:
+            assert read_hello(header).model_dump()["fleet_id"] == FLEET
+            return
+        obituary = read(Obituary, header)
+        self.taken.append(obituary)
+        if self.answer:
+            ack = Ack(slot=obituary.slot, incarnation=obituary.incarnation, closed=self.closed)
+            self.socket.send_multipart([peer, *ack.frames()])
+
+    def close(self) -> None:
+        self.loop.forget(self.socket)
+        self.socket.close()
+
+
+@pytest.fixture
+def loop() -> Loop:
+    return Loop()
+
+
+@pytest.fixture
+def registrar(loop: Loop) -> Iterator[Registrar]:
+    made = Registrar(loop)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def obituaries(loop: Loop, registrar: Registrar, tmp_path: Path) -> Iterator[Obituaries]:
+    made = Obituaries(loop, registrar.endpoint, FLEET, tmp_path)
+    yield made
+    made.close()
+
+
+def leave_a_recorder(recorders: Path, slot: int, incarnation: int) -> Path:
+    """The recorder of a worker that has stepped 30, shipped one batch of 20 and has 10 open."""
+    path = recorders / f"worker-{slot}-{incarnation}.rec"
+    recorder = Recorder(path, slot, incarnation)
+    totals = WorkerTotals(seq=1, stepped=30, open=10, shipped=20, shipped_chunks=2)
+    recorder.totals(totals, HeldBatch(seq=1, steps=20, chunks=2))
+    recorder.close()
+    return path
+
+
+def test_an_obituary_says_what_the_recorder_holds(
+    loop: Loop, registrar: Registrar, obituaries: Obituaries, tmp_path: Path
+) -> None:
+    path = leave_a_recorder(tmp_path, 3, 2)
+    obituaries.tell(write_obituary(tmp_path, 3, 2, "worker_killed"))
+    assert loop.turn_until(obituaries.all_told, DEADLINE_S)
+    (taken,) = registrar.taken
+    assert (taken.slot, taken.incarnation, taken.reason) == (3, 2, "worker_killed")
+    assert (taken.totals.stepped, taken.totals.open) == (30, 10)
+    assert taken.window == [HeldBatch(seq=1, steps=20, chunks=2)]
+    assert not path.exists()
+
+
+def test_a_worker_that_died_before_its_first_step_left_nothing(tmp_path: Path) -> None:
+    assert write_obituary(tmp_path, 0, 1, "worker_killed").totals == WorkerTotals()
+
+
+def test_it_is_repeated_until_acknowledged_and_the_recorder_kept_so_long(
+    loop: Loop, registrar: Registrar, obituaries: Obituaries, tmp_path: Path
+) -> None:
+    path = leave_a_recorder(tmp_path, 0, 1)
+    registrar.answer = False
+    obituaries.tell(write_obituary(tmp_path, 0, 1, "worker_killed"))
+    assert loop.turn_until(lambda: len(registrar.taken) >= 3, DEADLINE_S)
+    assert path.exists()
+    registrar.answer, registrar.closed = True, False
+    seen = len(registrar.taken)
+    assert loop.turn_until(lambda: len(registrar.taken) > seen, DEADLINE_S)
+    assert not obituaries.all_told(), "an Ack that does not close the books is not the answer"
+    registrar.closed = True
+    assert loop.turn_until(obituaries.all_told, DEADLINE_S)
+    assert not path.exists()
+
+
+def test_a_broker_that_comes_back_on_its_port_is_told(loop: Loop, tmp_path: Path) -> None:
+    first = Registrar(loop)
+    obituaries = Obituaries(loop, first.endpoint, FLEET, tmp_path)
+    first.close()
+    obituaries.tell(write_obituary(tmp_path, 0, 1, "worker_killed"))
+    assert not loop.turn_until(obituaries.all_told, 0.3)
+    second = Registrar(loop, int(first.endpoint.rpartition(":")[2]))
+    assert loop.turn_until(obituaries.all_told, DEADLINE_S)
+    obituaries.close()
+    second.close()
+
+
+def test_what_an_earlier_supervisor_left_untold_is_told(
+    loop: Loop, registrar: Registrar, obituaries: Obituaries, tmp_path: Path
+) -> None:
+    """Not so for a recorder whose writer still lives (this very process)."""
+    script = f"""
+import pathlib
+from headrace.schemas.recorder import Recorder
+Recorder(pathlib.Path({str(tmp_path / "worker-1-4.rec")!r}), 1, 4).close()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    alive = leave_a_recorder(tmp_path, 0, 7)
+    (tmp_path / "something else").touch()
+    obituaries.tell_left_over()
+    assert loop.turn_until(obituaries.all_told, DEADLINE_S)
+    assert [(o.slot, o.incarnation) for o in registrar.taken] == [(1, 4)]
+    assert alive.exists()
+
+
+def test_garbage_from_the_broker_is_survived(
+    loop: Loop, registrar: Registrar, obituaries: Obituaries, tmp_path: Path
+) -> None:
+    answers = iter([[b"garbage"], [b"", b"", os.urandom(64)]])
+
+    def receive() -> None:
+        peer, *_ = registrar.socket.recv_multipart()
+        if garbage := next(answers, None):
+            registrar.socket.send_multipart([peer, *garbage])
+        else:
+            loop.forget(registrar.socket)
+            loop.watch(registrar.socket, registrar.receive)
+
+    loop.forget(registrar.socket)
+    loop.watch(registrar.socket, receive)
+    obituaries.tell(write_obituary(tmp_path, 0, 1, "worker_killed"))
+    assert loop.turn_until(obituaries.all_told, DEADLINE_S)
+
+
+def test_reasons() -> None:
+    assert [reason_of(code, 12) for code in (0, 12, -9, 1)] == ["shutdown", "fenced", "worker_killed", "worker_killed"]

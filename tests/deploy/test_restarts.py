@@ -1,0 +1,43 @@
+"""Backoff and the crash-loop breaker."""
+
+from __future__ import annotations
+
+import random
+
+from headrace.deploy.restarts import RestartPolicy
+from headrace.schemas.config import SupervisorSection
+
+SECTION = SupervisorSection(
+    restart_backoff_s=1.0, restart_backoff_max_s=5.0, max_restarts_per_window=6, restart_window_s=60.0
+)
+
+
+def test_pauses_double_up_to_the_longest_and_are_jittered() -> None:
+    policy = RestartPolicy(SECTION, random.Random(1))
+    pauses = [policy.after_death(1.0) for _ in range(6)]
+    for pause, full in zip(pauses, (1.0, 2.0, 4.0, 5.0, 5.0, 5.0), strict=True):
+        assert pause is not None
+        assert full / 2 <= pause <= full
+    assert len(set(pauses)) == len(pauses)
+
+
+def test_the_budget_is_spent_by_short_lives_however_long_the_pauses() -> None:
+    policy = RestartPolicy(SECTION, random.Random(1))
+    assert all(policy.after_death(3.0) is not None for _ in range(6))
+    assert policy.after_death(3.0) is None
+    assert policy.deaths_in_window == 7
+
+
+def test_long_lives_never_spend_it_and_bring_the_pause_down_again() -> None:
+    policy = RestartPolicy(SECTION, random.Random(1))
+    for _ in range(3):
+        policy.after_death(1.0)
+    for _ in range(50):
+        pause = policy.after_death(61.0)
+        assert pause is not None
+        assert pause <= 1.0
+
+
+def test_no_restarts_at_all_can_be_asked_for() -> None:
+    section = SupervisorSection(max_restarts_per_window=0)
+    assert RestartPolicy(section, random.Random(0)).after_death(1e6) is None

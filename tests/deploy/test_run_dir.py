@@ -1,0 +1,112 @@
+"""The run directory and the fleet's page in it."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import orjson
+import pytest
+
+from headrace.deploy.book import Book
+from headrace.deploy.fleet_file import read_addresses, read_fleet_file
+from headrace.deploy.run_dir import RunDir
+from headrace.deploy.supervisor import Role
+from headrace.schemas.errors import ExitCode, RunDirError
+
+if TYPE_CHECKING:
+    from tests.deploy.conftest import Nursery
+
+
+def test_two_fleets_cannot_share_a_directory(tmp_path: Path) -> None:
+    with (
+        RunDir(tmp_path),
+        pytest.raises(RunDirError, match=rf"another fleet runs in it .*{os.getpid()}"),
+        RunDir(tmp_path),
+    ):
+        pass
+    with RunDir(tmp_path):
+        pass
+
+
+def test_a_fleet_that_was_killed_leaves_no_lock(tmp_path: Path) -> None:
+    script = f"""
+import os, pathlib
+from headrace.deploy.run_dir import RunDir
+with RunDir(pathlib.Path({str(tmp_path)!r})):
+    os.kill(os.getpid(), 9)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
+    with RunDir(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("place", ["file/in/the/way", "/proc/nowhere"])
+def test_a_directory_that_cannot_be_used_is_one_typed_error(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunDirError, match=r"cannot be used.*--run-dir") as caught, RunDir(tmp_path / place):
+        pass
+    assert caught.value.exit_code is ExitCode.RUN_DIR
+
+
+def test_fleet_id_and_incarnations_go_on_from_an_earlier_fleet(tmp_path: Path) -> None:
+    with RunDir(tmp_path) as run_dir:
+        first = Book(run_dir, "", None)
+        assert [first.next_incarnation("worker-0") for _ in range(3)] == [1, 2, 3]
+    (tmp_path / "recorders" / "worker-1-9.rec").touch()
+    with RunDir(tmp_path) as run_dir:
+        second = Book(run_dir, "", None)
+    assert second.page.fleet_id == first.page.fleet_id
+    assert second.next_incarnation("worker-0") == 4
+    assert second.next_incarnation("worker-1") == 10
+    assert Book(run_dir, "of-my-own", None).page.fleet_id == "of-my-own"
+
+
+def test_a_damaged_fleet_file_is_one_typed_error(tmp_path: Path) -> None:
+    for content in (b"{", b"[]", b'{"fleet_id": 7}'):
+        (tmp_path / "fleet.json").write_bytes(content)
+        with pytest.raises(RunDirError, match="damaged"):
+            read_fleet_file(tmp_path / "fleet.json")
+
+
+def test_fleet_json_is_private_and_true_while_processes_come_and_go(tmp_path: Path, nursery: Nursery) -> None:
+    with RunDir(tmp_path / "run") as run_dir:
+        book = Book(run_dir, "", "fleet.toml")
+        waited: list[str] = []
+
+        def changed() -> None:
+            book.note_processes(nursery.supervisor.services.values())
+            page = read_fleet_file(run_dir.fleet_json)
+            waited.extend(entry.name for entry in page.waiting if not page.processes)
+
+        nursery.notes.changed = changed  # type: ignore[method-assign]
+        book.note(redis_url="redis://:secret@127.0.0.1:1/0")
+        assert stat.S_IMODE(run_dir.fleet_json.stat().st_mode) == 0o600
+        service = nursery.start("import signal; signal.pause()", name="worker-0", role=Role.WORKER, slot=0)
+
+        def pids() -> list[int]:
+            return [entry["pid"] for entry in orjson.loads(run_dir.fleet_json.read_bytes())["processes"]]
+
+        assert service.child is not None
+        first = service.child.pid
+        assert pids() == [first]
+        os.kill(first, 9)
+        nursery.until(lambda: service.restarts == 1 and service.child is not None)
+        assert "worker-0" in waited
+        assert service.child is not None
+        (entry,) = read_fleet_file(run_dir.fleet_json).processes
+        assert (entry.pid, entry.role, entry.slot, entry.incarnation) == (service.child.pid, "worker", 0, 2)
+        nursery.supervisor.kill()
+        nursery.until(nursery.supervisor.gone)
+        assert pids() == []
+    assert not list(run_dir.path.glob(".fleet.json*"))
+
+
+def test_a_broker_that_was_started_alone_is_found_too(tmp_path: Path) -> None:
+    broker = {"pid": 1, "fleet_id": "f", "endpoints": {"worker": "tcp://127.0.0.1:1"}}
+    (tmp_path / "broker.json").write_bytes(orjson.dumps(broker))
+    assert read_addresses(tmp_path) == ("f", {"worker": "tcp://127.0.0.1:1"})

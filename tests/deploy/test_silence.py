@@ -1,0 +1,79 @@
+"""Workers that live but do nothing."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.deploy.ps import is_alive
+from headrace.deploy.silence import SilenceWatch, silence
+from headrace.deploy.supervisor import ProcessSpec, Role
+from headrace.schemas.ledger import Settled, WorkerTotals
+from headrace.schemas.recorder import Reading
+
+if TYPE_CHECKING:
+    from tests.deploy.conftest import Nursery
+
+S = 1_000_000_000
+
+TOUCHING = """
+import sys, time, pathlib
+from headrace.schemas.recorder import Recorder
+life = int(sys.argv[1])
+recorder = Recorder(pathlib.Path(sys.argv[2]) / f"worker-0-{life}.rec", 0, life)
+while True:
+    recorder.touch()
+    time.sleep(0.02)
+"""
+
+
+def reading(updated_ns: int, silent_until_ns: int = 0) -> Reading:
+    return Reading(
+        slot=0,
+        incarnation=1,
+        pid=1,
+        updated_ns=updated_ns,
+        silent_until_ns=silent_until_ns,
+        accepted=0,
+        totals=WorkerTotals(),
+        settled=Settled(),
+        window=[],
+    )
+
+
+def test_silence_is_counted_from_the_recorder() -> None:
+    assert silence(reading(100 * S), 50.0, 109 * S, 10.0, 60.0) is None
+    assert silence(reading(100 * S), 50.0, 111 * S, 10.0, 60.0) == "has been silent for 11.0 s"
+
+
+def test_a_worker_that_said_it_would_be_silent_may_be() -> None:
+    assert silence(reading(100 * S, 300 * S), 50.0, 299 * S, 10.0, 60.0) is None
+    assert silence(reading(100 * S, 300 * S), 50.0, 301 * S, 10.0, 60.0) is not None
+
+
+def test_a_worker_without_a_recorder_has_its_first_minute() -> None:
+    assert silence(None, 59.0, 0, 10.0, 60.0) is None
+    assert silence(None, 61.0, 0, 10.0, 60.0) == "has given no sign of life in 61 s"
+
+
+def test_a_stopped_worker_is_replaced_and_an_active_one_is_not(nursery: Nursery, tmp_path: Path) -> None:
+    spec = ProcessSpec(
+        "worker-0",
+        Role.WORKER,
+        lambda life: [sys.executable, "-c", TOUCHING, str(life), str(tmp_path)],
+        slot=0,
+    )
+    service = nursery.supervisor.start(spec)
+    watch = SilenceWatch(nursery.loop, nursery.supervisor, tmp_path, lease_s=1.0, connect_timeout_s=1.0)
+    nursery.until(lambda: (tmp_path / "worker-0-1.rec").exists())
+    assert not nursery.loop.turn_until(lambda: service.restarts > 0, 1.5), "replaced although it was active"
+    assert service.child is not None
+    stopped = service.child
+    stopped.send(signal.SIGSTOP)
+    nursery.until(lambda: (tmp_path / "worker-0-2.rec").exists())
+    nursery.until(lambda: not service.zombies)
+    watch.stop()
+    assert not is_alive(stopped.pid)
+    assert service.restarts == 1

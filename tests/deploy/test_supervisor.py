@@ -1,0 +1,129 @@
+"""The supervisor over small real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.deploy.failures import ProcessFailedError
+from headrace.deploy.ps import is_alive
+from headrace.deploy.supervisor import Role, State
+from headrace.schemas.errors import CrashLoopError, ExitCode
+
+if TYPE_CHECKING:
+    from tests.deploy.conftest import Nursery
+
+SLEEP = "import signal; print('up', flush=True); signal.pause()"
+PORT_TAKEN_ON_RETURN = """
+import os, signal, sys
+if sys.argv[1] == "1": os.kill(os.getpid(), 9)
+if sys.argv[1] == "2": sys.exit(6)
+print("up", flush=True)
+signal.pause()
+"""
+DEAF = "import signal; signal.signal(15, signal.SIG_IGN); print('up', flush=True)\nwhile True: signal.pause()"
+
+
+def test_a_killed_process_comes_back_as_the_next_incarnation(nursery: Nursery) -> None:
+    service = nursery.start(SLEEP)
+    nursery.until(lambda: nursery.says("child", "up"))
+    assert service.child is not None
+    first = service.child.pid
+    os.kill(first, signal.SIGKILL)
+    nursery.until(lambda: nursery.says("child", "up", times=2))
+    assert service.child is not None
+    assert service.child.pid != first
+    assert (service.child.incarnation, service.restarts, service.state) == (2, 1, State.RUNNING)
+    assert nursery.notes.ends == [("child", 1, -signal.SIGKILL)]
+    assert nursery.supervisor.restarts() == {"broker": 1}
+
+
+def test_a_clean_exit_nobody_asked_for_is_a_death_too(nursery: Nursery) -> None:
+    service = nursery.start("import sys, signal\nif sys.argv[1] == '2': print('up', flush=True); signal.pause()")
+    nursery.until(lambda: nursery.says("child", "up"))
+    assert service.restarts == 1
+
+
+def test_a_crash_loop_ends_in_a_typed_error_that_shows_the_log(nursery: Nursery) -> None:
+    service = nursery.start("import sys; print('about to fall'); sys.exit('the ground is gone')")
+    nursery.until(lambda: nursery.supervisor.failure is not None)
+    error = nursery.supervisor.failure
+    assert isinstance(error, CrashLoopError)
+    assert error.exit_code is ExitCode.CRASH_LOOP
+    assert "child died 4 times" in str(error)
+    assert "the ground is gone" in str(error)
+    assert (service.state, service.restarts) == (State.FAILED, 3)
+    assert nursery.supervisor.gone()
+
+
+@pytest.mark.parametrize("code", [ExitCode.CONFIG, ExitCode.ENV, ExitCode.MODULE, ExitCode.WRONG_FLEET])
+def test_an_error_no_restart_can_cure_ends_the_fleet_with_its_own_code_and_sentence(
+    nursery: Nursery, code: ExitCode
+) -> None:
+    service = nursery.start(f"import sys; print('error: no such thing', file=sys.stderr); sys.exit({int(code)})")
+    nursery.until(lambda: nursery.supervisor.failure is not None)
+    error = nursery.supervisor.failure
+    assert isinstance(error, ProcessFailedError)
+    assert (str(error), error.exit_code) == ("child: no such thing", code)
+    assert service.restarts == 0
+
+
+def test_a_taken_port_is_final_at_the_first_start_only(nursery: Nursery) -> None:
+    nursery.start(PORT_TAKEN_ON_RETURN)
+    nursery.until(lambda: nursery.says("child", "up"))
+    assert nursery.supervisor.failure is None
+    nursery.start("import sys; sys.exit(6)", name="other")
+    nursery.until(lambda: nursery.supervisor.failure is not None)
+    assert nursery.supervisor.failure is not None
+    assert nursery.supervisor.failure.exit_code is ExitCode.PORT_IN_USE
+
+
+def test_a_fenced_learner_is_not_started_again(nursery: Nursery) -> None:
+    service = nursery.start("import sys; sys.exit(12)", name="learner", role=Role.LEARNER)
+    nursery.until(nursery.supervisor.gone)
+    assert (service.state, service.restarts, nursery.supervisor.failure) == (State.FENCED, 0, None)
+
+
+def test_stop_drains_and_kills_who_ignores_it(nursery: Nursery) -> None:
+    polite = nursery.start(SLEEP, name="polite")
+    nursery.start(DEAF, name="deaf")
+    nursery.until(lambda: nursery.says("polite", "up") and nursery.says("deaf", "up"))
+    nursery.supervisor.stop()
+    nursery.until(nursery.supervisor.gone)
+    assert polite.state is State.STOPPED
+    assert sorted(nursery.notes.ends) == [("deaf", 1, -signal.SIGKILL), ("polite", 1, -signal.SIGTERM)]
+
+
+def test_stop_cancels_a_restart_that_is_pending(nursery: Nursery) -> None:
+    service = nursery.start("import sys; sys.exit(1)")
+    nursery.until(lambda: service.state is State.RESTARTING)
+    nursery.supervisor.stop()
+    assert service.state is State.STOPPED
+    assert nursery.supervisor.gone()
+
+
+def test_stop_ends_a_stopped_process_as_well(nursery: Nursery) -> None:
+    service = nursery.start(SLEEP)
+    nursery.until(lambda: nursery.says("child", "up"))
+    assert service.child is not None
+    service.child.send(signal.SIGSTOP)
+    nursery.supervisor.stop()
+    nursery.until(nursery.supervisor.gone)
+
+
+def test_a_replaced_process_lives_on_and_is_killed_after_its_grace(nursery: Nursery) -> None:
+    service = nursery.start(DEAF, name="worker-0", role=Role.WORKER, slot=0)
+    nursery.until(lambda: nursery.says("worker-0", "up"))
+    assert service.child is not None
+    old = service.child.pid
+    nursery.supervisor.replace(service, "has been silent")
+    assert [zombie.pid for zombie in service.zombies] == [old]
+    assert is_alive(old)
+    nursery.until(lambda: nursery.says("worker-0", "up", times=2) and not service.zombies)
+    assert not is_alive(old)
+    assert service.child is not None
+    assert service.child.incarnation == 2
+    assert nursery.notes.ends == [("worker-0", 1, -signal.SIGKILL)]

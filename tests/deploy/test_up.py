@@ -1,0 +1,235 @@
+"""`up` over a real Redis and pretended roles: start, goal, signals, failures, the order of the drain, the summary."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+
+from headrace.deploy import commands
+from headrace.deploy.fleet_file import FleetFile, read_fleet_file
+from headrace.deploy.ps import is_alive
+from headrace.deploy.summary import Summary
+from headrace.deploy.supervisor import ProcessSpec, Role
+from headrace.deploy.up import Options, up
+from headrace.schemas.config import FleetConfig, build_config
+from headrace.schemas.errors import CrashLoopError, ExitCode, HeadraceError, RedisUnavailableError
+
+PRETEND = str(Path(__file__).with_name("pretend_role.py"))
+
+
+def pretend(role: Role, run_dir: Path, slot: int | None = None) -> ProcessSpec:
+    name = role.value if slot is None else f"{role.value}-{slot}"
+
+    def command(incarnation: int) -> list[str]:
+        return [sys.executable, PRETEND, role.value, str(run_dir), str(slot), str(incarnation)]
+
+    return ProcessSpec(name, role, command, slot=slot)
+
+
+@pytest.fixture(autouse=True)
+def roles_are_pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "broker", lambda config_json, run_dir, fleet_id: pretend(Role.BROKER, run_dir))
+    monkeypatch.setattr(
+        commands, "learner", lambda config, path, run_dir, endpoint, fleet_id: pretend(Role.LEARNER, run_dir)
+    )
+    monkeypatch.setattr(
+        commands, "worker", lambda config, path, run_dir, endpoint, fleet_id, slot: pretend(Role.WORKER, run_dir, slot)
+    )
+
+
+def config_for(run_dir: Path, **fleet: object) -> FleetConfig:
+    supervisor = {"restart_backoff_s": 0.01, "restart_backoff_max_s": 0.02, "max_restarts_per_window": 2}
+    broker = {"report_interval_s": 0.05}
+    return build_config({"fleet": {"run_dir": str(run_dir), **fleet}, "supervisor": supervisor, "broker": broker})
+
+
+@pytest.fixture
+def meanwhile() -> Iterator[Callable[[Callable[[], object]], None]]:
+    """Runs a function in a thread beside `up`, which needs the main thread; its failure fails the test."""
+    errors: list[BaseException] = []
+    threads: list[threading.Thread] = []
+
+    def start(action: Callable[[], object]) -> None:
+        def run() -> None:
+            try:
+                action()
+            except BaseException as error:
+                errors.append(error)
+
+        threads.append(threading.Thread(target=run))
+        threads[-1].start()
+
+    yield start
+    for thread in threads:
+        thread.join(30.0)
+    assert not errors, errors
+
+
+def wait_for_page(run_dir: Path, ready: Callable[[FleetFile], bool]) -> FleetFile:
+    pause = threading.Event()
+    for _ in range(3000):
+        if (run_dir / "fleet.json").exists() and ready(page := read_fleet_file(run_dir / "fleet.json")):
+            return page
+        pause.wait(0.01)
+    raise AssertionError("fleet.json never said so")
+
+
+def pid_of(page: FleetFile, name: str) -> int:
+    return next(process.pid for process in page.processes if process.name == name)
+
+
+def all_up(page: FleetFile) -> bool:
+    return page.state == "running" and len(page.processes) == 5
+
+
+def stepping(run_dir: Path) -> FleetFile:
+    """The page once both workers and the learner have begun."""
+    ready = run_dir / "ready"
+    return wait_for_page(run_dir, lambda page: all_up(page) and ready.exists() and len(ready.read_text().split()) >= 3)
+
+
+def test_it_runs_to_its_goal_and_drains_in_the_order_that_loses_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = up(config_for(tmp_path, until_return=20.0), Options(json=True))
+    assert summary.failure is None
+    assert summary.goal_reached
+    assert summary.mean_return is not None
+    assert summary.mean_return >= 20.0
+    assert (tmp_path / "drained").read_text().split() == ["worker", "worker", "learner", "broker"]
+    assert sorted((tmp_path / "obituaries").read_text().splitlines()) == ["0/1 shutdown 7", "1/1 shutdown 7"]
+    assert summary.balanced is True
+    assert summary.ledger is not None
+    assert summary.ledger.queued == 0
+    page = read_fleet_file(tmp_path / "fleet.json")
+    assert (page.state, page.processes) == ("stopped", [])
+    assert capsys.readouterr().out == ""
+
+
+def test_the_summary_as_json_is_one_object_on_one_line(tmp_path: Path) -> None:
+    line = up(config_for(tmp_path, until_steps=500), Options(json=True)).as_json()
+    assert b"\n" not in line
+    found = orjson.loads(line)
+    assert found["goal_reached"] is True
+    assert found["balanced"] is True
+    assert found["steps"] == found["ledger"]["stepped"] >= 500
+    assert found["restarts"] == {"redis": 0, "broker": 0, "learner": 0, "worker": 0}
+    assert found["rates"]["env_steps_per_s"] > 0
+    assert {"fleet_id", "run_dir", "seconds", "episodes", "mean_return", "error", "exit_code"} <= found.keys()
+
+
+def test_a_second_run_in_the_same_directory_goes_on_and_is_not_fooled_by_old_numbers(tmp_path: Path) -> None:
+    first = up(config_for(tmp_path, until_return=15.0), Options(json=True))
+    (tmp_path / "drained").unlink()
+    (tmp_path / "ready").unlink()
+    second = up(config_for(tmp_path, until_return=15.0, timeout_s=120.0), Options(json=True))
+    assert second.fleet_id == first.fleet_id
+    assert second.goal_reached
+    assert second.steps > first.steps
+    assert read_fleet_file(tmp_path / "fleet.json").incarnations["worker-0"] == 2
+
+
+def test_a_timeout_drains_and_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    summary = up(config_for(tmp_path, until_return=1e9, timeout_s=1.5), Options(json=True))
+    assert summary.failure is not None
+    assert summary.failure.exit_code is ExitCode.TIMEOUT
+    assert "raise --timeout-s" in str(summary.failure)
+    assert (tmp_path / "drained").read_text().split() == ["worker", "worker", "learner", "broker"]
+
+
+def test_the_first_signal_drains_and_is_no_failure(
+    tmp_path: Path, meanwhile: Callable[[Callable[[], object]], None]
+) -> None:
+    def interrupt() -> None:
+        stepping(tmp_path)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    meanwhile(interrupt)
+    summary = up(config_for(tmp_path), Options(json=True))
+    assert (summary.failure, summary.goal_reached, summary.balanced) == (None, False, True)
+    assert (tmp_path / "drained").read_text().split() == ["worker", "worker", "learner", "broker"]
+
+
+def test_the_second_signal_stops_at_once(tmp_path: Path, meanwhile: Callable[[Callable[[], object]], None]) -> None:
+    """A worker that is stopped cannot drain: without the second signal it would be waited for."""
+    pids: list[int] = []
+
+    def interrupt() -> None:
+        page = stepping(tmp_path)
+        pids.extend(process.pid for process in page.processes)
+        os.kill(pid_of(page, "worker-0"), signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for_page(tmp_path, lambda page: page.state == "draining")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    meanwhile(interrupt)
+    summary = up(config_for(tmp_path), Options(json=True))
+    assert "second signal" in str(summary.failure)
+    assert len(pids) == 5
+    assert not [pid for pid in pids if is_alive(pid)]
+
+
+@pytest.mark.parametrize("name", ["worker-0", "broker", "learner", "redis"])
+def test_whoever_is_killed_comes_back_and_the_goal_is_reached(
+    tmp_path: Path, name: str, meanwhile: Callable[[Callable[[], object]], None]
+) -> None:
+    def kill() -> None:
+        os.kill(pid_of(stepping(tmp_path), name), signal.SIGKILL)
+        page = wait_for_page(tmp_path, lambda page: all_up(page) and any(p.restarts for p in page.processes))
+        assert [p.name for p in page.processes if p.restarts] == [name]
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    meanwhile(kill)
+    summary = up(config_for(tmp_path), Options(json=True))
+    assert summary.failure is None
+    assert sum(summary.restarts.values()) == 1
+    assert summary.restarts[name.partition("-")[0]] == 1
+    if name == "worker-0":
+        assert "0/1 worker_killed 7" in (tmp_path / "obituaries").read_text().splitlines()
+
+
+def failing(summary: Summary) -> HeadraceError:
+    assert summary.failure is not None
+    return summary.failure
+
+
+def test_an_error_of_a_role_ends_the_fleet_with_its_code_and_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "import sys; print('error: environment Nope cannot be found'); sys.exit(4)"
+    spec = ProcessSpec("worker-0", Role.WORKER, lambda _: [sys.executable, "-c", script], slot=0)
+    monkeypatch.setattr(commands, "worker", lambda *_: spec)
+    error = failing(up(config_for(tmp_path, workers=1), Options(json=True)))
+    assert (str(error), error.exit_code) == ("worker-0: environment Nope cannot be found", ExitCode.ENV)
+    assert read_fleet_file(tmp_path / "fleet.json").processes == []
+
+
+def test_a_broker_whose_port_is_taken_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "import sys; print('error: tcp://127.0.0.1:1 is already in use'); sys.exit(6)"
+    spec = ProcessSpec("broker", Role.BROKER, lambda _: [sys.executable, "-c", script])
+    monkeypatch.setattr(commands, "broker", lambda *_: spec)
+    error = failing(up(config_for(tmp_path), Options(json=True)))
+    assert (str(error), error.exit_code) == ("broker: tcp://127.0.0.1:1 is already in use", ExitCode.PORT_IN_USE)
+
+
+def test_a_crash_loop_ends_the_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = ProcessSpec("learner", Role.LEARNER, lambda _: [sys.executable, "-c", "raise RuntimeError('diverged')"])
+    monkeypatch.setattr(commands, "learner", lambda *_: spec)
+    error = failing(up(config_for(tmp_path), Options(json=True)))
+    assert isinstance(error, CrashLoopError)
+    assert "RuntimeError: diverged" in str(error)
+
+
+def test_a_redis_that_does_not_answer_is_one_typed_error(tmp_path: Path, free_port: int) -> None:
+    config = config_for(tmp_path)
+    redis = config.redis.model_copy(update={"url": f"redis://127.0.0.1:{free_port}/0"})
+    error = failing(up(config.model_copy(update={"redis": redis}), Options(json=True)))
+    assert isinstance(error, RedisUnavailableError)
+    assert "--redis-url" in str(error)

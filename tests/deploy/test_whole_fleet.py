@@ -1,0 +1,112 @@
+"""`headrace up` with the real roles: a short run that balances, and bad input that a role notices."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import orjson
+import pytest
+
+from headrace.deploy.fleet_file import FleetFile, read_fleet_file
+from headrace.deploy.ps import is_alive
+from headrace.schemas.errors import ExitCode
+
+pytestmark = pytest.mark.slow
+
+SMALL = ("--num-envs", "2", "--seed", "0", "--timeout-s", "100", "--json")
+
+
+def up_command(run_dir: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "headrace.deploy", "up", "--run-dir", str(run_dir), *SMALL, *arguments]
+
+
+def up(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = up_command(run_dir, *arguments)
+    return subprocess.run(command, cwd=run_dir, capture_output=True, text=True, check=False, timeout=110)
+
+
+def page_when(run_dir: Path, role: str) -> FleetFile:
+    """fleet.json once a process of `role` stands in it."""
+    pause = threading.Event()
+    for _ in range(6000):
+        path = run_dir / "fleet.json"
+        if path.exists():
+            page = read_fleet_file(path)
+            if any(process.role == role for process in page.processes):
+                return page
+        pause.wait(0.01)
+    raise AssertionError(f"no {role} was ever started")
+
+
+def test_a_short_run_ends_at_its_goal_with_books_that_balance(tmp_path: Path) -> None:
+    result = up(tmp_path, "--workers", "2", "--until-steps", "5000")
+    assert result.returncode == 0, result.stderr
+    found = orjson.loads(result.stdout)
+    assert found["goal_reached"] is True
+    assert found["balanced"] is True
+    assert found["steps"] >= 5000
+    assert found["ledger"]["committed"][0] > 0
+    assert read_fleet_file(tmp_path / "fleet.json").processes == []
+    assert not list((tmp_path / "recorders").iterdir()), "an obituary was not acknowledged"
+    audit = [sys.executable, "-m", "headrace.deploy", "audit", "--strict", "--json", "--run-dir", str(tmp_path)]
+    audited = subprocess.run(audit, capture_output=True, text=True, check=False, timeout=60)
+    assert audited.returncode == 0, audited.stderr
+    assert orjson.loads(audited.stdout)["balanced"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "codes", "parts"),
+    [
+        (("--env", "NoSuchEnv-v0"), {ExitCode.ENV}, ("NoSuchEnv-v0", "cannot be found")),
+        (("--env", "no_such_module:make_env"), {ExitCode.ENV, ExitCode.CONFIG}, ("no_such_module",)),
+        (("--set", "module.build=no_such_module:build"), {ExitCode.MODULE, ExitCode.CONFIG}, ("no_such_module",)),
+    ],
+)
+def test_bad_input_that_a_role_notices_ends_the_fleet_with_its_sentence(
+    tmp_path: Path, arguments: tuple[str, ...], codes: set[ExitCode], parts: tuple[str, ...]
+) -> None:
+    result = up(tmp_path, "--workers", "1", *arguments)
+    assert result.returncode in codes, result.stderr
+    (error,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    for part in parts:
+        assert part in error
+    assert orjson.loads(result.stdout)["exit_code"] == result.returncode
+    assert read_fleet_file(tmp_path / "fleet.json").processes == []
+
+
+def test_a_port_in_use_ends_the_fleet_with_the_brokers_sentence(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        result = up(tmp_path, "--workers", "1", "--set", f"broker.worker_port={port}")
+    assert result.returncode == ExitCode.PORT_IN_USE, result.stderr
+    (error,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert str(port) in error
+    assert "already in use" in error
+
+
+def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        up_command(tmp_path, "--workers", "1"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as supervisor:
+        page = page_when(tmp_path, "worker")
+        supervisor.send_signal(signal.SIGKILL)
+        supervisor.wait()
+    assert {process.role for process in page.processes} == {"redis", "broker", "learner", "worker"}
+    pause = threading.Event()
+    for _ in range(1000):
+        left = [process.name for process in page.processes if is_alive(process.pid)]
+        if not left:
+            break
+        pause.wait(0.01)
+    assert not left
+    result = up(tmp_path, "--workers", "1", "--until-steps", "1000")
+    assert result.returncode == 0, result.stderr
+    assert orjson.loads(result.stdout)["fleet_id"] == page.fleet_id
+    assert not list((tmp_path / "recorders").iterdir())

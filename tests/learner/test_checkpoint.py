@@ -1,0 +1,157 @@
+"""A checkpoint is whole or not there; damage is named; a learner that was replaced cannot undo the newer one's work."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.learner_stub.checkpoint import (
+    Checkpoint,
+    load_checkpoint,
+    previous_path,
+    save_checkpoint,
+    training_arrays,
+    training_tensors,
+)
+from headrace.schemas.errors import CheckpointError, FencedError, RunDirError
+from headrace.schemas.wire import MessageKind, encode
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "learner.checkpoint"
+
+
+def _checkpoint(epoch: int = 1, updates: int = 0) -> Checkpoint:
+    arrays = {"small": np.arange(3.0), "large": np.arange(50_000, dtype=np.float32), "scalar": np.array(7, np.int64)}
+    position = [{"slot": 0, "incarnation": 1, "settled": {"seq": 4, "committed": [256, 9], "dropped": {}}}]
+    return Checkpoint(epoch, position, {"updates": updates}, arrays)
+
+
+def _assert_equal(read: Checkpoint | None, written: Checkpoint) -> None:
+    assert read is not None
+    assert (read.epoch, read.position, read.state) == (written.epoch, written.position, written.state)
+    assert read.arrays.keys() == written.arrays.keys()
+    for name, array in written.arrays.items():
+        assert read.arrays[name].dtype == array.dtype
+        np.testing.assert_array_equal(read.arrays[name], array, strict=True)
+
+
+def test_what_was_written_is_read(path: Path) -> None:
+    save_checkpoint(path, _checkpoint())
+    _assert_equal(load_checkpoint(path), _checkpoint())
+
+
+def test_without_a_file_there_is_no_checkpoint(path: Path) -> None:
+    assert load_checkpoint(path) is None
+
+
+def test_a_save_keeps_the_previous_one_and_leaves_nothing_else(path: Path) -> None:
+    for updates in range(3):
+        save_checkpoint(path, _checkpoint(updates=updates))
+    _assert_equal(load_checkpoint(path), _checkpoint(updates=2))
+    _assert_equal(load_checkpoint(previous_path(path)), _checkpoint(updates=1))
+    assert sorted(path.parent.iterdir()) == [path, previous_path(path)]
+
+
+def test_more_arrays_than_a_message_may_have_fit_in_a_file(path: Path) -> None:
+    arrays = {f"layer{i}": np.full(20_000, i, np.float32) for i in range(300)}
+    save_checkpoint(path, Checkpoint(1, [], {}, arrays))
+    _assert_equal(load_checkpoint(path), Checkpoint(1, [], {}, arrays))
+
+
+def test_any_damage_is_one_typed_error_that_names_the_file(path: Path) -> None:
+    arrays = {"weights": np.arange(40, dtype=np.float32)}
+    save_checkpoint(path, Checkpoint(3, [], {"updates": 1}, arrays))
+    whole = path.read_bytes()
+    for cut in range(len(whole)):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(CheckpointError, match=r"learner\.checkpoint cannot be used"):
+            load_checkpoint(path)
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x41]) + whole[at + 1 :])
+        try:
+            read = load_checkpoint(path)
+        except CheckpointError as error:
+            assert error.path == str(path)  # noqa: PT017
+        else:
+            _assert_equal(read, Checkpoint(3, [], {"updates": 1}, arrays))  # padding carries nothing
+
+
+def test_a_torn_file_gives_way_to_the_previous_one_with_a_warning(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_checkpoint(path, _checkpoint(updates=1))
+    save_checkpoint(path, _checkpoint(updates=2))
+    path.write_bytes(path.read_bytes()[:1000])
+    with caplog.at_level(logging.WARNING):
+        _assert_equal(load_checkpoint(path), _checkpoint(updates=1))
+    assert "learner.checkpoint cannot be used: it ends within frame" in caplog.text
+    assert str(previous_path(path)) in caplog.text
+
+
+def test_a_kill_between_the_two_moves_of_a_save_leaves_the_previous_one(path: Path) -> None:
+    save_checkpoint(path, _checkpoint(updates=1))
+    path.rename(previous_path(path))
+    _assert_equal(load_checkpoint(path), _checkpoint(updates=1))
+
+
+def test_a_file_torn_before_a_previous_one_existed_is_an_error(path: Path) -> None:
+    path.write_bytes(b"HDRCCKPT")
+    with pytest.raises(CheckpointError, match="move it away to train from the start"):
+        load_checkpoint(path)
+
+
+def test_another_message_in_a_whole_file_is_no_checkpoint(path: Path) -> None:
+    frames = encode(MessageKind.WEIGHTS, {"epoch": 1, "position": [], "state": {}})
+    path.write_bytes(b"HDRCCKPT" + b"".join(len(f).to_bytes(8, "little") + bytes(f) for f in frames))
+    with pytest.raises(CheckpointError, match="whole WEIGHTS message"):
+        load_checkpoint(path)
+
+
+def test_a_learner_that_was_replaced_cannot_overwrite_the_newer_ones_checkpoint(path: Path) -> None:
+    save_checkpoint(path, _checkpoint(epoch=2, updates=9))
+    with pytest.raises(FencedError, match="learner epoch 2; this learner, epoch 1, stops"):
+        save_checkpoint(path, _checkpoint(epoch=1, updates=5))
+    _assert_equal(load_checkpoint(path), _checkpoint(epoch=2, updates=9))
+
+
+def test_a_starting_learner_takes_over_whatever_it_finds(path: Path) -> None:
+    save_checkpoint(path, _checkpoint(epoch=7))
+    save_checkpoint(path, _checkpoint(epoch=1), claim=True)
+    _assert_equal(load_checkpoint(path), _checkpoint(epoch=1))
+
+
+def test_module_and_adam_state_survive_the_file_to_the_bit(path: Path) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    adam = torch.optim.Adam(net.parameters(), lr=0.01)
+    for _ in range(3):
+        adam.zero_grad()
+        net(torch.randn(8, 3)).square().mean().backward()
+        adam.step()
+    save_checkpoint(path, Checkpoint(1, [], {}, training_arrays(net.state_dict(), adam.state_dict())))
+    saved = load_checkpoint(path)
+    assert saved is not None
+    module, moments = training_tensors(saved.arrays)
+    assert module.keys() == net.state_dict().keys()
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(module[name], tensor)
+    for index, expected in adam.state_dict()["state"].items():
+        assert moments[index].keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(moments[index][name], tensor)
+
+
+def test_a_starting_learner_removes_what_a_killed_one_left_half_written(path: Path) -> None:
+    orphan = path.with_name(f"{path.name}.4711.new")
+    orphan.write_bytes(b"HDRC")
+    save_checkpoint(path, _checkpoint(), claim=True)
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match=r"gone cannot be used: the checkpoint cannot be written \(No such file"):
+        save_checkpoint(tmp_path / "gone" / "learner.checkpoint", _checkpoint())

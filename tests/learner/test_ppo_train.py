@@ -1,0 +1,165 @@
+"""The loop: nothing is committed before it is in the checkpoint, and a kill at any moment changes nothing."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.learner_stub import ppo as ppo_file
+from headrace.learner_stub.checkpoint import load_checkpoint
+from headrace.learner_stub.module import TrainableModule
+from headrace.learner_stub.ppo import PPO, gather, train
+from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.config import LearnerSection
+from headrace.schemas.errors import CheckpointError
+from headrace.schemas.stopping import stop_signals
+
+MakeBatch = Callable[..., ChunkBatch]
+NewModule = Callable[[], TrainableModule]
+
+SETTINGS = LearnerSection(steps_per_update=64, epochs=2, minibatch_size=32)
+UPDATES = 4
+
+
+class Killed(BaseException):
+    """A `kill -9` in a test: passes through everything."""
+
+
+class Broker:
+    """Keeps every batch until it is committed, and counts calls so that the learner can be killed at the n-th."""
+
+    def __init__(self, batches: list[ChunkBatch]) -> None:
+        self.batches = batches
+        self.committed = 0
+        self.calls: list[str] = []
+        self.kill_at = -1
+
+    def called(self, name: str) -> None:
+        self.calls.append(name)
+        if len(self.calls) == self.kill_at:
+            raise Killed
+
+
+class Link:
+    """Stream and publisher of one learner's life. Sets `stopping` when every batch was handed out and trained on."""
+
+    def __init__(self, broker: Broker, epoch: int, position: list[dict[str, Any]], stopping: threading.Event) -> None:
+        self.broker, self.epoch, self.stopping = broker, epoch, stopping
+        self.taken = max(broker.committed, position[0]["seq"] if position else 0)
+        self.published: list[dict[str, Tensor]] = []
+
+    def next(self, timeout_s: float) -> ChunkBatch | None:
+        if self.taken == len(self.broker.batches):
+            self.stopping.set()
+            return None
+        self.broker.called("next")
+        self.taken += 1
+        return self.broker.batches[self.taken - 1]
+
+    def position(self) -> list[dict[str, Any]]:
+        self.broker.called("position")
+        return [{"seq": self.taken}]
+
+    def commit(self) -> None:
+        self.broker.called("commit")
+        self.broker.committed = self.taken
+        self.broker.called("committed")
+
+    def publish(self, state_dict: Mapping[str, Tensor]) -> int:
+        self.broker.called("publish")
+        self.published.append({name: tensor.clone() for name, tensor in state_dict.items()})
+        return len(self.published)
+
+
+def _live(broker: Broker, epoch: int, module: TrainableModule, path: Path) -> tuple[PPO, Link]:
+    """One life of a learner, from its checkpoint on, as `run_learner` does it."""
+    stopping = threading.Event()
+    ppo = PPO(module, SETTINGS)
+    saved = load_checkpoint(path)
+    if saved:
+        ppo.set_state(saved.state, saved.arrays)
+    link = Link(broker, epoch, saved.position if saved else [], stopping)
+    train(ppo, link, link, path, stopping)
+    return ppo, link
+
+
+def _batches(make_batch: MakeBatch) -> list[ChunkBatch]:
+    return [make_batch([20, 12], [ChunkEnd.TERMINATED, ChunkEnd.ONGOING], seed=seed) for seed in range(2 * UPDATES)]
+
+
+def test_each_update_is_checkpointed_then_committed_then_published(
+    make_batch: MakeBatch, new_module: NewModule, tmp_path: Path
+) -> None:
+    broker = Broker(_batches(make_batch))
+    ppo, link = _live(broker, 1, new_module(), tmp_path / "c")
+    update = ["next", "next", "position", "commit", "committed", "publish"]
+    assert broker.calls == ["position", "publish", *update * UPDATES]
+    assert ppo.updates == UPDATES
+    assert len(link.published) == UPDATES + 1
+
+
+def test_a_kill_at_any_call_ends_in_the_same_weights_as_no_kill(
+    make_batch: MakeBatch, new_module: NewModule, tmp_path: Path
+) -> None:
+    whole = Broker(_batches(make_batch))
+    expected, _ = _live(whole, 1, new_module(), tmp_path / "whole")
+    for kill_at in range(1, len(whole.calls) + 1):
+        broker = Broker(_batches(make_batch))
+        broker.kill_at = kill_at
+        path = tmp_path / f"killed-{kill_at}"
+        with pytest.raises(Killed):
+            _live(broker, 1, new_module(), path)
+        learner, _ = _live(broker, 2, new_module(), path)
+        assert (learner.updates, learner.steps) == (expected.updates, expected.steps), kill_at
+        for name, tensor in expected.module.state_dict().items():
+            assert torch.equal(learner.module.state_dict()[name], tensor), (kill_at, name)
+
+
+def test_a_stop_in_the_middle_of_gathering_takes_what_was_sampled_already(make_batch: MakeBatch) -> None:
+    stopping = threading.Event()
+    link = Link(Broker([make_batch([20], [ChunkEnd.ONGOING])]), 1, [], stopping)
+    assert [batch.steps for batch in gather(link, 64, stopping)] == [20]
+    assert gather(link, 64, stopping) == []
+    assert link.broker.committed == 0
+
+
+def test_gather_takes_whole_batches_until_there_are_enough_steps(make_batch: MakeBatch) -> None:
+    batches = [make_batch([30], [ChunkEnd.ONGOING]) for _ in range(5)]
+    gathered = gather(Link(Broker(batches), 1, [], threading.Event()), 64, threading.Event())
+    assert gathered == batches[:3]
+
+
+def test_the_checkpoint_of_another_module_is_refused_by_name(
+    make_batch: MakeBatch, new_module: NewModule, tmp_path: Path
+) -> None:
+    path = tmp_path / "c"
+    _live(Broker(_batches(make_batch)), 1, new_module(), path)
+    saved = load_checkpoint(path)
+    assert saved is not None
+    other = PPO(torch.nn.Linear(2, 2), SETTINGS)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="does not fit the module"):
+        ppo_file._resume(other, saved, path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_stop_signal_is_an_event_and_the_second_its_old_self(number: signal.Signals) -> None:
+    heard: list[int] = []
+    before = signal.signal(number, lambda n, _: heard.append(n))
+    try:
+        with stop_signals() as stopping:
+            assert not stopping.is_set()
+            signal.raise_signal(number)
+            assert stopping.is_set()
+            assert heard == []
+            signal.raise_signal(number)
+            assert heard == [number]
+    finally:
+        signal.signal(number, before)
