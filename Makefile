@@ -1,5 +1,5 @@
 # Every target works on a fresh clone with Python 3.11 (or later), make and git: the first one makes .venv.
-# Without a GPU, `make install TORCH_INDEX=https://download.pytorch.org/whl/cpu` saves two gigabytes.
+# Without a GPU, `make install TORCH_INDEX=URL`, with the index of torch's CPU builds, saves two gigabytes.
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -13,7 +13,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -54,20 +54,66 @@ class FleetSection(Section):
     )
 
 
-class SamplingSection(Section):
-    """What a worker samples. The names are those of EnvRunnerConfig, where each is explained."""
+class SamplingSettings(Section):
+    """What one runner samples, as plain values: the part of EnvRunnerConfig that a file can hold."""
 
-    env: str = "CartPole-v1"
-    env_config: dict[str, Any] = {}
-    num_envs: int = Field(default=8, gt=0)
-    seed: int | None = Field(default=None, ge=0)
-    batch_mode: Literal["truncate_episodes", "complete_episodes"] = "truncate_episodes"
-    rollout_fragment_length: int = Field(default=64, gt=0, description="env steps of each env in one batch")
-    explore: bool = True
-    restart_failed_sub_environments: bool = True
-    disable_env_checking: bool = False
-    infos: Literal["all", "none"] = "all"
-    torch_threads: int = Field(default=1, gt=0)
+    env_config: dict[str, Any] = Field(
+        default={}, description="keyword arguments of a gymnasium id; the EnvContext of a callable"
+    )
+    num_envs: int = Field(default=8, ge=1, le=65_536, description="environments stepped together by one runner")
+    seed: int | None = Field(
+        default=None, ge=0, description="root of every random number of the fleet's runners; None takes fresh entropy"
+    )
+    max_env_seed: int = Field(
+        default=2**63 - 1,
+        ge=1,
+        lt=2**63,
+        description="largest seed given to env.reset; 2**32 - 1 for envs that take only 32 bits (then seeds may repeat)",
+    )
+    batch_mode: Literal["truncate_episodes", "complete_episodes"] = Field(
+        default="truncate_episodes", description="cut fragments after a number of steps, or deliver whole episodes only"
+    )
+    rollout_fragment_length: int = Field(
+        default=64, ge=1, description="env steps of each env in a fragment, when episodes may be cut"
+    )
+    explore: bool = Field(default=True, description="sample from the policy's distribution; False takes its mode")
+    infos: Literal["all", "none"] = Field(default="all", description="whether non-empty infos travel with the chunks")
+    torch_threads: int = Field(default=1, ge=1, description="threads torch may use in the sampling process")
+    disable_env_checking: bool = Field(
+        default=False, description="skip the check of observations against their bounds; never that of shape and dtype"
+    )
+    restart_failed_sub_environments: bool = Field(
+        default=True, description="rebuild an env that failed and go on; False raises its error"
+    )
+    env_close_timeout_s: float = Field(
+        default=5.0, gt=0, description="how long an env's close() may take before it is abandoned with a warning"
+    )
+    env_restart_attempts: int = Field(
+        default=8, ge=1, description="failures in a row, nothing delivered between them, that one env is forgiven"
+    )
+    env_restart_backoff_s: float = Field(
+        default=0.05, ge=0, description="wait before the second rebuild in a row; doubles with each further one"
+    )
+    env_restart_backoff_max_s: float = Field(default=5.0, ge=0, description="longest such wait")
+    max_env_restarts_per_window: int = Field(
+        default=600, ge=1, description="rebuilds of one env that a window may see, delivered or not"
+    )
+    env_restart_window_s: float = Field(default=60.0, gt=0, description="length of that window")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.env_restart_backoff_s > self.env_restart_backoff_max_s:
+            raise ValueError(
+                f"env_restart_backoff_s = {self.env_restart_backoff_s:g} is more than "
+                f"env_restart_backoff_max_s = {self.env_restart_backoff_max_s:g}; lower it or raise the other"
+            )
+        return self
+
+
+class SamplingSection(SamplingSettings):
+    """What each worker samples."""
+
+    env: str = Field(default="CartPole-v1", description='a registered gymnasium id, or "package.module:make_env"')
 
 
 class ModuleSection(Section):
