@@ -7,8 +7,8 @@ each value came from. An unknown key is an error that names the nearest known on
 from __future__ import annotations
 
 import difflib
-import math
 import ipaddress
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ class SamplingSettings(Section):
         default=2**63 - 1,
         ge=1,
         lt=2**63,
-        description="largest seed given to env.reset; 2**32 - 1 for envs that take only 32 bits (then seeds may repeat)",
+        description="largest seed env.reset gets; 2**32 - 1 for envs that take only 32 bits (seeds may then repeat)",
     )
     batch_mode: Literal["truncate_episodes", "complete_episodes"] = Field(
         default="truncate_episodes", description="cut fragments after a number of steps, or deliver whole episodes only"
