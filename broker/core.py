@@ -10,6 +10,7 @@ counts taken here and at the worker.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -114,10 +115,15 @@ class BrokerCore:
 
     # -- what goes out, and what others may read ----------------------------------------------------------------------
 
-    def take_outbox(self) -> list[Send]:
-        """All messages due, in order; acknowledgements are gathered into one for each worker."""
-        self._workers.acknowledge()
+    def take_outbox(self, now: float = math.inf) -> list[Send]:
+        """All messages due by `now`, in order; acknowledgements are gathered into one for each worker."""
+        self._workers.acknowledge(now)
         return self._outbox.take()
+
+    @property
+    def next_due(self) -> float:
+        """When `take_outbox` has something to give even if nothing comes in; infinity if it has not."""
+        return self._workers.acknowledge_at
 
     @property
     def weights(self) -> Version:

@@ -28,6 +28,8 @@ class Holdings:
         self.changed: set[tuple[int, int]] = set()
         """Sources whose workers have something to be told."""
         self._queue: deque[tuple[Source, int]] = deque()
+        self._droppable: deque[tuple[Source, int]] = deque()
+        """What the overflow policy may yet drop, oldest first, and some that it no longer may."""
         self._limits = limits
         self._arrivals = 0
 
@@ -45,7 +47,7 @@ class Holdings:
         self.nbytes += held.nbytes
         if not held.with_learner:
             self._queue.append((source, held.seq))
-            self._make_room(held)
+            self._make_room(source, held)
         self._fold(source)
 
     def learn(self, source: Source, settled: Settled) -> None:
@@ -119,29 +121,43 @@ class Holdings:
 
     def drop_stale(self) -> None:
         """Where the policy says so, drop what was sampled under weights too many versions behind the newest."""
-        if self._limits.overflow != "drop_stale":
-            return
+        if self._limits.overflow == "drop_stale" and self.is_settled_in:
+            for source, seq in list(self._droppable):
+                held = source.held.get(seq)
+                if held is not None and _may_be_dropped(held) and self._is_stale(held):
+                    self._drop(source, held, Drop.STALE)
+
+    def _is_stale(self, held: Held) -> bool:
+        """Too far behind the newest weights known here, of which a restarted broker may know none yet. (0, 0) is random
+        actions, which are as old as they want to be."""
+        if held.weights == (0, 0) or held.weights >= self.weights:
+            return False
         epoch, seq = self.weights
-        for source, number in list(self._queue):
-            held = source.held.get(number)
-            if held is None or not self._may_drop(held) or held.weights == (0, 0):
-                continue
-            if held.weights[0] != epoch or held.weights[1] < seq - self._limits.max_staleness:
-                self._drop(source, held, Drop.STALE)
+        return held.weights[0] != epoch or held.weights[1] < seq - self._limits.max_staleness
 
-    def _make_room(self, newest: Held) -> None:
-        self.drop_stale()
-        if self._limits.overflow == "block" or self.nbytes <= self._limits.max_held_bytes:
+    def _make_room(self, source: Source, newest: Held) -> None:
+        """Apply the overflow policy to what was just accepted and what waits before it; `newest` is never overflow."""
+        if self._limits.overflow == "block":
             return
-        for source, seq in list(self._queue):
-            held = source.held.get(seq)
-            if held is not None and held is not newest and self._may_drop(held):
-                self._drop(source, held, Drop.OVERFLOW)
-                if self.nbytes <= self._limits.max_held_bytes:
-                    break
+        self._droppable.append((source, newest.seq))
+        oldest = self._oldest_droppable()
+        if not self.is_settled_in:
+            return
+        if self._limits.overflow == "drop_stale" and _may_be_dropped(newest) and self._is_stale(newest):
+            self._drop(source, newest, Drop.STALE)
+        while self.nbytes > self._limits.max_held_bytes and oldest is not None and oldest[1] is not newest:
+            self._drop(*oldest, Drop.OVERFLOW)
+            oldest = self._oldest_droppable()
+        self.first()  # lets go of the queue's entries for what is gone, also while there is no learner to deliver to
 
-    def _may_drop(self, held: Held) -> bool:
-        return self.is_settled_in and not held.handed and not held.dropped
+    def _oldest_droppable(self) -> tuple[Source, Held] | None:
+        while self._droppable:
+            source, seq = self._droppable[0]
+            held = source.held.get(seq)
+            if held is not None and _may_be_dropped(held):
+                return source, held
+            self._droppable.popleft()
+        return None
 
     def _drop(self, source: Source, held: Held, reason: str) -> None:
         held.dropped, held.frames = reason, None
@@ -167,3 +183,8 @@ class Holdings:
     def oldest_held_at(self) -> float | None:
         """When the oldest unsettled batch was accepted."""
         return min((held.at for source in self.sources.values() for held in source.held.values()), default=None)
+
+
+def _may_be_dropped(held: Held) -> bool:
+    """Nobody has it: a learner that was once given a batch may have trained on it."""
+    return not held.handed and not held.dropped

@@ -26,6 +26,9 @@ from headrace.schemas.messages import (
 RESEND_S = 5.0
 """How long a batch may be under way to the learner before the connection's state is settled anew by a HELLO."""
 
+CHECK_S = 0.25
+"""How often that is looked at: it takes a walk over everything held."""
+
 
 class LearnerDesk:
     """One object a core."""
@@ -124,6 +127,9 @@ class LearnerDesk:
         for position in commit.position:
             self._holdings.learn(self._holdings.source(position.slot, position.incarnation), position.settled)
         learner.take_consumed(commit.consumed_batches)
+        if now < learner.next_check:
+            return
+        learner.next_check = now + CHECK_S
         if learner.missing_for(commit.in_hand, self._holdings.sent_and_unsettled(), now) > RESEND_S:
             self._outbox.ask_hello(peer, "a batch sent to you has not arrived; say HELLO again")
 

@@ -24,6 +24,7 @@ class Learner:
     outstanding_bytes: int = 0
     consumed: int = 0
     behind_since: float | None = None
+    next_check: float = 0.0
     told: dict[tuple[int, int], int] = field(default_factory=dict)
     """The last batch of each source that was spoken of on this connection."""
     granted: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.metrics import FleetMetrics
 from headrace.broker.outbox import Send
 from headrace.broker.reporter import RedisReporter
-from headrace.broker.sockets import BrokerSockets, Socket
+from headrace.broker.sockets import BrokerSockets, Socket, receive, send
 from headrace.broker.state_file import read_broker_file, write_broker_file
 from headrace.broker.weights_relay import WeightsRelay
 from headrace.schemas.batch import read_batch_header
@@ -97,7 +98,8 @@ class Broker:
 
     def step(self) -> None:
         """Wait for messages a moment, take a burst from each socket, answer."""
-        ready = dict(self._poller.poll(int(_TICK_S * 1000)))
+        wait_s = max(0.0, min(_TICK_S, self.core.next_due - time.monotonic()))
+        ready = dict(self._poller.poll(math.ceil(wait_s * 1000)))
         if self.sockets.learners in ready:
             self._drain(self.sockets.learners)
         if self.sockets.workers in ready:
@@ -108,7 +110,7 @@ class Broker:
         if now >= self._next_tick:
             self._next_tick = now + _TICK_S
             self.core.tick(now)
-        self._flush()
+        self._flush(now)
         if now >= self._next_report:
             self._next_report = now + self.config.report_interval_s
             self._report(now)
@@ -125,9 +127,8 @@ class Broker:
 
     def _drain(self, socket: Socket) -> None:
         for _ in range(_BURST):
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            frames = receive(socket)
+            if frames is None:
                 return
             peer = frames[0].bytes
             try:
@@ -138,7 +139,7 @@ class Broker:
     def _take(self, socket: Socket, peer: bytes, frames: list[zmq.Frame]) -> None:
         now = time.monotonic()
         kind, header = decode_header([frame.buffer for frame in frames], self._caps)
-        if kind is MessageKind.BATCH:
+        if kind is MessageKind.BATCH and socket is self.sockets.workers:
             self._take_batch(peer, header, frames, now)
         elif kind is MessageKind.WEIGHTS and socket is self.sockets.learners:
             self._take_weights(peer, frames)
@@ -192,22 +193,22 @@ class Broker:
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
-    def _flush(self) -> None:
-        out = self.core.take_outbox()
+    def _flush(self, now: float = math.inf) -> None:
+        out = self.core.take_outbox(now)
         if self.core.state != self._written:
             self._write_state()
-        for send in out:
-            self._deliver(send)
+        for message in out:
+            self._deliver(message)
 
-    def _deliver(self, send: Send) -> None:
-        socket = self.sockets.learners if send.peer.startswith(_LEARNER) else self.sockets.workers
-        content = send.content if isinstance(send.content, list) else send.content.frames()
-        self._send(socket, send.peer[1:], content)
+    def _deliver(self, message: Send) -> None:
+        socket = self.sockets.learners if message.peer.startswith(_LEARNER) else self.sockets.workers
+        content = message.content if isinstance(message.content, list) else message.content.frames()
+        self._send(socket, message.peer[1:], content)
 
     def _send(self, socket: Socket, peer: bytes, frames: list[Any]) -> None:
         """Forward without copying. A peer that has gone needs nothing: it will say HELLO when it is back."""
         try:
-            socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
+            send(socket, [peer, *frames])
         except zmq.ZMQError as error:
             log.debug("peer %s has gone: %s", peer.hex(), error)
 

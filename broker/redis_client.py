@@ -39,7 +39,7 @@ def connect(url: str, timeout_s: float = TIMEOUT_S) -> redis.Redis:
 
 def in_words(error: BaseException) -> str:
     """One line that says why Redis did not do what was asked."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return text[:200]
 
 

@@ -21,12 +21,19 @@ local function replace(key, fields)
   for field, value in pairs(fields) do redis.call('HSET', key, field, value) end
 end
 
--- What a row knows: batches cut, batches settled, steps and chunks accepted. nil for what is no row.
+-- What a row knows: batches cut, batches settled, steps and chunks accepted. nil for what is no row. Of a closed life
+-- the steps accepted or lost, and how many are not held any more: what a broker took and died with is lost in the end.
 local function knowledge(row)
   if type(row) ~= 'table' or type(row.totals) ~= 'table' or type(row.settled) ~= 'table'
       or type(row.accepted) ~= 'table' then return nil end
-  local measures = {row.totals.seq, row.settled.seq, row.accepted[1], row.accepted[2]}
+  local measures = {row.totals.seq, row.settled.seq, row.accepted[1], row.accepted[2], 0}
   for i = 1, 4 do if type(measures[i]) ~= 'number' then return nil end end
+  if row.closed and type(row.lost) == 'table' and type(row.held) == 'table' then
+    for _, count in pairs(row.lost) do
+      measures[3], measures[4] = measures[3] + count[1], measures[4] + count[2]
+    end
+    measures[5] = -row.held[1]
+  end
   return measures
 end
 
@@ -36,7 +43,7 @@ local function knows_less(new, stored)
   if not before or (new.closed and not old.closed) then return false end
   if old.closed and not new.closed then return true end
   local now = knowledge(new)
-  for i = 1, 4 do if now[i] < before[i] then return true end end
+  for i = 1, 5 do if now[i] < before[i] then return true end end
   return false
 end
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import logging
+from typing import Any
 
 import zmq
 
@@ -12,6 +13,7 @@ from headrace.broker.state_file import Endpoints
 from headrace.schemas import sockets
 from headrace.schemas.config import BrokerSection
 from headrace.schemas.errors import ConfigError, PortInUseError
+from headrace.schemas.ports import quiet_ports
 
 log = logging.getLogger(__name__)
 
@@ -46,18 +48,40 @@ class BrokerSockets:
         address = f"tcp://{_bracketed(config.host)}"
         if port == 0 and before is not None:
             port = int(getattr(before, role).rpartition(":")[2])
-        endpoint = f"{address}:{port or '*'}"
-        try:
-            socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise PortInUseError(endpoint) from error
-            raise ConfigError(f"{config.host!r} cannot be bound: {error}", key="broker.host") from error
+        candidates = [port] if port else [*quiet_ports(), "*"]
+        for candidate in candidates:
+            endpoint = f"{address}:{candidate}"
+            try:
+                socket.bind(endpoint)
+                break
+            except zmq.ZMQError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise ConfigError(f"{config.host!r} cannot be bound: {error}", key="broker.host") from error
+        else:
+            raise PortInUseError(endpoint)
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def close(self) -> None:
         """Close all; what was sent has half a second to leave."""
         self._context.destroy(linger=500)
+
+
+def receive(socket: Socket) -> list[zmq.Frame] | None:
+    """The next message, its frames without a copy; None if there is none."""
+    try:
+        frames = [socket.recv(sockets.DONTWAIT, copy=False)]
+    except zmq.Again:
+        return None
+    while frames[-1].more:
+        frames.append(socket.recv(sockets.DONTWAIT, copy=False))
+    return frames
+
+
+def send(socket: Socket, frames: list[Any]) -> None:
+    """Send one message without waiting; frames that were received go out again without a copy."""
+    for frame in frames[:-1]:
+        socket.send(frame, sockets.MORE | sockets.DONTWAIT, copy=False)
+    socket.send(frames[-1], sockets.DONTWAIT, copy=False)
 
 
 def _bracketed(host: str) -> str:

@@ -73,6 +73,9 @@ class Source:
     weights: Version = (0, 0)
     blocked: str = ""
     batch_bytes: int = 0
+    told: int = 0
+    """`progress` as its worker was last told."""
+    """Of the largest batch lately, from which credit is reckoned; 0 until there was one."""
     row: LedgerRow | None = None
     restored: LedgerRow | None = None
     """The final books, when an earlier broker closed them."""
@@ -86,6 +89,10 @@ class Source:
         """No later batch of it will be accepted."""
         return bool(self.end_reason)
 
+    def progress(self) -> int:
+        """Grows by one with each batch accepted and with each settled."""
+        return self.accepted + self.settled.seq
+
     def accept(self, held: Held, totals: WorkerTotals) -> None:
         """Take batch `accepted + 1`."""
         known = self.with_learner.pop(held.seq, None)
@@ -95,8 +102,7 @@ class Source:
         self.accepted_count = plus(self.accepted_count, held.count)
         self.held[held.seq] = held
         self.totals = totals
-        if held.nbytes:
-            self.batch_bytes = held.nbytes
+        self.batch_bytes = max(held.nbytes, self.batch_bytes * 15 // 16)
 
     def learn_settled(self, settled: Settled) -> list[Held]:
         """Take over a longer history; returns the held batches it settles."""

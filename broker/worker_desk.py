@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,11 @@ FIRST_ASSIGNED_SLOT = 1000
 
 _MOST_CREDIT = 1024
 
+GATHER_S = 0.002
+_GATHER = 8
+"""How long, and for how many batches accepted or settled, an Ack may wait for what the next one would say: each Ack
+wakes four threads, which costs more than all else that is done for a small batch."""
+
 
 class WorkerDesk:
     """One object a core. `waits_for` says whom a worker without credit waits for."""
@@ -52,6 +58,9 @@ class WorkerDesk:
         self._outbox = outbox
         self._waits_for = waits_for
         self._obituaries: dict[tuple[int, int], tuple[Peer, LastWords]] = {}
+        self._supervisors: set[Peer] = set()
+        self.acknowledge_at = math.inf
+        """When the next Ack is due, if nothing more changes."""
 
     # -- joining ------------------------------------------------------------------------------------------------------
 
@@ -59,9 +68,8 @@ class WorkerDesk:
         """Give the worker its place, if it is still its own."""
         if not self._same_fleet(peer, hello.fleet_id) or not self._same_spaces(peer, hello):
             return
-        slot = hello.slot if hello.slot is not None else self._free_slot()
-        highest = self._state.incarnations.get(slot, 0)
-        source = self._holdings.source(slot, hello.incarnation or highest + 1)
+        source = self._place(hello)
+        slot, highest = source.slot, self._state.incarnations.get(source.slot, 0)
         self._holdings.learn(source, hello.settled)
         if source.incarnation < highest or source.ended:
             self._fence(peer, source)
@@ -76,9 +84,19 @@ class WorkerDesk:
         self._attach(peer, source, hello, now)
         self._outbox.send(peer, self._welcome(source))
 
+    def _place(self, hello: WorkerHello) -> Source:
+        """The place a HELLO asks for. One that names none, said again because the answer was slow, gets the same."""
+        if not hello.incarnation:
+            given = next((source for source in self.peers.values() if source.token == hello.token), None)
+            if given is not None:
+                return given
+        slot = hello.slot if hello.slot is not None else self._free_slot()
+        return self._holdings.source(slot, hello.incarnation or self._state.incarnations.get(slot, 0) + 1)
+
     def on_supervisor_hello(self, peer: Peer, hello: SupervisorHello, now: float) -> None:
-        """A supervisor of another fleet is told so; ours needs no answer."""
-        self._same_fleet(peer, hello.fleet_id)
+        """A supervisor of another fleet is told so; ours needs no answer, and may report deaths from now on."""
+        if self._same_fleet(peer, hello.fleet_id):
+            self._supervisors.add(peer)
 
     def _same_fleet(self, peer: Peer, fleet_id: str) -> bool:
         if fleet_id != self.fleet_id:
@@ -201,7 +219,7 @@ class WorkerDesk:
         if self._limits.overflow == "drop_oldest":
             return source.accepted + _MOST_CREDIT
         room = max(0, self._limits.max_held_bytes - self._holdings.nbytes)
-        batches = room // max(1, len(self.peers)) // max(1, source.batch_bytes)
+        batches = room // max(1, len(self.peers)) // (source.batch_bytes or self._limits.max_batch_bytes)
         return source.accepted + max(min(batches, _MOST_CREDIT), 0 if source.held else 1)
 
     # -- leaving ------------------------------------------------------------------------------------------------------
@@ -212,6 +230,9 @@ class WorkerDesk:
 
     def on_obituary(self, peer: Peer, obituary: Obituary, now: float) -> None:
         """A worker is dead. The learner may hold batches of it that this broker never saw, so it is heard first."""
+        if peer not in self._supervisors:
+            self._outbox.ask_hello(peer, "say HELLO first: this may be another fleet's broker")
+            return
         self._obituaries[(obituary.slot, obituary.incarnation)] = (peer, obituary)
         self.bury_dead(now)
 
@@ -247,16 +268,23 @@ class WorkerDesk:
         """Every worker is to hear the cumulative state."""
         self._holdings.changed.update(source.key for source in self.peers.values())
 
-    def acknowledge(self) -> None:
-        """One Ack to each worker for whom something changed."""
-        for key in self._holdings.changed:
-            source = self._holdings.sources[key]
-            if source.peer is not None:
-                self._outbox.send(source.peer, self._ack(source))
-        self._holdings.changed.clear()
+    def acknowledge(self, now: float) -> None:
+        """One Ack to each worker for whom something changed: at once if much did, else within `GATHER_S`."""
+        changed = self._holdings.changed
+        is_due = now >= self.acknowledge_at
+        for source in [self._holdings.sources[key] for key in changed]:
+            if is_due or source.progress() - source.told >= _GATHER:
+                changed.discard(source.key)
+                if source.peer is not None:
+                    self._outbox.send(source.peer, self._ack(source))
+        if is_due or not changed:
+            self.acknowledge_at = math.inf
+        if changed:
+            self.acknowledge_at = min(self.acknowledge_at, now + GATHER_S)
 
     def _ack(self, source: Source) -> Ack:
         credit = self._credit(source)
+        source.told = source.progress()
         return Ack(
             slot=source.slot,
             incarnation=source.incarnation,

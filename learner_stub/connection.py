@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import weakref
@@ -84,13 +85,17 @@ class LearnerSocket:
 
     def receive(self, wait_s: float = 0.0) -> list[memoryview] | None:
         """The frames of the next message, as read-only views that keep its memory; None if none comes in time."""
-        if wait_s > 0 and not self._socket.poll(int(wait_s * 1000)):
+        if wait_s > 0 and not self._socket.poll(math.ceil(wait_s * 1000)):
             return None
         try:
-            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            frame = self._socket.recv(sockets.DONTWAIT, copy=False)
         except zmq.Again:
             return None
-        return [frame.buffer for frame in frames]
+        frames = [frame.buffer]
+        while frame.more:
+            frame = self._socket.recv(sockets.DONTWAIT, copy=False)
+            frames.append(frame.buffer)
+        return frames
 
     def close(self, deadline_s: float = 0.5) -> None:
         """Close; what was sent has so long to leave."""

@@ -106,8 +106,8 @@ def train(ppo: PPO, stream: Source, weights: Publisher, checkpoint: Path, stoppi
 
 
 def gather(stream: Source, steps: int, stopping: threading.Event) -> list[ChunkBatch]:
-    """Batches of `steps` steps or more together, the last one whole. Blocks until then, or until nothing more comes once
-    `stopping` is set.
+    """Batches of `steps` steps or more together, the last one whole. Blocks until then, or, once `stopping` is set,
+    until nothing more comes.
 
     All steps count, also those that PPO leaves out: workers wait for their commit as for that of others.
     """

@@ -123,7 +123,8 @@ class WeightPublisher:
     def _say_hello(self) -> None:
         self._next_send = connection.now() + _RETRY_S
         hello = LearnerHello(fleet_id=self._fleet_id, token=self.token, channel="publisher", epoch=self.epoch)
-        self._socket.send(hello.frames())
+        if not self._socket.send(hello.frames()):
+            self._next_send = 0.0  # there is no connection yet; as soon as it stands is soon enough
 
     def _send_weights(self) -> None:
         assert self._arrays is not None

@@ -29,7 +29,6 @@ from headrace.schemas.messages import (
     SourceStart,
     Status,
 )
-from headrace.schemas.wire import Buffer
 
 Key = tuple[int, int]
 
@@ -57,8 +56,11 @@ class Arrival:
     kind: ArrivalKind
     key: Key
     batch: HeldBatch | None = None
-    frames: list[Buffer] | None = None
+    content: object = None
+    """Of a batch: what the caller of `receive_batch` handed in."""
     reason: str = ""
+    lost: dict[str, Count] = field(default_factory=dict)
+    """Of a hole: (steps, chunks) by reason."""
 
 
 @dataclass(slots=True)
@@ -82,6 +84,9 @@ class StreamLimits:
     retry_s: float = 1.0
     heartbeat_s: float = 0.5
     silence_s: float = 5.0
+    gather_s: float = 0.002
+    gather_batches: int = 4
+    """How long, and for how many batches, word of a commit that is not urgent may wait for that of the next."""
 
 
 class LearnerSession:
@@ -106,6 +111,8 @@ class LearnerSession:
         self._changed: set[Key] = set()
         self._to_tell: set[Key] = set()
         self._outbox: list[Message] = []
+        self._gathered = 0
+        """Batches committed that the broker has not been told of."""
         self._next_send = 0.0
         self._heard = 0.0
         for place in position or []:
@@ -128,8 +135,8 @@ class LearnerSession:
         if handler is not None and self.state is not State.STOPPED:
             handler(message)
 
-    def receive_batch(self, header: BatchHeader, frames: list[Buffer], now: float) -> None:
-        """Take a BATCH: keep it if it is the next of its source, ignore it if it came before."""
+    def receive_batch(self, header: BatchHeader, content: object, now: float) -> None:
+        """Take a BATCH, with whatever `take` is to give back: keep the next of its source, ignore what came before."""
         self._heard = now
         if self.state is not State.ACTIVE:
             return
@@ -146,7 +153,7 @@ class LearnerSession:
         batch = HeldBatch(seq=header.seq, steps=header.steps, chunks=header.chunks)
         source.received = header.seq
         source.in_hand.append(batch)
-        self.arrivals.append(Arrival(ArrivalKind.BATCH, key, batch, frames))
+        self.arrivals.append(Arrival(ArrivalKind.BATCH, key, batch, content))
 
     def take(self) -> Arrival | None:
         """The next arrival for the user, in order; follow a batch or a gap by `settle`."""
@@ -169,8 +176,9 @@ class LearnerSession:
         """Everything taken so far, as if committed: what belongs into the learner's own checkpoint."""
         return [_position(key, source.taken) for key, source in self._sources.items() if source.taken.seq]
 
-    def commit(self, now: float) -> None:
-        """Settle everything taken so far."""
+    def commit(self, now: float, *, at_once: bool = True) -> None:
+        """Settle everything taken so far, and tell the broker: now, or by a call of `commit` or `tick` soon."""
+        self._gathered += self.uncommitted()
         for key in self._changed:
             source = self._sources[key]
             source.committed = source.taken
@@ -178,11 +186,18 @@ class LearnerSession:
                 source.in_hand.popleft()
         self._to_tell |= self._changed
         self._changed.clear()
-        self._send_commit(now)
+        if self.state is State.ACTIVE and not at_once:
+            self._next_send = min(self._next_send, now + self.limits.gather_s)
+        if at_once or now >= self._next_send or self._gathered >= self.limits.gather_batches:
+            self._send_commit(now)
 
     def uncommitted(self) -> int:
         """Batches the user has taken and not yet committed."""
         return sum(self._sources[key].taken.seq - self._sources[key].committed.seq for key in self._changed)
+
+    def idle_s(self, now: float) -> float:
+        """How long nothing will be due, unless something arrives."""
+        return max(0.0, self._next_send - now)
 
     def tick(self, now: float, *, waiting: bool = False) -> None:
         """Call it often: says HELLO until welcomed, repeats the cumulative state, notices a broker that has gone."""
@@ -199,6 +214,11 @@ class LearnerSession:
         """Messages due for the broker."""
         out, self._outbox = self._outbox, []
         return out
+
+    def not_sent(self) -> None:
+        """The connection did not take a message, which it does as soon as it stands: a HELLO is worth trying again."""
+        if self.state is State.JOINING:
+            self._next_send = 0.0
 
     def _say_hello(self, now: float) -> None:
         self._next_send = now + self.limits.retry_s
@@ -221,6 +241,7 @@ class LearnerSession:
         if self.state is not State.ACTIVE:
             return
         self._next_send = now + self.limits.heartbeat_s
+        self._gathered = 0
         self._outbox.append(
             Commit(
                 epoch=self.epoch,
@@ -245,15 +266,14 @@ class LearnerSession:
     def _on_start(self, start: SourceStart) -> None:
         """The batches up to `start.settled.seq` will not come. Those dropped leave a hole in their episodes."""
         key = (start.slot, start.incarnation)
-        fresh = key not in self._sources
         source = self._sources.setdefault(key, _Source())
         if start.settled.seq <= source.received:
             return
-        hole = not fresh and start.settled.dropped != source.taken.dropped
+        lost = _growth(source.taken.dropped, start.settled.dropped)
         source.received = start.settled.seq
         source.taken = source.committed = start.settled
-        if hole:
-            self.arrivals.append(Arrival(ArrivalKind.GAP, key, None, None, "overflow"))
+        if lost:
+            self.arrivals.append(Arrival(ArrivalKind.GAP, key, None, None, max(lost), lost))
 
     def _on_gap(self, gap: SourceGap) -> None:
         key = (gap.slot, gap.incarnation)
@@ -262,7 +282,8 @@ class LearnerSession:
             return
         source.received = gap.batch.seq
         source.in_hand.append(gap.batch)
-        self.arrivals.append(Arrival(ArrivalKind.GAP, key, gap.batch, None, gap.reason))
+        lost = {gap.reason: (gap.batch.steps, gap.batch.chunks)}
+        self.arrivals.append(Arrival(ArrivalKind.GAP, key, gap.batch, None, gap.reason, lost))
 
     def _on_end(self, end: SourceEnd) -> None:
         key = (end.slot, end.incarnation)
@@ -280,6 +301,12 @@ class LearnerSession:
         else:
             self.state = State.JOINING
             self._next_send = 0.0
+
+
+def _growth(before: dict[str, Count], after: dict[str, Count]) -> dict[str, Count]:
+    """What was added to each count."""
+    grown = {r: (n[0] - before.get(r, (0, 0))[0], n[1] - before.get(r, (0, 0))[1]) for r, n in after.items()}
+    return {reason: count for reason, count in grown.items() if count != (0, 0)}
 
 
 def _position(key: Key, settled: Settled) -> SourcePosition:

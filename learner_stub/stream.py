@@ -20,7 +20,8 @@ from typing import Any, Self
 from headrace.learner_stub import connection
 from headrace.learner_stub.continuity import SourceEpisodes
 from headrace.learner_stub.session import Arrival, ArrivalKind, Key, LearnerSession, State, StreamLimits
-from headrace.schemas.batch import ChunkBatch, decode_batch, read_batch_header
+from headrace.schemas.batch import ChunkBatch, read_batch_header
+from headrace.schemas.batch_reader import BatchReader, UnreadBatch
 from headrace.schemas.errors import DecodeError, UnreachableError, WindowStalledError, refusal
 from headrace.schemas.ledger import Count, Drop
 from headrace.schemas.messages import (
@@ -89,6 +90,7 @@ class EpisodeStream:
         self._episodes: dict[Key, SourceEpisodes] = {}
         self._ready: deque[_Ready] = deque()
         self._spaces: Spaces | None = None
+        self._reader: BatchReader | None = None
         self._waited_s = 0.0
         self._socket = connection.LearnerSocket(endpoint)
         connection.enroll(self)
@@ -106,7 +108,7 @@ class EpisodeStream:
     def next(self, timeout_s: float) -> ChunkBatch | None:
         """The next batch, or None after `timeout_s` seconds without one."""
         if self.auto_commit:
-            self.commit()
+            self._commit(at_once=False)
         deadline = connection.now() + timeout_s
         while True:
             if self._ready:
@@ -124,9 +126,7 @@ class EpisodeStream:
 
     def commit(self) -> None:
         """Settle every batch handed out so far: nobody needs to keep it any more."""
-        if self._session.uncommitted():
-            self._session.commit(connection.now())
-            self._flush()
+        self._commit(at_once=True)
 
     def position(self) -> list[dict[str, Any]]:
         """How far this learner is, counting all it was handed as trained on; plain values for its own checkpoint."""
@@ -179,7 +179,7 @@ class EpisodeStream:
         self._session.tick(connection.now(), waiting=wait_s > 0)
         self._flush()
         if wait_s > 0:
-            self._take_all(wait_s)
+            self._take_all(min(wait_s, self._session.idle_s(connection.now())))
             self._session.tick(connection.now())
             self._flush()
         if self._session.refusal is not None:
@@ -205,15 +205,22 @@ class EpisodeStream:
             self.close()
             raise
 
+    def _commit(self, *, at_once: bool) -> None:
+        if self._session.uncommitted():
+            self._session.commit(connection.now(), at_once=at_once)
+            self._flush()
+
     def _flush(self) -> None:
         for message in self._session.take_outbox():
-            self._socket.send(message.frames())
+            if not self._socket.send(message.frames()):
+                self._session.not_sent()
 
     def _receive(self, frames: list[memoryview]) -> None:
         try:
             kind, header = decode_header(frames)
             if kind is MessageKind.BATCH:
-                self._session.receive_batch(read_batch_header(header), list(frames), connection.now())
+                unread = UnreadBatch(read_batch_header(header), header, frames)
+                self._session.receive_batch(unread.header, unread, connection.now())
             elif kind in _CONTROL:
                 self._session.receive(read(_CONTROL[kind], header), connection.now())
         except DecodeError as error:
@@ -240,17 +247,19 @@ class EpisodeStream:
         if arrival.kind is ArrivalKind.BATCH:
             self._open_batch(arrival, episodes)
         else:
-            episodes.gap_reason = arrival.reason
-            self._settle_lost(arrival, arrival.reason)
+            self._leave_out(arrival, episodes, arrival.reason, arrival.lost)
 
     def _open_batch(self, arrival: Arrival, episodes: SourceEpisodes) -> None:
-        assert arrival.frames is not None
-        spaces = self._known_spaces()
+        assert isinstance(arrival.content, UnreadBatch)
+        assert arrival.batch is not None
+        if self._reader is None:
+            spaces = self._known_spaces()
+            self._reader = BatchReader(spaces.observation, spaces.action)
         try:
-            _, batch = decode_batch(arrival.frames, spaces.observation, spaces.action)
+            batch = self._reader.read(arrival.content)
         except DecodeError:
-            episodes.gap_reason = Drop.POISON
-            self._settle_lost(arrival, Drop.POISON)
+            lost = {Drop.POISON.value: (arrival.batch.steps, arrival.batch.chunks)}
+            self._leave_out(arrival, episodes, Drop.POISON.value, lost)
             return
         sifted = episodes.take(batch)
         committed, dropped = (sifted.batch.steps, len(sifted.batch)), {}
@@ -263,10 +272,12 @@ class EpisodeStream:
         if not given:
             self._session.settle(arrival, committed, dropped)
 
-    def _settle_lost(self, arrival: Arrival, reason: str) -> None:
+    def _leave_out(self, arrival: Arrival, episodes: SourceEpisodes, reason: str, lost: dict[str, Count]) -> None:
+        """There is a hole in this source. Without a batch it is settled already, and only to be told."""
+        episodes.gap_reason = reason
+        self.dropped.update({name: steps for name, (steps, _) in lost.items()})
         if arrival.batch is not None:
-            self.dropped[reason] += arrival.batch.steps
-            self._session.settle(arrival, (0, 0), {reason: (arrival.batch.steps, arrival.batch.chunks)})
+            self._session.settle(arrival, (0, 0), lost)
 
     def _known_spaces(self) -> Spaces:
         if self._spaces is None:

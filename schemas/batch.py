@@ -19,11 +19,11 @@ import orjson
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
-from headrace.schemas.chunk import CHUNK_TABLE, EXPLORE, RANDOM_ACTIONS, ChunkEnd, EpisodeChunk, format_episode_id
+from headrace.schemas.chunk import EXPLORE, RANDOM_ACTIONS, ChunkEnd, EpisodeChunk, format_episode_id
 from headrace.schemas.errors import DecodeError, EncodeError
 from headrace.schemas.ledger import Natural, WorkerTotals
-from headrace.schemas.spaces import Space, column_dtype, leaf_shape, leaves, nest
-from headrace.schemas.wire import DEFAULT_CAPS, Buffer, Caps, MessageKind, WireMessage, decode, encode
+from headrace.schemas.spaces import Space, nest
+from headrace.schemas.wire import DEFAULT_CAPS, Buffer, MessageKind, encode
 
 Infos = Mapping[int, Mapping[int, dict[str, Any]]]
 """Non-empty infos only: chunk row -> observation row within the chunk -> info."""
@@ -83,12 +83,12 @@ class ChunkBatch(Sequence[EpisodeChunk]):
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
         """int64 (chunks + 1,): where each chunk's steps begin in a step column."""
-        return np.concatenate(([0], np.cumsum(self.table["length"], dtype=np.int64)))
+        return _running(self.table["length"])
 
     @cached_property
     def obs_offsets(self) -> NDArray[np.int64]:
         """int64 (chunks + 1,): where each chunk's observations begin in an observation column."""
-        return self.offsets + np.concatenate(([0], np.cumsum(self._has_obs, dtype=np.int64)))
+        return self.offsets + _running(self._has_obs)
 
     @property
     def _has_obs(self) -> NDArray[np.bool_]:
@@ -140,7 +140,7 @@ class ChunkBatch(Sequence[EpisodeChunk]):
             env_t=np.arange(t_start, t_start + length) if env_t is None else env_t,
             end=ChunkEnd(int(row["end"])),
             end_reason=self.reasons[int(row["reason"])] or None,
-            columns={n: v for n, v in views.items() if n not in _FIXED_COLUMNS and not _belongs_to_space(n)},
+            columns={n: v for n, v in views.items() if n not in _FIXED_COLUMNS and not belongs_to_space(n)},
             infos=self._chunk_infos(i, length),
             agent_id=self.agents[int(row["agent"])],
             module_id=self.modules[int(row["module"])],
@@ -171,6 +171,13 @@ class ChunkBatch(Sequence[EpisodeChunk]):
             infos={new: self.infos[old] for new, old in enumerate(np.flatnonzero(keep).tolist()) if old in self.infos},
             order=None,
         )
+
+
+def _running(counts: NDArray[Any]) -> NDArray[np.int64]:
+    """0 and the running sum."""
+    sums = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=sums[1:])
+    return sums
 
 
 def encode_batch(batch: ChunkBatch, header: BatchHeader) -> list[Buffer]:
@@ -212,101 +219,6 @@ def read_batch_header(header: Mapping[str, Any]) -> BatchHeader:
         raise DecodeError("bad_batch_header", f"{where:.100}: {first['msg']:.200}") from error
 
 
-def decode_batch(
-    frames: Sequence[Buffer], observation_space: Space, action_space: Space, caps: Caps = DEFAULT_CAPS
-) -> tuple[BatchHeader, ChunkBatch]:
-    """The batch in `frames`, its columns views of them; raises `DecodeError` when anything in it contradicts itself.
-
-    Checked against the spaces are names, dtypes and shapes. Values are the sampler's: a NaN in them passes.
-    """
-    message = decode(frames, caps)
-    if message.kind is not MessageKind.BATCH:
-        raise DecodeError("unexpected_kind", f"{message.kind.name} where BATCH was expected")
-    header = read_batch_header(message.header)
-    table, columns = _split(message)
-    counts = (int(table["length"].sum(dtype=np.int64)), len(table))
-    if counts != (header.steps, header.chunks):
-        raise DecodeError("bad_table", f"{counts} steps and chunks; header says {(header.steps, header.chunks)}")
-    _check_indices(table, header)
-    batch = ChunkBatch(
-        table=table,
-        columns=columns,
-        observation_space=observation_space,
-        action_space=action_space,
-        agents=header.agents,
-        modules=header.modules,
-        reasons=header.reasons,
-        infos=_load_infos(message.arrays.get("_infos"), table, caps),
-        slot=header.slot,
-        incarnation=header.incarnation,
-        seq=header.seq,
-        learner_epoch=header.learner_epoch,
-        weights_digest=header.weights_digest,
-    )
-    _check_columns(batch)
-    return header, batch
-
-
-def _split(message: WireMessage) -> tuple[NDArray[np.void], dict[str, NDArray[Any]]]:
-    raw = message.arrays.get("_table")
-    if raw is None or raw.dtype != np.uint8 or raw.ndim != 1 or raw.size % CHUNK_TABLE.itemsize:
-        raise DecodeError("bad_table", f"no chunk table of {CHUNK_TABLE.itemsize}-byte rows")
-    columns = {name: array for name, array in message.arrays.items() if not name.startswith("_")}
-    return raw.view(CHUNK_TABLE), columns
-
-
-def _check_indices(table: NDArray[np.void], header: BatchHeader) -> None:
-    if not len(table):
-        return
-    for name, names in (("agent", header.agents), ("module", header.modules), ("reason", header.reasons)):
-        if int(table[name].max()) >= len(names):
-            raise DecodeError("bad_table", f"{name} {int(table[name].max())} of {len(names)}")
-    if int(table["end"].max()) > ChunkEnd.ABORTED:
-        raise DecodeError("bad_table", f"chunk end {int(table['end'].max())} is unknown")
-    if bool(((table["length"] == 0) & (table["end"] != ChunkEnd.ABORTED)).any()):
-        raise DecodeError("bad_table", "a chunk of no steps that is no end marker")
-    for name in ("t_start", "episode_length"):
-        if int(table[name].min()) < 0 or int(table[name].max()) >= 1 << 62:
-            raise DecodeError("bad_table", f"a chunk's {name} is out of range")
-    if int(table["lookback"].max()):
-        raise DecodeError("bad_table", "lookback rows are not part of this protocol version")
-
-
-def _check_columns(batch: ChunkBatch) -> None:
-    wanted = {name: (column_dtype(leaf), leaf_shape(leaf)) for name, leaf in leaves(batch.observation_space, "obs")}
-    wanted |= {name: (column_dtype(leaf), leaf_shape(leaf)) for name, leaf in leaves(batch.action_space, "actions")}
-    wanted |= {"rewards": (np.dtype("<f8"), ()), "weights_seq": (np.dtype("<i8"), ())}
-    if missing := wanted.keys() - batch.columns.keys():
-        raise DecodeError("missing_column", f"column {min(missing)!r:.80} is missing")
-    wanted["env_t"] = (np.dtype("<i8"), ())
-    for name, column in batch.columns.items():
-        rows = int(batch.obs_offsets[-1]) if is_obs_column(name) else batch.steps
-        if column.ndim == 0 or len(column) != rows:
-            raise DecodeError("bad_column", f"column {name!r:.80} has shape {column.shape}, not {rows} rows")
-        if name not in wanted and _belongs_to_space(name):
-            raise DecodeError("bad_column", f"column {name!r:.80} is no leaf of its space")
-        if name in wanted and (column.dtype, column.shape[1:]) != wanted[name]:
-            dtype, shape = wanted[name]
-            seen = f"{column.dtype} rows of shape {column.shape[1:]}"
-            raise DecodeError("bad_column", f"column {name!r:.80} has {seen}, not {dtype} of {shape}")
-
-
-def _belongs_to_space(name: str) -> bool:
+def belongs_to_space(name: str) -> bool:
+    """Whether a column holds leaves of the observation or the action space."""
     return is_obs_column(name) or name == "actions" or name.startswith("actions/")
-
-
-def _load_infos(raw: NDArray[Any] | None, table: NDArray[np.void], caps: Caps) -> Infos:
-    if raw is None:
-        return {}
-    if raw.dtype != np.uint8 or raw.ndim != 1 or raw.nbytes > caps.infos_bytes:
-        raise DecodeError("bad_infos", f"infos are not at most {caps.infos_bytes} bytes of JSON")
-    try:
-        rows = orjson.loads(raw.data)
-        infos = {int(i): {int(t): info for t, info in row.items()} for i, row in rows.items()}
-    except (ValueError, AttributeError) as error:
-        raise DecodeError("bad_infos", f"infos are not what the codec writes: {error!s:.200}") from error
-    lengths = table["length"]
-    for i, row in infos.items():
-        if not 0 <= i < len(table) or not all(0 <= t <= lengths[i] and isinstance(row[t], dict) for t in row):
-            raise DecodeError("bad_infos", f"infos of chunk {i} of {len(table)} are not dicts of its observations")
-    return infos

@@ -38,9 +38,16 @@ class Section(BaseModel):
 class FleetSection(Section):
     """The fleet as a whole."""
 
-    workers: int = Field(default=2, ge=0, description="sampler processes `up` starts on this machine")
+    workers: int = Field(
+        default=2,
+        ge=0,
+        le=1000,  # the broker gives slots from 1000 on to workers that were started alone
+        description="sampler processes `up` starts on this machine",
+    )
     run_dir: str = Field(
-        default="runs/default", description="folder for fleet.json, logs, recorders, checkpoints and Redis data"
+        default="runs/default",
+        min_length=1,
+        description="folder for fleet.json, logs, recorders, checkpoints and Redis data",
     )
     until_return: float | None = Field(
         default=None, description="stop when the mean return of the last 100 episodes reaches this"
@@ -113,7 +120,9 @@ class SamplingSettings(Section):
 class SamplingSection(SamplingSettings):
     """What each worker samples."""
 
-    env: str = Field(default="CartPole-v1", description='a registered gymnasium id, or "package.module:make_env"')
+    env: str = Field(
+        default="CartPole-v1", min_length=1, description='a registered gymnasium id, or "package.module:make_env"'
+    )
 
 
 class ModuleSection(Section):
@@ -179,6 +188,12 @@ class BrokerSection(Section):
             )
         if self.max_batch_bytes > self.max_held_bytes:
             raise ValueError(f"max_batch_bytes = {self.max_batch_bytes} exceeds max_held_bytes = {self.max_held_bytes}")
+        ports = [port for port in (self.worker_port, self.learner_port, self.weights_port) if port]
+        if len(set(ports)) < len(ports):
+            raise ValueError(
+                f"worker_port = {self.worker_port}, learner_port = {self.learner_port} and weights_port = "
+                f"{self.weights_port} must differ (0 takes a free one)"
+            )
         return self
 
 
@@ -300,7 +315,7 @@ def load_config(
 def build_config(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> FleetConfig:
     """The configuration in `values` (sections of keys); raises `ConfigError` for the first thing that is wrong."""
     try:
-        return FleetConfig.model_validate(values)
+        config = FleetConfig.model_validate(values)
     except ValidationError as error:
         first: Any = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
@@ -309,7 +324,29 @@ def build_config(values: Mapping[str, Any], origins: Mapping[str, str] | None = 
             raise ConfigError(f"unknown key{_nearest(key)}", key=key, source=source) from error
         if first["type"] == "value_error":
             raise ConfigError(str(first["ctx"]["error"]), key=key, source=source) from error
-        raise ConfigError(f"{first['msg']}, got {first['input']!r:.80}", key=key, source=source) from error
+        said = first["msg"].replace("Input should", "should").replace("String should", "should")
+        raise ConfigError(f"{said}, got {first['input']!r:.80}", key=key, source=source) from error
+    for section, content in config.model_dump().items():
+        for key, value in content.items():
+            if (odd := _beyond_json(value)) is not None:
+                dotted = f"{section}.{key}"
+                raise ConfigError(odd, key=dotted, source=(origins or {}).get(dotted))
+    return config
+
+
+def _beyond_json(value: Any) -> str | None:
+    """What in a value would not reach the other processes of a fleet as it is, in words; None when all does."""
+    if isinstance(value, dict):
+        return next(filter(None, map(_beyond_json, value.values())), None)
+    if isinstance(value, list | tuple):
+        return next(filter(None, map(_beyond_json, value)), None)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"should be a finite number, got {value}"
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return f"should be an integer of at most 64 bits, got {value!s:.40}"
+    if value is not None and not isinstance(value, bool | int | float | str):
+        return f"should be made of tables, lists, text, numbers and booleans, got a {type(value).__name__}"
+    return None
 
 
 def known_keys() -> dict[str, Any]:
@@ -330,7 +367,7 @@ def _nearest(key: str) -> str:
 def _read_file(path: Path) -> dict[str, Any]:
     """TOML, or JSON by its suffix: `up` hands its resolved configuration to its children as JSON, which knows null."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         tree = orjson.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", source=str(path)) from error

@@ -68,7 +68,7 @@ class WorkerTotals(BaseModel):
     shipped_chunks: Natural = 0
     discarded: dict[str, Natural] = {}
     dropped: dict[str, Count] = {}
-    """Dropped by the worker itself before the batch got a number (oversize)."""
+    """Dropped by the worker itself before the batch got a number (what a fenced one had just cut)."""
     episodes: Natural = 0
     env_failures: Natural = 0
     env_rebuilds: Natural = 0

@@ -6,6 +6,9 @@ minute. All must be set before bind or connect, or they have no effect.
 
 from __future__ import annotations
 
+MORE, DONTWAIT = 2, 1
+"""Flags of libzmq as plain integers: or-ing pyzmq's enums for every frame costs as much as sending a small one."""
+
 COMMON: dict[str, int] = {
     "LINGER": 0,
     "HEARTBEAT_IVL": 2_000,

@@ -48,6 +48,7 @@ OWN_FRAME_BYTES = 64 * 1024
 """From this size an array gets a frame of its own; pyzmq too copies below it, since a copy is then cheaper."""
 
 ALLOWED_DTYPES = frozenset(("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"))
+_ITEM_BYTES = {dtype: np.dtype(dtype).itemsize for dtype in ALLOWED_DTYPES}
 
 Buffer = bytes | bytearray | memoryview
 """One frame. A memoryview is one of bytes, contiguous, as `zmq.Frame.buffer` is."""
@@ -244,9 +245,16 @@ def _check_sizes(payload: Any, frames: Sequence[Buffer], caps: Caps) -> None:
 def decode(frames: Sequence[Buffer], caps: Caps = DEFAULT_CAPS) -> WireMessage:
     """The message in `frames`, its arrays as read-only views; raises `DecodeError` and nothing else."""
     kind, header = decode_header(frames, caps)
+    return WireMessage(kind, header, decode_arrays(header, frames, caps))
+
+
+def decode_arrays(
+    header: dict[str, Any], frames: Sequence[Buffer], caps: Caps = DEFAULT_CAPS
+) -> dict[str, NDArray[Any]]:
+    """The arrays of a message of which `decode_header` gave `header`; raises `DecodeError`."""
     payload = header.get("payload")
     if payload is None:
-        return WireMessage(kind, header)
+        return {}
     checksum = xxhash.xxh3_64()
     for frame in frames[2:]:
         checksum.update(frame)
@@ -261,7 +269,7 @@ def decode(frames: Sequence[Buffer], caps: Caps = DEFAULT_CAPS) -> WireMessage:
         if name in arrays:
             raise DecodeError("bad_manifest", f"array {name!r} is listed twice")
         arrays[name] = array
-    return WireMessage(kind, header, arrays)
+    return arrays
 
 
 def _view(row: Any, frames: Sequence[Buffer], caps: Caps) -> tuple[str, NDArray[Any]]:
@@ -281,7 +289,7 @@ def _view(row: Any, frames: Sequence[Buffer], caps: Caps) -> tuple[str, NDArray[
     if type(frame) is not int or type(offset) is not int or not 0 <= frame < len(frames) - 2 or offset < 0:
         raise DecodeError("bad_manifest", f"array {name!r:.80} lies in no frame that was received")
     count = math.prod(shape)
-    nbytes = count * np.dtype(dtype).itemsize
+    nbytes = count * _ITEM_BYTES[dtype]
     source = frames[2 + frame]
     if offset + nbytes > len(source):
         raise DecodeError("bad_shape", f"array {name!r:.80} needs {nbytes} bytes at {offset}, of {len(source)}")

@@ -38,9 +38,11 @@ class BrokerLink:
     def pump(self, wait_s: float = 0.0) -> None:
         """Send what is due and take what has come, waiting up to `wait_s` for something to come."""
         self._send()
-        for socket, _ in self._poller.poll(int(wait_s * 1000)):
+        ready = self._poller.poll(int(wait_s * 1000))
+        for socket, _ in ready:
             self._receive(socket)
-        self._send()
+        if ready:
+            self._send()
 
     def join(self, timeout_s: float) -> None:
         """Wait for the broker's WELCOME. Raises `UnreachableError`, or the refusal the broker answered with."""
@@ -111,10 +113,17 @@ class BrokerLink:
             self._subscribe(self.session.welcome.weights_endpoint)
 
     def _subscribe(self, endpoint: str) -> None:
+        endpoint = _reachable(endpoint, self.endpoint)
         self._subscriber = _socket(self._context, zmq.SUB, sockets.SUB)
         self._subscriber.subscribe(MAGIC)
         self._subscriber.connect(endpoint)
         self._poller.register(self._subscriber, zmq.POLLIN)
+
+
+def _reachable(endpoint: str, beside: str) -> str:
+    """`endpoint`; when its broker listens on all addresses, at the host by which `beside` reached it."""
+    host, _, port = endpoint.rpartition(":")
+    return f"{beside.rpartition(':')[0]}:{port}" if host in ("tcp://0.0.0.0", "tcp://[::]") else endpoint
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, options: dict[str, int]) -> zmq.Socket[bytes]:

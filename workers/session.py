@@ -173,7 +173,9 @@ class WorkerSession:
         if self.welcome is not None and now - self._heard > self.welcome.lease_s:
             self._rejoin(now)
             self._heard = now
-        if self._sent > self.accepted and now - self._progress_at > 2 * self.limits.retry_s:
+        if self._sent <= self.accepted:
+            self._progress_at = now  # nothing is under way, so nothing is late
+        elif now - self._progress_at > 2 * self.limits.retry_s:
             self._sent = self.accepted
             self._progress_at = now
         if now >= self._next_send:
@@ -191,8 +193,10 @@ class WorkerSession:
         return out
 
     def not_sent(self) -> None:
-        """The connection did not take a message: go back to what the broker is known to have."""
+        """The connection did not take a message: go back to what the broker is known to have, and try HELLO again."""
         self._sent = self.accepted
+        if self.state is State.JOINING:
+            self._next_send = 0.0
 
     def _outgoing(self, shipment: Shipment) -> Outgoing:
         if shipment.frames is not None:

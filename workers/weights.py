@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 20
 PULL_RETRY_S = 2.0
+BROADCAST_S = 0.2
+"""How long a broadcast may be on its way before a version that heartbeats speak of is pulled instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,8 @@ class WeightsVersion:
 class WeightsReceiver:
     """Gathers versions; feed it messages, ask it for requests to send, and take what is newest."""
 
-    def __init__(self) -> None:
+    def __init__(self, fleet_id: str) -> None:
+        self.fleet_id = fleet_id
         self.newest: Version = (0, 0)
         """The newest version gathered."""
         self._ready: WeightsVersion | None = None
@@ -52,11 +55,18 @@ class WeightsReceiver:
             log.warning("weights refused: %s", error)
 
     def hear_of(self, version: Version, now: float) -> None:
-        """The broker has `version`: if broadcasts did not bring it, it will be pulled."""
+        """The broker has `version`: if broadcasts do not bring it soon, it will be pulled."""
+        self._want(version, now + BROADCAST_S)
+
+    @property
+    def pulling(self) -> bool:
+        """A version has come in part; the sooner the next piece is asked for, the sooner it is whole."""
+        return bool(self._blob)
+
+    def _want(self, version: Version, ask_at: float) -> None:
         if version > max(self.newest, self._wanted):
             self._wanted = version
-            if self._ask_at is None:
-                self._ask_at = now
+            self._ask_at = ask_at if self._ask_at is None else min(self._ask_at, ask_at)
 
     def take(self) -> WeightsVersion | None:
         """The newest version gathered since the last call."""
@@ -72,12 +82,15 @@ class WeightsReceiver:
 
     def _take_weights(self, message: WireMessage, now: float) -> None:
         header, arrays = read_weights(message)
-        if header.version <= self.newest:
+        if header.version <= self.newest or header.fleet_id != self.fleet_id:
             return
         if not arrays:
-            self.hear_of(header.version, now)
+            self._want(header.version, now)
             return
         self.newest = header.version
+        self._ask_at = None if self._wanted <= self.newest else now
+        if self._pulling <= self.newest:
+            self._pulling, self._blob = (0, 0), bytearray()
         self._ready = WeightsVersion(header.version, header.digest, arrays)
 
     def _take_part(self, message: WireMessage, now: float) -> None:
@@ -93,6 +106,7 @@ class WeightsReceiver:
         self._ask_at = now
         if len(self._blob) >= sum(part.frame_sizes):
             blob, self._blob, self._pulling = bytes(self._blob), bytearray(), (0, 0)
+            self._ask_at = now + PULL_RETRY_S  # in case that what came is not what was published
             self._take_weights(decode(_cut(blob, part.frame_sizes)), now)
 
 

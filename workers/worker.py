@@ -84,6 +84,7 @@ class Worker:
         self.recorder: Recorder | None = None
         self._dropped: dict[str, Count] = {}
         self._shipped: Count = (0, 0)
+        self._oversize = 0
         self._next_pump = 0.0
 
     # -- joining ------------------------------------------------------------------------------------------------------
@@ -148,13 +149,16 @@ class Worker:
         limit = self.session.welcome.max_batch_bytes if self.session.welcome else nbytes
         if nbytes <= limit:
             return Shipment(held, nbytes, frames, totals)
-        log.error(
-            "a batch of %d bytes exceeds broker.max_batch_bytes = %d: %d steps dropped; lower "
-            "sampling.rollout_fragment_length or num_envs, or raise the limit",
-            nbytes,
-            limit,
-            held.steps,
-        )
+        self._oversize += 1
+        if self._oversize & (self._oversize - 1) == 0:  # the first, second, fourth, ...: it may concern every batch
+            log.error(
+                "a batch of %d bytes exceeds broker.max_batch_bytes = %d: %d steps dropped (batch number %d to be); "
+                "lower sampling.rollout_fragment_length or num_envs, or raise the limit",
+                nbytes,
+                limit,
+                held.steps,
+                self._oversize,
+            )
         return Shipment(held, 0, None, totals, Drop.OVERSIZE)
 
     def _drop(self, batch: ChunkBatch, reason: Drop) -> None:

@@ -1,4 +1,4 @@
-"""Envs for fleets under test: some fail, some have observations of other kinds. Named to workers as "faulty_envs:...". """
+"""Envs for fleets under test: some fail, some have observations of other kinds."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from golden_samples import SPACES, encoded, header_of, make_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.schemas.batch import ChunkBatch, decode_batch, encode_batch, is_obs_column
+from headrace.schemas.batch import ChunkBatch, encode_batch, is_obs_column
+from headrace.schemas.batch_reader import decode_batch
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import DecodeError, EncodeError
 from headrace.schemas.messages import SupervisorHello

@@ -84,9 +84,9 @@ def test_environment_variables_are_read_as_their_fields_want(name: str, text: st
         ("[samplng]", r"samplng: unknown key; did you mean sampling\?"),
         ("[zzz]\nqqq = 1", "zzz: unknown key; `headrace up --print-config` lists all keys"),
         ("broker = 3", r"broker: stands outside any \[section\]"),
-        ("[sampling]\nnum_envs = 0", "sampling.num_envs: Input should be greater than or equal to 1, got 0"),
+        ("[sampling]\nnum_envs = 0", "sampling.num_envs: should be greater than or equal to 1, got 0"),
         ("[sampling]\nnum_envs = 'x'", "sampling.num_envs: .*, got 'x'"),
-        ("[fleet]\nuntil_return = nan", "fleet.until_return: Input should be a finite number"),
+        ("[fleet]\nuntil_return = nan", "fleet.until_return: should be a finite number"),
         ("[fleet]\nfleet_id = 'a}b'", "fleet.fleet_id"),
         (
             "[broker]\nlease_s = 1.0\nheartbeat_interval_s = 0.9",

@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 import pytest
 
-from headrace.schemas.batch import decode_batch
+from headrace.schemas.batch_reader import decode_batch
 from headrace.schemas.wire import decode, read_tag
 
 FOLDER = Path(golden_samples.__file__).parent

@@ -14,7 +14,7 @@ import orjson
 import pytest
 import xxhash
 
-from headrace.schemas.batch import decode_batch
+from headrace.schemas.batch_reader import decode_batch
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.messages import Message, read, read_hello
 from headrace.schemas.spaces import space_from_json, spaces_from_json

@@ -19,7 +19,7 @@ from headrace.learner_stub.session import ArrivalKind, LearnerSession, StreamLim
 from headrace.learner_stub.session import State as LearnerState
 from headrace.schemas.batch import BatchHeader
 from headrace.schemas.ledger import Drop, LedgerRow, Settled, WorkerTotals, plus
-from headrace.schemas.messages import Ack, HeldBatch, Message, Obituary, SourcePosition, WorkerHello
+from headrace.schemas.messages import Ack, HeldBatch, Message, Obituary, SourcePosition, SupervisorHello, WorkerHello
 from headrace.workers.session import SessionLimits, Shipment, WorkerSession
 from headrace.workers.session import State as WorkerState
 
@@ -268,6 +268,7 @@ class SimSupervisor:
 
     def run(self) -> None:
         for obituary in self.due.values():
+            self.link.to_broker(SupervisorHello(fleet_id=FLEET, token="supervisor"))
             self.link.to_broker(obituary)
         self.world.at(self.world.now + 1.0, self.run)
 

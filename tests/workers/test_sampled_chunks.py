@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from toy_envs import Counting, Walk, check_books, runner
 
-from headrace.schemas.batch import BatchHeader, decode_batch, encode_batch
+from headrace.schemas.batch import BatchHeader, encode_batch
+from headrace.schemas.batch_reader import decode_batch
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.ledger import Discard, WorkerTotals
 

@@ -16,8 +16,8 @@ from headrace.schemas.wire import ALLOWED_DTYPES
 def spaces_of(env: gym.Env[Any, Any]) -> Spaces:
     """Both spaces of an env; raises `EnvContractError` for a kind that no column can hold."""
     return Spaces(
-        observation=convert(env.observation_space, "observation space"),
-        action=convert(env.action_space, "action space"),
+        observation=convert(getattr(env, "observation_space", None), "observation space"),
+        action=convert(getattr(env, "action_space", None), "action space"),
     )
 
 

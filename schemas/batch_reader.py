@@ -1,0 +1,160 @@
+"""Reading a BATCH message: all that is in it is compared with all else, and with the spaces, before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from headrace.schemas.batch import (
+    BatchHeader,
+    ChunkBatch,
+    Infos,
+    belongs_to_space,
+    is_obs_column,
+    read_batch_header,
+)
+from headrace.schemas.chunk import CHUNK_TABLE, ChunkEnd
+from headrace.schemas.errors import DecodeError
+from headrace.schemas.spaces import Space, column_dtype, leaf_shape, leaves
+from headrace.schemas.wire import DEFAULT_CAPS, Buffer, Caps, MessageKind, decode_arrays, decode_header
+
+_INDICES = ("agent", "module", "reason")
+_INDEX_LAYOUT: Any = {
+    "names": ["indices"],
+    "formats": [("<u2", (len(_INDICES),))],
+    "offsets": [CHUNK_TABLE.fields["agent"][1]],  # type: ignore[index]
+    "itemsize": CHUNK_TABLE.itemsize,
+}
+_INDEX_TABLE: np.dtype[Any] = np.dtype(_INDEX_LAYOUT)
+"""The chunk table's three neighbours of one type, seen as one array: numpy's price is by call, not by row."""
+
+_Rows = tuple[np.dtype[Any], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadBatch:
+    """A BATCH message of which only the header was read and checked."""
+
+    header: BatchHeader
+    raw_header: dict[str, Any]
+    frames: Sequence[Buffer]
+
+
+class BatchReader:
+    """Reads batches of one pair of spaces."""
+
+    def __init__(self, observation_space: Space, action_space: Space, caps: Caps = DEFAULT_CAPS) -> None:
+        self._observation_space = observation_space
+        self._action_space = action_space
+        self._caps = caps
+        both = (*leaves(observation_space, "obs"), *leaves(action_space, "actions"))
+        self._required: dict[str, _Rows] = {name: (column_dtype(leaf), leaf_shape(leaf)) for name, leaf in both}
+        self._required |= {"rewards": (np.dtype("<f8"), ()), "weights_seq": (np.dtype("<i8"), ())}
+        self._known = self._required | {"env_t": (np.dtype("<i8"), ())}
+
+    def read(self, unread: UnreadBatch) -> ChunkBatch:
+        """The whole batch, its columns views of the frames; raises `DecodeError` when anything contradicts itself.
+
+        Checked against the spaces are names, dtypes and shapes. Values are the sampler's: a NaN in them passes.
+        """
+        header = unread.header
+        arrays = decode_arrays(unread.raw_header, unread.frames, self._caps)
+        table, columns = _split(arrays)
+        counts = (int(table["length"].sum(dtype=np.int64)), len(table))
+        if counts != (header.steps, header.chunks):
+            raise DecodeError("bad_table", f"{counts} steps and chunks; header says {(header.steps, header.chunks)}")
+        _check_table(table, header)
+        batch = ChunkBatch(
+            table=table,
+            columns=columns,
+            observation_space=self._observation_space,
+            action_space=self._action_space,
+            agents=header.agents,
+            modules=header.modules,
+            reasons=header.reasons,
+            infos=_load_infos(arrays.get("_infos"), table, self._caps),
+            slot=header.slot,
+            incarnation=header.incarnation,
+            seq=header.seq,
+            learner_epoch=header.learner_epoch,
+            weights_digest=header.weights_digest,
+        )
+        self._check_columns(batch)
+        return batch
+
+    def _check_columns(self, batch: ChunkBatch) -> None:
+        if missing := self._required.keys() - batch.columns.keys():
+            raise DecodeError("missing_column", f"column {min(missing)!r:.80} is missing")
+        steps, obs_rows = batch.steps, int(batch.obs_offsets[-1])
+        for name, column in batch.columns.items():
+            rows = obs_rows if is_obs_column(name) else steps
+            shape = column.shape
+            if not shape or shape[0] != rows:
+                raise DecodeError("bad_column", f"column {name!r:.80} has shape {shape}, not {rows} rows")
+            known = self._known.get(name)
+            if known is None:
+                if belongs_to_space(name):
+                    raise DecodeError("bad_column", f"column {name!r:.80} is no leaf of its space")
+            elif column.dtype != known[0] or shape[1:] != known[1]:
+                seen = f"{column.dtype} rows of shape {shape[1:]}"
+                raise DecodeError("bad_column", f"column {name!r:.80} has {seen}, not {known[0]} of {known[1]}")
+
+
+def decode_batch(
+    frames: Sequence[Buffer], observation_space: Space, action_space: Space, caps: Caps = DEFAULT_CAPS
+) -> tuple[BatchHeader, ChunkBatch]:
+    """One batch: see `BatchReader.read`."""
+    kind, raw_header = decode_header(frames, caps)
+    if kind is not MessageKind.BATCH:
+        raise DecodeError("unexpected_kind", f"{kind.name} where BATCH was expected")
+    unread = UnreadBatch(read_batch_header(raw_header), raw_header, frames)
+    return unread.header, BatchReader(observation_space, action_space, caps).read(unread)
+
+
+def _split(arrays: dict[str, NDArray[Any]]) -> tuple[NDArray[np.void], dict[str, NDArray[Any]]]:
+    raw = arrays.get("_table")
+    if raw is None or raw.dtype != np.uint8 or raw.ndim != 1 or raw.size % CHUNK_TABLE.itemsize:
+        raise DecodeError("bad_table", f"no chunk table of {CHUNK_TABLE.itemsize}-byte rows")
+    columns = {name: array for name, array in arrays.items() if not name.startswith("_")}
+    return raw.view(CHUNK_TABLE), columns
+
+
+def _check_table(table: NDArray[np.void], header: BatchHeader) -> None:
+    if not len(table):
+        return
+    highest = table.view(_INDEX_TABLE)["indices"].max(0).tolist()
+    for name, index, names in zip(_INDICES, highest, (header.agents, header.modules, header.reasons), strict=True):
+        if index >= len(names):
+            raise DecodeError("bad_table", f"{name} {index} of {len(names)}")
+    end, length = table["end"], table["length"]
+    if int(end.max()) > ChunkEnd.ABORTED:
+        raise DecodeError("bad_table", f"chunk end {int(end.max())} is unknown")
+    if not length.all() and bool((end[length == 0] != ChunkEnd.ABORTED).any()):
+        raise DecodeError("bad_table", "a chunk of no steps that is no end marker")
+    for name in ("t_start", "episode_length"):
+        if int(table[name].view("<u8").max()) >= 1 << 62:  # as unsigned, what is negative is huge
+            raise DecodeError("bad_table", f"a chunk's {name} is out of range")
+    if table["lookback"].any():
+        raise DecodeError("bad_table", "lookback rows are not part of this protocol version")
+
+
+def _load_infos(raw: NDArray[Any] | None, table: NDArray[np.void], caps: Caps) -> Infos:
+    if raw is None:
+        return {}
+    if raw.dtype != np.uint8 or raw.ndim != 1 or raw.nbytes > caps.infos_bytes:
+        raise DecodeError("bad_infos", f"infos are not at most {caps.infos_bytes} bytes of JSON")
+    try:
+        rows = orjson.loads(raw.data)
+        infos = {int(i): {int(t): info for t, info in row.items()} for i, row in rows.items()}
+    except (ValueError, AttributeError) as error:
+        raise DecodeError("bad_infos", f"infos are not what the codec writes: {error!s:.200}") from error
+    lengths = table["length"]
+    for i, row in infos.items():
+        if not 0 <= i < len(table) or not all(0 <= t <= lengths[i] and isinstance(row[t], dict) for t in row):
+            raise DecodeError("bad_infos", f"infos of chunk {i} of {len(table)} are not dicts of its observations")
+    return infos

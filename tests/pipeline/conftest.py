@@ -1,0 +1,47 @@
+"""Makes `parties` importable, and gives each test a broker of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from parties import BrokerThread, Feeder, StartBroker, StartFeeder
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Closes in reverse order whatever a test entered."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def start_broker(stack: ExitStack, tmp_path: Path) -> StartBroker:
+    """`start_broker(**settings)`: a broker in a thread, with the settings of the section [broker]."""
+
+    def start(run_dir: Path = tmp_path, fleet_id: str = "fleet", **settings: object) -> BrokerThread:
+        return stack.enter_context(BrokerThread(run_dir, fleet_id, **settings))
+
+    return start
+
+
+@pytest.fixture
+def broker(start_broker: StartBroker) -> BrokerThread:
+    """A broker with default settings."""
+    return start_broker()
+
+
+@pytest.fixture
+def start_feeder(stack: ExitStack) -> StartFeeder:
+    """`start_feeder(endpoint, batches, ...)`: a worker's session on real sockets, which ships ready-made batches."""
+
+    def start(endpoint: str, batches: object = (), **settings: object) -> Feeder:
+        return stack.enter_context(Feeder(endpoint, batches, **settings))  # type: ignore[arg-type]
+
+    return start

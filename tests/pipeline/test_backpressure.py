@@ -1,0 +1,143 @@
+"""What happens when the learner is slower than the workers: they wait, or what is old is dropped by name."""
+
+from __future__ import annotations
+
+from parties import BrokerThread, Envs, Feeder, StartBroker, StartFeeder, Witness, batches_of, until
+
+from headrace.broker.process import Broker
+from headrace.learner_stub import EpisodeStream, WeightPublisher
+from headrace.schemas.ledger import add_up
+
+PIXELS = 4000
+MIB = 1 << 20
+
+
+def books_balance(broker: BrokerThread, shipped: int) -> None:
+    rows = broker.rows()
+    for row in rows.values():
+        assert not list(row.problems())
+    ledger = add_up(rows)
+    assert ledger.balance() == 0
+    assert ledger.stepped == shipped
+
+
+def _settled_in(broker: Broker) -> None:
+    """As if the broker had served for half a minute without a learner."""
+    broker.core.holdings.is_settled_in = True
+
+
+def train(broker: BrokerThread, feeders: list[Feeder]) -> tuple[Witness, EpisodeStream]:
+    witness = Witness()
+    with EpisodeStream(broker.endpoints.learner) as stream:
+        for batch in batches_of(stream, lambda: all(feeder.all_settled() for feeder in feeders)):
+            witness.see(batch)
+    return witness, stream
+
+
+def test_without_a_learner_workers_wait_and_the_broker_holds_no_more_than_it_may(
+    start_broker: StartBroker, start_feeder: StartFeeder
+) -> None:
+    broker = start_broker(max_held_bytes=MIB, max_batch_bytes=MIB // 4)
+    plans = [Envs(seed).fragments(60, pixels=PIXELS) for seed in (1, 2)]
+    feeders = [start_feeder(broker.endpoints.worker, plan, slot=i, window=50) for i, plan in enumerate(plans)]
+    until(lambda: broker.held_bytes() > MIB * 3 // 4, "a full broker")
+    until(lambda: all(feeder.session.waiting_for == "learner" for feeder in feeders), "word of whom they wait for")
+    largest = max(frames for feeder in feeders for frames in (s.nbytes for s in feeder.session._window))
+    assert broker.held_bytes() <= MIB + len(feeders) * largest
+    assert not any(feeder.all_shipped() for feeder in feeders)
+    witness, _ = train(broker, feeders)
+    total = sum(batch.steps for plan in plans for batch in plan)
+    assert witness.steps == total
+    books_balance(broker, total)
+    assert broker.held_bytes() == 0
+
+
+def test_a_learner_that_stands_still_with_its_window_full_holds_everybody_up_until_it_goes_on(
+    start_broker: StartBroker, start_feeder: StartFeeder
+) -> None:
+    broker = start_broker(max_held_bytes=MIB, max_batch_bytes=MIB // 4)
+    plan = Envs(1).fragments(60, pixels=PIXELS)
+    witness = Witness()
+    with EpisodeStream(broker.endpoints.learner, window_batches=4) as stream:
+        feeder = start_feeder(broker.endpoints.worker, plan, window=50)
+        until(lambda: feeder.session.waiting_for == "learner", "a worker that waits for the learner")
+        assert broker.held_bytes() <= MIB + MIB // 4
+        for batch in batches_of(stream, feeder.all_settled):
+            witness.see(batch)
+    assert witness.steps == sum(batch.steps for batch in plan)
+
+
+def test_a_window_stops_the_worker(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+    feeder = start_feeder(broker.endpoints.worker, Envs(1).fragments(9), window=3)
+    until(lambda: feeder.blocked and feeder.session.accepted == 3, "a full window")
+    assert len(feeder.session.window()) == 3
+    train(broker, [feeder])
+
+
+def test_drop_oldest_keeps_the_newest_and_names_the_rest(start_broker: StartBroker, start_feeder: StartFeeder) -> None:
+    broker = start_broker(max_held_bytes=MIB, max_batch_bytes=MIB // 4, overflow="drop_oldest")
+    plan = Envs(3, fails=0.0).fragments(80, pixels=PIXELS)
+    broker.ask(_settled_in)
+    feeder = start_feeder(broker.endpoints.worker, plan, window=50)
+    until(lambda: feeder.session.accepted == 80, "all batches accepted without a learner")
+    assert broker.held_bytes() <= MIB
+    assert broker.ask(lambda b: len(b.core.holdings._queue)) < 40
+    assert broker.ask(lambda b: len(b.core.holdings._droppable)) < 40
+    witness, stream = train(broker, [feeder])
+    total = sum(batch.steps for batch in plan)
+    books_balance(broker, total)
+    settled = broker.rows()[(0, 1)].settled
+    assert settled.dropped["overflow"][0] > 0
+    assert settled.committed[0] == witness.steps
+    assert witness.steps + sum(steps for steps, _ in settled.dropped.values()) == total
+    assert stream.delivered > 0
+
+
+def test_drop_oldest_ends_the_episodes_it_cuts(start_broker: StartBroker, start_feeder: StartFeeder) -> None:
+    """The learner has the beginning of an episode, and stands still while its middle is dropped."""
+    broker = start_broker(max_held_bytes=MIB, max_batch_bytes=MIB // 4, overflow="drop_oldest")
+    plan = Envs(4, ends=0.01, fails=0.0).fragments(80, pixels=PIXELS)
+    witness = Witness()
+    with EpisodeStream(broker.endpoints.learner, window_batches=1) as stream:
+        feeder = start_feeder(broker.endpoints.worker, plan, window=60)
+        until(lambda: feeder.session.accepted == 60, "a window of batches while the learner stands still")
+        for batch in batches_of(stream, feeder.all_settled):
+            witness.see(batch)
+        assert stream.dropped["overflow"] > 0
+        assert "overflow" in witness.markers.values()
+        assert witness.steps + sum(stream.dropped.values()) == sum(batch.steps for batch in plan)
+    books_balance(broker, sum(batch.steps for batch in plan))
+
+
+def test_drop_stale_drops_what_too_old_weights_sampled(start_broker: StartBroker, start_feeder: StartFeeder) -> None:
+    broker = start_broker(overflow="drop_stale", max_staleness=2)
+    broker.ask(_settled_in)
+    plan = Envs(5, fails=0.0).fragments(10)
+    feeder = start_feeder(broker.endpoints.worker, plan, label=(1, 1))
+    with WeightPublisher(broker.endpoints.learner) as publisher:
+        for _ in range(3):
+            publisher.publish({"w": plan[0].columns["rewards"]})
+        until(lambda: broker.ask(lambda b: b.core.weights) == (1, 3) and feeder.session.accepted == 10, "both")
+        assert broker.held_bytes() > 0
+        publisher.publish({"w": plan[0].columns["rewards"]})
+        until(lambda: broker.held_bytes() == 0, "the end of what is three versions behind")
+    witness, stream = train(broker, [feeder])
+    assert (witness.steps, stream.delivered) == (0, 0)
+    dropped = broker.rows()[(0, 1)].settled.dropped
+    assert dropped == {"stale": (sum(b.steps for b in plan), sum(len(b) for b in plan))}
+    books_balance(broker, sum(batch.steps for batch in plan))
+
+
+def test_ack_broker_lets_the_worker_forget_what_the_broker_has(
+    start_broker: StartBroker, start_feeder: StartFeeder
+) -> None:
+    broker = start_broker()
+    plan = Envs(6).fragments(30)
+    feeder = start_feeder(broker.endpoints.worker, plan, window=3, ack="broker")
+    until(lambda: feeder.session.accepted == 30, "thirty batches in a window of three, without a learner")
+    assert all(shipment.frames is None for shipment in feeder.session._window)
+    broker.stop()
+    witness, _ = train(again := start_broker(), [feeder])
+    assert witness.steps == 0
+    assert again.rows()[(0, 1)].settled.dropped.keys() == {"broker_lost"}
+    books_balance(again, sum(batch.steps for batch in plan))

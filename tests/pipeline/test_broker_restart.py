@@ -1,0 +1,151 @@
+"""A broker that is killed and comes back on its port loses nothing that workers hold, and forgets no promise."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from parties import (
+    Envs,
+    Feeder,
+    StartBroker,
+    StartFeeder,
+    Witness,
+    ask_until_it_raises,
+    batches_of,
+    broker_process,
+    until,
+)
+
+from headrace.broker.state_file import file_path, read_broker_file
+from headrace.learner_stub import EpisodeStream
+from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.errors import FencedError, RunDirError
+
+
+def paced(plan: list[ChunkBatch], every: int, gates: list[threading.Event]) -> Iterator[ChunkBatch | None]:
+    """The plan, held up after each `every` batches until the next gate opens."""
+    for number, batch in enumerate(plan):
+        while number and number % every == 0 and not gates[number // every - 1].is_set():
+            yield None
+        yield batch
+
+
+@pytest.mark.chaos
+def test_every_batch_comes_exactly_once_through_three_kills(
+    stack: ExitStack, start_feeder: StartFeeder, tmp_path: Path
+) -> None:
+    plans = [Envs(seed, fails=0.0).fragments(80) for seed in (1, 2)]
+    gates = [threading.Event() for _ in range(3)]
+    broker = stack.enter_context(broker_process(tmp_path))
+    endpoints = read_broker_file(tmp_path)
+    assert endpoints is not None
+    feeders: list[Feeder] = [
+        start_feeder(endpoints.endpoints.worker, paced(plan, 20, gates), slot=slot) for slot, plan in enumerate(plans)
+    ]
+    witness = Witness()
+    sequences: dict[int, list[int]] = {0: [], 1: []}
+    stream = stack.enter_context(EpisodeStream(endpoints.endpoints.learner))
+
+    def see_until(settled: int) -> None:
+        def enough() -> bool:
+            return all(feeder.session.settled.seq >= settled for feeder in feeders)
+
+        for batch in batches_of(stream, enough):
+            witness.see(batch)
+            sequences[batch.slot].append(batch.seq)
+
+    for round_number, gate in enumerate(gates, start=1):
+        see_until(20 * round_number - 5)
+        broker.signal(signal.SIGKILL)
+        broker.wait()
+        gate.set()
+        broker = stack.enter_context(broker_process(tmp_path))
+        again = read_broker_file(tmp_path)
+        assert again is not None
+        assert again.endpoints == endpoints.endpoints
+    see_until(80)
+    assert sequences == {0: list(range(1, 81)), 1: list(range(1, 81))}
+    assert witness.steps == sum(batch.steps for plan in plans for batch in plan)
+    assert not witness.markers
+    assert not any(feeder.error for feeder in feeders)
+
+
+def test_what_the_old_broker_held_comes_from_the_workers_again(
+    start_broker: StartBroker, start_feeder: StartFeeder
+) -> None:
+    """Nobody had it but the broker that is gone, and the worker, who keeps it until it is settled."""
+    first = start_broker()
+    plan = Envs(3).fragments(10)
+    feeder = start_feeder(first.endpoints.worker, plan)
+    until(lambda: feeder.session.accepted == 10, "ten accepted batches")
+    first.stop()
+    second, witness = start_broker(), Witness()
+    with EpisodeStream(second.endpoints.learner) as stream:
+        for batch in batches_of(stream, feeder.all_settled):
+            witness.see(batch)
+    assert witness.steps == sum(batch.steps for batch in plan)
+    (row,) = second.rows().values()
+    assert not list(row.problems())
+
+
+def test_what_the_learner_has_in_hand_is_not_sent_again(start_broker: StartBroker, start_feeder: StartFeeder) -> None:
+    first = start_broker()
+    plan = Envs(4).fragments(10)
+    feeder, witness = start_feeder(first.endpoints.worker, plan), Witness()
+    with EpisodeStream(first.endpoints.learner, auto_commit=False) as stream:
+        for _ in range(6):
+            batch = stream.next(5.0)
+            assert batch is not None
+            witness.see(batch)
+        first.stop()
+        second = start_broker()
+
+        def returned() -> bool:
+            stream.pump(0.01)
+            return (0, 1) in second.rows() and second.rows()[(0, 1)].held[1] > 0
+
+        until(returned, "the return of both")
+        stream.commit()
+        stream.auto_commit = True
+        for batch in batches_of(stream, feeder.all_settled):
+            witness.see(batch)
+    assert witness.steps == sum(batch.steps for batch in plan)
+    assert not list(second.rows()[(0, 1)].problems())
+
+
+def test_an_epoch_is_never_given_out_twice(start_broker: StartBroker) -> None:
+    first = start_broker()
+    with EpisodeStream(first.endpoints.learner) as older:
+        first.stop()
+        second = start_broker()
+        with EpisodeStream(second.endpoints.learner) as newer:
+            assert newer.epoch > older.epoch
+            with pytest.raises(FencedError):
+                ask_until_it_raises(older)
+
+
+def test_an_incarnation_is_never_given_out_twice(start_broker: StartBroker, start_feeder: StartFeeder) -> None:
+    first = start_broker()
+    feeder = start_feeder(first.endpoints.worker)
+    until(lambda: feeder.session.welcome, "a welcome")
+    feeder.stop()
+    first.stop()
+    again = start_feeder(start_broker().endpoints.worker)
+    until(lambda: again.session.welcome, "a welcome")
+    assert (feeder.session.incarnation, again.session.incarnation) == (1, 2)
+
+
+def test_a_damaged_state_file_is_an_error_with_what_to_do(start_broker: StartBroker, tmp_path: Path) -> None:
+    file_path(tmp_path).write_text("{")
+    with pytest.raises(RunDirError, match=r"broker\.json is damaged"):
+        start_broker()
+
+
+def test_the_state_file_is_nobody_elses(start_broker: StartBroker, tmp_path: Path) -> None:
+    start_broker()
+    assert file_path(tmp_path).stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,91 @@
+"""Per episode, chunks come in order and without gaps, or one marker ends the episode: whatever batches are missing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parties import Envs, Witness
+
+from headrace.learner_stub.continuity import SourceEpisodes
+from headrace.schemas.chunk import ChunkEnd
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    width=st.integers(1, 4),
+    length=st.integers(1, 6),
+    missing=st.sets(st.integers(0, 19)),
+    fails=st.sampled_from([0.0, 0.1, 0.4]),
+)
+def test_every_episode_is_whole_or_ended_by_one_marker(
+    seed: int, width: int, length: int, missing: set[int], fails: float
+) -> None:
+    batches = Envs(seed, width, fails=fails).fragments(20, length)
+    episodes, witness, missed, left_out = SourceEpisodes(), Witness(), 0, 0
+    for number, batch in enumerate(batches):
+        if number in missing:
+            episodes.gap_reason, missed = "overflow", missed + batch.steps
+            continue
+        sifted = episodes.take(batch)
+        if sifted.markers is not None:
+            witness.see(sifted.markers)
+        witness.see(sifted.batch)
+        left_out += sifted.left_out[0]
+    markers = episodes.end("worker_killed")
+    if markers is not None:
+        assert set(markers.table["end"]) == {ChunkEnd.ABORTED}
+        witness.see(markers)
+    assert not witness.open_episodes()
+    assert witness.steps + left_out + missed == sum(batch.steps for batch in batches)
+    assert set(witness.markers.values()) <= {"overflow", "worker_killed", "env_exception"}
+    if not missing:
+        assert left_out == 0
+
+
+def test_markers_name_the_reason_and_continue_the_count() -> None:
+    envs = Envs(width=1, ends=0.0, fails=0.0)
+    episodes = SourceEpisodes()
+    first = envs.fragment()
+    episodes.take(first)
+    markers = episodes.end("worker_killed")
+    assert markers is not None
+    (marker,) = markers
+    assert (marker.end, marker.end_reason, len(marker)) == (ChunkEnd.ABORTED, "worker_killed", 0)
+    assert (marker.episode_id, marker.chunk_index, marker.t_start) == (first[0].episode_id, 1, 5)
+    assert markers.columns.keys() == first.columns.keys()
+
+
+def test_a_source_that_gave_nothing_ends_without_markers() -> None:
+    assert SourceEpisodes().end("worker_killed") is None
+
+
+def test_an_end_marker_does_not_hide_the_episode_that_began_in_its_place() -> None:
+    """A worker writes end markers last, after the chunks of the episode that began when the env was rebuilt."""
+    envs = Envs(width=1, ends=0.0, fails=0.0)
+    episodes, witness = SourceEpisodes(), Witness()
+    witness.see(episodes.take(envs.fragment()).batch)
+    marker = envs._lanes[0] | {"length": 0, "end": ChunkEnd.ABORTED, "reason": 1}
+    envs._lanes[0] = envs._episode(0)
+    second = envs.fragment()
+    table = np.zeros(2, second.table.dtype)
+    table[0] = second.table[0]
+    for name, value in marker.items():
+        table[1][name] = value
+    witness.see(episodes.take(replace(second, table=table)).batch)
+    end = episodes.end("worker_killed")
+    assert end is not None
+    witness.see(end)
+    assert not witness.open_episodes()
+    assert sorted(map(str, witness.markers.values())) == ["env_exception", "worker_killed"]
+
+
+def test_what_is_remembered_of_broken_episodes_does_not_grow() -> None:
+    envs, episodes = Envs(width=3, fails=0.2), SourceEpisodes()
+    episodes.gap_reason = "overflow"
+    for batch in envs.fragments(300)[::2]:
+        episodes.take(batch)
+    assert len(episodes._broken) <= 3

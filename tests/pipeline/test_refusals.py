@@ -1,0 +1,173 @@
+"""What the broker says to those it cannot serve, and that nothing anybody sends keeps it from serving the others."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+import pytest
+from parties import FLEET, SPACES, BrokerThread, Envs, RawPeer, StartBroker, StartFeeder, Witness, batches_of, until
+
+from headrace.learner_stub import EpisodeStream
+from headrace.schemas.errors import ExitCode, PortInUseError, RefusedError, WrongFleetError
+from headrace.schemas.ledger import Settled, WorkerTotals
+from headrace.schemas.messages import (
+    HeldBatch,
+    LearnerHello,
+    Obituary,
+    Reject,
+    SupervisorHello,
+    WorkerHello,
+    WorkerWelcome,
+    read,
+)
+from headrace.schemas.spaces import Box, Discrete, Spaces
+from headrace.schemas.wire import MessageKind
+
+
+def hello(**fields: object) -> WorkerHello:
+    return WorkerHello(**({"fleet_id": FLEET, "token": "t", "slot": 0} | fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("role", ["worker", "learner"])
+def test_another_protocol_version_is_told_so(broker: BrokerThread, role: str) -> None:
+    with RawPeer(getattr(broker.endpoints, role)) as peer:
+        frames = hello().frames()
+        peer.send([bytes(frames[0][:4]) + b"\x63" + bytes(frames[0][5:]), frames[1]])
+        refused = read(Reject, peer.receive_kind(MessageKind.REJECT).header)
+    assert (refused.code, refused.fatal) == ("version_mismatch", True)
+    assert "peer speaks protocol 99.0, this side 1.x" in refused.detail
+
+
+def test_garbage_on_every_socket_leaves_the_broker_serving(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+    noise = random.Random(0)
+    feeder = start_feeder(broker.endpoints.worker, Envs(1).fragments(30))
+    with RawPeer(broker.endpoints.worker) as one, RawPeer(broker.endpoints.learner) as other:
+        real = hello().frames()
+        for peer in (one, other):
+            for _ in range(100):
+                peer.send([noise.randbytes(noise.randint(0, 40)) for _ in range(noise.randint(1, 6))])
+                damaged = bytearray(real[1])
+                damaged[noise.randrange(len(damaged))] ^= 1 << noise.randrange(8)
+                peer.send([real[0], bytes(damaged)])
+            assert read(Reject, peer.receive().header).code == "decode_error"
+    for endpoint in (broker.endpoints.worker, broker.endpoints.learner, broker.endpoints.weights):
+        host, _, port = endpoint.removeprefix("tcp://").partition(":")
+        with socket.create_connection((host, int(port))) as raw:
+            raw.sendall(noise.randbytes(5000))
+    witness = Witness()
+    with EpisodeStream(broker.endpoints.learner) as stream:
+        for batch in batches_of(stream, feeder.all_settled):
+            witness.see(batch)
+    assert stream.delivered == 30
+    assert not list(broker.rows()[(0, 1)].problems())
+
+
+def test_a_batch_from_a_stranger_is_answered_not_counted(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+    frames = list(LearnerHello(token="x", channel="stream", epoch=3).frames())
+    with RawPeer(broker.endpoints.worker) as peer:
+        peer.send(Obituary(slot=5, incarnation=1, totals=WorkerTotals(), settled=Settled()).frames())
+        refused = read(Reject, peer.receive().header)
+        assert (refused.code, refused.fatal) == ("unknown_peer", False)
+        peer.send([frames[0], frames[1][:-3]])
+        assert read(Reject, peer.receive().header).code == "decode_error"
+    assert (5, 1) not in broker.rows()
+
+
+def test_a_worker_of_another_fleet_is_refused_by_name(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+    feeder = start_feeder(broker.endpoints.worker, fleet_id="other")
+    until(lambda: feeder.error, "a refusal")
+    assert isinstance(feeder.error, WrongFleetError)
+    assert feeder.error.exit_code is ExitCode.WRONG_FLEET
+    assert "this broker serves fleet 'fleet', not 'other'" in str(feeder.error)
+
+
+def test_a_supervisor_of_another_fleet_buries_nobody(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+    """Its broker is gone and ours has the port now: the slots have the same names."""
+    feeder = start_feeder(broker.endpoints.worker, Envs().fragments(2), incarnation=1)
+    until(lambda: feeder.session.accepted == 2, "two batches")
+    with EpisodeStream(broker.endpoints.learner), RawPeer(broker.endpoints.worker) as peer:
+        peer.send(SupervisorHello(fleet_id="other", token="s").frames())
+        peer.send(Obituary(slot=0, incarnation=1, totals=WorkerTotals(), settled=Settled()).frames())
+        assert read(Reject, peer.receive().header).code == "wrong_fleet"
+        assert read(Reject, peer.receive().header).code == "unknown_peer"
+    assert not broker.rows()[(0, 1)].closed
+    assert feeder.error is None
+
+
+def test_other_spaces_are_refused_with_what_to_do(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+    first = start_feeder(broker.endpoints.worker, slot=0)
+    until(lambda: first.session.welcome, "a welcome")
+    other = Spaces(observation=Box(shape=(3,), dtype="<f4"), action=Discrete(n=2))
+    feeder = start_feeder(broker.endpoints.worker, slot=1, spaces=other)
+    until(lambda: feeder.error, "a refusal")
+    assert isinstance(feeder.error, RefusedError)
+    assert feeder.error.code == "spaces_differ"
+    assert "give every worker the same env" in str(feeder.error)
+
+
+def test_a_place_is_given_once(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+    first = start_feeder(broker.endpoints.worker, slot=0, incarnation=1)
+    until(lambda: first.session.welcome, "a welcome")
+    second = start_feeder(broker.endpoints.worker, slot=0, incarnation=1)
+    until(lambda: second.error, "a refusal")
+    assert isinstance(second.error, RefusedError)
+    assert "slot 0 incarnation 1 is another process already" in str(second.error)
+    assert first.error is None
+
+
+def test_a_hello_said_twice_gets_one_place(broker: BrokerThread) -> None:
+    """A broker that is slow to answer hears it again; the worker must not be taken for its own successor."""
+    for slot in (None, 7):
+        with RawPeer(broker.endpoints.worker) as peer:
+            for _ in range(3):
+                peer.send(hello(slot=slot, token=f"slow{slot}").frames())
+            places = set()
+            for _ in range(3):
+                welcome = read(WorkerWelcome, peer.receive_kind(MessageKind.WELCOME).header)
+                places.add((welcome.slot, welcome.incarnation))
+            assert len(places) == 1
+
+
+def test_an_older_incarnation_is_fenced(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+    older = start_feeder(broker.endpoints.worker, Envs(1).fragments(1), incarnation=1)
+    until(lambda: older.session.accepted, "a batch")
+    start_feeder(broker.endpoints.worker, incarnation=2)
+    until(lambda: older.error, "a fencing")
+    assert older.error is not None
+    assert older.error.exit_code is ExitCode.FENCED
+    with RawPeer(broker.endpoints.worker) as peer:
+        peer.send(hello(incarnation=1).frames())
+        peer.receive_kind(MessageKind.FENCED)
+
+
+def test_a_taken_port_is_named(broker: BrokerThread, start_broker: StartBroker, tmp_path_factory: object) -> None:
+    port = int(broker.endpoints.worker.rpartition(":")[2])
+    with pytest.raises(PortInUseError, match=f":{port} is already in use"):
+        start_broker(tmp_path_factory.mktemp("other"), worker_port=port)  # type: ignore[attr-defined]
+
+
+def test_spaces_reach_a_learner_that_came_first(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+    with EpisodeStream(broker.endpoints.learner) as stream:
+        start_feeder(broker.endpoints.worker)
+        assert stream.spaces(10.0) == SPACES
+
+
+def test_what_a_fenced_worker_had_left_is_counted_as_fenced(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+    older = start_feeder(broker.endpoints.worker, Envs(1).fragments(2), incarnation=1)
+    until(lambda: older.session.accepted == 2, "two batches")
+    start_feeder(broker.endpoints.worker, incarnation=2)
+    until(lambda: older.error, "a fencing")
+    late = HeldBatch(seq=3, steps=9, chunks=2)
+    t = older.totals
+    totals = t.model_copy(
+        update={"seq": 3, "stepped": t.stepped + 9, "shipped": t.shipped + 9, "shipped_chunks": t.shipped_chunks + 2}
+    )
+    with EpisodeStream(broker.endpoints.learner), RawPeer(broker.endpoints.worker) as peer:
+        peer.send(SupervisorHello(fleet_id=FLEET, token="s").frames())
+        words = Obituary(slot=0, incarnation=1, totals=totals, settled=Settled(), window=[late], reason="fenced")
+        peer.send(words.frames())
+        until(lambda: broker.rows()[(0, 1)].closed, "closed books")
+    row = broker.rows()[(0, 1)]
+    assert row.lost == {"fenced": (9, 2)}
+    assert not list(row.problems())

@@ -1,0 +1,320 @@
+"""The learner's stream over real sockets: exactly once, in order, settled when it was handed out, and its errors."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from parties import (
+    FLEET,
+    SPACES,
+    BrokerThread,
+    Envs,
+    Process,
+    RawPeer,
+    StartBroker,
+    StartFeeder,
+    Witness,
+    ask_until_it_raises,
+    batches_of,
+    until,
+)
+
+from headrace.learner_stub import EpisodeStream
+from headrace.learner_stub import stream as stream_module
+from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.errors import ExitCode, FencedError, UnreachableError, WindowStalledError, WrongFleetError
+from headrace.schemas.ledger import WorkerTotals, add_up
+from headrace.schemas.messages import Obituary, SupervisorHello, WorkerHello
+from headrace.schemas.wire import Buffer
+
+OpenStream = Callable[..., EpisodeStream]
+
+
+@pytest.fixture
+def open_stream(stack: ExitStack, broker: BrokerThread) -> OpenStream:
+    """`open_stream(...)`: a stream from the broker."""
+    return lambda **settings: stack.enter_context(
+        EpisodeStream(broker.endpoints.learner, connect_timeout_s=10, **settings)
+    )
+
+
+def flip(at: int) -> Callable[[int, list[Buffer]], list[Buffer]]:
+    """Damages the payload of batch `at` on its way."""
+
+    def alter(seq: int, frames: list[Buffer]) -> list[Buffer]:
+        if seq == at:
+            damaged = bytearray(frames[2])
+            damaged[7] ^= 1
+            frames[2] = bytes(damaged)
+        return frames
+
+    return alter
+
+
+def test_every_batch_is_handed_out_once_and_settled(
+    broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder
+) -> None:
+    batches = Envs(1).fragments(40)
+    feeder, stream, witness = start_feeder(broker.endpoints.worker, batches), open_stream(), Witness()
+    for batch in batches_of(stream, feeder.all_settled):
+        witness.see(batch)
+    assert witness.steps == sum(batch.steps for batch in batches)
+    assert (stream.delivered, stream.redelivered, stream.pending) == (40, 0, 0)
+    assert stream.spaces() == SPACES
+    row = broker.rows()[(0, 1)]
+    assert not list(row.problems())
+    assert row.settled.committed[0] == witness.steps
+    assert row.held == (0, 0)
+
+
+def test_the_iterator_settles_a_batch_when_the_next_is_asked_for(
+    broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder
+) -> None:
+    feeder = start_feeder(broker.endpoints.worker, Envs().fragments(3))
+    stream = open_stream()
+
+    def settled() -> int:
+        stream.pump()  # commits of an iterator are gathered for a moment
+        return feeder.session.settled.seq
+
+    for number, _ in enumerate(stream):
+        until(lambda n=number: settled() == n, f"{number} settled batches")  # type: ignore[misc]
+        if number == 2:
+            break
+
+
+def test_nothing_is_settled_before_commit(
+    broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder
+) -> None:
+    feeder = start_feeder(broker.endpoints.worker, Envs().fragments(6))
+    stream = open_stream(auto_commit=False)
+    for _ in range(4):
+        assert stream.next(5.0) is not None
+    assert feeder.session.settled.seq == 0
+    stream.commit()
+    until(lambda: feeder.session.settled.seq == 4, "four settled batches")
+
+
+def test_a_learner_that_dies_uncommitted_gets_its_batches_again(
+    broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder
+) -> None:
+    batches = Envs(2, fails=0.0).fragments(10)
+    feeder, witness = start_feeder(broker.endpoints.worker, batches), Witness()
+    first = open_stream(auto_commit=False)
+    for number in range(6):
+        batch = first.next(5.0)
+        assert batch is not None
+        if number < 3:
+            witness.see(batch)
+            first.commit()
+    first.close()
+    second = open_stream()
+    for batch in batches_of(second, feeder.all_settled):
+        witness.see(batch)
+    assert witness.steps == sum(batch.steps for batch in batches)
+
+
+def test_a_position_in_the_checkpoint_makes_training_exactly_once(
+    broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder
+) -> None:
+    """The process dies between its checkpoint and the commit: the broker has those batches still, the learner not."""
+    batches = Envs(3, fails=0.0).fragments(12)
+    feeder, witness = start_feeder(broker.endpoints.worker, batches), Witness()
+    first = open_stream(auto_commit=False)
+    for _ in range(5):
+        batch = first.next(5.0)
+        assert batch is not None
+        witness.see(batch)
+    checkpoint = first.position()
+    first.next(5.0)
+    first.close()
+    second = open_stream(position=checkpoint)
+    for batch in batches_of(second, feeder.all_settled):
+        witness.see(batch)
+    assert witness.steps == sum(batch.steps for batch in batches)
+    assert not list(broker.rows()[(0, 1)].problems())
+
+
+def test_a_batch_behind_a_marker_is_not_settled_before_it_is_handed_out(
+    broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder
+) -> None:
+    """After a gap one batch may become two; asking for the second must not settle it."""
+    batches = Envs(width=1, ends=0.0, fails=0.0).fragments(2) + Envs(7, width=1, ends=0.0, fails=0.0).fragments(1)
+    feeder = start_feeder(broker.endpoints.worker, batches, alter=flip(2))
+    stream = open_stream()
+    assert stream.next(5.0) is not None
+    markers = stream.next(5.0)
+    assert markers is not None
+    assert [chunk.end_reason for chunk in markers] == ["poison"]
+    stream.commit()
+    until(lambda: feeder.session.settled.seq == 2, "the settlement of what is missing")
+    assert stream.position()[0]["settled"]["seq"] == 2
+    last = stream.next(5.0)
+    assert last is not None
+    assert last[0].chunk_index == 0
+    assert stream.position()[0]["settled"]["seq"] == 3
+    stream.next(0.3)
+    until(lambda: feeder.session.settled.seq == 3, "the settlement of the last")
+
+
+def test_a_damaged_payload_is_counted_and_its_episodes_are_ended(
+    broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder
+) -> None:
+    batches = Envs(4).fragments(12)
+    feeder = start_feeder(broker.endpoints.worker, batches, alter=flip(5))
+    stream, witness = open_stream(), Witness()
+    for batch in batches_of(stream, feeder.all_settled):
+        witness.see(batch)
+    assert stream.dropped["poison"] == feeder.steps[5]
+    assert witness.steps + sum(stream.dropped.values()) == sum(batch.steps for batch in batches)
+    assert "poison" in witness.markers.values()
+    row = broker.rows()[(0, 1)]
+    assert not list(row.problems())
+    assert row.settled.dropped["poison"][0] == feeder.steps[5]
+    assert add_up(broker.rows()).balance() == 0
+
+
+def test_a_batch_whose_header_is_damaged_is_tried_again_then_skipped_by_name(
+    broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder
+) -> None:
+    def alter(seq: int, frames: list[Buffer]) -> list[Buffer]:
+        return [frames[0], bytes(frames[1])[:-1] + b" ", *frames[2:]] if seq == 2 else frames
+
+    feeder = start_feeder(broker.endpoints.worker, Envs(4).fragments(4), alter=alter)
+    stream, witness = open_stream(), Witness()
+    for batch in batches_of(stream, feeder.all_settled):
+        witness.see(batch)
+    assert stream.dropped["poison"] == feeder.steps[2]
+    assert not list(broker.rows()[(0, 1)].problems())
+
+
+def test_the_newer_learner_wins_and_the_older_is_fenced(
+    broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder
+) -> None:
+    feeder, witness = start_feeder(broker.endpoints.worker, Envs(5).fragments(20)), Witness()
+    older = open_stream()
+    assert older.next(5.0) is not None
+    newer = open_stream()
+    assert newer.epoch > older.epoch
+    with pytest.raises(FencedError) as raised:
+        ask_until_it_raises(older)
+    assert raised.value.exit_code is ExitCode.FENCED
+    for batch in batches_of(newer, feeder.all_settled):
+        witness.see(batch)
+    assert witness.steps > 0
+
+
+def test_another_fleet_is_refused_by_name(open_stream: OpenStream) -> None:
+    with pytest.raises(WrongFleetError, match="'fleet', not 'other'"):
+        open_stream(fleet_id="other")
+
+
+def test_no_broker_is_an_error_within_the_deadline(free_port: int) -> None:
+    with pytest.raises(UnreachableError, match=f"{free_port} after 0.3 s"):
+        EpisodeStream(f"tcp://127.0.0.1:{free_port}", connect_timeout_s=0.3)
+
+
+def test_who_waits_for_data_without_committing_is_told_so(
+    broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_module, "_STALL_S", 0.5)
+    start_feeder(broker.endpoints.worker, Envs().fragments(9), window=3)
+    stream = open_stream(auto_commit=False)
+    with pytest.raises(WindowStalledError, match="3 uncommitted") as raised:
+        ask_until_it_raises(stream)
+    assert raised.value.uncommitted == 3
+
+
+def test_a_worker_that_died_before_it_told_its_spaces_does_not_disturb_the_learner(
+    broker: BrokerThread, open_stream: OpenStream
+) -> None:
+    stream = open_stream()
+    with RawPeer(broker.endpoints.worker) as peer:
+        peer.send(WorkerHello(fleet_id=FLEET, token="t", slot=0, incarnation=1).frames())
+        peer.receive()
+        peer.send(SupervisorHello(fleet_id=FLEET, token="s").frames())
+        peer.send(Obituary(slot=0, incarnation=1, totals=WorkerTotals(), settled={}).frames())  # type: ignore[arg-type]
+        until(lambda: (0, 1) in broker.rows() and broker.rows()[(0, 1)].closed, "closed books")
+        assert stream.next(0.5) is None
+
+
+def test_when_a_worker_has_left_its_open_episodes_are_aborted(
+    broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder
+) -> None:
+    feeder = start_feeder(broker.endpoints.worker, Envs(width=2, ends=0.0, fails=0.0).fragments(3))
+    stream, witness = open_stream(), Witness()
+    until(feeder.all_shipped, "shipping")
+    feeder.leave("worker_killed")
+    for batch in batches_of(stream, lambda: len(witness.markers) == 2):
+        witness.see(batch)
+    assert set(witness.markers.values()) == {"worker_killed"}
+
+
+def test_prefetched_batches_survive_a_long_training_step(
+    broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder
+) -> None:
+    """What came while the user trained is taken before silence is judged: no HELLO, nothing sent twice."""
+    feeder = start_feeder(broker.endpoints.worker, Envs(6).fragments(12))
+    stream, witness = open_stream(), Witness()
+    first = stream.next(5.0)
+    assert first is not None
+    witness.see(first)
+    until(lambda: broker.ask(lambda b: b.core.holdings.sent_and_unsettled()) == 12, "all sent ahead")
+    stream._session._heard -= 60.0
+    for batch in batches_of(stream, feeder.all_settled):
+        witness.see(batch)
+    assert stream.redelivered == 0
+    assert stream.delivered == 12
+
+
+def test_a_second_stream_of_the_same_process_is_a_newer_learner(open_stream: OpenStream) -> None:
+    first, second = open_stream(), open_stream()
+    assert first.token != second.token
+    with pytest.raises(FencedError):
+        ask_until_it_raises(first)
+    assert second.next(0.1) is None
+
+
+_LEARNER = """
+import sys
+from headrace.learner_stub import EpisodeStream
+with EpisodeStream(sys.argv[1]) as stream:
+    for batch in stream:
+        print(batch.seq, flush=True)
+"""
+
+
+@pytest.mark.chaos
+def test_a_killed_learner_process_loses_nothing(
+    broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder, tmp_path: Path
+) -> None:
+    gate = threading.Event()
+
+    def paced() -> Iterator[ChunkBatch | None]:
+        for number, batch in enumerate(Envs(8).fragments(60)):
+            while number == 30 and not gate.is_set():
+                yield None
+            yield batch
+
+    feeder = start_feeder(broker.endpoints.worker, paced())
+    with Process(_LEARNER, broker.endpoints.learner, log=tmp_path / "learner.log") as learner:
+        until(lambda: feeder.session.settled.seq >= 10, "ten settled batches")
+        learner.signal(signal.SIGKILL)
+        assert learner.wait() == -signal.SIGKILL
+    gate.set()
+    stream = open_stream()
+    seen = [batch.seq for batch in batches_of(stream, feeder.all_settled) if batch.seq]
+    assert seen == list(range(seen[0], 61))
+    assert seen[0] > 10
+    assert not list(broker.rows()[(0, 1)].problems())
+
+
+def test_a_broker_restart_in_the_same_run_dir_keeps_its_ports(start_broker: StartBroker) -> None:
+    first = start_broker()
+    first.stop()
+    assert start_broker().endpoints == first.endpoints

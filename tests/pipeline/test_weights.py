@@ -1,0 +1,297 @@
+"""Weights from publisher to worker: broadcast, pulled, after every kind of restart; never half, never backwards."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from parties import FLEET, BrokerThread, Envs, Feeder, RawPeer, StartBroker, StartFeeder, batches_of, until
+
+from headrace.learner_stub import EpisodeStream, WeightPublisher
+from headrace.schemas.errors import EncodeError, FencedError
+from headrace.schemas.messages import Version, WeightsPart, WeightsPull, read
+from headrace.schemas.weights import encode_weights
+from headrace.schemas.wire import MessageKind, WireMessage, decode, encode
+from headrace.workers.weights import BROADCAST_S, WeightsReceiver
+
+SMALL = 10
+LARGE = 700_000
+"""Elements of float32: 2.8 MB, three pieces."""
+
+
+def state(value: float, size: int = SMALL) -> dict[str, NDArray[Any]]:
+    return {"w": np.full(size, value, np.float32), "b": np.array([value, size], np.float64)}
+
+
+@dataclass
+class Applied:
+    """What a feeder's receiver has ready."""
+
+    feeder: Feeder
+
+    def newest(self) -> Version:
+        return self.feeder.weights.newest
+
+    def wait(self, version: Version, value: float, size: int = SMALL) -> None:
+        until(lambda: self.newest() == version, f"weights {version}")
+        taken = self.feeder.weights.take()
+        assert taken is not None
+        assert taken.version == version
+        assert {name: a.tolist() for name, a in taken.arrays.items()} == {
+            name: a.tolist() for name, a in state(value, size).items()
+        }
+
+
+@pytest.fixture
+def publisher(broker: BrokerThread, stack: ExitStack) -> WeightPublisher:
+    return stack.enter_context(WeightPublisher(broker.endpoints.learner, connect_timeout_s=10))
+
+
+def acknowledge(publisher: WeightPublisher) -> None:
+    def pumped() -> bool:
+        publisher.pump()
+        return publisher.acknowledged == (publisher.epoch, publisher.seq)
+
+    until(pumped, "the broker's acknowledgement")
+
+
+def publish_until_it_raises(publisher: WeightPublisher) -> None:
+    for value in range(200):
+        publisher.publish(state(float(value)))
+        publisher.pump(0.02)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_published_weights_arrive_whole(
+    broker: BrokerThread, publisher: WeightPublisher, start_feeder: StartFeeder, size: int
+) -> None:
+    applied = Applied(start_feeder(broker.endpoints.worker))
+    until(lambda: applied.feeder.session.welcome, "a welcome")
+    assert publisher.publish(state(1.0, size)) == 1
+    applied.wait((1, 1), 1.0, size)
+    assert publisher.publish(state(2.0, size)) == 2
+    applied.wait((1, 2), 2.0, size)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_who_comes_late_gets_the_last_version(
+    broker: BrokerThread, publisher: WeightPublisher, start_feeder: StartFeeder, size: int
+) -> None:
+    for value in (1.0, 2.0, 3.0):
+        publisher.publish(state(value, size))
+    acknowledge(publisher)
+    Applied(start_feeder(broker.endpoints.worker)).wait((1, 3), 3.0, size)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_a_worker_that_hears_no_broadcast_learns_by_heartbeat(
+    broker: BrokerThread,
+    publisher: WeightPublisher,
+    start_feeder: StartFeeder,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+) -> None:
+    from headrace.workers.link import BrokerLink
+
+    monkeypatch.setattr(BrokerLink, "_subscribe", lambda self, endpoint: None)
+    applied = Applied(start_feeder(broker.endpoints.worker))
+    until(lambda: applied.feeder.session.welcome, "a welcome")
+    publisher.publish(state(1.0, size))
+    applied.wait((1, 1), 1.0, size)
+
+
+def test_a_restarted_broker_gets_them_again_from_the_publisher(
+    start_broker: StartBroker, start_feeder: StartFeeder, stack: ExitStack
+) -> None:
+    first = start_broker()
+    publisher = stack.enter_context(WeightPublisher(first.endpoints.learner))
+    publisher.publish(state(1.0))
+    acknowledge(publisher)
+    first.stop()
+    second = start_broker()
+    applied = Applied(start_feeder(second.endpoints.worker))
+
+    def arrived() -> bool:
+        publisher.pump()
+        return applied.newest() == (1, 1)
+
+    until(arrived, "the weights at the new broker")
+
+
+def test_a_waiting_stream_pumps_the_publisher(
+    start_broker: StartBroker, start_feeder: StartFeeder, stack: ExitStack
+) -> None:
+    first = start_broker()
+    stream = stack.enter_context(EpisodeStream(first.endpoints.learner))
+    publisher = stack.enter_context(WeightPublisher(first.endpoints.learner))
+    assert publisher.epoch == stream.epoch
+    publisher.publish(state(1.0))
+    acknowledge(publisher)
+    first.stop()
+    second = start_broker()
+    applied = Applied(start_feeder(second.endpoints.worker))
+
+    def arrived() -> bool:
+        assert stream.next(0.05) is None
+        return applied.newest() == (1, 1)
+
+    until(arrived, "the weights at the new broker")
+
+
+def test_the_next_learner_publishes_under_a_higher_epoch(
+    broker: BrokerThread, start_feeder: StartFeeder, stack: ExitStack
+) -> None:
+    applied = Applied(start_feeder(broker.endpoints.worker))
+    with EpisodeStream(broker.endpoints.learner), WeightPublisher(broker.endpoints.learner) as older:
+        for value in range(5):
+            older.publish(state(float(value)))
+        until(lambda: applied.newest() == (1, 5), "five versions")
+    with EpisodeStream(broker.endpoints.learner), WeightPublisher(broker.endpoints.learner) as newer:
+        assert newer.publish(state(9.0)) == 1
+        until(lambda: applied.newest() == (2, 1), "the first version of the next learner")
+
+
+def test_an_older_publisher_is_fenced_and_changes_nothing(
+    broker: BrokerThread, publisher: WeightPublisher, start_feeder: StartFeeder
+) -> None:
+    publisher.publish(state(1.0))
+    acknowledge(publisher)
+    applied = Applied(start_feeder(broker.endpoints.worker))
+    with EpisodeStream(broker.endpoints.learner) as stream:
+        stream.close()
+    with EpisodeStream(broker.endpoints.learner), WeightPublisher(broker.endpoints.learner) as newer:
+        newer.publish(state(2.0))
+        until(lambda: applied.newest() == (newer.epoch, 1), "the newer learner's weights")
+        with pytest.raises(FencedError):
+            publish_until_it_raises(publisher)
+        assert applied.newest() == (newer.epoch, 1)
+
+
+def test_a_publisher_opened_again_goes_on_counting(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+    """The lease is the process's, so versions that began again at 1 would be ignored as old."""
+    applied = Applied(start_feeder(broker.endpoints.worker))
+    for expected in (1, 2, 3):
+        with WeightPublisher(broker.endpoints.learner) as publisher:
+            assert publisher.publish(state(1.0)) == expected
+            acknowledge(publisher)
+        until(lambda n=expected: applied.newest()[1] == n, "the next version")  # type: ignore[misc]
+
+
+def test_without_tensors_there_is_nothing_to_publish(publisher: WeightPublisher) -> None:
+    with pytest.raises(EncodeError, match="without tensors"):
+        publisher.publish({})
+    with pytest.raises(EncodeError, match="complex"):
+        publisher.publish({"w": np.zeros(3, complex)})
+
+
+def test_damaged_weights_are_refused_by_the_broker(
+    broker: BrokerThread, publisher: WeightPublisher, start_feeder: StartFeeder
+) -> None:
+    publisher.publish(state(1.0))
+    acknowledge(publisher)
+    message = decode(encode_weights(FLEET, (1, 2), state(2.0)))
+    wrong = {**message.header, "digest": "0" * 32}
+    wrong.pop("payload")
+    publisher._socket.send(encode(MessageKind.WEIGHTS, wrong, message.arrays))
+    assert broker.ask(lambda b: b.relay.version) == (1, 1)
+    applied = Applied(start_feeder(broker.endpoints.worker))
+    applied.wait((1, 1), 1.0)
+
+
+def test_pieces_are_of_one_version_and_any_offset_is_answered(broker: BrokerThread, publisher: WeightPublisher) -> None:
+    publisher.publish(state(1.0, LARGE))
+    acknowledge(publisher)
+    with RawPeer(broker.endpoints.worker) as peer:
+        for offset, at in ((0, 0), (1 << 20, 1 << 20), (1 << 40, 1 << 40)):
+            peer.send(WeightsPull(version=(1, 1), offset=offset, length=1 << 20).frames())
+            part = peer.receive_kind(MessageKind.WEIGHTS_PART)
+            assert read(WeightsPart, part.header).offset == at
+        peer.send(WeightsPull(version=(1, 9), offset=77, length=1 << 20).frames())
+        part = peer.receive_kind(MessageKind.WEIGHTS_PART)
+        assert read(WeightsPart, part.header).offset == 0
+
+
+# -- the receiver alone -----------------------------------------------------------------------------------------------
+
+
+def message(version: Version, value: float, fleet_id: str = FLEET) -> WireMessage:
+    return decode([bytes(frame) for frame in encode_weights(fleet_id, version, state(value))])
+
+
+def test_equal_or_older_versions_are_ignored() -> None:
+    receiver = WeightsReceiver(FLEET)
+    receiver.receive(message((2, 3), 1.0), 0.0)
+    assert receiver.take() is not None
+    for version in ((2, 3), (2, 2), (1, 99)):
+        receiver.receive(message(version, 5.0), 0.0)
+    assert (receiver.take(), receiver.newest) == (None, (2, 3))
+    receiver.receive(message((3, 1), 5.0), 0.0)
+    assert receiver.newest == (3, 1)
+
+
+def test_weights_of_another_fleet_are_not_taken() -> None:
+    receiver = WeightsReceiver(FLEET)
+    receiver.receive(message((9, 9), 1.0, "other"), 0.0)
+    assert (receiver.take(), receiver.newest) == (None, (0, 0))
+
+
+def test_what_does_not_match_its_digest_is_refused_and_the_old_version_kept() -> None:
+    receiver = WeightsReceiver(FLEET)
+    receiver.receive(message((1, 1), 1.0), 0.0)
+    wrong = message((1, 2), 2.0)
+    wrong.header["digest"] = "0" * 32
+    receiver.receive(wrong, 0.0)
+    taken = receiver.take()
+    assert taken is not None
+    assert (taken.version, receiver.newest) == ((1, 1), (1, 1))
+
+
+def test_a_broadcast_on_its_way_is_not_pulled_as_well() -> None:
+    receiver = WeightsReceiver(FLEET)
+    receiver.hear_of((1, 1), 10.0)
+    assert receiver.request(10.0) is None
+    receiver.receive(message((1, 1), 1.0), 10.1)
+    assert receiver.request(10.0 + 2 * BROADCAST_S) is None
+    receiver.hear_of((1, 2), 20.0)
+    assert receiver.request(20.0 + BROADCAST_S) == WeightsPull(offset=0, length=1 << 20)
+
+
+def test_a_version_that_is_overtaken_while_it_is_pulled_is_begun_anew() -> None:
+    receiver = WeightsReceiver(FLEET)
+    receiver.hear_of((1, 2), 0.0)
+
+    def blob(version: Version, value: float) -> tuple[bytes, list[int]]:
+        frames = [bytes(frame) for frame in encode_weights(FLEET, version, state(value))]
+        return b"".join(frames), [len(frame) for frame in frames]
+
+    def part(version: Version, value: float, start: int, stop: int | None) -> WireMessage:
+        data, sizes = blob(version, value)
+        header = WeightsPart(version=version, offset=start, frame_sizes=sizes).model_dump()
+        frames = encode(MessageKind.WEIGHTS_PART, header, {"part": np.frombuffer(data[start:stop], np.uint8)})
+        return decode([bytes(frame) for frame in frames])
+
+    receiver.receive(part((1, 1), 1.0, 0, 100), 1.0)
+    assert receiver.pulling
+    receiver.receive(part((1, 2), 2.0, 0, 100), 1.1)
+    receiver.receive(part((1, 1), 1.0, 100, None), 1.2)
+    receiver.receive(part((1, 2), 2.0, 0, 100), 1.3)
+    receiver.receive(part((1, 2), 2.0, 100, None), 1.4)
+    taken = receiver.take()
+    assert taken is not None
+    assert (taken.version, taken.arrays["w"][0]) == ((1, 2), 2.0)
+    assert not receiver.pulling
+
+
+def test_labels_travel_with_the_data(
+    broker: BrokerThread, publisher: WeightPublisher, start_feeder: StartFeeder
+) -> None:
+    """The broker knows from headers alone what each batch was sampled with."""
+    feeder = start_feeder(broker.endpoints.worker, Envs().fragments(2))
+    until(lambda: feeder.session.accepted == 2, "two batches")
+    with EpisodeStream(broker.endpoints.learner) as stream:
+        for batch in batches_of(stream, feeder.all_settled):
+            assert batch.learner_epoch == 0
