@@ -225,8 +225,10 @@ class WorkerDesk:
     # -- leaving ------------------------------------------------------------------------------------------------------
 
     def on_bye(self, peer: Peer, bye: Bye, now: float) -> None:
-        """A worker leaves of its own will."""
-        self._bury(peer, bye, now)
+        """A worker leaves of its own will; only itself can say so, or say it again when it missed the answer."""
+        known = self._holdings.sources.get((bye.slot, bye.incarnation))
+        if (known is not None and known.closed) or self._speaker(peer, bye.slot, bye.incarnation) is not None:
+            self._bury(peer, bye, now)
 
     def on_obituary(self, peer: Peer, obituary: Obituary, now: float) -> None:
         """A worker is dead. The learner may hold batches of it that this broker never saw, so it is heard first."""

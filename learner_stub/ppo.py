@@ -327,7 +327,7 @@ def run_learner(config: FleetConfig, *, endpoint: str, run_dir: Path) -> None:
     fleet_id = config.fleet.fleet_id
     path = run_dir / CHECKPOINT_FILE
     saved = load_checkpoint(path)
-    position = saved.position if saved else None
+    position = _position_in(fleet_id, saved)
     with (
         stop_signals() as stopping,
         EpisodeStream(endpoint, position=position, auto_commit=False, fleet_id=fleet_id) as stream,
@@ -341,6 +341,15 @@ def run_learner(config: FleetConfig, *, endpoint: str, run_dir: Path) -> None:
             _resume(ppo, saved, path)
         train(ppo, stream, weights, path, stopping)
     log.info("stopped after update %d, trained on %d steps", ppo.updates, ppo.steps)
+
+
+def _position_in(fleet_id: str, saved: Checkpoint | None) -> list[dict[str, Any]]:
+    """Where the checkpoint's stream stood, if that was in this fleet: elsewhere the same numbers mean other batches."""
+    position = saved.position if saved else []
+    if fleet_id and any(place.get("fleet_id", fleet_id) != fleet_id for place in position):
+        log.warning("the checkpoint was written in another fleet: going on with its model, and with all batches here")
+        return []
+    return position
 
 
 def _first_spaces(stream: EpisodeStream, stopping: threading.Event) -> Spaces | None:

@@ -62,7 +62,8 @@ class EpisodeStream:
 
     position: what `position()` gave an earlier process. window_batches, window_bytes: how much the broker may send
     ahead of what was handed out. Raises `FencedError` once a newer learner has taken over, `UnreachableError` when no
-    broker answers within `connect_timeout_s`, `WrongFleetError` when `fleet_id` is given and is not the broker's.
+    broker answers within `connect_timeout_s`, `WrongFleetError` when `fleet_id`, or the fleet of `position`, is not the
+    broker's.
 
     pending: batches received and not handed out. delivered: batches handed out. redelivered: repeats ignored.
     dropped: steps by reason that never reached this learner, of the sources it has seen.
@@ -85,6 +86,7 @@ class EpisodeStream:
         self.dropped: Counter[str] = Counter()
         limits = StreamLimits(window_batches=window_batches, window_bytes=window_bytes)
         places = [read(SourcePosition, place) for place in position or []]
+        fleet_id = fleet_id or next((str(place.get("fleet_id", "")) for place in position or []), "")
         self.token = connection.stream_token(endpoint)
         self._session = LearnerSession(self.token, limits, fleet_id=fleet_id, position=places)
         self._episodes: dict[Key, SourceEpisodes] = {}
@@ -130,7 +132,8 @@ class EpisodeStream:
 
     def position(self) -> list[dict[str, Any]]:
         """How far this learner is, counting all it was handed as trained on; plain values for its own checkpoint."""
-        return [place.model_dump(mode="json") for place in self._session.position()]
+        fleet = {"fleet_id": self._session.fleet_id}
+        return [fleet | place.model_dump(mode="json") for place in self._session.position()]
 
     def spaces(self, timeout_s: float = 300.0) -> Spaces:
         """Observation and action space of the fleet's env; waits for the first worker to tell them."""

@@ -318,3 +318,9 @@ def test_a_broker_restart_in_the_same_run_dir_keeps_its_ports(start_broker: Star
     first = start_broker()
     first.stop()
     assert start_broker().endpoints == first.endpoints
+
+
+def test_a_position_of_another_fleet_is_refused(broker: BrokerThread) -> None:
+    place = {"fleet_id": "another", "slot": 0, "incarnation": 1, "settled": {"seq": 3, "committed": [3, 3]}}
+    with pytest.raises(WrongFleetError, match="another"):
+        EpisodeStream(broker.endpoints.learner, position=[place], connect_timeout_s=10)
