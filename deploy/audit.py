@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import orjson
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from headrace.deploy.fleet_file import read_fleet_file
 from headrace.deploy.redis_view import Snapshot
 from headrace.schemas.errors import RunDirError
 from headrace.schemas.ledger import Count, FleetLedger, LedgerRow
@@ -97,17 +96,10 @@ def _totals_against_sources(snapshot: Snapshot) -> Iterator[str]:
 
 def open_fleet(run_dir: Path) -> tuple[str, str]:
     """(Redis URL, fleet id) of the fleet in this run directory, from its fleet.json. Raises `RunDirError`."""
-    path = run_dir / "fleet.json"
-    try:
-        fleet: Any = orjson.loads(path.read_bytes())
-    except OSError as error:
-        raise RunDirError(str(run_dir), f"there is no fleet.json to read ({error.strerror})") from error
-    except orjson.JSONDecodeError as error:
-        raise RunDirError(str(run_dir), f"fleet.json is not JSON ({error})") from error
-    url, fleet_id = (fleet.get("redis_url"), fleet.get("fleet_id")) if isinstance(fleet, dict) else (None, None)
-    if not isinstance(url, str) or not isinstance(fleet_id, str) or not url or not fleet_id:
-        raise RunDirError(str(run_dir), "fleet.json names no redis_url and fleet_id")
-    return url, fleet_id
+    fleet = read_fleet_file(run_dir / "fleet.json")
+    if not fleet.redis_url or not fleet.fleet_id:
+        raise RunDirError(str(run_dir), "its fleet ended before it had a Redis, so it has no books")
+    return fleet.redis_url, fleet.fleet_id
 
 
 def render(snapshot: Snapshot, problems: list[str], warned: list[str]) -> RenderableType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterable
@@ -9,26 +10,41 @@ from collections.abc import Iterable
 from headrace.deploy.fleet_file import FleetFile, ProcessEntry, WaitingEntry, continue_fleet
 from headrace.deploy.run_dir import RunDir
 from headrace.deploy.supervisor import Service, State
+from headrace.schemas.errors import RunDirError
+
+log = logging.getLogger("headrace.supervisor")
 
 
 class Book:
-    """The fleet's page; each change is on disk before the method returns."""
+    """The fleet's page; each change is on disk before the method returns.
+
+    A disk that is full, or a run directory that was removed, does not end a fleet that trains: it is said once, and
+    written when it can be again. Only a new life needs its number on disk first.
+    """
 
     def __init__(self, run_dir: RunDir, fleet_id: str, config_origin: str | None) -> None:
         self._path = run_dir.fleet_json
         self.page: FleetFile = continue_fleet(run_dir, fleet_id)
         self.page.supervisor_pid, self.page.started, self.page.config = os.getpid(), time.time(), config_origin
         self.page.write(self._path)
+        self._stale = False
 
     def note(self, **fields: object) -> None:
         """Change fields of the page (`state`, `endpoints`, `redis_url`)."""
         self.page = self.page.model_copy(update=fields)
-        self.page.write(self._path)
+        try:
+            self.page.write(self._path)
+            self._stale = False
+        except RunDirError as error:
+            if not self._stale:
+                log.error("fleet.json is out of date: %s", error)
+            self._stale = True
 
     def next_incarnation(self, name: str) -> int:
-        """Count up the lives of `name`; on disk first, so that no number is ever given twice."""
+        """Count up the lives of `name`; on disk first, so that no number is ever given twice. Raises `RunDirError`."""
         number = self.page.incarnations.get(name, 0) + 1
-        self.note(incarnations={**self.page.incarnations, name: number})
+        self.page = self.page.model_copy(update={"incarnations": {**self.page.incarnations, name: number}})
+        self.page.write(self._path)
         return number
 
     def note_processes(self, services: Iterable[Service]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,11 +10,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from headrace.deploy import parent_death
-from headrace.schemas.errors import ExitCode
+from headrace.schemas.errors import ExitCode, RunDirError
 
 _TAIL_BYTES = 16 * 1024
+_SENTENCE = 1000
 
 
 class Child:
@@ -35,7 +38,7 @@ class Child:
         self.log_path = log_path
         self.incarnation = incarnation
         launcher = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), str(int(death_signal))]
-        with log_path.open("ab") as log:
+        with _open(log_path) as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
                 [*launcher, *argv], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
@@ -55,23 +58,45 @@ class Child:
             return
 
     def reap(self) -> int:
-        """The return code (negative: the signal that killed it); call it once `pidfd` is readable, else it blocks."""
+        """The return code (negative: the signal that killed it); call it once `pidfd` is readable, else it blocks.
+
+        What the process itself had started, and left in its process group, is killed: a simulator of the user's, say.
+        """
+        os.waitid(
+            os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT
+        )  # not reaped yet, so the group is surely still its own
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
         returncode = self._process.wait()
         os.close(self.pidfd)
         self.pidfd = -1
         return returncode
 
     def log_lines(self, count: int) -> list[str]:
-        """The last lines this very process wrote, at most `count`."""
-        with self.log_path.open("rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_start, size - _TAIL_BYTES))
-            return log.read().decode(errors="replace").splitlines()[-count:]
+        """The last lines this very process wrote, at most `count`, blank ones left out."""
+        try:
+            with self.log_path.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_start, size - _TAIL_BYTES))
+                lines = log.read().decode(errors="replace").splitlines()
+                return [line for line in lines if line.strip()][-count:]
+        except FileNotFoundError:  # somebody removed the run directory
+            return []
 
     def last_error(self) -> str | None:
-        """The sentence of the `error: ...` line with which our commands end; None when there is none."""
-        lines = [line for line in self.log_lines(200) if line.startswith("error: ")]
-        return lines[-1].removeprefix("error: ") if lines else None
+        """The sentence after `error: ` with which our commands end, on one line; None when there is none."""
+        lines = self.log_lines(200)
+        starts = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+        if not starts:
+            return None
+        return " ".join(" ".join(lines[starts[-1] :]).removeprefix("error: ").split())[:_SENTENCE]
+
+
+def _open(log_path: Path) -> BinaryIO:
+    try:
+        return log_path.open("ab")
+    except OSError as error:
+        raise RunDirError(str(log_path.parent), error.strerror or str(error)) from error
 
 
 def describe_end(returncode: int) -> str:

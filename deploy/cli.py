@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 
 from headrace.deploy.options import AsJson, ConfigPath, Debug, RunDirPath, Sets, describe_origin, resolve
+from headrace.deploy.streams import make_usable, unread
 from headrace.schemas.errors import HeadraceError
 
 app = typer.Typer(
@@ -38,11 +39,13 @@ Endpoint = Annotated[
 ]
 FleetId = Annotated[str | None, typer.Option("--fleet-id", help="Name of the fleet; default: from --run-dir.")]
 RedisUrl = Annotated[str | None, typer.Option("--redis-url", help="redis://...; without it the fleet starts its own.")]
+MOST = 2**31 - 1
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show every value and its origin, and do nothing.")]
 
 
 def main() -> None:
     """Entry point of the console script and of `python -m headrace.deploy`."""
+    make_usable()
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # `package.module:make_env` from here, as `python -m` finds it
     try:
@@ -50,7 +53,8 @@ def main() -> None:
     except HeadraceError as error:
         if "--debug" in sys.argv or os.environ.get("HEADRACE_DEBUG"):
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        with unread(sys.stderr):
+            print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
         sys.exit(int(error.exit_code))
 
 
@@ -68,9 +72,9 @@ def _root(show_version: Annotated[bool, typer.Option("--version", help="Show the
 @app.command(
     epilog=_examples(
         "headrace up --env CartPole-v1 --workers 2 --num-envs 8 --seed 0 --until-return 475",
-        "headrace up --config fleet.toml --run-dir runs/a --timeout-s 600 --json",
-        "headrace up --env my_envs:make_env --set learner.enabled=false",
-        "headrace up --config fleet.toml --print-config",
+        "headrace up --config deploy/fleet.toml --run-dir runs/a --timeout-s 60 --json",
+        "headrace up --workers 1 --until-steps 20000 --set learner.learning_rate=0.0003",
+        "headrace up --config deploy/fleet.toml --print-config",
     )
 )
 def up(
@@ -89,7 +93,10 @@ def up(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Run a whole fleet on this machine until its goal, its timeout or Ctrl-C; then drain it and show the ledger."""
+    """Run a whole fleet on this machine.
+
+    It ends at its goal, its timeout or Ctrl-C; then it is drained and the ledger is shown.
+    """
     from headrace.deploy.config_print import print_config as config_text
     from headrace.deploy.summary import print_summary
     from headrace.deploy.up import Options
@@ -111,10 +118,11 @@ def up(
         typer.echo(config_text(resolved, origins), nl=False)
         return
     summary = run_fleet(resolved, Options(as_json, debug, config, describe_origin(config, origins)))
-    if as_json:
-        typer.echo(summary.as_json().decode())
-    elif summary.failure is None or summary.steps:
-        print_summary(summary, sys.stdout)
+    with unread(sys.stdout):
+        if as_json:
+            typer.echo(summary.as_json().decode())
+        elif summary.failure is None or summary.steps:
+            print_summary(summary, sys.stdout)
     if summary.failure is not None:
         raise summary.failure
 
@@ -122,7 +130,7 @@ def up(
 @app.command(
     epilog=_examples(
         "headrace worker --run-dir runs/default",
-        "headrace worker --endpoint tcp://10.0.0.5:5701 --fleet-id fleet-1a2b3c4d --env CartPole-v1 --num-envs 16",
+        "headrace worker --endpoint tcp://127.0.0.1:5701 --fleet-id demo --env CartPole-v1 --num-envs 16",
     )
 )
 def worker(
@@ -132,17 +140,20 @@ def worker(
     endpoint: Endpoint = None,
     fleet_id: FleetId = None,
     slot: Annotated[
-        int | None, typer.Option("--slot", help="Place in the fleet; default: the broker gives one.")
+        int | None, typer.Option("--slot", min=0, max=MOST, help="Place in the fleet; default: the broker gives one.")
     ] = None,
     incarnation: Annotated[
-        int, typer.Option("--incarnation", help="Which life in that slot; 0 asks for a new one.")
+        int, typer.Option("--incarnation", min=0, max=MOST, help="Which life in that slot; 0 asks for a new one.")
     ] = 0,
     run_dir: RunDirPath = None,
     config: ConfigPath = None,
     sets: Sets = None,
     debug: Debug = False,
 ) -> None:
-    """Run one sampler worker: join a fleet by its run directory, or by its broker's address."""
+    """Run one sampler worker.
+
+    It joins a fleet by its run directory, or by its broker's address.
+    """
     from headrace.deploy.roles import start_worker
 
     flags = {
@@ -157,8 +168,8 @@ def worker(
 
 @app.command(
     epilog=_examples(
-        "headrace broker --run-dir runs/b --set broker.worker_port=5701 --set broker.learner_port=5702",
-        "headrace broker --config fleet.toml --redis-url redis://10.0.0.9:6379",
+        "headrace broker --fleet-id demo --run-dir runs/b --set broker.worker_port=5701 --set broker.learner_port=5702",
+        "headrace broker --config deploy/fleet.toml --redis-url redis://127.0.0.1:6379",
     )
 )
 def broker(
@@ -169,7 +180,10 @@ def broker(
     sets: Sets = None,
     debug: Debug = False,
 ) -> None:
-    """Run the broker; it writes its endpoints to RUN_DIR/broker.json. Without --redis-url it reports to no Redis."""
+    """Run the broker alone.
+
+    It writes its endpoints to RUN_DIR/broker.json. Without --redis-url it reports to no Redis.
+    """
     from headrace.deploy.roles import start_broker
 
     flags = {"fleet.fleet_id": fleet_id, "redis.url": redis_url, "fleet.run_dir": _text(run_dir)}
@@ -179,7 +193,7 @@ def broker(
 @app.command(
     epilog=_examples(
         "headrace learner --run-dir runs/default",
-        "headrace learner --endpoint tcp://10.0.0.5:5702 --set learner.learning_rate=0.0003",
+        "headrace learner --endpoint tcp://127.0.0.1:5702 --run-dir runs/b --set learner.learning_rate=0.0003",
     )
 )
 def learner(
@@ -190,16 +204,19 @@ def learner(
     sets: Sets = None,
     debug: Debug = False,
 ) -> None:
-    """Run the reference PPO learner; it resumes from its checkpoint in RUN_DIR."""
+    """Run the reference PPO learner.
+
+    It resumes from its checkpoint in RUN_DIR.
+    """
     from headrace.deploy.roles import start_learner
 
     flags = {"fleet.fleet_id": fleet_id, "fleet.run_dir": _text(run_dir)}
     start_learner(config, sets, flags, endpoint=endpoint, debug=debug)
 
 
-@app.command(epilog=_examples("headrace ps --run-dir runs/default", "headrace ps --json | jq '.processes[].pid'"))
+@app.command(epilog=_examples("headrace ps --run-dir runs/default", "headrace ps --json | python -m json.tool"))
 def ps(run_dir: RunDirPath = None, config: ConfigPath = None, as_json: AsJson = False, debug: Debug = False) -> None:
-    """Show the processes of a fleet and whether they live."""
+    """Show who runs, and whether they live."""
     from headrace.deploy.fleet_file import read_fleet_file
     from headrace.deploy.ps import is_alive, processes, table
 
@@ -221,14 +238,17 @@ def audit(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Check the books of a fleet, running or stopped: what was stepped, and what became of it."""
+    """Check the books of a fleet.
+
+    Running or stopped: what was stepped, and what became of it.
+    """
     from headrace.deploy.auditing import audit_run
 
     resolved, _ = resolve(config, None, {"fleet.run_dir": _text(run_dir)})
     audit_run(Path(resolved.fleet.run_dir), strict=strict, as_json=as_json, stream=sys.stdout)
 
 
-@app.command(epilog=_examples("headrace doctor", "headrace doctor --config fleet.toml --json"))
+@app.command(epilog=_examples("headrace doctor", "headrace doctor --config deploy/fleet.toml --json"))
 def doctor(
     run_dir: RunDirPath = None,
     config: ConfigPath = None,
@@ -237,7 +257,10 @@ def doctor(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Look whether this machine is fit to run a fleet; exit 1 when it is not."""
+    """See if this machine can run a fleet.
+
+    Exit code 1 when it cannot. Starts nothing and leaves nothing behind.
+    """
     from dataclasses import asdict
 
     from headrace.deploy.doctor import Verdict, examine
@@ -249,7 +272,9 @@ def doctor(
         typer.echo(orjson.dumps({"fit": fit, "checks": [asdict(check) for check in checks]}).decode())
     else:
         for check in checks:
-            typer.echo(f"{check.verdict:<5} {check.name}: {check.seen}" + (f"; {check.advice}" if check.advice else ""))
+            advice = f"; {check.advice}" if check.advice else ""
+            typer.echo(f"{check.verdict:<5} {check.name:<14} {check.seen}{advice}")
+        typer.echo("\nThis machine can run a fleet." if fit else "\nThis machine cannot run a fleet: mend what failed.")
     raise typer.Exit(0 if fit else 1)
 
 

@@ -2,11 +2,14 @@
 
 HeadraceError
 ├── ProcessFailedError   a process ended with an error that no restart can cure
+├── OwnRedisError        the server that the fleet starts for itself does not start
 ├── GoalTimeoutError     the goal was not reached in time
 └── StoppedError         a second signal cut the drain short
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from headrace.schemas.errors import ExitCode, HeadraceError
 
@@ -18,6 +21,19 @@ class ProcessFailedError(HeadraceError):
         self.name = name
         self.exit_code = exit_code
         super().__init__(f"{name}: {sentence}")
+
+
+class OwnRedisError(HeadraceError):
+    """The fleet's own Redis server ended again and again before it ever answered; `directory` has its data."""
+
+    exit_code = ExitCode.REDIS_UNAVAILABLE
+
+    def __init__(self, directory: Path, last_words: str, log: Path) -> None:
+        self.directory = directory
+        super().__init__(
+            f"the fleet's own Redis server does not start ({last_words}); its log is {log}; repair {directory}, or "
+            "move it away to begin with new books"
+        )
 
 
 class GoalTimeoutError(HeadraceError):
@@ -33,7 +49,10 @@ class GoalTimeoutError(HeadraceError):
 
 
 class StoppedError(HeadraceError):
-    """A second signal cut the drain short: what was queued stays queued."""
+    """A second signal cut the drain short; recorders of the workers that were killed stay in the run directory."""
 
     def __init__(self) -> None:
-        super().__init__("stopped at the second signal; what was still queued is lost and was not counted")
+        super().__init__(
+            "stopped at the second signal; what was still queued is lost, and the next `headrace up` in this run "
+            "directory counts it"
+        )

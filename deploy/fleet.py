@@ -14,7 +14,7 @@ from headrace.broker.state_file import Endpoints, read_broker_file, write_broker
 from headrace.deploy import commands
 from headrace.deploy.book import Book
 from headrace.deploy.child import Child
-from headrace.deploy.failures import StoppedError
+from headrace.deploy.failures import OwnRedisError, StoppedError
 from headrace.deploy.goal import Numbers
 from headrace.deploy.loop import Loop
 from headrace.deploy.obituaries import Obituaries, reason_of, write_obituary
@@ -23,7 +23,7 @@ from headrace.deploy.redis_view import Snapshot
 from headrace.deploy.run_dir import RunDir, write_private
 from headrace.deploy.silence import SilenceWatch
 from headrace.deploy.stop_signals import StopSignals
-from headrace.deploy.supervisor import ProcessSpec, Role, Service, Supervisor
+from headrace.deploy.supervisor import ProcessSpec, Role, Service, State, Supervisor
 from headrace.deploy.watch import INTERVAL_S, Watch
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import ExitCode, RedisUnavailableError, UnreachableError
@@ -31,6 +31,8 @@ from headrace.schemas.errors import ExitCode, RedisUnavailableError, Unreachable
 log = logging.getLogger("headrace.supervisor")
 
 REDIS_DEADLINE_S = 15.0
+REDIS_ATTEMPTS = 2
+"""Restarts before its first answer after which our own server is given up: it has found something in its files."""
 BROKER_DEADLINE_S = 30.0
 ANY_PORT = "tcp://127.0.0.1:0"
 OBITUARY_DEADLINE_S = 5.0
@@ -132,13 +134,15 @@ class Fleet:
         else:
             launch = prepare_redis(self.run_dir.path)
             url = launch.url
-            self.supervisor.start(ProcessSpec("redis", Role.REDIS, lambda _: list(launch.argv)))
-            self.wait(lambda: _answers(url), REDIS_DEADLINE_S)
+            redis = self.supervisor.start(ProcessSpec("redis", Role.REDIS, lambda _: list(launch.argv)))
+            self.wait(lambda: _answers(url) or redis.restarts >= REDIS_ATTEMPTS, REDIS_DEADLINE_S)
+            if redis.restarts >= REDIS_ATTEMPTS and not _answers(url):
+                raise OwnRedisError(self.run_dir.path / "redis", redis.last_words, self.run_dir.logs / "redis.log")
             if self.supervisor.failure is not None or self.stop_asked:
                 return
             wait_ready(url, 0.0)
-        redis = self.config.redis.model_copy(update={"url": url})
-        self.config = self.config.model_copy(update={"redis": redis})
+        section = self.config.redis.model_copy(update={"url": url})
+        self.config = self.config.model_copy(update={"redis": section})
         write_private(self.run_dir.config_json, orjson.dumps(self.config.model_dump(mode="json")))
         self.book.note(redis_url=url)
         self._watch = Watch(url, self.fleet_id)
@@ -176,6 +180,9 @@ class Fleet:
         if not self.config.learner.enabled:
             self._await_commits()
         self._stop(Role.LEARNER)
+        if self._obituaries is not None and self._obituaries.all_told():
+            self._obituaries.tell_again(unsettled_only=True)
+            self._turn_until(self._obituaries.all_told, OBITUARY_DEADLINE_S)
         self._stop(Role.BROKER)
         if self._watch is not None:
             self._watch.close()
@@ -223,8 +230,12 @@ class Fleet:
         self.book.note_processes(self.supervisor.services.values())
 
     def ended(self, service: Service, child: Child, returncode: int) -> None:
-        """Read a dead worker's recorder and tell the broker."""
-        if service.spec.slot is None or self._obituaries is None:
+        """Read a dead worker's recorder and tell the broker; tell a new broker of all that died before it."""
+        if self._obituaries is None:
+            return
+        if service.spec.role is Role.BROKER and service.state is State.RUNNING:
+            self._obituaries.tell_again()
+        if service.spec.slot is None:
             return
         reason = reason_of(returncode, ExitCode.FENCED)
         obituary = write_obituary(self.run_dir.recorders, service.spec.slot, child.incarnation, reason)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 from pathlib import Path
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from headrace.deploy.recorders import recorders_in
 from headrace.deploy.run_dir import RunDir, write_private
 from headrace.schemas.errors import RunDirError
 
 _MODEL = ConfigDict(extra="ignore")
-_RECORDER = re.compile(r"worker-(\d+)-(\d+)\.rec")
 
 
 class ProcessEntry(BaseModel):
@@ -70,7 +69,7 @@ def read_fleet_file(path: Path) -> FleetFile:
     try:
         return FleetFile.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise RunDirError(str(path.parent), f"it has no readable fleet.json ({error.strerror})") from error
+        raise RunDirError(str(path.parent), f"it has no fleet.json to read ({error.strerror})") from error
     except ValidationError as error:
         raise RunDirError(str(path.parent), f"its fleet.json is damaged ({error.errors()[0]['msg']})") from error
 
@@ -98,9 +97,8 @@ def continue_fleet(run_dir: RunDir, fleet_id: str) -> FleetFile:
     incarnations above all that were ever used there."""
     before = read_fleet_file(run_dir.fleet_json) if run_dir.fleet_json.exists() else None
     incarnations = dict(before.incarnations) if before else {}
-    for recorder in run_dir.recorders.iterdir():
-        if match := _RECORDER.fullmatch(recorder.name):
-            name = f"worker-{match[1]}"
-            incarnations[name] = max(incarnations.get(name, 0), int(match[2]))
+    for (slot, incarnation), _ in recorders_in(run_dir.recorders):
+        name = f"worker-{slot}"
+        incarnations[name] = max(incarnations.get(name, 0), incarnation)
     kept = before.fleet_id if before else f"fleet-{secrets.token_hex(4)}"
     return FleetFile(fleet_id=fleet_id or kept, incarnations=incarnations)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import orjson
 
+from headrace.deploy.streams import unread
+
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 
@@ -66,7 +68,8 @@ class _Stderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""
-        print(self.format(record), file=sys.stderr, flush=True)  # noqa: T201
+        with unread(sys.stderr):
+            print(self.format(record), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def set_up_logging(identity: Identity, *, debug: bool = False, file: Path | None = None) -> None:

@@ -1,14 +1,14 @@
 """Tells the broker of every worker that ended, and of what its recorder holds, until the broker says it knows.
 
-A recorder file is deleted only once its obituary is acknowledged. So the files themselves are the list of what is still
-to be told, also for the next supervisor when this one dies.
+A recorder file is deleted only once its obituary is acknowledged *and* every batch of that life that the broker has
+accepted is settled: until then the broker's memory and this file are all that is known of them. So the files
+themselves are the list of what is still to be told, also for the next supervisor when this one dies. A broker that was
+started again may have forgotten what it was told, and is told everything again; said twice, it is only acknowledged.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,21 +16,17 @@ from pathlib import Path
 import zmq
 
 from headrace.deploy.loop import Loop, Timer
-from headrace.deploy.silence import recorder_path
+from headrace.deploy.recorders import Life, recorder_path, recorders_in
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.ledger import Settled, WorkerTotals
+from headrace.schemas.ledger import Discard, Drop, Settled, WorkerTotals
 from headrace.schemas.messages import Ack, Obituary, Reject, SupervisorHello, read
-from headrace.schemas.recorder import read_recorder
+from headrace.schemas.recorder import Reading, read_recorder
 from headrace.schemas.wire import MessageKind, decode_header
 
 log = logging.getLogger("headrace.supervisor")
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
-_RECORDER = re.compile(r"worker-(\d+)-(\d+)\.rec")
-
-Life = tuple[int, int]
-"""(slot, incarnation)."""
 
 
 def write_obituary(recorders: Path, slot: int, incarnation: int, reason: str) -> Obituary:
@@ -50,10 +46,19 @@ def write_obituary(recorders: Path, slot: int, incarnation: int, reason: str) ->
 
 
 @dataclass
-class _Untold:
+class _Death:
     obituary: Obituary
+    known: bool = False
+    """The broker that runs now has acknowledged it."""
+    settled: bool = False
+    """Nothing that the broker has accepted of this life is still to be settled."""
     pause_s: float = FIRST_PAUSE_S
     timer: Timer | None = None
+
+    def stop_telling(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
 
 class Obituaries:
@@ -66,7 +71,8 @@ class Obituaries:
         self._loop = loop
         self._recorders = recorders
         self._hello = SupervisorHello(fleet_id=fleet_id, token=secrets.token_hex(8)).frames()
-        self._untold: dict[Life, _Untold] = {}
+        self._deaths: dict[Life, _Death] = {}
+        """All of this supervisor's time, since any later broker may have to be told of them."""
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.IMMEDIATE, 1)  # while there is no broker nothing piles up in the socket
@@ -76,43 +82,47 @@ class Obituaries:
         loop.watch(self._socket, self._receive)
 
     def tell(self, obituary: Obituary) -> None:
-        """Send it now and until it is acknowledged; a life that is already being told of keeps its first obituary."""
+        """Send it now and until it is acknowledged; a life that was told of before keeps its first obituary."""
         life = (obituary.slot, obituary.incarnation)
-        if life not in self._untold:
-            self._untold[life] = _Untold(obituary)
+        if life not in self._deaths:
+            self._deaths[life] = _Death(obituary)
             self._send(life)
+
+    def tell_again(self, *, unsettled_only: bool = False) -> None:
+        """Ask the broker anew: because it was started again, or to learn what has been settled since."""
+        for life, death in self._deaths.items():
+            if death.known and not (unsettled_only and death.settled):
+                death.known, death.pause_s = False, FIRST_PAUSE_S
+                death.stop_telling()
+                self._send(life)
 
     def tell_left_over(self) -> None:
         """Tell of the lives whose recorders an earlier supervisor left behind, unless the process still lives."""
-        for path in sorted(self._recorders.iterdir()):
-            match = _RECORDER.fullmatch(path.name)
-            if match is None:
-                continue
+        for life, path in recorders_in(self._recorders):
             reading = read_recorder(path)
-            if reading is None or not _lives(reading.pid):
-                self.tell(write_obituary(self._recorders, int(match[1]), int(match[2]), "worker_killed"))
+            if reading is None or not _is_written_to(path, reading.pid):
+                self.tell(write_obituary(self._recorders, *life, _reason_left_over(reading)))
 
     def all_told(self) -> bool:
-        """True when the broker knows of every death."""
-        return not self._untold
+        """True when the broker that runs now knows of every death."""
+        return all(death.known for death in self._deaths.values())
 
     def close(self) -> None:
-        """Stop telling; what is untold stays in its recorder file for the next supervisor."""
-        for untold in self._untold.values():
-            if untold.timer is not None:
-                untold.timer.cancel()
+        """Stop telling; what is untold or unsettled stays in its recorder file for the next supervisor."""
+        for death in self._deaths.values():
+            death.stop_telling()
         self._loop.forget(self._socket)
         self._socket.close()
 
     def _send(self, life: Life) -> None:
-        untold = self._untold[life]
+        death = self._deaths[life]
         try:
             self._socket.send_multipart(self._hello, zmq.NOBLOCK)
-            self._socket.send_multipart(untold.obituary.frames(), zmq.NOBLOCK)
+            self._socket.send_multipart(death.obituary.frames(), zmq.NOBLOCK)
         except zmq.Again:
             log.debug("no broker to tell of the end of worker %d incarnation %d", *life)
-        untold.timer = self._loop.call_later(untold.pause_s, lambda: self._send(life))
-        untold.pause_s = min(2 * untold.pause_s, LONGEST_PAUSE_S)
+        death.timer = self._loop.call_later(death.pause_s, lambda: self._send(life))
+        death.pause_s = min(2 * death.pause_s, LONGEST_PAUSE_S)
 
     def _receive(self) -> None:
         while True:
@@ -125,19 +135,25 @@ class Obituaries:
                 if kind is MessageKind.ACK:
                     ack = read(Ack, header)
                     if ack.closed:
-                        self._told((ack.slot, ack.incarnation))
+                        self._told(ack)
                 elif kind is MessageKind.REJECT:
                     log.warning("the broker refuses an obituary: %s", read(Reject, header).detail)
             except DecodeError as error:
                 log.warning("the broker sent something unreadable: %s", error)
 
-    def _told(self, life: Life) -> None:
-        untold = self._untold.pop(life, None)
-        if untold is None:
+    def _told(self, ack: Ack) -> None:
+        life = (ack.slot, ack.incarnation)
+        death = self._deaths.get(life)
+        if death is None:
             return
-        if untold.timer is not None:
-            untold.timer.cancel()
-        recorder_path(self._recorders, *life).unlink(missing_ok=True)
+        death.known = True
+        death.stop_telling()
+        if ack.settled.seq > death.obituary.settled.seq:  # what the next broker is told includes what this one knew
+            window = [batch for batch in death.obituary.window if batch.seq > ack.settled.seq]
+            death.obituary = death.obituary.model_copy(update={"settled": ack.settled, "window": window})
+        if ack.settled.seq >= ack.accepted:
+            death.settled = True
+            recorder_path(self._recorders, *life).unlink(missing_ok=True)
 
 
 def reason_of(returncode: int, fenced: int) -> str:
@@ -147,11 +163,18 @@ def reason_of(returncode: int, fenced: int) -> str:
     return "fenced" if returncode == fenced else "worker_killed"
 
 
-def _lives(pid: int) -> bool:
+def _reason_left_over(reading: Reading | None) -> str:
+    """For a life of an earlier supervisor: a broker had taken everything, and is gone too, or the worker was killed."""
+    if reading is not None and not reading.totals.open and reading.accepted >= reading.totals.seq:
+        return Drop.BROKER_LOST
+    return Discard.WORKER_KILLED
+
+
+def _is_written_to(recorder: Path, pid: int) -> bool:
+    """Whether the writer lives, and is not another process that was given its pid: it has the file in its memory."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
+        return str(recorder.resolve()) in Path(f"/proc/{pid}/maps").read_text()
     except PermissionError:
         return True
-    return True
+    except OSError:
+        return False

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from headrace.deploy.goal import Goal, Numbers
 from headrace.deploy.redis_view import Snapshot
+from headrace.deploy.streams import unread
 
 LIVE_INTERVAL_S = 0.5
 LINE_INTERVAL_S = 5.0
@@ -110,11 +111,12 @@ class Progress:
         if not last and time.monotonic() - self._shown < self.interval_s:
             return
         self._shown = time.monotonic()
-        if self._live is not None:
-            self._live.update(_table(view), refresh=True)
-        else:
-            line = "  ".join(f"{what} {value}" for what, value in view.rows())
-            print(line, file=self._stream, flush=True)
+        with unread(self._stream):
+            if self._live is not None:
+                self._live.update(_table(view), refresh=True)
+            else:
+                line = "  ".join(f"{what} {value}" for what, value in view.rows())
+                print(line, file=self._stream, flush=True)
 
 
 def _live(stream: TextIO) -> Live:

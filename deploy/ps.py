@@ -32,8 +32,9 @@ def is_alive(pid: int) -> bool:
 
 def table(fleet: FleetFile) -> Table:
     """For people."""
-    supervisor = f"pid {fleet.supervisor_pid}, {'alive' if is_alive(fleet.supervisor_pid) else 'gone'}"
-    title = f"fleet {fleet.fleet_id}: {fleet.state}, supervisor {supervisor}"
+    alive = is_alive(fleet.supervisor_pid)
+    supervisor = f"supervisor pid {fleet.supervisor_pid}" if alive else "no supervisor lives"
+    title = f"fleet {fleet.fleet_id}: {fleet.state}, {supervisor}"
     result = Table("name", "role", "inc.", "pid", "age", "restarts", "state", title=title, title_justify="left")
     for row in processes(fleet, time.time()):
         age = f"{row['age_s']:.0f} s" if "age_s" in row else "-"

@@ -24,6 +24,7 @@ import orjson
 
 from headrace.broker.redis_client import REDIS_FAILURES, connect, in_words
 from headrace.schemas.errors import ConfigError, RedisUnavailableError, RunDirError
+from headrace.schemas.ports import quiet_ports
 from headrace.schemas.redis_keys import without_password
 
 READY_S = 10.0
@@ -191,6 +192,9 @@ def _answers(url: str) -> bool:
 
 
 def _free_port() -> int:
+    for port in quiet_ports():
+        if _port_is_free(port):
+            return port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -6,8 +6,10 @@ The roles' own modules are imported only here and only when needed: torch alone 
 from __future__ import annotations
 
 import logging
+import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ from headrace.deploy.fleet_file import read_addresses
 from headrace.deploy.logs import Identity, set_up_logging
 from headrace.deploy.options import describe_origin, resolve
 from headrace.schemas.config import FleetConfig
-from headrace.schemas.errors import ConfigError, RunDirError
+from headrace.schemas.errors import ConfigError, EnvError, HeadraceError, ModuleError, RunDirError
 
 log = logging.getLogger("headrace.deploy")
+
+_ENDPOINT = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5}")
 
 Sets = Iterable[str] | None
 Flags = Mapping[str, Any]
@@ -47,7 +51,10 @@ def start_worker(
     )
     from headrace.workers.worker import run_worker
 
-    run_worker(resolved, endpoint=where, fleet_id=fleet_id, slot=slot, incarnation=incarnation, recorder_dir=recorders)
+    with _no_exit_from(EnvError, "the env or the module"):
+        run_worker(
+            resolved, endpoint=where, fleet_id=fleet_id, slot=slot, incarnation=incarnation, recorder_dir=recorders
+        )
 
 
 def start_broker(config: Path | None, sets: Sets, flags: Flags, *, debug: bool) -> None:
@@ -73,7 +80,17 @@ def start_learner(config: Path | None, sets: Sets, flags: Flags, *, endpoint: st
     log.info("headrace %s learner at %s; config: %s", version("headrace"), where, origin)
     from headrace.learner_stub.ppo import run_learner
 
-    run_learner(resolved, endpoint=where, run_dir=run_dir)
+    with _no_exit_from(ModuleError, "the module"):
+        run_learner(resolved, endpoint=where, run_dir=run_dir)
+
+
+@contextmanager
+def _no_exit_from(error_type: type[HeadraceError], whose: str) -> Iterator[None]:
+    """User code that calls sys.exit would end the process with a code that means something else to us."""
+    try:
+        yield
+    except SystemExit as error:
+        raise error_type(f"{whose} called sys.exit({error.code!r}); it must raise an exception instead") from error
 
 
 def _resolve(config: Path | None, sets: Sets, flags: Flags) -> tuple[FleetConfig, str]:
@@ -88,6 +105,8 @@ def _resolve(config: Path | None, sets: Sets, flags: Flags) -> tuple[FleetConfig
 def _place(config: FleetConfig, endpoint: str | None, role: str) -> tuple[str, str]:
     """(fleet id, endpoint) as given, else as they stand in the run directory."""
     if endpoint is not None:
+        if not _ENDPOINT.fullmatch(endpoint):
+            raise ConfigError(f"should be tcp://HOST:PORT, got {endpoint!r:.80}", key="--endpoint")
         return config.fleet.fleet_id, endpoint
     fleet_id, endpoints = read_addresses(Path(config.fleet.run_dir))
     if role not in endpoints:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from headrace.deploy.loop import Loop
+from headrace.deploy.recorders import recorder_path
 from headrace.deploy.supervisor import Role, Service, State, Supervisor
 from headrace.schemas.recorder import Reading, read_recorder
 
@@ -15,11 +16,6 @@ log = logging.getLogger("headrace.supervisor")
 
 FIRST_SIGN_S = 60.0
 """How long a new worker has before its recorder must exist: torch and the user's env take their time to import."""
-
-
-def recorder_path(recorders: Path, slot: int, incarnation: int) -> Path:
-    """Where a worker keeps its flight recorder."""
-    return recorders / f"worker-{slot}-{incarnation}.rec"
 
 
 def silence(reading: Reading | None, lived_s: float, now_ns: int, lease_s: float, first_sign_s: float) -> str | None:

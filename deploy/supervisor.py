@@ -92,6 +92,8 @@ class Service:
     child: Child | None = None
     zombies: list[Child] = field(default_factory=list)
     restarts: int = 0
+    last_words: str = ""
+    """How its last life ended, and the last line it logged."""
     timer: Timer | None = None
     """The pending restart, or the pending kill of a stopping child."""
 
@@ -212,6 +214,7 @@ class Supervisor:
 
     def _after_end(self, service: Service, child: Child, returncode: int) -> None:
         name, end = service.spec.name, describe_end(returncode)
+        service.last_words = end + _because(child)
         if service.state is State.STOPPING:
             self._cancel(service)
             service.state = State.STOPPED

@@ -102,7 +102,7 @@ def _run(fleet: Fleet, outcome: Outcome, progress: Progress) -> None:
             log.info("goal reached after %.1f s (%s); draining", seconds, _where(now))
             return
         if goal.late(seconds):
-            raise GoalTimeoutError(seconds, _where(now))
+            raise GoalTimeoutError(goal.timeout_s or seconds, _where(now))
     log.info("a signal asks for it: draining; another one stops at once")
 
 

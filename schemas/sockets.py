@@ -9,6 +9,10 @@ from __future__ import annotations
 MORE, DONTWAIT = 2, 1
 """Flags of libzmq as plain integers: or-ing pyzmq's enums for every frame costs as much as sending a small one."""
 
+COPY_BELOW_BYTES = 1 << 20
+"""A worker's frames below this are copied when sent. Without a copy pyzmq hears of each one's end in a thread of its
+own, which takes turns of the interpreter lock from the one that samples; the copy of a small batch is cheaper."""
+
 COMMON: dict[str, int] = {
     "LINGER": 0,
     "HEARTBEAT_IVL": 2_000,

@@ -30,6 +30,7 @@ class BrokerLink:
         self.weights = weights
         self._context = zmq.Context()
         self._dealer = _socket(self._context, zmq.DEALER, sockets.DEALER)
+        self._dealer.copy_threshold = sockets.COPY_BELOW_BYTES
         self._dealer.connect(endpoint)
         self._subscriber: zmq.Socket[bytes] | None = None
         self._poller = zmq.Poller()

@@ -95,6 +95,11 @@ class RunningFleet:
         """SIGTERM: drain and end."""
         self._process.terminate()
 
+    def kill(self) -> None:
+        """SIGKILL of the supervisor; its processes end by themselves."""
+        self._process.kill()
+        self._process.communicate()
+
     def finish(self) -> dict[str, Any]:
         """Wait for the end; its JSON, with the exit code and what it said added."""
         output, words = self._process.communicate(timeout=100)

@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
 
 from headrace.deploy.child import Child, describe_end
+from headrace.deploy.ps import is_alive
+from headrace.schemas.errors import RunDirError
 
 DEADLINE_S = 20.0
 
@@ -25,6 +28,31 @@ def ended(child: Child) -> int:
 
 def python(script: str, log: Path) -> Child:
     return Child([sys.executable, "-c", script], log)
+
+
+def test_an_error_of_several_lines_is_one_sentence(tmp_path: Path) -> None:
+    child = python("import sys; sys.exit('error: env 0 failed: first\\n  second; check env')", tmp_path / "log")
+    ended(child)
+    assert child.last_error() == "env 0 failed: first second; check env"
+
+
+def test_what_a_child_started_itself_ends_with_it(tmp_path: Path) -> None:
+    """A simulator that a user's env started, say, and that a kill of the worker would leave behind."""
+    script = "import subprocess, sys; print(subprocess.Popen(['sleep', '1000']).pid, flush=True); sys.stdin.read()"
+    child = python(script, tmp_path / "log")
+    ended(child)
+    (grandchild,) = child.log_lines(1)
+    assert wait_until_gone(int(grandchild))
+
+
+def wait_until_gone(pid: int) -> bool:
+    pause = threading.Event()
+    return any(not is_alive(pid) or pause.wait(0.01) for _ in range(500))
+
+
+def test_a_log_that_cannot_be_written_is_one_typed_error(tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match="No such file or directory"):
+        python("", tmp_path / "removed" / "log")
 
 
 def test_output_and_errors_go_to_the_log_and_the_last_error_is_found(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import zmq
 
 from headrace.deploy.loop import Loop
 from headrace.deploy.obituaries import Obituaries, reason_of, write_obituary
-from headrace.schemas.ledger import WorkerTotals
+from headrace.schemas.ledger import Settled, WorkerTotals
 from headrace.schemas.messages import Ack, HeldBatch, Obituary, read, read_hello
 from headrace.schemas.recorder import Recorder
 from headrace.schemas.wire import MessageKind, decode_header
@@ -29,6 +29,8 @@ class Registrar:
         self.loop = loop
         self.answer = answer
         self.closed = closed
+        self.accepted = 0
+        self.settled = Settled()
         self.taken: list[Obituary] = []
         self.socket = zmq.Context.instance().socket(zmq.ROUTER)
         self.socket.set(zmq.LINGER, 0)
@@ -45,7 +47,8 @@ class Registrar:
         obituary = read(Obituary, header)
         self.taken.append(obituary)
         if self.answer:
-            ack = Ack(slot=obituary.slot, incarnation=obituary.incarnation, closed=self.closed)
+            life = {"slot": obituary.slot, "incarnation": obituary.incarnation}
+            ack = Ack(**life, closed=self.closed, accepted=self.accepted, settled=self.settled)
             self.socket.send_multipart([peer, *ack.frames()])
 
     def close(self) -> None:
@@ -116,6 +119,67 @@ def test_it_is_repeated_until_acknowledged_and_the_recorder_kept_so_long(
     assert not path.exists()
 
 
+def test_a_recorder_is_kept_until_all_that_was_accepted_is_settled(
+    loop: Loop, registrar: Registrar, obituaries: Obituaries, tmp_path: Path
+) -> None:
+    path = leave_a_recorder(tmp_path, 0, 1)
+    registrar.accepted = 1
+    obituaries.tell(write_obituary(tmp_path, 0, 1, "shutdown"))
+    assert loop.turn_until(obituaries.all_told, DEADLINE_S)
+    assert path.exists(), "only the broker's memory and this file know of batch 1"
+    registrar.settled = Settled(seq=1, committed=(20, 2))
+    obituaries.tell_again(unsettled_only=True)
+    assert not obituaries.all_told()
+    assert loop.turn_until(obituaries.all_told, DEADLINE_S)
+    assert not path.exists()
+    obituaries.tell_again(unsettled_only=True)
+    assert obituaries.all_told()
+
+
+def test_a_broker_that_was_started_again_is_told_everything_again_and_what_its_predecessor_knew(
+    loop: Loop, tmp_path: Path
+) -> None:
+    first = Registrar(loop)
+    first.accepted, first.settled = 1, Settled(seq=1, committed=(20, 2))
+    obituaries = Obituaries(loop, first.endpoint, FLEET, tmp_path)
+    for slot in (0, 1):
+        leave_a_recorder(tmp_path, slot, 1)
+        obituaries.tell(write_obituary(tmp_path, slot, 1, "worker_killed"))
+    assert loop.turn_until(obituaries.all_told, DEADLINE_S)
+    first.close()
+    obituaries.tell_again()
+    assert not obituaries.all_told()
+    second = Registrar(loop, int(first.endpoint.rpartition(":")[2]))
+    assert loop.turn_until(obituaries.all_told, DEADLINE_S)
+    assert {o.slot for o in second.taken} == {0, 1}
+    assert all((o.settled, o.window) == (first.settled, []) for o in second.taken)
+    obituaries.close()
+    second.close()
+
+
+def test_who_lost_what_an_earlier_fleet_left_is_named(
+    loop: Loop, registrar: Registrar, obituaries: Obituaries, tmp_path: Path
+) -> None:
+    leave_a_recorder(tmp_path, 0, 1)
+    orderly = Recorder(tmp_path / "worker-1-1.rec", 1, 1)
+    batch = HeldBatch(seq=1, steps=20, chunks=2)
+    orderly.totals(WorkerTotals(seq=1, stepped=20, shipped=20, shipped_chunks=2), batch)
+    orderly.settled(Settled(), accepted=1)
+    orderly.close()
+    obituaries.tell_left_over()
+    assert loop.turn_until(obituaries.all_told, DEADLINE_S)
+    assert {o.slot: o.reason for o in registrar.taken} == {0: "worker_killed", 1: "broker_lost"}
+
+
+def test_what_is_no_recorder_is_left_alone(loop: Loop, obituaries: Obituaries, tmp_path: Path) -> None:
+    for name in ("worker-0-0.rec", f"worker-{'9' * 30}-1.rec", "worker-x-1.rec"):
+        (tmp_path / name).write_bytes(b"garbage")
+    (tmp_path / "worker-0-5.rec").mkdir()
+    obituaries.tell_left_over()
+    assert obituaries.all_told()
+    assert len(list(tmp_path.iterdir())) == 4
+
+
 def test_a_broker_that_comes_back_on_its_port_is_told(loop: Loop, tmp_path: Path) -> None:
     first = Registrar(loop)
     obituaries = Obituaries(loop, first.endpoint, FLEET, tmp_path)
@@ -138,12 +202,15 @@ from headrace.schemas.recorder import Recorder
 Recorder(pathlib.Path({str(tmp_path / "worker-1-4.rec")!r}), 1, 4).close()
 """
     subprocess.run([sys.executable, "-c", script], check=True)
-    alive = leave_a_recorder(tmp_path, 0, 7)
+    alive = Recorder(tmp_path / "worker-0-7.rec", 0, 7)
+    recycled = leave_a_recorder(tmp_path, 2, 1)
     (tmp_path / "something else").touch()
     obituaries.tell_left_over()
     assert loop.turn_until(obituaries.all_told, DEADLINE_S)
-    assert [(o.slot, o.incarnation) for o in registrar.taken] == [(1, 4)]
-    assert alive.exists()
+    assert [(o.slot, o.incarnation) for o in registrar.taken] == [(1, 4), (2, 1)]
+    assert alive.path.exists()
+    assert not recycled.exists(), "its pid is that of a living process (this one), which does not write to it"
+    alive.close()
 
 
 def test_garbage_from_the_broker_is_survived(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -104,6 +105,22 @@ def test_fleet_json_is_private_and_true_while_processes_come_and_go(tmp_path: Pa
         nursery.until(nursery.supervisor.gone)
         assert pids() == []
     assert not list(run_dir.path.glob(".fleet.json*"))
+
+
+def test_a_run_directory_that_is_removed_ends_no_fleet_that_trains(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RunDir(tmp_path / "run") as run_dir:
+        book = Book(run_dir, "", None)
+        shutil.rmtree(run_dir.path)
+        book.note(state="running")
+        book.note(state="draining")
+        assert caplog.text.count("fleet.json is out of date") == 1
+        with pytest.raises(RunDirError):
+            book.next_incarnation("worker-0")
+        run_dir.path.mkdir()
+        book.note(state="stopped")
+        assert read_fleet_file(run_dir.fleet_json).state == "stopped"
 
 
 def test_a_broker_that_was_started_alone_is_found_too(tmp_path: Path) -> None:

@@ -140,8 +140,10 @@ def test_a_timeout_drains_and_has_an_exit_code_of_its_own(tmp_path: Path) -> Non
     summary = up(config_for(tmp_path, until_return=1e9, timeout_s=1.5), Options(json=True))
     assert summary.failure is not None
     assert summary.failure.exit_code is ExitCode.TIMEOUT
+    assert "not reached within 1.5 s" in str(summary.failure)
     assert "raise --timeout-s" in str(summary.failure)
-    assert (tmp_path / "drained").read_text().split() == ["worker", "worker", "learner", "broker"]
+    page = read_fleet_file(tmp_path / "fleet.json")
+    assert (page.state, page.processes) == ("stopped", [])
 
 
 def test_the_first_signal_drains_and_is_no_failure(
@@ -225,6 +227,16 @@ def test_a_crash_loop_ends_the_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyP
     error = failing(up(config_for(tmp_path), Options(json=True)))
     assert isinstance(error, CrashLoopError)
     assert "RuntimeError: diverged" in str(error)
+
+
+def test_an_own_redis_that_cannot_start_says_why(tmp_path: Path) -> None:
+    files = tmp_path / "redis" / "appendonlydir"
+    files.mkdir(parents=True)
+    (files / "appendonly.aof.manifest").write_bytes(b"garbage")
+    error = failing(up(config_for(tmp_path), Options(json=True)))
+    assert error.exit_code is ExitCode.REDIS_UNAVAILABLE
+    for part in ("own Redis server does not start", "AOF", "redis.log", str(tmp_path / "redis"), "move it away"):
+        assert part in str(error)
 
 
 def test_a_redis_that_does_not_answer_is_one_typed_error(tmp_path: Path, free_port: int) -> None:

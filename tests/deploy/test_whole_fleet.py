@@ -63,8 +63,6 @@ def test_a_short_run_ends_at_its_goal_with_books_that_balance(tmp_path: Path) ->
     ("arguments", "codes", "parts"),
     [
         (("--env", "NoSuchEnv-v0"), {ExitCode.ENV}, ("NoSuchEnv-v0", "cannot be found")),
-        (("--env", "no_such_module:make_env"), {ExitCode.ENV, ExitCode.CONFIG}, ("no_such_module",)),
-        (("--set", "module.build=no_such_module:build"), {ExitCode.MODULE, ExitCode.CONFIG}, ("no_such_module",)),
     ],
 )
 def test_bad_input_that_a_role_notices_ends_the_fleet_with_its_sentence(
@@ -106,7 +104,3 @@ def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> None:
             break
         pause.wait(0.01)
     assert not left
-    result = up(tmp_path, "--workers", "1", "--until-steps", "1000")
-    assert result.returncode == 0, result.stderr
-    assert orjson.loads(result.stdout)["fleet_id"] == page.fleet_id
-    assert not list((tmp_path / "recorders").iterdir())

@@ -187,6 +187,20 @@ def test_a_closed_row_is_never_opened_again(url: str, fleet_id: str, make_row: M
     assert audit(snapshot) == []
 
 
+def test_what_a_closed_life_had_accepted_may_turn_out_lost_but_not_the_other_way_round(
+    url: str, fleet_id: str, make_row: MakeRow
+) -> None:
+    """A broker took it all and died with two batches, which nobody has committed: the next broker says so."""
+    held = make_row(0, 1, 4, 2, closed=True)
+    gone = {**held.lost, "broker_lost": held.held}
+    lost = held.model_copy(update={"accepted": held.settled.total(), "held": (0, 0), "lost": gone})
+    for row in (held, lost, held):
+        report_once(url, fleet_id, Report(rows=[row]))
+    snapshot = read(url, fleet_id)
+    assert snapshot.rows[0, 1] == lost
+    assert audit(snapshot) == []
+
+
 def test_lease_and_incarnations_never_go_back(url: str, fleet_id: str) -> None:
     report_once(url, fleet_id, Report(lease={"epoch": 10, "token": "new"}, incarnations={0: 12}))
     report_once(url, fleet_id, Report(lease={"epoch": 9, "token": "old"}, incarnations={0: 9, 1: 1}))

@@ -234,7 +234,7 @@ class SimLearner:
             if session.state is not LearnerState.STOPPED:
                 world.checkpoint = (session.position(), list(self.trained))
             if world.random.random() < 0.9:
-                session.commit(world.now)
+                session.commit(world.now, at_once=world.random.random() < 0.5)
         session.tick(world.now)
         for out in session.take_outbox():
             self.link.to_broker(out)
@@ -348,8 +348,12 @@ class World:
     def _nothing_held(self) -> bool:
         assert self.broker is not None
         rows = {(row.slot, row.incarnation): row for row in self.broker.rows()}
-        cut = (key for key, batches in self.history.batches.items() if batches)
-        return all(key in rows and rows[key].held == (0, 0) for key in cut)
+        # A broker that has just restarted holds nothing because it knows nothing: it must have heard of every batch.
+        return all(
+            key in rows and rows[key].held == (0, 0) and (rows[key].closed or rows[key].settled.seq == max(batches))
+            for key, batches in self.history.batches.items()
+            if batches
+        )
 
     def _plan(self) -> None:
         faults, hostile = self.settings.faults, self.settings.hostile_s
@@ -443,7 +447,7 @@ class World:
     def _flush_broker(self) -> None:
         assert self.broker is not None
         self.state_file = replace(self.broker.state, incarnations=dict(self.broker.state.incarnations))
-        for send in self.broker.take_outbox():
+        for send in self.broker.take_outbox(self.now):
             link = self.links.get(send.peer)
             if link is not None:
                 link.to_owner(send.content[0] if isinstance(send.content, list) else send.content)

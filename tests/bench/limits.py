@@ -1,0 +1,179 @@
+"""Simple loops that say what this machine allows at this moment. None keeps books; each gives env steps a second.
+
+    limit 1   SyncVectorEnv, random actions, no policy
+    limit 2   SyncVectorEnv, torch policy in plain ops, into preallocated arrays
+    limit 3   a plain list of envs as `gym.make` gives them, random actions
+    limit 5   a plain list of unwrapped envs (no time limit) and the same policy in numpy: a ceiling, not a product
+
+The policy is a 64 x 64 tanh MLP with a shared trunk: categorical sample, log-probability and value each step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+ENV = "CartPole-v1"
+HORIZON = 128
+
+
+class Loop:
+    """One loop, kept warm between its turns. `run(seconds)` gives env steps a second."""
+
+    def __init__(self, width: int, step: Callable[[], None]) -> None:
+        self._width = width
+        self._step = step
+
+    def run(self, seconds: float) -> float:
+        """Step for `seconds`; the rate."""
+        polls = 0
+        start = time.perf_counter()
+        while True:
+            for _ in range(HORIZON):
+                self._step()
+            polls += HORIZON
+            elapsed = time.perf_counter() - start
+            if elapsed >= seconds:
+                return polls * self._width / elapsed
+
+
+def limit_1(width: int) -> Loop:
+    """SyncVectorEnv with random actions."""
+    env = sync_vector(width)
+    actions = np.random.default_rng(0).integers(0, 2, (4096, width))
+    turn = _counter(4096)
+    return Loop(width, lambda: env.step(actions[turn()]) and None)
+
+
+def limit_2(width: int) -> Loop:
+    """SyncVectorEnv with a torch policy, recording into arrays."""
+    env = sync_vector(width)
+    policy = TorchPolicy()
+    record = arrays(width)
+    turn = _counter(HORIZON)
+    obs, _ = env.reset(seed=0)
+
+    def step() -> None:
+        nonlocal obs
+        obs = record_step(env, policy, obs, record, turn())
+
+    return Loop(width, step)
+
+
+def record_step(env: Any, policy: TorchPolicy, obs: Any, record: dict[str, Any], t: int) -> Any:
+    """One step of all envs into row `t` of `record`; the next observations."""
+    with torch.inference_mode():
+        action, logp, value = policy(torch.from_numpy(obs))
+    actions = action.numpy()
+    record["obs"][t] = obs
+    record["actions"][t] = actions
+    record["logp"][t] = logp.numpy()
+    record["values"][t] = value.numpy()
+    obs, reward, terminated, truncated, _ = env.step(actions)
+    record["rewards"][t] = reward
+    record["terminated"][t] = terminated
+    record["truncated"][t] = truncated
+    return obs
+
+
+def limit_3(width: int) -> Loop:
+    """A list of envs with gymnasium's own wrappers, random actions."""
+    envs = [gym.make(ENV) for _ in range(width)]
+    for env in envs:
+        env.reset(seed=0)
+    actions = np.random.default_rng(0).integers(0, 2, (4096, width)).tolist()
+    turn = _counter(4096)
+
+    def step() -> None:
+        for env, action in zip(envs, actions[turn()], strict=True):
+            _, _, terminated, truncated, _ = env.step(action)
+            if terminated or truncated:
+                env.reset()
+
+    return Loop(width, step)
+
+
+def limit_5(width: int) -> Loop:
+    """A list of unwrapped envs with a numpy policy."""
+    envs: list[Any] = [gym.make(ENV).unwrapped for _ in range(width)]
+    obs = np.stack([env.reset(seed=0)[0] for env in envs])
+    policy = NumpyPolicy()
+
+    def step() -> None:
+        actions, _, _ = policy(obs)
+        for i, (env, action) in enumerate(zip(envs, actions.tolist(), strict=True)):
+            row, _, terminated, _, _ = env.step(action)
+            obs[i] = env.reset()[0] if terminated else row
+
+    return Loop(width, step)
+
+
+class TorchPolicy:
+    """Plain ops on tensors, eager."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self._trunk = torch.nn.Sequential(
+            torch.nn.Linear(4, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Tanh()
+        )
+        self._policy, self._value = torch.nn.Linear(64, 2), torch.nn.Linear(64, 1)
+
+    def __call__(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        hidden = self._trunk(obs)
+        logits = torch.log_softmax(self._policy(hidden), -1)
+        action = torch.multinomial(logits.exp(), 1)
+        return action[:, 0], logits.gather(-1, action)[:, 0], self._value(hidden)[:, 0]
+
+
+class NumpyPolicy:
+    """The same on arrays."""
+
+    def __init__(self) -> None:
+        self._random = np.random.default_rng(0)
+        sizes = ((4, 64), (64, 64), (64, 2), (64, 1))
+        self._weights = [
+            (self._random.standard_normal(s, np.float32) / s[0] ** 0.5, np.zeros(s[1], np.float32)) for s in sizes
+        ]
+
+    def __call__(self, obs: Any) -> tuple[Any, Any, Any]:
+        (w1, b1), (w2, b2), (wp, bp), (wv, bv) = self._weights
+        hidden = np.tanh(np.tanh(obs @ w1 + b1) @ w2 + b2)
+        logits = hidden @ wp + bp
+        mass = np.exp(logits - logits.max(1, keepdims=True))
+        cdf = mass.cumsum(1) / mass.sum(1, keepdims=True)
+        action = (cdf[:, :-1] <= self._random.random((len(obs), 1))).sum(1)
+        rows = np.arange(len(obs))
+        return action, np.log(mass[rows, action] / mass.sum(1)), (hidden @ wv + bv)[:, 0]
+
+
+def sync_vector(width: int) -> Any:
+    """gymnasium's own vector, in this process."""
+    env = gym.vector.SyncVectorEnv([lambda: gym.make(ENV) for _ in range(width)])
+    env.reset(seed=0)
+    return env
+
+
+def arrays(width: int, horizon: int = HORIZON) -> dict[str, Any]:
+    """What a policy step and an env step give, by name: (horizon, width, ...)."""
+    kinds = {"actions": np.int64, "logp": np.float32, "values": np.float32, "rewards": np.float64}
+    record: dict[str, Any] = {name: np.empty((horizon, width), kind) for name, kind in kinds.items()}
+    record["obs"] = np.empty((horizon, width, 4), np.float32)
+    record["terminated"] = np.empty((horizon, width), bool)
+    record["truncated"] = np.empty((horizon, width), bool)
+    return record
+
+
+def _counter(period: int) -> Callable[[], int]:
+    at = -1
+
+    def turn() -> int:
+        nonlocal at
+        at = (at + 1) % period
+        return at
+
+    return turn

@@ -1,0 +1,171 @@
+"""The whole pipeline: two workers on two cores that feed a learner which only counts.
+
+`headrace` is two worker processes, a broker process and an `EpisodeStream`, as they run in a fleet. The limit is two
+processes that step a SyncVectorEnv with a torch policy into arrays and push those through a bare ZeroMQ proxy, with
+no episodes, no books and no promise.
+
+python tests/bench/run.py --only pipeline
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import limits
+import numpy as np
+import torch
+import zmq
+from processes import FLEET_ID, SPAWN, Processes
+from table import Row, rows_of
+from turns import in_turns
+
+from headrace.learner_stub import EpisodeStream, WeightPublisher
+from headrace.schemas.config import FleetConfig, build_config
+from headrace.schemas.plugins import load_object
+from headrace.workers.worker import run_worker
+
+WORKERS = 2
+WIDTHS = (8, 64)
+HORIZON = 64
+"""Steps of each env in one message, in both arms."""
+
+QUEUE = 8
+MARKS = {64: 0.85}
+
+
+def measure(seconds: float, rounds: int, widths: tuple[int, ...] = WIDTHS) -> list[Row]:
+    """Both arms in turns, width by width."""
+    rows = []
+    for width in widths:
+        with Processes() as processes, Fleet(width, processes) as fleet, Proxied(width, processes) as limit:
+            turns = in_turns({"limit": limit, "headrace": fleet}, seconds, rounds)
+        marks = {"headrace": MARKS[width]} if width in MARKS else {}
+        rows += rows_of("pipeline", f"{WORKERS} workers, {width} envs each", "env steps/s", turns, "limit", marks)
+    return rows
+
+
+# -- ours -------------------------------------------------------------------------------------------------------------
+
+
+class Fleet:
+    """Workers, broker, and the stream here. `pids` by role."""
+
+    def __init__(self, width: int, processes: Processes) -> None:
+        config = fleet_config(width)
+        broker, endpoints = processes.start_broker(config)
+        self.pids = {"broker": broker}
+        for slot in range(WORKERS):
+            pid = processes.start(_work, config, endpoints.worker, slot, processes.folder)
+            self.pids[f"worker {slot}"] = pid
+        self._stream = EpisodeStream(endpoints.learner)
+        self._weights = WeightPublisher(endpoints.learner)
+        build: Any = load_object(config.module.build, "module.build")
+        self._module = build(self._stream.spaces())
+        self.publish()
+
+    def publish(self) -> None:
+        """Give out another version of the same weights."""
+        self._weights.publish(self._module.state_dict())
+
+    def begin(self) -> None:
+        """Backpressure alone starts and stops it."""
+
+    def take(self) -> int:
+        """Steps of the next batch."""
+        batch = self._stream.next(timeout_s=60.0)
+        assert batch is not None, "no batch for a minute"
+        return batch.steps
+
+    def end(self) -> None:
+        """See `begin`."""
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._weights.close()
+        self._stream.close()
+
+
+def fleet_config(width: int) -> FleetConfig:
+    """Defaults for a learner of one's own, but for the number of envs."""
+    sampling = {"env": limits.ENV, "num_envs": width, "rollout_fragment_length": HORIZON, "seed": 0}
+    return build_config({"sampling": sampling, "learner": {"enabled": False}})
+
+
+def _work(config: FleetConfig, endpoint: str, slot: int, folder: Any) -> None:
+    run_worker(config, endpoint=endpoint, fleet_id=FLEET_ID, slot=slot, incarnation=0, recorder_dir=folder)
+
+
+# -- the limit --------------------------------------------------------------------------------------------------------
+
+
+class Proxied:
+    """Samplers that push whole arrays through `zmq.proxy`, and PULL here.
+
+    They are told when it is their turn: a proxy whose output is full spins.
+    """
+
+    def __init__(self, width: int, processes: Processes) -> None:
+        self._steps = width * HORIZON
+        self._context = zmq.Context()
+        self._pull = _short(self._context, zmq.PULL)
+        self._pull.rcvtimeo = 60_000
+        here = f"tcp://127.0.0.1:{self._pull.bind_to_random_port('tcp://127.0.0.1')}"
+        told = SPAWN.SimpleQueue()
+        self._turn = SPAWN.Event()
+        self.pids = {"proxy": processes.start(_proxy, told, here)}
+        endpoint = told.get()
+        for seed in range(WORKERS):
+            self.pids[f"sampler {seed}"] = processes.start(_sample, self._turn, endpoint, width, seed)
+
+    def begin(self) -> None:
+        """Let the samplers run."""
+        self._turn.set()
+
+    def take(self) -> int:
+        """Steps of the next message."""
+        self._pull.recv_multipart(copy=False)
+        return self._steps
+
+    def end(self) -> None:
+        """Stop the samplers and empty all queues."""
+        self._turn.clear()
+        while self._pull.poll(500):
+            self.take()
+
+    def __enter__(self) -> Proxied:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.destroy(linger=0)
+
+
+def _short(context: zmq.Context[Any], kind: int) -> zmq.Socket[Any]:
+    """A socket with short queues: what waits there was not sampled in this turn."""
+    socket = context.socket(kind)
+    socket.sndhwm = socket.rcvhwm = QUEUE
+    socket.linger = 0
+    return socket
+
+
+def _proxy(told: Any, there: str) -> None:
+    context = zmq.Context()
+    pull, push = _short(context, zmq.PULL), _short(context, zmq.PUSH)
+    told.put(f"tcp://127.0.0.1:{pull.bind_to_random_port('tcp://127.0.0.1')}")
+    push.connect(there)
+    zmq.proxy(pull, push)
+
+
+def _sample(turn: Any, endpoint: str, width: int, seed: int) -> None:
+    """Limit 2, whose arrays are sent off each `HORIZON` steps."""
+    torch.set_num_threads(1)
+    push = _short(zmq.Context(), zmq.PUSH)
+    push.connect(endpoint)
+    env, policy = limits.sync_vector(width), limits.TorchPolicy()
+    obs, _ = env.reset(seed=seed)
+    while turn.wait():
+        record = limits.arrays(width, HORIZON)
+        for t in range(HORIZON):
+            obs = limits.record_step(env, policy, obs, record, t)
+        push.send_multipart([np.ascontiguousarray(array) for array in record.values()], copy=False)

@@ -1,0 +1,93 @@
+"""The processes of one bench: spawned, found by their endpoints, and all gone at its end."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from headrace.broker.process import run_broker
+from headrace.broker.state_file import Endpoints, file_path, read_broker_file
+from headrace.schemas.config import FleetConfig
+
+FLEET_ID = "bench"
+SPAWN = multiprocessing.get_context("spawn")
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+"""For every process of every arm, as `headrace up` sets it: BLAS threads of two samplers would fight for two cores."""
+
+_START_S = 60.0
+_STOP_S = 15.0
+
+
+class Processes:
+    """Children that end with the `with` block, the last started first."""
+
+    def __init__(self) -> None:
+        os.environ.update(ONE_THREAD)
+        self._folder = tempfile.TemporaryDirectory(prefix="headrace-bench-")
+        self._all: list[Any] = []
+
+    @property
+    def folder(self) -> Path:
+        """For run directories and recorders."""
+        return Path(self._folder.name)
+
+    def start(self, target: Callable[..., None], *args: Any) -> int:
+        """Run `target(*args)` in a process of its own; its pid."""
+        process = SPAWN.Process(target=_quietly, args=(target, *args), daemon=True)
+        process.start()
+        self._all.append(process)
+        return int(process.pid)
+
+    def start_broker(self, config: FleetConfig) -> tuple[int, Endpoints]:
+        """A broker, once it serves: (pid, endpoints)."""
+        run_dir = self.folder / f"broker-{len(self._all)}"
+        run_dir.mkdir()
+        pid = self.start(_serve, config, run_dir)
+        deadline = time.monotonic() + _START_S
+        while not file_path(run_dir).exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no broker in {run_dir} after {_START_S} s")
+            self._all[-1].join(0.02)
+        written = read_broker_file(run_dir)
+        assert written is not None
+        return pid, written.endpoints
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in reversed(self._all):
+            process.terminate()
+            process.join(_STOP_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._folder.cleanup()
+
+
+def until_terminated() -> threading.Event:
+    """An event that SIGTERM sets."""
+    stopping = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: stopping.set())
+    return stopping
+
+
+def _quietly(target: Callable[..., None], *args: Any) -> None:
+    logging.basicConfig(level=logging.ERROR)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    target(*args)
+
+
+def _serve(config: FleetConfig, run_dir: Path) -> None:
+    run_broker(config, fleet_id=FLEET_ID, run_dir=run_dir, redis_url=None)

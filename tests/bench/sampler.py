@@ -1,0 +1,101 @@
+"""Our sampler beside the limit loops, in turns, in one process on one core: only ratios of one run mean anything.
+
+taskset -c 1 python tests/bench/sampler.py [--seconds 0.5] [--rounds 7] [--widths 1 8 64] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+
+sys.path.insert(0, str(Path(__file__).parent))
+import limits
+
+MARKS = {1: 0.8, 8: 0.9, 64: 0.95}
+"""Least ratio to limit 2 that our sampler is to reach, by number of envs."""
+
+
+class Headrace:
+    """`sample_fragment` with full bookkeeping: what a worker process does between two batches."""
+
+    def __init__(self, width: int) -> None:
+        config = EnvRunnerConfig(env=limits.ENV, num_envs=width, seed=0, rollout_fragment_length=limits.HORIZON)
+        self._runner = SingleAgentEnvRunner(config)
+
+    def run(self, seconds: float) -> float:
+        """Sample for `seconds`; env steps a second."""
+        steps = 0
+        start = time.perf_counter()
+        while True:
+            steps += self._runner.sample_fragment().steps
+            elapsed = time.perf_counter() - start
+            if elapsed >= seconds:
+                return steps / elapsed
+
+
+def measure(widths: list[int], seconds: float, rounds: int) -> list[dict[str, Any]]:
+    """One row for each loop and width: median rate, and median ratio to limit 2 of the same round, with its spread."""
+    torch.set_num_threads(1)
+    rows = []
+    for width in widths:
+        loops: dict[str, Any] = {
+            "limit 1": limits.limit_1(width),
+            "limit 2": limits.limit_2(width),
+            "limit 3": limits.limit_3(width),
+            "limit 5": limits.limit_5(width),
+            "headrace": Headrace(width),
+        }
+        for loop in loops.values():
+            loop.run(seconds / 4)
+        rates = [{name: loop.run(seconds) for name, loop in loops.items()} for _ in range(rounds)]
+        for name in loops:
+            ratios = [r[name] / r["limit 2"] for r in rates]
+            rows.append(
+                {
+                    "loop": name,
+                    "num_envs": width,
+                    "env_steps_per_s": statistics.median(r[name] for r in rates),
+                    "ratio": statistics.median(ratios),
+                    "ratio_low": min(ratios),
+                    "ratio_high": max(ratios),
+                    "mark": MARKS.get(width) if name == "headrace" else None,
+                }
+            )
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the rows as a table."""
+    print(f"{'envs':>5} {'loop':<10} {'env steps/s':>12} {'to limit 2':>11}  {'low..high':<12} mark")
+    for row in rows:
+        spread = f"{row['ratio_low']:.2f}..{row['ratio_high']:.2f}"
+        mark = "" if row["mark"] is None else f">= {row['mark']:.2f}"
+        rate, ratio = f"{row['env_steps_per_s']:,.0f}", f"{row['ratio']:.2f}"
+        print(f"{row['num_envs']:>5} {row['loop']:<10} {rate:>12} {ratio:>11}  {spread:<12} {mark}")
+
+
+def main() -> None:
+    """Measure, print, and write JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=0.5, help="length of one turn of one loop")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each loop")
+    parser.add_argument("--widths", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--json", type=Path, help="write the rows there")
+    args = parser.parse_args()
+    rows = measure(args.widths, args.seconds, args.rounds)
+    show(rows)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Transport alone: prebuilt batches from one producer through one broker to one consumer, each a process.
+
+`headrace` is the worker's own shipping (encode, checksum, recorder, window), the broker, and `EpisodeStream` with
+automatic commits. `forwarding` is a bare loop in Python that passes the very same frames on, with no promise at all.
+Both over tcp loopback, with the same chunks in a message.
+
+python tests/bench/run.py --only transport
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zmq
+from processes import FLEET_ID, SPAWN, Processes, until_terminated
+from table import Row, rows_of
+from turns import in_turns
+
+from headrace.learner_stub import EpisodeStream
+from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.chunk import CHUNK_TABLE
+from headrace.schemas.config import FleetConfig, build_config
+from headrace.schemas.ledger import WorkerTotals
+from headrace.schemas.recorder import Recorder
+from headrace.schemas.spaces import Box, Discrete, Spaces
+from headrace.workers.callbacks import CallbackList
+from headrace.workers.totals import RunnerTotals
+from headrace.workers.worker import Worker
+
+STEPS = 64
+DISTINCT = 4
+"""How many different batches are sent, again and again."""
+
+QUEUE = 16
+"""Messages that may wait at each bare socket: as many as a worker's window holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one message holds."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: int
+    mark: float | None
+
+    @property
+    def case(self) -> str:
+        return f"{self.name}, {self.chunks} a message"
+
+    @property
+    def spaces(self) -> Spaces:
+        return Spaces(observation=Box(shape=self.shape, dtype=self.dtype), action=Discrete(n=2))
+
+    def batch(self, seed: int) -> ChunkBatch:
+        """Chunks of `STEPS` steps each, one an env, as a worker cuts them."""
+        rng = np.random.default_rng(seed)
+        steps = self.chunks * STEPS
+        obs = rng.integers(0, 255, ((STEPS + 1) * self.chunks, *self.shape)).astype(self.dtype)
+        table = np.zeros(self.chunks, CHUNK_TABLE)
+        table["length"], table["env_index"] = STEPS, np.arange(self.chunks)
+        columns = {
+            "obs": obs,
+            "actions": rng.integers(0, 2, steps),
+            "rewards": np.ones(steps),
+            "weights_seq": np.ones(steps, np.int64),
+            "logp": rng.standard_normal(steps, np.float32),
+            "values": rng.standard_normal(steps, np.float32),
+        }
+        spaces = self.spaces
+        return ChunkBatch(table, columns, spaces.observation, spaces.action)
+
+
+LOADS = (
+    Load("small (64 CartPole steps)", (4,), "<f4", 64, 0.5),
+    Load("small (64 CartPole steps)", (4,), "<f4", 16, None),
+    Load("pixel (64 x 84x84x4)", (84, 84, 4), "|u1", 1, 0.7),
+    Load("pixel (64 x 84x84x4)", (84, 84, 4), "|u1", 4, 0.7),
+)
+
+
+def measure(seconds: float, rounds: int, loads: tuple[Load, ...] = LOADS) -> list[Row]:
+    """Both arms in turns, load by load."""
+    rows = []
+    for load in loads:
+        with Processes() as processes, Headrace(load, processes) as headrace, Forwarding(load, processes) as bare:
+            turns = in_turns({"forwarding": bare, "headrace": headrace}, seconds, rounds)
+        marks = {"headrace": load.mark} if load.mark is not None else {}
+        rows += rows_of("transport", load.case, "chunks/s", turns, "forwarding", marks)
+    return rows
+
+
+# -- with all guarantees ----------------------------------------------------------------------------------------------
+
+
+class Headrace:
+    """A worker that ships prebuilt batches, a broker, and the stream here."""
+
+    def __init__(self, load: Load, processes: Processes) -> None:
+        config = build_config({"learner": {"enabled": False}})
+        broker, endpoints = processes.start_broker(config)
+        worker = processes.start(_ship, config, endpoints.worker, load, processes.folder)
+        self.pids = {"broker": broker, "worker": worker}
+        self._stream = EpisodeStream(endpoints.learner)
+        self._stream.spaces()
+
+    def begin(self) -> None:
+        """Backpressure alone starts and stops it."""
+
+    def take(self) -> int:
+        """Chunks of the next batch, after a look into each column."""
+        batch = self._stream.next(timeout_s=30.0)
+        assert batch is not None, "no batch for 30 s"
+        for column in batch.columns.values():
+            column[-1]
+        return len(batch)
+
+    def end(self) -> None:
+        """See `begin`."""
+
+    def __enter__(self) -> Headrace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+
+def _ship(config: FleetConfig, endpoint: str, load: Load, folder: Any) -> None:
+    """The worker process: all of a worker but its envs and policy."""
+    stopping = until_terminated()
+    worker: Any = Worker(config, endpoint, FLEET_ID, None, 0)
+    worker.link.join(60.0)
+    worker.recorder = Recorder(folder / "worker.rec", 0, 1)
+    worker.runner = PrebuiltRunner(load)
+    worker.session.introduce(load.spaces.model_dump(mode="json"))
+    worker.link.join(60.0)
+    while not stopping.is_set():
+        if worker.wait_for_room(stopping):
+            worker.ship(worker.sample())
+    worker.close()
+
+
+class PrebuiltRunner:
+    """Stands where the sampler does, and gives a few batches again and again."""
+
+    weights_version = (1, 1)
+    callbacks = CallbackList((), dict)
+
+    def __init__(self, load: Load) -> None:
+        self.totals = RunnerTotals()
+        self._batches = [load.batch(seed) for seed in range(DISTINCT)]
+
+    def sample_fragment(self, on_poll: Callable[[], None], random_actions: bool = False) -> ChunkBatch:
+        batch = self._batches[self.totals.delivered_chunks // len(self._batches[0]) % DISTINCT]
+        self.totals.stepped += batch.steps
+        self.totals.delivered += batch.steps
+        self.totals.delivered_chunks += len(batch)
+        on_poll()
+        return batch
+
+    def take_finished_episodes(self) -> list[tuple[float, int]]:
+        return []
+
+    def stop(self) -> None:
+        """Nothing to release."""
+
+
+# -- with none --------------------------------------------------------------------------------------------------------
+
+
+class Forwarding:
+    """PUSH, a loop that forwards, and PULL here."""
+
+    def __init__(self, load: Load, processes: Processes) -> None:
+        self._chunks = load.chunks
+        self._context = zmq.Context()
+        self._pull = bare_socket(self._context, zmq.PULL)
+        self._pull.rcvtimeo = 30_000
+        here = f"tcp://127.0.0.1:{self._pull.bind_to_random_port('tcp://127.0.0.1')}"
+        told = SPAWN.SimpleQueue()
+        self.pids = {"broker": processes.start(forward, told, here)}
+        self.pids["worker"] = processes.start(_push, told.get(), load)
+
+    def begin(self) -> None:
+        """Backpressure alone starts and stops it."""
+
+    def take(self) -> int:
+        """Chunks of the next message."""
+        self._pull.recv_multipart(copy=False)
+        return self._chunks
+
+    def end(self) -> None:
+        """See `begin`."""
+
+    def __enter__(self) -> Forwarding:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.destroy(linger=0)
+
+
+def bare_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[Any]:
+    """A socket with short queues, so that a sender waits when nobody takes."""
+    socket = context.socket(kind)
+    socket.sndhwm = socket.rcvhwm = QUEUE
+    socket.linger = 0
+    return socket
+
+
+def forward(told: Any, there: str) -> None:
+    """The bare broker: bind, tell where, and pass frames on without a copy."""
+    context = zmq.Context()
+    pull, push = bare_socket(context, zmq.PULL), bare_socket(context, zmq.PUSH)
+    told.put(f"tcp://127.0.0.1:{pull.bind_to_random_port('tcp://127.0.0.1')}")
+    push.connect(there)
+    while True:
+        push.send_multipart(pull.recv_multipart(copy=False), copy=False)
+
+
+def _push(endpoint: str, load: Load) -> None:
+    """The bare producer: frames encoded once, sent for ever."""
+    push = bare_socket(zmq.Context(), zmq.PUSH)
+    push.connect(endpoint)
+    messages = [_encoded(load, seed) for seed in range(DISTINCT)]
+    while True:
+        for frames in messages:
+            push.send_multipart(frames, copy=False)
+
+
+def _encoded(load: Load, seed: int) -> list[Any]:
+    batch = load.batch(seed)
+    header = BatchHeader(
+        fleet_id=FLEET_ID,
+        slot=0,
+        incarnation=1,
+        seq=1,
+        steps=batch.steps,
+        chunks=len(batch),
+        totals=WorkerTotals(),
+    )
+    return encode_batch(batch, header)

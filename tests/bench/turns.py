@@ -1,0 +1,94 @@
+"""Arms of a comparison take turns in one run: the machine drifts, so only ratios within a round mean anything."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter, sleep
+from typing import Protocol
+
+WARM = 0.4
+"""Share of a turn that comes before it and is not counted: what waited in queues goes away, caches get warm."""
+
+
+_REST_S = 0.2
+_REST_SHARE = 0.05
+_REST_DEADLINE_S = 20.0
+"""An arm is at rest once its processes use less than this share of a core for so long."""
+
+
+class Arm(Protocol):
+    """One of the things compared. When nobody takes what its processes make, they come to rest by backpressure."""
+
+    pids: Mapping[str, int]
+    """Its processes besides this one, by role."""
+
+    def begin(self) -> None:
+        """Its turn begins."""
+        ...
+
+    def take(self) -> int:
+        """Take one message; how much there was in it."""
+        ...
+
+    def end(self) -> None:
+        """Its turn is over."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What came of one turn. The price in processor time holds even where others use the machine too."""
+
+    rate: float
+    """A second."""
+    per_cpu_s: float
+    """For each second of processor time, of all its processes and of this one."""
+
+
+def in_turns(arms: Mapping[str, Arm], seconds: float, rounds: int) -> list[dict[str, Turn]]:
+    """Turns of all arms, round by round; none begins before the one before it is at rest."""
+    for arm in arms.values():
+        turn(arm, seconds * WARM)
+    return [{name: turn(arm, seconds) for name, arm in arms.items()} for _ in range(rounds)]
+
+
+def turn(arm: Arm, seconds: float) -> Turn:
+    """Let it work for a while, then for `seconds` that count."""
+    pids = [os.getpid(), *arm.pids.values()]
+    arm.begin()
+    _take_for(arm, seconds * WARM)
+    before = _cpu_s(pids)
+    count, elapsed = _take_for(arm, seconds)
+    spent = _cpu_s(pids) - before
+    arm.end()
+    rest(arm.pids.values())
+    return Turn(count / elapsed, count / spent)
+
+
+def _take_for(arm: Arm, seconds: float) -> tuple[int, float]:
+    count, start = 0, perf_counter()
+    while (elapsed := perf_counter() - start) < seconds:
+        count += arm.take()
+    return count, elapsed
+
+
+def rest(pids: Iterable[int]) -> None:
+    """Wait until these processes have nothing to do: their queues are full."""
+    pids, deadline = list(pids), perf_counter() + _REST_DEADLINE_S
+    before = _cpu_s(pids)
+    while perf_counter() < deadline:
+        sleep(_REST_S)
+        now = _cpu_s(pids)
+        if now - before < _REST_SHARE * _REST_S:
+            return
+        before = now
+    raise TimeoutError(f"processes {pids} are busy {_REST_DEADLINE_S} s after their turn")
+
+
+def _cpu_s(pids: Iterable[int]) -> float:
+    """Processor time of all threads, from the scheduler's own count in ns."""
+    threads = (thread for pid in pids for thread in Path(f"/proc/{pid}/task").iterdir())
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9

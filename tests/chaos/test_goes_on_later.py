@@ -1,0 +1,66 @@
+"""What stands still goes on, and what an earlier fleet left in its run directory is named by the next one."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from running_fleet import RunningFleet
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(150)]
+
+SMALL = ("--workers", "2", "--num-envs", "8", "--set", "broker.lease_s=1.5", "--set", "broker.heartbeat_interval_s=0.3")
+HANG_S = 5.0
+"""More than three leases."""
+
+
+@pytest.mark.parametrize("role", ["broker", "learner"])
+def test_a_process_that_hangs_for_a_while_costs_nothing(tmp_path: Path, role: str) -> None:
+    with RunningFleet(tmp_path, *SMALL, "--until-steps", "60000") as fleet:
+        fleet.wait_for(lambda: fleet.steps() > 3_000, "training has begun")
+        fleet.send(signal.SIGSTOP, role)
+        threading.Event().wait(HANG_S)
+        before = fleet.steps()
+        fleet.send(signal.SIGCONT, role)
+        fleet.wait_for(lambda: fleet.steps() > before + 5_000, "the fleet goes on")
+        result = fleet.finish()
+    assert (result["returncode"], result["goal_reached"], result["balanced"]) == (0, True, True), result["stderr"]
+    assert (result["ledger"]["dropped"], result["ledger"]["queued"]) == ({}, 0)
+    assert fleet.audit().returncode == 0
+
+
+def test_batches_that_nobody_took_are_named_by_the_next_fleet(tmp_path: Path) -> None:
+    alone = ("--set", "learner.enabled=false", "--set", "worker.random_actions_before_weights=true")
+    with RunningFleet(tmp_path, *SMALL, *alone, "--until-steps", "4000") as fleet:
+        first = fleet.finish()
+    assert first["balanced"] is True
+    queued = first["ledger"]["queued"]
+    assert queued == first["ledger"]["stepped"] > 0
+    assert len(list((tmp_path / "recorders").iterdir())) == 2
+    with RunningFleet(tmp_path, *SMALL, "--until-steps", "20000") as fleet:
+        second = fleet.finish()
+    assert second["ledger"]["queued"] == 0, "nobody has those batches any more"
+    assert second["ledger"]["dropped"]["broker_lost"][0] == queued
+    assert list((tmp_path / "recorders").iterdir()) == []
+    audit = fleet.audit()
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+
+
+def test_the_books_of_a_supervisor_that_was_killed_are_closed_by_the_next(tmp_path: Path) -> None:
+    with RunningFleet(tmp_path, *SMALL) as fleet:
+        fleet.wait_for(lambda: fleet.steps() > 5_000, "training has begun")
+        reached = fleet.steps()
+        fleet.kill()
+    with RunningFleet(tmp_path, *SMALL, "--until-steps", str(reached + 30_000)) as fleet:
+        result = fleet.finish()
+    assert (result["returncode"], result["balanced"]) == (0, True), result["stderr"]
+    assert result["ledger"]["queued"] == 0
+    assert list((tmp_path / "recorders").iterdir()) == []
+    audit = fleet.audit()
+    assert audit.returncode == 0, audit.stdout + audit.stderr

@@ -1,0 +1,283 @@
+"""Bad input through the real command: one sentence that says what to do, and a named exit code.
+
+What a peer notices is shown to a worker or learner of its own, beside a broker that serves all these tests: a whole
+fleet is not needed for it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+import pytest
+import zmq
+
+from headrace.deploy.options import resolve
+from headrace.schemas.errors import ConfigError, ExitCode
+from headrace.schemas.messages import Reject, SupervisorHello, read
+from headrace.schemas.ports import ephemeral_range
+from headrace.schemas.wire import PROTOCOL_MAJOR, MessageKind, decode_header
+
+FLEET = "here"
+
+USER_MODULE = """
+import sys
+import gymnasium as gym
+
+class Bare(gym.Env):
+    pass
+
+def without_spaces(context):
+    return Bare()
+
+def leaves(context):
+    sys.exit(3)
+
+def two_lines(context):
+    raise RuntimeError("no licence\\nfor the simulator")
+
+def build(spaces):
+    return None
+"""
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "headrace.deploy", *arguments]
+
+
+def headrace(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), cwd=cwd, capture_output=True, text=True, check=False, timeout=60)
+
+
+def assert_one_sentence(result: subprocess.CompletedProcess[str], code: ExitCode, *parts: str) -> None:
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr
+    sentence = " ".join(result.stderr.rpartition("error: ")[2].split())
+    for part in parts:
+        assert part in sentence
+
+
+@dataclass
+class ServingBroker:
+    """A `headrace broker` of fleet "here"."""
+
+    run_dir: Path
+
+    def endpoint(self, role: str) -> str:
+        return str(self.page()["endpoints"][role])
+
+    def page(self) -> dict[str, dict[str, str]]:
+        found: dict[str, dict[str, str]] = orjson.loads((self.run_dir / "broker.json").read_bytes())
+        return found
+
+    def worker(self, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """A worker of this fleet, started in `cwd`."""
+        where = ("--endpoint", self.endpoint("worker"), "--fleet-id", FLEET, "--run-dir", str(cwd / "run"))
+        return headrace("worker", *where, "--num-envs", "1", *arguments, cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingBroker]:
+    run_dir = tmp_path_factory.mktemp("broker")
+    arguments = command("broker", "--run-dir", str(run_dir), "--fleet-id", FLEET)
+    with subprocess.Popen(arguments, stderr=subprocess.DEVNULL) as process:
+        until(lambda: (run_dir / "broker.json").exists(), "the broker serves")
+        yield ServingBroker(run_dir)
+        process.terminate()
+
+
+def until(done: Callable[[], object], what: str) -> None:
+    pause = threading.Event()
+    for _ in range(3000):
+        if done():
+            return
+        pause.wait(0.01)
+    raise AssertionError(f"{what}: not within 30 s")
+
+
+@pytest.mark.parametrize(
+    ("setting", "parts"),
+    [
+        ("fleet.workers=-1", ("fleet.workers", "greater than or equal to 0", "-1")),
+        ("fleet.workers=1001", ("fleet.workers", "less than or equal to 1000")),
+        ("sampling.num_envs=99999999999999999999", ("sampling.num_envs", "exceeded maximum size")),
+        ("sampling.rollout_fragment_length=9999999999999999999", ("rollout_fragment_length", "64 bits")),
+        ("fleet.until_return=nan", ("fleet.until_return", "finite")),
+        ("fleet.run_dir=", ("fleet.run_dir", "at least 1 character")),
+        ("broker.host=8.8.8.8", ("allow_insecure = true",)),
+    ],
+)
+def test_a_value_out_of_range(setting: str, parts: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(None, [setting], {})
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_it_is_one_sentence_of_the_command_too() -> None:
+    assert_one_sentence(headrace("up", "--workers", "-1"), ExitCode.CONFIG, "fleet.workers", "got -1")
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        ("[sampling]\nenv_config = {x = nan}", ("sampling.env_config", "finite", "bad.toml")),
+        ("[sampling]\nenv_config = {day = 2026-01-01}", ("sampling.env_config", "got a date", "bad.toml")),
+        ("[broker]\nworker_port = 5701\nlearner_port = 5701", ("worker_port = 5701", "must differ")),
+        ("[fleet", ("is not TOML", "bad.toml")),
+    ],
+)
+def test_a_file_that_cannot_be_used(tmp_path: Path, content: str, parts: tuple[str, ...]) -> None:
+    (tmp_path / "bad.toml").write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        resolve(tmp_path / "bad.toml", None, {})
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    (tmp_path / "fleet.toml").write_bytes(b"\xef\xbb\xbf[fleet]\nworkers = 7\n")
+    assert resolve(tmp_path / "fleet.toml", None, {})[0].fleet.workers == 7
+
+
+@pytest.mark.parametrize("role", ["worker", "learner"])
+def test_an_endpoint_that_is_none(tmp_path: Path, role: str) -> None:
+    result = headrace(role, "--endpoint", "127.0.0.1:5701", "--fleet-id", FLEET, "--run-dir", str(tmp_path))
+    assert_one_sentence(result, ExitCode.CONFIG, "--endpoint", "tcp://HOST:PORT", "'127.0.0.1:5701'")
+
+
+def test_a_negative_slot_is_a_usage_error() -> None:
+    assert headrace("worker", "--slot", "-1").returncode == ExitCode.USAGE
+
+
+@pytest.mark.parametrize(("name", "commands"), [("fleet.json", ("ps", "audit", "up")), ("broker.json", ("broker",))])
+def test_a_damaged_file_in_the_run_directory(tmp_path: Path, name: str, commands: tuple[str, ...]) -> None:
+    (tmp_path / name).write_bytes(bytes(range(256)))
+    for each in commands:
+        result = headrace(each, "--run-dir", str(tmp_path))
+        assert_one_sentence(result, ExitCode.RUN_DIR, name, "damaged", "choose another with --run-dir")
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        result = headrace("broker", "--run-dir", str(tmp_path), "--set", f"broker.worker_port={port}")
+    assert_one_sentence(result, ExitCode.PORT_IN_USE, str(port), "already in use", "choose another port")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "parts"),
+    [
+        (("--env", "NoSuchEnv-v0"), ExitCode.ENV, ("NoSuchEnv-v0", "cannot be found", "package.module:make_env")),
+        (("--env", "no_such_module:make"), ExitCode.ENV, ("no_such_module", "cannot be found")),
+        (("--env", "user:without_spaces"), ExitCode.ENV, ("observation space", "got NoneType")),
+        (("--env", "user:leaves"), ExitCode.ENV, ("called sys.exit(3)", "raise an exception instead")),
+        (("--env", "user:two_lines"), ExitCode.ENV, ("no licence for the simulator", "check env and env_config")),
+        (
+            ("--set", "module.build=nowhere:build"),
+            ExitCode.MODULE,
+            ("'nowhere:build' cannot be found", "check the path"),
+        ),
+        (("--set", "module.build=user:build"), ExitCode.MODULE, ("user:build", "torch.nn.Module")),
+        (("--fleet-id", "other"), ExitCode.WRONG_FLEET, ("serves fleet 'here', not 'other'", "check the endpoint")),
+    ],
+)
+def test_what_a_worker_notices(
+    tmp_path: Path, broker: ServingBroker, arguments: tuple[str, ...], code: ExitCode, parts: tuple[str, ...]
+) -> None:
+    (tmp_path / "user.py").write_text(USER_MODULE)
+    assert_one_sentence(broker.worker(tmp_path, *arguments), code, *parts)
+
+
+def test_of_two_learners_the_newer_one_wins(tmp_path: Path, broker: ServingBroker) -> None:
+    def learner(name: str) -> subprocess.Popen[str]:
+        arguments = ("--endpoint", broker.endpoint("learner"), "--run-dir", str(tmp_path / name))
+        return subprocess.Popen(command("learner", *arguments), stderr=subprocess.PIPE, text=True)
+
+    def epoch() -> int:
+        return int(str(broker.page()["epoch"]))
+
+    before = epoch()
+    with learner("older") as older:
+        until(lambda: epoch() > before, "the first learner has the lease")
+        with learner("newer") as newer:
+            _, words = older.communicate(timeout=60)
+            newer.send_signal(signal.SIGTERM)
+            newer.communicate(timeout=60)
+    assert older.returncode == ExitCode.FENCED, words
+    assert "error: a newer learner" in words
+    assert newer.returncode == ExitCode.OK
+
+
+def of_another_major(frames: list[bytes]) -> list[bytes]:
+    """The same message as another protocol would begin it."""
+    head = bytearray(frames[0])
+    assert head[4] == PROTOCOL_MAJOR
+    head[4] += 1
+    return [bytes(head), *frames[1:]]
+
+
+def test_a_peer_of_another_protocol_version_is_refused_by_the_broker(broker: ServingBroker) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.linger = 0
+        peer.connect(broker.endpoint("worker"))
+        hello = SupervisorHello(fleet_id=FLEET, token="0" * 16)
+        peer.send_multipart(of_another_major([bytes(frame) for frame in hello.frames()]))
+        assert peer.poll(20_000), "no answer"
+        kind, header = decode_header(peer.recv_multipart())
+    assert kind is MessageKind.REJECT
+    reject = read(Reject, header)
+    assert (reject.code, reject.fatal) == ("version_mismatch", True)
+    assert f"{PROTOCOL_MAJOR + 1}.0" in reject.detail
+
+
+@pytest.mark.parametrize("role", ["worker", "learner"])
+def test_a_broker_of_another_protocol_version_ends_a_peer(tmp_path: Path, role: str) -> None:
+    answer = of_another_major([bytes(frame) for frame in Reject(code="x", detail="y", fatal=True).frames()])
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as old:
+        old.linger = 0
+        port = old.bind_to_random_port("tcp://127.0.0.1")
+        where = ("--endpoint", f"tcp://127.0.0.1:{port}", "--fleet-id", FLEET, "--run-dir", str(tmp_path))
+        with subprocess.Popen(command(role, *where), stderr=subprocess.PIPE, text=True) as process:
+            assert old.poll(60_000), "it never said HELLO"
+            old.send_multipart([old.recv_multipart()[0], *answer])
+            _, words = process.communicate(timeout=60)
+    result = subprocess.CompletedProcess(process.args, process.returncode, "", words)
+    assert_one_sentence(result, ExitCode.VERSION_MISMATCH, f"{PROTOCOL_MAJOR + 1}.0", f"{PROTOCOL_MAJOR}.x")
+
+
+def test_a_free_port_is_none_that_an_outgoing_connection_may_get(broker: ServingBroker) -> None:
+    low, high = ephemeral_range()
+    if low <= 10_000 and high >= 65_535:
+        pytest.skip("this machine leaves no ports outside the ephemeral range")
+    for role in ("worker", "learner", "weights"):
+        port = int(broker.endpoint(role).rpartition(":")[2])
+        assert not low <= port <= high
+
+
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_a_closed_stream_is_no_obstacle(closed: int) -> None:
+    shell = f'exec "$@" {closed}{"<" if closed == 0 else ">"}&-'
+    arguments = ["sh", "-c", shell, "sh", *command("up", "--print-config")]
+    result = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert ("num_envs" in result.stdout) == (closed != 1)
+
+
+def test_a_terminal_that_knows_only_ascii_and_no_home(tmp_path: Path) -> None:
+    bare = {"PATH": os.environ["PATH"], "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    for arguments in (("up", "--help"), ("up", "--print-config")):
+        result = subprocess.run(
+            command(*arguments), cwd=tmp_path, env=bare, capture_output=True, check=False, timeout=60
+        )
+        assert result.returncode == 0, result.stderr

@@ -1,0 +1,34 @@
+"""Readers that go away end nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import sys
+from headrace.deploy.streams import make_usable, unread
+
+make_usable()
+for line in range(20_000):
+    with unread(sys.stdout):
+        print("line", line, flush=True)
+print("went on to the end", file=sys.stderr)
+"""
+
+
+def test_a_reader_that_has_had_enough_does_not_end_the_writer() -> None:
+    with subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        assert writer.stderr is not None
+        assert writer.stdout.readline() == b"line 0\n"
+        writer.stdout.close()
+        assert writer.stderr.read() == b"went on to the end\n"
+    assert writer.returncode == 0
+
+
+def test_what_an_encoding_lacks_is_replaced() -> None:
+    script = "from headrace.deploy.streams import make_usable; make_usable(); print('\\u2713 fine')"
+    environment = {"PYTHONIOENCODING": "ascii"}
+    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=False)
+    assert result.stdout == b"? fine\n", result.stderr

@@ -1,0 +1,93 @@
+"""Word of commits and acknowledgements is gathered for a moment, and never for longer."""
+
+from __future__ import annotations
+
+from headrace.broker.core import BrokerCore
+from headrace.broker.limits import BrokerLimits
+from headrace.broker.worker_desk import GATHER_S
+from headrace.learner_stub.session import LearnerSession, StreamLimits
+from headrace.schemas.batch import BatchHeader
+from headrace.schemas.ledger import WorkerTotals
+from headrace.schemas.messages import Ack, Commit, LearnerWelcome, WorkerHello
+
+LIMITS = StreamLimits(gather_s=0.002, gather_batches=4)
+
+
+def header(seq: int) -> BatchHeader:
+    totals = WorkerTotals(seq=seq, stepped=seq, shipped=seq, shipped_chunks=seq)
+    return BatchHeader(fleet_id="f", slot=0, incarnation=1, seq=seq, steps=1, chunks=1, totals=totals)
+
+
+def joined_learner() -> LearnerSession:
+    session = LearnerSession("token", LIMITS)
+    session.receive(LearnerWelcome(fleet_id="f", epoch=1), 0.0)
+    session.tick(0.0)
+    session.take_outbox()
+    return session
+
+
+def train_on(session: LearnerSession, seq: int, now: float, *, at_once: bool) -> None:
+    session.receive_batch(header(seq), None, now)
+    arrival = session.take()
+    assert arrival is not None
+    session.settle(arrival, (1, 1), {})
+    session.commit(now, at_once=at_once)
+
+
+def committed(session: LearnerSession) -> list[int]:
+    """Up to where each Commit in the outbox settles."""
+    return [c.position[0].settled.seq for c in session.take_outbox() if isinstance(c, Commit)]
+
+
+def joined_broker() -> BrokerCore:
+    broker = BrokerCore("f", BrokerLimits())
+    broker.receive(b"w", WorkerHello(fleet_id="f", token="t", slot=0, incarnation=1), 0.0)
+    broker.take_outbox()
+    return broker
+
+
+def accepted(broker: BrokerCore, now: float) -> list[int]:
+    """Up to where each Ack that is due by `now` accepts."""
+    return [send.content.accepted for send in broker.take_outbox(now) if isinstance(send.content, Ack)]
+
+
+def test_a_commit_at_once_is_told_at_once() -> None:
+    session = joined_learner()
+    train_on(session, 1, 1.0, at_once=True)
+    assert committed(session) == [1]
+
+
+def test_other_commits_are_told_together_within_the_time_for_gathering() -> None:
+    session = joined_learner()
+    train_on(session, 1, 0.1, at_once=False)
+    train_on(session, 2, 0.1001, at_once=False)
+    assert committed(session) == []
+    assert 0 < session.idle_s(0.1001) <= LIMITS.gather_s
+    session.tick(0.1 + LIMITS.gather_s)
+    assert committed(session) == [2]
+
+
+def test_many_commits_do_not_wait_for_time() -> None:
+    session = joined_learner()
+    for seq in range(1, 5):
+        train_on(session, seq, 0.1, at_once=False)
+    assert committed(session) == [4]
+
+
+def test_the_broker_acknowledges_few_batches_together_soon() -> None:
+    broker = joined_broker()
+    for seq in (1, 2):
+        broker.receive_batch(b"w", header(seq), [b""], 10, 1.0)
+        assert accepted(broker, 1.0) == []
+    assert 1.0 < broker.next_due <= 1.0 + GATHER_S
+    assert accepted(broker, broker.next_due) == [2]
+    assert broker.next_due == float("inf")
+
+
+def test_the_broker_acknowledges_many_batches_at_once() -> None:
+    broker = joined_broker()
+    told = []
+    for seq in range(1, 9):
+        broker.receive_batch(b"w", header(seq), [b""], 10, 1.0)
+        told += accepted(broker, 1.0)
+    assert told == [8]
