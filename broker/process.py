@@ -26,6 +26,7 @@ from headrace.schemas.messages import (
     Bye,
     Commit,
     Heartbeat,
+    LearnerHello,
     Message,
     Obituary,
     Reject,
@@ -146,11 +147,21 @@ class Broker:
         elif kind is MessageKind.WEIGHTS_PULL:
             self._send(socket, peer, self.relay.part(read(WeightsPull, header)))
         elif kind is MessageKind.HELLO:
-            self.core.receive(_tag(socket, self.sockets.learners, peer), read_hello(header), now)
+            self._take_hello(socket, peer, read_hello(header), now)
         elif kind in _CONTROL:
             self.core.receive(_tag(socket, self.sockets.learners, peer), read(_CONTROL[kind], header), now)
         else:
             raise DecodeError("unexpected_kind", f"{kind.name} is not for a broker")
+
+    def _take_hello(self, socket: Socket, peer: bytes, hello: Message, now: float) -> None:
+        """A HELLO at the other role's port would never get further: say where to go instead."""
+        if isinstance(hello, LearnerHello) is (socket is self.sockets.learners):
+            self.core.receive(_tag(socket, self.sockets.learners, peer), hello, now)
+            return
+        at, right = ("learner", "worker") if socket is self.sockets.learners else ("worker", "learner")
+        endpoint = getattr(self.sockets.endpoints, right)
+        detail = f"this is the broker's {at} endpoint; a {right} connects to {endpoint}"
+        self._send(socket, peer, Reject(code="wrong_endpoint", detail=detail).frames())
 
     def _take_batch(self, peer: bytes, header: dict[str, Any], frames: list[zmq.Frame], now: float) -> None:
         typed = read_batch_header(header)

@@ -43,7 +43,7 @@ class BrokerSockets:
         """Bind one socket: to its configured port, else to the one it had before, else to a free one."""
         kind, options = (zmq.XPUB, sockets.XPUB) if role == "weights" else (zmq.ROUTER, sockets.ROUTER)
         socket = self._context.socket(kind)
-        for name, value in (options | limits).items():
+        for name, value in (options | limits | {"IPV6": int(":" in config.host)}).items():
             socket.setsockopt(getattr(zmq, name), value)
         address = f"tcp://{_bracketed(config.host)}"
         if port == 0 and before is not None:

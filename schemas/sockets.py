@@ -23,9 +23,10 @@ COMMON: dict[str, int] = {
 }
 """Times in milliseconds. ZMTP heartbeats tell only that the peer's I/O thread lives; the protocol has its own."""
 
-DEALER: dict[str, int] = COMMON | {"SNDHWM": 0, "RCVHWM": 0, "IMMEDIATE": 1}
+DEALER: dict[str, int] = COMMON | {"SNDHWM": 0, "RCVHWM": 0, "IMMEDIATE": 1, "IPV6": 1}
 """Unbounded at the socket, since windows and credit bound what is sent. IMMEDIATE: without a connection a send fails
-at once, rather than filling a queue that would speak of the past to whoever answers later."""
+at once, rather than filling a queue that would speak of the past to whoever answers later. IPV6 allows both kinds of
+address; who binds sets it for IPv6 hosts only, or IPv4 endpoints would be told in IPv6's words."""
 
 ROUTER: dict[str, int] = COMMON | {"SNDHWM": 0, "RCVHWM": 0, "ROUTER_MANDATORY": 1}
 """MANDATORY: a message for a peer that has gone is an error here, not silently nothing."""
@@ -34,5 +35,5 @@ XPUB: dict[str, int] = COMMON | {"SNDHWM": 4, "XPUB_VERBOSE": 1}
 """A slow subscriber misses versions rather than delaying others; heartbeats tell it of the newest, which it pulls.
 VERBOSE: every new subscriber is heard of, and gets the last version again."""
 
-SUB: dict[str, int] = COMMON | {"RCVHWM": 4}
+SUB: dict[str, int] = COMMON | {"RCVHWM": 4, "IPV6": 1}
 """Few versions wait: each is applied between two steps or replaced by a newer one."""

@@ -171,3 +171,31 @@ def test_what_a_fenced_worker_had_left_is_counted_as_fenced(broker: BrokerThread
     row = broker.rows()[(0, 1)]
     assert row.lost == {"fenced": (9, 2)}
     assert not list(row.problems())
+
+
+def test_who_knocks_at_the_other_roles_port_is_told_where_to_go(broker: BrokerThread) -> None:
+    learner = LearnerHello(token="l", channel="stream")
+    for at, right, message in (("learner", "worker", hello()), ("worker", "learner", learner)):
+        with RawPeer(getattr(broker.endpoints, at)) as peer:
+            peer.send(message.frames())
+            refused = read(Reject, peer.receive_kind(MessageKind.REJECT).header)
+        assert (refused.code, refused.fatal) == ("wrong_endpoint", True)
+        assert getattr(broker.endpoints, right) in refused.detail
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6 loopback")
+def test_an_ipv6_host_is_served_like_any_other(start_broker: StartBroker, start_feeder: StartFeeder) -> None:
+    broker = start_broker(host="::1")
+    assert "[::1]" in broker.endpoints.learner
+    feeder = start_feeder(broker.endpoints.worker, Envs(1).fragments(5))
+    with EpisodeStream(broker.endpoints.learner) as stream:
+        assert sum(1 for _ in batches_of(stream, feeder.all_settled)) == 5

@@ -1,0 +1,67 @@
+"""Callbacks in a worker process: what was sent is told, and one that raises ends the worker with its books closed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import worker_callbacks
+from parties import BrokerThread, Witness, until
+from test_worker import AT_RANDOM, SAMPLING, WorkerThread, closed_row, drain
+
+from headrace.learner_stub import EpisodeStream
+from headrace.schemas.errors import CallbackError, EnvRestartBudgetError, ExitCode
+
+
+def _config(callback: str, **sampling: Any) -> dict[str, Any]:
+    return {**AT_RANDOM, "sampling": {**SAMPLING, "callbacks": [f"worker_callbacks:{callback}"], **sampling}}
+
+
+def test_every_chunk_that_was_sent_is_told(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    worker_callbacks.sent.clear()
+    received = []
+    with EpisodeStream(broker.endpoints.learner) as stream:
+        with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path / "recorders", _config("Sent")) as worker:
+            for _ in range(3):
+                batch = stream.next(10.0)
+                assert batch is not None
+                received += [(c.episode_id, c.chunk_index, len(c)) for c in batch]
+        assert worker.error is None
+        while (batch := stream.next(0.3)) is not None:
+            received += [(c.episode_id, c.chunk_index, len(c)) for c in batch]
+    assert sorted(received) == sorted(worker_callbacks.sent)
+    assert received[-1][2] == 0  # the marker of an unfinished episode, sent while leaving
+
+
+@pytest.mark.parametrize(
+    ("callback", "event", "steps"), [("SampleRaises", "on_sample_end", 96), ("ChunkRaises", "on_chunk_sent", 32)]
+)
+def test_one_that_raises_ends_the_worker_by_name_and_nothing_is_lost(
+    callback: str, event: str, steps: int, broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with EpisodeStream(broker.endpoints.learner) as stream:
+        with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path / "recorders", _config(callback)) as worker:
+            until(lambda: worker.error, "the worker's error")
+        assert isinstance(worker.error, CallbackError)
+        assert (worker.error.event, worker.error.exit_code) == (event, ExitCode.CALLBACK)
+        witness = Witness()
+        drain(stream, witness)
+        row = closed_row(broker)
+    assert row.totals.stepped == row.accepted[0] == steps
+    assert not row.totals.discarded
+
+
+def test_one_that_fails_its_episodes_is_in_the_books(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = _config("StepRaises", env_restart_attempts=2, env_restart_backoff_s=0.0)
+    with EpisodeStream(broker.endpoints.learner) as stream:
+        with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path / "recorders", config) as worker:
+            until(lambda: worker.error, "the worker's error")
+        assert isinstance(worker.error, EnvRestartBudgetError)
+        drain(stream, Witness())
+        row = closed_row(broker)
+    assert row.totals.discarded["callback_exception"] == 18  # two envs, three attempts each
