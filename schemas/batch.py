@@ -2,7 +2,8 @@
 
 All chunks' steps stand one after another in each column. Chunk i owns rows `offsets[i]:offsets[i+1]` of a step column
 (actions, rewards, ...), and rows `obs_offsets[i]:obs_offsets[i+1]` of an observation column, one more, since a chunk
-has T+1 observations. `table` has one `CHUNK_TABLE` row a chunk.
+has T+1 observations. A state column ("state_in/...": what a recurrent module remembered before a chunk's first step)
+has one row for each chunk that has steps. `table` has one `CHUNK_TABLE` row a chunk.
 
 On the wire (`wire.py`) the columns are the message's arrays, the table is the array `_table`, and `_infos` is JSON.
 """
@@ -31,8 +32,12 @@ Infos = Mapping[int, Mapping[int, dict[str, Any]]]
 _FIXED_COLUMNS = ("rewards", "weights_seq", "env_t")
 
 
+STATE_IN = "state_in/"
+"""Prefix of state columns, which have one row for each chunk with steps."""
+
+
 def is_obs_column(name: str) -> bool:
-    """Observation columns have T+1 rows a chunk, all others T."""
+    """Observation columns have T+1 rows a chunk, all others but state columns T."""
     return name == "obs" or name.startswith("obs/")
 
 
@@ -94,6 +99,17 @@ class ChunkBatch(Sequence[EpisodeChunk]):
     def _has_obs(self) -> NDArray[np.bool_]:
         return np.asarray(self.table["length"] > 0)
 
+    @cached_property
+    def state_offsets(self) -> NDArray[np.int64]:
+        """int64 (chunks + 1,): where each chunk's row begins in a state column; an end marker has none."""
+        return _running(self._has_obs)
+
+    def offsets_of(self, name: str) -> NDArray[np.int64]:
+        """int64 (chunks + 1,): where each chunk's rows begin in the column `name`."""
+        if is_obs_column(name):
+            return self.obs_offsets
+        return self.state_offsets if name.startswith(STATE_IN) else self.offsets
+
     @property
     def steps(self) -> int:
         """Steps in all chunks together."""
@@ -126,7 +142,8 @@ class ChunkBatch(Sequence[EpisodeChunk]):
         row = self.table[i]
         steps = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
         rows = slice(int(self.obs_offsets[i]), int(self.obs_offsets[i + 1]))
-        views = {n: c[rows] if is_obs_column(n) else c[steps] for n, c in self.columns.items()}
+        columns, states = self._apart
+        views = {n: c[rows] if is_obs_column(n) else c[steps] for n, c in columns.items()}
         t_start, length = int(row["t_start"]), int(row["length"])
         env_t = views.get("env_t")
         return EpisodeChunk(
@@ -142,6 +159,7 @@ class ChunkBatch(Sequence[EpisodeChunk]):
             end_reason=self.reasons[int(row["reason"])] or None,
             columns={n: v for n, v in views.items() if n not in _FIXED_COLUMNS and not belongs_to_space(n)},
             infos=self._chunk_infos(i, length),
+            state_in={n: c[self.state_offsets[i]] for n, c in states.items()} if length else {},
             agent_id=self.agents[int(row["agent"])],
             module_id=self.modules[int(row["module"])],
             env_index=int(row["env_index"]),
@@ -156,18 +174,22 @@ class ChunkBatch(Sequence[EpisodeChunk]):
             episode_length=int(row["episode_length"]),
         )
 
+    @cached_property
+    def _apart(self) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
+        """Step and observation columns; and state columns, without their prefix."""
+        states = {n.removeprefix(STATE_IN): c for n, c in self.columns.items() if n.startswith(STATE_IN)}
+        return {n: c for n, c in self.columns.items() if not n.startswith(STATE_IN)}, states
+
     def _chunk_infos(self, i: int, length: int) -> list[dict[str, Any]]:
         sparse = self.infos.get(i)
         return [sparse.get(t, {}) for t in range(length + 1)] if sparse and length else []
 
     def select(self, keep: NDArray[np.bool_]) -> ChunkBatch:
         """A copy with only the chunks where `keep` (bool, one a chunk in column order) is true."""
-        steps = np.repeat(keep, self.table["length"])
-        rows = np.repeat(keep, self.table["length"] + self._has_obs)
         return replace(
             self,
             table=self.table[keep],
-            columns={n: c[rows if is_obs_column(n) else steps] for n, c in self.columns.items()},
+            columns={n: c[np.repeat(keep, np.diff(self.offsets_of(n)))] for n, c in self.columns.items()},
             infos={new: self.infos[old] for new, old in enumerate(np.flatnonzero(keep).tolist()) if old in self.infos},
             order=None,
         )

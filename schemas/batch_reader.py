@@ -15,7 +15,6 @@ from headrace.schemas.batch import (
     ChunkBatch,
     Infos,
     belongs_to_space,
-    is_obs_column,
     read_batch_header,
 )
 from headrace.schemas.chunk import CHUNK_TABLE, ChunkEnd
@@ -65,9 +64,6 @@ class BatchReader:
         header = unread.header
         arrays = decode_arrays(unread.raw_header, unread.frames, self._caps)
         table, columns = _split(arrays)
-        counts = (int(table["length"].sum(dtype=np.int64)), len(table))
-        if counts != (header.steps, header.chunks):
-            raise DecodeError("bad_table", f"{counts} steps and chunks; header says {(header.steps, header.chunks)}")
         _check_table(table, header)
         batch = ChunkBatch(
             table=table,
@@ -84,15 +80,21 @@ class BatchReader:
             learner_epoch=header.learner_epoch,
             weights_digest=header.weights_digest,
         )
+        if (batch.steps, len(batch)) != (header.steps, header.chunks):
+            counts, told = (batch.steps, len(batch)), (header.steps, header.chunks)
+            raise DecodeError("bad_table", f"{counts} steps and chunks; header says {told}")
         self._check_columns(batch)
         return batch
 
     def _check_columns(self, batch: ChunkBatch) -> None:
         if missing := self._required.keys() - batch.columns.keys():
             raise DecodeError("missing_column", f"column {min(missing)!r:.80} is missing")
-        steps, obs_rows = batch.steps, int(batch.obs_offsets[-1])
+        ends: dict[int, int] = {}  # by offsets: the few kinds of columns are asked for once
         for name, column in batch.columns.items():
-            rows = obs_rows if is_obs_column(name) else steps
+            offsets = batch.offsets_of(name)
+            rows = ends.get(id(offsets))
+            if rows is None:
+                rows = ends[id(offsets)] = int(offsets[-1])
             shape = column.shape
             if not shape or shape[0] != rows:
                 raise DecodeError("bad_column", f"column {name!r:.80} has shape {shape}, not {rows} rows")

@@ -8,12 +8,17 @@ will never finish and why.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from headrace.schemas.chunk_algebra import check_adjacent, join_columns, join_infos, join_observations, map_arrays
+from headrace.schemas.errors import ChunkError
 
 
 class ChunkEnd(IntEnum):
@@ -63,6 +68,8 @@ class EpisodeChunk:
     rewards: float64 (T,). weights_seq, env_t: int64 (T,). columns: further per-step arrays (T, ...) such as `logp`,
     `values`, and `actions_for_env` where the env got something else than the policy's action.
     infos: T+1 dicts aligned with obs, or empty when no info had any content.
+    state_in: what a recurrent module remembered before the first step, one row without a leading axis by name; empty
+    for other modules, and for a cut that begins within a chunk, where it is not known.
     """
 
     episode_id: str
@@ -77,6 +84,7 @@ class EpisodeChunk:
     end_reason: str | None = None
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
     infos: list[dict[str, Any]] = field(default_factory=list)
+    state_in: dict[str, NDArray[Any]] = field(default_factory=dict)
     agent_id: str = "default_agent"
     module_id: str = "default_policy"
     env_index: int = 0
@@ -96,6 +104,40 @@ class EpisodeChunk:
     def __bool__(self) -> bool:
         return True
 
+    def __getitem__(self, steps: slice) -> EpisodeChunk:
+        """`chunk[a:b]`: those steps, counted from the chunk's own first, as a chunk. Views, not copies.
+
+        What ends before this chunk does is ONGOING. Raises `ChunkError` for no step at all, or a stride.
+        """
+        if not isinstance(steps, slice):
+            raise TypeError(f"a chunk is cut, as in chunk[2:5], and not indexed with {steps!r:.40}")
+        start, stop, stride = steps.indices(len(self))
+        if stride != 1 or start >= stop:
+            raise ChunkError(f"{self!r}[{steps.start}:{steps.stop}:{steps.step}] is no contiguous run of steps")
+        if stop - start == len(self):
+            return replace(self)
+        rest = len(self) - stop
+        return replace(
+            self,
+            t_start=self.t_start if start == 0 else int(self.env_t[start]),
+            obs=map_arrays(lambda leaf: leaf[start : stop + 1], self.obs),
+            actions=map_arrays(lambda leaf: leaf[start:stop], self.actions),
+            rewards=self.rewards[start:stop],
+            weights_seq=self.weights_seq[start:stop],
+            env_t=self.env_t[start:stop],
+            end=ChunkEnd.ONGOING if rest else self.end,
+            end_reason=None if rest else self.end_reason,
+            columns={name: column[start:stop] for name, column in self.columns.items()},
+            infos=self.infos[start : stop + 1],
+            state_in={} if start else self.state_in,
+            episode_return=self.episode_return - float(self.rewards[stop:].sum()),
+            episode_length=self.episode_length - rest,
+        )
+
+    def concat(self, other: EpisodeChunk) -> EpisodeChunk:
+        """This chunk and the one that follows it, as one; see `to_episode`."""
+        return to_episode((self, other))
+
     @property
     def is_done(self) -> bool:
         """The episode terminated or was truncated with this chunk."""
@@ -112,3 +154,37 @@ class EpisodeChunk:
     def __repr__(self) -> str:
         steps = f"t={self.t_start}..{self.t_start + len(self)}"
         return f"EpisodeChunk({self.episode_id[:8]}#{self.chunk_index}, {steps}, {self.agent_id}, {self.end.name})"
+
+
+def to_episode(chunks: Iterable[EpisodeChunk]) -> EpisodeChunk:
+    """The chunks of one agent's episode, given in any order, as a single chunk; its arrays are copies.
+
+    It ends as the last one does, which may be an ABORTED marker. `learner_epoch` and `weights_digest` are the last
+    one's too, while `weights_seq` speaks of every step; `explore` and `random_actions` say whether any step was so.
+    Raises `ChunkError` naming what differs: ids, a gap or an overlap, observations at a boundary, columns.
+    """
+    parts = sorted(chunks, key=lambda chunk: (chunk.chunk_index, chunk.t_start))
+    if not parts:
+        raise ChunkError("no chunk was given to make an episode of")
+    for before, after in pairwise(parts):
+        check_adjacent(before, after, ongoing=before.end is ChunkEnd.ONGOING)
+    first, last = parts[0], parts[-1]
+    bodies = [chunk for chunk in parts if len(chunk)] or [first]
+    return replace(
+        first,
+        obs=join_observations([chunk.obs for chunk in bodies]),
+        actions=join_columns([chunk.actions for chunk in bodies]),
+        rewards=np.concatenate([chunk.rewards for chunk in bodies]),
+        weights_seq=np.concatenate([chunk.weights_seq for chunk in bodies]),
+        env_t=np.concatenate([chunk.env_t for chunk in bodies]),
+        end=last.end,
+        end_reason=last.end_reason,
+        columns=join_columns([chunk.columns for chunk in bodies]),
+        infos=join_infos(bodies),
+        explore=any(chunk.explore for chunk in bodies),
+        random_actions=any(chunk.random_actions for chunk in bodies),
+        learner_epoch=last.learner_epoch,
+        weights_digest=last.weights_digest,
+        episode_return=last.episode_return,
+        episode_length=last.episode_length,
+    )

@@ -85,6 +85,12 @@ class SamplingSettings(Section):
     )
     explore: bool = Field(default=True, description="sample from the policy's distribution; False takes its mode")
     infos: Literal["all", "none"] = Field(default="all", description="whether non-empty infos travel with the chunks")
+    callbacks: list[str] = Field(
+        default=[], description='"package.module:Class" of each callback object, in the order in which they are called'
+    )
+    metrics_num_episodes_for_smoothing: int = Field(
+        default=100, ge=1, description="newest episodes, of all runners together, behind the mean, min and max of any"
+    )
     torch_threads: int = Field(default=1, ge=1, description="threads torch may use in the sampling process")
     disable_env_checking: bool = Field(
         default=False, description="skip the check of observations against their bounds; never that of shape and dtype"

@@ -7,6 +7,10 @@
     │   ├── EnvContractError        reward, info or observation is not what the env's spaces promise
     │   └── EnvRestartBudgetError   an env kept failing until its rebuild budget was spent
     ├── ModuleError             a policy module could not be built, or answered with the wrong arrays
+    ├── CallbackError           a user's callback raised
+    ├── ChunkError              chunks that are no parts of one episode, or a cut that leaves no step
+    ├── StateError              a runner's state that does not fit the runner it is given to
+    ├── ConnectorError          a connector raised, or answered with the wrong arrays
     ├── WireError               bytes or messages that break the protocol
     │   ├── DecodeError             a message that is not a valid Headrace message
     │   └── EncodeError             something that must not or cannot go on the wire
@@ -31,6 +35,7 @@ from __future__ import annotations
 
 import re
 from enum import IntEnum
+from typing import Any
 
 
 class ExitCode(IntEnum):
@@ -54,6 +59,7 @@ class ExitCode(IntEnum):
     PROTOCOL = 15
     WINDOW_STALLED = 16
     TIMEOUT = 17
+    CALLBACK = 18
     LEDGER = 1
 
 
@@ -123,6 +129,42 @@ class ModuleError(HeadraceError):
     """A policy module could not be built, or answered with the wrong arrays."""
 
     exit_code = ExitCode.MODULE
+
+
+class CallbackError(HeadraceError):
+    """`callback` raised in `event`; its own error is `__cause__`. `samples` is what was sampled, if that was all."""
+
+    exit_code = ExitCode.CALLBACK
+
+    def __init__(self, event: str, callback: str, cause: BaseException) -> None:
+        self.event = event
+        self.callback = callback
+        self.samples: Any = None
+        super().__init__(
+            f"callback {callback} failed in {event} ({type(cause).__name__}: {cause}); "
+            "repair it, or take it out of callbacks"
+        )
+
+
+class ChunkError(HeadraceError, ValueError):
+    """Chunks that are no neighbouring parts of one agent's episode, or a cut that leaves no step."""
+
+
+class StateError(HeadraceError, ValueError):
+    """A state, or the part of it that is named, does not fit the runner it is given to."""
+
+    exit_code = ExitCode.CONFIG
+
+
+class ConnectorError(HeadraceError):
+    """A connector raised, or answered with the wrong arrays; `connector` says which one, `seen` what it was given."""
+
+    exit_code = ExitCode.MODULE
+
+    def __init__(self, connector: str, reason: str, seen: str = "") -> None:
+        self.connector = connector
+        self.seen = seen
+        super().__init__(f"connector {connector} failed: {reason}" + (f" (it was given {seen})" if seen else ""))
 
 
 class WireError(HeadraceError):

@@ -39,6 +39,7 @@ class Discard(StrEnum):
     SHUTDOWN = "shutdown"
     FENCED = "fenced"
     WORKER_KILLED = "worker_killed"
+    CALLBACK_EXCEPTION = "callback_exception"
 
 
 class Drop(StrEnum):

@@ -48,7 +48,7 @@ OWN_FRAME_BYTES = 64 * 1024
 """From this size an array gets a frame of its own; pyzmq too copies below it, since a copy is then cheaper."""
 
 ALLOWED_DTYPES = frozenset(("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"))
-_ITEM_BYTES = {dtype: np.dtype(dtype).itemsize for dtype in ALLOWED_DTYPES}
+_DTYPES: dict[str, np.dtype[Any]] = {dtype: np.dtype(dtype) for dtype in ALLOWED_DTYPES}
 
 Buffer = bytes | bytearray | memoryview
 """One frame. A memoryview is one of bytes, contiguous, as `zmq.Frame.buffer` is."""
@@ -282,22 +282,28 @@ def _view(row: Any, frames: Sequence[Buffer], caps: Caps) -> tuple[str, NDArray[
     name, dtype, shape, frame, offset = row
     if not isinstance(name, str) or not isinstance(dtype, str) or not isinstance(shape, list):
         raise DecodeError("bad_manifest", "a row has a name, dtype or shape of the wrong JSON type")
-    if dtype not in ALLOWED_DTYPES:
+    known = _DTYPES.get(dtype)
+    if known is None:
         raise DecodeError("bad_dtype", f"array {name!r:.80} has dtype {dtype!r:.40}, which is not allowed")
-    if len(shape) > caps.dims or not all(type(n) is int and 0 <= n < 1 << 48 for n in shape):
+    if len(shape) > caps.dims:
         raise DecodeError("bad_shape", f"array {name!r:.80} has a shape that is not at most {caps.dims} sizes")
+    count = 1
+    for n in shape:
+        if type(n) is not int or not 0 <= n < 1 << 48:
+            raise DecodeError("bad_shape", f"array {name!r:.80} has a shape that is not at most {caps.dims} sizes")
+        count *= n
     if type(frame) is not int or type(offset) is not int or not 0 <= frame < len(frames) - 2 or offset < 0:
         raise DecodeError("bad_manifest", f"array {name!r:.80} lies in no frame that was received")
-    count = math.prod(shape)
-    nbytes = count * _ITEM_BYTES[dtype]
+    nbytes = count * known.itemsize
     source = frames[2 + frame]
     if offset + nbytes > len(source):
         raise DecodeError("bad_shape", f"array {name!r:.80} needs {nbytes} bytes at {offset}, of {len(source)}")
     if count == 0:
         if math.prod(n for n in shape if n) >= 1 << 40:
             raise DecodeError("bad_shape", f"empty array {name!r:.80} claims shape {shape!r:.80}")
-        array = np.empty(shape, dtype)
+        array: NDArray[Any] = np.empty(shape, known)
     else:
-        array = np.frombuffer(source, dtype, count, offset).reshape(shape)
-    array.flags.writeable = False
+        array = np.ndarray(shape, known, source, offset)
+    if array.flags.writeable:
+        array.flags.writeable = False
     return name, array

@@ -1,4 +1,4 @@
-"""The bounds of a Box, element by element."""
+"""The bounds of a Box, element by element, and how an action gets inside them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.spaces import Box, leaf_size
+from headrace.schemas.spaces import Box, column_dtype, leaf_size
 
 
 def box_bounds(leaf: Box) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -15,6 +15,40 @@ def box_bounds(leaf: Box) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     return _row(leaf, leaf.low, -np.inf), _row(leaf, leaf.high, np.inf)
 
 
+def bounded_box(low: NDArray[np.float64], high: NDArray[np.float64], dtype: str) -> Box:
+    """The Box of these bounds, whose shape they have; the inverse of `box_bounds`."""
+    return Box(shape=low.shape, dtype=dtype, low=_shared(low), high=_shared(high))
+
+
+class ActionBounds:
+    """From a policy's action for a Box leaf, (rows, *shape) around 0, to what the env takes."""
+
+    def __init__(self, leaf: Box) -> None:
+        self.dtype = column_dtype(leaf)
+        self.whole = self.dtype.kind in "iu"
+        """The env wants integers."""
+        self._low, self._high = box_bounds(leaf)
+        bounded = np.isfinite(self._low) & np.isfinite(self._high)
+        low, high = np.where(bounded, self._low, -1.0), np.where(bounded, self._high, 1.0)
+        self._centre, self._half_range = (low + high) / 2, (high - low) / 2
+
+    def unsquash(self, actions: NDArray[Any]) -> NDArray[np.float64]:
+        """Mapped from [-1, 1] to the bounds where both are finite, as it is elsewhere; what was outside stays so."""
+        mapped: NDArray[np.float64] = self._centre + actions * self._half_range
+        return mapped
+
+    def clip(self, actions: NDArray[Any]) -> NDArray[Any]:
+        """Clipped to the bounds, in the env's dtype; rounded first if that is one of integers."""
+        clipped: NDArray[Any] = np.clip(np.rint(actions) if self.whole else actions, self._low, self._high)
+        return clipped.astype(self.dtype)
+
+
 def _row(leaf: Box, bound: Any, absent: float) -> NDArray[np.float64]:
     flat = bound if isinstance(bound, tuple) else [bound] * leaf_size(leaf)
     return np.array([absent if b is None else b for b in flat], np.float64).reshape(leaf.shape)
+
+
+def _shared(bound: NDArray[np.float64]) -> float | tuple[float | None, ...] | None:
+    """One number when all elements share it, None for infinity."""
+    flat = [value if np.isfinite(value) else None for value in bound.ravel().tolist()]
+    return flat[0] if len(set(flat)) == 1 else tuple(flat)

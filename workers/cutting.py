@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.batch import ChunkBatch, is_obs_column
+from headrace.schemas.batch import STATE_IN, ChunkBatch, is_obs_column
 from headrace.schemas.chunk import CHUNK_TABLE, ChunkEnd
 from headrace.schemas.ledger import Discard
 from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves
@@ -56,6 +56,8 @@ def cut(
     for name, leaf in leaves(spaces.action, "actions"):
         # A fragment makes its action columns at the first step; markers alone travel in one that never had any.
         columns.setdefault(name, np.empty((0, *leaf_shape(leaf)), column_dtype(leaf)))
+    for name in chunks[0].state_in if chunks else ():
+        columns[STATE_IN + name] = np.stack([chunk.state_in[name] for chunk in chunks])
     table = np.zeros(len(chunks) + len(markers), CHUNK_TABLE)
     returns = _sums(columns["rewards"], lengths)
     _fill_chunks(table[: len(chunks)], chunks, lengths, returns)

@@ -2,21 +2,73 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+import copy
+import itertools
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import torch
 
 from headrace.schemas.chunk import EpisodeChunk
-from headrace.schemas.errors import ConfigError
+from headrace.schemas.errors import CallbackError, ConfigError, ModuleError
+from headrace.schemas.ledger import Discard
+from headrace.workers.callbacks import CallbackList
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.metrics import RunnerMetrics
+from headrace.workers.randomness import SeedTree, episode_id_high
+from headrace.workers.runner_state import RunnerState, Version
+from headrace.workers.totals import RunnerTotals
+from headrace.workers.vector_sampler import Mode
+
+Batch = TypeVar("Batch", bound=Sequence[EpisodeChunk])
+"""What one cut gives."""
+
+
+_OWN_SETTINGS = ("env_config", "module_config", "env_to_module", "module_to_env")
+"""What a runner copies, so that neither it nor its caller sees what the other changes later."""
 
 
 class SampleSizeError(ConfigError, AssertionError):
     """`sample` was asked for a size that makes no sense."""
 
 
-class EnvRunner(ABC):
-    """Steps environments with a policy and gives episode chunks. One thread at a time; usable in a `with` block."""
+class Sampler(Protocol):
+    """What the sampling loop asks of whoever steps the envs."""
+
+    @property
+    def episodes_ended(self) -> int: ...
+    @property
+    def hangs(self) -> bool: ...
+    def begin(self, mode: Mode, capacity: int, *, force_reset: bool) -> None: ...
+    def abandon(self, reason: Discard) -> None: ...
+    def finish(self, reason: Discard) -> None: ...
+    def close(self) -> None: ...
+
+
+class EnvRunner(RunnerState, Generic[Batch]):
+    """Steps environments with a policy and gives episode chunks. One thread at a time; usable in a `with` block.
+
+    The sampling loop stands here, once: it polls until enough steps were taken or enough episodes have ended.
+    """
+
+    def __init__(self, config: EnvRunnerConfig, worker_index: int, incarnation: int, run_uid: str) -> None:
+        own = {name: copy.deepcopy(getattr(config, name)) for name in _OWN_SETTINGS}
+        self.config = config.model_copy(update=own)
+        self.worker_index = worker_index
+        self.incarnation = incarnation
+        self.totals = RunnerTotals()
+        self._metrics = RunnerMetrics(config, self.totals)
+        self.callbacks = CallbackList(config.callbacks, self._callback_arguments)
+        self._seeds = SeedTree(config.seed, worker_index, incarnation, config.num_envs)
+        self._id_high = episode_id_high(run_uid, self._seeds.entropy, worker_index, incarnation)
+        self._version = Version()
+        self._waiting = None
+        self._sampler: Sampler | None = None
+        torch.set_num_threads(config.torch_threads)
+
+    # -- what the kinds of runner do each in its own way --------------------------------------------------------------
 
     @abstractmethod
     def make_env(self) -> None:
@@ -27,10 +79,6 @@ class EnvRunner(ABC):
         """Build the policy anew from the config."""
 
     @abstractmethod
-    def sample(self, **kwargs: Any) -> Sequence[EpisodeChunk]:
-        """Step and give what was lived through."""
-
-    @abstractmethod
     def get_metrics(self) -> dict[str, Any]:
         """Steps and completed episodes since the last call, and lifetime sums."""
 
@@ -39,20 +87,159 @@ class EnvRunner(ABC):
         """Module id -> (observation space, action space), as the env has them."""
 
     @abstractmethod
-    def get_state(self) -> dict[str, Any]:
-        """Weights with their version, and lifetime counters."""
+    def _check_can_act(self) -> None:
+        """Raise `ModuleError` if there is no policy to act with."""
 
     @abstractmethod
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what of `state` is there."""
+    def _poll(self, on_wait: Callable[[], None] | None, stop_at_episodes: int | None) -> None:
+        """Step every env that is up, once; see `VectorSampler.poll`."""
 
     @abstractmethod
+    def _cut(self, keep_open: bool) -> Batch:
+        """Deliver what was gathered; `keep_open`: whole episodes only."""
+
+    @property
+    @abstractmethod
+    def _vector(self) -> Sampler:
+        """The sampler; raises `MissingEnvError` before `make_env`."""
+
+    def _abandon(self, reason: Discard) -> None:
+        self._vector.abandon(reason)
+
+    # -- sampling -----------------------------------------------------------------------------------------------------
+
+    def sample(
+        self,
+        *,
+        num_timesteps: int | None = None,
+        num_episodes: int | None = None,
+        explore: bool | None = None,
+        random_actions: bool = False,
+        force_reset: bool = False,
+    ) -> Sequence[EpisodeChunk]:
+        """Chunks of about `num_timesteps` env steps, or `num_episodes` whole episodes; finished episodes come first.
+
+        `num_timesteps` n polls all envs ceil(n / num_envs) times and goes on with the episodes of the call before:
+        without failures n to n + num_envs - 1 steps. `num_episodes` m resets all envs first and gives m to
+        m + num_envs - 1 episodes; whatever was begun besides is dropped. Without a size, `config.batch_mode` decides.
+        Episodes left behind, of which a part was given out before, are told by an ABORTED chunk of no steps, last.
+
+        Raises `SampleSizeError` for a size that makes no sense, `EnvRestartBudgetError` when an env failed too often,
+        `ModuleError` when the policy fails, and `CallbackError` when on_sample_end does; it has the `samples`.
+        """
+        check_size(num_timesteps, num_episodes)
+        if num_timesteps == 0 or num_episodes == 0:
+            return []
+        length, width = self.config.rollout_fragment_length, self.config.num_envs
+        if num_timesteps is None and num_episodes is None:
+            whole = self.config.batch_mode == "complete_episodes"
+            num_timesteps, num_episodes = (None, width) if whole else (length * width, None)
+        mode = Mode(self.config.explore if explore is None else explore, random_actions)
+        if num_episodes is not None:
+            self._begin(mode, length, force_reset=True)
+            self._poll_until(self._enough_episodes(num_episodes), stop_at_episodes=num_episodes)
+            self._vector.abandon(Discard.RESET)
+            return self._end_sample(self._deliver(keep_open=False))
+        steps = num_timesteps or 0
+        self._begin(mode, -(-steps // width), force_reset)
+        self._poll_until(self._enough_steps(steps))
+        return self._end_sample(self._deliver(keep_open=False))
+
+    def sample_fragment(self, on_poll: Callable[[], None] | None = None, random_actions: bool = False) -> Batch:
+        """What a worker ships: `rollout_fragment_length` polls, then everything open is cut.
+
+        With batch_mode "complete_episodes": polls until `num_envs` episodes have finished, which are delivered; the
+        others stay open. `on_poll` is called after every poll, and now and then while all envs wait to be rebuilt.
+        """
+        whole = self.config.batch_mode == "complete_episodes"
+        length, width = self.config.rollout_fragment_length, self.config.num_envs
+        self._begin(Mode(self.config.explore, random_actions), length, force_reset=False)
+        enough = self._enough_episodes(width) if whole else self._enough_steps(length * width)
+        self._poll_until(lambda: enough() or self._waiting is not None, on_poll)  # a batch names one learner epoch
+        return self._end_sample(self._deliver(keep_open=whole))
+
+    def _end_sample(self, samples: Batch) -> Batch:
+        try:
+            self.callbacks.call("on_sample_end", samples=samples)
+        except CallbackError as error:
+            error.samples = samples
+            raise
+        return samples
+
+    def _begin(self, mode: Mode, capacity: int, force_reset: bool) -> None:
+        sampler = self._vector
+        if not mode.random_actions:
+            self._check_can_act()
+        sampler.begin(mode, capacity, force_reset=force_reset)
+
+    def _poll_until(
+        self,
+        enough: Callable[[], bool],
+        on_poll: Callable[[], None] | None = None,
+        stop_at_episodes: int | None = None,
+    ) -> None:
+        while not enough():
+            self._poll(on_poll, stop_at_episodes)
+            if on_poll is not None:
+                on_poll()
+
+    def _enough_steps(self, steps: int) -> Callable[[], bool]:
+        """Polls are counted, not steps that a failure takes away, so that no cut depends on a neighbour's fault.
+
+        Agent steps cannot be known from polls, so that with them it does.
+        """
+        if self.config.count_steps_by == "agent_steps":
+            goal = self.totals.stepped + steps
+            return lambda: self.totals.stepped >= goal
+        polls = -(-steps // self.config.num_envs)
+        begun = itertools.count()
+        return lambda: next(begun) >= polls
+
+    def _enough_episodes(self, episodes: int) -> Callable[[], bool]:
+        sampler = self._vector
+        return lambda: sampler.episodes_ended >= episodes
+
+    def _deliver(self, keep_open: bool) -> Batch:
+        """Cut, and then let the weights act that waited for it."""
+        if self._waiting is not None and (keep_open or self._vector.hangs):
+            self._vector.abandon(Discard.RESET)  # steps of one batch that were chosen under two epochs
+            keep_open = False
+        batch = self._cut(keep_open)
+        if self._waiting is not None:
+            try:
+                self._apply(*self._waiting)
+            except CallbackError as error:
+                error.samples = batch
+                raise
+        return batch
+
+    def discard_open(self, reason: Discard) -> Batch:
+        """End sampling: what finished since the last cut, and end markers for episodes of which a part was given out.
+
+        Unfinished steps are lost under `reason`. The next sampling resets all envs.
+        """
+        self._vector.finish(reason)
+        return self._deliver(keep_open=False)
+
+    # -- what else one may ask ----------------------------------------------------------------------------------------
+
+    def _callback_arguments(self) -> dict[str, Any]:
+        return {"env_runner": self, "metrics_logger": self._metrics.logger, "rl_module": getattr(self, "module", None)}
+
+    def take_finished_episodes(self) -> list[tuple[float, int]]:
+        """(return, length) of each episode delivered to its end since the last call."""
+        return self._metrics.take_finished()
+
     def assert_healthy(self) -> None:
         """Raise AssertionError unless construction went through to its end."""
+        if not getattr(self, "_healthy", False):
+            raise AssertionError("the runner was not built to its end, or was stopped")
 
-    @abstractmethod
     def stop(self) -> None:
         """Close all envs. May be called twice, and on a runner that has none."""
+        self._healthy = False
+        if self._sampler is not None:
+            self._sampler.close()
 
     def __enter__(self) -> Self:
         return self
@@ -61,6 +248,11 @@ class EnvRunner(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def no_module_error() -> ModuleError:
+    """What is raised where a policy is asked for and there is none."""
+    return ModuleError("this runner has no module (its builder raised NotImplementedError); use random_actions=True")
 
 
 def check_size(num_timesteps: int | None, num_episodes: int | None) -> None:

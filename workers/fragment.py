@@ -29,11 +29,15 @@ ChunkInfos = dict[int, dict[str, Any]]
 
 @dataclass(slots=True, eq=False)
 class OpenChunk:
-    """Rows `start:stop` of a lane, one episode's. `final`: place of its last observation among those kept aside."""
+    """Rows `start:stop` of a lane, one episode's. `final`: place of its last observation among those kept aside.
+
+    `state_in`: what a recurrent module remembered before the first of them.
+    """
 
     lane: int
     episode: Episode
     start: int
+    state_in: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     infos: ChunkInfos = field(default_factory=dict)
     stop: int = -1
     end: ChunkEnd = ChunkEnd.ONGOING
@@ -105,9 +109,9 @@ class Fragment:
         """Row of the lane's next step."""
         return self._level if self._level is not None else int(self._cursor[lane])
 
-    def begin(self, lane: int, episode: Episode) -> None:
+    def begin(self, lane: int, episode: Episode, state_in: Mapping[str, NDArray[Any]]) -> None:
         """The lane's steps from now on belong to `episode`."""
-        self.open[lane] = OpenChunk(lane, episode, self.cursor(lane))
+        self.open[lane] = OpenChunk(lane, episode, self.cursor(lane), state_in)
 
     def add_info(self, lane: int, info: dict[str, Any]) -> None:
         """The info that came with the observation which the lane sees now."""

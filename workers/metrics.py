@@ -1,68 +1,187 @@
-"""What finished episodes looked like, under the names that RLlib's users know."""
+"""What a runner sampled and what finished episodes looked like, under the names that RLlib's users know."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.chunk import ChunkEnd
+from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.fragment import OpenChunk
+from headrace.workers.metrics_logger import MetricsLogger, Path, Window, build_report
 from headrace.workers.totals import RunnerTotals
+
+RESERVED = frozenset(
+    (
+        "num_env_steps_sampled",
+        "num_env_steps_sampled_lifetime",
+        "num_env_steps_sampled_lifetime_throughput",
+        "num_episodes",
+        "num_episodes_lifetime",
+        "num_agent_steps_sampled",
+        "num_agent_steps_sampled_lifetime",
+        "num_module_steps_sampled",
+        "num_module_steps_sampled_lifetime",
+        "num_env_step_failures_lifetime",
+        "num_env_rebuilds_lifetime",
+        "num_env_steps_discarded_lifetime",
+        "episode_return_mean",
+        "episode_return_min",
+        "episode_return_max",
+        "episode_len_mean",
+        "episode_len_min",
+        "episode_len_max",
+        "episode_duration_sec_mean",
+        "agent_episode_returns_mean",
+        "agent_steps",
+        "module_episode_returns_mean",
+        "windows",
+    )
+)
+"""Names of a report that a callback cannot log under. Rates are a second, durations in seconds."""
 
 
 class RunnerMetrics:
-    """Steps and episodes as they are delivered; what a failure took away is counted by the totals, by name."""
+    """Steps and episodes as they are delivered; what a failure took away is counted by the totals, by name.
 
-    def __init__(self, totals: RunnerTotals) -> None:
+    An episode counts when its last chunk is delivered, with what all its chunks add up to. Figures of episodes are
+    over the newest `metrics_num_episodes_for_smoothing`, divided among the runners of the fleet.
+    """
+
+    def __init__(self, config: EnvRunnerConfig, totals: RunnerTotals) -> None:
         self._totals = totals
+        self._window = math.ceil(config.metrics_num_episodes_for_smoothing / max(config.num_workers, 1))
+        self.logger = MetricsLogger(self._window, RESERVED)
+        self._returns: deque[float] = deque(maxlen=self._window)
+        self._lengths: deque[int] = deque(maxlen=self._window)
+        self._durations: deque[float] = deque(maxlen=self._window)
+        self._by_name: dict[Path, deque[Any]] = {}
+        self._steps: dict[Path, int] = {}
+        self._episodes = 0
+        self._episodes_lifetime = 0
         self._reported_steps = 0
-        self._returns: list[float] = []
-        self._lengths: list[int] = []
-        self._durations: list[float] = []
+        self._reported_at = time.perf_counter()
         self._finished: list[tuple[float, int]] = []
         self.steps_before = 0
         """Lifetime steps of earlier lives, as restored from a checkpoint."""
-        self._episodes_lifetime = 0
 
     def add(self, chunks: Sequence[OpenChunk], batch: ChunkBatch) -> None:
-        """`chunks` were delivered as the first rows of `batch`."""
+        """`chunks` of one agent were delivered as the first rows of `batch`."""
         now = time.perf_counter()
         table = batch.table[: len(chunks)]
         done = (table["end"] == ChunkEnd.TERMINATED) | (table["end"] == ChunkEnd.TRUNCATED)
         returns, lengths = table["episode_return"][done].tolist(), table["episode_length"][done].tolist()
-        self._returns += returns
-        self._lengths += lengths
+        agent, module = batch.agents[0], batch.modules[0]
+        self.count_steps({agent: batch.steps}, {module: batch.steps})
+        if not returns:
+            return
+        self._durations.extend(now - chunks[i].episode.started_at for i in np.flatnonzero(done).tolist())
+        self._add_episodes(returns, lengths)
+        self._window_of("agent_episode_returns_mean", agent).extend(returns)
+        self._window_of("agent_steps", agent).extend(lengths)
+        self._window_of("module_episode_returns_mean", module).extend(returns)
+
+    def count_steps(self, agents: Mapping[str, int], modules: Mapping[str, int]) -> None:
+        """Steps of these agents and modules were delivered."""
+        for kind, steps in (("agent", agents), ("module", modules)):
+            for name, count in steps.items():
+                for counter in (f"num_{kind}_steps_sampled", f"num_{kind}_steps_sampled_lifetime"):
+                    self._steps[counter, name] = self._steps.get((counter, name), 0) + count
+
+    def add_episode(
+        self,
+        episode_return: float,
+        length: int,
+        duration_s: float,
+        agents: Mapping[str, tuple[float, int]],
+        modules: Mapping[str, float],
+    ) -> None:
+        """An episode of several agents was delivered to its end: (return, steps) by agent, return by module."""
+        self._durations.append(duration_s)
+        self._add_episodes([episode_return], [length])
+        for agent, (agent_return, steps) in agents.items():
+            self._window_of("agent_episode_returns_mean", agent).append(agent_return)
+            self._window_of("agent_steps", agent).append(steps)
+        for module, module_return in modules.items():
+            self._window_of("module_episode_returns_mean", module).append(module_return)
+
+    def _add_episodes(self, returns: list[float], lengths: list[int]) -> None:
+        self._returns.extend(returns)
+        self._lengths.extend(lengths)
         self._finished += zip(returns, lengths, strict=True)
-        self._durations += [now - chunks[i].episode.started_at for i in np.flatnonzero(done).tolist()]
+        self._episodes += len(returns)
         self._episodes_lifetime += len(returns)
+
+    def _window_of(self, figure: str, name: str) -> deque[Any]:
+        path = figure, name
+        if path not in self._by_name:
+            self._by_name[path] = deque(maxlen=self._window)
+        return self._by_name[path]
 
     def take_finished(self) -> list[tuple[float, int]]:
         """(return, length) of each episode delivered whole since the last call."""
         finished, self._finished = self._finished, []
         return finished
 
-    def report(self) -> dict[str, Any]:
-        """Everything since the last report, and lifetime sums. Episode figures are absent while no episode finished."""
-        totals = self._totals
-        report: dict[str, Any] = {
-            "num_env_steps_sampled": totals.delivered - self._reported_steps,
-            "num_env_steps_sampled_lifetime": self.steps_before + totals.delivered,
-            "num_episodes": len(self._returns),
+    @property
+    def steps_lifetime(self) -> int:
+        """Env steps delivered in this life and those before."""
+        return self.steps_before + self._totals.env_steps_delivered
+
+    def read_counters(self) -> dict[str, Any]:
+        """Lifetime counters by the names they have in a report."""
+        counters: dict[str, Any] = {
+            "num_env_steps_sampled_lifetime": self.steps_lifetime,
             "num_episodes_lifetime": self._episodes_lifetime,
-            "num_env_step_failures_lifetime": totals.env_failures,
-            "num_env_rebuilds_lifetime": totals.env_rebuilds,
-            "num_env_steps_discarded_lifetime": sum(totals.discarded.values()),
         }
-        self._reported_steps = totals.delivered
-        for name, values in (("episode_return", self._returns), ("episode_len", self._lengths)):
-            if values:
-                report[f"{name}_mean"] = float(np.mean(values))
-                report[f"{name}_min"], report[f"{name}_max"] = min(values), max(values)
-        if self._durations:
-            report["episode_duration_sec_mean"] = float(np.mean(self._durations))
-        self._returns, self._lengths, self._durations = [], [], []
-        return report
+        for (counter, name), count in self._steps.items():
+            if counter.endswith("_lifetime"):
+                counters.setdefault(counter, {})[name] = count
+        return counters
+
+    def write_counters(self, counters: Mapping[str, Any]) -> None:
+        """Go on counting from those of `counters` that are there; other entries are not looked at."""
+        if "num_env_steps_sampled_lifetime" in counters:
+            self.steps_before = int(counters["num_env_steps_sampled_lifetime"]) - self._totals.env_steps_delivered
+        if "num_episodes_lifetime" in counters:
+            self._episodes_lifetime = int(counters["num_episodes_lifetime"])
+        for counter in ("num_agent_steps_sampled_lifetime", "num_module_steps_sampled_lifetime"):
+            self._steps |= {(counter, str(name)): int(count) for name, count in counters.get(counter, {}).items()}
+
+    def report(self) -> dict[str, Any]:
+        """Counts since the last report, lifetime sums, and figures of the window. What has no value is absent.
+
+        `merge_metrics` makes one of several runners'.
+        """
+        totals, now = self._totals, time.perf_counter()
+        steps = totals.env_steps_delivered - self._reported_steps
+        sums: dict[Path, float] = {
+            ("num_env_steps_sampled",): steps,
+            ("num_env_steps_sampled_lifetime",): self.steps_lifetime,
+            ("num_env_steps_sampled_lifetime_throughput",): steps / max(now - self._reported_at, 1e-9),
+            ("num_episodes",): self._episodes,
+            ("num_episodes_lifetime",): self._episodes_lifetime,
+            ("num_env_step_failures_lifetime",): totals.env_failures,
+            ("num_env_rebuilds_lifetime",): totals.env_rebuilds,
+            ("num_env_steps_discarded_lifetime",): sum(totals.discarded.values()),
+            **{path: count for path, count in self._steps.items() if count},
+            **self.logger.take_sums(),
+        }
+        self._reported_steps, self._reported_at, self._episodes = totals.env_steps_delivered, now, 0
+        self._steps = {path: count for path, count in self._steps.items() if path[0].endswith("_lifetime")}
+        return build_report(sums, [*self._windows(), *self.logger.windows()])
+
+    def _windows(self) -> list[Window]:
+        figures = [
+            Window((f"{name}_{reduce}",), reduce, values)
+            for name, values in (("episode_return", self._returns), ("episode_len", self._lengths))
+            for reduce in ("mean", "min", "max")
+        ]
+        figures.append(Window(("episode_duration_sec_mean",), "mean", self._durations))
+        return figures + [Window(path, "mean", values) for path, values in self._by_name.items()]

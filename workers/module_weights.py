@@ -17,8 +17,8 @@ def read_weights(module: torch.nn.Module) -> dict[str, NDArray[Any]]:
     return {name: tensor.detach().cpu().numpy().copy() for name, tensor in module.state_dict().items()}
 
 
-def write_weights(module: torch.nn.Module, state: Mapping[str, NDArray[Any]]) -> None:
-    """Copy `state` into the module's own memory, all of it or, with a `ModuleError`, nothing."""
+def check_weights(module: torch.nn.Module, state: Mapping[str, NDArray[Any]]) -> None:
+    """Raise `ModuleError` unless `state` has the names and shapes of the module's parameters and buffers."""
     own = module.state_dict()
     missing, strange = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     if missing or strange:
@@ -32,8 +32,13 @@ def write_weights(module: torch.nn.Module, state: Mapping[str, NDArray[Any]]) ->
                 f"weights do not fit the module: {name!r} has shape {tuple(state[name].shape)}, "
                 f"the module's {tuple(tensor.shape)}; worker and learner must build the same module"
             )
+
+
+def write_weights(module: torch.nn.Module, state: Mapping[str, NDArray[Any]]) -> None:
+    """Copy `state` into the module's own memory, all of it or, with a `ModuleError`, nothing."""
+    check_weights(module, state)
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in module.state_dict().items():
             tensor.copy_(_tensor(state[name]))
 
 

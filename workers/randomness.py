@@ -18,7 +18,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-_BLOCK = 64
+BLOCK = 64
+"""Numbers drawn from a stream at once."""
 EPISODE_BITS = 48
 """Low bits of an episode id that count the episodes of one env; the 16 above them are the env's index."""
 
@@ -28,6 +29,7 @@ class SeedTree:
 
     def __init__(self, seed: int | None, worker_index: int, incarnation: int, num_envs: int) -> None:
         self.entropy = secrets.randbits(128) if seed is None else seed
+        self._key = (worker_index, incarnation)
         children = [
             np.random.SeedSequence(self.entropy, spawn_key=(worker_index, incarnation, env_index)).spawn(3)
             for env_index in range(num_envs)
@@ -35,20 +37,27 @@ class SeedTree:
         streams = [[np.random.Generator(np.random.PCG64(child)) for child in row] for row in children]
         self.resets, self.policy, self.random_actions = (list(column) for column in zip(*streams, strict=True))
 
+    def of_seat(self, use: Literal["policy", "random_actions"], env_index: int, *seat: int) -> np.random.Generator:
+        """A stream for one of several who act in an env, told apart by `seat`; a child of the env's own for the use."""
+        branch = 1 if use == "policy" else 2
+        key = (*self._key, env_index, branch, *seat)
+        return np.random.Generator(np.random.PCG64(np.random.SeedSequence(self.entropy, spawn_key=key)))
+
 
 class EnvSeeds:
     """Seeds for `env.reset`, one for each episode of one env, in [0, max_seed]."""
 
     def __init__(self, stream: np.random.Generator, max_seed: int) -> None:
-        self._stream = stream
+        self.stream = stream
+        self.ahead: list[int] = []
+        """Drawn and not handed out yet, the next one last."""
         self._max_seed = max_seed
-        self._ahead: list[int] = []
 
     def next(self) -> int:
         """The next seed; never one that was handed out before, but by chance (about n²/2⁶⁴ for n episodes)."""
-        if not self._ahead:
-            self._ahead = self._stream.integers(0, self._max_seed, _BLOCK, dtype=np.int64, endpoint=True).tolist()[::-1]
-        return self._ahead.pop()
+        if not self.ahead:
+            self.ahead = self.stream.integers(0, self._max_seed, BLOCK, dtype=np.int64, endpoint=True).tolist()[::-1]
+        return self.ahead.pop()
 
 
 class NoiseBlocks:
@@ -58,22 +67,32 @@ class NoiseBlocks:
     """
 
     def __init__(self, streams: Sequence[np.random.Generator], size: int, kind: Literal["uniform", "normal"]) -> None:
-        self._streams = streams
+        self.streams = streams
         self._kind = kind
-        self._block = np.empty((_BLOCK, len(streams), size), np.float32)
-        self._at = _BLOCK
+        self._block = np.empty((BLOCK, len(streams), size), np.float32)
+        self._at = BLOCK
 
     def next(self) -> NDArray[np.float32]:
         """Numbers in [0, 1), or standard normal ones. A view that is overwritten some passes later."""
-        if self._at == _BLOCK:
+        if self._at == BLOCK:
             self._refill()
         row: NDArray[np.float32] = self._block[self._at]
         self._at += 1
         return row
 
+    @property
+    def ahead(self) -> NDArray[np.float32]:
+        """float32 (passes, envs, size): what is drawn and not used yet; a view."""
+        return self._block[self._at :]
+
+    @ahead.setter
+    def ahead(self, numbers: NDArray[np.float32]) -> None:
+        self._at = BLOCK - len(numbers)
+        self._block[self._at :] = numbers
+
     def _refill(self) -> None:
-        shape = (_BLOCK, self._block.shape[2])
-        for lane, stream in enumerate(self._streams):
+        shape = (BLOCK, self._block.shape[2])
+        for lane, stream in enumerate(self.streams):
             if self._kind == "normal":
                 self._block[:, lane] = stream.standard_normal(shape, dtype=np.float32)
             else:

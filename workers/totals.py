@@ -9,9 +9,10 @@ from headrace.schemas.ledger import Discard
 
 @dataclass(slots=True)
 class RunnerTotals:
-    """Env steps since the runner was built: stepped = open + discarded + delivered, at any moment.
+    """Agent steps since the runner was built: stepped = open + discarded + delivered, at any moment.
 
-    A step counts once `env.step` has returned; `open` ones stand in the fragment; `delivered` ones were in a batch.
+    A step counts once `env.step` has returned; `open` ones stand in the fragment, or wait for the observation that
+    completes them; `delivered` ones were in a batch. With one agent in an env, its steps are the env's.
     """
 
     stepped: int = 0
@@ -19,6 +20,9 @@ class RunnerTotals:
     delivered: int = 0
     delivered_chunks: int = 0
     discarded: dict[str, int] = field(default_factory=dict)
+    env_steps: int = 0
+    env_steps_delivered: int = 0
+    """Env steps of which the agents' steps were delivered, or hang."""
     episodes: int = 0
     env_failures: int = 0
     env_rebuilds: int = 0

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.chunk import EXPLORE, RANDOM_ACTIONS
+from headrace.schemas.chunk import EXPLORE, RANDOM_ACTIONS, ChunkEnd
+from headrace.schemas.errors import ConnectorError
 from headrace.schemas.ledger import Discard
+from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.cutting import Marker, Stamp, cut
 from headrace.workers.envs.actions import to_env_form
 from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.vector import EnvVector, Outcome
+from headrace.workers.episode_events import EpisodeEvents
+from headrace.workers.episode_view import EpisodeView, OpenRows
 from headrace.workers.fragment import Fragment, OpenChunk
 from headrace.workers.modules.acting import Columns
+from headrace.workers.modules.recurrent import Memory
 from headrace.workers.totals import RunnerTotals
-
-_WAIT_SLICE_S = 0.02
-"""How long to sleep at most before `on_wait` is called again while every env waits to be rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +46,23 @@ class Mode:
 class VectorSampler:
     """A vector, the fragment that is being filled, and the end markers that are to be told with the next cut."""
 
-    def __init__(self, config: EnvRunnerConfig, envs: EnvVector, totals: RunnerTotals, id_high: int) -> None:
+    def __init__(
+        self, config: EnvRunnerConfig, envs: EnvVector, totals: RunnerTotals, id_high: int, callbacks: CallbackList
+    ) -> None:
         self.envs = envs
         self.needs_reset = True
         self._totals = totals
         self._id_high = id_high
         self._keeps_infos = config.infos == "all"
         self._width = config.num_envs
+        self.connectors = _connect(config, envs)
+        self._memory: Memory | None = None
         self._fragment: Fragment | None = None
         self._markers: list[Marker] = []
         self.mode = Mode(config.explore, random_actions=False)
+        self._events = EpisodeEvents(callbacks, self.look)
+        envs.on_episode_created = self._events.created if self._events.watches_created else None
+        envs.on_failure = self._events.failed if self._events.watches_failures else None
 
     @property
     def fragment(self) -> Fragment:
@@ -61,13 +75,16 @@ class VectorSampler:
         """Episodes that finished in the fragment."""
         return len(self.fragment.ended)
 
+    hangs = False
+    """No action waits for the observation that completes it: each is answered by the step it is sent in."""
+
     def begin(self, mode: Mode, capacity: int, *, force_reset: bool) -> None:
         """Have a fragment for steps of this `mode`, and an episode in every env."""
         if self._fragment is not None and mode != self.mode:
             self._drop_fragment()  # columns and flags of a batch are of one mode
         self.mode = mode
         if self._fragment is None:
-            self._fragment = Fragment(self._width, capacity, self.envs.observations.columns)
+            self._fragment = Fragment(self._width, capacity, self.connectors.columns)
             self._resume_chunks()
         if force_reset or self.needs_reset:
             self.abandon(Discard.RESET)
@@ -79,9 +96,19 @@ class VectorSampler:
         """Episodes go on in a new fragment; the info of the observation at the seam belongs to both chunks."""
         for lane in self.envs.lanes:
             if lane.episode is not None:
-                self.fragment.begin(lane.index, lane.episode)
+                self.fragment.begin(lane.index, lane.episode, self._state_in(lane.index))
                 if lane.episode.seam_info:
                     self.fragment.add_info(lane.index, lane.episode.seam_info)
+
+    def _state_in(self, lane: int) -> dict[str, NDArray[Any]]:
+        """What a recurrent module, if there is one and it acts, remembers of the lane."""
+        return {} if self._memory is None or self.mode.random_actions else self._memory.of(lane)
+
+    def use_memory(self, memory: Memory | None) -> None:
+        """From now on `memory` is kept true at episode starts. Steps that were not cut yet, of another's, are lost."""
+        if (memory is not None or self._memory is not None) and self._fragment is not None:
+            self._drop_fragment()
+        self._memory = memory
 
     # -- one poll -----------------------------------------------------------------------------------------------------
 
@@ -100,8 +127,9 @@ class VectorSampler:
         """
         envs, fragment = self.envs, self.fragment
         if envs.live_count < self._width:
-            self._await_envs(on_wait)
-        fragment.aim(envs.live)
+            envs.wait_for_one(self._start_episodes, on_wait)
+        live = envs.live
+        fragment.aim(live)
         columns = choose_actions()
         fragment.put(columns)
         outcome = envs.step(_env_actions(envs, columns))
@@ -109,30 +137,74 @@ class VectorSampler:
         self._count(outcome)
         for failure in outcome.failures:
             self._abort(failure)
+        if self.connectors.sees:
+            self._process(live, outcome, columns)
         if self._keeps_infos:
             for lane, info in outcome.infos:
                 fragment.add_info(lane, info)
+        if self._events.watches_steps or (outcome.ended and self._events.watches_ends):
+            self._tell_steps(outcome)
         if outcome.ended:
             self._end_episodes(outcome, stop_at_episodes)
         if outcome.failures or outcome.ended:
             self._start_episodes(envs.recover)
 
-    def _await_envs(self, on_wait: Callable[[], None] | None) -> None:
-        """Bring back envs whose wait is over; while none at all is up, wait for the first."""
-        self._start_episodes(self.envs.revive)
-        while not self.envs.live_count:
-            time.sleep(min(self.envs.next_due_s() or 0.0, _WAIT_SLICE_S))
-            if on_wait is not None:
-                on_wait()
-            self._start_episodes(self.envs.revive)
+    def _process(self, live: NDArray[np.intp] | None, outcome: Outcome, columns: Columns) -> None:
+        """The observations that have arrived pass env_to_module, those of episodes that end with them too."""
+        lanes = np.arange(self._width) if live is None else live
+        rewards = outcome.rewards
+        if outcome.failures:
+            sound = ~np.isin(lanes, [failure.lane for failure in outcome.failures])
+            lanes, rewards = lanes[sound], rewards[sound]
+        if len(lanes):
+            with self._dropping():
+                self.connectors.stepped(lanes, columns, rewards)
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """Where a connector fails between two polls, nobody knows what its lanes have seen: all begin anew."""
+        try:
+            yield
+        except ConnectorError:
+            self._drop_fragment()
+            raise
+
+    def _tell_steps(self, outcome: Outcome) -> None:
+        """Callbacks of steps and ends; one that raises makes a failure of its lane."""
+        ends = dict(outcome.ended)
+        lanes = self.envs.lanes if self._events.watches_steps else [self.envs.lanes[index] for index in ends]
+        for lane in lanes:
+            if lane.episode is None:
+                continue
+            error = self._events.stepped(lane, lane.episode, ends.get(lane.index, ChunkEnd.ONGOING))
+            if error is not None:
+                ends.pop(lane.index, None)
+                outcome.failures.append(Failure(lane.index, error, stepped=True))
+                self._abort(outcome.failures[-1])
+        outcome.ended = list(ends.items())
+
+    def look(self, lane: Lane, episode: Episode, *, undone: bool = False) -> EpisodeView:
+        """How `episode` of the lane stands now, without its last row if that was `undone`."""
+        chunk = self._fragment.open[lane.index] if self._fragment is not None else None
+        if chunk is None or chunk.episode is not episode:
+            return EpisodeView(episode, self._id_high, self.connectors.spaces)
+        stop = self.fragment.cursor(lane.index) - undone
+        columns = self.fragment.columns
+        rows = OpenRows(columns, self.connectors.columns, chunk.infos, lane.index, chunk.start, stop)
+        return EpisodeView(episode, self._id_high, self.connectors.spaces, rows)
 
     def _count(self, outcome: Outcome) -> None:
         stepped = len(outcome.rewards)
         self._totals.open += stepped
         self._totals.stepped += stepped - sum(not failure.stepped for failure in outcome.failures)
+        self._totals.env_steps = self._totals.stepped
 
     def _abort(self, failure: Failure) -> None:
-        """The env failed: its unfinished fragment is lost by name, and its episode over."""
+        """The env or a callback failed: its unfinished fragment is lost by name, and its episode over."""
+        lane = self.envs.lanes[failure.lane]
+        if self._events.watches_failures and lane.episode is not None:
+            failure.view = self.look(lane, lane.episode, undone=not failure.stepped)
+            self._events.aborted(failure.view, failure.reason)
         lost = self.fragment.abort(failure.lane)
         assert lost is not None, "only an env with an episode is stepped"
         episode, rows = lost
@@ -157,15 +229,39 @@ class VectorSampler:
 
     def _start_episodes(self, bring_back: Callable[[], None]) -> None:
         """Bring back failed envs, and open a chunk for each episode that has begun, also when bringing back raises."""
-        try:
-            bring_back()
-        finally:
-            for index in self.envs.take_started():
-                episode = self.envs.lanes[index].episode
-                if episode is not None:
-                    self.fragment.begin(index, episode)
-                    if episode.reset_info and self._keeps_infos:
-                        self.fragment.add_info(index, episode.reset_info)
+        refused = True
+        while refused:
+            try:
+                bring_back()
+            finally:
+                # A lane may have begun twice, when it failed in between; what it sees is of its last beginning.
+                started = [i for i in dict.fromkeys(self.envs.take_started()) if self.envs.lanes[i].episode is not None]
+                refused = bool(started) and self._open_chunks(started)
+            bring_back = self.envs.recover
+
+    def _open_chunks(self, started: list[int]) -> bool:
+        """Whether a callback's error has ended an episode at its start."""
+        with self._dropping():
+            self.connectors.started(started)
+        if self._memory is not None:
+            self._memory.reset(started)
+        for index in started:
+            episode = self.envs.lanes[index].episode
+            assert episode is not None, "only lanes with an episode have started"
+            self.fragment.begin(index, episode, self._state_in(index))
+            if episode.reset_info and self._keeps_infos:
+                self.fragment.add_info(index, episode.reset_info)
+        return self._events.watches_starts and self._tell_starts(started)
+
+    def _tell_starts(self, started: list[int]) -> bool:
+        refused = False
+        for index in started:
+            lane = self.envs.lanes[index]
+            error = self._events.started(lane, lane.episode) if lane.episode is not None else None
+            if error is not None:
+                self._abort(Failure(index, error, stepped=True))
+                refused = True
+        return refused
 
     # -- the end of a fragment ----------------------------------------------------------------------------------------
 
@@ -177,9 +273,10 @@ class VectorSampler:
         chunks, self._fragment = fragment.take_chunks(keep_open=keep_open)
         self._markers = []
         stamp = Stamp(self._id_high, self.mode.flags, slot, incarnation, learner_epoch, weights_digest)
-        batch = cut(fragment, chunks, markers, self.envs.spaces, stamp)
+        batch = cut(fragment, chunks, markers, self.connectors.spaces, stamp)
         self._totals.open -= batch.steps
         self._totals.delivered += batch.steps
+        self._totals.env_steps_delivered = self._totals.delivered
         self._totals.delivered_chunks += len(batch)
         for chunk in chunks:
             self.envs.lanes[chunk.lane].budget.delivered()
@@ -192,6 +289,8 @@ class VectorSampler:
             episode = lane.episode
             if episode is None:
                 continue
+            if self._events.watches_failures:
+                self._events.aborted(self.look(lane, episode), reason)
             lost = self._fragment.abort(lane.index) if self._fragment is not None else None
             if lost is not None:
                 self._totals.open -= lost[1]
@@ -205,12 +304,20 @@ class VectorSampler:
         """`abandon`, with a fragment for `cut` to deliver what had finished and to tell of the rest."""
         self.abandon(reason)
         if self._fragment is None:
-            self._fragment = Fragment(self._width, 1, self.envs.observations.columns)
+            self._fragment = Fragment(self._width, 1, self.connectors.columns)
 
     def rebuild(self, config: EnvRunnerConfig) -> None:
         """Build all envs anew; steps that were not cut yet are lost, since spaces may be others now."""
         self._drop_fragment()
         self.envs.build(config)
+        known = self.connectors.get_state()
+        self.connectors = _connect(config, self.envs)
+        if self.connectors.fits(known):
+            self.connectors.set_state(known)
+
+    def close(self) -> None:
+        """Close all envs."""
+        self.envs.close()
 
     def _drop_fragment(self) -> None:
         self.abandon(Discard.RESET)
@@ -219,6 +326,10 @@ class VectorSampler:
         self._totals.discard(Discard.RESET, self._totals.open)
         self._totals.open = 0
         self._fragment = None
+
+
+def _connect(config: EnvRunnerConfig, envs: EnvVector) -> VectorConnectors:
+    return VectorConnectors(config.env_to_module, config.module_to_env, envs.spaces, envs.observations.columns)
 
 
 def _env_actions(envs: EnvVector, columns: Columns) -> list[Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.config import FleetConfig
-from headrace.schemas.errors import EnvError, FencedError
+from headrace.schemas.errors import CallbackError, EnvError, FencedError
 from headrace.schemas.ledger import Count, Discard, Drop, WorkerTotals, plus
 from headrace.schemas.messages import HeldBatch, WorkerHello
 from headrace.schemas.recorder import Recorder
@@ -54,7 +54,7 @@ def run_worker(
         except FencedError:
             worker.give_up(Discard.FENCED)
             raise
-        except EnvError:
+        except (EnvError, CallbackError):
             worker.drain()
             raise
         finally:
@@ -84,6 +84,8 @@ class Worker:
         self.recorder: Recorder | None = None
         self._dropped: dict[str, Count] = {}
         self._shipped: Count = (0, 0)
+        self._told = (self.session.settled, self.session.accepted)
+        """As the recorder has it."""
         self._oversize = 0
         self._next_pump = 0.0
 
@@ -126,10 +128,22 @@ class Worker:
         """One fragment with the newest weights."""
         self._apply_weights()
         random_actions = self._runner.weights_version == (0, 0)
-        return self._runner.sample_fragment(self._between_polls, random_actions=random_actions)
+        try:
+            return self._runner.sample_fragment(self._between_polls, random_actions=random_actions)
+        except CallbackError as error:
+            if error.samples is not None:
+                self._send(error.samples)
+            raise
 
     def ship(self, batch: ChunkBatch) -> None:
-        """Hand a batch to the session: recorded first, so that a kill right after is measured rightly."""
+        """Hand a batch to the session, and tell callbacks of its chunks."""
+        self._send(batch)
+        if self._runner.callbacks.wants("on_chunk_sent"):
+            for chunk in batch:
+                self._runner.callbacks.call("on_chunk_sent", chunk=chunk)
+
+    def _send(self, batch: ChunkBatch) -> None:
+        """Recorded first, so that a kill right after is measured rightly."""
         if not len(batch):
             self._record(None)
             return
@@ -219,7 +233,10 @@ class Worker:
 
     def _pump(self, wait_s: float = 0.0) -> None:
         self.link.pump(wait_s)
-        self._recorder.settled(self.session.settled, self.session.accepted)
+        told = (self.session.settled, self.session.accepted)
+        if told != self._told:
+            self._told = told
+            self._recorder.settled(*told)
         if self.session.over:
             self.link.raise_refusal()
 
@@ -240,7 +257,10 @@ class Worker:
         deadline = time.monotonic() + self.config.worker.drain_timeout_s
         if self.runner is None or self.recorder is None:
             return
-        self.ship(self.runner.discard_open(Discard.SHUTDOWN))
+        last = self._discard_open(Discard.SHUTDOWN)
+        self._send(last)
+        for chunk in last if self.runner.callbacks.wants("on_chunk_sent") else ():
+            self.runner.callbacks.tell("on_chunk_sent", chunk=chunk)
         self.link.wait_until(lambda: not self.session.unaccepted(), self.config.worker.drain_timeout_s)
         self._record(None)
         self.session.leave(Drop.SHUTDOWN)
@@ -252,8 +272,17 @@ class Worker:
     def give_up(self, reason: Discard) -> None:
         """Another took this place: count what is open as discarded; batches nobody accepted stand in the recorder."""
         if self.runner is not None and self.recorder is not None:
-            finished = self.runner.discard_open(reason)
+            finished = self._discard_open(reason)
             self._drop(finished, Drop.FENCED)
+
+    def _discard_open(self, reason: Discard) -> ChunkBatch:
+        """As the runner's; a callback that raises is logged only, since this worker leaves anyway."""
+        try:
+            return self._runner.discard_open(reason)
+        except CallbackError as error:
+            log.error("%s; leaving", error, exc_info=error.__cause__)
+            samples: ChunkBatch = error.samples
+            return samples
 
     def close(self) -> None:
         """Release everything; the recorder's file stays."""

@@ -4,6 +4,7 @@
     limit 2   SyncVectorEnv, torch policy in plain ops, into preallocated arrays
     limit 3   a plain list of envs as `gym.make` gives them, random actions
     limit 5   a plain list of unwrapped envs (no time limit) and the same policy in numpy: a ceiling, not a product
+    limit 6   a plain list of multi-agent envs, one call of the torch policy for all agents of all of them, no record
 
 The policy is a 64 x 64 tanh MLP with a shared trunk: categorical sample, log-probability and value each step.
 """
@@ -17,6 +18,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
+from multi_cartpole import MultiCartPole
 
 ENV = "CartPole-v1"
 HORIZON = 128
@@ -109,6 +111,28 @@ def limit_5(width: int) -> Loop:
         for i, (env, action) in enumerate(zip(envs, actions.tolist(), strict=True)):
             row, _, terminated, _, _ = env.step(action)
             obs[i] = env.reset()[0] if terminated else row
+
+    return Loop(width, step)
+
+
+def limit_6(width: int, agents: int) -> Loop:
+    """A list of dict envs with a torch policy. Env steps are counted, of all agents together."""
+    envs = [MultiCartPole({"agents": agents}) for _ in range(width)]
+    seen = [env.reset(seed=index)[0] for index, env in enumerate(envs)]
+    policy = TorchPolicy()
+
+    def step() -> None:
+        obs = np.stack([row for observations in seen for row in observations.values()])
+        with torch.inference_mode():
+            actions, _, _ = policy(torch.from_numpy(obs))
+        flat = iter(actions.tolist())
+        for index, env in enumerate(envs):
+            observations, _, terminateds, truncateds, _ = env.step({agent: next(flat) for agent in seen[index]})
+            if terminateds["__all__"]:
+                seen[index] = env.reset()[0]
+            else:
+                done = {agent for agent in observations if terminateds[agent] or truncateds[agent]}
+                seen[index] = {agent: row for agent, row in observations.items() if agent not in done}
 
     return Loop(width, step)
 

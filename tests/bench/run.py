@@ -1,6 +1,6 @@
 """All benches in one run: prints a table with ratios and spread, and writes JSON.
 
-python tests/bench/run.py [--quick] [--only sampler pipeline transport] [--json FILE]
+python tests/bench/run.py [--quick] [--only sampler multi_agent pipeline transport] [--json FILE]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import multi_agent
 import pipeline
 import sampler
 import transport
@@ -22,6 +23,7 @@ from processes import SPAWN
 from table import Row, show
 
 WIDTHS = [1, 8, 64]
+BENCHES = ["sampler", "multi_agent", "pipeline", "transport"]
 
 
 def main() -> None:
@@ -29,6 +31,7 @@ def main() -> None:
     args = _arguments()
     benches: dict[str, Callable[[bool], list[Row]]] = {
         "sampler": _sampler,
+        "multi_agent": _multi_agent,
         "pipeline": lambda quick: pipeline.measure(*((2.0, 3) if quick else (4.0, 7))),
         "transport": lambda quick: transport.measure(*((1.0, 3) if quick else (2.0, 7))),
     }
@@ -46,7 +49,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="shorter turns and fewer rounds: wider spread")
-    parser.add_argument("--only", nargs="+", choices=["sampler", "pipeline", "transport"], help="leave out the others")
+    parser.add_argument("--only", nargs="+", choices=BENCHES, help="leave out the others")
     parser.add_argument("--json", type=Path, help="write there rather than to bench-results/")
     return parser.parse_args()
 
@@ -56,6 +59,27 @@ def _sampler(quick: bool) -> list[Row]:
     seconds, rounds = (0.2, 3) if quick else (0.5, 7)
     with SPAWN.Pool(1, initializer=_pin) as pool:
         return [_sampler_row(row) for row in pool.apply(sampler.measure, (WIDTHS, seconds, rounds))]
+
+
+def _multi_agent(quick: bool) -> list[Row]:
+    """The multi-agent sampler's, likewise."""
+    seconds, rounds = (0.2, 3) if quick else (0.5, 7)
+    with SPAWN.Pool(1, initializer=_pin) as pool:
+        return [_multi_agent_row(row) for row in pool.apply(multi_agent.measure, (WIDTHS, seconds, rounds))]
+
+
+def _multi_agent_row(row: dict[str, Any]) -> Row:
+    return Row(
+        "multi-agent",
+        f"{row['setting']}, one core",
+        row["loop"],
+        "env steps/s",
+        row["env_steps_per_s"],
+        row["ratio"],
+        row["ratio_low"],
+        row["ratio_high"],
+        mark=row["mark"],
+    )
 
 
 def _pin() -> None:

@@ -34,9 +34,6 @@ STEPS = 64
 DISTINCT = 4
 """How many different batches are sent, again and again."""
 
-QUEUE = 16
-"""Messages that may wait at each bare socket: as many as a worker's window holds."""
-
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -46,6 +43,9 @@ class Load:
     shape: tuple[int, ...]
     dtype: str
     chunks: int
+    window: int
+    """Messages in the worker's window, and that may wait at each bare socket: few large ones, which then stay in the
+    processor's cache, or many small ones, so that both arms are held up by work and not by waiting."""
     mark: float | None
 
     @property
@@ -76,10 +76,10 @@ class Load:
 
 
 LOADS = (
-    Load("small (64 CartPole steps)", (4,), "<f4", 64, 0.5),
-    Load("small (64 CartPole steps)", (4,), "<f4", 16, None),
-    Load("pixel (64 x 84x84x4)", (84, 84, 4), "|u1", 1, 0.7),
-    Load("pixel (64 x 84x84x4)", (84, 84, 4), "|u1", 4, 0.7),
+    Load("small (64 CartPole steps)", (4,), "<f4", 64, 64, 0.5),
+    Load("small (64 CartPole steps)", (4,), "<f4", 16, 64, None),
+    Load("pixel (64 x 84x84x4)", (84, 84, 4), "|u1", 1, 8, 0.7),
+    Load("pixel (64 x 84x84x4)", (84, 84, 4), "|u1", 4, 4, 0.7),
 )
 
 
@@ -101,7 +101,7 @@ class Headrace:
     """A worker that ships prebuilt batches, a broker, and the stream here."""
 
     def __init__(self, load: Load, processes: Processes) -> None:
-        config = build_config({"learner": {"enabled": False}})
+        config = build_config({"learner": {"enabled": False}, "worker": {"window_batches": load.window}})
         broker, endpoints = processes.start_broker(config)
         worker = processes.start(_ship, config, endpoints.worker, load, processes.folder)
         self.pids = {"broker": broker, "worker": worker}
@@ -178,11 +178,11 @@ class Forwarding:
     def __init__(self, load: Load, processes: Processes) -> None:
         self._chunks = load.chunks
         self._context = zmq.Context()
-        self._pull = bare_socket(self._context, zmq.PULL)
+        self._pull = bare_socket(self._context, zmq.PULL, load)
         self._pull.rcvtimeo = 30_000
         here = f"tcp://127.0.0.1:{self._pull.bind_to_random_port('tcp://127.0.0.1')}"
         told = SPAWN.SimpleQueue()
-        self.pids = {"broker": processes.start(forward, told, here)}
+        self.pids = {"broker": processes.start(forward, told, here, load)}
         self.pids["worker"] = processes.start(_push, told.get(), load)
 
     def begin(self) -> None:
@@ -203,18 +203,18 @@ class Forwarding:
         self._context.destroy(linger=0)
 
 
-def bare_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[Any]:
+def bare_socket(context: zmq.Context[Any], kind: int, load: Load) -> zmq.Socket[Any]:
     """A socket with short queues, so that a sender waits when nobody takes."""
     socket = context.socket(kind)
-    socket.sndhwm = socket.rcvhwm = QUEUE
+    socket.sndhwm = socket.rcvhwm = load.window
     socket.linger = 0
     return socket
 
 
-def forward(told: Any, there: str) -> None:
+def forward(told: Any, there: str, load: Load) -> None:
     """The bare broker: bind, tell where, and pass frames on without a copy."""
     context = zmq.Context()
-    pull, push = bare_socket(context, zmq.PULL), bare_socket(context, zmq.PUSH)
+    pull, push = bare_socket(context, zmq.PULL, load), bare_socket(context, zmq.PUSH, load)
     told.put(f"tcp://127.0.0.1:{pull.bind_to_random_port('tcp://127.0.0.1')}")
     push.connect(there)
     while True:
@@ -223,7 +223,7 @@ def forward(told: Any, there: str) -> None:
 
 def _push(endpoint: str, load: Load) -> None:
     """The bare producer: frames encoded once, sent for ever."""
-    push = bare_socket(zmq.Context(), zmq.PUSH)
+    push = bare_socket(zmq.Context(), zmq.PUSH, load)
     push.connect(endpoint)
     messages = [_encoded(load, seed) for seed in range(DISTINCT)]
     while True:

@@ -89,6 +89,14 @@ def make_batch(
     )
 
 
+def make_recurrent_batch() -> ChunkBatch:
+    """The same with two state columns: a row for each of its three chunks with steps, none for the end marker."""
+    batch = make_batch(SPACES["box"])
+    batch.columns["state_in/h"] = np.arange(6, dtype=np.float32).reshape(3, 2)
+    batch.columns["state_in/age"] = np.array([7, 8, 9], np.int64)
+    return batch
+
+
 def fill(leaf: Any, rows: int) -> np.ndarray[Any, Any]:
     """An array of `rows` rows for `leaf`, counting up."""
     shape = (rows, *leaf_shape(leaf))
@@ -185,6 +193,7 @@ def golden() -> Iterator[tuple[str, list[Buffer]]]:
     for family, spaces in SPACES.items():
         batch = make_batch(spaces, infos={0: {3: {"success": True}}} if family == "box" else None)
         yield f"batch_{family}", encoded(batch)
+    yield "batch_recurrent", encoded(make_recurrent_batch())
 
 
 def describe(frames: Sequence[Buffer]) -> dict[str, Any]:

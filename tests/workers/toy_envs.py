@@ -81,6 +81,18 @@ def make_counting(context: EnvContext) -> Counting:
     return Counting(context)
 
 
+class CountingSteps:
+    """A callback object to be named by its import path."""
+
+    def on_episode_step(self, metrics_logger: Any) -> None:
+        metrics_logger.log_value("steps_counted", 1, reduce="sum")
+
+
+def log_sample(metrics_logger: Any) -> None:
+    """A callback function, likewise."""
+    metrics_logger.log_value("samples_seen", 1, reduce="lifetime_sum")
+
+
 def runner(env: Any = Counting, worker_index: int = 0, **settings: Any) -> SingleAgentEnvRunner:
     """A runner of `env` with a seed, and rebuilds that do not wait."""
     incarnation, run_uid = settings.pop("incarnation", 0), settings.pop("run_uid", "test")

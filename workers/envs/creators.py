@@ -44,6 +44,9 @@ def find_creator(env: str | Callable[..., Any] | None) -> EnvCreator:
 def build_env(creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
     """One env, sure to be a gymnasium one; whatever the creator raises passes through."""
     env = creator(context)
+    if hasattr(env, "possible_agents"):
+        expected = "a gymnasium.Env of one agent; one of several needs MultiAgentEnvRunner and policies"
+        raise EnvContractError("environment", f"{type(env).__module__}.{type(env).__qualname__}", expected)
     if not isinstance(env, gym.Env):
         raise EnvContractError("environment", f"{type(env).__module__}.{type(env).__qualname__}", "a gymnasium.Env")
     return env

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from headrace.schemas.errors import EnvContractError
+from headrace.schemas.errors import CallbackError, EnvContractError
 from headrace.schemas.ledger import Discard
 from headrace.workers.envs.context import StepFailedRecreateEnv
+
+if TYPE_CHECKING:
+    from headrace.workers.envs.lane import Episode
+    from headrace.workers.episode_view import EpisodeView
 
 logger = logging.getLogger(__name__)
 
@@ -22,11 +27,22 @@ class Failure:
     discarded: int = 0
     at: str = "reset"
     """Where, in words, for the log."""
+    unbegun: Episode | None = None
+    """The episode that was created for a reset which failed."""
+    view: EpisodeView | None = None
+    """The episode that was going on, if a callback is to see it."""
 
     @property
     def reason(self) -> Discard:
         """Under which name its unfinished steps go into the books."""
+        if isinstance(self.error, CallbackError):
+            return Discard.CALLBACK_EXCEPTION
         return Discard.ENV_BAD_DATA if isinstance(self.error, EnvContractError) else Discard.ENV_EXCEPTION
+
+    @property
+    def is_of_env(self) -> bool:
+        """Whether the env is to blame: it did not ask for this, and it was no callback that raised."""
+        return not isinstance(self.error, StepFailedRecreateEnv | CallbackError)
 
     @property
     def was_asked_for(self) -> bool:

@@ -31,6 +31,8 @@ class Episode:
     episode_return: float = 0.0
     seam_info: dict[str, Any] | None = None
     """Info of the observation at which the last chunk was cut."""
+    custom_data: dict[str, Any] = field(default_factory=dict)
+    """What callbacks keep with the episode."""
 
     @property
     def id_low(self) -> int:
@@ -62,10 +64,15 @@ class Lane:
         env, self.env, self.step, self.episode = self.env, None, None, None
         return env
 
-    def begin_episode(self, seed: int, info: dict[str, Any]) -> None:
-        """The env was reset: what follows is a new episode."""
-        self.episode = Episode(self.index, self.episodes_begun, seed, info)
+    def create_episode(self, seed: int) -> Episode:
+        """The episode that a reset with `seed` is to begin. Its number is used up even if the reset fails."""
         self.episodes_begun += 1
+        return Episode(self.index, self.episodes_begun - 1, seed, {})
+
+    def begin_episode(self, episode: Episode, info: dict[str, Any]) -> None:
+        """The env was reset: what follows belongs to `episode`."""
+        episode.reset_info = info
+        self.episode = episode
 
 
 def close_envs(envs: Iterable[gym.Env[Any, Any] | None], timeout_s: float) -> None:

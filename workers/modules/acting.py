@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.errors import ModuleError
 from headrace.schemas.spaces import Dict, Space, Spaces, Tuple, column_dtype, leaf_shape, leaves, nest
+from headrace.workers.modules.recurrent import Memory
 
 Columns = dict[str, NDArray[Any]]
 
@@ -26,7 +27,10 @@ class Actor:
         self._spaces = spaces
         self._columns = columns
         self._width = len(next(iter(columns.values())))
-        self._act = module.numpy_act() if hasattr(module, "numpy_act") else None
+        self.memory = Memory(module, self._width) if hasattr(module, "initial_state") else None
+        """What a recurrent module remembers, by lane; moved on by each call."""
+        fast = self.memory is None and hasattr(module, "numpy_act")
+        self._act = module.numpy_act() if fast else None
         tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
         self._batch_obs = nest(spaces.observation, tensors, "obs")  # type: ignore[arg-type]
         self._expected = dict(leaves(spaces.action, "actions"))
@@ -47,15 +51,22 @@ class Actor:
         return columns
 
     def _forward(self, noise: NDArray[np.float32] | None) -> Columns:
+        batch: dict[str, Any] = {"obs": self._batch_obs}
+        if self.memory is not None:
+            batch["state_in"] = self.memory.tensors()
         with torch.inference_mode():
             if noise is None:
-                answer = self._module.forward_inference({"obs": self._batch_obs})
+                answer = self._module.forward_inference(batch)
             else:
-                answer = self._module.forward_exploration({"obs": self._batch_obs, "noise": torch.from_numpy(noise)})
+                answer = self._module.forward_exploration({**batch, "noise": torch.from_numpy(noise)})
         if not isinstance(answer, dict) or "actions" not in answer:
             raise ModuleError(f"the policy answered {answer!r:.80}; it must be a dict with 'actions'")
+        if self.memory is not None:
+            self.memory.take(answer.get("state_out"))
         columns: Columns = {}
         for name, value in answer.items():
+            if name == "state_out":
+                continue
             nested = name in ("actions", "actions_for_env")
             parts = _flatten(self._spaces.action, value, name) if nested else {name: value}
             columns.update({part: _array(part, tensor) for part, tensor in parts.items()})

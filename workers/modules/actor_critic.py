@@ -13,11 +13,14 @@ from torch import nn
 
 from headrace.schemas.errors import ModuleError
 from headrace.schemas.spaces import Spaces
+from headrace.workers.action_masks import MASK, has_action_mask
 from headrace.workers.modules.distributions import ActionDistribution
 from headrace.workers.modules.encoders import Encoder, is_plain_vector
 from headrace.workers.modules.layers import linear
 from headrace.workers.modules.protocol import NumpyAct
 
+_ILLEGAL = -1e9
+"""Logit of an action that the observation's "action_mask" forbids: finite, and its probability is exactly 0."""
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
 
 
@@ -41,6 +44,7 @@ def actor_critic(
 class ActorCritic(nn.Module):
     """Encoder, MLP, and heads for the action distribution's inputs and the value.
 
+    An observation with an "action_mask" (`action_masks.py`) leaves only legal actions to choose from.
     With shared layers both heads are one linear layer, whose last output is the value. Log standard deviations of Box
     actions are parameters that no observation changes.
     """
@@ -55,6 +59,7 @@ class ActorCritic(nn.Module):
         self.noise_kind: Literal["uniform", "normal"] = self.distribution.noise_kind
         self._activation = activation
         self._plain = is_plain_vector(spaces.observation)
+        self._masked = has_action_mask(spaces)
         self._shared = vf_share_layers
         places = self.distribution.log_std_at
         outputs = self.distribution.inputs - len(places)
@@ -88,6 +93,8 @@ class ActorCritic(nn.Module):
             inputs, values = outputs[:, :-1], outputs[:, -1]
         else:
             inputs, values = outputs, self.vf_head(self.vf_trunk(features))[:, 0]
+        if self._masked:
+            inputs = inputs.masked_fill(batch["obs"][MASK] == 0, _ILLEGAL)
         if self.log_std.numel():
             inputs = torch.cat((inputs, self.log_std.expand(len(inputs), -1)), -1)[:, self._order]
         return {"action_dist_inputs": inputs, "values": values}

@@ -28,7 +28,7 @@ from headrace.schemas.spaces import (
     leaves,
     nest,
 )
-from headrace.workers.bounds import box_bounds
+from headrace.workers.bounds import ActionBounds
 
 Array = NDArray[Any]
 _HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
@@ -120,15 +120,10 @@ class Gaussian:
     """
 
     def __init__(self, leaf: Box, noise_kind: Literal["uniform", "normal"]) -> None:
-        self._env_dtype = column_dtype(leaf)
-        self._whole = self._env_dtype.kind in "iu"
-        self._dtype = np.dtype(np.float32) if self._whole else self._env_dtype
+        self._bounds = ActionBounds(leaf)
+        self._dtype = np.dtype(np.float32) if self._bounds.whole else self._bounds.dtype
         self._shape, self._size, self._kind = leaf.shape, leaf_size(leaf), noise_kind
         self.inputs, self.noise = 2 * self._size, self._size
-        self._low, self._high = box_bounds(leaf)
-        bounded = np.isfinite(self._low) & np.isfinite(self._high)
-        low, high = np.where(bounded, self._low, -1.0), np.where(bounded, self._high, 1.0)
-        self._centre, self._half_range = (low + high) / 2, (high - low) / 2
 
     def act(self, inputs: Array, noise: Array | None) -> tuple[Array, Array]:
         """(actions, log-densities (rows,)); the mean without noise."""
@@ -145,10 +140,7 @@ class Gaussian:
 
     def for_env(self, actions: Array) -> Array:
         """What the env gets in place of `actions`."""
-        mapped = self._centre + actions * self._half_range
-        if self._whole:
-            mapped = np.rint(mapped)
-        return np.clip(mapped, self._low, self._high).astype(self._env_dtype)
+        return self._bounds.clip(self._bounds.unsquash(actions))
 
     def logp(self, inputs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         """Log-density (rows,) of actions (rows, *shape)."""

@@ -38,6 +38,19 @@ class PolicyModule(Protocol):
     def forward_train(self, batch: dict[str, Any]) -> dict[str, Any]: ...
 
 
+@runtime_checkable
+class RecurrentModule(PolicyModule, Protocol):
+    """A module that remembers. `initial_state` is one row of each part of its state, by name, without a rows axis.
+
+    `forward_exploration` and `forward_inference` get {"state_in": {name: (rows, ...)}} besides, and answer "state_out"
+    likewise: the state_in of the next step. State begins anew with each episode and goes on across chunks, each of
+    which carries the state before its first step. `forward_train` gets sequences: see `sequences`. `numpy_act` is not
+    used.
+    """
+
+    def initial_state(self) -> dict[str, torch.Tensor]: ...
+
+
 def build_module(module: str | Callable[..., Any], spaces: Spaces, module_config: Mapping[str, Any]) -> Any:
     """`module` built for `spaces`. Raises `ModuleError`; NotImplementedError passes, for it means: no policy here."""
     build = _find(module) if isinstance(module, str) else module

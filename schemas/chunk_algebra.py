@@ -1,0 +1,102 @@
+"""What cutting chunks and joining them is made of: arrays nested as the spaces are, and the seam of two chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.errors import ChunkError
+
+if TYPE_CHECKING:
+    from headrace.schemas.chunk import EpisodeChunk
+
+
+def map_arrays(change: Callable[..., Any], *trees: Any) -> Any:
+    """`change` of the arrays that stand at the same place of all `trees` (dicts, tuples, arrays), as such a tree."""
+    first = trees[0]
+    if isinstance(first, dict):
+        return {key: map_arrays(change, *(tree[key] for tree in trees)) for key in first}
+    if isinstance(first, tuple):
+        return tuple(map_arrays(change, *parts) for parts in zip(*trees, strict=True))
+    return change(*trees)
+
+
+def join_columns(parts: Sequence[Any]) -> Any:
+    """Step columns (T, ...) one after another, in their nesting."""
+    return map_arrays(lambda *arrays: np.concatenate(arrays), *parts)
+
+
+def join_observations(parts: Sequence[Any]) -> Any:
+    """Observation columns (T+1, ...) likewise; the last observation of each part is the first of the next."""
+    heads = [map_arrays(lambda array: array[:-1], part) for part in parts[:-1]]
+    return join_columns([*heads, parts[-1]])
+
+
+def join_infos(chunks: Sequence[EpisodeChunk]) -> list[dict[str, Any]]:
+    """Infos of T+1 observations, or none when no chunk has any."""
+    if not any(chunk.infos for chunk in chunks):
+        return []
+    joined: list[dict[str, Any]] = [{}]
+    for chunk in chunks:
+        infos = chunk.infos or [{}] * (len(chunk) + 1)
+        joined[-1] = joined[-1] or infos[0]
+        joined += infos[1:]
+    return joined
+
+
+def check_adjacent(before: EpisodeChunk, after: EpisodeChunk, *, ongoing: bool) -> None:
+    """Raise `ChunkError` unless `after` goes on where `before`, which is `ongoing`, was cut."""
+    for name in ("episode_id", "agent_id", "module_id"):
+        ours, theirs = getattr(before, name), getattr(after, name)
+        if ours != theirs:
+            raise ChunkError(f"{before!r} and {after!r} differ in {name}: {ours!r} and {theirs!r}")
+    if not ongoing:
+        raise ChunkError(f"{before!r} has ended, so that {after!r} cannot follow it")
+    begins = after.episode_length - len(after)
+    if begins != before.episode_length:
+        what = "a gap" if begins > before.episode_length else "an overlap"
+        raise ChunkError(
+            f"{what} between {before!r} and {after!r}: {before.episode_length} steps are known of the episode, and "
+            f"{begins} lie before the latter"
+        )
+    if len(before) and len(after):
+        _check_seam(before, after)
+
+
+def _check_seam(before: EpisodeChunk, after: EpisodeChunk) -> None:
+    _check_alike("observations", before.obs, after.obs, before, after)
+    _check_alike("actions", before.actions, after.actions, before, after)
+    _check_alike("columns", before.columns, after.columns, before, after)
+    last, first = dict(_named(before.obs, "obs")), dict(_named(after.obs, "obs"))
+    for name, column in last.items():
+        ours, theirs = column[-1], first[name][0]
+        if not np.array_equal(ours, theirs, equal_nan=column.dtype.kind == "f"):
+            raise ChunkError(
+                f"{before!r} and {after!r} share an observation, and {name!r} is not the same in it: "
+                f"{ours!r:.80} and {theirs!r:.80}"
+            )
+
+
+def _check_alike(what: str, ours: Any, theirs: Any, before: EpisodeChunk, after: EpisodeChunk) -> None:
+    mine = {name: (array.dtype.str, array.shape[1:]) for name, array in _named(ours, what)}
+    other = {name: (array.dtype.str, array.shape[1:]) for name, array in _named(theirs, what)}
+    for name in sorted(mine.keys() | other.keys()):
+        if mine.get(name) != other.get(name):
+            raise ChunkError(
+                f"{before!r} and {after!r} differ in {name!r}: {mine.get(name, 'absent')} and "
+                f"{other.get(name, 'absent')} (dtype, shape of a row)"
+            )
+
+
+def _named(tree: Any, name: str) -> Iterator[tuple[str, NDArray[Any]]]:
+    if isinstance(tree, dict):
+        for key, part in tree.items():
+            yield from _named(part, f"{name}/{key}")
+    elif isinstance(tree, tuple):
+        for index, part in enumerate(tree):
+            yield from _named(part, f"{name}/{index}")
+    else:
+        yield name, tree

@@ -1,0 +1,332 @@
+"""Who is called when, with what, in which order, and what an exception costs."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_env_failures import _faulty, _same, diverge
+from toy_envs import Counting, Faulty, Walk, check_books, runner
+
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.errors import CallbackError, ConfigError, EnvRestartBudgetError
+from headrace.workers import EnvContext
+from headrace.workers.callbacks import EVENTS, RunnerCallback
+
+Told = list[tuple[str, dict[str, Any]]]
+
+
+class Recording:
+    """Writes down every event; instantiated once per runner."""
+
+    def __init__(self) -> None:
+        self.told: Told = []
+
+    def __getattr__(self, event: str) -> Any:
+        if event not in EVENTS:
+            raise AttributeError(event)
+        return lambda **arguments: self.told.append((event, arguments))
+
+
+def _counts(told: Told) -> Counter[str]:
+    return Counter(event for event, _ in told)
+
+
+@pytest.mark.parametrize("num_envs", [1, 3, 8])
+def test_counts_of_whole_episodes(num_envs: int) -> None:
+    """None is created beyond those asked for but the neighbours', and each that starts ends or is aborted."""
+    seen = Recording()
+    with runner(num_envs=num_envs, callbacks=[seen], env_config={"length": 5}) as sampler:
+        sampler.sample(num_episodes=4)
+        counts = _counts(seen.told)
+        episodes = -(-4 // num_envs) * num_envs
+        assert counts["on_environment_created"] == num_envs
+        assert counts["on_episode_created"] == counts["on_episode_start"] == episodes
+        assert counts["on_episode_step"] == episodes * 5
+        assert counts["on_episode_end"] == episodes
+        assert counts["on_sample_end"] == 1
+        seen.told.clear()
+        sampler.sample(num_timesteps=5 * num_envs + 1)
+        sampler.sample(num_timesteps=num_envs)
+        counts = _counts(seen.told)
+        assert counts["on_episode_step"] == 7 * num_envs
+        assert (counts["on_episode_start"], counts["on_episode_end"]) == (2 * num_envs, num_envs)
+        assert counts["on_sample_end"] == 2
+
+
+def test_the_course_of_one_episode_and_what_is_seen_of_it() -> None:
+    course: list[Any] = []
+
+    class Seeing(RunnerCallback):
+        def on_environment_created(self, *, env: Any, env_context: EnvContext, env_runner: Any, **_: Any) -> None:
+            course.append(("env", type(env), env_context.vector_index, env_runner.module))
+
+        def on_episode_created(self, *, episode: Any, env: Any, env_index: int, **_: Any) -> None:
+            course.append(("created", len(episode), episode.observation, env.seeds[:], env_index))
+
+        def on_episode_start(self, *, episode: Any, env: Any, **_: Any) -> None:
+            episode.custom_data["steps"] = 0
+            course.append(("start", len(episode), episode.observation.tolist(), env.seeds == [episode.seed]))
+
+        def on_episode_step(self, *, episode: Any, rl_module: Any, env_runner: Any, **_: Any) -> None:
+            assert rl_module is env_runner.module is not None
+            episode.custom_data["steps"] += 1
+            action = int(episode.action)
+            assert action in (0, 1, 2)
+            course.append(("step", len(episode), episode.observation.tolist(), episode.reward, episode.end))
+
+        def on_episode_end(self, *, episode: Any, metrics_logger: Any, **_: Any) -> None:
+            metrics_logger.log_value("steps_seen", episode.custom_data["steps"])
+            course.append(("end", len(episode), episode.episode_return, episode.end, episode.episode_id))
+
+        def on_sample_end(self, *, samples: Any, **_: Any) -> None:
+            course.append(("sample", len(samples)))
+
+    with runner(callbacks=[Seeing], env_config={"length": 2}, rollout_fragment_length=1) as sampler:
+        (chunk,) = sampler.sample(num_episodes=1)
+        assert sampler.get_metrics()["steps_seen"] == 2
+        assert course == [
+            ("env", Counting, 0, None),
+            ("created", 0, None, [], 0),
+            ("start", 0, [0, 0], True),
+            ("step", 1, [1, 0], 1.0, ChunkEnd.ONGOING),
+            ("step", 2, [2, 0], 2.0, ChunkEnd.ONGOING),
+            ("end", 2, 3.0, ChunkEnd.TERMINATED, chunk.episode_id),
+            ("sample", 1),
+        ]
+        course.clear()
+        sampler.sample(num_timesteps=1)
+        sampler.sample(num_timesteps=1)
+        # The length counts what was cut before; the return too.
+        assert [row[:2] for row in course if row[0] == "step"] == [("step", 1), ("step", 2)]
+        assert [row[2] for row in course if row[0] == "end"] == [3.0]
+
+
+def test_objects_come_first_then_functions_each_in_the_order_of_the_list() -> None:
+    order: list[str] = []
+
+    class First:
+        def on_episode_start(self, episode: Any) -> None:
+            order.append("first object")
+
+    class Second(RunnerCallback):
+        def on_episode_start(self, *, metrics_logger: Any, **_: Any) -> None:
+            order.append("second object")
+
+    functions = {"on_episode_start": [lambda: order.append("f1"), lambda **_: order.append("f2")]}
+    more = {"on_episode_start": lambda env_index: order.append(f"f3 of env {env_index}")}
+    with runner(callbacks=[functions, First, more, Second()]) as sampler:
+        sampler.sample(num_timesteps=1)
+    assert order == ["first object", "second object", "f1", "f2", "f3 of env 0"]
+
+
+def test_callbacks_are_found_by_their_path() -> None:
+    with runner(callbacks=["toy_envs:CountingSteps", {"on_sample_end": "toy_envs:log_sample"}]) as sampler:
+        sampler.sample(num_timesteps=7)
+        metrics = sampler.get_metrics()
+    assert (metrics["steps_counted"], metrics["samples_seen"]) == (7, 1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"on_episode_stop": print}, "there is no event 'on_episode_stop'; the nearest is 'on_episode_step'"),
+        ({"on_episode_step": 3}, "should be a function or a list of them, got 3"),
+        ({"on_episode_step": lambda reward: None}, "asks for 'reward'; on_episode_step gives, by keyword, env_runner"),
+        (object(), "has no method of an event"),
+        ("nowhere:Callback", "cannot be imported"),
+    ],
+)
+def test_a_callback_that_cannot_work_is_refused(spec: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        runner(callbacks=[spec])
+
+
+def test_a_class_that_cannot_be_built_is_named() -> None:
+    class Broken:
+        def __init__(self) -> None:
+            raise OSError("no disk")
+
+        def on_sample_end(self) -> None: ...
+
+    with pytest.raises(CallbackError, match=r"Broken failed in __init__ \(OSError: no disk\)"):
+        runner(callbacks=[Broken])
+
+
+def _raise_at(event: str, at: int, env_index: int = 1) -> dict[str, Any]:
+    """Raises in the `at`-th call of `event` for one env."""
+    calls = Counter[int]()
+
+    def raising(env_index: int) -> None:
+        calls[env_index] += 1
+        if env_index == chosen and calls[env_index] == at:
+            raise RuntimeError("oops")
+
+    chosen = env_index
+    return {event: raising}
+
+
+@pytest.mark.parametrize("event", ["on_episode_created", "on_episode_start", "on_episode_step", "on_episode_end"])
+def test_an_exception_costs_the_episode_by_name_and_siblings_stay_the_same_to_the_bit(event: str, caplog: Any) -> None:
+    def lives(callbacks: list[Any]) -> dict[int, list[Any]]:
+        seen = Recording()
+        found: dict[int, list[Any]] = {0: [], 1: [], 2: []}
+        with runner(Walk, num_envs=3, rollout_fragment_length=50, callbacks=[*callbacks, seen]) as sampler:
+            for _ in range(8):
+                for chunk in sampler.sample_fragment():
+                    found[chunk.env_index].append(chunk)
+            check_books(sampler)
+            counts = _counts(seen.told)
+            open_now = sum(lane.episode is not None for lane in sampler._vector.envs.lanes)
+            ended = counts["on_episode_end"] - (bool(callbacks) and event == "on_episode_end")  # told before one raised
+            assert counts["on_episode_created"] == ended + counts["on_episode_aborted"] + open_now
+            assert counts["on_env_failed"] == 0
+            if callbacks:
+                (told,) = [arguments for told, arguments in seen.told if told == "on_episode_aborted"]
+                assert (told["reason"], told["env_index"]) == ("callback_exception", 1)
+                assert set(sampler.totals.discarded) <= {"callback_exception"}
+                assert sampler.totals.env_failures == 0
+                assert "oops" in caplog.text
+                assert "failed in " + event in caplog.text
+        return found
+
+    sound, troubled = lives([]), lives([_raise_at(event, 3)])
+    for index in (0, 2):
+        assert len(sound[index]) == len(troubled[index])
+        for a, b in zip(sound[index], troubled[index], strict=True):
+            _same(a, b)
+    assert [c.seed for c in sound[1]] != [c.seed for c in troubled[1]]
+
+
+def test_the_marker_of_an_episode_that_a_callback_ended_names_it() -> None:
+    with runner(Walk, callbacks=[_raise_at("on_episode_step", 8, 0)], rollout_fragment_length=5) as sampler:
+        (first,) = sampler.sample_fragment()
+        *_, marker = sampler.sample_fragment()
+        assert (marker.episode_id, marker.end_reason) == (first.episode_id, "callback_exception")
+        assert sampler.totals.discarded == {"callback_exception": 3}
+        assert sampler.totals.stepped == 10
+
+
+@pytest.mark.parametrize("event", ["on_episode_created", "on_episode_start", "on_episode_step"])
+def test_one_that_always_raises_comes_to_a_typed_end(event: str) -> None:
+    with runner(callbacks=[{event: _always}], env_restart_attempts=3) as sampler:
+        with pytest.raises(EnvRestartBudgetError, match=rf"callback _always failed in {event} \(KeyError") as caught:
+            sampler.sample(num_timesteps=50)
+        assert isinstance(caught.value.__cause__, CallbackError)
+        check_books(sampler)
+    with runner(callbacks=[{event: _always}], restart_failed_sub_environments=False) as sampler:
+        with pytest.raises(CallbackError, match="repair it, or take it out of callbacks") as direct:
+            sampler.sample(num_timesteps=50)
+        assert isinstance(direct.value.__cause__, KeyError)
+
+
+def _always(**_: Any) -> None:
+    raise KeyError("always")
+
+
+def test_on_env_failed_and_on_episode_aborted_tell_of_an_envs_failure() -> None:
+    seen = Recording()
+    config = _faulty(diverge, faulty={1}, every=7)
+    with runner(Faulty, num_envs=2, env_config=config, callbacks=[seen], rollout_fragment_length=5) as sampler:
+        sampler.sample_fragment()
+        sampler.sample_fragment()
+    (failed,) = [arguments for event, arguments in seen.told if event == "on_env_failed"]
+    (aborted,) = [arguments for event, arguments in seen.told if event == "on_episode_aborted"]
+    assert str(failed["exc"]) == "diverged"
+    assert failed["env_index"] == aborted["env_index"] == 1
+    assert len(failed["episode"]) == len(aborted["episode"]) == 6
+    assert aborted["reason"] == "env_exception"
+    recreated = [a["env_context"].recreated for event, a in seen.told if event == "on_environment_created"]
+    assert recreated == [False, False, True]
+
+
+def test_an_env_that_fails_in_reset_ends_the_episode_that_was_created() -> None:
+    class Stubborn(Counting):
+        def reset(self, **_: Any) -> Any:
+            self.config["resets"].append(1)
+            if len(self.config["resets"]) == 1:
+                raise OSError("not yet")
+            return super().reset(**_)
+
+    seen = Recording()
+    with runner(Stubborn, env_config={"resets": []}, callbacks=[seen]) as sampler:
+        sampler.sample(num_timesteps=1)
+    events = [event for event, _ in seen.told if event != "on_sample_end"]
+    created = ["on_environment_created", "on_episode_created"]
+    assert events == [*created, "on_episode_aborted", "on_env_failed", *created, "on_episode_start", "on_episode_step"]
+
+
+def test_what_is_over_anyway_is_told_to_all_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    seen = Recording()
+    with (
+        runner(callbacks=[{"on_episode_aborted": [_always, lambda **a: seen.told.append(("f", a))]}]) as sampler,
+        caplog.at_level(logging.ERROR),
+    ):
+        sampler.sample(num_timesteps=3)
+        *_, marker = sampler.sample(num_timesteps=3, force_reset=True)
+    assert [a["reason"] for _, a in seen.told] == ["reset"]
+    assert marker.end is ChunkEnd.ABORTED
+    assert "callback _always failed in on_episode_aborted" in caplog.text
+
+
+def test_events_without_an_episode_raise_by_name_and_lose_nothing() -> None:
+    with pytest.raises(CallbackError, match="on_environment_created"):
+        runner(callbacks=[{"on_environment_created": _always}])
+    with runner(callbacks=[{"on_sample_end": _always}]) as sampler:
+        with pytest.raises(CallbackError, match="on_sample_end") as caught:
+            sampler.sample(num_timesteps=5)
+        assert sum(len(chunk) for chunk in caught.value.samples) == sampler.totals.delivered == 5
+    with runner(callbacks=[{"on_weights_applied": _always}]) as sampler:
+        weights = sampler.get_state()["rl_module"]
+        with pytest.raises(CallbackError, match="on_weights_applied"):
+            sampler.set_weights(weights, seq=3)
+        assert sampler.weights_version == (0, 3)
+
+
+def test_weights_that_wait_for_the_cut_are_told_when_they_act() -> None:
+    seen = Recording()
+    with runner(callbacks=[seen]) as sampler:
+        weights = sampler.get_state()["rl_module"]
+        sampler.sample_fragment(on_poll=lambda: sampler.set_weights(weights, seq=1, learner_epoch=2))
+    told = [event for event, _ in seen.told]
+    assert told.index("on_weights_applied") < told.index("on_sample_end")
+    assert [a["version"] for event, a in seen.told if event == "on_weights_applied"] == [(2, 1)]
+
+
+def test_views_of_running_episodes() -> None:
+    with runner(num_envs=2, env_config={"length": 9}) as sampler:
+        assert sampler.running_episodes() == []
+        chunks = sampler.sample(num_timesteps=6)
+        views = sampler.running_episodes()
+        assert [(v.env_index, len(v), v.episode_return) for v in views] == [(0, 3, 6.0), (1, 3, 6.0)]
+        assert [v.episode_id for v in views] == [c.episode_id for c in chunks]
+        assert all(v.age_s > 0 for v in views)
+        seen: list[Any] = []
+        sampler.sample_fragment(on_poll=lambda: seen.append([(len(v), v.reward) for v in sampler.running_episodes()]))
+    assert seen[:3] == [[(4, 4.0)] * 2, [(5, 5.0)] * 2, [(6, 6.0)] * 2]
+
+
+def test_nested_observations_actions_and_infos_are_seen_in_their_nesting() -> None:
+    from test_chunk_algebra import Nested
+
+    seen: list[Any] = []
+
+    def look(episode: Any) -> None:
+        seen.append((episode.observation["pair"], episode.action["b"].shape, episode.info))
+
+    with runner(Nested, callbacks=[{"on_episode_step": look}]) as sampler:
+        sampler.sample(num_timesteps=3)
+    assert [(int(pair[0]), int(pair[1]), shape, info) for pair, shape, info in seen] == [
+        (t, 98 - t, (2,), {"t": 3} if t == 3 else {}) for t in (1, 2, 3)
+    ]
+    assert np.issubdtype(seen[0][0][0].dtype, np.integer)
+
+
+def test_nobody_is_asked_where_nobody_listens(tmp_path: Path) -> None:
+    with runner(callbacks=[RunnerCallback]) as sampler:
+        assert not any(sampler.callbacks.wants(event) for event in EVENTS)
+        sampler.sample(num_timesteps=5)

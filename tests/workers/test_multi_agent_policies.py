@@ -1,0 +1,225 @@
+"""Which module plays whom, what it is built for, and what is said when that cannot be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from toy_envs import Counting
+from toy_multi_envs import BOX, CHOICE, Together, check_books, multi_runner
+
+from headrace.schemas.errors import ConfigError, EnvContractError, ModuleError
+from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, PolicySpec, SingleAgentEnvRunner
+from headrace.workers.multi_agent.policies import NotMultiAgentError, PolicyMappingError
+
+WIDE: Any = gym.spaces.Box(-np.inf, np.inf, (5,), np.float32)
+PUSH: Any = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
+
+
+class TwoKinds(Together):
+    """a0 is as ever; a1 sees five numbers and pushes."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.observation_spaces = {"a0": BOX, "a1": WIDE}
+        self.action_spaces = {"a0": CHOICE, "a1": PUSH}
+
+    def observe(self, agent: int) -> Any:
+        row = super().observe(agent)
+        return np.concatenate((row, np.zeros(2, np.float32))) if agent else row
+
+    def step(self, actions: dict[Any, Any]) -> Any:
+        assert all(self.action_spaces[agent].contains(action) for agent, action in actions.items())
+        return super().step(actions)
+
+
+def test_the_mapping_is_asked_once_for_each_agent_and_episode() -> None:
+    asked: Counter[tuple[str, str]] = Counter()
+
+    def mapping(agent: str, episode_id: str) -> str:
+        asked[agent, episode_id] += 1
+        return "even" if int(episode_id, 16) % 2 == 0 else "odd"
+
+    with multi_runner(num_envs=3, policies=["even", "odd"], policy_mapping_fn=mapping) as sampler:
+        chunks = [c for _ in range(12) for c in sampler.sample(num_timesteps=9)]
+        check_books(sampler)
+    assert set(asked.values()) == {1}
+    assert set(asked) >= {(c.agent_id, c.episode_id) for c in chunks}
+    for c in chunks:
+        assert c.module_id == ("even" if int(c.episode_id, 16) % 2 == 0 else "odd")
+        np.testing.assert_array_equal(c.obs[:, 0], np.arange(c.t_start, c.t_start + len(c) + 1))
+        assert {tuple(row) for row in c.obs[:, 1:]} == {(c.env_index, int(c.agent_id[1:]))}
+    assert {c.module_id for c in chunks} == {"even", "odd"}
+
+
+def test_modules_of_different_spaces_each_act_once_a_poll() -> None:
+    calls: Counter[str] = Counter()
+
+    def counted(name: str) -> Any:
+        def build(spaces: Any, **config: Any) -> Any:
+            from headrace.workers.modules import actor_critic
+
+            module = actor_critic(spaces, **config)
+            act = module.numpy_act()
+
+            def counting_act(columns: Any, noise: Any) -> Any:
+                calls[name] += 1
+                return act(columns, noise)
+
+            module.numpy_act = lambda: counting_act  # type: ignore[method-assign]
+            return module
+
+        return build
+
+    policies = {"a0": counted("a0"), "a1": PolicySpec(counted("a1"), {"hidden": (8,)})}
+    with multi_runner(TwoKinds, num_envs=8, policies=policies) as sampler:
+        batches = sampler.sample(num_timesteps=80)
+        assert calls == {"a0": 10, "a1": 10}
+        assert {c.obs.shape[1:] for c in batches if c.module_id == "a1"} == {(5,)}
+        assert {c.actions.shape[1:] for c in batches if c.module_id == "a1"} == {(2,)}
+        assert all("actions_for_env" in c.columns for c in batches if c.module_id == "a1")
+        assert sampler.get_spaces() == {"a0": (BOX, CHOICE), "a1": (WIDE, PUSH)}
+        sampler.sample(num_timesteps=8, random_actions=True)
+        check_books(sampler)
+
+
+@pytest.mark.parametrize("module", [None, "who", 3])
+def test_an_agent_without_a_module_is_named(module: Any) -> None:
+    with multi_runner(policy_mapping_fn=lambda agent, episode: module if agent == "a1" else "shared") as sampler:
+        with pytest.raises(PolicyMappingError, match=r"agent 'a1' was mapped to .* policies \['shared'\]") as caught:
+            sampler.sample(num_timesteps=1)
+        assert isinstance(caught.value, ConfigError)
+        assert caught.value.agent == "a1"
+        check_books(sampler)
+
+
+def test_a_mapping_that_fails_later_leaves_the_books_right() -> None:
+    bad: list[str] = []
+
+    def mapping(agent: str, episode_id: str) -> str:
+        if bad:
+            raise RuntimeError("no idea")
+        return "shared"
+
+    with multi_runner(num_envs=3, policy_mapping_fn=mapping) as sampler:
+        sampler.sample(num_timesteps=6)
+        bad.append("from now on")
+        with pytest.raises(PolicyMappingError, match=r"could not be mapped \(RuntimeError: no idea\)"):
+            sampler.sample(num_timesteps=30)
+        check_books(sampler)
+        bad.clear()
+        chunks = sampler.sample(num_timesteps=6)
+        assert all(c.t_start == 0 for c in chunks if len(c) and not c.is_done)
+        check_books(sampler)
+
+
+def test_agents_of_different_spaces_cannot_share_a_module() -> None:
+    with pytest.raises(ConfigError, match="'a0' and 'a1' have different spaces and are both mapped to 'shared'"):
+        multi_runner(TwoKinds)
+    with pytest.raises(ConfigError, match="no agent is mapped to 'spare'"):
+        multi_runner(TwoKinds, policies={"a0": None, "a1": None, "spare": None})
+    given = {"mine": PolicySpec(observation_space=BOX, action_space=CHOICE)}
+    with (
+        multi_runner(TwoKinds, policies=given) as sampler,
+        pytest.raises(PolicyMappingError, match="built for other spaces"),
+    ):
+        sampler.sample(num_timesteps=1)
+
+
+def test_a_policy_must_be_something_that_builds() -> None:
+    for policies, words in (({}, "at least one"), ({"p": 3}, "give None"), ({"": None}, "no name for a policy")):
+        with pytest.raises(ConfigError, match=words):
+            multi_runner(policies=policies)
+    with pytest.raises(ConfigError, match="both spaces or neither"):
+        multi_runner(policies={"p": PolicySpec(observation_space=BOX)})
+
+
+def test_each_runner_refuses_the_others_config_and_envs() -> None:
+    with pytest.raises(NotMultiAgentError, match=r"policies=\{module_id: \.\.\.\}, policy_mapping_fn=") as caught:
+        MultiAgentEnvRunner(EnvRunnerConfig(env=Together))
+    assert isinstance(caught.value, ValueError)
+    with pytest.raises(EnvContractError, match="needs SingleAgentEnvRunner"):
+        multi_runner(Counting)
+    with pytest.raises(EnvContractError, match="needs SingleAgentEnvRunner"):
+        multi_runner("CartPole-v1")
+    with pytest.raises(EnvContractError, match="needs MultiAgentEnvRunner"):
+        SingleAgentEnvRunner(EnvRunnerConfig(env=Together))
+    with pytest.raises(ConfigError, match="MultiAgentEnvRunner"):
+        SingleAgentEnvRunner(EnvRunnerConfig(env=Counting, policies={"p": None}))
+    with pytest.raises(ConfigError, match="SingleAgentEnvRunner"):
+        multi_runner(callbacks=[{"on_sample_end": print}])
+
+
+def test_envs_of_different_spaces_are_refused() -> None:
+    def creator(context: Any) -> Together:
+        return TwoKinds(context) if context.vector_index == 1 else Together(context)
+
+    with pytest.raises(EnvContractError, match="spaces of env 1 should be those of env 0"):
+        multi_runner(creator, num_envs=2)
+
+
+def test_an_env_may_be_a_gymnasium_one_and_give_its_spaces_by_functions() -> None:
+    class ByFunction(gym.Env[Any, Any]):
+        possible_agents = (1, 2)
+
+        def observation_space(self, agent: int) -> Any:  # type: ignore[override]
+            return BOX
+
+        def get_action_space(self, agent: int) -> Any:
+            return CHOICE
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return {1: np.zeros(3, np.float32)}, {1: {"level": 7}}
+
+        def step(self, actions: dict[Any, Any]) -> Any:
+            seen = {2 if 1 in actions else 1: np.ones(3, np.float32)}
+            return seen, {1: 1.0}, {"__all__": False}, {}, {agent: {"turn": agent} for agent in seen}
+
+    gym.register("ByFunction-v0", ByFunction)
+    try:
+        with multi_runner("ByFunction-v0", rollout_fragment_length=6) as sampler:
+            first, second = sorted(sampler.sample_fragment(), key=lambda c: c.agent_id)
+    finally:
+        del gym.registry["ByFunction-v0"]
+    assert (first.agent_id, first.env_t.tolist(), first.rewards.tolist()) == ("1", [0, 2, 4], [2.0, 2.0, 2.0])
+    assert (second.agent_id, second.env_t.tolist()) == ("2", [1, 3])
+    assert first.infos == [{"level": 7}, {"turn": 1}, {"turn": 1}, {"turn": 1}]
+
+
+def test_masks_in_infos_bind_random_actions() -> None:
+    class Masked(Together):
+        def step(self, actions: dict[Any, Any]) -> Any:
+            assert self.t == 0 or set(actions.values()) == {self.t % 3}
+            *parts, _ = super().step(actions)
+            mask = np.arange(3) == self.t % 3
+            return *parts, {agent: {"action_mask": mask} for agent in self.possible_agents}
+
+    with multi_runner(Masked, num_envs=3, env_config={"lengths": [9, 9]}) as sampler:
+        sampler.sample(num_timesteps=300, random_actions=True)
+        assert sampler.totals.env_failures == 0
+
+
+def test_a_policy_without_module_leaves_random_actions() -> None:
+    def none(spaces: Any) -> Any:
+        raise NotImplementedError
+
+    with multi_runner(policies={"a0": None, "a1": none}) as sampler:
+        assert len(sampler.sample(num_timesteps=4, random_actions=True)) == 2
+        with pytest.raises(ModuleError, match="random_actions=True"):
+            sampler.sample(num_timesteps=1)
+        sampler.sample(num_episodes=2, random_actions=True)
+        check_books(sampler)
+
+
+def test_runs_repeat_and_seeds_do_not() -> None:
+    def lives(**settings: Any) -> list[Any]:
+        with multi_runner(num_envs=3, **settings) as sampler:
+            return [(c.episode_id, c.agent_id, c.seed, c.actions.tolist()) for c in sampler.sample(num_timesteps=60)]
+
+    assert lives() == lives()
+    seeds = {one[2] for one in lives()}
+    assert not seeds & {one[2] for one in lives(worker_index=1)}
+    assert not seeds & {one[2] for one in lives(incarnation=1)}

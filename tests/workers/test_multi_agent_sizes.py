@@ -1,0 +1,190 @@
+"""How much the multi-agent runner gives, what it continues, what it resets, and what it counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from toy_multi_envs import Together, check_books, multi_runner
+
+from headrace.schemas.chunk import ChunkEnd
+from headrace.workers.module_weights import read_weights
+
+WIDTHS = pytest.mark.parametrize("num_envs", [1, 3, 8])
+
+
+def _env_steps(chunks: Any) -> int:
+    """Of `Together` with agents of the same length: each env step is in one chunk of agent a0."""
+    return sum(len(c) for c in chunks if c.agent_id == "a0")
+
+
+@WIDTHS
+def test_num_timesteps_gives_at_least_n_env_steps_and_less_than_one_poll_more(num_envs: int) -> None:
+    with multi_runner(num_envs=num_envs) as sampler:
+        for n in (1, 7, 24):
+            chunks = sampler.sample(num_timesteps=n)
+            assert n <= _env_steps(chunks) <= n + num_envs - 1
+            assert sum(map(len, chunks)) == 2 * _env_steps(chunks)
+            check_books(sampler)
+
+
+@WIDTHS
+def test_agent_steps_may_be_counted_instead(num_envs: int) -> None:
+    settings = {"count_steps_by": "agent_steps", "env_config": {"lengths": [30, 30, 4]}}
+    with multi_runner(num_envs=num_envs, **settings) as sampler:
+        for n in (1, 7, 24, 100):
+            assert n <= sum(map(len, sampler.sample(num_timesteps=n))) <= n + 3 * num_envs - 1
+        assert sampler.sample(num_timesteps=0) == []
+
+
+@WIDTHS
+def test_num_episodes_gives_whole_episodes_only(num_envs: int) -> None:
+    with multi_runner(num_envs=num_envs, env_config={"lengths": [3, 7]}) as sampler:
+        for m in (1, 3, 9):
+            chunks = sampler.sample(num_episodes=m)
+            by_episode = {c.episode_id: [] for c in chunks}  # type: ignore[var-annotated]
+            for c in chunks:
+                assert c.is_done
+                assert c.t_start == c.chunk_index == 0
+                by_episode[c.episode_id].append((c.agent_id, len(c)))
+            assert m <= len(by_episode) <= m + num_envs - 1
+            assert all(sorted(agents) == [("a0", 3), ("a1", 7)] for agents in by_episode.values())
+            check_books(sampler)
+
+
+def test_num_episodes_leaves_out_an_agent_whose_episode_goes_on_without_it() -> None:
+    def creator(context: Any) -> Together:
+        return Together(
+            type(context)({"lengths": [2, 4 + 9 * context.vector_index]}, vector_index=context.vector_index)
+        )
+
+    with multi_runner(creator, num_envs=2) as sampler:
+        chunks = sampler.sample(num_episodes=1)
+        assert sorted((c.env_index, c.agent_id, len(c)) for c in chunks) == [(0, "a0", 2), (0, "a1", 4)]
+        assert sampler.totals.discarded == {"reset": 2 + 4}
+        check_books(sampler)
+
+
+@WIDTHS
+def test_num_timesteps_continues_and_force_reset_begins_anew(num_envs: int) -> None:
+    with multi_runner(num_envs=num_envs, env_config={"lengths": [10, 10]}) as sampler:
+        parts = [sampler.sample(num_timesteps=4 * num_envs) for _ in range(3)]
+        for agent in ("a0", "a1"):
+            one, two, three = ([c for c in part if c.agent_id == agent and c.env_index == 0] for part in parts)
+            assert one[0].episode_id == two[0].episode_id == three[0].episode_id
+            assert [one[0].t_start, two[0].t_start, three[0].t_start] == [0, 4, 8]
+            assert [one[0].end, two[0].end, three[0].end] == [ChunkEnd.ONGOING, ChunkEnd.ONGOING, ChunkEnd.TERMINATED]
+            assert three[0].episode_length == 10
+            np.testing.assert_array_equal(one[0].obs[-1], two[0].obs[0])
+            assert three[1].t_start == 0
+        anew = sampler.sample(num_timesteps=2 * num_envs, force_reset=True)
+        steps, markers = [c for c in anew if len(c)], [c for c in anew if not len(c)]
+        assert all(c.t_start == 0 and c.chunk_index == 0 for c in steps)
+        assert len(markers) == 2 * num_envs
+        assert {(m.end, m.end_reason, m.chunk_index, m.t_start) for m in markers} == {(ChunkEnd.ABORTED, "reset", 1, 2)}
+        assert not {m.episode_id for m in markers} & {c.episode_id for c in steps}
+        assert not any(map(len, anew[-len(markers) :]))
+        check_books(sampler)
+
+
+def test_timesteps_after_episodes_begin_anew_and_the_last_episode_begins_no_other() -> None:
+    seeds: list[int | None] = []
+
+    def creator(context: Any) -> Together:
+        env = Together(context)
+        env.seeds = seeds
+        return env
+
+    with multi_runner(creator, env_config={"lengths": [3, 3]}) as sampler:
+        sampler.sample(num_episodes=4)
+        assert len(seeds) == 4
+        assert len(set(seeds)) == 4
+        assert all(c.t_start == 0 for c in sampler.sample(num_timesteps=2))
+        assert len(seeds) == 5
+
+
+def test_default_sizes_and_fragments_follow_the_batch_mode() -> None:
+    with multi_runner(num_envs=2, rollout_fragment_length=6) as sampler:
+        assert sampler.sample_fragment().steps == 24
+        assert _env_steps(sampler.sample()) == 12
+    with multi_runner(num_envs=2, batch_mode="complete_episodes") as sampler:
+        assert len({c.episode_id for c in sampler.sample()}) == 2
+
+
+def test_finished_agents_come_first_in_the_chunks_of_all_modules() -> None:
+    settings = {"policies": {"a0": None, "a1": None, "a2": None}, "env_config": {"lengths": [20, 3, 5]}}
+    with multi_runner(num_envs=3, **settings) as sampler:
+        chunks = sampler.sample(num_timesteps=12)
+        done = [c.is_done for c in chunks]
+        assert done == sorted(done, reverse=True)
+        assert {c.module_id for c in chunks} == {"a0", "a1", "a2"}
+        assert all(c.module_id == c.agent_id for c in chunks)
+        assert {name: set(batch.agents) for name, batch in chunks.batches.items()} == {  # type: ignore[attr-defined]
+            "a0": {"a0"}, "a1": {"a1"}, "a2": {"a2"}
+        }  # fmt: skip
+        assert chunks[0] is not None
+        assert len(chunks[1:3]) == 2
+
+
+@pytest.mark.parametrize("random_actions", [True, False])
+def test_every_step_bears_its_weights_and_how_it_was_chosen(random_actions: bool) -> None:
+    with multi_runner(num_envs=2, env_config={"lengths": [50, 50]}) as sampler:
+        module = sampler.modules["shared"]
+        assert module is not None
+        sampler.set_weights({"shared": read_weights(module)}, seq=4)
+        for size in ({"num_timesteps": 8}, {"num_episodes": 1}):
+            for c in sampler.sample(random_actions=random_actions, explore=False, **size):  # type: ignore[arg-type]
+                assert (c.random_actions, c.explore) == (random_actions, False)
+                assert set(c.weights_seq) <= {4}
+                if len(c):
+                    assert ("logp" in c.columns) is not random_actions
+
+
+def test_an_action_that_hangs_at_a_cut_bears_the_weights_that_chose_it() -> None:
+    class Slow(Together):
+        """a1 sees only every third step."""
+
+        def step(self, actions: dict[Any, Any]) -> Any:
+            self.t += 1
+            over = {"a0": False, "__all__": False}
+            seen = {"a0": self.observe(0)} | ({"a1": self.observe(1)} if self.t % 3 == 0 else {})
+            return seen, {"a0": 1.0, "a1": 1.0}, over, over, {}
+
+    with multi_runner(Slow, rollout_fragment_length=4) as sampler:
+        module = sampler.modules["shared"]
+        assert module is not None
+        first = sampler.sample_fragment()
+        sampler.set_weights({"shared": read_weights(module)}, seq=9)
+        second = sampler.sample_fragment()
+        one, two = (next(c for c in part if c.agent_id == "a1") for part in (first, second))
+        assert (one.env_t.tolist(), one.rewards.tolist(), one.obs[:, 0].tolist()) == ([0], [3.0], [0.0, 3.0])
+        assert (two.env_t.tolist(), two.rewards.tolist(), two.obs[:, 0].tolist()) == ([3], [3.0], [3.0, 6.0])
+        assert (two.weights_seq.tolist(), two.t_start, two.chunk_index) == ([0], 3, 1)
+        assert sampler.totals.open == 1
+        # Another learner's epoch: what hangs was chosen under the one before, and no batch may name two.
+        sampler.set_weights({"shared": read_weights(module)}, seq=1, learner_epoch=2)
+        assert sampler.weights_version == (0, 9)
+        third = sampler.sample_fragment()
+        assert sampler.weights_version == (2, 1)
+        assert {c.end_reason for c in third if c.agent_id == "a1"} == {"reset"}
+        assert sampler.totals.open == 0
+        assert sampler.sample_fragment().batches["shared"].learner_epoch == 2
+
+
+def test_metrics_count_env_steps_agents_and_modules() -> None:
+    """Several agents on one module: its return is the sum of theirs."""
+    settings = {"policies": {"m": None, "n": None}, "env_config": {"lengths": [2, 4, 4]}}
+    with multi_runner(num_envs=2, policy_mapping_fn=lambda a, e: "n" if a == "a2" else "m", **settings) as sampler:
+        assert not any(sampler.get_metrics()[name] for name in ("num_env_steps_sampled", "num_episodes"))
+        sampler.sample(num_timesteps=12)
+        metrics = sampler.get_metrics()
+        assert sampler.take_finished_episodes() == [(3.0 + 14 + 18, 4)] * 2
+    assert (metrics["num_env_steps_sampled"], metrics["num_episodes"]) == (12, 2)
+    assert metrics["num_agent_steps_sampled"] == {"a0": 8, "a1": 12, "a2": 12}
+    assert metrics["num_module_steps_sampled"] == {"m": 20, "n": 12}
+    assert metrics["episode_return_mean"] == 35.0
+    assert metrics["episode_len_mean"] == 4
+    assert metrics["agent_episode_returns_mean"] == {"a0": 3.0, "a1": 14.0, "a2": 18.0}
+    assert metrics["module_episode_returns_mean"] == {"m": 17.0, "n": 18.0}
+    assert metrics["agent_steps"] == {"a0": 2, "a1": 4, "a2": 4}

@@ -1,0 +1,213 @@
+"""What a recurrent module remembers: from episode start, over polls and cuts, into chunks, and back in the learner."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from toy_envs import Counting, Faulty, Walk, check_books, runner
+
+from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.batch_reader import decode_batch
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.errors import ModuleError
+from headrace.schemas.ledger import WorkerTotals
+from headrace.workers.connectors import PreviousActionReward
+from headrace.workers.modules import LstmActorCritic, RecurrentModule, lstm_actor_critic, sequences
+
+LSTM = "headrace.workers.modules:lstm_actor_critic"
+
+
+class Ages(torch.nn.Module):
+    """Remembers how many steps its episode has seen, beginning at 100, and answers it as a column."""
+
+    noise_size, noise_kind = 1, "uniform"
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def initial_state(self) -> dict[str, torch.Tensor]:
+        return {"age": torch.tensor(100), "pair": torch.zeros(2)}
+
+    def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
+        age, pair = batch["state_in"]["age"], batch["state_in"]["pair"]
+        return {"actions": torch.ones_like(age), "age": age, "state_out": {"age": age + 1, "pair": pair + 0.5}}
+
+    forward_inference = forward_train = forward_exploration
+
+
+class Broken(Ages):
+    def initial_state(self) -> Any:
+        return ["h"]
+
+
+class WrongShape(Ages):
+    def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {**super().forward_exploration(batch), "state_out": {"age": torch.zeros(3)}}
+
+
+def over_the_wire(batch: ChunkBatch) -> ChunkBatch:
+    header = BatchHeader(
+        fleet_id="f", slot=0, incarnation=0, seq=1, steps=batch.steps, chunks=len(batch), reasons=list(batch.reasons),
+        totals=WorkerTotals(),
+    )  # fmt: skip
+    return decode_batch(encode_batch(batch, header), batch.observation_space, batch.action_space)[1]
+
+
+@pytest.mark.parametrize("polls", [1, 3, 8])
+def test_state_begins_with_the_episode_and_goes_on_over_cuts(polls: int) -> None:
+    with runner(num_envs=3, env_config={"lengths": {0: 1, 1: 4, 2: 50}}, module=Ages) as sampler:
+        for _ in range(5):
+            for chunk in sampler.sample(num_timesteps=3 * polls):
+                np.testing.assert_array_equal(chunk.columns["age"], 100 + chunk.t_start + np.arange(len(chunk)))
+                assert chunk.state_in["age"] == 100 + chunk.t_start
+                assert chunk.state_in["pair"].tolist() == [chunk.t_start / 2] * 2
+
+
+def test_whole_episodes_carry_the_state_they_began_with() -> None:
+    settings: dict[str, Any] = {"batch_mode": "complete_episodes", "rollout_fragment_length": 2, "module": Ages}
+    with runner(num_envs=2, env_config={"lengths": {0: 3, 1: 7}}, **settings) as sampler:
+        for _ in range(3):
+            assert {int(chunk.state_in["age"]) for chunk in sampler.sample_fragment()} == {100}
+
+
+def test_state_of_a_failed_env_begins_anew_and_that_of_its_siblings_goes_on() -> None:
+    def diverge(answer: Any) -> Any:
+        raise RuntimeError("diverged")
+
+    config = {"fault": diverge, "faulty": {1}, "every": 5, "steps": {}}
+    with runner(Faulty, num_envs=3, env_config=config, module=Ages, rollout_fragment_length=4) as sampler:
+        for _ in range(8):
+            for chunk in sampler.sample_fragment():
+                if chunk.end is not ChunkEnd.ABORTED:
+                    assert chunk.state_in["age"] == 100 + chunk.t_start
+                    np.testing.assert_array_equal(chunk.columns["age"], 100 + chunk.t_start + np.arange(len(chunk)))
+        check_books(sampler)
+
+
+def test_random_actions_move_no_state_and_carry_none() -> None:
+    with runner(env_config={"length": 50}, module=Ages) as sampler:
+        assert sampler.sample(num_timesteps=3, random_actions=True)[0].state_in == {}
+        (chunk,) = sampler.sample(num_timesteps=3)
+        assert (chunk.t_start, int(chunk.state_in["age"])) == (3, 100)
+
+
+def test_state_columns_have_no_row_for_end_markers_and_go_through_the_codec() -> None:
+    with runner(num_envs=2, env_config={"lengths": {0: 2, 1: 50}}, module=Ages) as sampler:
+        sampler.sample(num_timesteps=2)
+        batch = sampler.sample(num_timesteps=6, force_reset=True)
+        assert isinstance(batch, ChunkBatch)
+    assert [len(chunk) for chunk in batch][-2:] == [0, 0]
+    decoded = over_the_wire(batch)
+    assert len(decoded.columns["state_in/age"]) == len(batch) - 2
+    by_key = {(c.episode_id, c.chunk_index): c for c in decoded}
+    for chunk in batch:
+        other = by_key[chunk.episode_id, chunk.chunk_index]
+        assert chunk.state_in.keys() == other.state_in.keys()
+        assert all(np.array_equal(chunk.state_in[name], other.state_in[name]) for name in chunk.state_in)
+
+
+@pytest.mark.parametrize(
+    ("module", "match"),
+    [
+        (Broken, "initial_state of Broken must give a dict of tensors"),
+        (WrongShape, "'state_out' should have the shape"),
+    ],
+)
+def test_a_module_that_breaks_the_protocol_is_named(module: Any, match: str) -> None:
+    with pytest.raises(ModuleError, match=match), runner(module=module) as sampler:
+        sampler.sample(num_timesteps=1)
+
+
+def test_another_module_begins_with_another_memory() -> None:
+    with runner(env_config={"length": 50}, module=Ages) as sampler:
+        sampler.sample(num_timesteps=3)
+        sampler.make_module()
+        assert [int(chunk.state_in["age"]) for chunk in sampler.sample(num_timesteps=2)] == [100]
+
+
+# -- the default recurrent module --------------------------------------------------------------------------------------
+
+
+class Vector(Walk):
+    """A walk whose action has a choice and a Box, observed in a Dict."""
+
+    action_space = gym.spaces.Tuple((gym.spaces.Discrete(3), gym.spaces.Box(-1.0, 1.0, (2,), np.float32)))
+
+    def step(self, action: Any) -> Any:
+        return super().step(action[0])
+
+
+@pytest.mark.parametrize("env", [Walk, Vector])
+@pytest.mark.parametrize("explore", [True, False])
+def test_a_learner_recomputes_the_stored_log_probabilities_from_chunks(env: Any, explore: bool) -> None:
+    settings: dict[str, Any] = {"module_config": {"hidden": (16,), "cell_size": 8, "seed": 3}, "explore": explore}
+    with runner(env, num_envs=5, env_config={}, module=LSTM, env_to_module=[PreviousActionReward], **settings) as s:
+        spaces, weights = s.spaces, {name: torch.from_numpy(a) for name, a in s.get_state()["rl_module"].items()}
+        batches = [over_the_wire(s.sample_fragment()) for _ in range(4)]
+    learner = lstm_actor_critic(spaces, hidden=(16,), cell_size=8)
+    learner.load_state_dict(weights)
+    assert any(chunk.t_start and chunk.state_in["h"].any() for batch in batches for chunk in batch)
+    for batch in batches:
+        train = sequences(batch)
+        answer = learner.forward_train(train)
+        steps = train["step_rows"]
+        actions = torch.from_numpy(batch.columns["actions"].copy()) if env is Walk else tuple(
+            torch.from_numpy(batch.columns[f"actions/{i}"].copy()) for i in range(2)
+        )  # fmt: skip
+        logp = learner.logp(answer["action_dist_inputs"][steps], actions)
+        np.testing.assert_allclose(logp.detach().numpy(), batch.columns["logp"], atol=1e-5)
+        np.testing.assert_allclose(answer["values"][steps].detach().numpy(), batch.columns["values"], atol=1e-5)
+        logp.sum().backward()
+        assert all(p.grad is not None for p in learner.lstm.parameters())
+
+
+def test_siblings_of_failing_envs_are_the_same_to_the_bit_with_an_lstm() -> None:
+    def diverge(answer: Any) -> Any:
+        raise RuntimeError("diverged")
+
+    def live(faulty: set[int]) -> dict[int, list[Any]]:
+        config = {"fault": diverge, "faulty": faulty, "every": 9, "steps": {}}
+        lives = defaultdict(list)
+        with runner(Faulty, num_envs=4, env_config=config, module=LSTM, env_restart_attempts=100) as sampler:
+            for _ in range(4):
+                for chunk in sampler.sample_fragment():
+                    lives[chunk.env_index].append(chunk)
+        return lives
+
+    expected, lives = live(set()), live({2})
+    for index in (0, 1, 3):
+        for a, b in zip(expected[index], lives[index], strict=True):
+            for name in ("logp", "values"):
+                assert a.columns[name].tobytes() == b.columns[name].tobytes()
+            assert a.state_in["c"].tobytes() == b.state_in["c"].tobytes()
+
+
+def test_building_it_reads_and_moves_no_global_randomness() -> None:
+    with runner(Counting) as sampler:
+        spaces = sampler.spaces
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = lstm_actor_critic(spaces, seed=5)
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(2)
+    second = lstm_actor_critic(spaces, seed=5)
+    assert isinstance(first, LstmActorCritic)
+    assert isinstance(first, RecurrentModule)
+    for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_sizes_and_batches_that_make_no_sense_are_refused() -> None:
+    with runner(Counting) as sampler:
+        with pytest.raises(ModuleError, match="cell_size = 0: give positive sizes"):
+            lstm_actor_critic(sampler.spaces, cell_size=0)
+        with pytest.raises(ModuleError, match="learns from sequences"):
+            lstm_actor_critic(sampler.spaces).forward_train({"obs": torch.zeros(3, 2)})
+        with pytest.raises(ModuleError, match="without state_in columns"):
+            sequences(sampler.sample_fragment())

@@ -1,0 +1,177 @@
+"""What a runner reports: names, windows, lifetimes, what callbacks log, and reports of several runners as one."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_env_failures import _faulty, diverge
+from toy_envs import Faulty, Walk, runner
+
+from headrace.workers import merge_metrics
+from headrace.workers.metrics import RunnerMetrics
+from headrace.workers.metrics_logger import MetricsLogger, Window, build_report
+from headrace.workers.totals import RunnerTotals
+
+
+def _numbers(report: Any) -> list[float]:
+    if isinstance(report, dict):
+        return [n for value in report.values() for n in _numbers(value)]
+    return [n for value in report for n in _numbers(value)] if isinstance(report, list) else [report]
+
+
+def test_names_per_cycle_and_lifetime() -> None:
+    with runner(num_envs=2, env_config={"length": 4}) as sampler:
+        sampler.sample(num_timesteps=10)
+        first = sampler.get_metrics()
+        sampler.sample(num_timesteps=4)
+        second = sampler.get_metrics()
+        third = sampler.get_metrics()
+    assert first["num_agent_steps_sampled"] == {"default_agent": 10}
+    assert first["num_module_steps_sampled"] == {"default_policy": 10}
+    assert first["agent_episode_returns_mean"] == {"default_agent": 10.0}
+    assert first["module_episode_returns_mean"] == {"default_policy": 10.0}
+    assert first["agent_steps"] == {"default_agent": 4.0}
+    assert (first["num_episodes"], second["num_episodes"], second["num_episodes_lifetime"]) == (2, 0, 2)
+    assert second["num_agent_steps_sampled"] == {"default_agent": 4}
+    assert second["num_module_steps_sampled_lifetime"] == {"default_policy": 14}
+    assert second["num_env_steps_sampled_lifetime_throughput"] > 0
+    # Nothing happened since: counts are 0 or absent, and figures of the window stay.
+    assert third["num_env_steps_sampled"] == third["num_env_steps_sampled_lifetime_throughput"] == 0
+    assert "num_agent_steps_sampled" not in third
+    assert third["num_agent_steps_sampled_lifetime"] == {"default_agent": 14}
+    assert third["episode_return_mean"] == 10
+    assert all(map(math.isfinite, (n for n in _numbers({**third, "windows": []}))))
+    json.dumps(third)
+
+
+def test_figures_are_those_of_the_newest_episodes_shared_out_among_the_runners() -> None:
+    with runner(Walk, metrics_num_episodes_for_smoothing=5, num_workers=2) as sampler:
+        chunks = [c for _ in range(4) for c in sampler.sample(num_episodes=3)]
+        report = sampler.get_metrics()
+    returns = [c.episode_return for c in chunks][-3:]
+    lengths = [c.episode_length for c in chunks][-3:]
+    assert report["episode_return_mean"] == pytest.approx(np.mean(returns))
+    assert (report["episode_return_min"], report["episode_return_max"]) == (min(returns), max(returns))
+    assert (report["episode_len_min"], report["episode_len_max"]) == (min(lengths), max(lengths))
+    assert report["num_episodes"] == 12
+
+
+def test_an_episode_counts_once_with_all_its_chunks() -> None:
+    with runner(env_config={"length": 7}) as sampler:
+        for _ in range(4):
+            sampler.sample(num_timesteps=2)
+        report = sampler.get_metrics()
+    assert (report["num_episodes"], report["episode_len_mean"], report["episode_return_mean"]) == (1, 7, 28)
+
+
+def test_what_a_failure_took_away_is_not_counted_as_sampled() -> None:
+    with runner(Faulty, num_envs=2, env_config=_faulty(diverge, faulty={1}, every=5)) as sampler:
+        chunks = sampler.sample(num_timesteps=40)
+        report = sampler.get_metrics()
+    assert report["num_env_steps_sampled"] == sum(map(len, chunks))
+    assert report["num_env_steps_sampled"] + report["num_env_steps_discarded_lifetime"] == sampler.totals.stepped
+    assert report["num_agent_steps_sampled"]["default_agent"] == report["num_env_steps_sampled"]
+
+
+def test_reductions_of_what_is_logged() -> None:
+    logger = MetricsLogger(window=4)
+    for value in (1, 5, 2, 8, 3):
+        for reduce in ("mean", "min", "max", "item", "p50", "sum", "lifetime_sum"):
+            logger.log_value(("mine", reduce), value, reduce=reduce)
+    logger.log_value("narrow", 7, window=1)
+    logger.log_value("narrow", 9, window=1)
+    with logger.log_time("took_s"):
+        pass
+    first = build_report(logger.take_sums(), logger.windows())
+    again = build_report(logger.take_sums(), logger.windows())
+    expected = {"mean": 4.5, "min": 2, "max": 8, "item": 3, "p50": 4, "sum": 19, "lifetime_sum": 19}
+    assert first["mine"] == expected
+    assert again["mine"] == {**expected, "sum": 0}
+    assert first["narrow"] == 9
+    assert first["took_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reduce", "message"),
+    [
+        ("x", math.nan, "mean", "was given nan"),
+        ("x", math.inf, "mean", "was given inf"),
+        ("num_episodes", 1, "sum", "is the runner's own"),
+        ("known", 1, "max", "is reduced by 'mean', not 'max'"),
+        (("known", "deeper"), 1, "mean", "one name for two things"),
+        ("x", 1, "median", "is none of mean, min"),
+        ("x", 1, "p101", "is none of mean, min"),
+    ],
+)
+def test_what_cannot_be_logged_is_refused(name: Any, value: float, reduce: str, message: str) -> None:
+    logger = MetricsLogger(10, ["num_episodes"])
+    logger.log_value("known", 1)
+    with pytest.raises(ValueError, match=message):
+        logger.log_value(name, value, reduce=reduce)
+    assert build_report(logger.take_sums(), logger.windows())["known"] == 1
+
+
+def test_reports_of_several_runners_are_that_of_one_who_sampled_it_all() -> None:
+    class Logging:
+        def on_episode_end(self, metrics_logger: Any, episode: Any) -> None:
+            metrics_logger.log_value("longest", len(episode), reduce="max")
+            metrics_logger.log_value("ends", 1, reduce="sum")
+
+    reports, chunks = [], []
+    for worker_index in range(3):
+        with runner(Walk, worker_index=worker_index, num_envs=worker_index + 1, callbacks=[Logging]) as sampler:
+            chunks += sampler.sample(num_timesteps=200)
+            reports.append(sampler.get_metrics())
+    done = [c for c in chunks if c.is_done]
+    merged = merge_metrics(json.loads(json.dumps(reports)))
+    returns = [c.episode_return for c in done]
+    assert merged["num_env_steps_sampled"] == sum(map(len, chunks))
+    assert merged["num_agent_steps_sampled_lifetime"] == {"default_agent": sum(map(len, chunks))}
+    assert merged["num_episodes"] == merged["ends"] == len(done)
+    assert merged["episode_return_mean"] == math.fsum(returns) / len(returns)
+    assert (merged["episode_return_min"], merged["episode_return_max"]) == (min(returns), max(returns))
+    assert merged["longest"] == merged["episode_len_max"] == max(c.episode_length for c in done)
+    assert merged["num_env_steps_sampled_lifetime_throughput"] == pytest.approx(
+        sum(r["num_env_steps_sampled_lifetime_throughput"] for r in reports)
+    )
+
+
+@given(st.lists(st.lists(st.floats(-1e9, 1e9), max_size=6), min_size=1, max_size=5), st.randoms())
+@settings(max_examples=100, deadline=None)
+def test_merging_does_not_depend_on_the_grouping(groups: list[list[float]], random: Any) -> None:
+    def report(values: list[float]) -> dict[str, Any]:
+        windows = [Window((f"v_{kind}",), kind, values) for kind in ("mean", "min", "max", "p90")]
+        return build_report({("count",): len(values), ("by", "name"): len(values)}, windows)
+
+    whole = report([value for group in groups for value in group])
+    parts = [report(group) for group in groups]
+    at_once, pairwise = merge_metrics(parts), parts[0]
+    for part in parts[1:]:
+        pairwise = merge_metrics([pairwise, part])
+    for merged in (at_once, pairwise):
+        assert {k: v for k, v in merged.items() if k != "windows"} == {
+            k: pytest.approx(v, rel=1e-12) if k == "v_p90" else v for k, v in whole.items() if k != "windows"
+        }
+    random.shuffle(parts)
+    assert merge_metrics(parts).get("v_mean") == whole.get("v_mean")
+
+
+def test_episodes_of_several_agents() -> None:
+    with runner() as sampler:
+        metrics = RunnerMetrics(sampler.config, RunnerTotals())
+    metrics.count_steps({"a": 3, "b": 5}, {"shared": 8})
+    metrics.add_episode(4.0, 5, 0.1, {"a": (1.0, 3), "b": (3.0, 5)}, {"shared": 4.0})
+    metrics.add_episode(6.0, 3, 0.1, {"a": (6.0, 3)}, {"shared": 6.0})
+    report = metrics.report()
+    assert report["episode_return_mean"] == 5
+    assert report["agent_episode_returns_mean"] == {"a": 3.5, "b": 3.0}
+    assert report["agent_steps"] == {"a": 3, "b": 5}
+    assert report["module_episode_returns_mean"] == {"shared": 5}
+    assert report["num_agent_steps_sampled"] == {"a": 3, "b": 5}
+    assert metrics.take_finished() == [(4.0, 5), (6.0, 3)]

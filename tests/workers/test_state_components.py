@@ -1,0 +1,221 @@
+"""State: parts by name, a way through arrays and back, and a restored runner that lives on as the first would have."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from test_chunk_algebra import Nested
+from test_env_failures import _same
+from toy_envs import Counting, Walk, runner
+
+from headrace.schemas.errors import DecodeError, EncodeError, StateError
+from headrace.schemas.state_arrays import arrays_to_state, state_to_arrays
+from headrace.schemas.wire import MessageKind, decode, encode
+from headrace.workers.connectors import FlattenObservations, FrameStack, MeanStd, PreviousActionReward
+from headrace.workers.state_components import Selection
+
+COUNTERS = {
+    "num_env_steps_sampled_lifetime",
+    "num_episodes_lifetime",
+    "num_agent_steps_sampled_lifetime",
+    "num_module_steps_sampled_lifetime",
+}
+VERSION = {"rl_module", "weights_seq_no", "learner_epoch", "weights_digest"}
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    return bool(a == b)
+
+
+def test_components_by_name() -> None:
+    with runner(env_config={"length": 3}) as sampler:
+        sampler.sample(num_timesteps=7)
+        whole = set(sampler.get_state())
+        assert whole >= COUNTERS | VERSION | {"random_streams"}
+        assert set(sampler.get_state(components="rl_module")) == COUNTERS | VERSION
+        assert set(sampler.get_state(components=["random_streams"])) == COUNTERS | {"random_streams"}
+        assert set(sampler.get_state(components=[])) == COUNTERS
+        assert set(sampler.get_state(not_components="random_streams")) == whole - {"random_streams"}
+        assert set(sampler.get_state(["rl_module", "random_streams"], "rl_module")) == COUNTERS | {"random_streams"}
+        state = sampler.get_state([])
+        assert (
+            state["num_env_steps_sampled_lifetime"] == state["num_agent_steps_sampled_lifetime"]["default_agent"] == 7
+        )
+        assert state["num_episodes_lifetime"] == 2
+        names = list(sampler.get_state()["rl_module"])
+        assert list(sampler.get_state(f"rl_module/{names[1]}")["rl_module"]) == [names[1]]
+        assert list(sampler.get_state(not_components=f"rl_module/{names[1]}")["rl_module"]) == [
+            name for name in names if name != names[1]
+        ]
+        with pytest.raises(StateError, match="has no component 'rl_modul'; the nearest is 'rl_module'"):
+            sampler.get_state("rl_modul")
+        with pytest.raises(StateError, match="rl_module has no part 'p9'; its parts are"):
+            sampler.get_state("rl_module/p9")
+
+
+def test_parts_of_a_component() -> None:
+    modules = {"p0": {"w": 1}, "p1": {"w": 2}}
+    assert Selection("rl_module/p0", None).part("rl_module", modules) == {"p0": {"w": 1}}
+    assert Selection(None, ["rl_module/p0"]).part("rl_module", modules) == {"p1": {"w": 2}}
+    assert Selection(["rl_module", "rl_module/p1"], "rl_module/p0").part("rl_module", modules) == {"p1": {"w": 2}}
+    assert not Selection("rl_module/p0", None).wants("env_to_module")
+
+
+def test_a_state_goes_through_a_message_and_back() -> None:
+    with runner(num_envs=2) as sampler, runner(num_envs=2) as other:
+        sampler.sample(num_timesteps=9)
+        state = sampler.get_state()
+        frames = encode(MessageKind.CHECKPOINT, {}, state_to_arrays(state))
+        received = arrays_to_state(decode([bytes(frame) for frame in frames]).arrays)
+        assert _equal(received, state)
+        other.set_state(received)
+        assert _equal(other.get_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"a": np.array([object()])}, "a has dtype object"),
+        ({"a": {"b": object()}}, "neither an array nor a plain value"),
+        ({"a": {3: 1}}, "a has the key 3"),
+        ({"a/b": np.zeros(1), "a": {"b": np.zeros(1)}}, "two arrays of the state are called 'a/b'"),
+    ],
+)
+def test_what_may_not_travel_is_named(state: Any, message: str) -> None:
+    with pytest.raises(EncodeError, match=message):
+        state_to_arrays(state)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [b"{", b"[1]", b'{"_array":"gone"}', b'{"_array":3}', b'{"_array":"x"}', b'{"a":' * 200 + b"1" + b"}" * 200],
+)
+def test_bytes_that_are_no_state_are_refused(tree: bytes) -> None:
+    with pytest.raises(DecodeError):
+        arrays_to_state({"_state": np.frombuffer(tree, np.uint8), "x": np.zeros(1)})
+    with pytest.raises(DecodeError, match="no byte array"):
+        arrays_to_state({})
+
+
+def _through_arrays(state: dict[str, Any]) -> dict[str, Any]:
+    assert orjson.loads(state_to_arrays(state)["_state"].tobytes())
+    return arrays_to_state(state_to_arrays(state))
+
+
+def _compare(ours: Any, theirs: Any) -> None:
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        _same(a, b)
+
+
+@pytest.mark.parametrize("episodes", [1, 3])
+def test_a_restored_runner_samples_the_same_whole_episodes(episodes: int) -> None:
+    settings: dict[str, Any] = {"num_envs": 3}
+    with runner(Walk, **settings) as first, runner(Walk, **settings) as second:
+        for _ in range(3):
+            first.sample(num_episodes=episodes)
+        second.set_state(_through_arrays(first.get_state()))
+        for _ in range(40):  # beyond a block of seeds and of numbers
+            _compare(first.sample(num_episodes=episodes), second.sample(num_episodes=episodes))
+        assert first.get_state([]) == second.get_state([])
+
+
+@pytest.mark.parametrize("env", [Counting, Nested])
+def test_a_restored_runner_goes_on_at_an_episodes_boundary(env: Any) -> None:
+    """All envs were reset and none was stepped: the restored runner resets with the same seeds, under the same ids."""
+    settings: dict[str, Any] = {"num_envs": 2, "env_config": {"length": 5}, "rollout_fragment_length": 10}
+    with runner(env, **settings) as first, runner(env, **settings) as second:
+        first.sample_fragment()
+        second.set_state(first.get_state())
+        for _ in range(10):
+            ours, theirs = first.sample_fragment(), second.sample_fragment()
+            assert [c.episode_id for c in ours] == [c.episode_id for c in theirs]
+            assert [c.seed for c in ours] == [c.seed for c in theirs]
+            assert [c.rewards.tolist() for c in ours] == [c.rewards.tolist() for c in theirs]
+            assert [c.columns["logp"].tolist() for c in ours] == [c.columns["logp"].tolist() for c in theirs]
+
+
+@pytest.mark.parametrize("module", ["actor_critic", "lstm_actor_critic"])
+def test_connectors_and_memory_go_on_too(module: str) -> None:
+    """Both take the state, by force since its weights are not newer: a mean of each lane's own becomes one of all."""
+    settings: dict[str, Any] = {
+        "num_envs": 2,
+        "env_to_module": [PreviousActionReward, FlattenObservations, MeanStd, partial(FrameStack, 2)],
+        "module": f"headrace.workers.modules:{module}",
+    }
+    with runner(Walk, **settings) as first, runner(Walk, **settings) as second:
+        first.sample(num_episodes=2)
+        state = _through_arrays(first.get_state())
+        for sampler in (first, second):
+            sampler.set_state(state, force=True)
+        for _ in range(5):
+            _compare(first.sample(num_episodes=2), second.sample(num_episodes=2))
+        assert _equal(first.get_state(), second.get_state())
+
+
+def test_random_actions_go_on_too() -> None:
+    with runner(Walk) as first, runner(Walk) as second:
+        first.sample(num_episodes=2, random_actions=True)
+        second.set_state(first.get_state())
+        ours, theirs = (s.sample(num_episodes=2, random_actions=True) for s in (first, second))
+        assert [c.actions.tolist() for c in ours] == [c.actions.tolist() for c in theirs]
+
+
+def test_an_episode_in_its_middle_is_left_behind_and_told() -> None:
+    with runner(env_config={"length": 9}) as first, runner(env_config={"length": 9}) as second:
+        (begun,) = first.sample(num_timesteps=4)
+        (own,) = second.sample(num_timesteps=2)
+        second.set_state(first.get_state())
+        chunk, marker = second.sample(num_timesteps=3)
+        assert (marker.episode_id, marker.end_reason) == (own.episode_id, "reset")
+        assert chunk.episode_id not in (begun.episode_id, own.episode_id)
+        assert chunk.t_start == 0
+        assert chunk.seed == first.sample(num_timesteps=9)[-1].seed
+
+
+def test_ids_stay_unique_when_a_runner_is_set_back() -> None:
+    with runner(Walk) as sampler:
+        state = sampler.get_state()
+        ids, seeds = [], []
+        for _ in range(3):
+            sampler.set_state(state)
+            (chunk,) = sampler.sample(num_episodes=1)
+            ids.append(chunk.episode_id)
+            seeds.append(chunk.seed)
+    assert len(set(ids)) == 3
+    assert len(set(seeds)) == 1
+
+
+def test_streams_of_another_worker_are_left_alone() -> None:
+    with runner(Walk) as first, runner(Walk, worker_index=1) as second, runner(Walk, worker_index=1) as untouched:
+        first.sample(num_timesteps=10)
+        second.set_state(first.get_state())
+        _compare(second.sample(num_episodes=1), untouched.sample(num_episodes=1))
+        assert second.get_state()["num_env_steps_sampled_lifetime"] > 10
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_envs": 3}, r"random_streams/lanes/ahead should be int64 \(3,\), got int64 \(2,\)"),
+        ({"env": Nested}, r"random_streams/policy/ahead should be float32 \(None, 2, 3\), got float32"),
+    ],
+)
+def test_streams_that_do_not_fit_change_nothing(settings: dict[str, Any], message: str) -> None:
+    with runner(num_envs=2) as first, runner(**{"num_envs": 2, **settings}) as second:
+        before = second.get_state()
+        with pytest.raises(StateError, match=message):
+            second.set_state(first.get_state(not_components="rl_module"))
+        assert _equal(second.get_state(), before)
+        with pytest.raises(StateError, match="got None"):
+            second.set_state({"random_streams": {"worker_index": 0}})
+        with pytest.raises(StateError, match="should be a dict, got 3"):
+            second.set_state({"random_streams": 3})

@@ -1,0 +1,195 @@
+"""What a user may hang on to a runner: which events there are, what they are told, and who is called in which order.
+
+    event                    when                                                          besides the common ones
+    on_environment_created   an env was built, also after each rebuild                     env, env_context
+    on_episode_created       before `env.reset`                                            ┐
+    on_episode_start         after `env.reset`, before the first action                    │ episode, env,
+    on_episode_step          after each step, the last one too                             │ env_index
+    on_episode_end           after the last step's on_episode_step                         ┘
+    on_episode_aborted       an episode that was created will never finish                 episode, reason, env_index
+    on_env_failed            an env raised or broke its contract; None without an episode  exc, episode, env_index
+    on_sample_end            once per sample or fragment                                   samples
+    on_weights_applied       other weights act from now on: (learner_epoch, seq)           version
+    on_chunk_sent            a worker process has handed over the batch of which it is     chunk
+
+All arguments go by keyword; common ones are `env_runner`, `metrics_logger` and `rl_module` (None before it is built). A
+callback gets those it names, or all if it has **kwargs. First come the objects in the order of the config, then the
+functions.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.schemas.errors import CallbackError, ConfigError
+from headrace.schemas.plugins import load_object
+
+logger = logging.getLogger(__name__)
+
+Function = Callable[..., Any]
+CallbackSpec = str | type | Mapping[str, Any] | Any
+"""A class (instantiated once per runner), an object, {event: function or list of them}, or "package.module:name"."""
+
+_COMMON = ("env_runner", "metrics_logger", "rl_module")
+_EPISODE = ("episode", "env", "env_index")
+EVENTS: dict[str, tuple[str, ...]] = {
+    "on_environment_created": ("env", "env_context"),
+    "on_episode_created": _EPISODE,
+    "on_episode_start": _EPISODE,
+    "on_episode_step": _EPISODE,
+    "on_episode_end": _EPISODE,
+    "on_episode_aborted": ("episode", "reason", "env_index"),
+    "on_env_failed": ("exc", "episode", "env_index"),
+    "on_sample_end": ("samples",),
+    "on_weights_applied": ("version",),
+    "on_chunk_sent": ("chunk",),
+}
+"""Event -> what it is told besides the common arguments."""
+
+
+class RunnerCallback:
+    """Base class of callback objects, for those who like one: override what is needed, the rest costs nothing."""
+
+    def on_environment_created(self, *_: Any, **kwargs: Any) -> None:
+        """`env` (unwrapped) was built from `env_context`."""
+
+    def on_episode_created(self, *_: Any, **kwargs: Any) -> None:
+        """`episode` is about to begin with a reset of `env`."""
+
+    def on_episode_start(self, *_: Any, **kwargs: Any) -> None:
+        """`env` was reset: `episode.observation` is the first one."""
+
+    def on_episode_step(self, *_: Any, **kwargs: Any) -> None:
+        """`env` was stepped once more."""
+
+    def on_episode_end(self, *_: Any, **kwargs: Any) -> None:
+        """`episode` terminated or was truncated, as `episode.end` says."""
+
+    def on_episode_aborted(self, *_: Any, **kwargs: Any) -> None:
+        """`episode` will never finish; `reason` is a word of `schemas.ledger.Discard`."""
+
+    def on_env_failed(self, *_: Any, **kwargs: Any) -> None:
+        """The env at `env_index` raised `exc`, in `episode` if that is not None, and is about to be rebuilt."""
+
+    def on_sample_end(self, *_: Any, **kwargs: Any) -> None:
+        """`samples` were sampled."""
+
+    def on_weights_applied(self, *_: Any, **kwargs: Any) -> None:
+        """Weights of `version` act from now on."""
+
+    def on_chunk_sent(self, *_: Any, **kwargs: Any) -> None:
+        """`chunk` is on its way to the learner."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """One function of one event, and which arguments it takes; None is all."""
+
+    name: str
+    function: Function
+    takes: frozenset[str] | None
+
+    def call(self, event: str, arguments: Mapping[str, Any]) -> None:
+        takes = self.takes
+        given = arguments if takes is None else {key: value for key, value in arguments.items() if key in takes}
+        try:
+            self.function(**given)
+        except Exception as error:
+            raise CallbackError(event, self.name, error) from error
+
+
+class CallbackList:
+    """All callbacks of one runner. `common()` gives what every one of them is told."""
+
+    def __init__(self, specs: Iterable[CallbackSpec], common: Callable[[], dict[str, Any]]) -> None:
+        loaded = [load_object(spec, "callbacks") if isinstance(spec, str) else spec for spec in specs]
+        self._common = common
+        self._bound: dict[str, list[_Bound]] = {}
+        for spec in loaded:
+            if not isinstance(spec, Mapping):
+                self._add_object(spec)
+        for spec in loaded:
+            if isinstance(spec, Mapping):
+                self._add_functions(spec)
+
+    def wants(self, event: str) -> bool:
+        """Whether anybody is to be told of `event`."""
+        return event in self._bound
+
+    def call(self, event: str, **arguments: Any) -> None:
+        """Tell all of `event`. Raises `CallbackError` for the first that raises; those after it are not told."""
+        bound = self._bound.get(event)
+        if bound:
+            arguments.update(self._common())
+            for callback in bound:
+                callback.call(event, arguments)
+
+    def tell(self, event: str, **arguments: Any) -> None:
+        """`call` for news of what is over anyway: who raises is logged, and the others are told all the same."""
+        if event not in self._bound:
+            return
+        arguments.update(self._common())
+        for callback in self._bound[event]:
+            try:
+                callback.call(event, arguments)
+            except CallbackError as error:
+                logger.error("%s; going on, for the episode is over already", error, exc_info=error.__cause__)
+
+    def _add_object(self, spec: Any) -> None:
+        name = spec.__qualname__ if inspect.isclass(spec) else type(spec).__qualname__
+        try:
+            target = spec() if inspect.isclass(spec) else spec
+        except Exception as error:
+            raise CallbackError("__init__", name, error) from error
+        methods = list(_methods(target))
+        if not methods and not isinstance(target, RunnerCallback):
+            raise ConfigError(f"{target!r:.80} has no method of an event; events are {', '.join(EVENTS)}", key=_KEY)
+        for event, method in methods:
+            self._add(event, f"{name}.{event}", method)
+
+    def _add_functions(self, functions: Mapping[str, Any]) -> None:
+        for event, given in functions.items():
+            if event not in EVENTS:
+                near = difflib.get_close_matches(str(event), EVENTS, n=1, cutoff=0.0)
+                raise ConfigError(f"there is no event {event!r}; the nearest is {near[0]!r}", key=_KEY)
+            for item in given if isinstance(given, list | tuple) else [given]:
+                function = load_object(item, "callbacks") if isinstance(item, str) else item
+                if not callable(function):
+                    raise ConfigError(f"{event} should be a function or a list of them, got {item!r:.80}", key=_KEY)
+                self._add(event, getattr(function, "__qualname__", repr(function)), function)
+
+    def _add(self, event: str, name: str, function: Function) -> None:
+        bound = _Bound(name, function, _arguments(event, name, function))
+        self._bound.setdefault(event, []).append(bound)
+
+
+_KEY = "callbacks"
+
+
+def _methods(target: Any) -> Iterator[tuple[str, Function]]:
+    """Methods for events that `target` has of its own, not those that it only inherits from `RunnerCallback`."""
+    for event in EVENTS:
+        method = getattr(target, event, None)
+        if callable(method) and getattr(method, "__func__", None) is not getattr(RunnerCallback, event):
+            yield event, method
+
+
+def _arguments(event: str, name: str, function: Function) -> frozenset[str] | None:
+    """Which arguments `function` takes; None for all. Raises `ConfigError` if it needs what the event has not."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin that tells nothing of itself
+        return None
+    offered = (*_COMMON, *EVENTS[event])
+    for p in parameters:
+        needed = p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        if needed and (p.kind is p.POSITIONAL_ONLY or p.name not in offered):
+            raise ConfigError(f"{name} asks for {p.name!r}; {event} gives, by keyword, {', '.join(offered)}", key=_KEY)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return frozenset(p.name for p in parameters if p.name in offered)

@@ -1,0 +1,77 @@
+"""Pieces that put something beside the observation: what was done and earned before, and how late it is."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.errors import ConfigError
+from headrace.schemas.spaces import Box, Dict, Space, Spaces, leaves
+from headrace.workers.connectors.connector import Columns, Connector, Rows
+from headrace.workers.connectors.flatten import as_vectors, one_hot_size
+
+
+class _Addition(Connector):
+    """Puts new leaves beside an observation: into its Dict, or into a new one where it stands under "obs"."""
+
+    def _beside(self, space: Space, added: dict[str, Box]) -> Space:
+        self._wraps = not isinstance(space, Dict)
+        present: dict[str, Space] = dict(space.spaces) if isinstance(space, Dict) else {"obs": space}
+        if taken := sorted(present.keys() & added.keys()):
+            raise ConfigError(f"{type(self).__name__}: the observation already has {taken}", key="env_to_module")
+        return Dict(spaces={**present, **added})
+
+    def _with(self, columns: Columns, added: Columns) -> Columns:
+        old = {f"obs/{name}": column for name, column in columns.items()} if self._wraps else columns
+        return {**old, **{f"obs/{name}": column for name, column in added.items()}}
+
+
+class PreviousActionReward(_Addition):
+    """Adds "prev_action", float32 (size,) with choices one-hot, and "prev_reward", float32 (1,).
+
+    Both are of the step that led to the observation, and 0 at an episode's start. The action is the policy's own, not
+    what the env got in its place.
+    """
+
+    def connect(self, spaces: Spaces, width: int) -> Spaces:
+        """A Dict with both added. The action space must be known by now: module_to_env is connected first."""
+        self._actions = list(leaves(spaces.action, "actions"))
+        self._size = sum(one_hot_size(leaf) for _, leaf in self._actions)
+        added = {"prev_action": Box(shape=(self._size,), dtype="<f4"), "prev_reward": Box(shape=(1,), dtype="<f4")}
+        return Spaces(observation=self._beside(spaces.observation, added), action=spaces.action)
+
+    def process(self, rows: Rows) -> Columns:
+        """See `Connector`."""
+        n = len(rows.lanes)
+        action = np.zeros((n, self._size), np.float32)
+        if not rows.first:
+            np.concatenate([as_vectors(leaf, rows.actions[name]) for name, leaf in self._actions], axis=1, out=action)
+        reward = rows.rewards.astype(np.float32).reshape(n, 1)
+        return self._with(rows.columns, {"prev_action": action, "prev_reward": reward})
+
+
+class TimeOneHot(_Addition):
+    """Adds "time", float32 (length,): one-hot of the steps since the episode began, the last place from then on."""
+
+    def __init__(self, length: int) -> None:
+        if length < 1:
+            raise ConfigError(f"TimeOneHot(length={length}): give 1 or more", key="env_to_module")
+        self._length = length
+
+    def connect(self, spaces: Spaces, width: int) -> Spaces:
+        """A Dict with it added."""
+        self._t = np.zeros(width, np.int64)
+        added = {"time": Box(shape=(self._length,), dtype="<f4", low=0.0, high=1.0)}
+        return Spaces(observation=self._beside(spaces.observation, added), action=spaces.action)
+
+    def process(self, rows: Rows) -> Columns:
+        """See `Connector`."""
+        if not rows.first:
+            self._t[rows.lanes] += 1
+        time = np.zeros((len(rows.lanes), self._length), np.float32)
+        time[np.arange(len(time)), np.minimum(self._t[rows.lanes], self._length - 1)] = 1.0
+        return self._with(rows.columns, {"time": time})
+
+    def reset(self, lanes: NDArray[np.intp]) -> None:
+        """See `Connector`."""
+        self._t[lanes] = 0

@@ -1,0 +1,94 @@
+"""What a connector is, what it is given, and how one is built from the config."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.errors import ConfigError, ConnectorError, HeadraceError
+from headrace.schemas.plugins import load_object
+from headrace.schemas.spaces import Spaces
+
+Columns = dict[str, NDArray[Any]]
+State = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """One row for each of `lanes`, n of the vector's envs. Arrays are not to be written to.
+
+    columns: observation columns (n, ...), or action columns on their way to the env. actions: what the policy chose,
+    (n, ...): in the step that gave these observations, or now; none after a reset. rewards: float64 (n,), of the step
+    that gave these observations, 0 after a reset and on the way to the env. first: the observations are of a reset.
+    """
+
+    lanes: NDArray[np.intp]
+    columns: Columns
+    actions: Mapping[str, NDArray[Any]]
+    rewards: NDArray[np.float64]
+    first: bool
+
+
+@runtime_checkable
+class Connector(Protocol):
+    """One piece of a pipeline. Derive from it to inherit what a piece without state need not say.
+
+    What a lane's rows become may depend on that lane alone, or the failure of one env would change what its siblings
+    live through. State that outlives episodes is told as arrays by name; that of an episode is kept by lane.
+    """
+
+    def connect(self, spaces: Spaces, width: int) -> Spaces:
+        """The spaces on the module's side, of those on the env's, for `width` lanes. Called before all else."""
+        ...
+
+    def process(self, rows: Rows) -> Columns:
+        """Columns for the next piece, of the dtypes and shapes that `connect` promised.
+
+        Called once for each observation, and once for each action.
+        """
+        ...
+
+    def reset(self, lanes: NDArray[np.intp]) -> None:
+        """An episode begins in each of `lanes`: forget what was kept of the last one."""
+
+    def get_state(self) -> State:
+        """What outlives episodes, as arrays of one's own by name."""
+        return {}
+
+    def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Take over what `get_state` gave; the names, dtypes and shapes were compared with one's own."""
+
+    def get_update(self) -> State:
+        """What was learnt since the last `set_state`, to be merged with other runners' by `merge`."""
+        return {}
+
+    def merge(self, updates: Sequence[Mapping[str, NDArray[Any]]]) -> State:
+        """The state last set, with the `updates` of all runners (one's own among them). Changes nothing here."""
+        return self.get_state()
+
+
+def build_connector(spec: Any, key: str) -> Connector:
+    """A connector of one's own from a connector (copied), a factory, or the "package.module:factory" of one.
+
+    `key` names the setting it stands in. Raises `ConfigError` for what is none of these, `ConnectorError` when the
+    factory raises.
+    """
+    if isinstance(spec, Connector) and not isinstance(spec, type):
+        return copy.deepcopy(spec)
+    factory = load_object(spec, key) if isinstance(spec, str) else spec
+    if not callable(factory):
+        raise ConfigError(f"{spec!r:.80} is no connector, factory of one, or 'package.module:factory'", key=key)
+    try:
+        built = factory()
+    except HeadraceError:
+        raise
+    except Exception as error:
+        raise ConnectorError(f"{spec!r:.80} of {key}", f"{type(error).__name__}: {error}") from error
+    if not isinstance(built, Connector):
+        raise ConfigError(f"{spec!r:.80} gave a {type(built).__name__}, not a Connector", key=key)
+    return built

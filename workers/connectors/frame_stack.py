@@ -1,0 +1,53 @@
+"""The last few observations side by side, so that a module without memory sees motion."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.errors import ConfigError
+from headrace.schemas.spaces import Box, Spaces, column_dtype
+from headrace.workers.bounds import bounded_box, box_bounds
+from headrace.workers.connectors.connector import Columns, Connector, Rows
+
+
+class FrameStack(Connector):
+    """The newest `frames` observations of a Box, oldest first, joined along `axis` of one observation.
+
+    So a vector stays a vector and an image an image of more channels (`axis` 0 for channels first). At an episode's
+    start its first observation stands in for those before it.
+    """
+
+    def __init__(self, frames: int = 4, axis: int = -1) -> None:
+        if frames < 1:
+            raise ConfigError(f"FrameStack(frames={frames}): give 1 or more", key="env_to_module")
+        self._frames, self._axis = frames, axis
+
+    def connect(self, spaces: Spaces, width: int) -> Spaces:
+        """The Box, `frames` times as long along the axis. Any other observation is a `ConfigError`."""
+        leaf = spaces.observation
+        if not isinstance(leaf, Box) or not -len(leaf.shape) <= self._axis < len(leaf.shape):
+            raise ConfigError(
+                f"FrameStack(axis={self._axis}) needs a Box with that axis, got {leaf!r:.120}; "
+                "put FlattenObservations before it",
+                key="env_to_module",
+            )
+        low, high = (np.concatenate([bound] * self._frames, axis=self._axis) for bound in box_bounds(leaf))
+        self._kept = np.zeros((self._frames, width, *leaf.shape), column_dtype(leaf))
+        return Spaces(observation=bounded_box(low, high, leaf.dtype), action=spaces.action)
+
+    def process(self, rows: Rows) -> Columns:
+        """See `Connector`."""
+        newest, lanes = rows.columns["obs"], rows.lanes
+        if rows.first:
+            self._kept[:, lanes] = newest
+        else:
+            for i in range(1, self._frames):
+                self._kept[i - 1, lanes] = self._kept[i, lanes]
+            self._kept[-1, lanes] = newest
+        axis = self._axis if self._axis < 0 else self._axis + 1  # rows come first
+        return {"obs": np.concatenate([self._kept[i, lanes] for i in range(self._frames)], axis=axis)}
+
+    def reset(self, lanes: NDArray[np.intp]) -> None:
+        """See `Connector`."""
+        self._kept[:, lanes] = 0

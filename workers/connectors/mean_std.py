@@ -1,0 +1,136 @@
+"""Observations scaled to mean 0 and deviation 1 by running statistics, which runners can merge exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.errors import ConfigError
+from headrace.schemas.spaces import Box, Dict, Space, Spaces, Tuple, leaves
+from headrace.workers.connectors.connector import Columns, Connector, Rows, State
+
+_LEAST_DEVIATION = 1e-8
+
+
+@dataclass(slots=True, eq=False)
+class Moments:
+    """Count, mean, and sum of squared deviations from it, float64. Arrays broadcast: one each, or one by lane."""
+
+    count: NDArray[np.float64]
+    mean: NDArray[np.float64]
+    m2: NDArray[np.float64]
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, ...], lanes: tuple[int, ...] = ()) -> Moments:
+        """Of no rows; `count` has axes of length 1 for the row's."""
+        return cls(np.zeros((*lanes, *(1 for _ in shape))), np.zeros((*lanes, *shape)), np.zeros((*lanes, *shape)))
+
+    def plus(self, other: Moments) -> Moments:
+        """Of the rows of both together (Chan, Golub and LeVeque 1979): exact but for rounding, in any order."""
+        count = self.count + other.count
+        share = other.count / np.maximum(count, 1.0)
+        delta = other.mean - self.mean
+        return Moments(count, self.mean + delta * share, self.m2 + other.m2 + delta * delta * (self.count * share))
+
+    def at(self, lanes: NDArray[np.intp]) -> Moments:
+        """Those of some lanes; a copy."""
+        return Moments(self.count[lanes], self.mean[lanes], self.m2[lanes])
+
+    def add(self, lanes: NDArray[np.intp], rows: NDArray[Any]) -> Moments:
+        """Count one row more in each of `lanes` (Welford 1962); gives what those lanes have now."""
+        now = self.at(lanes)
+        now.count += 1.0
+        delta = rows - now.mean
+        now.mean += delta / now.count
+        now.m2 += delta * (rows - now.mean)
+        self.count[lanes], self.mean[lanes], self.m2[lanes] = now.count, now.mean, now.m2
+        return now
+
+    def scale(self, rows: NDArray[Any]) -> NDArray[np.float64]:
+        """(rows - mean) / deviation; a deviation that fewer than two rows tell is 1."""
+        variance = np.where(self.count > 1.0, self.m2 / np.maximum(self.count - 1.0, 1.0), 1.0)
+        scaled: NDArray[np.float64] = (rows - self.mean) / np.maximum(np.sqrt(variance), _LEAST_DEVIATION)
+        return scaled
+
+    def together(self) -> Moments:
+        """All lanes' as one."""
+        parts = (Moments(*arrays) for arrays in zip(self.count, self.mean, self.m2, strict=True))
+        return _sum(parts, Moments.zeros(self.mean.shape[1:]))
+
+
+class MeanStd(Connector):
+    """Every Box leaf as float32, scaled and clipped to [-clip, clip]; other leaves as they are.
+
+    A lane is scaled by what was known when the state was last set together with what it has seen itself since, the
+    row at hand included: never by its neighbours' rows, which a failure may take away. To share what all lanes of all
+    runners have seen, merge their updates and set the result; what is seen between a runner's update and that is not
+    counted. With `update` False nothing is learnt.
+    """
+
+    def __init__(self, clip: float = 10.0, update: bool = True) -> None:
+        if not clip > 0:
+            raise ConfigError(f"MeanStd(clip={clip}): give a positive number", key="env_to_module")
+        self._clip, self._update = clip, update
+
+    def connect(self, spaces: Spaces, width: int) -> Spaces:
+        """The same nesting; each Box is one of float32 between the clips."""
+        shapes = {n: leaf.shape for n, leaf in leaves(spaces.observation, "obs") if isinstance(leaf, Box)}
+        self._width = width
+        self._known = {name: Moments.zeros(shape) for name, shape in shapes.items()}
+        self._seen = {name: Moments.zeros(shape, (width,)) for name, shape in shapes.items()}
+        return Spaces(observation=_scaled(spaces.observation, self._clip), action=spaces.action)
+
+    def process(self, rows: Rows) -> Columns:
+        """See `Connector`."""
+        columns = dict(rows.columns)
+        for name, known in self._known.items():
+            arrived, seen = rows.columns[name], self._seen[name]
+            own = seen.add(rows.lanes, arrived) if self._update else seen.at(rows.lanes)
+            columns[name] = np.clip(known.plus(own).scale(arrived), -self._clip, self._clip).astype(np.float32)
+        return columns
+
+    def get_state(self) -> State:
+        """ "obs/count", "obs/mean", "obs/m2" and so on for each Box leaf, float64: all that is known and was seen."""
+        return self.merge([self.get_update()])
+
+    def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Scale by `state` from now on, in every lane; what was seen before is thought to be part of it."""
+        for name in self._known:
+            self._known[name] = _read(name, state)
+            self._seen[name] = Moments.zeros(self._known[name].mean.shape, (self._width,))
+
+    def get_update(self) -> State:
+        """Names as in the state: what all lanes have seen since it was set."""
+        return _written({name: seen.together() for name, seen in self._seen.items()})
+
+    def merge(self, updates: Sequence[Mapping[str, NDArray[Any]]]) -> State:
+        """See `Connector`; equal to the moments of all rows at once, to rounding."""
+        return _written({n: _sum((_read(n, update) for update in updates), m) for n, m in self._known.items()})
+
+
+def _sum(parts: Iterable[Moments], first: Moments) -> Moments:
+    for part in parts:
+        first = first.plus(part)
+    return first
+
+
+def _read(name: str, state: Mapping[str, NDArray[Any]]) -> Moments:
+    return Moments(*(np.array(state[f"{name}/{part}"], np.float64) for part in ("count", "mean", "m2")))
+
+
+def _written(moments: Mapping[str, Moments]) -> State:
+    return {
+        f"{name}/{part}": np.array(getattr(m, part)) for name, m in moments.items() for part in ("count", "mean", "m2")
+    }
+
+
+def _scaled(space: Space, clip: float) -> Space:
+    if isinstance(space, Dict):
+        return Dict(spaces={key: _scaled(sub, clip) for key, sub in space.spaces.items()})
+    if isinstance(space, Tuple):
+        return Tuple(spaces=tuple(_scaled(sub, clip) for sub in space.spaces))
+    return Box(shape=space.shape, dtype="<f4", low=-clip, high=clip) if isinstance(space, Box) else space

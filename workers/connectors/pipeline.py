@@ -1,0 +1,141 @@
+"""A list of connectors, one feeding the next, whose every answer is checked and whose every failure names the piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.errors import ConnectorError, HeadraceError
+from headrace.schemas.spaces import Space, Spaces, column_dtype, leaf_shape, leaves
+from headrace.workers.connectors.connector import Columns, Rows, State, build_connector
+
+_Expected = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
+
+
+class Pipeline:
+    """The pieces of the setting `key`, in the order in which rows pass them."""
+
+    def __init__(self, key: str, specs: Sequence[Any]) -> None:
+        self.key = key
+        self.pieces = [build_connector(spec, f"{key}[{i}]") for i, spec in enumerate(specs)]
+        self._names = [f"{i}.{type(piece).__name__}" for i, piece in enumerate(self.pieces)]
+        self._expected: list[_Expected] = [{} for _ in self.pieces]
+
+    def connect_observations(self, spaces: Spaces, width: int) -> Spaces:
+        """The module's spaces, of the env's: the first piece stands next to the env."""
+        for i in range(len(self.pieces)):
+            spaces = self._connect(i, spaces, width)
+            self._expected[i] = _rows_of(spaces.observation, "obs")
+        return spaces
+
+    def connect_actions(self, spaces: Spaces, width: int) -> Spaces:
+        """The module's spaces, of the env's: the last piece stands next to the env."""
+        for i in reversed(range(len(self.pieces))):
+            self._expected[i] = _rows_of(spaces.action, "actions")
+            spaces = self._connect(i, spaces, width)
+        return spaces
+
+    def _connect(self, i: int, spaces: Spaces, width: int) -> Spaces:
+        with self._named(i, spaces):
+            connected = self.pieces[i].connect(spaces, width)
+        if not isinstance(connected, Spaces):
+            raise ConnectorError(self._title(i), f"connect gave a {type(connected).__name__}, not Spaces")
+        return connected
+
+    def process(self, rows: Rows) -> Columns:
+        """`rows` after all pieces; raises `ConnectorError`."""
+        for i, piece in enumerate(self.pieces):
+            with self._named(i, rows):
+                columns = piece.process(rows)
+            self._check(i, columns, rows)
+            rows = replace(rows, columns=columns)
+        return rows.columns
+
+    def reset(self, lanes: NDArray[np.intp]) -> None:
+        """Episodes begin in `lanes`."""
+        for i, piece in enumerate(self.pieces):
+            with self._named(i, lanes):
+                piece.reset(lanes)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def get_state(self) -> State:
+        """All pieces' state: "0.MeanStd/name" -> array."""
+        return self._gather([piece.get_state() for piece in self.pieces])
+
+    def get_update(self) -> State:
+        """All pieces' `get_update`, named likewise."""
+        return self._gather([piece.get_update() for piece in self.pieces])
+
+    def merge(self, updates: Sequence[Mapping[str, NDArray[Any]]]) -> State:
+        """The state last set with the `updates` of all runners, named likewise."""
+        parts = [self._part(i, update) for i in range(len(self.pieces)) for update in updates]
+        n = len(updates)
+        return self._gather([piece.merge(parts[i * n : (i + 1) * n]) for i, piece in enumerate(self.pieces)])
+
+    def check_state(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Raise `ConnectorError` unless `state` has the names, dtypes and shapes of `get_state`."""
+        own = self.get_state()
+        missing, strange = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        if missing or strange:
+            raise ConnectorError(self.key, f"its state lacks {missing[:5]} and has the unknown {strange[:5]}")
+        for name, array in own.items():
+            other = np.asarray(state[name])
+            if (other.dtype, other.shape) != (array.dtype, array.shape):
+                seen = f"{other.dtype} {other.shape}"
+                raise ConnectorError(self.key, f"state {name!r} should be {array.dtype} {array.shape}, and is {seen}")
+
+    def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Take over what `check_state` accepts."""
+        for i, piece in enumerate(self.pieces):
+            with self._named(i, "its state"):
+                piece.set_state(self._part(i, state))
+
+    def _gather(self, parts: Sequence[State]) -> State:
+        return {f"{name}/{k}": v for name, part in zip(self._names, parts, strict=True) for k, v in part.items()}
+
+    def _part(self, i: int, state: Mapping[str, NDArray[Any]]) -> State:
+        prefix = f"{self._names[i]}/"
+        return {name.removeprefix(prefix): array for name, array in state.items() if name.startswith(prefix)}
+
+    # -- failures -----------------------------------------------------------------------------------------------------
+
+    def _title(self, i: int) -> str:
+        return f"{self.key}[{i}] ({type(self.pieces[i]).__name__})"
+
+    @contextmanager
+    def _named(self, i: int, given: Any) -> Iterator[None]:
+        try:
+            yield
+        except HeadraceError:
+            raise
+        except Exception as error:
+            raise ConnectorError(self._title(i), f"{type(error).__name__}: {error}", _describe(given)) from error
+
+    def _check(self, i: int, columns: Any, rows: Rows) -> None:
+        expected, n = self._expected[i], len(rows.lanes)
+        if not isinstance(columns, dict) or columns.keys() != expected.keys():
+            names = sorted(columns) if isinstance(columns, dict) else type(columns).__name__
+            raise ConnectorError(self._title(i), f"it gave {names}, not {sorted(expected)}", _describe(rows))
+        for name, (dtype, shape) in expected.items():
+            column = columns[name]
+            if column.dtype != dtype or column.shape != (n, *shape):
+                seen = f"{column.dtype} {column.shape}"
+                reason = f"its column {name!r} should be {dtype} {(n, *shape)}, and is {seen}"
+                raise ConnectorError(self._title(i), reason, _describe(rows))
+
+
+def _rows_of(space: Space, root: str) -> _Expected:
+    return {name: (column_dtype(leaf), leaf_shape(leaf)) for name, leaf in leaves(space, root)}
+
+
+def _describe(given: Any) -> str:
+    if isinstance(given, Rows):
+        columns = ", ".join(f"{name} {column.dtype} {column.shape}" for name, column in given.columns.items())
+        return f"{'first ' if given.first else ''}rows of envs {given.lanes[:8].tolist()}: {columns}"
+    return f"{given!r:.200}"

@@ -1,0 +1,130 @@
+"""Both pipelines of one vector of envs, and its observations as the module sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.errors import ConnectorError
+from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves
+from headrace.workers.connectors.connector import Columns, Rows, State
+from headrace.workers.connectors.pipeline import Pipeline
+
+PIPELINES = ("env_to_module", "module_to_env")
+
+STATE_PREFIX = "connectors/"
+"""Before the names of connector state that stands in one mapping with a module's weights."""
+
+
+class VectorConnectors:
+    """`spaces` are the module's; `columns` (width, ...) the newest observation of each lane as the module sees it.
+
+    Without env_to_module pieces `columns` are the env's own, and nothing is done or copied.
+    """
+
+    def __init__(
+        self, env_to_module: Sequence[Any], module_to_env: Sequence[Any], spaces: Spaces, observed: Columns
+    ) -> None:
+        self._inward, self._outward = map(Pipeline, PIPELINES, (env_to_module, module_to_env))
+        self._observed = observed
+        width = len(next(iter(observed.values())))
+        self._all = np.arange(width)
+        outward = self._outward.connect_actions(spaces, width)
+        self.spaces = self._inward.connect_observations(outward, width)
+        self.maps_actions = self.spaces.action != spaces.action
+        """The module's action space is not the env's, so that even random actions must pass module_to_env."""
+        self.sees = bool(self._inward.pieces)
+        """Observations must be told by `stepped`; without pieces that is to be left out."""
+        self.columns: Columns = observed
+        if self.sees:
+            self.columns = {
+                name: np.zeros((width, *leaf_shape(leaf)), column_dtype(leaf))
+                for name, leaf in leaves(self.spaces.observation, "obs")
+            }
+
+    def started(self, lanes: Sequence[int]) -> None:
+        """An episode began in each of `lanes`, and its first observation has arrived."""
+        index = np.array(lanes, np.intp)
+        self._inward.reset(index)
+        self._outward.reset(index)
+        if self.sees:
+            self._see(index, {}, np.zeros(len(index)), first=True)
+
+    def stepped(self, lanes: NDArray[np.intp], columns: Columns, rewards: NDArray[np.float64]) -> None:
+        """`lanes` stepped with their rows of the policy's `columns` (width, ...), for `rewards` in their order."""
+        actions = {name: columns[name][lanes] for name, _ in leaves(self.spaces.action, "actions")}
+        self._see(lanes, actions, rewards, first=False)
+
+    def _see(self, lanes: NDArray[np.intp], actions: Columns, rewards: NDArray[np.float64], *, first: bool) -> None:
+        arrived = {name: column[lanes] for name, column in self._observed.items()}
+        for name, rows in self._inward.process(Rows(lanes, arrived, actions, rewards, first)).items():
+            self.columns[name][lanes] = rows
+
+    def for_env(self, columns: Columns) -> Columns:
+        """The policy's columns, with "actions_for_env" as module_to_env makes them of what is there."""
+        if not self._outward.pieces:
+            return columns
+        actions = {name: columns[name] for name, _ in leaves(self.spaces.action, "actions")}
+        sent = {name: columns.get("actions_for_env" + name.removeprefix("actions"), actions[name]) for name in actions}
+        made = self._outward.process(Rows(self._all, sent, actions, np.zeros(len(self._all)), first=False))
+        kept = {name: column for name, column in columns.items() if name.split("/", 1)[0] != "actions_for_env"}
+        return {**kept, **{"actions_for_env" + name.removeprefix("actions"): made[name] for name in made}}
+
+    # -- state that outlives episodes ---------------------------------------------------------------------------------
+
+    def get_state(self) -> dict[str, State]:
+        """{"env_to_module": arrays by name, "module_to_env": likewise}."""
+        return {pipeline.key: pipeline.get_state() for pipeline in self._pipelines}
+
+    def get_update(self) -> dict[str, State]:
+        """What was learnt since the last `set_state`, likewise."""
+        return {pipeline.key: pipeline.get_update() for pipeline in self._pipelines}
+
+    def merge(self, updates: Sequence[Mapping[str, State]]) -> dict[str, State]:
+        """The state last set with what all runners learnt since."""
+        return {p.key: p.merge([update[p.key] for update in updates]) for p in self._pipelines}
+
+    def fits(self, state: Mapping[str, State]) -> bool:
+        """Whether `set_state` would take `state`: the same pieces, for the same spaces."""
+        try:
+            self.check_state(state)
+        except ConnectorError:
+            return False
+        return True
+
+    def check_state(self, state: Mapping[str, State]) -> None:
+        """Raise `ConnectorError` unless what is there of `state` fits."""
+        for pipeline in self._pipelines:
+            if pipeline.key in state:
+                pipeline.check_state(state[pipeline.key])
+
+    def set_state(self, state: Mapping[str, State]) -> None:
+        """Take over what is there of `state`."""
+        for pipeline in self._pipelines:
+            if pipeline.key in state:
+                pipeline.set_state(state[pipeline.key])
+
+    @property
+    def _pipelines(self) -> tuple[Pipeline, Pipeline]:
+        return self._inward, self._outward
+
+
+def join_states(states: Mapping[str, State]) -> State:
+    """Connector state under names that begin with `STATE_PREFIX`, to travel in one mapping with weights."""
+    return {f"{STATE_PREFIX}{key}/{name}": array for key, state in states.items() for name, array in state.items()}
+
+
+def split_states(arrays: Mapping[str, NDArray[Any]]) -> tuple[State, dict[str, State]]:
+    """(weights, connector state by pipeline) of one mapping."""
+    weights: State = {}
+    states: dict[str, State] = {}
+    for name, array in arrays.items():
+        if name.startswith(STATE_PREFIX):
+            key, _, rest = name.removeprefix(STATE_PREFIX).partition("/")
+            states.setdefault(key, {})[rest] = array
+        else:
+            weights[name] = array
+    return weights, states

@@ -1,0 +1,152 @@
+"""Named numbers and how they are reduced: what a runner counts itself, and what callbacks log."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Path = tuple[str, ...]
+"""("num_episodes",), or ("num_agent_steps_sampled", "agent_0"), which stands in a dict of its own in the report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The newest values behind one figure; several figures may share them."""
+
+    path: Path
+    reduce: str
+    values: Sequence[float]
+
+    def figure(self) -> float:
+        """Of at least one value. Raises `ValueError` for a reduction nobody knows."""
+        return _reduction(self.reduce)(self.values)
+
+
+class MetricsLogger:
+    """Takes numbers by name. `reduce` is one of
+
+    mean, min, max, item (the newest), p0 to p100 (percentiles): over the newest `window` values, kept between reports;
+    sum: since the last report; lifetime_sum: since the runner was built.
+    """
+
+    def __init__(self, window: int, reserved: Iterable[str] = ()) -> None:
+        self._window = window
+        self._reserved = frozenset(reserved)
+        self._windows: dict[Path, tuple[str, deque[float]]] = {}
+        self._sums: dict[Path, tuple[str, float]] = {}
+
+    def log_value(self, name: str | Path, value: float, *, reduce: str = "mean", window: int | None = None) -> None:
+        """Log one number. Raises `ValueError` if it is not finite, or the name has another meaning already."""
+        path = (name,) if isinstance(name, str) else tuple(map(str, name))
+        number = float(value)
+        if not math.isfinite(number):
+            raise ValueError(f"metric {'/'.join(path)} was given {number}; log finite numbers only")
+        if path[0] in self._reserved:
+            raise ValueError(f"metric {path[0]} is the runner's own; choose another name")
+        known = self._windows.get(path) or self._sums.get(path)
+        if known is None:
+            known = self._start(path, reduce, self._window if window is None else window)
+        if known[0] != reduce:
+            raise ValueError(f"metric {'/'.join(path)} is reduced by {known[0]!r}, not {reduce!r}; keep to one")
+        if path in self._windows:
+            self._windows[path][1].append(number)
+        else:
+            self._sums[path] = reduce, self._sums[path][1] + number
+
+    @contextmanager
+    def log_time(self, name: str | Path, *, reduce: str = "mean", window: int | None = None) -> Iterator[None]:
+        """Log how many seconds the block took; nothing if it raises."""
+        begun = time.perf_counter()
+        yield
+        self.log_value(name, time.perf_counter() - begun, reduce=reduce, window=window)
+
+    def _start(self, path: Path, reduce: str, window: int) -> tuple[str, Any]:
+        for other in (*self._windows, *self._sums):
+            if path[: len(other)] == other[: len(path)]:
+                raise ValueError(f"metric {'/'.join(path)} and {'/'.join(other)} would be one name for two things")
+        if reduce in ("sum", "lifetime_sum"):
+            return self._sums.setdefault(path, (reduce, 0.0))
+        _reduction(reduce)
+        return self._windows.setdefault(path, (reduce, deque(maxlen=1 if reduce == "item" else window)))
+
+    def windows(self) -> list[Window]:
+        """What is reduced from single values."""
+        return [Window(path, reduce, values) for path, (reduce, values) in self._windows.items()]
+
+    def take_sums(self) -> dict[Path, float]:
+        """All sums; those since the last report begin anew."""
+        sums = {path: total for path, (_, total) in self._sums.items()}
+        self._sums = {p: (kind, total if kind == "lifetime_sum" else 0.0) for p, (kind, total) in self._sums.items()}
+        return sums
+
+
+def build_report(sums: Mapping[Path, float], windows: Iterable[Window]) -> dict[str, Any]:
+    """Figures by name, and under "windows" the values behind those that cannot be merged without.
+
+    A figure of no value is absent, and a dict of none too: nothing is ever NaN.
+    """
+    report: dict[str, Any] = {}
+    kept = []
+    for path, total in sums.items():
+        _place(report, path, total)
+    for window in windows:
+        if window.values:
+            _place(report, window.path, window.figure())
+            kept.append({"path": list(window.path), "reduce": window.reduce, "values": list(window.values)})
+    report["windows"] = kept
+    return report
+
+
+def merge_metrics(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """One report of several runners', with the same keys: counts and rates added up, windows reduced from all values.
+
+    Exact: what one runner would report that had sampled all of it, within each runner's window.
+    """
+    sums: dict[Path, float] = {}
+    values: dict[tuple[Path, str], list[float]] = {}
+    for report in reports:
+        windows = {tuple(window["path"]): window for window in report["windows"]}
+        for path, window in windows.items():
+            values.setdefault((path, window["reduce"]), []).extend(window["values"])
+        for path, number in _figures(report):
+            if path not in windows:
+                sums[path] = sums.get(path, 0) + number
+    return build_report(sums, [Window(path, reduce, numbers) for (path, reduce), numbers in values.items()])
+
+
+def _figures(report: Mapping[str, Any], prefix: Path = ()) -> Iterator[tuple[Path, float]]:
+    for name, value in report.items():
+        if isinstance(value, Mapping):
+            yield from _figures(value, (*prefix, name))
+        elif prefix or name != "windows":
+            yield (*prefix, name), value
+
+
+def _place(report: dict[str, Any], path: Path, value: float) -> None:
+    for name in path[:-1]:
+        report = report.setdefault(name, {})
+    report[path[-1]] = value
+
+
+def _reduction(reduce: str) -> Callable[[Sequence[float]], float]:
+    if reduce in _REDUCTIONS:
+        return _REDUCTIONS[reduce]
+    if reduce[:1] == "p" and reduce[1:].isdigit() and int(reduce[1:]) <= 100:
+        percent = int(reduce[1:])
+        return lambda values: float(np.percentile(np.fromiter(values, np.float64), percent))
+    raise ValueError(f"reduce = {reduce!r} is none of mean, min, max, item, p0 to p100, sum, lifetime_sum")
+
+
+_REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": lambda values: math.fsum(values) / len(values),
+    "min": min,
+    "max": max,
+    "item": lambda values: values[-1],
+}

@@ -1,0 +1,108 @@
+"""A recurrent policy: the actor-critic with an LSTM between the observation and its heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from headrace.schemas.errors import ModuleError
+from headrace.schemas.spaces import Box, Spaces
+from headrace.workers.modules.actor_critic import ActorCritic
+from headrace.workers.modules.encoders import Encoder
+from headrace.workers.modules.layers import linear, orthogonal
+
+
+def lstm_actor_critic(
+    spaces: Spaces, *, hidden: Sequence[int] = (64,), cell_size: int = 64, log_std: float = 0.0, seed: int = 0
+) -> LstmActorCritic:
+    """Build an `LstmActorCritic`: tanh layers of `hidden` units, then an LSTM of `cell_size`; the rest as there."""
+    if any(size < 1 for size in (*hidden, cell_size)):
+        raise ModuleError(f"hidden = {tuple(hidden)}, cell_size = {cell_size}: give positive sizes")
+    return LstmActorCritic(spaces, tuple(hidden), cell_size, log_std, seed)
+
+
+class LstmActorCritic(nn.Module):
+    """Encoder, MLP, LSTM, and the heads of an `ActorCritic`. Its state is "h" and "c", float32 (cell_size,) each."""
+
+    def __init__(self, spaces: Spaces, hidden: tuple[int, ...], cell_size: int, log_std: float, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.encoder = Encoder(spaces.observation, generator)
+        layers: list[nn.Module] = []
+        for inputs, outputs in pairwise((self.encoder.size, *hidden)):
+            layers += [linear(inputs, outputs, 2**0.5, generator), nn.Tanh()]
+        self.trunk = nn.Sequential(*layers)
+        self.lstm = _lstm(hidden[-1] if hidden else self.encoder.size, cell_size, generator)
+        remembered = Spaces(observation=Box(shape=(cell_size,), dtype="<f4"), action=spaces.action)
+        self.heads = ActorCritic(remembered, (), "tanh", True, log_std, seed)
+        self.noise_size: int = self.heads.noise_size
+        self.noise_kind: Literal["uniform", "normal"] = self.heads.noise_kind
+
+    def initial_state(self) -> dict[str, torch.Tensor]:
+        """Zeros."""
+        return {name: torch.zeros(self.lstm.hidden_size) for name in ("h", "c")}
+
+    def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """One step of every row: as `ActorCritic`, and "state_out" for "state_in"."""
+        remembered, state_out = self._step(batch)
+        return {**self.heads.forward_exploration({"obs": remembered, "noise": batch["noise"]}), "state_out": state_out}
+
+    def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The same with the distribution's mode."""
+        remembered, state_out = self._step(batch)
+        return {**self.heads.forward_inference({"obs": remembered}), "state_out": state_out}
+
+    def forward_train(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Whole sequences at once, as `sequences` makes them of a batch of chunks.
+
+        obs: (rows, ...), sequences one after another; lengths: int64 (C,), their rows; state_in: {"h", "c"}: (C, ...).
+        Gives {"action_dist_inputs": (rows, inputs), "values": (rows,)} in the order of `obs`, with gradients. Raises
+        `ModuleError` for rows that are no sequences.
+        """
+        if "state_in" not in batch or "lengths" not in batch:
+            raise ModuleError(
+                "a recurrent module learns from sequences: give forward_train what "
+                "headrace.workers.modules.sequences makes of a batch, with 'lengths' and 'state_in' beside 'obs'"
+            )
+        features = self.trunk(self.encoder(batch["obs"]))
+        lengths, state = batch["lengths"].cpu(), batch["state_in"]
+        padded = nn.utils.rnn.pad_sequence(list(features.split(lengths.tolist())), batch_first=True)
+        packed = pack_padded_sequence(padded, lengths, batch_first=True, enforce_sorted=False)
+        remembered: PackedSequence = self.lstm(packed, (state["h"][None], state["c"][None]))[0]
+        unpacked, _ = pad_packed_sequence(remembered, batch_first=True)
+        rows = torch.cat([unpacked[i, :length] for i, length in enumerate(lengths.tolist())])
+        return self.heads.forward_train({"obs": rows})
+
+    def logp(self, dist_inputs: torch.Tensor, actions: Any) -> torch.Tensor:
+        """Log-probability (rows,) of `actions`, nested as the action space is."""
+        return self.heads.logp(dist_inputs, actions)
+
+    def entropy(self, dist_inputs: torch.Tensor) -> torch.Tensor:
+        """Entropy (rows,) in nats."""
+        return self.heads.entropy(dist_inputs)
+
+    def _step(self, batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        features = self.trunk(self.encoder(batch["obs"]))
+        state = batch["state_in"]
+        remembered, (h, c) = self.lstm(features[None], (state["h"][None], state["c"][None]))
+        return remembered[0], {"h": h[0], "c": c[0]}
+
+
+def _lstm(inputs: int, units: int, generator: torch.Generator) -> nn.LSTM:
+    """Orthogonal weights for each gate, and no bias but 1 for the forget gate, so that it begins by remembering."""
+    # Built without memory first, so that the layer's own initialisation draws no random numbers.
+    lstm = nn.LSTM(inputs, units, device="meta").to_empty(device="cpu")
+    parameters = dict(lstm.named_parameters())
+    with torch.no_grad():
+        for name, size in (("weight_ih_l0", inputs), ("weight_hh_l0", units)):
+            gates = [orthogonal(units, size, generator) for _ in range(4)]
+            parameters[name].copy_(torch.cat(gates))
+        for name in ("bias_ih_l0", "bias_hh_l0"):
+            parameters[name].zero_()
+        parameters["bias_ih_l0"][units : 2 * units] = 1.0
+    return lstm

@@ -1,0 +1,83 @@
+"""What a recurrent module remembers: kept by lane while sampling, and found again in chunks when learning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.schemas.batch import STATE_IN, ChunkBatch
+from headrace.schemas.errors import ModuleError
+from headrace.schemas.spaces import nest
+
+
+class Memory:
+    """One row of each part of a module's state for each of `width` lanes, in `rows`."""
+
+    def __init__(self, module: Any, width: int) -> None:
+        """Raises `ModuleError` unless `module.initial_state()` gives tensors by name."""
+        try:
+            initial = module.initial_state()
+            self._initial = {name: tensor.detach().cpu().numpy().copy() for name, tensor in initial.items()}
+        except Exception as error:
+            raise ModuleError(
+                f"initial_state of {type(module).__name__} must give a dict of tensors, one row each "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        self.rows: dict[str, NDArray[Any]] = {
+            name: np.repeat(row[None], width, axis=0) for name, row in self._initial.items()
+        }
+
+    def reset(self, lanes: Sequence[int]) -> None:
+        """An episode begins in each of `lanes`."""
+        for name, rows in self.rows.items():
+            rows[lanes] = self._initial[name]
+
+    def of(self, lane: int) -> dict[str, NDArray[Any]]:
+        """What the lane remembers now; a copy."""
+        return {name: rows[lane].copy() for name, rows in self.rows.items()}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """`rows` as tensors of the same memory."""
+        return {name: torch.from_numpy(rows) for name, rows in self.rows.items()}
+
+    def take(self, state_out: Any) -> None:
+        """Remember what a forward pass answered as "state_out"; raises `ModuleError` for other names or shapes."""
+        seen = {n: tuple(t.shape) for n, t in state_out.items()} if isinstance(state_out, dict) else state_out
+        wanted = {name: rows.shape for name, rows in self.rows.items()}
+        if seen != wanted:
+            raise ModuleError(f"the policy's 'state_out' should have the shapes {wanted}, and has {seen!r:.200}")
+        # New arrays: the module may have answered its old state, or the new one, as a column too.
+        self.rows = {
+            name: state_out[name].detach().cpu().numpy().astype(rows.dtype) for name, rows in self.rows.items()
+        }
+
+
+def sequences(batch: ChunkBatch) -> dict[str, Any]:
+    """`forward_train`'s batch for a recurrent module: every chunk with steps is one sequence, in column order.
+
+    {"obs": nested tensors (N + C, ...), each chunk's T+1 observations one after another, "lengths": int64 (C,), those
+    T+1, "state_in": {name: (C, ...)}, "step_rows": int64 (N,), the row of `obs` that each step was taken from}; C
+    chunks of N steps. Raises `ModuleError` when the batch has no state.
+    """
+    states = {n.removeprefix(STATE_IN): _tensor(c) for n, c in batch.columns.items() if n.startswith(STATE_IN)}
+    if not states:
+        raise ModuleError("a batch without state_in columns was not sampled by a recurrent module")
+    lengths = np.diff(batch.obs_offsets)[batch.table["length"] > 0]
+    last = np.zeros(int(lengths.sum()), np.bool_)
+    last[np.cumsum(lengths) - 1] = True
+    columns: Mapping[str, Any] = {n: _tensor(c) for n, c in batch.columns.items() if n.split("/", 1)[0] == "obs"}
+    return {
+        "obs": nest(batch.observation_space, columns, "obs"),
+        "lengths": torch.from_numpy(lengths),
+        "state_in": states,
+        "step_rows": torch.from_numpy(np.flatnonzero(~last)),
+    }
+
+
+def _tensor(array: NDArray[Any]) -> torch.Tensor:
+    # Torch warns of read-only arrays, as those of a received batch are.
+    return torch.from_numpy(array if array.flags.writeable else array.copy())

@@ -1,0 +1,172 @@
+"""Reading what a multi-agent env answered: who was observed, whose action is answered, who is done.
+
+An agent that acted is in one of four cases after an env step:
+
+    observed                        its transition is complete, and unless it is done it acts next
+    neither observed nor done       its action hangs: it waits, and rewards go on adding up
+    done, not observed, terminated  complete; the observation it acted upon stands for the last one
+    done, not observed, truncated   somebody will bootstrap from an observation that is missing: the config decides
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.errors import EnvContractError
+from headrace.workers.envs.checks import end_of, take_reset_apart
+from headrace.workers.multi_agent.env import ALL, AgentDict
+from headrace.workers.multi_agent.episodes import MultiAgentEpisode, Seat
+
+MissingFinal = Literal["error", "repeat", "drop"]
+_PARTS = ("observations", "rewards", "terminateds", "truncateds", "infos")
+
+
+@dataclass(slots=True, eq=False)
+class LaneReport:
+    """What one env's answer means for its seats; nothing of it has been done yet. Rewards are not checked."""
+
+    episode: MultiAgentEpisode
+    observed: list[Seat] = field(default_factory=list)
+    observations: list[Any] = field(default_factory=list)
+    newcomers: list[tuple[Any, Any]] = field(default_factory=list)
+    """(agent, its first observation)."""
+    rewards: list[tuple[Any, Any]] = field(default_factory=list)
+    answered: list[Seat] = field(default_factory=list)
+    ended: list[tuple[Seat, ChunkEnd]] = field(default_factory=list)
+    dropped: list[Seat] = field(default_factory=list)
+    """Their last action has no answer and is left out."""
+    repeated: int = 0
+    infos: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
+    over: bool = False
+
+
+def is_plain(answer: Any, agents: list[Any]) -> bool:
+    """Whether all of `agents` and nobody else was observed and rewarded, none is done, and there are no infos."""
+    try:
+        observations, rewards, terminateds, truncateds, infos = answer
+        return (
+            list(observations) == agents
+            and list(rewards) == agents
+            and ALL in terminateds
+            and not any(terminateds.values())
+            and not any(truncateds.values())
+            and not any(infos.values())
+        )
+    except (ValueError, TypeError, AttributeError):
+        return False
+
+
+def read_reset(answer: Any, known: Collection[Any]) -> tuple[AgentDict, AgentDict]:
+    """(observations, infos) of a reset; raises `EnvContractError`."""
+    observations, infos = take_reset_apart(answer)
+    _check_dict("observations of reset", observations)
+    for agent in observations:
+        _check_known(agent, known)
+    return observations, _with_content(infos)
+
+
+def read_step(
+    episode: MultiAgentEpisode, answer: Any, known: Collection[Any], missing_final: MissingFinal
+) -> LaneReport:
+    """What `answer` of a step means; raises `EnvContractError`. All seats that acted are marked as hanging."""
+    if not isinstance(answer, tuple | list) or len(answer) != len(_PARTS):
+        raise EnvContractError("answer of step", f"{answer!r:.120}", f"({', '.join(_PARTS)})")
+    for name, part in zip(_PARTS, answer, strict=True):
+        _check_dict(name, part)
+    observations, rewards, terminateds, truncateds, infos = answer
+    if ALL not in terminateds:
+        raise EnvContractError("terminateds", f"{terminateds!r:.120}", f"a dict with {ALL!r} among its keys")
+    for seat in episode.acting:
+        seat.hangs = True
+    all_end = end_of(terminateds[ALL], truncateds.get(ALL, False))
+    report = LaneReport(episode, over=all_end is not ChunkEnd.ONGOING)
+    ends = {agent: _own_end(agent, terminateds, truncateds, all_end) for agent in {*episode.seats, *observations}}
+    _read_observations(report, observations, ends, known)
+    _read_rewards(report, rewards, known)
+    for seat in episode.seats.values():
+        if not seat.done:
+            _read_seat(report, seat, ends[seat.agent], seat.agent in observations, missing_final)
+    report.infos = list(_with_content(infos).items())
+    return report
+
+
+def _own_end(agent: Any, terminateds: Mapping[Any, Any], truncateds: Mapping[Any, Any], all_end: ChunkEnd) -> ChunkEnd:
+    terminated, truncated = terminateds.get(agent, False), truncateds.get(agent, False)
+    if terminated is False and truncated is False:
+        return all_end
+    own = end_of(terminated, truncated)
+    return all_end if own is ChunkEnd.ONGOING else own
+
+
+def _read_observations(
+    report: LaneReport, observations: AgentDict, ends: Mapping[Any, ChunkEnd], known: Collection[Any]
+) -> None:
+    for agent, observation in observations.items():
+        seat = report.episode.seats.get(agent)
+        if seat is None:
+            _check_known(agent, known)
+            if ends[agent] is ChunkEnd.ONGOING:  # else it comes and goes without an action
+                report.newcomers.append((agent, observation))
+        elif seat.done:
+            raise EnvContractError("observations", f"one of agent {agent!r}, which is done", "of agents that are not")
+        else:
+            report.observed.append(seat)
+            report.observations.append(observation)
+
+
+def _read_rewards(report: LaneReport, rewards: AgentDict, known: Collection[Any]) -> None:
+    for agent, reward in rewards.items():
+        seat = report.episode.seats.get(agent)
+        if seat is None:
+            _check_known(agent, known)
+        if seat is None or not seat.done:
+            report.rewards.append((agent, reward))
+        elif not _is_zero(reward):  # envs that fill their dicts give zeros for ever
+            raise EnvContractError("rewards", f"{reward!r:.40} of agent {agent!r}, which is done", "of others")
+
+
+def _read_seat(report: LaneReport, seat: Seat, end: ChunkEnd, observed: bool, missing_final: MissingFinal) -> None:
+    if end is not ChunkEnd.ONGOING:
+        report.ended.append((seat, end))
+    if not seat.hangs:
+        return
+    if observed or end is ChunkEnd.TERMINATED:
+        report.answered.append(seat)
+    elif end is ChunkEnd.TRUNCATED and missing_final == "repeat":
+        report.repeated += 1
+        report.answered.append(seat)
+    elif end is ChunkEnd.TRUNCATED and missing_final == "drop":
+        report.dropped.append(seat)
+    elif end is ChunkEnd.TRUNCATED:
+        raise EnvContractError(
+            "observations",
+            f"none of agent {seat.agent!r}, which is truncated",
+            "its final one too, from which a learner bootstraps (missing_final_observation = 'repeat' or 'drop' "
+            "lets such agents pass)",
+        )
+
+
+def _check_dict(name: str, part: Any) -> None:
+    if not isinstance(part, dict):
+        raise EnvContractError(name, f"{part!r:.80} ({type(part)})", "a dict by agent id")
+
+
+def _check_known(agent: Any, known: Collection[Any]) -> None:
+    if agent not in known:
+        raise EnvContractError("agent", repr(agent), f"one of possible_agents, {list(known)!r:.200}")
+
+
+def _with_content(infos: AgentDict) -> AgentDict:
+    for agent, info in infos.items():
+        if not isinstance(info, dict):
+            raise EnvContractError("info", f"{info!r:.80} ({type(info)}) of agent {agent!r}", "a dict")
+    return {agent: info for agent, info in infos.items() if info}
+
+
+def _is_zero(reward: Any) -> bool:
+    return isinstance(reward, bool | int | float | np.generic) and bool(reward == 0)

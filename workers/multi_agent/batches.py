@@ -1,0 +1,55 @@
+"""One batch for each module, and all of them read as one sequence of chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import overload
+
+import numpy as np
+
+from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
+
+_LAST = {ChunkEnd.ONGOING: 1, ChunkEnd.ABORTED: 2}
+
+
+class ModuleBatches(Sequence[EpisodeChunk]):
+    """What one cut gave: iterates as chunks of all modules, finished agents first, end markers last.
+
+    `batches`: module id -> its `ChunkBatch`, with columns of its own spaces; absent where no agent was ever mapped.
+    """
+
+    def __init__(self, batches: Mapping[str, ChunkBatch]) -> None:
+        self.batches = dict(batches)
+        places = []
+        for batch in self.batches.values():
+            ends = batch.table["end"][batch.order] if batch.order is not None else batch.table["end"]
+            places += [(_LAST.get(ChunkEnd(end), 0), batch, i) for i, end in enumerate(ends.tolist())]
+        self._places = [(batch, i) for _, batch, i in sorted(places, key=lambda place: place[0])]
+
+    @property
+    def steps(self) -> int:
+        """Agent steps in all chunks together."""
+        return sum(batch.steps for batch in self.batches.values())
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> EpisodeChunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[EpisodeChunk]: ...
+    def __getitem__(self, index: int | slice) -> EpisodeChunk | list[EpisodeChunk]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        batch, place = self._places[index]
+        return batch[place]
+
+    def agent_steps(self) -> dict[str, int]:
+        """Steps by agent."""
+        steps: dict[str, int] = {}
+        for batch in self.batches.values():
+            sums = np.bincount(batch.table["agent"], batch.table["length"], len(batch.agents))
+            for agent, count in zip(batch.agents, sums.tolist(), strict=True):
+                steps[agent] = steps.get(agent, 0) + int(count)
+        return steps

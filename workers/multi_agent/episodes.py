@@ -1,0 +1,70 @@
+"""One episode of a multi-agent env, and the seats of the agents that appeared in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from headrace.workers.envs.lane import Episode
+
+if TYPE_CHECKING:
+    from headrace.workers.multi_agent.fragment import SeatFragment
+    from headrace.workers.multi_agent.module_seats import ModuleSeats
+
+
+@dataclass(slots=True, eq=False)
+class AgentEpisode(Episode):
+    """One agent's part of an episode; steps and return are the agent's own."""
+
+    agent: str = ""
+    """Its id, as it is on chunks."""
+    whole: MultiAgentEpisode | None = None
+    t_end: int = 0
+    """Env step after the last one that was delivered."""
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """One agent in one episode of one env. `row` is its row in all columns of the module that plays it."""
+
+    agent: Any
+    module: ModuleSeats
+    row: int
+    episode: AgentEpisode
+    reward: float = 0.0
+    """What it got since its last action, or before its first."""
+    hangs: bool = False
+    """It acted, and neither an observation nor its end has answered yet."""
+    done: bool = False
+
+    @property
+    def fragment(self) -> SeatFragment:
+        """Where its steps are written."""
+        fragment = self.module.fragment
+        assert fragment is not None, "a module with seats has a fragment while envs are stepped"
+        return fragment
+
+
+@dataclass(slots=True, eq=False)
+class MultiAgentEpisode(Episode):
+    """What all agents share: the env's own clock, and who acts next."""
+
+    seats: dict[Any, Seat] = field(default_factory=dict)
+    early_rewards: dict[Any, float] = field(default_factory=dict)
+    """Of agents that have not appeared yet."""
+    t: int = 0
+    """Env steps taken."""
+    t_cut: int = 0
+    """Env steps that were delivered."""
+    acting: list[Seat] = field(default_factory=list)
+    """Those with an observation to act upon, in the order in which it was given."""
+    agents: list[Any] = field(default_factory=list)
+    """Their ids."""
+    is_plain: bool = False
+    """An answer with an observation and a reward of just these agents needs no bookkeeping."""
+
+    def let_act(self, seats: list[Seat]) -> None:
+        """`seats` have an observation, all others wait or are done."""
+        self.acting = seats
+        self.agents = [seat.agent for seat in seats]
+        self.is_plain = bool(seats) and not any(seat.reward for seat in seats)

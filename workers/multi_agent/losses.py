@@ -1,0 +1,49 @@
+"""What becomes part of no chunk: steps that are lost by name, and rewards that no step could take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace.schemas.ledger import Discard
+from headrace.workers.cutting import Marker
+from headrace.workers.fragment import OpenChunk
+from headrace.workers.multi_agent.episodes import Seat
+from headrace.workers.multi_agent.module_seats import ModuleSeats
+
+
+@dataclass(slots=True)
+class LossCounts:
+    """What envs gave that could not become part of any step, and what was made up, since the runner was built."""
+
+    rewards: int = 0
+    """Agents that got something and never acted, or whose last step was dropped."""
+    return_: float = 0.0
+    """The sum of what they got."""
+    final_observations_repeated: int = 0
+    final_steps_dropped: int = 0
+
+    def lose(self, reward: float) -> None:
+        """An agent's rewards have no step to belong to."""
+        if reward:
+            self.rewards += 1
+            self.return_ += reward
+
+
+def lose_open(seat: Seat, reason: Discard) -> int:
+    """Forget the seat's open chunk, and tell the learner if it knows a part; gives the steps in its rows."""
+    lost = seat.module.fragment.abort(seat.row) if seat.module.fragment is not None else None
+    if seat.episode.chunks:
+        seat.module.markers.append(Marker(seat.episode, reason))
+    return lost[1] if lost is not None else 0
+
+
+def lose_ended(module: ModuleSeats, goes_on: Callable[[OpenChunk], bool], reason: Discard) -> int:
+    """Forget the chunks of agents that were done in episodes that go on; gives the steps in them."""
+    if module.fragment is None:
+        return 0
+    lost = [chunk for chunk in module.fragment.ended if goes_on(chunk)]
+    gone = set(map(id, lost))
+    module.fragment.ended = [chunk for chunk in module.fragment.ended if id(chunk) not in gone]
+    module.markers += [Marker(chunk.episode, reason) for chunk in lost if chunk.episode.chunks]
+    return sum(chunk.stop - chunk.start for chunk in lost)

@@ -1,0 +1,62 @@
+"""Which actions are legal: `action_mask` in an observation or in an info, one flag for each action of a Discrete."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.errors import EnvContractError
+from headrace.schemas.spaces import Discrete, Spaces
+from headrace.workers.action_masks import MASK, has_action_mask
+from headrace.workers.envs.actions import RandomActions
+
+_COLUMN = f"obs/{MASK}"
+
+
+class LegalRandomActions:
+    """`RandomActions`, of the legal ones only where the env tells which they are. Rows are those of `observations`."""
+
+    def __init__(self, spaces: Spaces, observations: Mapping[str, NDArray[Any]]) -> None:
+        self._any = RandomActions(spaces.action)
+        self.noise_size = self._any.noise_size
+        self._discrete = spaces.action if isinstance(spaces.action, Discrete) else None
+        self._is_masked = has_action_mask(spaces)
+        self._told: NDArray[np.bool_] | None = None
+        self.follow(observations)
+
+    def follow(self, observations: Mapping[str, NDArray[Any]]) -> None:
+        """The columns are others from now on, with the same rows and perhaps some more below."""
+        self._observed = observations[_COLUMN] if self._is_masked else None
+        self._width = len(next(iter(observations.values())))
+        if self._told is not None:
+            more = np.ones((self._width - len(self._told), self._told.shape[1]), bool)
+            self._told = np.concatenate((self._told, more))
+
+    def tell(self, row: int, mask: Any) -> None:
+        """The info of a seat's newest observation has this mask; it holds for the next action."""
+        if self._discrete is None:
+            return
+        array = np.asarray(mask)
+        if array.shape != (self._discrete.n,) or array.dtype.kind not in "biuf":
+            raise EnvContractError("action_mask in info", f"{mask!r:.80}", f"{self._discrete.n} flags")
+        if self._told is None:
+            self._told = np.ones((self._width, self._discrete.n), bool)
+        self._told[row] = array != 0
+
+    def __call__(self, noise: NDArray[np.float32], acting: NDArray[np.intp]) -> dict[str, NDArray[Any]]:
+        """Action columns for noise float32 (rows, noise_size). The masks told for `acting` are forgotten."""
+        columns = self._any(noise)
+        legal = self._told if self._observed is None else self._observed != 0
+        if self._discrete is None or legal is None:
+            return columns
+        counts = legal.sum(1)
+        choice = np.floor(noise[:, 0].astype(np.float64) * counts)
+        picked = (legal.cumsum(1) > choice[:, None]).argmax(1) + self._discrete.start
+        actions = np.where(counts > 0, picked, columns["actions"])  # where nothing is legal, anything is as good
+        columns["actions"] = actions.astype(columns["actions"].dtype)
+        if self._told is not None:
+            self._told[acting] = True
+        return columns

@@ -1,0 +1,56 @@
+"""Random numbers for seats, each from a stream of its own that goes on only when the seat acts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+_BLOCK = 64
+
+
+class SeatNoise:
+    """float32 (rows, size) for one forward pass after another. What a seat gets depends on how often it acted before.
+
+    Not on how often its neighbours did: agents that take turns act in polls of their own.
+    """
+
+    def __init__(self, size: int, kind: Literal["uniform", "normal"]) -> None:
+        self._kind = kind
+        self._streams: list[np.random.Generator] = []
+        self._block = np.empty((0, _BLOCK, size), np.float32)
+        self._at: NDArray[np.intp] = np.empty(0, np.intp)
+        self._every: NDArray[np.intp] = self._at
+        self._polls_left = 0
+        """No row can be used up before so many passes."""
+
+    def add(self, streams: Iterable[np.random.Generator]) -> None:
+        """More rows, below those there are."""
+        new = list(streams)
+        self._streams += new
+        block = np.empty((len(self._streams), *self._block.shape[1:]), np.float32)
+        block[: len(self._block)] = self._block
+        self._block = block
+        self._at = np.concatenate((self._at, np.full(len(new), _BLOCK, np.intp)))
+        self._every = np.arange(len(self._at))
+        self._refill()
+
+    def next(self, acting: NDArray[np.intp]) -> NDArray[np.float32]:
+        """Numbers in [0, 1), or standard normal ones, for all rows; those of the rows `acting` are used up."""
+        numbers: NDArray[np.float32] = self._block[self._every, self._at]
+        self._at[acting] += 1
+        self._polls_left -= 1
+        if self._polls_left == 0:
+            self._refill()
+        return numbers
+
+    def _refill(self) -> None:
+        shape = self._block.shape[1:]
+        for row in np.flatnonzero(self._at == _BLOCK).tolist():
+            stream = self._streams[row]
+            normal = self._kind == "normal"
+            self._block[row] = (stream.standard_normal if normal else stream.random)(shape, dtype=np.float32)
+            self._at[row] = 0
+        self._polls_left = _BLOCK - int(self._at.max(initial=0))

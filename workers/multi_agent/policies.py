@@ -1,0 +1,142 @@
+"""Which modules there are, what they are built for, and which of them plays an agent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.schemas.errors import ConfigError
+from headrace.schemas.spaces import Spaces
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.spaces import convert
+from headrace.workers.policy_spec import PolicySpec
+
+_NO_EPISODE = "0" * 32
+"""Given to the mapping when it is asked which spaces a module is for; no episode has this id."""
+
+
+class NotMultiAgentError(ConfigError, ValueError):
+    """The config says nothing of several agents."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this config is not multi-agent; give EnvRunnerConfig(policies={module_id: ...}, policy_mapping_fn="
+            "lambda agent_id, episode_id: module_id), or use SingleAgentEnvRunner",
+            key="policies",
+        )
+
+
+class PolicyMappingError(ConfigError):
+    """`policy_mapping_fn` gave no module for `agent`, or one that is not among the policies."""
+
+    def __init__(self, agent: Any, reason: str, policies: Mapping[str, Any]) -> None:
+        self.agent = agent
+        super().__init__(
+            f"agent {agent!r} {reason}; it must be mapped to one of the policies {sorted(policies)!r:.200}",
+            key="policy_mapping_fn",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """One module: its builder, the builder's keyword arguments, and the spaces it was given, if any."""
+
+    module: str | Callable[..., Any]
+    module_config: Mapping[str, Any]
+    spaces: Spaces | None
+    gym_spaces: tuple[Any, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """The modules by id, and the mapping from agents to them."""
+
+    specs: Mapping[str, Policy]
+    mapping_fn: Callable[[Any, str], str] | None = None
+
+    @classmethod
+    def of(cls, config: EnvRunnerConfig) -> Policies:
+        """As the config says; raises `NotMultiAgentError` if it says nothing."""
+        if config.policies is None and config.policy_mapping_fn is None:
+            raise NotMultiAgentError
+        given: Any = config.policies if config.policies is not None else ("default_policy",)
+        named = given if isinstance(given, Mapping) else dict.fromkeys(given)
+        specs = {module_id: _policy(module_id, spec, config) for module_id, spec in named.items()}
+        if not specs:
+            raise ConfigError("there must be at least one policy", key="policies")
+        return cls(specs, config.policy_mapping_fn)
+
+    def module_of(self, agent: Any, episode_id: str) -> str:
+        """Who plays `agent` in the episode: without a mapping the only one there is, or its namesake.
+
+        Raises `PolicyMappingError`.
+        """
+        if self.mapping_fn is None:
+            module: Any = next(iter(self.specs)) if len(self.specs) == 1 else agent
+        else:
+            try:
+                module = self.mapping_fn(agent, episode_id)
+            except Exception as error:
+                reason = f"could not be mapped ({type(error).__name__}: {error})"
+                raise PolicyMappingError(agent, reason, self.specs) from error
+        if not isinstance(module, str) or module not in self.specs:
+            raise PolicyMappingError(agent, f"was mapped to {module!r:.80}", self.specs)
+        return module
+
+    def spaces(self, by_agent: Mapping[Any, Spaces]) -> dict[str, Spaces]:
+        """What each module is built for: its own spaces, or those of the agents that it plays.
+
+        Where agents differ and a policy names no spaces, the mapping is asked once for every possible agent. Raises
+        `ConfigError` for a module whose agents differ, or that plays nobody.
+        """
+        kinds = list({spaces.model_dump_json(): spaces for spaces in by_agent.values()}.values())
+        asked: dict[str, dict[Any, Spaces]] = {}
+        if len(kinds) > 1 and any(spec.spaces is None for spec in self.specs.values()):
+            for agent, spaces in by_agent.items():
+                asked.setdefault(self.module_of(agent, _NO_EPISODE), {})[agent] = spaces
+        return {
+            module: spec.spaces or (kinds[0] if len(kinds) == 1 else _common(module, asked.get(module, {})))
+            for module, spec in self.specs.items()
+        }
+
+
+def _common(module: str, by_agent: Mapping[Any, Spaces]) -> Spaces:
+    agents = list(by_agent)
+    if not agents:
+        raise ConfigError(
+            f"no agent is mapped to {module!r}, so its spaces are unknown; "
+            "give PolicySpec(observation_space=..., action_space=...)",
+            key="policies",
+        )
+    for agent in agents[1:]:
+        if by_agent[agent] != by_agent[agents[0]]:
+            raise ConfigError(
+                f"agents {agents[0]!r} and {agent!r} have different spaces and are both mapped to {module!r}; "
+                "give each kind of agent a policy of its own",
+                key="policy_mapping_fn",
+            )
+    return by_agent[agents[0]]
+
+
+def _policy(module_id: Any, given: Any, config: EnvRunnerConfig) -> Policy:
+    if not isinstance(module_id, str) or not module_id:
+        raise ConfigError(f"{module_id!r} is no name for a policy; give a non-empty string", key="policies")
+    if given is None or isinstance(given, str) or (callable(given) and not isinstance(given, PolicySpec)):
+        given = PolicySpec(given)
+    if not isinstance(given, PolicySpec) or (given.observation_space is None) != (given.action_space is None):
+        raise ConfigError(
+            f"policy {module_id!r} is {given!r:.200}; give None, 'package.module:build', a callable, or a PolicySpec, "
+            "with both spaces or neither",
+            key="policies",
+        )
+    spaces = None
+    if given.observation_space is not None:
+        observation, action = (f"{name} space of policy {module_id!r}" for name in ("observation", "action"))
+        spaces = Spaces(
+            observation=convert(given.observation_space, observation), action=convert(given.action_space, action)
+        )
+    own = config.module if given.module is None else given.module
+    own_config = dict(config.module_config if given.module_config is None else given.module_config)
+    gym_spaces = None if spaces is None else (given.observation_space, given.action_space)
+    return Policy(own, own_config, spaces, gym_spaces)

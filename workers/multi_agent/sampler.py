@@ -1,0 +1,305 @@
+"""Stepping a vector of multi-agent envs poll by poll, and keeping straight what became of every agent's step.
+
+An agent step counts when the env has taken the action. It stands open, hanging or in a row, until a cut delivers it or
+it is lost by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.ledger import Discard
+from headrace.workers.action_masks import MASK
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.cutting import Marker, Stamp
+from headrace.workers.envs.actions import to_env_form
+from headrace.workers.envs.failures import Failure
+from headrace.workers.fragment import OpenChunk
+from headrace.workers.multi_agent.batches import ModuleBatches
+from headrace.workers.multi_agent.cutting import cut_seats
+from headrace.workers.multi_agent.episodes import AgentEpisode, MultiAgentEpisode, Seat
+from headrace.workers.multi_agent.fragment import SeatFragment
+from headrace.workers.multi_agent.losses import LossCounts, lose_ended, lose_open
+from headrace.workers.multi_agent.module_seats import ModuleSeats
+from headrace.workers.multi_agent.policies import PolicyMappingError
+from headrace.workers.multi_agent.turns import Turn, parts_of
+from headrace.workers.multi_agent.vector import MultiAgentVector, StepOutcome
+from headrace.workers.totals import RunnerTotals
+from headrace.workers.vector_sampler import Mode
+
+
+class MultiAgentSampler:
+    """A vector, and for each module the fragment that is being filled and the end markers to be told with it."""
+
+    def __init__(self, config: EnvRunnerConfig, envs: MultiAgentVector, totals: RunnerTotals, id_high: int) -> None:
+        self.envs = envs
+        self.needs_reset = True
+        self.losses = LossCounts()
+        self.mode = Mode(config.explore, random_actions=False)
+        self._totals = totals
+        self._id_high = id_high
+        self._keeps_infos = config.infos == "all"
+        self._width = config.num_envs
+        self._over: list[MultiAgentEpisode] = []
+        """Episodes that ended since the last cut."""
+
+    @property
+    def modules(self) -> Iterable[ModuleSeats]:
+        return self.envs.modules.values()
+
+    @property
+    def episodes_ended(self) -> int:
+        """Episodes that finished since the last cut."""
+        return len(self._over)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether an action waits for the observation that completes it."""
+        return any(seat.hangs for episode in self._episodes() for seat in episode.seats.values())
+
+    def _episodes(self) -> Iterator[MultiAgentEpisode]:
+        return (lane.episode for lane in self.envs.lanes if isinstance(lane.episode, MultiAgentEpisode))
+
+    def begin(self, mode: Mode, capacity: int, *, force_reset: bool) -> None:
+        """Have fragments for steps of this `mode`, and an episode in every env. Raises `PolicyMappingError`."""
+        if mode != self.mode and (self._over or self._totals.open):
+            self._drop_fragments()  # columns and flags of a batch are of one mode
+        self.mode = mode
+        for module in self.modules:
+            module.open_fragment(capacity)
+        self._resume_chunks()
+        if force_reset or self.needs_reset:
+            self.abandon(Discard.RESET)
+            self.needs_reset = False
+            try:
+                self.envs.reset(range(self._width))
+                self._start_episodes(self.envs.recover)
+            except PolicyMappingError:
+                self.abandon(Discard.RESET)
+                raise
+
+    def _resume_chunks(self) -> None:
+        """Agents go on in new fragments; the info of the observation at the seam belongs to both chunks."""
+        for episode in self._episodes():
+            for seat in episode.seats.values():
+                fragment = seat.fragment
+                if not seat.done and fragment.open[seat.row] is None:
+                    fragment.begin(seat.row, seat.episode, {})
+                    if seat.episode.seam_info:
+                        fragment.add_info(seat.row, seat.episode.seam_info)
+
+    # -- one poll -----------------------------------------------------------------------------------------------------
+
+    def poll(
+        self, weights_seq: int, *, on_wait: Callable[[], None] | None = None, stop_at_episodes: int | None = None
+    ) -> None:
+        """Step every env that is up, once; see `VectorSampler.poll`. Raises `PolicyMappingError` besides."""
+        try:
+            self._poll(weights_seq, on_wait, stop_at_episodes)
+        except PolicyMappingError:
+            self.abandon(Discard.RESET)  # some envs were stepped or reset, and others not
+            raise
+
+    def _poll(self, weights_seq: int, on_wait: Callable[[], None] | None, stop_at_episodes: int | None) -> None:
+        envs = self.envs
+        if envs.live_count < self._width:
+            envs.wait_for_one(self._start_episodes, on_wait)
+        turn = envs.turn()
+        outcome = envs.step(turn, self._act(turn, weights_seq))
+        self._count(turn, outcome)
+        for failure in outcome.failures:
+            self._abort(failure)
+        self._record(outcome)
+        if outcome.over:
+            self._end_episodes(outcome.over, stop_at_episodes)
+        if outcome.failures or outcome.over:
+            self._start_episodes(envs.recover)
+
+    def _act(self, turn: Turn, weights_seq: int) -> list[Any]:
+        """Each module acts once for all its seats; actions in the order of the turn's."""
+        actions: list[Any] = [None] * len(turn.seats)
+        for part in turn.parts:
+            module, rows = part.module, part.rows
+            columns = module.act(rows, explore=self.mode.explore, random_actions=self.mode.random_actions)
+            assert module.fragment is not None, "begin() opens fragments"
+            module.fragment.act(rows, columns, weights_seq, part.of_array(turn.env_t))
+            root = "actions_for_env" if any(name.startswith("actions_for_env") for name in columns) else "actions"
+            sent = {name: column[rows] for name, column in columns.items() if name.startswith(root)}
+            formed = to_env_form(module.spaces.action, sent, root)
+            if part.places is None:
+                return formed
+            for place, action in zip(part.places.tolist(), formed, strict=True):
+                actions[place] = action
+        return actions
+
+    def _count(self, turn: Turn, outcome: StepOutcome) -> None:
+        raised = [failure.lane for failure in outcome.failures if not failure.stepped]
+        untaken = sum(len(episode.acting) for lane, episode in turn.lanes if lane.index in raised) if raised else 0
+        self._totals.stepped += len(turn.seats) - untaken
+        self._totals.open += len(turn.seats) - untaken
+        self._totals.env_steps += len(turn.lanes) - len(raised)
+
+    def _record(self, outcome: StepOutcome) -> None:
+        for part in parts_of(outcome.answered):
+            assert part.module.fragment is not None
+            part.module.fragment.answer(part.rows, part.of_array(outcome.rewards))
+        for seat in outcome.newcomers:
+            seat.fragment.begin(seat.row, seat.episode, {})
+        for seat, info in outcome.infos:
+            self._take_info(seat, info)
+        for seat in outcome.dropped:
+            self._totals.open -= 1
+            self._totals.discard(Discard.ENV_BAD_DATA, 1)
+            self.losses.final_steps_dropped += 1
+            self.losses.lose(seat.reward)
+            seat.hangs = False
+        self.losses.final_observations_repeated += outcome.repeated
+        for part in parts_of([seat for seat, _ in outcome.ended]):
+            self._end_seats(part.module, part.of(outcome.ended))
+
+    def _end_seats(self, module: ModuleSeats, ended: Any) -> None:
+        assert module.fragment is not None
+        for seat, _ in ended:
+            chunk = module.fragment.open[seat.row]
+            is_empty = chunk is not None and module.fragment.cursor(seat.row) == chunk.start
+            if is_empty and seat.episode.chunks:  # its last step was dropped, and it was the only one
+                module.markers.append(Marker(seat.episode, Discard.ENV_BAD_DATA))
+        module.fragment.end([(seat.row, end) for seat, end in ended])
+
+    def _take_info(self, seat: Seat, info: dict[str, Any]) -> None:
+        """The info that came with what the seat sees now; one that came without an observation is nobody's."""
+        if MASK in info and not seat.done:
+            seat.module.random.tell(seat.row, info[MASK])
+        if self._keeps_infos and not seat.hangs:
+            seat.fragment.add_info(seat.row, info)
+
+    # -- episodes that end, fail and begin ----------------------------------------------------------------------------
+
+    def _end_episodes(self, lanes: list[int], stop_at_episodes: int | None) -> None:
+        for index in lanes:
+            lane = self.envs.lanes[index]
+            assert isinstance(lane.episode, MultiAgentEpisode)
+            for reward in lane.episode.early_rewards.values():
+                self.losses.lose(reward)
+            self._over.append(lane.episode)
+            lane.budget.delivered()
+        self._totals.episodes += len(lanes)
+        self.envs.end_episodes(lanes)
+        if stop_at_episodes is None or self.episodes_ended < stop_at_episodes:
+            self.envs.reset(lanes)
+
+    def _abort(self, failure: Failure) -> None:
+        """The env failed: the open chunks of all its agents are lost by name, and its episode is over."""
+        episode = self.envs.lanes[failure.lane].episode
+        assert isinstance(episode, MultiAgentEpisode), "only an env with an episode is stepped"
+        acting = set(map(id, episode.acting))
+        lost = len(acting) if failure.stepped else 0
+        for seat in episode.seats.values():
+            if not seat.done:
+                lost += lose_open(seat, failure.reason) + (seat.hangs and id(seat) not in acting)
+        failure.discarded = lost
+        failure.at = f"step {episode.t + (not failure.stepped)} of episode {self._id_high:016x}{episode.id_low:016x}"
+        self._totals.open -= lost
+        self._totals.discard(failure.reason, lost)
+        self.envs.end_episodes([failure.lane])
+        self.envs.fail(failure)
+
+    def _start_episodes(self, bring_back: Callable[[], None]) -> None:
+        """Bring back failed envs, and open a chunk for each agent that has begun, also when bringing back raises."""
+        try:
+            bring_back()
+        finally:
+            for index in self.envs.take_started():
+                episode = self.envs.lanes[index].episode
+                if isinstance(episode, MultiAgentEpisode):
+                    for seat in episode.acting:
+                        seat.fragment.begin(seat.row, seat.episode, {})
+                        if seat.agent in episode.reset_info:
+                            self._take_info(seat, episode.reset_info[seat.agent])
+
+    # -- the end of a fragment ----------------------------------------------------------------------------------------
+
+    def cut(
+        self, learner_epoch: int, weights_digest: str, slot: int, incarnation: int, *, keep_open: bool = False
+    ) -> tuple[list[MultiAgentEpisode], ModuleBatches]:
+        """The episodes that ended, and what is to be delivered by module; `keep_open`: whole episodes only."""
+        stamp = Stamp(self._id_high, self.mode.flags, slot, incarnation, learner_epoch, weights_digest)
+        over, self._over = self._over, []
+        open_episodes = [] if keep_open else list(self._episodes())
+        for episode in (*over, *open_episodes):
+            self._totals.env_steps_delivered += episode.t - episode.t_cut
+            episode.t_cut = episode.t
+        batches = {}
+        for module in self.modules:
+            if module.fragment is None and module.markers:
+                module.fragment = SeatFragment(module.width, 1, module.observations.columns)
+            if module.fragment is not None:
+                batches[module.module_id] = self._cut_module(module, module.fragment, stamp, keep_open)
+        return over, ModuleBatches(batches)
+
+    def _cut_module(self, module: ModuleSeats, fragment: SeatFragment, stamp: Stamp, keep_open: bool) -> ChunkBatch:
+        seats = [seat for e in self._episodes() for seat in e.seats.values() if seat.module is module]
+        hanging = [seat.row for seat in seats if seat.hangs]
+        unfinished = [chunk for chunk in fragment.ended if self._goes_on(chunk)]
+        chunks, module.fragment = fragment.take(hanging, unfinished, keep_open=keep_open)
+        markers, module.markers = module.markers, []
+        batch = cut_seats(fragment, chunks, markers, module.spaces, stamp, module.module_id)
+        self._totals.open -= batch.steps
+        self._totals.delivered += batch.steps
+        self._totals.delivered_chunks += len(batch)
+        for chunk in chunks:
+            self.envs.lanes[chunk.episode.env_index].budget.delivered()
+            chunk.episode.seam_info = chunk.infos.get(chunk.stop - chunk.start)
+        return batch
+
+    def _goes_on(self, chunk: OpenChunk) -> bool:
+        """Whether others still play in the episode."""
+        episode = cast(AgentEpisode, chunk.episode)
+        return self.envs.lanes[episode.env_index].episode is episode.whole
+
+    def abandon(self, reason: Discard) -> None:
+        """Every open episode is over: undelivered steps are lost by name, delivered parts get an end marker.
+
+        That holds for agents that were done in an episode that was not, too.
+        """
+        lost = 0
+        for episode in self._episodes():
+            for seat in episode.seats.values():
+                if not seat.done:
+                    lost += lose_open(seat, reason) + seat.hangs
+        for module in self.modules:
+            lost += lose_ended(module, self._goes_on, reason)
+        self._totals.open -= lost
+        self._totals.discard(reason, lost)
+        self.envs.end_episodes(range(len(self.envs.lanes)))
+        self.needs_reset = True
+
+    def finish(self, reason: Discard) -> None:
+        """`abandon`, with fragments for `cut` to deliver what had finished and to tell of the rest."""
+        self.abandon(reason)
+        for module in self.modules:
+            module.open_fragment(1)
+
+    def rebuild(self, config: EnvRunnerConfig) -> None:
+        """Build all envs anew; steps that were not cut yet are lost, since spaces may be others now."""
+        self._drop_fragments()
+        untold = {module.module_id: module.markers for module in self.modules}
+        self.envs.build(config)
+        for module in self.modules:
+            module.markers = untold.get(module.module_id, [])
+
+    def close(self) -> None:
+        """Close all envs."""
+        self.envs.close()
+
+    def _drop_fragments(self) -> None:
+        self.abandon(Discard.RESET)
+        for module in self.modules:
+            ended = module.fragment.ended if module.fragment is not None else []
+            module.markers += [Marker(chunk.episode, Discard.RESET) for chunk in ended if chunk.episode.chunks]
+            module.fragment = None
+        self._totals.discard(Discard.RESET, self._totals.open)
+        self._totals.open = 0
+        self._over = []

@@ -1,0 +1,176 @@
+"""The multi-agent runner: a vector of multi-agent envs, several policies, and chunks of each agent's episodes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from headrace.schemas.errors import ConfigError, ModuleError
+from headrace.schemas.spaces import Spaces
+from headrace.workers.config import EnvRunnerConfig, MissingEnvError
+from headrace.workers.env_runner import EnvRunner, no_module_error
+from headrace.workers.module_weights import check_weights, read_weights, write_weights
+from headrace.workers.modules.protocol import build_module
+from headrace.workers.multi_agent.batches import ModuleBatches
+from headrace.workers.multi_agent.episodes import MultiAgentEpisode
+from headrace.workers.multi_agent.policies import Policies
+from headrace.workers.multi_agent.sampler import MultiAgentSampler
+from headrace.workers.multi_agent.vector import MultiAgentVector
+from headrace.workers.runner_state import Version
+
+_SINGLE_AGENT_ONLY = ("env_to_module", "module_to_env", "callbacks")
+
+
+class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
+    """Samples `config.num_envs` multi-agent envs in this process, with one forward pass a poll for each module.
+
+    A chunk is a part of one agent's episode, and `sample` gives a `ModuleBatches`. A failing env costs only what its
+    own agents had open; what its siblings live through is the same to the bit as without the fault. `totals` count
+    agent steps, and env steps besides. Weights are mappings by module id; a module that is left out is frozen: it goes
+    on acting with those it has. Recurrent modules, connectors and callbacks are the single-agent runner's only.
+
+    Raises `NotMultiAgentError` for a config without policies, and `EnvContractError` for a single-agent env.
+    """
+
+    def __init__(
+        self, config: EnvRunnerConfig, worker_index: int = 0, *, incarnation: int = 0, run_uid: str = "", **_: Any
+    ) -> None:
+        for setting in _SINGLE_AGENT_ONLY:
+            if getattr(config, setting):
+                raise ConfigError("is for SingleAgentEnvRunner only; leave it out", key=setting)
+        super().__init__(config, worker_index, incarnation, run_uid)
+        self._policies = Policies.of(self.config)
+        self._sampler: MultiAgentSampler | None = None
+        self.modules: dict[str, torch.nn.Module | None] = {}
+        """The module of each policy; None where its builder raised NotImplementedError."""
+        if config.env is not None:
+            self.make_env()
+            self.make_module()
+        self._healthy = True
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def make_env(self) -> None:
+        """See `EnvRunner`. Raises `MissingEnvError`, `UnknownEnvError`, or `EnvError` caused by the env's own error."""
+        if self._sampler is None:
+            envs = MultiAgentVector(
+                self.config, self.worker_index, self._seeds, self.totals, self._policies, self._id_high
+            )
+            self._sampler = MultiAgentSampler(self.config, envs, self.totals, self._id_high)
+        else:
+            self._sampler.rebuild(self.config)
+        for module_id, module in self.modules.items():
+            self._sampler.envs.modules[module_id].use(module)
+
+    def make_module(self) -> None:
+        """Build all modules anew. A builder that raises NotImplementedError leaves the runner to random actions."""
+        seats = self._vector.envs.modules
+        self.modules = {module_id: self._build(module_id, seats[module_id].spaces) for module_id in seats}
+        self._version = Version()
+        for module_id, module in self.modules.items():
+            seats[module_id].use(module)
+
+    def _build(self, module_id: str, spaces: Spaces) -> torch.nn.Module | None:
+        policy = self._policies.specs[module_id]
+        try:
+            module = build_module(policy.module, spaces, policy.module_config)
+        except NotImplementedError:
+            return None
+        if hasattr(module, "initial_state"):
+            raise ModuleError(f"module {module_id!r} is recurrent, which needs SingleAgentEnvRunner")
+        built: torch.nn.Module = module.eval()
+        return built
+
+    @property
+    def _vector(self) -> MultiAgentSampler:
+        if self._sampler is None:
+            raise MissingEnvError
+        return self._sampler
+
+    @property
+    def env(self) -> Any:
+        """Env 0 of the vector, in the dict protocol; None before `make_env`, and while it waits to be rebuilt."""
+        return self._sampler.envs.lanes[0].env if self._sampler is not None else None
+
+    @property
+    def spaces(self) -> dict[str, Spaces]:
+        """Module id -> the spaces it was built for, as data."""
+        return {module.module_id: module.spaces for module in self._vector.modules}
+
+    def call_before_rebuilds(self, on_rebuild: Callable[[], None]) -> None:
+        """Have `on_rebuild` called before each rebuild of an env: whoever watches this process must be patient then."""
+        self._vector.envs.on_rebuild = on_rebuild
+
+    # -- one poll and one cut, for the loop of `EnvRunner` ------------------------------------------------------------
+
+    def _check_can_act(self) -> None:
+        if any(module is None for module in self.modules.values()):
+            raise no_module_error()
+
+    def _poll(self, on_wait: Callable[[], None] | None, stop_at_episodes: int | None) -> None:
+        self._vector.poll(self._version.seq, on_wait=on_wait, stop_at_episodes=stop_at_episodes)
+
+    def _cut(self, keep_open: bool) -> ModuleBatches:
+        version = self._version
+        over, batches = self._vector.cut(
+            version.learner_epoch, version.digest, self.worker_index, self.incarnation, keep_open=keep_open
+        )
+        modules = {module_id: batch.steps for module_id, batch in batches.batches.items() if batch.steps}
+        self._metrics.count_steps(batches.agent_steps(), modules)
+        for episode in over:
+            self._count_episode(episode)
+        return batches
+
+    def _count_episode(self, episode: MultiAgentEpisode) -> None:
+        agents: dict[str, tuple[float, int]] = {}
+        modules: dict[str, float] = {}
+        for seat in episode.seats.values():
+            own, module_id = seat.episode, seat.module.module_id
+            agents[own.agent] = own.episode_return, own.steps
+            modules[module_id] = modules.get(module_id, 0.0) + own.episode_return
+        duration_s = time.perf_counter() - episode.started_at
+        self._metrics.add_episode(sum(r for r, _ in agents.values()), episode.t, duration_s, agents, modules)
+
+    # -- weights and what else one may ask ----------------------------------------------------------------------------
+
+    def _write_weights(self, state: Mapping[str, Any]) -> None:
+        for module_id, weights in state.items():
+            module = self.modules.get(module_id)
+            if module is None:
+                raise ModuleError(f"weights are for {module_id!r}; the modules are {sorted(self.modules)!r:.200}")
+            check_weights(module, weights)
+        for module_id, weights in state.items():
+            module = self.modules[module_id]
+            assert module is not None
+            write_weights(module, weights)
+
+    def _read_weights(self) -> dict[str, Any] | None:
+        weights = {module_id: read_weights(module) for module_id, module in self.modules.items() if module is not None}
+        return weights or None
+
+    def get_metrics(self) -> dict[str, Any]:
+        """See `EnvRunner`; figures that have no value are absent. Steps that hang are not counted as sampled yet.
+
+        Besides: rewards for which there was no step, because their agents never acted or their last step was dropped,
+        by agents concerned and in sum; final observations that were repeated, and final steps that were dropped.
+        """
+        losses = self._vector.losses
+        return self._metrics.report() | {
+            "num_agent_rewards_lost_lifetime": losses.rewards,
+            "agent_rewards_lost_lifetime": losses.return_,
+            "num_final_observations_repeated_lifetime": losses.final_observations_repeated,
+            "num_final_steps_dropped_lifetime": losses.final_steps_dropped,
+        }
+
+    def get_spaces(self) -> dict[str, tuple[Any, Any]]:
+        """Module id -> (observation space, action space) as the env has them, or as they were given for the policy."""
+        envs = self._vector.envs
+        by_kind = {spaces.model_dump_json(): envs.gym_spaces[agent] for agent, spaces in envs.spaces.items()}
+        given = {module_id: policy.gym_spaces for module_id, policy in self._policies.specs.items()}
+        return {
+            module_id: given[module_id] or by_kind[module.spaces.model_dump_json()]
+            for module_id, module in envs.modules.items()
+        }

@@ -1,0 +1,20 @@
+"""How a config describes one of several policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """One module: what builds it, and for which spaces. What is None is taken from the config, or from its agents.
+
+    `module` is as `EnvRunnerConfig.module`; the spaces are gymnasium's, both or neither.
+    """
+
+    module: str | Callable[..., Any] | None = None
+    module_config: Mapping[str, Any] | None = None
+    observation_space: Any = None
+    action_space: Any = None
