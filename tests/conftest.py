@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from headrace.schemas.ports import quiet_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,10 +38,12 @@ def wait_for() -> WaitFor:
 
 @pytest.fixture
 def free_port() -> int:
-    """A loopback TCP port that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A loopback TCP port that nobody listened on a moment ago, and that no outgoing connection is given."""
+    for port in [*quiet_ports(), 0]:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return int(probe.getsockname()[1])
+    raise AssertionError("no port is free")
 
 
 @pytest.fixture(scope="session")

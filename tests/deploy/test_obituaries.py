@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,11 +16,24 @@ from headrace.deploy.loop import Loop
 from headrace.deploy.obituaries import Obituaries, reason_of, write_obituary
 from headrace.schemas.ledger import Settled, WorkerTotals
 from headrace.schemas.messages import Ack, HeldBatch, Obituary, read, read_hello
+from headrace.schemas.ports import quiet_ports
 from headrace.schemas.recorder import Recorder
 from headrace.schemas.wire import MessageKind, decode_header
 
 DEADLINE_S = 20.0
 FLEET = "fleet-t"
+
+
+def bind(socket: zmq.Socket[bytes], port: int) -> None:
+    """Bind to `port`, which may still be given up by the socket before; 0 takes one no outgoing connection gets."""
+    pause = threading.Event()
+    for candidate in [port] * 500 if port else quiet_ports():
+        try:
+            socket.bind(f"tcp://127.0.0.1:{candidate}")
+            return
+        except zmq.ZMQError:
+            pause.wait(0.01)
+    raise AssertionError("no port could be bound")
 
 
 class Registrar:
@@ -34,7 +48,7 @@ class Registrar:
         self.taken: list[Obituary] = []
         self.socket = zmq.Context.instance().socket(zmq.ROUTER)
         self.socket.set(zmq.LINGER, 0)
-        self.socket.bind(f"tcp://127.0.0.1:{port or '*'}")
+        bind(self.socket, port)
         self.endpoint = self.socket.get(zmq.LAST_ENDPOINT).decode()
         loop.watch(self.socket, self.receive)
 
