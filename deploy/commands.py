@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from headrace.deploy.supervisor import ProcessSpec, Role
-from headrace.schemas.config import ENV_PREFIX, FleetConfig
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.config_loading import ENV_PREFIX
 
 _BLAS_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 

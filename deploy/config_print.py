@@ -7,7 +7,8 @@ from typing import Any
 
 import orjson
 
-from headrace.schemas.config import FleetConfig, Origins
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.config_loading import Origins
 from headrace.schemas.redis_keys import without_password
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")

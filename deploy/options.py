@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import orjson
 import typer
 
-from headrace.schemas.config import FleetConfig, Origins, load_config
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.config_loading import Origins, load_config
 from headrace.schemas.errors import ConfigError
 
 ConfigPath = Annotated[Path | None, typer.Option("--config", help="fleet.toml; deploy/fleet.toml shows every key.")]

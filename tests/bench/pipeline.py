@@ -20,7 +20,8 @@ from table import Row, rows_of
 from turns import in_turns
 
 from headrace.learner_stub import EpisodeStream, WeightPublisher
-from headrace.schemas.config import FleetConfig, build_config
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.config_loading import build_config
 from headrace.schemas.plugins import load_object
 from headrace.workers.worker import run_worker
 

@@ -22,7 +22,8 @@ from turns import in_turns
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.chunk import CHUNK_TABLE
-from headrace.schemas.config import FleetConfig, build_config
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.config_loading import build_config
 from headrace.schemas.ledger import WorkerTotals
 from headrace.schemas.recorder import Recorder
 from headrace.schemas.spaces import Box, Discrete, Spaces

@@ -13,7 +13,8 @@ import pytest
 from headrace.deploy.commands import child_environment
 from headrace.deploy.config_print import print_config, to_toml
 from headrace.deploy.options import describe_origin, resolve
-from headrace.schemas.config import FleetConfig, known_keys, load_config
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.config_loading import known_keys, load_config
 from headrace.schemas.errors import ConfigError
 
 SAMPLE = Path(str(files("headrace.deploy").joinpath("fleet.toml")))

@@ -18,7 +18,8 @@ from headrace.deploy.ps import is_alive
 from headrace.deploy.summary import Summary
 from headrace.deploy.supervisor import ProcessSpec, Role
 from headrace.deploy.up import Options, up
-from headrace.schemas.config import FleetConfig, build_config
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.config_loading import build_config
 from headrace.schemas.errors import CrashLoopError, ExitCode, HeadraceError, RedisUnavailableError
 
 PRETEND = str(Path(__file__).with_name("pretend_role.py"))

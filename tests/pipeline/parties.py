@@ -104,7 +104,7 @@ _BROKER = """
 import sys, orjson, logging
 from pathlib import Path
 from headrace.broker.process import run_broker
-from headrace.schemas.config import build_config
+from headrace.schemas.config_loading import build_config
 logging.basicConfig()
 run_broker(build_config(orjson.loads(sys.argv[2])), fleet_id="fleet", run_dir=Path(sys.argv[1]), redis_url=None)
 """
@@ -112,7 +112,7 @@ run_broker(build_config(orjson.loads(sys.argv[2])), fleet_id="fleet", run_dir=Pa
 _WORKER = """
 import sys, orjson, logging
 from pathlib import Path
-from headrace.schemas.config import build_config
+from headrace.schemas.config_loading import build_config
 from headrace.schemas.errors import HeadraceError
 from headrace.workers.worker import run_worker
 logging.basicConfig()

@@ -15,7 +15,8 @@ from parties import FLEET, BrokerThread, Process, RawPeer, StartBroker, Witness,
 
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.module import build_module
-from headrace.schemas.config import ModuleSection, build_config
+from headrace.schemas.config import ModuleSection
+from headrace.schemas.config_loading import build_config
 from headrace.schemas.errors import ExitCode, HeadraceError, RefusedError
 from headrace.schemas.ledger import LedgerRow, add_up
 from headrace.schemas.messages import Obituary, SupervisorHello

@@ -1,0 +1,146 @@
+"""Where a configuration's values come from: defaults < file < environment (`HEADRACE_SECTION__KEY`) < flags.
+
+`load_config` also tells the origin of each value. An unknown key is an error that names the nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import ValidationError
+
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.errors import ConfigError
+
+ENV_PREFIX = "HEADRACE_"
+
+Origins = dict[str, str]
+"""Dotted key -> where its value came from, for keys that are not at their default."""
+
+
+def load_config(
+    path: Path | None = None, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+) -> tuple[FleetConfig, Origins]:
+    """The configuration and the origin of every value that is no default.
+
+    `flags` maps dotted keys ("sampling.num_envs") to values; None means not given. Raises `ConfigError`.
+    """
+    values: dict[str, Any] = {}
+    origins: Origins = {}
+    if path is not None:
+        _merge(values, origins, _read_file(path), str(path))
+    for key, value in _from_environment(os.environ if environ is None else environ).items():
+        _set(values, origins, key, value, f"environment {ENV_PREFIX}{key.replace('.', '__').upper()}")
+    for key, value in (flags or {}).items():
+        if value is not None:
+            _set(values, origins, key, value, "flag")
+    return build_config(values, origins), origins
+
+
+def build_config(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> FleetConfig:
+    """The configuration in `values` (sections of keys); raises `ConfigError` for the first thing that is wrong."""
+    try:
+        config = FleetConfig.model_validate(values)
+    except ValidationError as error:
+        first: Any = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        source = (origins or {}).get(key)
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(f"unknown key{_nearest(key)}", key=key, source=source) from error
+        if first["type"] == "value_error":
+            raise ConfigError(str(first["ctx"]["error"]), key=key, source=source) from error
+        said = first["msg"].replace("Input should", "should").replace("String should", "should")
+        raise ConfigError(f"{said}, got {first['input']!r:.80}", key=key, source=source) from error
+    for section, content in config.model_dump().items():
+        for key, value in content.items():
+            if (odd := _beyond_json(value)) is not None:
+                dotted = f"{section}.{key}"
+                raise ConfigError(odd, key=dotted, source=(origins or {}).get(dotted))
+    return config
+
+
+def _beyond_json(value: Any) -> str | None:
+    """What in a value would not reach the other processes of a fleet as it is, in words; None when all does."""
+    if isinstance(value, dict):
+        return next(filter(None, map(_beyond_json, value.values())), None)
+    if isinstance(value, list | tuple):
+        return next(filter(None, map(_beyond_json, value)), None)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"should be a finite number, got {value}"
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return f"should be an integer of at most 64 bits, got {value!s:.40}"
+    if value is not None and not isinstance(value, bool | int | float | str):
+        return f"should be made of tables, lists, text, numbers and booleans, got a {type(value).__name__}"
+    return None
+
+
+def known_keys() -> dict[str, Any]:
+    """Every dotted key with its default."""
+    return {
+        f"{section}.{key}": value
+        for section, values in FleetConfig().model_dump().items()
+        for key, value in values.items()
+    }
+
+
+def _nearest(key: str) -> str:
+    known = list(known_keys()) if "." in key else list(FleetConfig.model_fields)
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else "; `headrace up --print-config` lists all keys"
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """TOML, or JSON by its suffix: `up` hands its resolved configuration to its children as JSON, which knows null."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        tree = orjson.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", source=str(path)) from error
+    except (tomllib.TOMLDecodeError, orjson.JSONDecodeError, UnicodeDecodeError) as error:
+        language = "JSON" if path.suffix == ".json" else "TOML"
+        raise ConfigError(f"is not {language}: {error}", source=str(path)) from error
+    if not isinstance(tree, dict):
+        raise ConfigError("is not an object of sections", source=str(path))
+    return tree
+
+
+def _merge(values: dict[str, Any], origins: Origins, tree: Mapping[str, Any], source: str) -> None:
+    for section, content in tree.items():
+        if not isinstance(content, Mapping):
+            raise ConfigError(f"stands outside any [section]{_nearest(section)}", key=section, source=source)
+        values.setdefault(section, {})  # so that an unknown section is told even when it is empty
+        for key, value in content.items():
+            _set(values, origins, f"{section}.{key}", value, source)
+
+
+def _set(values: dict[str, Any], origins: Origins, dotted: str, value: Any, source: str) -> None:
+    section, _, key = dotted.partition(".")
+    values.setdefault(section, {})[key] = value
+    origins[dotted] = source
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """HEADRACE_SAMPLING__NUM_ENVS=8 as {"sampling.num_envs": "8"}."""
+    found = {}
+    for name, text in environ.items():
+        section, double, key = name.removeprefix(ENV_PREFIX).lower().partition("__")
+        if name.startswith(ENV_PREFIX) and double:
+            found[f"{section}.{key}"] = parse_text(text)
+    return found
+
+
+def parse_text(text: str) -> Any:
+    """A value typed by a person: JSON for tables, lists and null; else the text, which each field reads itself."""
+    if not text.startswith(("{", "[")) and text != "null":
+        return text
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text
