@@ -43,7 +43,7 @@ class EnvRunnerConfig(SamplingSettings):
     """The policy: "package.module:build" or a callable, called as build(spaces, **module_config)."""
     module_config: dict[str, Any] = Field(default={})
     """Keyword arguments of the module's builder."""
-    policies: Mapping[str, Any] | Sequence[str] | None = None
+    policies: Mapping[str, Any] | Sequence[str] | set[str] | None = None
     """Multi-agent: module id -> PolicySpec, builder as in `module`, or None for `module` itself; or just the ids."""
     policy_mapping_fn: Callable[[Any, str], str] | None = None
     """Multi-agent: (agent id, episode id) -> module id, asked once for each agent that appears in an episode."""

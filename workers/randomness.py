@@ -30,6 +30,7 @@ class SeedTree:
     def __init__(self, seed: int | None, worker_index: int, incarnation: int, num_envs: int) -> None:
         self.entropy = secrets.randbits(128) if seed is None else seed
         self._key = (worker_index, incarnation)
+        self._of_seats: dict[tuple[int, ...], np.random.Generator] = {}
         children = [
             np.random.SeedSequence(self.entropy, spawn_key=(worker_index, incarnation, env_index)).spawn(3)
             for env_index in range(num_envs)
@@ -41,7 +42,10 @@ class SeedTree:
         """A stream for one of several who act in an env, told apart by `seat`; a child of the env's own for the use."""
         branch = 1 if use == "policy" else 2
         key = (*self._key, env_index, branch, *seat)
-        return np.random.Generator(np.random.PCG64(np.random.SeedSequence(self.entropy, spawn_key=key)))
+        if key not in self._of_seats:  # asked for again, as by a module built anew, it goes on and does not repeat
+            sequence = np.random.SeedSequence(self.entropy, spawn_key=key)
+            self._of_seats[key] = np.random.Generator(np.random.PCG64(sequence))
+        return self._of_seats[key]
 
 
 class EnvSeeds:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from typing import Any
 
 import limits
 import torch
 from multi_cartpole import MultiCartPole
+from table import Row, rows_of
+from turns import Turn
 
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner
 
@@ -41,8 +42,8 @@ class Headrace:
                 return (self._runner.totals.env_steps - before) / elapsed
 
 
-def measure(widths: list[int], seconds: float, rounds: int) -> list[dict[str, Any]]:
-    """One row for each loop, width and number of agents: median rate, and ratio to limit 6 of the same round."""
+def measure(widths: list[int], seconds: float, rounds: int) -> list[Row]:
+    """Rows of both loops for each width and number of agents."""
     torch.set_num_threads(1)
     rows = []
     for agents in AGENTS:
@@ -50,19 +51,14 @@ def measure(widths: list[int], seconds: float, rounds: int) -> list[dict[str, An
             loops: dict[str, Any] = {"limit 6": limits.limit_6(width, agents), "headrace": Headrace(width, agents)}
             for loop in loops.values():
                 loop.run(seconds / 4)
-            rates = [{name: loop.run(seconds) for name, loop in loops.items()} for _ in range(rounds)]
-            rows += [_row(name, agents, width, rates) for name in loops]
+            turns = [{name: _turn(loop, seconds) for name, loop in loops.items()} for _ in range(rounds)]
+            case, marks = f"{width} envs of {agents} agents, one core", {"headrace": MARKS.get(width, 0.0)}
+            rows += rows_of("multi-agent", case, "env steps/s", turns, "limit 6", marks)
     return rows
 
 
-def _row(name: str, agents: int, width: int, rates: list[dict[str, float]]) -> dict[str, Any]:
-    ratios = [rate[name] / rate["limit 6"] for rate in rates]
-    return {
-        "loop": name,
-        "setting": f"{width} envs of {agents} agents",
-        "env_steps_per_s": statistics.median(rate[name] for rate in rates),
-        "ratio": statistics.median(ratios),
-        "ratio_low": min(ratios),
-        "ratio_high": max(ratios),
-        "mark": MARKS.get(width) if name == "headrace" else None,
-    }
+def _turn(loop: Any, seconds: float) -> Turn:
+    wall, cpu = time.perf_counter(), time.process_time()
+    rate = loop.run(seconds)
+    share = (time.process_time() - cpu) / (time.perf_counter() - wall)
+    return Turn(rate, rate / share)

@@ -19,7 +19,7 @@ import multi_agent
 import pipeline
 import sampler
 import transport
-from processes import SPAWN
+from processes import ONE_THREAD, SPAWN
 from table import Row, show
 
 WIDTHS = [1, 8, 64]
@@ -29,6 +29,7 @@ BENCHES = ["sampler", "multi_agent", "pipeline", "transport"]
 def main() -> None:
     """Measure what was asked for."""
     args = _arguments()
+    os.environ.update(ONE_THREAD)  # before any child loads numpy, which then asks how many cores there are
     benches: dict[str, Callable[[bool], list[Row]]] = {
         "sampler": _sampler,
         "multi_agent": _multi_agent,
@@ -65,21 +66,7 @@ def _multi_agent(quick: bool) -> list[Row]:
     """The multi-agent sampler's, likewise."""
     seconds, rounds = (0.2, 3) if quick else (0.5, 7)
     with SPAWN.Pool(1, initializer=_pin) as pool:
-        return [_multi_agent_row(row) for row in pool.apply(multi_agent.measure, (WIDTHS, seconds, rounds))]
-
-
-def _multi_agent_row(row: dict[str, Any]) -> Row:
-    return Row(
-        "multi-agent",
-        f"{row['setting']}, one core",
-        row["loop"],
-        "env steps/s",
-        row["env_steps_per_s"],
-        row["ratio"],
-        row["ratio_low"],
-        row["ratio_high"],
-        mark=row["mark"],
-    )
+        return pool.apply(multi_agent.measure, (WIDTHS, seconds, rounds))
 
 
 def _pin() -> None:

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from toy_multi_envs import Together, check_books, multi_runner
 
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.batch import BatchHeader, encode_batch
+from headrace.schemas.batch_reader import decode_batch
+from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
+from headrace.schemas.ledger import WorkerTotals
 from headrace.workers.module_weights import read_weights
 
 WIDTHS = pytest.mark.parametrize("num_envs", [1, 3, 8])
@@ -188,3 +191,37 @@ def test_metrics_count_env_steps_agents_and_modules() -> None:
     assert metrics["agent_episode_returns_mean"] == {"a0": 3.0, "a1": 14.0, "a2": 18.0}
     assert metrics["module_episode_returns_mean"] == {"m": 17.0, "n": 18.0}
     assert metrics["agent_steps"] == {"a0": 2, "a1": 4, "a2": 4}
+
+
+def test_a_modules_batch_goes_over_the_wire_with_its_agents() -> None:
+    with multi_runner(num_envs=2, env_config={"lengths": [3, 9]}) as sampler:
+        sampler.sample(num_timesteps=4)
+        batch = sampler.sample(num_timesteps=4, force_reset=True).batches["shared"]  # type: ignore[attr-defined]
+        spaces = sampler.spaces["shared"]
+    names = {"agents": list(batch.agents), "modules": list(batch.modules), "reasons": list(batch.reasons)}
+    header = BatchHeader(
+        fleet_id="f", slot=0, incarnation=0, seq=1, steps=batch.steps, chunks=len(batch), totals=WorkerTotals(), **names
+    )
+    _, received = decode_batch(encode_batch(batch, header), spaces.observation, spaces.action)
+    ours, theirs = sorted(batch, key=_key), sorted(received, key=_key)
+    assert len(ours) == len(theirs) == 8
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.agent_id, one.module_id, one.t_start, one.end_reason) == (
+            other.agent_id, other.module_id, other.t_start, other.end_reason
+        )  # fmt: skip
+        np.testing.assert_array_equal(one.env_t, other.env_t)
+        np.testing.assert_array_equal(one.obs, other.obs)
+
+
+def _key(chunk: EpisodeChunk) -> Any:
+    return chunk.episode_id, chunk.agent_id
+
+
+def test_policies_may_be_a_set_and_modules_built_anew_do_not_repeat_their_numbers() -> None:
+    with multi_runner(num_envs=2, policies={"a1", "a0"}, env_config={"lengths": [90, 90]}) as sampler:
+        lives = []
+        for _ in range(3):
+            lives.append([c.actions.tolist() for c in sampler.sample(num_timesteps=80) if len(c)])
+            sampler.make_module()
+            sampler.make_env()
+        assert lives[0] != lives[1] != lives[2] != lives[0]

@@ -46,6 +46,11 @@ class LegalRandomActions:
             self._told = np.ones((self._width, self._discrete.n), bool)
         self._told[row] = array != 0
 
+    def forget(self, row: int) -> None:
+        """Another episode begins in the row; what was told before is not about it."""
+        if self._told is not None:
+            self._told[row] = True
+
     def __call__(self, noise: NDArray[np.float32], acting: NDArray[np.intp]) -> dict[str, NDArray[Any]]:
         """Action columns for noise float32 (rows, noise_size). The masks told for `acting` are forgotten."""
         columns = self._any(noise)

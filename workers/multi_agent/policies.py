@@ -61,6 +61,8 @@ class Policies:
         if config.policies is None and config.policy_mapping_fn is None:
             raise NotMultiAgentError
         given: Any = config.policies if config.policies is not None else ("default_policy",)
+        if isinstance(given, set):
+            given = sorted(given)  # in an order that every process shares
         named = given if isinstance(given, Mapping) else dict.fromkeys(given)
         specs = {module_id: _policy(module_id, spec, config) for module_id, spec in named.items()}
         if not specs:

@@ -64,7 +64,7 @@ class MultiAgentSampler:
 
     def begin(self, mode: Mode, capacity: int, *, force_reset: bool) -> None:
         """Have fragments for steps of this `mode`, and an episode in every env. Raises `PolicyMappingError`."""
-        if mode != self.mode and (self._over or self._totals.open):
+        if mode != self.mode and any(module.fragment is not None for module in self.modules):
             self._drop_fragments()  # columns and flags of a batch are of one mode
         self.mode = mode
         for module in self.modules:
@@ -146,7 +146,7 @@ class MultiAgentSampler:
             assert part.module.fragment is not None
             part.module.fragment.answer(part.rows, part.of_array(outcome.rewards))
         for seat in outcome.newcomers:
-            seat.fragment.begin(seat.row, seat.episode, {})
+            _begin(seat)
         for seat, info in outcome.infos:
             self._take_info(seat, info)
         for seat in outcome.dropped:
@@ -170,9 +170,11 @@ class MultiAgentSampler:
 
     def _take_info(self, seat: Seat, info: dict[str, Any]) -> None:
         """The info that came with what the seat sees now; one that came without an observation is nobody's."""
+        if seat.hangs:
+            return
         if MASK in info and not seat.done:
             seat.module.random.tell(seat.row, info[MASK])
-        if self._keeps_infos and not seat.hangs:
+        if self._keeps_infos:
             seat.fragment.add_info(seat.row, info)
 
     # -- episodes that end, fail and begin ----------------------------------------------------------------------------
@@ -215,7 +217,7 @@ class MultiAgentSampler:
                 episode = self.envs.lanes[index].episode
                 if isinstance(episode, MultiAgentEpisode):
                     for seat in episode.acting:
-                        seat.fragment.begin(seat.row, seat.episode, {})
+                        _begin(seat)
                         if seat.agent in episode.reset_info:
                             self._take_info(seat, episode.reset_info[seat.agent])
 
@@ -303,3 +305,9 @@ class MultiAgentSampler:
         self._totals.discard(Discard.RESET, self._totals.open)
         self._totals.open = 0
         self._over = []
+
+
+def _begin(seat: Seat) -> None:
+    """An agent has appeared."""
+    seat.module.random.forget(seat.row)
+    seat.fragment.begin(seat.row, seat.episode, {})

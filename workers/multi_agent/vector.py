@@ -200,6 +200,7 @@ class MultiAgentVector(LaneVector):
                 self._failed.append(Failure(index, error))
                 continue
             episode = MultiAgentEpisode(index, lane.episodes_begun, seed, infos)
+            lane.episodes_begun += 1  # used up even if the episode cannot begin, for the mapping was told its id
             episode.let_act([self._seat(episode, agent) for agent in first])
             seats += episode.acting
             observations += first.values()
@@ -211,7 +212,6 @@ class MultiAgentVector(LaneVector):
                 continue
             episode.seats = {seat.agent: seat for seat in episode.acting}
             lane.episode = episode
-            lane.episodes_begun += 1
             self._started.append(lane.index)
         self._refresh()
 
