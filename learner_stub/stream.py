@@ -6,7 +6,8 @@
 
 A batch handed out and not yet committed comes again if this process dies. With `auto_commit=False` call `commit()`
 yourself, after writing `position()` into your own checkpoint: a restart from that checkpoint then trains on every
-settled step exactly once. One thread uses a stream; while it trains, ZeroMQ's own threads go on receiving.
+settled step exactly once. Word of an automatic commit may wait for the next call on the stream. One thread uses it;
+while that trains, ZeroMQ's own threads go on receiving.
 """
 
 from __future__ import annotations

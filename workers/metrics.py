@@ -46,6 +46,9 @@ RESERVED = frozenset(
 )
 """Names of a report that a callback cannot log under. Rates are a second, durations in seconds."""
 
+MOST_FINISHED = 10_000
+"""Finished episodes that wait to be taken. Only workers take them, and other users' memory must stay flat too."""
+
 
 class RunnerMetrics:
     """Steps and episodes as they are delivered; what a failure took away is counted by the totals, by name.
@@ -67,7 +70,7 @@ class RunnerMetrics:
         self._episodes_lifetime = 0
         self._reported_steps = 0
         self._reported_at = time.perf_counter()
-        self._finished: list[tuple[float, int]] = []
+        self._finished: deque[tuple[float, int]] = deque(maxlen=MOST_FINISHED)
         self.steps_before = 0
         """Lifetime steps of earlier lives, as restored from a checkpoint."""
 
@@ -114,7 +117,7 @@ class RunnerMetrics:
     def _add_episodes(self, returns: list[float], lengths: list[int]) -> None:
         self._returns.extend(returns)
         self._lengths.extend(lengths)
-        self._finished += zip(returns, lengths, strict=True)
+        self._finished.extend(zip(returns, lengths, strict=True))
         self._episodes += len(returns)
         self._episodes_lifetime += len(returns)
 
@@ -125,8 +128,9 @@ class RunnerMetrics:
         return self._by_name[path]
 
     def take_finished(self) -> list[tuple[float, int]]:
-        """(return, length) of each episode delivered whole since the last call."""
-        finished, self._finished = self._finished, []
+        """(return, length) of each episode delivered whole since the last call; of very many, the newest."""
+        finished = list(self._finished)
+        self._finished.clear()
         return finished
 
     @property

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from test_env_failures import _faulty, diverge
 from toy_envs import Faulty, Walk, runner
 
-from headrace.workers import merge_metrics
-from headrace.workers.metrics import RunnerMetrics
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner, merge_metrics
+from headrace.workers.metrics import MOST_FINISHED, RunnerMetrics
 from headrace.workers.metrics_logger import MetricsLogger, Window, build_report
 from headrace.workers.totals import RunnerTotals
 
@@ -175,3 +175,13 @@ def test_episodes_of_several_agents() -> None:
     assert report["module_episode_returns_mean"] == {"shared": 5}
     assert report["num_agent_steps_sampled"] == {"a": 3, "b": 5}
     assert metrics.take_finished() == [(4.0, 5), (6.0, 3)]
+
+
+def test_memory_stays_flat_when_nobody_asks_for_figures() -> None:
+    sampler = SingleAgentEnvRunner(EnvRunnerConfig(env="CartPole-v1", num_envs=8, seed=0))
+    metrics = sampler._metrics
+    metrics._add_episodes([1.0] * 2 * MOST_FINISHED, [1] * 2 * MOST_FINISHED)
+    assert len(sampler.take_finished_episodes()) == MOST_FINISHED
+    assert sampler.take_finished_episodes() == []
+    assert max(len(kept) for kept in (metrics._returns, metrics._lengths, metrics._durations)) <= 100
+    sampler.stop()
