@@ -81,7 +81,9 @@ class SourceEpisodes:
             # New arrays: a view of none of a batch's rows would still keep the whole message in memory.
             columns = {name: np.empty((0, *c.shape[1:]), c.dtype) for name, c in batch.columns.items()}
             empty = np.empty(0, CHUNK_TABLE)
-            self._template = replace(batch, table=empty, columns=columns, infos={}, seq=0, order=None)
+            self._template = replace(
+                batch, table=empty, columns=columns, infos={}, seq=0, order=None, connector_update={}
+            )
 
     def _grow(self, envs: int, agents: int) -> None:
         if self._open.shape[0] < envs or self._open.shape[1] < agents:

@@ -5,7 +5,8 @@ All chunks' steps stand one after another in each column. Chunk i owns rows `off
 has T+1 observations. A state column ("state_in/...": what a recurrent module remembered before a chunk's first step)
 has one row for each chunk that has steps. `table` has one `CHUNK_TABLE` row a chunk.
 
-On the wire (`wire.py`) the columns are the message's arrays, the table is the array `_table`, and `_infos` is JSON.
+On the wire (`wire.py`) the columns are the message's arrays, the table is the array `_table`, `_infos` is JSON, and
+`_connectors/...` is what the connectors learnt.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ _FIXED_COLUMNS = ("rewards", "weights_seq", "env_t")
 
 STATE_IN = "state_in/"
 """Prefix of state columns, which have one row for each chunk with steps."""
+
+
+CONNECTOR_UPDATE = "_connectors/"
+"""Prefix on the wire of the arrays of `ChunkBatch.connector_update`."""
 
 
 def is_obs_column(name: str) -> bool:
@@ -84,6 +89,9 @@ class ChunkBatch(Sequence[EpisodeChunk]):
     learner_epoch: int = 0
     weights_digest: str = ""
     order: NDArray[np.intp] | None = None
+    connector_update: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """What the connectors of this batch's module learnt since its last batch: "env_to_module/0.MeanStd/obs/count". It
+    is delivered exactly as often as the batch, and lost where that is lost."""
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
@@ -212,6 +220,7 @@ def encode_batch(batch: ChunkBatch, header: BatchHeader) -> list[Buffer]:
     arrays: dict[str, NDArray[Any]] = {"_table": batch.table.view(np.uint8), **batch.columns}
     if batch.infos:
         arrays["_infos"] = np.frombuffer(_dump_infos(batch.infos), np.uint8)
+    arrays |= {CONNECTOR_UPDATE + name: array for name, array in batch.connector_update.items()}
     return encode(MessageKind.BATCH, header.model_dump(), arrays)
 
 

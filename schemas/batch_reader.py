@@ -11,6 +11,7 @@ import orjson
 from numpy.typing import NDArray
 
 from headrace.schemas.batch import (
+    CONNECTOR_UPDATE,
     BatchHeader,
     ChunkBatch,
     Infos,
@@ -79,6 +80,11 @@ class BatchReader:
             seq=header.seq,
             learner_epoch=header.learner_epoch,
             weights_digest=header.weights_digest,
+            connector_update={
+                name.removeprefix(CONNECTOR_UPDATE): a
+                for name, a in arrays.items()
+                if name.startswith(CONNECTOR_UPDATE)
+            },
         )
         if (batch.steps, len(batch)) != (header.steps, header.chunks):
             counts, told = (batch.steps, len(batch)), (header.steps, header.chunks)

@@ -50,6 +50,17 @@ class FleetSection(Section):
     )
 
 
+class PolicySettings(Section):
+    """One of several policies; what is absent is as in [module]."""
+
+    build: str | None = Field(default=None, description='"package.module:build"')
+    config: dict[str, Any] | None = Field(default=None, description="keyword arguments of build")
+
+
+Piece = str | dict[str, Any]
+"""What builds a connector: see `plugins.load_factory`."""
+
+
 class SamplingSettings(Section):
     """What one runner samples, as plain values: the part of EnvRunnerConfig that a file can hold."""
 
@@ -73,6 +84,27 @@ class SamplingSettings(Section):
         default=64, ge=1, description="env steps of each env in a fragment, when episodes may be cut"
     )
     explore: bool = Field(default=True, description="sample from the policy's distribution; False takes its mode")
+    env_to_module: list[Piece] = Field(
+        default=[],
+        description='what observations pass on their way to the module: "package.module:factory" of a connector, or '
+        "{build = ..., config = {...}}",
+    )
+    module_to_env: list[Piece] = Field(default=[], description="what actions pass on their way to the env, likewise")
+    policies: dict[str, PolicySettings] | None = Field(
+        default=None, description="several agents: module id -> {build, config} of its policy; {} is that of [module]"
+    )
+    policy_mapping_fn: str | dict[str, str] | None = Field(
+        default=None,
+        description='several agents: "package.module:function" of (agent id, episode id), or a table, to module ids',
+    )
+    count_steps_by: Literal["env_steps", "agent_steps"] = Field(
+        default="env_steps", description="several agents: what rollout_fragment_length counts"
+    )
+    missing_final_observation: Literal["error", "repeat", "drop"] = Field(
+        default="error",
+        description="several agents: one is truncated and its last observation missing: the env has failed, or what "
+        "it acted upon is repeated, or its last step is dropped; each is counted",
+    )
     infos: Literal["all", "none"] = Field(default="all", description="whether non-empty infos travel with the chunks")
     callbacks: list[str] = Field(
         default=[], description='"package.module:Class" of each callback object, in the order in which they are called'
@@ -218,6 +250,9 @@ class LearnerSection(Section):
         gt=0,
         description="the epoch in which the policy has moved this far is the update's last; 1e9: never",
     )
+    policies_to_train: list[str] | None = Field(
+        default=None, description="module ids; absent: all. The others are frozen as they were built"
+    )
     seed: int = Field(default=0, ge=0)
     torch_threads: int = Field(default=1, gt=0)
 
@@ -259,6 +294,10 @@ class FleetConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> FleetConfig:
+        policies = sorted(self.sampling.policies or {"default_policy"})
+        unknown = sorted(set(self.learner.policies_to_train or policies) - set(policies))
+        if unknown:
+            raise ValueError(f"learner.policies_to_train names {unknown}; the policies are {policies}")
         window, enough = self.worker.window_batches, self._batches_for(self.learner.steps_per_update)
         if self.learner.enabled and window is not None and window < enough:
             raise ValueError(

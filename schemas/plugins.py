@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from headrace.schemas.errors import ConfigError
@@ -26,3 +28,27 @@ def load_object(path: str, key: str) -> Any:
             raise ConfigError(f"module {module_name!r} has no {attribute!r}", key=key)
         value = getattr(value, part)
     return value
+
+
+def load_factory(spec: str | Mapping[str, Any], key: str) -> Callable[[], Any]:
+    """What builds the object that a setting describes: "package.module:factory", called without arguments, or a table
+    {build = "package.module:factory", config = {...}}, whose `config` are its keyword arguments.
+
+    Raises `ConfigError` for another table, for what is not there, and for what cannot be called.
+    """
+    if isinstance(spec, str):
+        return _callable(spec, key)
+    path, config = spec.get("build"), spec.get("config", {})
+    if not isinstance(path, str) or not isinstance(config, Mapping) or spec.keys() - {"build", "config"}:
+        raise ConfigError(
+            f"{spec!r:.120} should be a table of build, a 'package.module:factory', and its config", key=key
+        )
+    return partial(_callable(path, key), **config)
+
+
+def _callable(path: str, key: str) -> Callable[..., Any]:
+    factory: Any = load_object(path, key)
+    if not callable(factory):
+        raise ConfigError(f"{path!r} is a {type(factory).__name__} and cannot be called", key=key)
+    built: Callable[..., Any] = factory
+    return built

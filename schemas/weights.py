@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,30 @@ from headrace.schemas.messages import Version, WeightsHeader, read
 from headrace.schemas.wire import Buffer, MessageKind, WireMessage, encode
 
 Arrays = Mapping[str, NDArray[Any]]
+
+MODULES = "modules/"
+"""Before "module id/name" of arrays that are one module's of several."""
+
+CONNECTORS = "connectors/"
+"""Before the names of connector state, "connectors/env_to_module/0.MeanStd/obs/count", that goes with weights."""
+
+T = TypeVar("T")
+
+
+def join_modules(by_module: Mapping[str, Mapping[str, T]]) -> dict[str, T]:
+    """{module id: {name: array}} in one mapping, which `split_modules` takes apart again. An id has no slash."""
+    return {f"{MODULES}{module_id}/{name}": a for module_id, own in by_module.items() for name, a in own.items()}
+
+
+def split_modules(arrays: Mapping[str, T]) -> dict[str, dict[str, T]] | None:
+    """{module id: {name: array}}; None for the weights of one module without a name, as most fleets have."""
+    by_module: dict[str, dict[str, T]] = {}
+    for name, array in arrays.items():
+        if not name.startswith(MODULES):
+            return None
+        module_id, _, own = name.removeprefix(MODULES).partition("/")
+        by_module.setdefault(module_id, {})[own] = array
+    return by_module
 
 
 def weights_digest(arrays: Arrays) -> str:

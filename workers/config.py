@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
@@ -43,15 +43,12 @@ class EnvRunnerConfig(SamplingSettings):
     """The policy: "package.module:build" or a callable, called as build(spaces, **module_config)."""
     module_config: dict[str, Any] = Field(default={})
     """Keyword arguments of the module's builder."""
-    policies: Mapping[str, Any] | Sequence[str] | set[str] | None = None
-    """Multi-agent: module id -> PolicySpec, builder as in `module`, or None for `module` itself; or just the ids."""
-    policy_mapping_fn: Callable[[Any, str], str] | None = None
-    """Multi-agent: (agent id, episode id) -> module id, asked once for each agent that appears in an episode."""
-    count_steps_by: Literal["env_steps", "agent_steps"] = "env_steps"
-    """Multi-agent: what `num_timesteps` and `rollout_fragment_length` count. All agents act in one env step."""
-    missing_final_observation: Literal["error", "repeat", "drop"] = "error"
-    """Multi-agent: an agent is truncated and its last observation missing. The env has failed, or the observation it
-    acted upon is repeated, or its last step is dropped; each is counted."""
+    policies: Any = None
+    """Multi-agent: module id -> PolicySpec, a table of build and config, a builder as in `module`, or None for
+    `module` itself; or just the ids."""
+    policy_mapping_fn: Any = None
+    """Multi-agent: (agent id, episode id) -> module id, asked once for each agent that appears in an episode; or its
+    "package.module:name", or a mapping from agent ids to module ids."""
     env_to_module: list[Any] = Field(default=[])
     """What observations pass on their way to the module: connectors, factories, or "package.module:factory"."""
     module_to_env: list[Any] = Field(default=[])

@@ -144,16 +144,17 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
     def _read_connectors(self) -> dict[str, State]:
         return self._vector.connectors.get_state() if self._sampler is not None else {}
 
-    def get_connector_update(self) -> dict[str, State]:
-        """What the connectors have learnt since their state was last set, for `merge_connector_updates`."""
-        return self._vector.connectors.get_update()
+    def take_connector_update(self) -> dict[str, State]:
+        """What the connectors have learnt since the last call, for `merge_connector_updates`."""
+        return self._vector.connectors.take_update()
 
-    def merge_connector_updates(self, updates: Sequence[Mapping[str, State]]) -> State:
-        """The connectors' state as last set with the `updates` of all runners, this one's among them; sets nothing.
+    def merge_connector_updates(self, state: State, updates: Sequence[Mapping[str, State]]) -> State:
+        """`state`, as this method gave it before (at first {}), with the `updates` of all runners; sets nothing.
 
         Give it, beside new weights in one mapping, to `set_weights` of every runner.
         """
-        return join_states(self._vector.connectors.merge(updates))
+        _, before = split_states(state)
+        return join_states(self._vector.connectors.merge(before, updates))
 
     def _read_weights(self) -> dict[str, Any] | None:
         return read_weights(self.module) if self.module is not None else None

@@ -379,10 +379,11 @@ def test_updates_of_several_runners_merge_and_travel_in_one_mapping_with_the_wei
         runner(Walk, worker_index=i, **{**settings, "env_to_module": [spy, MeanStd]})
         for i, (spy, _) in enumerate(spies)
     ]
+    merged: dict[str, Any] = {}
     for seq in (1, 2):
         for sampler in samplers:
             sampler.sample(num_timesteps=50)
-        merged = samplers[0].merge_connector_updates([sampler.get_connector_update() for sampler in samplers])
+        merged = samplers[0].merge_connector_updates(merged, [sampler.take_connector_update() for sampler in samplers])
         for sampler in samplers:
             weights = sampler.get_state()["rl_module"]
             sampler.set_weights({**weights, **merged}, seq=seq)
@@ -399,8 +400,8 @@ def test_weights_and_connector_state_are_taken_together_or_not_at_all() -> None:
     with runner(Walk, env_config={}, env_to_module=[MeanStd]) as sampler:
         before = sampler.get_state()
         weights = {name: array + 1 for name, array in before["rl_module"].items()}
-        good = sampler.merge_connector_updates([])
-        good = {name: array + 5 for name, array in good.items()}
+        learnt = before["env_to_module"]
+        good = {f"connectors/env_to_module/{name}": array + 5 for name, array in learnt.items()}
         bad = {**good, "connectors/env_to_module/0.MeanStd/obs/mean": np.zeros(9)}
         with pytest.raises(ConnectorError, match=r"obs/mean' should be float64 \(3,\), and is float64 \(9,\)"):
             sampler.set_weights({**weights, **bad}, seq=5)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import ConfigError, ConnectorError, HeadraceError
-from headrace.schemas.plugins import load_object
+from headrace.schemas.plugins import load_factory
 from headrace.schemas.spaces import Spaces
 
 Columns = dict[str, NDArray[Any]]
@@ -25,6 +25,7 @@ class Rows:
     columns: observation columns (n, ...), or action columns on their way to the env. actions: what the policy chose,
     (n, ...): in the step that gave these observations, or now; none after a reset. rewards: float64 (n,), of the step
     that gave these observations, 0 after a reset and on the way to the env. first: the observations are of a reset.
+    agents: (n,), each lane's agent by its place among the env's possible_agents; all 0 where there is one.
     """
 
     lanes: NDArray[np.intp]
@@ -32,6 +33,7 @@ class Rows:
     actions: Mapping[str, NDArray[Any]]
     rewards: NDArray[np.float64]
     first: bool
+    agents: NDArray[np.intp]
 
 
 @runtime_checkable
@@ -56,6 +58,9 @@ class Connector(Protocol):
     def reset(self, lanes: NDArray[np.intp]) -> None:
         """An episode begins in each of `lanes`: forget what was kept of the last one."""
 
+    def widen(self, width: int) -> None:
+        """There are more lanes from now on, below those there were; only where agents come and go."""
+
     def get_state(self) -> State:
         """What outlives episodes, as arrays of one's own by name."""
         return {}
@@ -63,24 +68,27 @@ class Connector(Protocol):
     def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Take over what `get_state` gave; the names, dtypes and shapes were compared with one's own."""
 
-    def get_update(self) -> State:
-        """What was learnt since the last `set_state`, to be merged with other runners' by `merge`."""
+    def take_update(self) -> State:
+        """What was learnt since the last call, to be merged with others' by `merge`; empty if that is nothing.
+
+        Nothing is told twice and nothing left out, whatever state was set in between.
+        """
         return {}
 
-    def merge(self, updates: Sequence[Mapping[str, NDArray[Any]]]) -> State:
-        """The state last set, with the `updates` of all runners (one's own among them). Changes nothing here."""
-        return self.get_state()
+    def merge(self, state: State, updates: Sequence[State]) -> State:
+        """`state` (empty: none yet) with the `updates` of any runners, in any order. Needs no `connect` before."""
+        return state
 
 
 def build_connector(spec: Any, key: str) -> Connector:
-    """A connector of one's own from a connector (copied), a factory, or the "package.module:factory" of one.
+    """A connector of one's own from a connector (copied), a factory, or what `plugins.load_factory` takes.
 
     `key` names the setting it stands in. Raises `ConfigError` for what is none of these, `ConnectorError` when the
     factory raises.
     """
     if isinstance(spec, Connector) and not isinstance(spec, type):
         return copy.deepcopy(spec)
-    factory = load_object(spec, key) if isinstance(spec, str) else spec
+    factory = load_factory(spec, key) if isinstance(spec, str | Mapping) else spec
     if not callable(factory):
         raise ConfigError(f"{spec!r:.80} is no connector, factory of one, or 'package.module:factory'", key=key)
     try:

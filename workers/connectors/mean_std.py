@@ -40,6 +40,11 @@ class Moments:
         """Those of some lanes; a copy."""
         return Moments(self.count[lanes], self.mean[lanes], self.m2[lanes])
 
+    def above(self, other: Moments) -> Moments:
+        """The lanes of both, those of `other` below."""
+        pairs = zip((self.count, self.mean, self.m2), (other.count, other.mean, other.m2), strict=True)
+        return Moments(*map(np.concatenate, pairs))
+
     def add(self, lanes: NDArray[np.intp], rows: NDArray[Any]) -> Moments:
         """Count one row more in each of `lanes` (Welford 1962); gives what those lanes have now."""
         now = self.at(lanes)
@@ -65,10 +70,9 @@ class Moments:
 class MeanStd(Connector):
     """Every Box leaf as float32, scaled and clipped to [-clip, clip]; other leaves as they are.
 
-    A lane is scaled by what was known when the state was last set together with what it has seen itself since, the
-    row at hand included: never by its neighbours' rows, which a failure may take away. To share what all lanes of all
-    runners have seen, merge their updates and set the result; what is seen between a runner's update and that is not
-    counted. With `update` False nothing is learnt.
+    A lane is scaled by the state that was last set together with what it has seen itself since, or has seen and not
+    told yet, the row at hand included: never by its neighbours' rows, which a failure may take away. To share what all
+    lanes of all runners have seen, merge their updates and set the result. With `update` False nothing is learnt.
     """
 
     def __init__(self, clip: float = 10.0, update: bool = True) -> None:
@@ -80,9 +84,18 @@ class MeanStd(Connector):
         """The same nesting; each Box is one of float32 between the clips."""
         shapes = {n: leaf.shape for n, leaf in leaves(spaces.observation, "obs") if isinstance(leaf, Box)}
         self._width = width
-        self._known = {name: Moments.zeros(shape) for name, shape in shapes.items()}
+        self._told = {name: Moments.zeros(shape) for name, shape in shapes.items()}
+        self._known = {name: Moments.zeros(shape, (width,)) for name, shape in shapes.items()}
         self._seen = {name: Moments.zeros(shape, (width,)) for name, shape in shapes.items()}
         return Spaces(observation=_scaled(spaces.observation, self._clip), action=spaces.action)
+
+    def widen(self, width: int) -> None:
+        """See `Connector`; new lanes begin with the state last set, and what was told since."""
+        more, self._width = width - self._width, width
+        for name, told in self._told.items():
+            shape = told.mean.shape
+            self._known[name] = self._known[name].above(Moments.zeros(shape, (more,)).plus(told))
+            self._seen[name] = self._seen[name].above(Moments.zeros(shape, (more,)))
 
     def process(self, rows: Rows) -> Columns:
         """See `Connector`."""
@@ -90,26 +103,40 @@ class MeanStd(Connector):
         for name, known in self._known.items():
             arrived, seen = rows.columns[name], self._seen[name]
             own = seen.add(rows.lanes, arrived) if self._update else seen.at(rows.lanes)
-            columns[name] = np.clip(known.plus(own).scale(arrived), -self._clip, self._clip).astype(np.float32)
+            scaled = known.at(rows.lanes).plus(own).scale(arrived)
+            columns[name] = np.clip(scaled, -self._clip, self._clip).astype(np.float32)
         return columns
 
     def get_state(self) -> State:
         """ "obs/count", "obs/mean", "obs/m2" and so on for each Box leaf, float64: all that is known and was seen."""
-        return self.merge([self.get_update()])
+        return _written({name: told.plus(self._seen[name].together()) for name, told in self._told.items()})
 
     def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Scale by `state` from now on, in every lane; what was seen before is thought to be part of it."""
-        for name in self._known:
-            self._known[name] = _read(name, state)
-            self._seen[name] = Moments.zeros(self._known[name].mean.shape, (self._width,))
+        """Scale by `state` from now on, in every lane; what was told before is thought to be part of it."""
+        for name in self._told:
+            self._told[name] = told = _read(name, state)
+            self._known[name] = Moments.zeros(told.mean.shape, (self._width,)).plus(told)
 
-    def get_update(self) -> State:
-        """Names as in the state: what all lanes have seen since it was set."""
-        return _written({name: seen.together() for name, seen in self._seen.items()})
+    def take_update(self) -> State:
+        """Names as in the state: what all lanes have seen since the last call."""
+        update = {name: seen.together() for name, seen in self._seen.items()}
+        if not any(moments.count.any() for moments in update.values()):
+            return {}
+        for name, moments in update.items():
+            self._told[name] = self._told[name].plus(moments)
+            self._known[name] = self._known[name].plus(self._seen[name])
+            self._seen[name] = Moments.zeros(moments.mean.shape, (self._width,))
+        return _written(update)
 
-    def merge(self, updates: Sequence[Mapping[str, NDArray[Any]]]) -> State:
+    def merge(self, state: State, updates: Sequence[State]) -> State:
         """See `Connector`; equal to the moments of all rows at once, to rounding."""
-        return _written({n: _sum((_read(n, update) for update in updates), m) for n, m in self._known.items()})
+        parts = [part for part in (state, *updates) if part]
+        leaf_names = {name.rpartition("/")[0] for part in parts for name in part}
+        merged = {}
+        for name in sorted(leaf_names):
+            first, *rest = (_read(name, part) for part in parts)
+            merged[name] = _sum(rest, first)
+        return _written(merged)
 
 
 def _sum(parts: Iterable[Moments], first: Moments) -> Moments:

@@ -68,15 +68,23 @@ class Pipeline:
         """All pieces' state: "0.MeanStd/name" -> array."""
         return self._gather([piece.get_state() for piece in self.pieces])
 
-    def get_update(self) -> State:
-        """All pieces' `get_update`, named likewise."""
-        return self._gather([piece.get_update() for piece in self.pieces])
+    def take_update(self) -> State:
+        """All pieces' `take_update`, named likewise."""
+        return self._gather([piece.take_update() for piece in self.pieces])
 
-    def merge(self, updates: Sequence[Mapping[str, NDArray[Any]]]) -> State:
-        """The state last set with the `updates` of all runners, named likewise."""
-        parts = [self._part(i, update) for i in range(len(self.pieces)) for update in updates]
-        n = len(updates)
-        return self._gather([piece.merge(parts[i * n : (i + 1) * n]) for i, piece in enumerate(self.pieces)])
+    def merge(self, state: State, updates: Sequence[State]) -> State:
+        """`state` with the `updates` of any runners, named likewise."""
+        merged = []
+        for i, piece in enumerate(self.pieces):
+            with self._named(i, "updates"):
+                merged.append(piece.merge(self._part(i, state), [self._part(i, update) for update in updates]))
+        return self._gather(merged)
+
+    def widen(self, width: int) -> None:
+        """There are more lanes from now on, below those there were."""
+        for i, piece in enumerate(self.pieces):
+            with self._named(i, width):
+                piece.widen(width)
 
     def check_state(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Raise `ConnectorError` unless `state` has the names, dtypes and shapes of `get_state`."""

@@ -10,13 +10,11 @@ from numpy.typing import NDArray
 
 from headrace.schemas.errors import ConnectorError
 from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves
+from headrace.schemas.weights import CONNECTORS
 from headrace.workers.connectors.connector import Columns, Rows, State
 from headrace.workers.connectors.pipeline import Pipeline
 
 PIPELINES = ("env_to_module", "module_to_env")
-
-STATE_PREFIX = "connectors/"
-"""Before the names of connector state that stands in one mapping with a module's weights."""
 
 
 class VectorConnectors:
@@ -32,6 +30,7 @@ class VectorConnectors:
         self._observed = observed
         width = len(next(iter(observed.values())))
         self._all = np.arange(width)
+        self._agents = np.zeros(width, np.intp)
         outward = self._outward.connect_actions(spaces, width)
         self.spaces = self._inward.connect_observations(outward, width)
         self.maps_actions = self.spaces.action != spaces.action
@@ -60,7 +59,9 @@ class VectorConnectors:
 
     def _see(self, lanes: NDArray[np.intp], actions: Columns, rewards: NDArray[np.float64], *, first: bool) -> None:
         arrived = {name: column[lanes] for name, column in self._observed.items()}
-        for name, rows in self._inward.process(Rows(lanes, arrived, actions, rewards, first)).items():
+        for name, rows in self._inward.process(
+            Rows(lanes, arrived, actions, rewards, first, self._agents[lanes])
+        ).items():
             self.columns[name][lanes] = rows
 
     def for_env(self, columns: Columns) -> Columns:
@@ -69,7 +70,7 @@ class VectorConnectors:
             return columns
         actions = {name: columns[name] for name, _ in leaves(self.spaces.action, "actions")}
         sent = {name: columns.get("actions_for_env" + name.removeprefix("actions"), actions[name]) for name in actions}
-        made = self._outward.process(Rows(self._all, sent, actions, np.zeros(len(self._all)), first=False))
+        made = self._outward.process(Rows(self._all, sent, actions, np.zeros(len(self._all)), False, self._agents))
         kept = {name: column for name, column in columns.items() if name.split("/", 1)[0] != "actions_for_env"}
         return {**kept, **{"actions_for_env" + name.removeprefix("actions"): made[name] for name in made}}
 
@@ -79,13 +80,15 @@ class VectorConnectors:
         """{"env_to_module": arrays by name, "module_to_env": likewise}."""
         return {pipeline.key: pipeline.get_state() for pipeline in self._pipelines}
 
-    def get_update(self) -> dict[str, State]:
-        """What was learnt since the last `set_state`, likewise."""
-        return {pipeline.key: pipeline.get_update() for pipeline in self._pipelines}
+    def take_update(self) -> dict[str, State]:
+        """What was learnt since the last call, likewise."""
+        return {pipeline.key: pipeline.take_update() for pipeline in self._pipelines}
 
-    def merge(self, updates: Sequence[Mapping[str, State]]) -> dict[str, State]:
-        """The state last set with what all runners learnt since."""
-        return {p.key: p.merge([update[p.key] for update in updates]) for p in self._pipelines}
+    def merge(self, state: Mapping[str, State], updates: Sequence[Mapping[str, State]]) -> dict[str, State]:
+        """`state` with what runners have learnt since; pipelines that are left out have none."""
+        return {
+            p.key: p.merge(state.get(p.key, {}), [update.get(p.key, {}) for update in updates]) for p in self._pipelines
+        }
 
     def fits(self, state: Mapping[str, State]) -> bool:
         """Whether `set_state` would take `state`: the same pieces, for the same spaces."""
@@ -113,8 +116,8 @@ class VectorConnectors:
 
 
 def join_states(states: Mapping[str, State]) -> State:
-    """Connector state under names that begin with `STATE_PREFIX`, to travel in one mapping with weights."""
-    return {f"{STATE_PREFIX}{key}/{name}": array for key, state in states.items() for name, array in state.items()}
+    """Connector state under names that begin with `CONNECTORS`, to travel in one mapping with weights."""
+    return {f"{CONNECTORS}{key}/{name}": array for key, state in states.items() for name, array in state.items()}
 
 
 def split_states(arrays: Mapping[str, NDArray[Any]]) -> tuple[State, dict[str, State]]:
@@ -122,8 +125,8 @@ def split_states(arrays: Mapping[str, NDArray[Any]]) -> tuple[State, dict[str, S
     weights: State = {}
     states: dict[str, State] = {}
     for name, array in arrays.items():
-        if name.startswith(STATE_PREFIX):
-            key, _, rest = name.removeprefix(STATE_PREFIX).partition("/")
+        if name.startswith(CONNECTORS):
+            key, _, rest = name.removeprefix(CONNECTORS).partition("/")
             states.setdefault(key, {})[rest] = array
         else:
             weights[name] = array
