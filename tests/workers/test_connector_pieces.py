@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Space, Spaces, Tuple
 from headrace.workers.connectors import (
+    AgentOneHot,
     ClipActions,
     Connector,
     FlattenObservations,
@@ -37,11 +38,13 @@ def connect(piece: Connector, observation: Space = VECTOR, action: Space | None 
     return piece.connect(Spaces(observation=observation, action=action or Discrete(n=2)), width)
 
 
-def rows(columns: Any, lanes: Any = (0, 1, 2), first: bool = False, actions: Any = None, rewards: Any = None) -> Rows:
+def rows(
+    columns: Any, lanes: Any = (0, 1, 2), first: bool = False, actions: Any = None, rewards: Any = None, agents: Any = 0
+) -> Rows:
     columns = columns if isinstance(columns, dict) else {"obs": np.asarray(columns, np.float32)}
     index = np.array(lanes, np.intp)
     rewards = np.zeros(len(index)) if rewards is None else np.asarray(rewards, np.float64)
-    return Rows(index, columns, actions or {}, rewards, first, np.zeros(len(index), np.intp))
+    return Rows(index, columns, actions or {}, rewards, first, np.full(len(index), agents, np.intp))
 
 
 def test_flatten_puts_all_leaves_side_by_side_with_choices_one_hot() -> None:
@@ -255,3 +258,58 @@ def test_actions_are_mapped_into_bounds_and_clipped() -> None:
     assert clipped["actions/2"].tolist() == [[0]]
     twice = unsquash.process(rows(mapped, (0,), actions=columns))
     assert twice["actions/0"].tolist() == [[3, -10]], "no action is mapped twice"
+
+
+def test_agents_are_told_apart_by_their_place() -> None:
+    piece = AgentOneHot(3)
+    assert connect(piece).observation == Dict(
+        spaces={"obs": VECTOR, "agent": Box(shape=(3,), dtype="<f4", low=0.0, high=1.0)}
+    )
+    told = piece.process(rows(np.ones((3, 2)), agents=(2, 0, 1)))
+    np.testing.assert_array_equal(told["obs/agent"], np.eye(3, dtype=np.float32)[[2, 0, 1]])
+    np.testing.assert_array_equal(told["obs/obs"], np.ones((3, 2)))
+    assert told["obs/agent"].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: FrameStack(3), lambda: TimeOneHot(4), MeanStd, lambda: FrameStack(2, axis=0)]
+)
+def test_lanes_that_come_later_live_as_those_that_were_there(build: Any) -> None:
+    wide, growing = build(), build()
+    connect(wide, width=5)
+    connect(growing, width=0)
+    random = np.random.default_rng(0)
+    there = 0
+    for step, width in enumerate((2, 2, 3, 3, 5, 5, 5)):
+        if width > there:
+            growing.widen(width)
+            first = random.normal(size=(width - there, 2))
+            for piece in (wide, growing):
+                piece.reset(np.arange(there, width))
+            _compare_pieces(wide, growing, rows(first, range(there, width), first=True))
+            there = width
+        lanes = sorted(random.choice(width, 1 + step % width, replace=False).tolist())
+        _compare_pieces(wide, growing, rows(random.normal(size=(len(lanes), 2)), lanes))
+    assert wide.get_state().keys() == growing.get_state().keys()
+    for name, array in wide.get_state().items():
+        np.testing.assert_allclose(array, growing.get_state()[name], rtol=1e-12)
+
+
+def _compare_pieces(one: Connector, other: Connector, given_rows: Rows) -> None:
+    ours, theirs = one.process(given_rows), other.process(given_rows)
+    assert ours.keys() == theirs.keys()
+    for name, column in ours.items():
+        np.testing.assert_array_equal(column, theirs[name])
+
+
+def test_a_later_lane_knows_what_was_set_and_nothing_of_its_neighbours() -> None:
+    """Or the failure of one env would change what an agent of another sees when it comes."""
+    piece, untouched = MeanStd(), MeanStd()
+    for each in (piece, untouched):
+        connect(each, width=1)
+        each.set_state({"obs/count": np.array([4.0]), "obs/mean": np.array([1.0, 2.0]), "obs/m2": np.array([3.0, 6.0])})
+    piece.process(rows([[9.0, 9.0]], lanes=(0,)))
+    piece.take_update()
+    for each in (piece, untouched):
+        each.widen(2)
+    _compare_pieces(piece, untouched, rows([[0.5, 0.5]], lanes=(1,), first=True))

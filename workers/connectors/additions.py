@@ -1,11 +1,11 @@
-"""Pieces that put something beside the observation: what was done and earned before, and how late it is."""
+"""Pieces that put something beside the observation: what was done and earned before, how late it is, and for whom."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.errors import ConfigError
+from headrace.schemas.errors import ConfigError, ConnectorError
 from headrace.schemas.spaces import Box, Dict, Space, Spaces, leaves
 from headrace.workers.connectors.connector import Columns, Connector, Rows
 from headrace.workers.connectors.flatten import as_vectors, one_hot_size
@@ -75,3 +75,36 @@ class TimeOneHot(_Addition):
     def reset(self, lanes: NDArray[np.intp]) -> None:
         """See `Connector`."""
         self._t[lanes] = 0
+
+    def widen(self, width: int) -> None:
+        """See `Connector`."""
+        self._t = np.concatenate((self._t, np.zeros(width - len(self._t), np.int64)))
+
+
+class AgentOneHot(_Addition):
+    """Adds "agent", float32 (num_agents,): one-hot of the agent's place among the env's possible_agents.
+
+    So one policy can play several agents each in its own way. Where there is but one agent, its place is 0.
+    """
+
+    def __init__(self, num_agents: int) -> None:
+        if num_agents < 1:
+            raise ConfigError(f"AgentOneHot(num_agents={num_agents}): give 1 or more", key="env_to_module")
+        self._num_agents = num_agents
+
+    def connect(self, spaces: Spaces, width: int) -> Spaces:
+        """A Dict with it added."""
+        added = {"agent": Box(shape=(self._num_agents,), dtype="<f4", low=0.0, high=1.0)}
+        return Spaces(observation=self._beside(spaces.observation, added), action=spaces.action)
+
+    def process(self, rows: Rows) -> Columns:
+        """See `Connector`. Raises `ConnectorError` for an agent beyond `num_agents`."""
+        last = int(rows.agents.max(initial=0))
+        if last >= self._num_agents:
+            raise ConnectorError(
+                f"AgentOneHot(num_agents={self._num_agents})",
+                f"an agent has place {last} among the env's possible_agents; give num_agents = {last + 1} or more",
+            )
+        agent = np.zeros((len(rows.lanes), self._num_agents), np.float32)
+        agent[np.arange(len(agent)), rows.agents] = 1.0
+        return self._with(rows.columns, {"agent": agent})

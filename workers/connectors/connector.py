@@ -20,11 +20,12 @@ State = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """One row for each of `lanes`, n of the vector's envs. Arrays are not to be written to.
+    """One row for each of `lanes`, n of the vector's envs, or of the agents in them. Arrays are not to be written to.
 
     columns: observation columns (n, ...), or action columns on their way to the env. actions: what the policy chose,
     (n, ...): in the step that gave these observations, or now; none after a reset. rewards: float64 (n,), of the step
-    that gave these observations, 0 after a reset and on the way to the env. first: the observations are of a reset.
+    that gave these observations (an agent's may take several of its env's, and has the rewards of all), 0 after a reset
+    and on the way to the env. first: the observations are of a reset, or an agent's first ones in its episode.
     agents: (n,), each lane's agent by its place among the env's possible_agents; all 0 where there is one.
     """
 

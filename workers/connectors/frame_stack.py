@@ -51,3 +51,9 @@ class FrameStack(Connector):
     def reset(self, lanes: NDArray[np.intp]) -> None:
         """See `Connector`."""
         self._kept[:, lanes] = 0
+
+    def widen(self, width: int) -> None:
+        """See `Connector`."""
+        frames, before, *shape = self._kept.shape
+        more = np.zeros((frames, width - before, *shape), self._kept.dtype)
+        self._kept = np.concatenate((self._kept, more), axis=1)

@@ -84,17 +84,18 @@ class MeanStd(Connector):
         """The same nesting; each Box is one of float32 between the clips."""
         shapes = {n: leaf.shape for n, leaf in leaves(spaces.observation, "obs") if isinstance(leaf, Box)}
         self._width = width
-        self._told = {name: Moments.zeros(shape) for name, shape in shapes.items()}
+        self._given = {name: Moments.zeros(shape) for name, shape in shapes.items()}
+        self._told = dict(self._given)
         self._known = {name: Moments.zeros(shape, (width,)) for name, shape in shapes.items()}
         self._seen = {name: Moments.zeros(shape, (width,)) for name, shape in shapes.items()}
         return Spaces(observation=_scaled(spaces.observation, self._clip), action=spaces.action)
 
     def widen(self, width: int) -> None:
-        """See `Connector`; new lanes begin with the state last set, and what was told since."""
+        """See `Connector`; new lanes begin with the state last set, for what was told since is of their neighbours."""
         more, self._width = width - self._width, width
-        for name, told in self._told.items():
-            shape = told.mean.shape
-            self._known[name] = self._known[name].above(Moments.zeros(shape, (more,)).plus(told))
+        for name, given in self._given.items():
+            shape = given.mean.shape
+            self._known[name] = self._known[name].above(Moments.zeros(shape, (more,)).plus(given))
             self._seen[name] = self._seen[name].above(Moments.zeros(shape, (more,)))
 
     def process(self, rows: Rows) -> Columns:
@@ -114,8 +115,8 @@ class MeanStd(Connector):
     def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Scale by `state` from now on, in every lane; what was told before is thought to be part of it."""
         for name in self._told:
-            self._told[name] = told = _read(name, state)
-            self._known[name] = Moments.zeros(told.mean.shape, (self._width,)).plus(told)
+            self._given[name] = self._told[name] = given = _read(name, state)
+            self._known[name] = Moments.zeros(given.mean.shape, (self._width,)).plus(given)
 
     def take_update(self) -> State:
         """Names as in the state: what all lanes have seen since the last call."""
