@@ -50,15 +50,17 @@ class FleetSection(Section):
     )
 
 
+Piece = str | dict[str, Any]
+"""What builds a connector: see `plugins.load_factory`."""
+
+
 class PolicySettings(Section):
     """One of several policies; what is absent is as in [module]."""
 
     build: str | None = Field(default=None, description='"package.module:build"')
     config: dict[str, Any] | None = Field(default=None, description="keyword arguments of build")
-
-
-Piece = str | dict[str, Any]
-"""What builds a connector: see `plugins.load_factory`."""
+    env_to_module: list[Piece] | None = Field(default=None, description="its own, in place of [sampling]'s")
+    module_to_env: list[Piece] | None = Field(default=None, description="likewise")
 
 
 class SamplingSettings(Section):

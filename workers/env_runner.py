@@ -98,6 +98,10 @@ class EnvRunner(RunnerState, Generic[Batch]):
     def _cut(self, keep_open: bool) -> Batch:
         """Deliver what was gathered; `keep_open`: whole episodes only."""
 
+    @abstractmethod
+    def _attach_updates(self, batch: Batch) -> Batch:
+        """The batch with what connectors have learnt since the last one; untaken while it has no chunks to go with."""
+
     @property
     @abstractmethod
     def _vector(self) -> Sampler:
@@ -150,13 +154,14 @@ class EnvRunner(RunnerState, Generic[Batch]):
 
         With batch_mode "complete_episodes": polls until `num_envs` episodes have finished, which are delivered; the
         others stay open. `on_poll` is called after every poll, and now and then while all envs wait to be rebuilt.
+        What connectors learnt comes with the batch of their module; `take_connector_update` will not tell it again.
         """
         whole = self.config.batch_mode == "complete_episodes"
         length, width = self.config.rollout_fragment_length, self.config.num_envs
         self._begin(Mode(self.config.explore, random_actions), length, force_reset=False)
         enough = self._enough_episodes(width) if whole else self._enough_steps(length * width)
         self._poll_until(lambda: enough() or self._waiting is not None, on_poll)  # a batch names one learner epoch
-        return self._end_sample(self._deliver(keep_open=whole))
+        return self._end_sample(self._attach_updates(self._deliver(keep_open=whole)))
 
     def _end_sample(self, samples: Batch) -> Batch:
         try:
@@ -219,7 +224,7 @@ class EnvRunner(RunnerState, Generic[Batch]):
         Unfinished steps are lost under `reason`. The next sampling resets all envs.
         """
         self._vector.finish(reason)
-        return self._deliver(keep_open=False)
+        return self._attach_updates(self._deliver(keep_open=False))
 
     # -- what else one may ask ----------------------------------------------------------------------------------------
 

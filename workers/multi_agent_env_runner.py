@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from headrace.schemas.errors import ConfigError, ModuleError
+from headrace.schemas.errors import ConfigError, ConnectorError, ModuleError
 from headrace.schemas.spaces import Spaces
 from headrace.workers.config import EnvRunnerConfig, MissingEnvError
+from headrace.workers.connectors.connector import State
+from headrace.workers.connectors.vector_connectors import join_states, split_states
 from headrace.workers.env_runner import EnvRunner, no_module_error
 from headrace.workers.module_weights import check_weights, read_weights, write_weights
 from headrace.workers.modules.protocol import build_module
 from headrace.workers.multi_agent.batches import ModuleBatches
 from headrace.workers.multi_agent.episodes import MultiAgentEpisode
+from headrace.workers.multi_agent.module_states import ByModule, by_module, by_pipeline
 from headrace.workers.multi_agent.policies import Policies
 from headrace.workers.multi_agent.sampler import MultiAgentSampler
 from headrace.workers.multi_agent.vector import MultiAgentVector
 from headrace.workers.runner_state import Version
 
-_SINGLE_AGENT_ONLY = ("env_to_module", "module_to_env", "callbacks")
+_SINGLE_AGENT_ONLY = ("callbacks",)
 
 
 class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
@@ -30,7 +33,7 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
     A chunk is a part of one agent's episode, and `sample` gives a `ModuleBatches`. A failing env costs only what its
     own agents had open; what its siblings live through is the same to the bit as without the fault. `totals` count
     agent steps, and env steps besides. Weights are mappings by module id; a module that is left out is frozen: it goes
-    on acting with those it has. Recurrent modules, connectors and callbacks are the single-agent runner's only.
+    on acting with those it has. Each module has connectors of its own. Callbacks are the single-agent runner's only.
 
     Raises `NotMultiAgentError` for a config without policies, and `EnvContractError` for a single-agent env.
     """
@@ -62,16 +65,14 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
             self._sampler = MultiAgentSampler(self.config, envs, self.totals, self._id_high)
         else:
             self._sampler.rebuild(self.config)
-        for module_id, module in self.modules.items():
-            self._sampler.envs.modules[module_id].use(module)
+        self._sampler.use(self.modules)
 
     def make_module(self) -> None:
         """Build all modules anew. A builder that raises NotImplementedError leaves the runner to random actions."""
         seats = self._vector.envs.modules
         self.modules = {module_id: self._build(module_id, seats[module_id].spaces) for module_id in seats}
         self._version = Version()
-        for module_id, module in self.modules.items():
-            seats[module_id].use(module)
+        self._vector.use(self.modules)
 
     def _build(self, module_id: str, spaces: Spaces) -> torch.nn.Module | None:
         policy = self._policies.specs[module_id]
@@ -79,8 +80,6 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
             module = build_module(policy.module, spaces, policy.module_config)
         except NotImplementedError:
             return None
-        if hasattr(module, "initial_state"):
-            raise ModuleError(f"module {module_id!r} is recurrent, which needs SingleAgentEnvRunner")
         built: torch.nn.Module = module.eval()
         return built
 
@@ -97,7 +96,7 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
 
     @property
     def spaces(self) -> dict[str, Spaces]:
-        """Module id -> the spaces it was built for, as data."""
+        """Module id -> the spaces it was built for, as data: its agents' own after all its connectors."""
         return {module.module_id: module.spaces for module in self._vector.modules}
 
     def call_before_rebuilds(self, on_rebuild: Callable[[], None]) -> None:
@@ -137,19 +136,71 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
     # -- weights and what else one may ask ----------------------------------------------------------------------------
 
     def _write_weights(self, state: Mapping[str, Any]) -> None:
-        for module_id, weights in state.items():
+        parts = {module_id: split_states(own) for module_id, own in state.items()}
+        for module_id, (weights, connectors) in parts.items():
             module = self.modules.get(module_id)
-            if module is None:
+            if module is None and (weights or not connectors):
                 raise ModuleError(f"weights are for {module_id!r}; the modules are {sorted(self.modules)!r:.200}")
-            check_weights(module, weights)
-        for module_id, weights in state.items():
-            module = self.modules[module_id]
-            assert module is not None
-            write_weights(module, weights)
+            if module is not None and (weights or not connectors):
+                check_weights(module, weights)
+        self._set_connectors({module_id: connectors for module_id, (_, connectors) in parts.items() if connectors})
+        for module_id, (weights, _) in parts.items():
+            module = self.modules.get(module_id)
+            if module is not None and weights:
+                write_weights(module, weights)
 
     def _read_weights(self) -> dict[str, Any] | None:
         weights = {module_id: read_weights(module) for module_id, module in self.modules.items() if module is not None}
         return weights or None
+
+    def _join(self, weights: Mapping[str, Any], connectors: Mapping[str, State]) -> dict[str, Any]:
+        states = by_module(connectors)
+        return {
+            module_id: {**weights.get(module_id, {}), **join_states(states.get(module_id, {}))}
+            for module_id in {**weights, **states}
+        }
+
+    # -- connectors ---------------------------------------------------------------------------------------------------
+
+    def _read_connectors(self) -> dict[str, State]:
+        if self._sampler is None:
+            return {}
+        return by_pipeline({module.module_id: module.connectors.get_state() for module in self._sampler.modules})
+
+    def _write_connectors(self, states: Mapping[str, State]) -> None:
+        self._set_connectors(by_module(states))
+
+    def _set_connectors(self, states: Mapping[str, Mapping[str, State]]) -> None:
+        """All of it or, with a `ConnectorError`, nothing."""
+        modules = self._vector.envs.modules
+        for module_id, own in states.items():
+            if module_id not in modules:
+                raise ConnectorError(f"of {module_id!r}", f"there is no such module; they are {sorted(modules)!r:.200}")
+            modules[module_id].connectors.check_state(own)
+        for module_id, own in states.items():
+            modules[module_id].connectors.set_state(own)
+
+    def take_connector_update(self) -> ByModule:
+        """What each module's connectors have learnt since the last call, by module id."""
+        return {module.module_id: module.connectors.take_update() for module in self._vector.modules}
+
+    def merge_connector_updates(
+        self, state: Mapping[str, State], updates: Sequence[Mapping[str, Mapping[str, State]]]
+    ) -> dict[str, State]:
+        """`state`, as this method gave it before (at first {}), with the `updates` of all runners; sets nothing.
+
+        By module id: give each module's, beside its new weights, to `set_weights` of every runner.
+        """
+        merged = {}
+        for module in self._vector.modules:
+            _, before = split_states(state.get(module.module_id, {}))
+            own = [update.get(module.module_id, {}) for update in updates]
+            merged[module.module_id] = join_states(module.connectors.merge(before, own))
+        return merged
+
+    def _attach_updates(self, batch: ModuleBatches) -> ModuleBatches:
+        modules = self._vector.envs.modules
+        return ModuleBatches({i: modules[i].connectors.attach_update(own) for i, own in batch.batches.items()})
 
     def get_metrics(self) -> dict[str, Any]:
         """See `EnvRunner`; figures that have no value are absent. Steps that hang are not counted as sampled yet.
@@ -171,6 +222,6 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         by_kind = {spaces.model_dump_json(): envs.gym_spaces[agent] for agent, spaces in envs.spaces.items()}
         given = {module_id: policy.gym_spaces for module_id, policy in self._policies.specs.items()}
         return {
-            module_id: given[module_id] or by_kind[module.spaces.model_dump_json()]
+            module_id: given[module_id] or by_kind[module.env_spaces.model_dump_json()]
             for module_id, module in envs.modules.items()
         }

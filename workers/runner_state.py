@@ -58,6 +58,14 @@ class RunnerState(ABC):
         if any(states.values()):
             raise ConnectorError(", ".join(states), "this kind of runner has no connectors to take state")
 
+    def _select_weights(self, selection: Selection, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """What is wanted of what `_read_weights` gave."""
+        return selection.part(RL_MODULE, weights)
+
+    def _join(self, weights: Mapping[str, Any], connectors: Mapping[str, State]) -> dict[str, Any]:
+        """Both as `set_weights` takes them, of what `_read_weights` and `_read_connectors` gave."""
+        return {**weights, **join_states(connectors)}
+
     def set_weights(self, state: Mapping[str, Any], seq: int, learner_epoch: int = 0, digest: str = "") -> None:
         """Act with `state` from the next poll on. Raises `ModuleError`, changing nothing, if it does not fit.
 
@@ -89,18 +97,20 @@ class RunnerState(ABC):
 
         Lifetime counters are always there. Components: "rl_module", weights as arrays by name, with "weights_seq_no",
         "learner_epoch" and "weights_digest"; "env_to_module" and "module_to_env", the connectors'; "random_streams",
-        seeds, numbers and episode ids to come. "rl_module/p0" is a part of one. What a runner has not is absent.
+        seeds, numbers and episode ids to come. "rl_module/p0" is a part of one: a module's, which in a runner of one is
+        "default_policy", or a single connector's "env_to_module/0.MeanStd" there. What a runner has not is absent.
         Raises `StateError` for a component nobody knows, or a part that is not there.
         """
         selection = Selection(components, not_components)
         state: dict[str, Any] = self._metrics.read_counters()
         for name, value in self._read_connectors().items():
             if selection.wants(name):
-                state[name] = value
+                state[name] = selection.part(name, value)
         weights = self._read_weights() if selection.wants(RL_MODULE) else None
-        if weights is not None:
+        wanted = self._select_weights(selection, weights) if weights is not None else {}
+        if wanted:
             version = self._version
-            state[RL_MODULE] = selection.part(RL_MODULE, weights)
+            state[RL_MODULE] = wanted
             state["weights_seq_no"], state["learner_epoch"] = version.seq, version.learner_epoch
             state["weights_digest"] = version.digest
         streams = self._read_streams() if selection.wants(RANDOM_STREAMS) else None
@@ -128,7 +138,7 @@ class RunnerState(ABC):
         if RL_MODULE in state:
             epoch, seq = int(state.get("learner_epoch", 0)), int(state.get("weights_seq_no", 0))
             if force or (epoch, seq) > self.weights_version:
-                weights = {**state[RL_MODULE], **join_states(connectors)}
+                weights = self._join(state[RL_MODULE], connectors)
                 self.set_weights(weights, seq, epoch, str(state.get("weights_digest", "")))
         elif connectors:
             self._write_connectors(connectors)

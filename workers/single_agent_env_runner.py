@@ -25,6 +25,7 @@ from headrace.workers.modules.protocol import build_module
 from headrace.workers.random_streams import check_lanes, check_noise, read_lanes, read_noise, write_lanes, write_noise
 from headrace.workers.randomness import NoiseBlocks
 from headrace.workers.runner_state import Version
+from headrace.workers.state_components import RL_MODULE, Selection
 from headrace.workers.vector_sampler import VectorSampler
 
 MODULE_ID = "default_policy"
@@ -148,6 +149,9 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         """What the connectors have learnt since the last call, for `merge_connector_updates`."""
         return self._vector.connectors.take_update()
 
+    def _attach_updates(self, batch: ChunkBatch) -> ChunkBatch:
+        return self._vector.connectors.attach_update(batch)
+
     def merge_connector_updates(self, state: State, updates: Sequence[Mapping[str, State]]) -> State:
         """`state`, as this method gave it before (at first {}), with the `updates` of all runners; sets nothing.
 
@@ -155,6 +159,10 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         """
         _, before = split_states(state)
         return join_states(self._vector.connectors.merge(before, updates))
+
+    def _select_weights(self, selection: Selection, weights: Mapping[str, Any]) -> dict[str, Any]:
+        named: dict[str, Any] = selection.part(RL_MODULE, {MODULE_ID: weights})
+        return dict(named.get(MODULE_ID, {}))
 
     def _read_weights(self) -> dict[str, Any] | None:
         return read_weights(self.module) if self.module is not None else None

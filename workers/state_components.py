@@ -33,15 +33,18 @@ class Selection:
         return self._wanted is None or any(path[0] == component for path in self._wanted)
 
     def part(self, component: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What is wanted of the `state` of one component. Raises `StateError` for a part that it has not."""
+        """What is wanted of the `state` of one component. Raises `StateError` for a part that it has not.
+
+        A part's names are its own and those that begin with it and a slash.
+        """
+        parts = {name.partition("/")[0]: None for name in state}
         wanted = [path[1:] for path in self._wanted or [(component,)] if path[0] == component]
         unwanted = [path[1:] for path in self._unwanted if path[0] == component]
         for path in (*wanted, *unwanted):
-            if path and path[0] not in state:
-                raise StateError(f"{component} has no part {path[0]!r}; its parts are {', '.join(state) or 'none'}")
-        named = {name for path in wanted for name in (path or state)}
-        left_out = {path[0] for path in unwanted if path}
-        return {name: value for name, value in state.items() if name in named and name not in left_out}
+            if path and path[0] not in parts:
+                raise StateError(f"{component} has no part {path[0]!r}; its parts are {', '.join(parts) or 'none'}")
+        named = {part for path in wanted for part in (path or parts)} - {path[0] for path in unwanted if path}
+        return {name: value for name, value in state.items() if name.partition("/")[0] in named}
 
 
 def _paths(given: str | Iterable[str]) -> list[tuple[str, ...]]:

@@ -130,7 +130,12 @@ class VectorSampler:
             envs.wait_for_one(self._start_episodes, on_wait)
         live = envs.live
         fragment.aim(live)
-        columns = choose_actions()
+        try:
+            columns = choose_actions()
+        except ConnectorError:
+            if self._memory is not None:
+                self._drop_fragment()  # it remembers a step that will not be taken
+            raise
         fragment.put(columns)
         outcome = envs.step(_env_actions(envs, columns))
         fragment.advance(outcome.rewards, weights_seq)
@@ -158,7 +163,8 @@ class VectorSampler:
             lanes, rewards = lanes[sound], rewards[sound]
         if len(lanes):
             with self._dropping():
-                self.connectors.stepped(lanes, columns, rewards)
+                chosen = {name: columns[name][lanes] for name in self.connectors.actions}
+                self.connectors.stepped(lanes, chosen, rewards)
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:

@@ -256,3 +256,22 @@ def test_only_obs_columns_have_a_row_more() -> None:
     assert is_obs_column("obs")
     assert is_obs_column("obs/a")
     assert not is_obs_column("obsolete")
+
+
+def test_what_connectors_learnt_travels_beside_the_columns() -> None:
+    update = {"env_to_module/0.MeanStd/obs/mean": np.arange(3.0), "env_to_module/0.MeanStd/obs/count": np.float64([7])}
+    batch = replace(make_batch(BOX, [2, 0], [ChunkEnd.ONGOING, ChunkEnd.ABORTED]), connector_update=update)
+    received = over_the_wire(batch)
+    assert received.connector_update.keys() == update.keys()
+    for name, array in update.items():
+        np.testing.assert_array_equal(received.connector_update[name], array)
+        assert received.connector_update[name].dtype == array.dtype
+    assert received.columns.keys() == batch.columns.keys()
+    assert over_the_wire(make_batch(BOX, [2], [ChunkEnd.ONGOING])).connector_update == {}
+
+
+@pytest.mark.parametrize("array", [np.array([object()]), np.array(["text"]), np.zeros(2, "datetime64[s]")])
+def test_what_connectors_learnt_must_be_numbers(array: Any) -> None:
+    batch = replace(make_batch(BOX, [2], [ChunkEnd.ONGOING]), connector_update={"env_to_module/0.Mine/x": array})
+    with pytest.raises(EncodeError, match=r"_connectors/env_to_module/0\.Mine/x"):
+        encoded(batch)

@@ -261,7 +261,7 @@ def test_an_exception_in_a_connector_names_it_and_what_it_saw(setting: str) -> N
         with pytest.raises(ConnectorError, match=r"\(Failing\) failed: ZeroDivisionError: no mass") as caught:
             sampler.sample(num_timesteps=20)
         assert setting in caught.value.connector
-        assert "rows of envs [0, 1]" in caught.value.seen
+        assert "rows of lanes [0, 1]" in caught.value.seen
         check_books(sampler)
         left = sampler.totals.open  # where actions failed nothing was stepped, and nothing is lost
         assert bool(left) == (setting == "module_to_env")
@@ -274,7 +274,7 @@ def test_a_connector_that_fails_at_a_reset_leaves_the_books_right() -> None:
         fails_at = 7  # of 2 + 4 steps' and the first reset's, the one after an episode's end
 
     with runner(env_config={"length": 5}, env_to_module=[FailingLater]) as sampler:
-        with pytest.raises(ConnectorError, match="first rows of envs"):
+        with pytest.raises(ConnectorError, match="first rows of lanes"):
             sampler.sample(num_timesteps=9)
         check_books(sampler)
         assert sampler.totals.discarded == {"reset": 5}
@@ -287,7 +287,7 @@ def test_a_connector_and_an_env_that_fail_in_the_same_poll_both_begin_anew() -> 
 
     config = {"fault": diverge, "faulty": {1}, "every": 3, "steps": {}}
     with runner(Faulty, num_envs=3, env_config=config, env_to_module=[FailingWithEnv, FrameStack(2)]) as sampler:
-        with pytest.raises(ConnectorError, match="rows of envs"):
+        with pytest.raises(ConnectorError, match="rows of lanes"):
             sampler.sample(num_timesteps=30)
         assert sampler.totals.open == 0
         chunks = sampler.sample(num_timesteps=6)

@@ -54,7 +54,7 @@ class WrongShape(Ages):
 def over_the_wire(batch: ChunkBatch) -> ChunkBatch:
     header = BatchHeader(
         fleet_id="f", slot=0, incarnation=0, seq=1, steps=batch.steps, chunks=len(batch), reasons=list(batch.reasons),
-        totals=WorkerTotals(),
+        agents=list(batch.agents), modules=list(batch.modules), totals=WorkerTotals(),
     )  # fmt: skip
     return decode_batch(encode_batch(batch, header), batch.observation_space, batch.action_space)[1]
 

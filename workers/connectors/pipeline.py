@@ -18,10 +18,11 @@ _Expected = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 
 
 class Pipeline:
-    """The pieces of the setting `key`, in the order in which rows pass them."""
+    """The pieces of the setting `key`, in the order in which rows pass them; `owner` is named in errors besides."""
 
-    def __init__(self, key: str, specs: Sequence[Any]) -> None:
+    def __init__(self, key: str, specs: Sequence[Any], owner: str = "") -> None:
         self.key = key
+        self._owner = owner
         self.pieces = [build_connector(spec, f"{key}[{i}]") for i, spec in enumerate(specs)]
         self._names = [f"{i}.{type(piece).__name__}" for i, piece in enumerate(self.pieces)]
         self._expected: list[_Expected] = [{} for _ in self.pieces]
@@ -70,7 +71,11 @@ class Pipeline:
 
     def take_update(self) -> State:
         """All pieces' `take_update`, named likewise."""
-        return self._gather([piece.take_update() for piece in self.pieces])
+        updates = []
+        for i, piece in enumerate(self.pieces):
+            with self._named(i, "nothing"):
+                updates.append(piece.take_update())
+        return self._gather(updates)
 
     def merge(self, state: State, updates: Sequence[State]) -> State:
         """`state` with the `updates` of any runners, named likewise."""
@@ -114,7 +119,7 @@ class Pipeline:
     # -- failures -----------------------------------------------------------------------------------------------------
 
     def _title(self, i: int) -> str:
-        return f"{self.key}[{i}] ({type(self.pieces[i]).__name__})"
+        return f"{self.key}[{i}] ({type(self.pieces[i]).__name__}){self._owner}"
 
     @contextmanager
     def _named(self, i: int, given: Any) -> Iterator[None]:
@@ -145,5 +150,5 @@ def _rows_of(space: Space, root: str) -> _Expected:
 def _describe(given: Any) -> str:
     if isinstance(given, Rows):
         columns = ", ".join(f"{name} {column.dtype} {column.shape}" for name, column in given.columns.items())
-        return f"{'first ' if given.first else ''}rows of envs {given.lanes[:8].tolist()}: {columns}"
+        return f"{'first ' if given.first else ''}rows of lanes {given.lanes[:8].tolist()}: {columns}"
     return f"{given!r:.200}"

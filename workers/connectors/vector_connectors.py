@@ -1,13 +1,15 @@
-"""Both pipelines of one vector of envs, and its observations as the module sees them."""
+"""Both pipelines of one module, and the observations of its lanes as it sees them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.errors import ConnectorError
 from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves
 from headrace.schemas.weights import CONNECTORS
@@ -20,13 +22,18 @@ PIPELINES = ("env_to_module", "module_to_env")
 class VectorConnectors:
     """`spaces` are the module's; `columns` (width, ...) the newest observation of each lane as the module sees it.
 
-    Without env_to_module pieces `columns` are the env's own, and nothing is done or copied.
+    Without env_to_module pieces `columns` are the env's own, and nothing is done or copied. `owner` is named in errors.
     """
 
     def __init__(
-        self, env_to_module: Sequence[Any], module_to_env: Sequence[Any], spaces: Spaces, observed: Columns
+        self,
+        env_to_module: Sequence[Any],
+        module_to_env: Sequence[Any],
+        spaces: Spaces,
+        observed: Columns,
+        owner: str = "",
     ) -> None:
-        self._inward, self._outward = map(Pipeline, PIPELINES, (env_to_module, module_to_env))
+        self._inward, self._outward = map(Pipeline, PIPELINES, (env_to_module, module_to_env), (owner, owner))
         self._observed = observed
         width = len(next(iter(observed.values())))
         self._all = np.arange(width)
@@ -37,14 +44,31 @@ class VectorConnectors:
         """The module's action space is not the env's, so that even random actions must pass module_to_env."""
         self.sees = bool(self._inward.pieces)
         """Observations must be told by `stepped`; without pieces that is to be left out."""
-        self.columns: Columns = observed
-        if self.sees:
-            self.columns = {
-                name: np.zeros((width, *leaf_shape(leaf)), column_dtype(leaf))
-                for name, leaf in leaves(self.spaces.observation, "obs")
-            }
+        self.columns: Columns = self._new_columns(width) if self.sees else observed
+        self.actions = [name for name, _ in leaves(self.spaces.action, "actions")]
+        """Names of the policy's action columns."""
 
-    def started(self, lanes: Sequence[int]) -> None:
+    def _new_columns(self, width: int) -> Columns:
+        return {
+            name: np.zeros((width, *leaf_shape(leaf)), column_dtype(leaf))
+            for name, leaf in leaves(self.spaces.observation, "obs")
+        }
+
+    def widen(self, observed: Columns, agents: NDArray[np.intp]) -> None:
+        """There are more lanes, below those there were: what all of them see now, and whose they are.
+
+        `columns` are others from now on. Raises `ConnectorError`; to be called again then, as if for the first time.
+        """
+        width = len(agents)
+        for pipeline in self._pipelines:
+            pipeline.widen(width)
+        self._observed, self._agents, self._all = observed, agents, np.arange(width)
+        before, self.columns = self.columns, self._new_columns(width) if self.sees else observed
+        if self.sees:
+            for name, column in before.items():
+                self.columns[name][: len(column)] = column
+
+    def started(self, lanes: Sequence[int] | NDArray[np.intp]) -> None:
         """An episode began in each of `lanes`, and its first observation has arrived."""
         index = np.array(lanes, np.intp)
         self._inward.reset(index)
@@ -52,9 +76,8 @@ class VectorConnectors:
         if self.sees:
             self._see(index, {}, np.zeros(len(index)), first=True)
 
-    def stepped(self, lanes: NDArray[np.intp], columns: Columns, rewards: NDArray[np.float64]) -> None:
-        """`lanes` stepped with their rows of the policy's `columns` (width, ...), for `rewards` in their order."""
-        actions = {name: columns[name][lanes] for name, _ in leaves(self.spaces.action, "actions")}
+    def stepped(self, lanes: NDArray[np.intp], actions: Columns, rewards: NDArray[np.float64]) -> None:
+        """What `lanes` see answers the policy's `actions`, a row for each of them, with `rewards`."""
         self._see(lanes, actions, rewards, first=False)
 
     def _see(self, lanes: NDArray[np.intp], actions: Columns, rewards: NDArray[np.float64], *, first: bool) -> None:
@@ -64,15 +87,28 @@ class VectorConnectors:
         ).items():
             self.columns[name][lanes] = rows
 
-    def for_env(self, columns: Columns) -> Columns:
-        """The policy's columns, with "actions_for_env" as module_to_env makes them of what is there."""
+    def for_env(self, columns: Columns, acting: NDArray[np.intp] | None = None) -> Columns:
+        """The policy's columns, with "actions_for_env" as module_to_env makes them of what is there.
+
+        Only the rows of the lanes `acting` (None: all) pass; the others of "actions_for_env" mean nothing.
+        """
         if not self._outward.pieces:
             return columns
-        actions = {name: columns[name] for name, _ in leaves(self.spaces.action, "actions")}
-        sent = {name: columns.get("actions_for_env" + name.removeprefix("actions"), actions[name]) for name in actions}
-        made = self._outward.process(Rows(self._all, sent, actions, np.zeros(len(self._all)), False, self._agents))
+        those: Any = slice(None) if acting is None else acting
+        lanes = self._all[those]
+        actions = {name: columns[name][those] for name in self.actions}
+        sent = {name: columns.get(_sent(name), columns[name])[those] for name in self.actions}
+        made = self._outward.process(Rows(lanes, sent, actions, np.zeros(len(lanes)), False, self._agents[those]))
         kept = {name: column for name, column in columns.items() if name.split("/", 1)[0] != "actions_for_env"}
-        return {**kept, **{"actions_for_env" + name.removeprefix("actions"): made[name] for name in made}}
+        if acting is not None:
+            made = {name: self._spread(rows, acting) for name, rows in made.items()}
+        return {**kept, **{_sent(name): rows for name, rows in made.items()}}
+
+    def _spread(self, rows: NDArray[Any], lanes: NDArray[np.intp]) -> NDArray[Any]:
+        """`rows` at the places of `lanes`, zeros elsewhere."""
+        spread = np.zeros((len(self._all), *rows.shape[1:]), rows.dtype)
+        spread[lanes] = rows
+        return spread
 
     # -- state that outlives episodes ---------------------------------------------------------------------------------
 
@@ -83,6 +119,12 @@ class VectorConnectors:
     def take_update(self) -> dict[str, State]:
         """What was learnt since the last call, likewise."""
         return {pipeline.key: pipeline.take_update() for pipeline in self._pipelines}
+
+    def attach_update(self, batch: ChunkBatch) -> ChunkBatch:
+        """`batch` with what was learnt since the last call, or as it is: a batch without chunks goes nowhere."""
+        taken = self.take_update() if len(batch) else {}
+        update = {f"{key}/{name}": array for key, state in taken.items() for name, array in state.items()}
+        return replace(batch, connector_update=update) if update else batch
 
     def merge(self, state: Mapping[str, State], updates: Sequence[Mapping[str, State]]) -> dict[str, State]:
         """`state` with what runners have learnt since; pipelines that are left out have none."""
@@ -113,6 +155,11 @@ class VectorConnectors:
     @property
     def _pipelines(self) -> tuple[Pipeline, Pipeline]:
         return self._inward, self._outward
+
+
+def _sent(name: str) -> str:
+    """The column that has what the env got in place of the action column `name`."""
+    return "actions_for_env" + name.removeprefix("actions")
 
 
 def join_states(states: Mapping[str, State]) -> State:

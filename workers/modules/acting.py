@@ -36,10 +36,13 @@ class Actor:
         self._expected = dict(leaves(spaces.action, "actions"))
         self._checked: set[bool] = set()
 
-    def __call__(self, noise: NDArray[np.float32] | None) -> Columns:
-        """Columns of one step; `noise` None asks for the mode of the policy."""
+    def __call__(self, noise: NDArray[np.float32] | None, acting: NDArray[np.intp] | None = None) -> Columns:
+        """Columns of one step; `noise` None asks for the mode of the policy.
+
+        All rows are computed; where only those of `acting` are meant, the memory of the others stays as it is.
+        """
         try:
-            columns = self._act(self._columns, noise) if self._act is not None else self._forward(noise)
+            columns = self._act(self._columns, noise) if self._act is not None else self._forward(noise, acting)
         except ModuleError:
             raise
         except Exception as error:
@@ -50,7 +53,7 @@ class Actor:
             self._checked.add(noise is None)
         return columns
 
-    def _forward(self, noise: NDArray[np.float32] | None) -> Columns:
+    def _forward(self, noise: NDArray[np.float32] | None, acting: NDArray[np.intp] | None) -> Columns:
         batch: dict[str, Any] = {"obs": self._batch_obs}
         if self.memory is not None:
             batch["state_in"] = self.memory.tensors()
@@ -62,7 +65,7 @@ class Actor:
         if not isinstance(answer, dict) or "actions" not in answer:
             raise ModuleError(f"the policy answered {answer!r:.80}; it must be a dict with 'actions'")
         if self.memory is not None:
-            self.memory.take(answer.get("state_out"))
+            self.memory.take(answer.get("state_out"), acting)
         columns: Columns = {}
         for name, value in answer.items():
             if name == "state_out":

@@ -15,7 +15,10 @@ from headrace.schemas.spaces import nest
 
 
 class Memory:
-    """One row of each part of a module's state for each of `width` lanes, in `rows`."""
+    """One row of each part of a module's state for each of `width` lanes, in `rows`.
+
+    And what each lane remembered before its last step, for where a chunk begins with a step that was chosen before.
+    """
 
     def __init__(self, module: Any, width: int) -> None:
         """Raises `ModuleError` unless `module.initial_state()` gives tensors by name."""
@@ -30,30 +33,54 @@ class Memory:
         self.rows: dict[str, NDArray[Any]] = {
             name: np.repeat(row[None], width, axis=0) for name, row in self._initial.items()
         }
+        self._before = self.rows
 
-    def reset(self, lanes: Sequence[int]) -> None:
+    def follow(self, earlier: Memory) -> None:
+        """The first lanes are those of `earlier`, and there may be more below."""
+        self._before = {name: rows.copy() for name, rows in self._before.items()}
+        for ours, theirs in ((self.rows, earlier.rows), (self._before, earlier._before)):
+            for name, rows in theirs.items():
+                ours[name][: len(rows)] = rows
+
+    def reset(self, lanes: Sequence[int] | NDArray[np.intp]) -> None:
         """An episode begins in each of `lanes`."""
         for name, rows in self.rows.items():
             rows[lanes] = self._initial[name]
 
-    def of(self, lane: int) -> dict[str, NDArray[Any]]:
-        """What the lane remembers now; a copy."""
-        return {name: rows[lane].copy() for name, rows in self.rows.items()}
+    def of(self, lane: int, *, before: bool = False) -> dict[str, NDArray[Any]]:
+        """What the lane remembers now, or did `before` its last step; a copy."""
+        return {name: rows[lane].copy() for name, rows in (self._before if before else self.rows).items()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """`rows` as tensors of the same memory."""
         return {name: torch.from_numpy(rows) for name, rows in self.rows.items()}
 
-    def take(self, state_out: Any) -> None:
-        """Remember what a forward pass answered as "state_out"; raises `ModuleError` for other names or shapes."""
+    def take(self, state_out: Any, acting: NDArray[np.intp] | None = None) -> None:
+        """Remember what a forward pass answered as "state_out"; lanes that are not `acting` (None: all) are as before.
+
+        Raises `ModuleError` for other names or shapes.
+        """
         seen = {n: tuple(t.shape) for n, t in state_out.items()} if isinstance(state_out, dict) else state_out
         wanted = {name: rows.shape for name, rows in self.rows.items()}
         if seen != wanted:
             raise ModuleError(f"the policy's 'state_out' should have the shapes {wanted}, and has {seen!r:.200}")
         # New arrays: the module may have answered its old state, or the new one, as a column too.
-        self.rows = {
-            name: state_out[name].detach().cpu().numpy().astype(rows.dtype) for name, rows in self.rows.items()
-        }
+        new = {name: state_out[name].detach().cpu().numpy().astype(rows.dtype) for name, rows in self.rows.items()}
+        if acting is None:
+            self._before, self.rows = self.rows, new
+        else:
+            self._before = _with(self._before, acting, self.rows)
+            self.rows = _with(self.rows, acting, new)
+
+
+def _with(
+    rows: Mapping[str, NDArray[Any]], lanes: NDArray[np.intp], others: Mapping[str, NDArray[Any]]
+) -> dict[str, NDArray[Any]]:
+    """`rows`, and those of `others` for `lanes`, in new arrays."""
+    mixed = {name: part.copy() for name, part in rows.items()}
+    for name, part in mixed.items():
+        part[lanes] = others[name][lanes]
+    return mixed
 
 
 def sequences(batch: ChunkBatch) -> dict[str, Any]:

@@ -37,6 +37,8 @@ class LaneReport:
     """(agent, its first observation)."""
     rewards: list[tuple[Any, Any]] = field(default_factory=list)
     answered: list[Seat] = field(default_factory=list)
+    unseen: list[Seat] = field(default_factory=list)
+    """Those of `answered` who are done and got no last observation."""
     ended: list[tuple[Seat, ChunkEnd]] = field(default_factory=list)
     dropped: list[Seat] = field(default_factory=list)
     """Their last action has no answer and is left out."""
@@ -135,11 +137,15 @@ def _read_seat(report: LaneReport, seat: Seat, end: ChunkEnd, observed: bool, mi
         report.ended.append((seat, end))
     if not seat.hangs:
         return
-    if observed or end is ChunkEnd.TERMINATED:
+    if observed:
         report.answered.append(seat)
+    elif end is ChunkEnd.TERMINATED:
+        report.answered.append(seat)
+        report.unseen.append(seat)
     elif end is ChunkEnd.TRUNCATED and missing_final == "repeat":
         report.repeated += 1
         report.answered.append(seat)
+        report.unseen.append(seat)
     elif end is ChunkEnd.TRUNCATED and missing_final == "drop":
         report.dropped.append(seat)
     elif end is ChunkEnd.TRUNCATED:

@@ -51,6 +51,11 @@ class SeatFragment(Fragment):
         at = self._level if self._level is not None else self._cursor[rows]
         self.columns["env_t"][rows, at] = env_t
 
+    def chosen(self, rows: Rows, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+        """Of the columns `names` what `rows` did last, which is not answered yet."""
+        at = self._level if self._level is not None else self._cursor[rows]
+        return {name: self.columns[name][rows, at] for name in names}
+
     def answer(self, rows: Rows, rewards: NDArray[np.float64]) -> None:
         """The last actions of `rows` are answered."""
         if self._level is not None and len(rows) == self.width:

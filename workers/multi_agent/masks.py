@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import EnvContractError
-from headrace.schemas.spaces import Discrete, Spaces
+from headrace.schemas.spaces import Discrete, Space, Spaces
 from headrace.workers.action_masks import MASK, has_action_mask
 from headrace.workers.envs.actions import RandomActions
 
@@ -17,13 +17,17 @@ _COLUMN = f"obs/{MASK}"
 
 
 class LegalRandomActions:
-    """`RandomActions`, of the legal ones only where the env tells which they are. Rows are those of `observations`."""
+    """`RandomActions` of the space `action`, of the legal ones only where the env tells which they are.
 
-    def __init__(self, spaces: Spaces, observations: Mapping[str, NDArray[Any]]) -> None:
-        self._any = RandomActions(spaces.action)
+    `spaces` and `observations` are the env's own, before any connector; rows are those of `observations`. The masks are
+    of the env's actions, so that they say nothing where `action` is another space, which a connector makes of them.
+    """
+
+    def __init__(self, spaces: Spaces, action: Space, observations: Mapping[str, NDArray[Any]]) -> None:
+        self._any = RandomActions(action)
         self.noise_size = self._any.noise_size
-        self._discrete = spaces.action if isinstance(spaces.action, Discrete) else None
-        self._is_masked = has_action_mask(spaces)
+        self._discrete = action if isinstance(action, Discrete) and action == spaces.action else None
+        self._is_masked = self._discrete is not None and has_action_mask(spaces)
         self._told: NDArray[np.bool_] | None = None
         self.follow(observations)
 

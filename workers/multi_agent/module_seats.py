@@ -7,28 +7,42 @@ a matrix product may round differently for another number of rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headrace.schemas.spaces import Spaces
+from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.cutting import Marker
 from headrace.workers.envs.observations import Observations
 from headrace.workers.modules.acting import Actor, Columns
+from headrace.workers.modules.recurrent import Memory
 from headrace.workers.multi_agent.fragment import Rows, SeatFragment
 from headrace.workers.multi_agent.masks import LegalRandomActions
 from headrace.workers.multi_agent.noise import SeatNoise
+from headrace.workers.multi_agent.policies import Policy
 from headrace.workers.randomness import SeedTree
 
 
 class ModuleSeats:
-    """The seats of module number `index`. `module` None: random actions only."""
+    """The seats of module number `index`, whose agents have `env_spaces`. `module` None: random actions only."""
 
     def __init__(
-        self, module_id: str, index: int, spaces: Spaces, num_envs: int, seeds: SeedTree, *, check_bounds: bool
+        self,
+        module_id: str,
+        index: int,
+        policy: Policy,
+        env_spaces: Spaces,
+        num_envs: int,
+        seeds: SeedTree,
+        *,
+        check_bounds: bool,
     ) -> None:
         self.module_id = module_id
-        self.spaces = spaces
+        self.env_spaces = env_spaces
         self.module: torch.nn.Module | None = None
         self.fragment: SeatFragment | None = None
         self.markers: list[Marker] = []
@@ -37,10 +51,28 @@ class ModuleSeats:
         self._places: dict[int, int] = {}
         self._actor: Actor | None = None
         self._capacity = 1
-        self.observations = Observations(spaces.observation, 0, check_bounds=check_bounds)
-        self.random = LegalRandomActions(spaces, self.observations.columns)
+        self.observations = Observations(env_spaces.observation, 0, check_bounds=check_bounds)
+        """What the seats' agents see, as their envs have it; the module sees `connectors.columns`."""
+        self.connectors = VectorConnectors(
+            policy.env_to_module,
+            policy.module_to_env,
+            env_spaces,
+            self.observations.columns,
+            owner=f" of policy {module_id!r}",
+        )
+        self.random = LegalRandomActions(env_spaces, self.spaces.action, self.observations.columns)
         self._random_noise = SeatNoise(self.random.noise_size, "uniform")
         self._policy_noise = SeatNoise(0, "uniform")
+
+    @property
+    def spaces(self) -> Spaces:
+        """As the module and its chunks have them: its agents' own after all connectors."""
+        return self.connectors.spaces
+
+    @property
+    def memory(self) -> Memory | None:
+        """What a recurrent module remembers, by row; None of any other."""
+        return self._actor.memory if self._actor is not None else None
 
     @property
     def width(self) -> int:
@@ -48,53 +80,97 @@ class ModuleSeats:
         return len(self._places) * self._num_envs
 
     def row_of(self, env_index: int, agent: int) -> int:
-        """The row of an agent of an env; makes room for the agent in all envs if it is its first time here."""
+        """The row of an agent of an env; makes room for the agent in all envs if it is its first time here.
+
+        Raises `ConnectorError` when a connector cannot make room.
+        """
         place = self._places.get(agent)
         if place is None:
-            place = self._places[agent] = len(self._places)
-            self._widen()
+            place = len(self._places)
+            self._widen((*self._places, agent))
+            self._places[agent] = place
             envs = range(self._num_envs)
             self._random_noise.add(self._seeds.of_seat("random_actions", i, self.index, agent) for i in envs)
             self._policy_noise.add(self._seeds.of_seat("policy", i, self.index, agent) for i in envs)
+            self.open_fragment(self._capacity)
         return place * self._num_envs + env_index
 
-    def _widen(self) -> None:
-        before = self.observations.columns
-        self.observations = Observations(self.spaces.observation, self.width, check_bounds=self._check_bounds)
-        columns = self.observations.columns
-        for name, column in before.items():
-            columns[name][: len(column)] = column
-        self.random.follow(columns)
+    def _widen(self, agents: Sequence[int]) -> None:
+        by_row = np.repeat(np.array(agents, np.intp), self._num_envs)
+        observations = Observations(self.env_spaces.observation, len(by_row), check_bounds=self._check_bounds)
+        for name, column in self.observations.columns.items():
+            observations.columns[name][: len(column)] = column
+        self.connectors.widen(observations.columns, by_row)
+        self.observations = observations
+        self.random.follow(observations.columns)
         if self.fragment is not None:
-            self.fragment.widen(columns)
-        self.open_fragment(self._capacity)
+            self.fragment.widen(self.connectors.columns)
+        before = self.memory
+        self._make_actor()
+        if before is not None and self.memory is not None:
+            self.memory.follow(before)
+
+    def _make_actor(self) -> None:
+        self._actor = None
         if self.module is not None:
-            self._actor = Actor(self.module, self.spaces, columns)
+            self._actor = Actor(self.module, self.spaces, self.connectors.columns)
 
     def use(self, module: Any) -> None:
-        """Act with `module` from now on; None leaves random actions."""
-        self.module, self._actor = module, None
+        """Act with `module` from now on; None leaves random actions. Raises `ModuleError` for a bad initial state."""
+        self.module = module
+        self._make_actor()
         if module is None:
             return
         self._policy_noise = SeatNoise(module.noise_size, module.noise_kind)
         for agent in self._places:
             envs = range(self._num_envs)
             self._policy_noise.add(self._seeds.of_seat("policy", i, self.index, agent) for i in envs)
-        if self._places:
-            self._actor = Actor(module, self.spaces, self.observations.columns)
 
     def open_fragment(self, capacity: int) -> None:
         """Have a fragment if there are seats; those who come later get one of this capacity too."""
         self._capacity = capacity
         if self.fragment is None and self.width:
-            self.fragment = SeatFragment(self.width, capacity, self.observations.columns)
+            self.fragment = SeatFragment(self.width, capacity, self.connectors.columns)
+
+    def take_over(self, old: ModuleSeats) -> None:
+        """Go on in place of `old`: with the markers that it has to tell, and, if they fit, what its connectors know."""
+        self.markers = old.markers
+        known = old.connectors.get_state()
+        if self.connectors.fits(known):
+            self.connectors.set_state(known)
+
+    # -- one poll -----------------------------------------------------------------------------------------------------
 
     def act(self, acting: Rows, *, explore: bool, random_actions: bool) -> Columns:
         """Columns with a row for every seat; those of `acting` are meant."""
+        some = None if len(acting) == self.width else acting
         if random_actions:
-            return self.random(self._random_noise.next(acting), acting)
+            columns = self.random(self._random_noise.next(acting), acting)
+            return self.connectors.for_env(columns, some) if self.connectors.maps_actions else columns
         assert self._actor is not None
-        return self._actor(self._policy_noise.next(acting) if explore else None)
+        columns = self._actor(self._policy_noise.next(acting) if explore else None, some)
+        return self.connectors.for_env(columns, some)
+
+    def answer(self, rows: Rows, rewards: NDArray[np.float64], unseen: Sequence[int]) -> None:
+        """The last actions of `rows` are answered, by what these see now; the rows `unseen` see nothing new."""
+        assert self.fragment is not None, "who acted has a fragment"
+        if self.connectors.sees:
+            new = ~np.isin(rows, unseen) if unseen else slice(None)
+            seen = rows[new]
+            chosen = self.fragment.chosen(seen, self.connectors.actions)
+            if len(seen):
+                self.connectors.stepped(seen, chosen, rewards[new])
+        self.fragment.answer(rows, rewards)
+
+    def start(self, rows: Rows) -> None:
+        """Agents have appeared in the seats `rows`, and see their first observations."""
+        self.connectors.started(rows)
+        if self.memory is not None:
+            self.memory.reset(rows)
+
+    def state_in(self, row: int, *, hangs: bool) -> dict[str, NDArray[Any]]:
+        """What a recurrent module remembers before the row's next step, the one already chosen if that `hangs`."""
+        return {} if self.memory is None else self.memory.of(row, before=hangs)
 
     def blank(self, env_index: int) -> None:
         """The env is gone; its seats see nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +40,14 @@ class PolicyMappingError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """One module: its builder, the builder's keyword arguments, and the spaces it was given, if any."""
+    """One module: its builder, the builder's keyword arguments, the spaces it was given, if any, and its connectors."""
 
     module: str | Callable[..., Any]
     module_config: Mapping[str, Any]
     spaces: Spaces | None
     gym_spaces: tuple[Any, Any] | None
+    env_to_module: Sequence[Any]
+    module_to_env: Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,4 +143,6 @@ def _policy(module_id: Any, given: Any, config: EnvRunnerConfig) -> Policy:
     own = config.module if given.module is None else given.module
     own_config = dict(config.module_config if given.module_config is None else given.module_config)
     gym_spaces = None if spaces is None else (given.observation_space, given.action_space)
-    return Policy(own, own_config, spaces, gym_spaces)
+    inward = config.env_to_module if given.env_to_module is None else given.env_to_module
+    outward = config.module_to_env if given.module_to_env is None else given.module_to_env
+    return Policy(own, own_config, spaces, gym_spaces, inward, outward)

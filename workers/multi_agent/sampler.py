@@ -6,10 +6,13 @@ it is lost by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+from numpy.typing import NDArray
+
 from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.errors import ConnectorError, HeadraceError, ModuleError
 from headrace.schemas.ledger import Discard
 from headrace.workers.action_masks import MASK
 from headrace.workers.config import EnvRunnerConfig
@@ -76,8 +79,8 @@ class MultiAgentSampler:
             try:
                 self.envs.reset(range(self._width))
                 self._start_episodes(self.envs.recover)
-            except PolicyMappingError:
-                self.abandon(Discard.RESET)
+            except (PolicyMappingError, ConnectorError) as error:
+                self._begin_anew(error)
                 raise
 
     def _resume_chunks(self) -> None:
@@ -86,9 +89,21 @@ class MultiAgentSampler:
             for seat in episode.seats.values():
                 fragment = seat.fragment
                 if not seat.done and fragment.open[seat.row] is None:
-                    fragment.begin(seat.row, seat.episode, {})
+                    fragment.begin(seat.row, seat.episode, self._state_in(seat))
                     if seat.episode.seam_info:
                         fragment.add_info(seat.row, seat.episode.seam_info)
+
+    def _state_in(self, seat: Seat) -> dict[str, NDArray[Any]]:
+        return {} if self.mode.random_actions else seat.module.state_in(seat.row, hangs=seat.hangs)
+
+    def use(self, modules: Mapping[str, Any]) -> None:
+        """Act with `modules`. Steps that were not cut yet are lost where any module remembers, for it begins anew."""
+        remembers = any(module.memory is not None for module in self.modules)
+        for module_id, module in modules.items():
+            self.envs.modules[module_id].use(module)
+        remembers = remembers or any(module.memory is not None for module in self.modules)
+        if remembers and any(module.fragment is not None for module in self.modules):
+            self._drop_fragments()
 
     # -- one poll -----------------------------------------------------------------------------------------------------
 
@@ -98,9 +113,16 @@ class MultiAgentSampler:
         """Step every env that is up, once; see `VectorSampler.poll`. Raises `PolicyMappingError` besides."""
         try:
             self._poll(weights_seq, on_wait, stop_at_episodes)
-        except PolicyMappingError:
-            self.abandon(Discard.RESET)  # some envs were stepped or reset, and others not
+        except (PolicyMappingError, ConnectorError, ModuleError) as error:
+            self._begin_anew(error)
             raise
+
+    def _begin_anew(self, error: HeadraceError) -> None:
+        """Some agents were stepped, reset or seen by a connector before the `error`, and others not."""
+        if isinstance(error, PolicyMappingError):
+            self.abandon(Discard.RESET)
+        elif isinstance(error, ConnectorError) or any(module.memory is not None for module in self.modules):
+            self._drop_fragments()  # a module that remembers may do so of a step which will not be taken
 
     def _poll(self, weights_seq: int, on_wait: Callable[[], None] | None, stop_at_episodes: int | None) -> None:
         envs = self.envs
@@ -127,7 +149,7 @@ class MultiAgentSampler:
             module.fragment.act(rows, columns, weights_seq, part.of_array(turn.env_t))
             root = "actions_for_env" if any(name.startswith("actions_for_env") for name in columns) else "actions"
             sent = {name: column[rows] for name, column in columns.items() if name.startswith(root)}
-            formed = to_env_form(module.spaces.action, sent, root)
+            formed = to_env_form(module.env_spaces.action, sent, root)
             if part.places is None:
                 return formed
             for place, action in zip(part.places.tolist(), formed, strict=True):
@@ -143,10 +165,9 @@ class MultiAgentSampler:
 
     def _record(self, outcome: StepOutcome) -> None:
         for part in parts_of(outcome.answered):
-            assert part.module.fragment is not None
-            part.module.fragment.answer(part.rows, part.of_array(outcome.rewards))
-        for seat in outcome.newcomers:
-            _begin(seat)
+            unseen = [seat.row for seat in outcome.unseen if seat.module is part.module]
+            part.module.answer(part.rows, part.of_array(outcome.rewards), unseen)
+        self._begin_seats(outcome.newcomers)
         for seat, info in outcome.infos:
             self._take_info(seat, info)
         for seat in outcome.dropped:
@@ -213,13 +234,22 @@ class MultiAgentSampler:
         try:
             bring_back()
         finally:
-            for index in self.envs.take_started():
-                episode = self.envs.lanes[index].episode
-                if isinstance(episode, MultiAgentEpisode):
-                    for seat in episode.acting:
-                        _begin(seat)
-                        if seat.agent in episode.reset_info:
-                            self._take_info(seat, episode.reset_info[seat.agent])
+            # A lane may have begun twice, when it failed in between; what it sees is of its last beginning.
+            begun = [self.envs.lanes[index].episode for index in dict.fromkeys(self.envs.take_started())]
+            episodes = [episode for episode in begun if isinstance(episode, MultiAgentEpisode)]
+            self._begin_seats([seat for episode in episodes for seat in episode.acting])
+            for episode in episodes:
+                for seat in episode.acting:
+                    if seat.agent in episode.reset_info:
+                        self._take_info(seat, episode.reset_info[seat.agent])
+
+    def _begin_seats(self, seats: Sequence[Seat]) -> None:
+        """Agents have appeared, and their first observations arrived."""
+        for part in parts_of(seats):
+            part.module.start(part.rows)
+        for seat in seats:
+            seat.module.random.forget(seat.row)
+            seat.fragment.begin(seat.row, seat.episode, self._state_in(seat))
 
     # -- the end of a fragment ----------------------------------------------------------------------------------------
 
@@ -236,7 +266,7 @@ class MultiAgentSampler:
         batches = {}
         for module in self.modules:
             if module.fragment is None and module.markers:
-                module.fragment = SeatFragment(module.width, 1, module.observations.columns)
+                module.fragment = SeatFragment(module.width, 1, module.connectors.columns)
             if module.fragment is not None:
                 batches[module.module_id] = self._cut_module(module, module.fragment, stamp, keep_open)
         return over, ModuleBatches(batches)
@@ -287,10 +317,11 @@ class MultiAgentSampler:
     def rebuild(self, config: EnvRunnerConfig) -> None:
         """Build all envs anew; steps that were not cut yet are lost, since spaces may be others now."""
         self._drop_fragments()
-        untold = {module.module_id: module.markers for module in self.modules}
+        before = dict(self.envs.modules)
         self.envs.build(config)
         for module in self.modules:
-            module.markers = untold.get(module.module_id, [])
+            if module.module_id in before:
+                module.take_over(before[module.module_id])
 
     def close(self) -> None:
         """Close all envs."""
@@ -305,9 +336,3 @@ class MultiAgentSampler:
         self._totals.discard(Discard.RESET, self._totals.open)
         self._totals.open = 0
         self._over = []
-
-
-def _begin(seat: Seat) -> None:
-    """An agent has appeared."""
-    seat.module.random.forget(seat.row)
-    seat.fragment.begin(seat.row, seat.episode, {})

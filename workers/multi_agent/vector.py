@@ -38,6 +38,8 @@ class StepOutcome:
     failures: list[Failure]
     newcomers: list[Seat] = field(default_factory=list)
     ended: list[tuple[Seat, ChunkEnd]] = field(default_factory=list)
+    unseen: list[Seat] = field(default_factory=list)
+    """Those of `answered` who are done and got no last observation."""
     dropped: list[Seat] = field(default_factory=list)
     repeated: int = 0
     infos: list[tuple[Seat, dict[str, Any]]] = field(default_factory=list)
@@ -85,11 +87,19 @@ class MultiAgentVector(LaneVector):
         self.spaces = spaces_by_agent(self.gym_spaces)
         check_bounds = not self._config.disable_env_checking
         self.modules = {
-            module_id: ModuleSeats(module_id, index, spaces, len(self.lanes), self._seeds, check_bounds=check_bounds)
+            module_id: ModuleSeats(
+                module_id,
+                index,
+                self.policies.specs[module_id],
+                spaces,
+                len(self.lanes),
+                self._seeds,
+                check_bounds=check_bounds,
+            )
             for index, (module_id, spaces) in enumerate(self.policies.spaces(self.spaces).items())
         }
         self._may_play = {
-            agent: {module_id for module_id, module in self.modules.items() if module.spaces == spaces}
+            agent: {module_id for module_id, module in self.modules.items() if module.env_spaces == spaces}
             for agent, spaces in self.spaces.items()
         }
 
@@ -224,7 +234,7 @@ class MultiAgentVector(LaneVector):
         module = self.modules[self.policies.module_of(agent, episode_id)]
         if module.module_id not in self._may_play[agent]:
             built_for = f"was mapped to {module.module_id!r}, which was built for other spaces"
-            seen = f"{built_for}, {module.spaces!r:.200} and not {self.spaces[agent]!r:.200}"
+            seen = f"{built_for}, {module.env_spaces!r:.200} and not {self.spaces[agent]!r:.200}"
             raise PolicyMappingError(agent, seen, self.policies.specs)
         episode = AgentEpisode(
             whole.env_index, whole.number, whole.seed, {}, whole.started_at, agent=str(agent), whole=whole
@@ -250,6 +260,7 @@ def _apply_reports(outcome: StepOutcome, reports: Any, rewards: list[float], bad
             seat.done = True
         report.episode.let_act([seat for seat in (*report.observed, *newcomers) if not seat.done])
         outcome.answered += report.answered
+        outcome.unseen += report.unseen
         outcome.newcomers += newcomers
         outcome.ended += report.ended
         outcome.dropped += report.dropped
