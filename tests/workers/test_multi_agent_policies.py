@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -9,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from toy_envs import Counting
-from toy_multi_envs import BOX, CHOICE, Together, check_books, multi_runner
+from toy_multi_envs import BOX, CHOICE, Together, check_books, multi_runner, scheduled
 
 from headrace.schemas.errors import ConfigError, EnvContractError, ModuleError
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, PolicySpec, SingleAgentEnvRunner
@@ -114,6 +115,24 @@ def test_a_mapping_that_fails_later_leaves_the_books_right() -> None:
         chunks = sampler.sample(num_timesteps=6)
         assert all(c.t_start == 0 for c in chunks if len(c) and not c.is_done)
         check_books(sampler)
+
+
+def test_a_mapping_that_fails_for_newcomers_now_and_then_leaves_the_books_right() -> None:
+    asked = itertools.count(1)
+
+    def mapping(agent: str, episode_id: str) -> str:
+        return "shared" if next(asked) % 9 else "nobody"
+
+    refused = 0
+    with multi_runner(scheduled([], 5), num_envs=2, policy_mapping_fn=mapping, rollout_fragment_length=9) as sampler:
+        for _ in range(200):
+            try:
+                sampler.sample_fragment()
+            except PolicyMappingError:
+                refused += 1
+            check_books(sampler)
+        assert sampler.totals.delivered > 0
+    assert refused > 20
 
 
 def test_agents_of_different_spaces_cannot_share_a_module() -> None:

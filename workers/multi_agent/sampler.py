@@ -165,9 +165,10 @@ class MultiAgentSampler:
 
     def _record(self, outcome: StepOutcome) -> None:
         for part in parts_of(outcome.answered):
-            unseen = [seat.row for seat in outcome.unseen if seat.module is part.module]
+            unseen = [seat.row for seat in outcome.unseen if seat.module is part.module] if outcome.unseen else ()
             part.module.answer(part.rows, part.of_array(outcome.rewards), unseen)
-        self._begin_seats(outcome.newcomers)
+        if outcome.newcomers:
+            self._begin_seats(outcome.newcomers)
         for seat, info in outcome.infos:
             self._take_info(seat, info)
         for seat in outcome.dropped:

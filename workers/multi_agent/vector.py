@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.chunk import ChunkEnd, format_episode_id
-from headrace.schemas.errors import EnvContractError
+from headrace.schemas.errors import ConnectorError, EnvContractError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.checks import check_rewards
 from headrace.workers.envs.context import EnvContext
@@ -131,7 +131,8 @@ class MultiAgentVector(LaneVector):
     def step(self, turn: Turn, actions: Sequence[Any]) -> StepOutcome:
         """Step every live lane with the actions of its seats (in the order of `turn.seats`) and take in the answers.
 
-        Raises `PolicyMappingError` for a newcomer that cannot be mapped; nothing of the poll counts then.
+        Raises `PolicyMappingError` for a newcomer that cannot be mapped, and `ConnectorError` for one that a connector
+        has no room for; nothing of the poll counts then.
         """
         gathered = self._step_lanes(turn, actions)
         plain, owners = len(gathered.rewards), [seat.episode.env_index for seat in gathered.seats]
@@ -226,7 +227,13 @@ class MultiAgentVector(LaneVector):
         self._refresh()
 
     def _seat_newcomers(self, reports: Sequence[LaneReport]) -> list[list[Seat]]:
-        return [[self._seat(report.episode, agent) for agent, _ in report.newcomers] for report in reports]
+        try:
+            return [[self._seat(report.episode, agent) for agent, _ in report.newcomers] for report in reports]
+        except (PolicyMappingError, ConnectorError):
+            for report in reports:
+                for seat in report.episode.acting:
+                    seat.hangs = False  # as if it had not acted: its step will not be counted
+            raise
 
     def _seat(self, whole: MultiAgentEpisode, agent: Any) -> Seat:
         """The agent's seat in an episode in which it appears for the first time."""
