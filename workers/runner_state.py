@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.schemas.errors import ConnectorError, StateError
+from headrace.schemas.errors import StateError
 from headrace.schemas.ledger import Discard
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.connectors.connector import State
@@ -49,14 +49,13 @@ class RunnerState(ABC):
     def _read_weights(self) -> dict[str, Any] | None:
         """The policy's weights; None if there is none."""
 
+    @abstractmethod
     def _read_connectors(self) -> dict[str, State]:
-        """State of each connector pipeline by its name; none where a kind of runner has no connectors."""
-        return {}
+        """State of each connector pipeline by its name; none of a runner without an env."""
 
+    @abstractmethod
     def _write_connectors(self, states: Mapping[str, State]) -> None:
-        """Take over what is there of them; raises `ConnectorError` for what does not fit."""
-        if any(states.values()):
-            raise ConnectorError(", ".join(states), "this kind of runner has no connectors to take state")
+        """Take over what is there of them, all of it or, with a `ConnectorError` for what does not fit, nothing."""
 
     def _select_weights(self, selection: Selection, weights: Mapping[str, Any]) -> dict[str, Any]:
         """What is wanted of what `_read_weights` gave."""
