@@ -200,7 +200,9 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
 
     def _attach_updates(self, batch: ModuleBatches) -> ModuleBatches:
         modules = self._vector.envs.modules
-        return ModuleBatches({i: modules[i].connectors.attach_update(own) for i, own in batch.batches.items()})
+        attached = {i: modules[i].connectors.attach_update(own) for i, own in batch.batches.items()}
+        learnt = any(attached[i] is not own for i, own in batch.batches.items())
+        return ModuleBatches(attached) if learnt else batch
 
     def get_metrics(self) -> dict[str, Any]:
         """See `EnvRunner`; figures that have no value are absent. Steps that hang are not counted as sampled yet.

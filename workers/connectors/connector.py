@@ -60,7 +60,10 @@ class Connector(Protocol):
         """An episode begins in each of `lanes`: forget what was kept of the last one."""
 
     def widen(self, width: int) -> None:
-        """There are more lanes from now on, below those there were; only where agents come and go."""
+        """There are more lanes from now on, below those there were; only where agents come and go.
+
+        A piece with state by lane must grow it. It is told of the same `width` again where another piece failed to.
+        """
 
     def get_state(self) -> State:
         """What outlives episodes, as arrays of one's own by name."""
