@@ -12,9 +12,9 @@
     on_weights_applied       other weights act from now on: (learner_epoch, seq)           version
     on_chunk_sent            a worker process has handed over the batch of which it is     chunk
 
-All arguments go by keyword; common ones are `env_runner`, `metrics_logger` and `rl_module` (None before it is built). A
-callback gets those it names, or all if it has **kwargs. First come the objects in the order of the config, then the
-functions.
+All arguments go by keyword; common ones are `env_runner`, `metrics_logger` and `rl_module` (None before it is built; of
+several policies, all by id). `episode` is an `EpisodeView` or a `MultiAgentEpisodeView`. A callback gets those which it
+names, or all if it has **kwargs. First come the objects in the order of the config, then the functions.
 """
 
 from __future__ import annotations

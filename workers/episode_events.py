@@ -11,9 +11,9 @@ from headrace.schemas.ledger import Discard
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
-from headrace.workers.episode_view import EpisodeView
+from headrace.workers.episode_view import AnyEpisodeView
 
-Look = Callable[[Lane, Episode], EpisodeView]
+Look = Callable[[Lane, Any], AnyEpisodeView]
 """How an episode in a lane looks now."""
 
 
@@ -54,7 +54,7 @@ class EpisodeEvents:
             return error
         return None
 
-    def aborted(self, view: EpisodeView, reason: Discard) -> None:
+    def aborted(self, view: AnyEpisodeView, reason: Discard) -> None:
         """The episode will never finish."""
         self._callbacks.tell("on_episode_aborted", episode=view, reason=reason.value, env_index=view.env_index)
 
@@ -67,6 +67,6 @@ class EpisodeEvents:
         if not isinstance(failure.error, CallbackError):
             self._callbacks.tell("on_env_failed", exc=failure.error, episode=view, env_index=lane.index)
 
-    def _call(self, event: str, lane: Lane, view: EpisodeView) -> None:
-        env: Any = lane.env
-        self._callbacks.call(event, episode=view, env=env.unwrapped, env_index=lane.index)
+    def _call(self, event: str, lane: Lane, view: AnyEpisodeView) -> None:
+        env = getattr(lane.env, "unwrapped", lane.env)
+        self._callbacks.call(event, episode=view, env=env, env_index=lane.index)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,10 @@ from headrace.workers.fragment import ChunkInfos
 
 @dataclass(frozen=True, slots=True)
 class OpenRows:
-    """The part of an episode that was not cut yet: rows `start:stop` of lane `lane` in a fragment's columns."""
+    """The part of an episode that was not cut yet: rows `start:stop` of lane `lane` in a fragment's columns.
+
+    An action that no step has answered yet stands in row `stop`, if `hangs`.
+    """
 
     columns: Mapping[str, NDArray[Any]]
     observations: Mapping[str, NDArray[Any]]
@@ -26,23 +30,28 @@ class OpenRows:
     lane: int
     start: int
     stop: int
+    hangs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeView:
-    """One episode as it stood when the view was made; do not keep it beyond the callback that got it.
-
-    `open_rows` is None before the reset and between two samplings. `end` is ONGOING but in on_episode_end.
-    """
+class AnyEpisodeView(ABC):
+    """What there is to say of an episode whoever plays in it. `end` is ONGOING but in on_episode_end."""
 
     episode: Episode
     id_high: int
-    spaces: Spaces
-    open_rows: OpenRows | None = None
-    end: ChunkEnd = ChunkEnd.ONGOING
-    made_at: float = field(default_factory=time.perf_counter)
+    end: ChunkEnd = field(default=ChunkEnd.ONGOING, kw_only=True)
+    made_at: float = field(default_factory=time.perf_counter, kw_only=True)
 
-    def ended(self, end: ChunkEnd) -> EpisodeView:
+    @abstractmethod
+    def __len__(self) -> int:
+        """Steps since the reset."""
+
+    @property
+    @abstractmethod
+    def episode_return(self) -> float:
+        """Sum of all rewards since the reset."""
+
+    def ended(self, end: ChunkEnd) -> Self:
         """The same, at its `end`."""
         return replace(self, end=end)
 
@@ -70,13 +79,24 @@ class EpisodeView:
         """Seconds since the reset."""
         return self.made_at - self.episode.started_at
 
-    def __len__(self) -> int:
-        """Env steps since the reset."""
-        rows = self.open_rows
-        return self.episode.steps + (rows.stop - rows.start if rows is not None else 0)
-
     def __bool__(self) -> bool:
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeView(AnyEpisodeView):
+    """One episode of one agent as it stood when the view was made; do not keep it beyond the callback that got it.
+
+    `open_rows` is None before the reset and between two samplings.
+    """
+
+    spaces: Spaces
+    open_rows: OpenRows | None = None
+
+    def __len__(self) -> int:
+        """Steps since the reset."""
+        rows = self.open_rows
+        return self.episode.steps + (rows.stop - rows.start if rows is not None else 0)
 
     @property
     def episode_return(self) -> float:
@@ -107,11 +127,12 @@ class EpisodeView:
 
     @property
     def action(self) -> Any:
-        """The policy's in the newest step, in the nesting of the space; None if there was none since the last cut."""
+        """The policy's newest, in the nesting of the space; None if there was none since the last cut."""
         rows = self.open_rows
-        if rows is None or rows.stop == rows.start:
+        if rows is None or rows.stop + rows.hangs == rows.start:
             return None
-        newest = {n: c[rows.lane, rows.stop - 1] for n, c in rows.columns.items() if n.startswith("actions")}
+        at = rows.stop - 1 + rows.hangs
+        newest = {n: c[rows.lane, at] for n, c in rows.columns.items() if n.startswith("actions")}
         return nest(self.spaces.action, {n: value.copy() for n, value in newest.items()}, "actions")
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from headrace.schemas.errors import ConfigError, ConnectorError, ModuleError
+from headrace.schemas.errors import ConnectorError, ModuleError
 from headrace.schemas.spaces import Spaces
 from headrace.workers.config import EnvRunnerConfig, MissingEnvError
 from headrace.workers.connectors.connector import State
@@ -22,9 +22,8 @@ from headrace.workers.multi_agent.module_states import ByModule, by_module, by_p
 from headrace.workers.multi_agent.policies import Policies
 from headrace.workers.multi_agent.sampler import MultiAgentSampler
 from headrace.workers.multi_agent.vector import MultiAgentVector
+from headrace.workers.multi_agent.views import MultiAgentEpisodeView
 from headrace.workers.runner_state import Version
-
-_SINGLE_AGENT_ONLY = ("callbacks",)
 
 
 class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
@@ -33,7 +32,7 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
     A chunk is a part of one agent's episode, and `sample` gives a `ModuleBatches`. A failing env costs only what its
     own agents had open; what its siblings live through is the same to the bit as without the fault. `totals` count
     agent steps, and env steps besides. Weights are mappings by module id; a module that is left out is frozen: it goes
-    on acting with those it has. Each module has connectors of its own. Callbacks are the single-agent runner's only.
+    on acting with those it has. Each module has connectors of its own.
 
     Raises `NotMultiAgentError` for a config without policies, and `EnvContractError` for a single-agent env.
     """
@@ -41,9 +40,6 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
     def __init__(
         self, config: EnvRunnerConfig, worker_index: int = 0, *, incarnation: int = 0, run_uid: str = "", **_: Any
     ) -> None:
-        for setting in _SINGLE_AGENT_ONLY:
-            if getattr(config, setting):
-                raise ConfigError("is for SingleAgentEnvRunner only; leave it out", key=setting)
         super().__init__(config, worker_index, incarnation, run_uid)
         self._policies = Policies.of(self.config)
         self._sampler: MultiAgentSampler | None = None
@@ -60,9 +56,9 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         """See `EnvRunner`. Raises `MissingEnvError`, `UnknownEnvError`, or `EnvError` caused by the env's own error."""
         if self._sampler is None:
             envs = MultiAgentVector(
-                self.config, self.worker_index, self._seeds, self.totals, self._policies, self._id_high
+                self.config, self.worker_index, self._seeds, self.totals, self._policies, self._id_high, self.callbacks
             )
-            self._sampler = MultiAgentSampler(self.config, envs, self.totals, self._id_high)
+            self._sampler = MultiAgentSampler(self.config, envs, self.totals, self._id_high, self.callbacks)
         else:
             self._sampler.rebuild(self.config)
         self._sampler.use(self.modules)
@@ -134,6 +130,13 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         self._metrics.add_episode(sum(r for r, _ in agents.values()), episode.t, duration_s, agents, modules)
 
     # -- weights and what else one may ask ----------------------------------------------------------------------------
+
+    def _callback_arguments(self) -> dict[str, Any]:
+        return super()._callback_arguments() | {"rl_module": self.modules or None}
+
+    def running_episodes(self) -> list[MultiAgentEpisodeView]:
+        """The episodes that are going on, by env: how long they last already, their length and return so far."""
+        return self._sampler.running() if self._sampler is not None else []
 
     def _write_weights(self, state: Mapping[str, Any]) -> None:
         parts = {module_id: split_states(own) for module_id, own in state.items()}

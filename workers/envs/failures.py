@@ -12,7 +12,7 @@ from headrace.workers.envs.context import StepFailedRecreateEnv
 
 if TYPE_CHECKING:
     from headrace.workers.envs.lane import Episode
-    from headrace.workers.episode_view import EpisodeView
+    from headrace.workers.episode_view import AnyEpisodeView
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Failure:
     """Where, in words, for the log."""
     unbegun: Episode | None = None
     """The episode that was created for a reset which failed."""
-    view: EpisodeView | None = None
+    view: AnyEpisodeView | None = None
     """The episode that was going on, if a callback is to see it."""
 
     @property

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import gymnasium as gym
 
@@ -40,6 +40,9 @@ class Episode:
         return self.env_index << EPISODE_BITS | self.number
 
 
+AnyEpisode = TypeVar("AnyEpisode", bound=Episode)
+
+
 @dataclass(slots=True, eq=False)
 class Lane:
     """A place in the vector. `env` is None before it is built and while it waits to be rebuilt."""
@@ -64,10 +67,10 @@ class Lane:
         env, self.env, self.step, self.episode = self.env, None, None, None
         return env
 
-    def create_episode(self, seed: int) -> Episode:
+    def create_episode(self, seed: int, kind: type[AnyEpisode]) -> AnyEpisode:
         """The episode that a reset with `seed` is to begin. Its number is used up even if the reset fails."""
         self.episodes_begun += 1
-        return Episode(self.index, self.episodes_begun - 1, seed, {})
+        return kind(self.index, self.episodes_begun - 1, seed, {})
 
     def begin_episode(self, episode: Episode, info: dict[str, Any]) -> None:
         """The env was reset: what follows belongs to `episode`."""

@@ -16,7 +16,7 @@ from headrace.workers.envs.checks import check_info, check_rewards, end_of, take
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator, build_env
 from headrace.workers.envs.failures import Failure
-from headrace.workers.envs.lane import Lane
+from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.lanes import LaneVector
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.spaces import spaces_of
@@ -117,7 +117,7 @@ class EnvVector(LaneVector):
             lane = self.lanes[index]
             if lane.env is None:
                 continue
-            episode = lane.create_episode(lane.seeds.next())
+            episode = lane.create_episode(lane.seeds.next(), Episode)
             try:
                 if self.on_episode_created is not None:
                     self.on_episode_created(lane, episode)

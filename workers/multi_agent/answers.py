@@ -44,7 +44,8 @@ class LaneReport:
     """Their last action has no answer and is left out."""
     repeated: int = 0
     infos: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
-    over: bool = False
+    end: ChunkEnd = ChunkEnd.ONGOING
+    """Of the episode as a whole."""
 
 
 def is_plain(answer: Any, agents: list[Any]) -> bool:
@@ -86,7 +87,7 @@ def read_step(
     for seat in episode.acting:
         seat.hangs = True
     all_end = end_of(terminateds[ALL], truncateds.get(ALL, False))
-    report = LaneReport(episode, over=all_end is not ChunkEnd.ONGOING)
+    report = LaneReport(episode, end=all_end)
     ends = {agent: _own_end(agent, terminateds, truncateds, all_end) for agent in {*episode.seats, *observations}}
     _read_observations(report, observations, ends, known)
     _read_rewards(report, rewards, known)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from headrace.schemas.chunk import ChunkEnd
 from headrace.workers.envs.lane import Episode
 
 if TYPE_CHECKING:
@@ -35,7 +36,12 @@ class Seat:
     """What it got since its last action, or before its first."""
     hangs: bool = False
     """It acted, and neither an observation nor its end has answered yet."""
-    done: bool = False
+    end: ChunkEnd = ChunkEnd.ONGOING
+
+    @property
+    def done(self) -> bool:
+        """Whether it will not be seen in this episode again."""
+        return self.end is not ChunkEnd.ONGOING
 
     @property
     def fragment(self) -> SeatFragment:

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from headrace.schemas.batch import is_obs_column
 from headrace.schemas.chunk import ChunkEnd
+from headrace.workers.envs.lane import Episode
+from headrace.workers.episode_view import OpenRows
 from headrace.workers.fragment import Fragment, OpenChunk
 
 Rows = NDArray[np.intp]
@@ -66,6 +68,16 @@ class SeatFragment(Fragment):
         at = self._cursor[rows]
         self.columns["rewards"][rows, at] = rewards
         self._cursor[rows] = at + 1
+
+    def rows_of(self, row: int, episode: Episode, *, hangs: bool) -> OpenRows | None:
+        """What a seat has in `episode` and was not cut yet, for those who look on; None if it has nothing."""
+        chunk = self.open[row]
+        if chunk is None or chunk.episode is not episode:
+            chunk = next((chunk for chunk in reversed(self.ended) if chunk.episode is episode), None)
+        if chunk is None:
+            return None
+        stop = self._stop(chunk)
+        return OpenRows(self.columns, self._observations, chunk.infos, row, chunk.start, stop, hangs)
 
     def end(self, ended: Sequence[tuple[int, ChunkEnd]]) -> None:
         """The episodes of these seats are over. A chunk of no steps is forgotten."""

@@ -24,6 +24,7 @@ class Simultaneous:
         self.env = env
         self.possible_agents = list(env.possible_agents)
         self.observation_space, self.action_space = env.observation_space, env.action_space
+        self.unwrapped = env.unwrapped
         self.reset, self.close = env.reset, env.close
 
     def step(self, actions: AgentDict) -> tuple[AgentDict, ...]:
@@ -43,6 +44,7 @@ class TakingTurns:
         self.env = env
         self.possible_agents = list(env.possible_agents)
         self.observation_space, self.action_space = env.observation_space, env.action_space
+        self.unwrapped = env.unwrapped
         self.close = env.close
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[AgentDict, AgentDict]:

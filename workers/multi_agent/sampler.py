@@ -6,19 +6,23 @@ it is lost by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from numpy.typing import NDArray
 
 from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import ConnectorError, HeadraceError, ModuleError
 from headrace.schemas.ledger import Discard
 from headrace.workers.action_masks import MASK
+from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.cutting import Marker, Stamp
 from headrace.workers.envs.actions import to_env_form
 from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.lane import Lane
+from headrace.workers.episode_events import EpisodeEvents
 from headrace.workers.fragment import OpenChunk
 from headrace.workers.multi_agent.batches import ModuleBatches
 from headrace.workers.multi_agent.cutting import cut_seats
@@ -29,6 +33,7 @@ from headrace.workers.multi_agent.module_seats import ModuleSeats
 from headrace.workers.multi_agent.policies import PolicyMappingError
 from headrace.workers.multi_agent.turns import Turn, parts_of
 from headrace.workers.multi_agent.vector import MultiAgentVector, StepOutcome
+from headrace.workers.multi_agent.views import MultiAgentEpisodeView
 from headrace.workers.totals import RunnerTotals
 from headrace.workers.vector_sampler import Mode
 
@@ -36,7 +41,14 @@ from headrace.workers.vector_sampler import Mode
 class MultiAgentSampler:
     """A vector, and for each module the fragment that is being filled and the end markers to be told with it."""
 
-    def __init__(self, config: EnvRunnerConfig, envs: MultiAgentVector, totals: RunnerTotals, id_high: int) -> None:
+    def __init__(
+        self,
+        config: EnvRunnerConfig,
+        envs: MultiAgentVector,
+        totals: RunnerTotals,
+        id_high: int,
+        callbacks: CallbackList,
+    ) -> None:
         self.envs = envs
         self.needs_reset = True
         self.losses = LossCounts()
@@ -47,6 +59,9 @@ class MultiAgentSampler:
         self._width = config.num_envs
         self._over: list[MultiAgentEpisode] = []
         """Episodes that ended since the last cut."""
+        self._events = EpisodeEvents(callbacks, self.look)
+        envs.on_episode_created = self._events.created if self._events.watches_created else None
+        envs.on_failure = self._events.failed if self._events.watches_failures else None
 
     @property
     def modules(self) -> Iterable[ModuleSeats]:
@@ -64,6 +79,14 @@ class MultiAgentSampler:
 
     def _episodes(self) -> Iterator[MultiAgentEpisode]:
         return (lane.episode for lane in self.envs.lanes if isinstance(lane.episode, MultiAgentEpisode))
+
+    def look(self, lane: Lane, episode: MultiAgentEpisode) -> MultiAgentEpisodeView:
+        """How `episode` of the lane stands now."""
+        return MultiAgentEpisodeView(episode, self._id_high)
+
+    def running(self) -> list[MultiAgentEpisodeView]:
+        """How all that go on stand, by env."""
+        return [MultiAgentEpisodeView(episode, self._id_high) for episode in self._episodes()]
 
     def begin(self, mode: Mode, capacity: int, *, force_reset: bool) -> None:
         """Have fragments for steps of this `mode`, and an episode in every env. Raises `PolicyMappingError`."""
@@ -134,6 +157,10 @@ class MultiAgentSampler:
         for failure in outcome.failures:
             self._abort(failure)
         self._record(outcome)
+        if self._events.watches_steps or (outcome.over and self._events.watches_ends):
+            self._tell_steps(turn, outcome)
+        for part in parts_of([seat for seat, _ in outcome.ended]):
+            self._end_seats(part.module, part.of(outcome.ended))
         if outcome.over:
             self._end_episodes(outcome.over, stop_at_episodes)
         if outcome.failures or outcome.over:
@@ -176,10 +203,20 @@ class MultiAgentSampler:
             self._totals.discard(Discard.ENV_BAD_DATA, 1)
             self.losses.final_steps_dropped += 1
             self.losses.lose(seat.reward)
-            seat.hangs = False
+            seat.hangs, seat.reward = False, 0.0
         self.losses.final_observations_repeated += outcome.repeated
-        for part in parts_of([seat for seat, _ in outcome.ended]):
-            self._end_seats(part.module, part.of(outcome.ended))
+
+    def _tell_steps(self, turn: Turn, outcome: StepOutcome) -> None:
+        """Callbacks of steps and ends; one that raises makes a failure of its lane."""
+        for lane, episode in turn.lanes:
+            end = outcome.over.get(lane.index, ChunkEnd.ONGOING)
+            is_told = self._events.watches_steps or end is not ChunkEnd.ONGOING
+            error = self._events.stepped(lane, episode, end) if is_told and lane.episode is episode else None
+            if error is not None:
+                outcome.over.pop(lane.index, None)
+                outcome.ended = [(seat, own) for seat, own in outcome.ended if seat.episode.whole is not episode]
+                outcome.failures.append(Failure(lane.index, error, stepped=True))
+                self._abort(outcome.failures[-1], recorded=True)
 
     def _end_seats(self, module: ModuleSeats, ended: Any) -> None:
         assert module.fragment is not None
@@ -201,7 +238,7 @@ class MultiAgentSampler:
 
     # -- episodes that end, fail and begin ----------------------------------------------------------------------------
 
-    def _end_episodes(self, lanes: list[int], stop_at_episodes: int | None) -> None:
+    def _end_episodes(self, lanes: Collection[int], stop_at_episodes: int | None) -> None:
         for index in lanes:
             lane = self.envs.lanes[index]
             assert isinstance(lane.episode, MultiAgentEpisode)
@@ -210,18 +247,25 @@ class MultiAgentSampler:
             self._over.append(lane.episode)
             lane.budget.delivered()
         self._totals.episodes += len(lanes)
-        self.envs.end_episodes(lanes)
+        self.envs.end_episodes(list(lanes))
         if stop_at_episodes is None or self.episodes_ended < stop_at_episodes:
-            self.envs.reset(lanes)
+            self.envs.reset(list(lanes))
 
-    def _abort(self, failure: Failure) -> None:
-        """The env failed: the open chunks of all its agents are lost by name, and its episode is over."""
-        episode = self.envs.lanes[failure.lane].episode
+    def _abort(self, failure: Failure, *, recorded: bool = False) -> None:
+        """The env or a callback failed: the open chunks of all its agents are lost by name, and its episode is over.
+
+        `recorded` says that the last step stands in the chunks already.
+        """
+        lane = self.envs.lanes[failure.lane]
+        episode = lane.episode
         assert isinstance(episode, MultiAgentEpisode), "only an env with an episode is stepped"
-        acting = set(map(id, episode.acting))
+        if self._events.watches_failures:
+            failure.view = self.look(lane, episode)
+            self._events.aborted(failure.view, failure.reason)
+        acting = set() if recorded else set(map(id, episode.acting))
         lost = len(acting) if failure.stepped else 0
         for seat in episode.seats.values():
-            if not seat.done:
+            if seat.fragment.open[seat.row] is not None:
                 lost += lose_open(seat, failure.reason) + (seat.hangs and id(seat) not in acting)
         failure.discarded = lost
         failure.at = f"step {episode.t + (not failure.stepped)} of episode {self._id_high:016x}{episode.id_low:016x}"
@@ -232,17 +276,34 @@ class MultiAgentSampler:
 
     def _start_episodes(self, bring_back: Callable[[], None]) -> None:
         """Bring back failed envs, and open a chunk for each agent that has begun, also when bringing back raises."""
-        try:
-            bring_back()
-        finally:
-            # A lane may have begun twice, when it failed in between; what it sees is of its last beginning.
-            begun = [self.envs.lanes[index].episode for index in dict.fromkeys(self.envs.take_started())]
-            episodes = [episode for episode in begun if isinstance(episode, MultiAgentEpisode)]
-            self._begin_seats([seat for episode in episodes for seat in episode.acting])
-            for episode in episodes:
-                for seat in episode.acting:
-                    if seat.agent in episode.reset_info:
-                        self._take_info(seat, episode.reset_info[seat.agent])
+        refused = True
+        while refused:
+            try:
+                bring_back()
+            finally:
+                # A lane may have begun twice, when it failed in between; what it sees is of its last beginning.
+                started = [self.envs.lanes[index] for index in dict.fromkeys(self.envs.take_started())]
+                refused = self._open_chunks([lane for lane in started if lane.episode is not None])
+            bring_back = self.envs.recover
+
+    def _open_chunks(self, started: Sequence[Lane]) -> bool:
+        """Whether a callback's error has ended an episode at its start."""
+        episodes = [cast(MultiAgentEpisode, lane.episode) for lane in started]
+        self._begin_seats([seat for episode in episodes for seat in episode.acting])
+        for episode in episodes:
+            for seat in episode.acting:
+                if seat.agent in episode.reset_info:
+                    self._take_info(seat, episode.reset_info[seat.agent])
+        return self._events.watches_starts and self._tell_starts(started)
+
+    def _tell_starts(self, started: Sequence[Lane]) -> bool:
+        refused = False
+        for lane in started:
+            error = self._events.started(lane, lane.episode) if lane.episode is not None else None
+            if error is not None:
+                self._abort(Failure(lane.index, error, stepped=True), recorded=True)
+                refused = True
+        return refused
 
     def _begin_seats(self, seats: Sequence[Seat]) -> None:
         """Agents have appeared, and their first observations arrived."""
@@ -299,6 +360,8 @@ class MultiAgentSampler:
         """
         lost = 0
         for episode in self._episodes():
+            if self._events.watches_failures:
+                self._events.aborted(self.look(self.envs.lanes[episode.env_index], episode), reason)
             for seat in episode.seats.values():
                 if not seat.done:
                     lost += lose_open(seat, reason) + seat.hangs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunk import ChunkEnd, format_episode_id
 from headrace.schemas.errors import ConnectorError, EnvContractError
+from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.checks import check_rewards
 from headrace.workers.envs.context import EnvContext
@@ -43,8 +44,8 @@ class StepOutcome:
     dropped: list[Seat] = field(default_factory=list)
     repeated: int = 0
     infos: list[tuple[Seat, dict[str, Any]]] = field(default_factory=list)
-    over: list[int] = field(default_factory=list)
-    """Lanes whose episode is over."""
+    over: dict[int, ChunkEnd] = field(default_factory=dict)
+    """Lanes whose episode is over, and how it ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,11 +71,12 @@ class MultiAgentVector(LaneVector):
         totals: RunnerTotals,
         policies: Policies,
         id_high: int,
+        callbacks: CallbackList,
     ) -> None:
         self.policies = policies
         self._seeds, self._id_high = seeds, id_high
         self._turn: Turn | None = None
-        super().__init__(config, worker_index, seeds, totals)
+        super().__init__(config, worker_index, seeds, totals, callbacks)
 
     # -- envs and spaces ----------------------------------------------------------------------------------------------
 
@@ -136,7 +138,11 @@ class MultiAgentVector(LaneVector):
         """
         gathered = self._step_lanes(turn, actions)
         plain, owners = len(gathered.rewards), [seat.episode.env_index for seat in gathered.seats]
-        newcomers = self._seat_newcomers(gathered.reports)
+        try:
+            newcomers = self._seat_newcomers(gathered.reports)
+        except (PolicyMappingError, ConnectorError):
+            _undo(turn, gathered)
+            raise
         for report, new in zip(gathered.reports, newcomers, strict=True):
             gathered.seats += report.observed + new
             gathered.observations += report.observations + [observation for _, observation in report.newcomers]
@@ -204,36 +210,40 @@ class MultiAgentVector(LaneVector):
             lane = self.lanes[index]
             if lane.env is None:
                 continue
-            seed = lane.seeds.next()
+            episode = lane.create_episode(lane.seeds.next(), MultiAgentEpisode)
             try:
-                first, infos = read_reset(lane.env.reset(seed=seed), self.agents)
+                if self.on_episode_created is not None:
+                    self.on_episode_created(lane, episode)
+                first, episode.reset_info = read_reset(lane.env.reset(seed=episode.seed), self.agents)
             except Exception as error:  # noqa: BLE001 - a user's env
-                self._failed.append(Failure(index, error))
+                self._failed.append(Failure(index, error, unbegun=episode))
                 continue
-            episode = MultiAgentEpisode(index, lane.episodes_begun, seed, infos)
-            lane.episodes_begun += 1  # used up even if the episode cannot begin, for the mapping was told its id
-            episode.let_act([self._seat(episode, agent) for agent in first])
+            begun.append((lane, episode))
+            self._seat_first(begun, first)
             seats += episode.acting
             observations += first.values()
-            begun.append((lane, episode))
         bad = self._take_in(seats, observations)
         for lane, episode in begun:
             if lane.index in bad:
-                self._failed.append(Failure(lane.index, bad[lane.index]))
+                self._failed.append(Failure(lane.index, bad[lane.index], unbegun=episode))
                 continue
             episode.seats = {seat.agent: seat for seat in episode.acting}
             lane.episode = episode
             self._started.append(lane.index)
         self._refresh()
 
-    def _seat_newcomers(self, reports: Sequence[LaneReport]) -> list[list[Seat]]:
+    def _seat_first(self, begun: Sequence[tuple[Lane, MultiAgentEpisode]], agents: Iterable[Any]) -> None:
+        """Seat those who were observed by the newest reset. After an error all that was begun is there to abandon."""
+        _, newest = begun[-1]
         try:
-            return [[self._seat(report.episode, agent) for agent, _ in report.newcomers] for report in reports]
+            newest.let_act([self._seat(newest, agent) for agent in agents])
         except (PolicyMappingError, ConnectorError):
-            for report in reports:
-                for seat in report.episode.acting:
-                    seat.hangs = False  # as if it had not acted: its step will not be counted
+            for lane, episode in begun:
+                lane.episode = episode
             raise
+
+    def _seat_newcomers(self, reports: Sequence[LaneReport]) -> list[list[Seat]]:
+        return [[self._seat(report.episode, agent) for agent, _ in report.newcomers] for report in reports]
 
     def _seat(self, whole: MultiAgentEpisode, agent: Any) -> Seat:
         """The agent's seat in an episode in which it appears for the first time."""
@@ -247,6 +257,15 @@ class MultiAgentVector(LaneVector):
             whole.env_index, whole.number, whole.seed, {}, whole.started_at, agent=str(agent), whole=whole
         )
         return Seat(agent, module, module.row_of(whole.env_index, self.agents[agent]), episode)
+
+
+def _undo(turn: Turn, gathered: _Gathered) -> None:
+    """No step of the poll counts: nobody's action hangs that did not before, and no episode is longer."""
+    raised = {failure.lane for failure in gathered.failures if not failure.stepped}
+    for lane, episode in turn.lanes:
+        episode.t -= lane.index not in raised
+        for seat in episode.acting:
+            seat.hangs = False
 
 
 def _apply_reports(outcome: StepOutcome, reports: Any, rewards: list[float], bad: dict[int, Exception]) -> None:
@@ -263,8 +282,8 @@ def _apply_reports(outcome: StepOutcome, reports: Any, rewards: list[float], bad
         for seat in report.answered:
             totals.append(seat.reward)
             seat.reward, seat.hangs = 0.0, False
-        for seat, _ in report.ended:
-            seat.done = True
+        for seat, end in report.ended:
+            seat.end = end
         report.episode.let_act([seat for seat in (*report.observed, *newcomers) if not seat.done])
         outcome.answered += report.answered
         outcome.unseen += report.unseen
@@ -274,8 +293,8 @@ def _apply_reports(outcome: StepOutcome, reports: Any, rewards: list[float], bad
         outcome.repeated += report.repeated
         seats = report.episode.seats
         outcome.infos += [(seats[agent], info) for agent, info in report.infos if agent in seats]
-        if report.over:
-            outcome.over.append(report.episode.env_index)
+        if report.end is not ChunkEnd.ONGOING:
+            outcome.over[report.episode.env_index] = report.end
     if totals:
         outcome.rewards = np.concatenate((outcome.rewards, totals))
 
