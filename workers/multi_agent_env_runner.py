@@ -21,8 +21,10 @@ from headrace.workers.multi_agent.episodes import MultiAgentEpisode
 from headrace.workers.multi_agent.module_states import ByModule, by_module, by_pipeline
 from headrace.workers.multi_agent.policies import Policies
 from headrace.workers.multi_agent.sampler import MultiAgentSampler
+from headrace.workers.multi_agent.seat_streams import check_seats, read_seats, write_seats
 from headrace.workers.multi_agent.vector import MultiAgentVector
 from headrace.workers.multi_agent.views import MultiAgentEpisodeView
+from headrace.workers.random_streams import check_lanes, read_lanes, write_lanes
 from headrace.workers.runner_state import Version
 
 
@@ -130,6 +132,28 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         self._metrics.add_episode(sum(r for r, _ in agents.values()), episode.t, duration_s, agents, modules)
 
     # -- weights and what else one may ask ----------------------------------------------------------------------------
+
+    def _read_streams(self) -> dict[str, Any] | None:
+        if self._sampler is None:
+            return None
+        envs = self._sampler.envs
+        unstepped = [isinstance(lane.episode, MultiAgentEpisode) and not lane.episode.t for lane in envs.lanes]
+        return {
+            "worker_index": self.worker_index,
+            "lanes": read_lanes(envs.lanes, unstepped),
+            "seats": read_seats(self._seeds.seats, envs.modules),
+        }
+
+    def _accept_streams(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        envs = self._vector.envs
+        check_lanes(envs.lanes, state.get("lanes"))
+        check_seats(envs.modules, len(envs.lanes), len(envs.agents), state.get("seats"))
+
+        def write() -> None:
+            write_lanes(envs.lanes, state["lanes"])
+            write_seats(self._seeds.seats, envs.modules, state["seats"])
+
+        return write
 
     def _callback_arguments(self) -> dict[str, Any]:
         return super()._callback_arguments() | {"rl_module": self.modules or None}

@@ -27,7 +27,7 @@ def read_lanes(lanes: Sequence[Lane], unstepped: Sequence[bool]) -> dict[str, An
         ahead.append([*lane.seeds.ahead, episode.seed] if episode is not None else lane.seeds.ahead)
         numbers.append(lane.episodes_begun if episode is None else episode.number)
     return {
-        "streams": _read_streams([lane.seeds.stream for lane in lanes]),
+        "streams": read_streams([lane.seeds.stream for lane in lanes]),
         "seeds": np.array([seed for row in ahead for seed in row], np.int64),
         "ahead": np.array([len(row) for row in ahead], np.int64),
         "episodes": np.array(numbers, np.int64),
@@ -36,7 +36,7 @@ def read_lanes(lanes: Sequence[Lane], unstepped: Sequence[bool]) -> dict[str, An
 
 def write_lanes(lanes: Sequence[Lane], state: Mapping[str, Any]) -> None:
     """Go on as `read_lanes` found it; episode numbers never go back, since ids are unique for ever."""
-    _write_streams([lane.seeds.stream for lane in lanes], state["streams"])
+    write_streams([lane.seeds.stream for lane in lanes], state["streams"])
     rows = np.split(state["seeds"], np.cumsum(state["ahead"])[:-1])
     for lane, row, number in zip(lanes, rows, state["episodes"].tolist(), strict=True):
         lane.seeds.ahead = row.tolist()
@@ -45,32 +45,33 @@ def write_lanes(lanes: Sequence[Lane], state: Mapping[str, Any]) -> None:
 
 def check_lanes(lanes: Sequence[Lane], state: Any) -> None:
     """Raise `StateError` unless `write_lanes` can take `state`."""
-    ahead = _check(state, "lanes", "ahead", np.int64, (len(lanes),))
-    _check(state, "lanes", "streams", np.uint64, (len(lanes), 6))
-    _check(state, "lanes", "episodes", np.int64, (len(lanes),))
-    _check(state, "lanes", "seeds", np.int64, (int(ahead.sum()),))
+    ahead = check_array(state, "lanes", "ahead", np.int64, (len(lanes),))
+    check_array(state, "lanes", "streams", np.uint64, (len(lanes), 6))
+    check_array(state, "lanes", "episodes", np.int64, (len(lanes),))
+    check_array(state, "lanes", "seeds", np.int64, (int(ahead.sum()),))
 
 
 def read_noise(noise: NoiseBlocks) -> dict[str, Any]:
     """streams: uint64 (lanes, 6). ahead: float32 (passes, lanes, size), drawn and not used yet."""
-    return {"streams": _read_streams(noise.streams), "ahead": noise.ahead.copy()}
+    return {"streams": read_streams(noise.streams), "ahead": noise.ahead.copy()}
 
 
 def write_noise(noise: NoiseBlocks, state: Mapping[str, Any]) -> None:
     """Go on as `read_noise` found it."""
-    _write_streams(noise.streams, state["streams"])
+    write_streams(noise.streams, state["streams"])
     noise.ahead = state["ahead"]
 
 
 def check_noise(noise: NoiseBlocks, name: str, state: Any) -> None:
     """Raise `StateError` unless `write_noise` can take `state`."""
-    _check(state, name, "streams", np.uint64, (len(noise.streams), 6))
-    ahead = _check(state, name, "ahead", np.float32, (None, *noise.ahead.shape[1:]))
+    check_array(state, name, "streams", np.uint64, (len(noise.streams), 6))
+    ahead = check_array(state, name, "ahead", np.float32, (None, *noise.ahead.shape[1:]))
     if len(ahead) > BLOCK:
         raise StateError(f"random_streams/{name}/ahead has {len(ahead)} passes; {BLOCK} are drawn at once")
 
 
-def _check(state: Any, name: str, array: str, dtype: Any, shape: tuple[int | None, ...]) -> NDArray[Any]:
+def check_array(state: Any, name: str, array: str, dtype: Any, shape: tuple[int | None, ...]) -> NDArray[Any]:
+    """`state[array]` if it is of this dtype and shape, where None is any number; raises `StateError`."""
     found = state.get(array) if isinstance(state, Mapping) else None
     if (
         isinstance(found, np.ndarray)
@@ -86,7 +87,7 @@ def _check(state: Any, name: str, array: str, dtype: Any, shape: tuple[int | Non
     )
 
 
-def _read_streams(streams: Sequence[np.random.Generator]) -> NDArray[np.uint64]:
+def read_streams(streams: Sequence[np.random.Generator]) -> NDArray[np.uint64]:
     """uint64 (streams, 6): high and low half of state and increment, and the half word that PCG64 may hold back."""
     rows = []
     for stream in streams:
@@ -96,7 +97,8 @@ def _read_streams(streams: Sequence[np.random.Generator]) -> NDArray[np.uint64]:
     return np.array(rows, np.uint64)
 
 
-def _write_streams(streams: Sequence[np.random.Generator], rows: NDArray[np.uint64]) -> None:
+def write_streams(streams: Sequence[np.random.Generator], rows: NDArray[np.uint64]) -> None:
+    """Go on as `read_streams` found them."""
     for stream, row in zip(streams, rows.tolist(), strict=True):
         stream.bit_generator.state = {
             "bit_generator": "PCG64",

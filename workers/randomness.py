@@ -24,13 +24,17 @@ EPISODE_BITS = 48
 """Low bits of an episode id that count the episodes of one env; the 16 above them are the env's index."""
 
 
+SeatUse = Literal["policy", "random_actions"]
+SEAT_USES: dict[SeatUse, int] = {"policy": 1, "random_actions": 2}
+"""What a seat's stream is for, and which child of its env's branch it stands under."""
+
+
 class SeedTree:
     """The streams of one incarnation of a runner. `entropy` is what a run must be given as `seed` to be repeated."""
 
     def __init__(self, seed: int | None, worker_index: int, incarnation: int, num_envs: int) -> None:
         self.entropy = secrets.randbits(128) if seed is None else seed
-        self._key = (worker_index, incarnation)
-        self._of_seats: dict[tuple[int, ...], np.random.Generator] = {}
+        self.seats = SeatStreams(self.entropy, worker_index, incarnation)
         children = [
             np.random.SeedSequence(self.entropy, spawn_key=(worker_index, incarnation, env_index)).spawn(3)
             for env_index in range(num_envs)
@@ -38,14 +42,34 @@ class SeedTree:
         streams = [[np.random.Generator(np.random.PCG64(child)) for child in row] for row in children]
         self.resets, self.policy, self.random_actions = (list(column) for column in zip(*streams, strict=True))
 
-    def of_seat(self, use: Literal["policy", "random_actions"], env_index: int, *seat: int) -> np.random.Generator:
-        """A stream for one of several who act in an env, told apart by `seat`; a child of the env's own for the use."""
-        branch = 1 if use == "policy" else 2
-        key = (*self._key, env_index, branch, *seat)
-        if key not in self._of_seats:  # asked for again, as by a module built anew, it goes on and does not repeat
-            sequence = np.random.SeedSequence(self.entropy, spawn_key=key)
-            self._of_seats[key] = np.random.Generator(np.random.PCG64(sequence))
-        return self._of_seats[key]
+
+class SeatStreams:
+    """Streams for those of several who act in an env, each made when it is first asked for.
+
+    A seat's stream is a child of the env's own for the same use, told apart by module and agent.
+    """
+
+    def __init__(self, entropy: int, worker_index: int, incarnation: int) -> None:
+        self.entropy, self.incarnation = entropy, incarnation
+        self._worker_index = worker_index
+        self.known: dict[tuple[int, ...], np.random.Generator] = {}
+        """Those that were asked for, by (env, use, module, agent)."""
+
+    def of(self, use: SeatUse, env_index: int, module: int, agent: int) -> np.random.Generator:
+        """The seat's stream; asked for again, as by a module built anew, it goes on and does not repeat."""
+        return self.at((env_index, SEAT_USES[use], module, agent))
+
+    def at(self, key: tuple[int, ...]) -> np.random.Generator:
+        """The stream at `key`, as `known` has it."""
+        if key not in self.known:
+            sequence = np.random.SeedSequence(self.entropy, spawn_key=(self._worker_index, self.incarnation, *key))
+            self.known[key] = np.random.Generator(np.random.PCG64(sequence))
+        return self.known[key]
+
+    def restart(self, entropy: int, incarnation: int) -> None:
+        """Grow from another root; no stream was asked for yet."""
+        self.entropy, self.incarnation = entropy, incarnation
+        self.known.clear()
 
 
 class EnvSeeds:

@@ -145,10 +145,10 @@ class RunnerState(ABC):
         if place_streams is not None:
             place_streams()
 
+    @abstractmethod
     def _read_streams(self) -> dict[str, Any] | None:
-        """Where random streams stand; None where a kind of runner, or one without an env, has none to give."""
-        return None
+        """Where random streams stand; None where a runner without an env has none to give."""
 
+    @abstractmethod
     def _accept_streams(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """What puts `state` in place, once it is known to fit; raises `StateError` if it does not."""
-        raise StateError(f"a {type(self).__name__} takes no random_streams; leave them out of the state")

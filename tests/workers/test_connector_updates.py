@@ -48,7 +48,7 @@ def test_a_runners_state_has_each_modules_connectors_by_name() -> None:
     with multi_runner(num_envs=2, **TWO) as first, multi_runner(num_envs=3, **TWO) as second:
         first.sample(num_timesteps=14)  # seven steps of each env: a1's whole episode, and a0's
         first.take_connector_update()
-        state = copied(first.get_state())
+        state = copied(first.get_state(not_components="random_streams"))  # for another number of envs
         counts = {name: float(a.squeeze()) for name, a in state["env_to_module"].items() if name.endswith("count")}
         assert counts == {f"a0/{COUNT}": 12, f"a1/{COUNT}": 18, f"idle/{COUNT}": 0}  # the next episodes' first rows too
         assert state["module_to_env"] == {}

@@ -8,7 +8,7 @@ a matrix product may round differently for another number of rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from headrace.workers.multi_agent.fragment import Rows, SeatFragment
 from headrace.workers.multi_agent.masks import LegalRandomActions
 from headrace.workers.multi_agent.noise import SeatNoise
 from headrace.workers.multi_agent.policies import Policy
-from headrace.workers.randomness import SeedTree
+from headrace.workers.randomness import SeatUse, SeedTree
 
 
 class ModuleSeats:
@@ -61,8 +61,9 @@ class ModuleSeats:
             owner=f" of policy {module_id!r}",
         )
         self.random = LegalRandomActions(env_spaces, self.spaces.action, self.observations.columns)
-        self._random_noise = SeatNoise(self.random.noise_size, "uniform")
-        self._policy_noise = SeatNoise(0, "uniform")
+        self.noise: dict[SeatUse, SeatNoise] = {}
+        """What actions are made from, by use."""
+        self._begin_noise("random_actions", self.random.noise_size, "uniform")
 
     @property
     def spaces(self) -> Spaces:
@@ -89,9 +90,8 @@ class ModuleSeats:
             place = len(self._places)
             self._widen((*self._places, agent))
             self._places[agent] = place
-            envs = range(self._num_envs)
-            self._random_noise.add(self._seeds.of_seat("random_actions", i, self.index, agent) for i in envs)
-            self._policy_noise.add(self._seeds.of_seat("policy", i, self.index, agent) for i in envs)
+            for use, noise in self.noise.items():
+                self._draw_for(agent, use, noise)
             self.open_fragment(self._capacity)
         return place * self._num_envs + env_index
 
@@ -119,12 +119,32 @@ class ModuleSeats:
         """Act with `module` from now on; None leaves random actions. Raises `ModuleError` for a bad initial state."""
         self.module = module
         self._make_actor()
-        if module is None:
-            return
-        self._policy_noise = SeatNoise(module.noise_size, module.noise_kind)
+        self.noise.pop("policy", None)
+        if module is not None:
+            self._begin_noise("policy", module.noise_size, module.noise_kind)
+
+    def _begin_noise(self, use: SeatUse, size: int, kind: Literal["uniform", "normal"]) -> None:
+        self.noise[use] = SeatNoise(size, kind)
         for agent in self._places:
-            envs = range(self._num_envs)
-            self._policy_noise.add(self._seeds.of_seat("policy", i, self.index, agent) for i in envs)
+            self._draw_for(agent, use, self.noise[use])
+
+    def _draw_for(self, agent: int, use: SeatUse, noise: SeatNoise) -> None:
+        noise.add(self._seeds.seats.of(use, i, self.index, agent) for i in range(self._num_envs))
+
+    def draw_anew(self) -> None:
+        """Draw all noise once more from the seats' streams, which are others now."""
+        for use, noise in self.noise.items():
+            self._begin_noise(use, noise.size, noise.kind)
+
+    @property
+    def agents(self) -> list[int]:
+        """Agents that have seats, in the order of their rows."""
+        return list(self._places)
+
+    def rows_of(self, agents: Sequence[int]) -> Rows:
+        """All rows of `agents`, agent by agent; makes room for those that are new."""
+        first = [self.row_of(0, agent) for agent in agents]
+        return np.add.outer(np.array(first, np.intp), np.arange(self._num_envs)).reshape(-1)
 
     def open_fragment(self, capacity: int) -> None:
         """Have a fragment if there are seats; those who come later get one of this capacity too."""
@@ -145,10 +165,10 @@ class ModuleSeats:
         """Columns with a row for every seat; those of `acting` are meant."""
         some = None if len(acting) == self.width else acting
         if random_actions:
-            columns = self.random(self._random_noise.next(acting), acting)
+            columns = self.random(self.noise["random_actions"].next(acting), acting)
             return self.connectors.for_env(columns, some) if self.connectors.maps_actions else columns
         assert self._actor is not None
-        columns = self._actor(self._policy_noise.next(acting) if explore else None, some)
+        columns = self._actor(self.noise["policy"].next(acting) if explore else None, some)
         return self.connectors.for_env(columns, some)
 
     def answer(self, rows: Rows, rewards: NDArray[np.float64], unseen: Sequence[int]) -> None:

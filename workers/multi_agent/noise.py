@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-_BLOCK = 64
+from headrace.workers.randomness import BLOCK
 
 
 class SeatNoise:
@@ -18,9 +18,9 @@ class SeatNoise:
     """
 
     def __init__(self, size: int, kind: Literal["uniform", "normal"]) -> None:
-        self._kind = kind
+        self.size, self.kind = size, kind
         self._streams: list[np.random.Generator] = []
-        self._block = np.empty((0, _BLOCK, size), np.float32)
+        self._block = np.empty((0, BLOCK, size), np.float32)
         self._at: NDArray[np.intp] = np.empty(0, np.intp)
         self._every: NDArray[np.intp] = self._at
         self._polls_left = 0
@@ -33,7 +33,7 @@ class SeatNoise:
         block = np.empty((len(self._streams), *self._block.shape[1:]), np.float32)
         block[: len(self._block)] = self._block
         self._block = block
-        self._at = np.concatenate((self._at, np.full(len(new), _BLOCK, np.intp)))
+        self._at = np.concatenate((self._at, np.full(len(new), BLOCK, np.intp)))
         self._every = np.arange(len(self._at))
         self._refill()
 
@@ -46,11 +46,20 @@ class SeatNoise:
             self._refill()
         return numbers
 
+    def read(self) -> dict[str, Any]:
+        """numbers: float32 (rows, passes, size), drawn already. used: int64 (rows,), for how many passes they were."""
+        return {"numbers": self._block.copy(), "used": self._at.astype(np.int64)}
+
+    def write(self, rows: NDArray[np.intp], numbers: NDArray[np.float32], used: NDArray[np.int64]) -> None:
+        """Let `rows` go on as `read` found them."""
+        self._block[rows], self._at[rows] = numbers, used
+        self._polls_left = BLOCK - int(self._at.max(initial=0))
+
     def _refill(self) -> None:
         shape = self._block.shape[1:]
-        for row in np.flatnonzero(self._at == _BLOCK).tolist():
+        for row in np.flatnonzero(self._at == BLOCK).tolist():
             stream = self._streams[row]
-            normal = self._kind == "normal"
+            normal = self.kind == "normal"
             self._block[row] = (stream.standard_normal if normal else stream.random)(shape, dtype=np.float32)
             self._at[row] = 0
-        self._polls_left = _BLOCK - int(self._at.max(initial=0))
+        self._polls_left = BLOCK - int(self._at.max(initial=0))

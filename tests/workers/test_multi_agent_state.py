@@ -1,0 +1,220 @@
+"""A restored multi-agent runner lives on as the first would have, agents that appear later included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from test_state_components import _equal, _through_arrays
+from toy_multi_envs import Schedule, Together, check_books, multi_runner, scheduled
+
+from headrace.schemas.chunk import EpisodeChunk
+from headrace.schemas.errors import StateError
+from headrace.workers.multi_agent.noise import SeatNoise
+from headrace.workers.randomness import SeatStreams
+
+POLICIES = pytest.mark.parametrize(
+    "policies",
+    [
+        {"policies": ["shared"]},
+        {"policies": ["a0", "a1", "a2", "a3"]},
+        # Who plays an agent is another in each episode, so that modules meet agents late.
+        {"policies": ["m", "n"], "policy_mapping_fn": lambda a, e: "mn"[(int(a[1:]) + int(e[-4:], 16)) % 3 == 0]},
+    ],
+)
+
+
+def _seen(chunks: Any) -> list[Any]:
+    return sorted(map(_content, chunks))
+
+
+def _content(c: EpisodeChunk) -> Any:
+    drawn = c.columns["logp"].tobytes() if len(c) and "logp" in c.columns else b""
+    return c.episode_id, c.agent_id, c.module_id, c.chunk_index, c.seed, c.actions.tobytes(), c.obs.tobytes(), drawn
+
+
+@POLICIES
+@pytest.mark.parametrize("random_actions", [True, False])
+def test_a_restored_runner_samples_the_same_whole_episodes(policies: Any, random_actions: bool) -> None:
+    def runner(**settings: Any) -> Any:
+        return multi_runner(scheduled([], agents=4), num_envs=3, run_uid="r", **policies, **settings)
+
+    with runner() as first, runner() as second:
+        first.sample(num_episodes=2, random_actions=random_actions)
+        second.set_state(_through_arrays(first.get_state()))
+        assert _equal(first.get_state(), second.get_state())
+        for _ in range(25):  # beyond a block of numbers
+            ours, theirs = (s.sample(num_episodes=3, random_actions=random_actions) for s in (first, second))
+            assert _seen(ours) == _seen(theirs)
+        assert _equal(first.get_state(), second.get_state())
+        check_books(second)
+
+
+def test_another_life_goes_on_with_the_seats_of_the_first() -> None:
+    """Also where the seed is another, and with agents that neither had met before."""
+    late = False
+
+    class Late(Schedule):
+        """All but a0 come only once it is `late`."""
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            self.possible_agents = [f"a{i}" for i in range(4)] if late else ["a0"]
+            observations, infos = super().reset(seed=seed)
+            return observations or {"a0": self._see("a0")}, infos
+
+    def runner(**settings: Any) -> Any:
+        return multi_runner(lambda c: Late(c.vector_index, [], 4, 0.0), num_envs=2, **settings)
+
+    with runner(seed=None) as first, runner(seed=3, incarnation=5) as second:
+        first.sample(num_episodes=4)
+        second.sample(num_episodes=4)
+        second.set_state(first.get_state(), force=True)
+        late = True
+        for _ in range(5):
+            ours, theirs = first.sample(num_episodes=2), second.sample(num_episodes=2)
+            assert len({c.agent_id for c in ours}) > 1
+            assert sorted(_content(c)[4:6] for c in ours) == sorted(_content(c)[4:6] for c in theirs)
+
+
+def test_agents_that_the_first_never_met_begin_as_they_would_have_there() -> None:
+    plays = ["x"]
+
+    def runner() -> Any:
+        return multi_runner(
+            env_config={"lengths": [4, 4]}, policies=["x", "y"], policy_mapping_fn=lambda a, _: plays[-1]
+        )
+
+    with runner() as first, runner() as second:
+        first.sample(num_episodes=1)
+        plays.append("y")
+        second.sample(num_episodes=40)
+        second.set_state(first.get_state())
+        for module_id in ("y", "x", "y"):
+            plays.append(module_id)
+            assert [c.actions.tolist() for c in first.sample(num_episodes=20)] == [
+                c.actions.tolist() for c in second.sample(num_episodes=20)
+            ]
+
+
+def test_envs_and_modules_built_anew_do_not_make_it_repeat_itself() -> None:
+    with multi_runner(num_envs=2) as first, multi_runner(num_envs=2) as second:
+        first.sample(num_episodes=9)
+        first.make_module()
+        first.make_env()
+        second.set_state(_through_arrays(first.get_state()), force=True)
+        assert _seen(first.sample(num_episodes=9)) == _seen(second.sample(num_episodes=9))
+
+
+def test_a_restored_runner_goes_on_at_an_episodes_boundary() -> None:
+    settings: dict[str, Any] = {"env_config": {"lengths": [5, 5]}, "rollout_fragment_length": 10, "num_envs": 2}
+    with multi_runner(**settings) as first, multi_runner(**settings) as second:
+        first.sample_fragment()
+        second.set_state(first.get_state())
+        for _ in range(5):
+            assert _seen(first.sample_fragment()) == _seen(second.sample_fragment())
+
+
+def test_an_episode_in_its_middle_is_left_behind_and_told() -> None:
+    with multi_runner(env_config={"lengths": [9, 9]}) as first, multi_runner(env_config={"lengths": [9, 9]}) as second:
+        first.sample(num_timesteps=4)
+        own = second.sample(num_timesteps=2)
+        second.set_state(first.get_state())
+        *chunks, one, other = second.sample(num_timesteps=3)
+        assert {one.episode_id, other.episode_id} == {c.episode_id for c in own}
+        assert one.end_reason == other.end_reason == "reset"
+        assert all(c.t_start == 0 for c in chunks)
+        check_books(second)
+
+
+def test_streams_of_another_worker_are_left_alone() -> None:
+    with (
+        multi_runner() as first,
+        multi_runner(worker_index=1) as second,
+        multi_runner(worker_index=1) as untouched,
+    ):
+        first.sample(num_timesteps=10)
+        second.set_state(first.get_state())
+        assert _seen(second.sample(num_episodes=2)) == _seen(untouched.sample(num_episodes=2))
+
+
+class Wide(Together):
+    """Actions of another size."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.action_spaces = dict.fromkeys(self.possible_agents, gym.spaces.MultiDiscrete([3, 3]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_envs": 3}, r"random_streams/lanes/ahead should be int64 \(3,\), got int64 \(2,\)"),
+        ({"policies": ["other"]}, r"is of the modules \['shared'\]; this runner has \['other'\]"),
+        ({"env_config": {"lengths": [5]}}, r"seats/keys should be from 0 to below .* the state is of another env"),
+        (
+            {"env": Wide},
+            r"seats/shared/random_actions/numbers should be float32 \(4, 64, 2\), got float32 \(4, 64, 1\)",
+        ),
+    ],
+)
+def test_streams_that_do_not_fit_change_nothing(settings: dict[str, Any], message: str) -> None:
+    with multi_runner(num_envs=2) as first, multi_runner(**{"num_envs": 2, **settings}) as second:
+        first.sample(num_timesteps=2)
+        before = second.get_state()
+        with pytest.raises(StateError, match=message):
+            second.set_state(first.get_state(not_components="rl_module"))
+        assert _equal(second.get_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda seats: seats.update(incarnation="x"), "incarnation should be a whole number, got 'x'"),
+        (
+            lambda seats: seats["modules"]["shared"]["policy"]["used"].fill(64),
+            "policy/used should be from 0 to below 64",
+        ),
+        (lambda seats: seats["modules"]["shared"].pop("policy"), "policy/numbers should be float32"),
+        (lambda seats: seats["modules"].update(shared=3), "agents should be int64"),
+        (lambda seats: seats.pop("entropy"), "seats/entropy should be uint8"),
+        (lambda seats: seats.pop("modules"), "is of the modules None"),
+    ],
+)
+def test_a_state_that_was_tampered_with_is_refused(change: Any, message: str) -> None:
+    with multi_runner() as sampler:
+        sampler.sample(num_timesteps=3)
+        state = sampler.get_state()
+        change(state["random_streams"]["seats"])
+        with pytest.raises(StateError, match=message):
+            sampler.set_state(state)
+        check_books(sampler)
+
+
+def test_a_runner_without_an_env_has_no_streams_and_random_streams_can_be_left_out() -> None:
+    with multi_runner() as sampler:
+        assert "random_streams" not in sampler.get_state(not_components="random_streams")
+    with multi_runner(None) as sampler:
+        assert "random_streams" not in sampler.get_state()
+
+
+def test_numbers_of_a_seat_do_not_depend_on_when_it_was_restored() -> None:
+    """Row by row: the same numbers, whatever was used of its block when it was read."""
+    rows = np.arange(3)
+
+    def noise() -> SeatNoise:
+        streams = SeatStreams(9, 0, 0)
+        made = SeatNoise(2, "normal")
+        made.add(streams.of("policy", 0, 0, agent) for agent in range(3))
+        return made
+
+    for used in (0, 1, 63, 64, 100):
+        one, other = noise(), noise()
+        for _ in range(used):
+            one.next(np.array([1]))
+        drawn = one.read()
+        other.write(rows, drawn["numbers"], drawn["used"])
+        for poll in range(64 - used % 64):
+            acting = np.array([poll % 3])
+            np.testing.assert_array_equal(one.next(acting), other.next(acting))
