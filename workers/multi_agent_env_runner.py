@@ -234,11 +234,15 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
     def get_metrics(self) -> dict[str, Any]:
         """See `EnvRunner`; figures that have no value are absent. Steps that hang are not counted as sampled yet.
 
-        Besides: rewards for which there was no step, because their agents never acted or their last step was dropped,
-        by agents concerned and in sum; final observations that were repeated, and final steps that were dropped.
+        Besides: agent steps that were discarded; rewards for which there was no step, because their agents never acted
+        or their last step was dropped, by agents concerned and in sum; final observations that were repeated, and final
+        steps that were dropped.
         """
-        losses = self._vector.losses
+        if self._sampler is None:
+            return self._metrics.report()
+        losses = self._sampler.losses
         return self._metrics.report() | {
+            "num_agent_steps_discarded_lifetime": sum(self.totals.discarded.values()),
             "num_agent_rewards_lost_lifetime": losses.rewards,
             "agent_rewards_lost_lifetime": losses.return_,
             "num_final_observations_repeated_lifetime": losses.final_observations_repeated,

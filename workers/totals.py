@@ -23,11 +23,14 @@ class RunnerTotals:
     env_steps: int = 0
     env_steps_delivered: int = 0
     """Env steps of which the agents' steps were delivered, or hang."""
+    env_steps_discarded: int = 0
+    """Env steps of episodes that were given up, from where they were cut last."""
     episodes: int = 0
     env_failures: int = 0
     env_rebuilds: int = 0
 
-    def discard(self, reason: Discard, steps: int) -> None:
-        """`steps` that stood open, or were never put there, will not become a chunk."""
+    def discard(self, reason: Discard, steps: int, env_steps: int | None = None) -> None:
+        """`steps` that stood open, or were never put there, will not become a chunk; None: each was an env step."""
+        self.env_steps_discarded += steps if env_steps is None else env_steps
         if steps:
             self.discarded[reason.value] = self.discarded.get(reason.value, 0) + steps

@@ -200,7 +200,7 @@ class MultiAgentSampler:
             self._take_info(seat, info)
         for seat in outcome.dropped:
             self._totals.open -= 1
-            self._totals.discard(Discard.ENV_BAD_DATA, 1)
+            self._totals.discard(Discard.ENV_BAD_DATA, 1, env_steps=0)
             self.losses.final_steps_dropped += 1
             self.losses.lose(seat.reward)
             seat.hangs, seat.reward = False, 0.0
@@ -270,7 +270,7 @@ class MultiAgentSampler:
         failure.discarded = lost
         failure.at = f"step {episode.t + (not failure.stepped)} of episode {self._id_high:016x}{episode.id_low:016x}"
         self._totals.open -= lost
-        self._totals.discard(failure.reason, lost)
+        self._totals.discard(failure.reason, lost, episode.t - episode.t_cut)
         self.envs.end_episodes([failure.lane])
         self.envs.fail(failure)
 
@@ -368,7 +368,7 @@ class MultiAgentSampler:
         for module in self.modules:
             lost += lose_ended(module, self._goes_on, reason)
         self._totals.open -= lost
-        self._totals.discard(reason, lost)
+        self._totals.discard(reason, lost, sum(episode.t - episode.t_cut for episode in self._episodes()))
         self.envs.end_episodes(range(len(self.envs.lanes)))
         self.needs_reset = True
 
@@ -397,6 +397,6 @@ class MultiAgentSampler:
             ended = module.fragment.ended if module.fragment is not None else []
             module.markers += [Marker(chunk.episode, Discard.RESET) for chunk in ended if chunk.episode.chunks]
             module.fragment = None
-        self._totals.discard(Discard.RESET, self._totals.open)
+        self._totals.discard(Discard.RESET, self._totals.open, sum(e.t - e.t_cut for e in self._over))
         self._totals.open = 0
         self._over = []
