@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import Any
 
+import numpy as np
 import pytest
 from test_callbacks import Recording, _always, _counts, _raise_at
 from toy_multi_envs import Schedule, Together, check_books, multi_runner, scheduled
 
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunk import ChunkEnd, to_episode
 from headrace.schemas.errors import CallbackError, ConfigError, EnvRestartBudgetError
 from headrace.workers import EnvContext
 from headrace.workers.callbacks import RunnerCallback
@@ -278,3 +279,49 @@ def test_a_pettingzoo_env_is_told_as_its_maker_built_it() -> None:
     with multi_runner(lambda _: rps_v2.env(), callbacks=[seen], module_config={"hidden": [8]}) as sampler:
         sampler.sample(num_timesteps=2, random_actions=True)
     assert {type(arguments["env"]) for _, arguments in seen.told if "env" in arguments} == {rps_v2.raw_env}
+
+
+@pytest.mark.parametrize("mode", ["truncate_episodes", "complete_episodes"])
+@pytest.mark.parametrize("seed", range(5))
+def test_each_episode_that_was_created_ends_or_is_aborted_whatever_raises(seed: int, mode: str) -> None:
+    """Envs and callbacks fail at random, agents come and go, and samplings of all sizes follow one another."""
+    random = np.random.default_rng(seed)
+    raised: Counter[str] = Counter()
+
+    def sometimes(event: str, probability: float) -> Any:
+        def raising() -> None:
+            if random.random() < probability:
+                raised[event] += 1
+                raise RuntimeError(event)
+
+        return raising
+
+    likely = {"on_episode_created": 0.03, "on_episode_start": 0.03, "on_episode_step": 0.01, "on_episode_end": 0.05}
+    seen = Recording()
+    settings = {
+        "num_envs": 1 + seed,
+        "callbacks": [seen, {event: sometimes(event, p) for event, p in likely.items()}],
+        "batch_mode": mode,
+        "rollout_fragment_length": int(random.integers(1, 12)),
+        "env_restart_attempts": 10**6,
+        "max_env_restarts_per_window": 10**6,
+    }
+    with multi_runner(scheduled([], fails=0.01), seed=seed, **settings) as sampler:
+        lives = defaultdict(list)
+        for size in random.integers(-12, 12, 40).tolist():
+            how = {"num_episodes": -size // 3} if size < 0 else {"num_timesteps": size, "force_reset": size == 1}
+            for c in sampler.sample(**how) if abs(size) < 8 else sampler.sample_fragment():
+                lives[c.episode_id, c.agent_id].append(c)
+            check_books(sampler)
+            counts, totals = _counts(seen.told), sampler.totals
+            running = sampler.running_episodes()
+            assert totals.episodes == counts["on_episode_end"] - raised["on_episode_end"]
+            assert counts["on_episode_created"] == totals.episodes + counts["on_episode_aborted"] + len(running)
+            uncut = sum(view.episode.t - view.episode.t_cut for view in running)
+            assert totals.env_steps == totals.env_steps_delivered + totals.env_steps_discarded + uncut
+        assert set(totals.discarded) <= {"callback_exception", "env_exception", "reset"}
+        for c in sampler.sample(num_episodes=1):
+            lives[c.episode_id, c.agent_id].append(c)
+    assert sum(raised.values()) > 3
+    for chunks in lives.values():
+        assert to_episode(chunks).end is not ChunkEnd.ONGOING
