@@ -185,7 +185,22 @@ def test_one_that_always_raises_comes_to_a_typed_end(event: str) -> None:
 
 
 def test_on_env_failed_and_on_episode_aborted_tell_of_an_envs_failure() -> None:
-    seen = Recording()
+    looks: list[Any] = []
+
+    class Seen(Recording):
+        def on_env_failed(self, episode: Any, **arguments: Any) -> None:
+            self.told.append(("on_env_failed", {"episode": episode, **arguments}))
+            self.look(episode)
+
+        def on_episode_aborted(self, episode: Any, **arguments: Any) -> None:
+            self.told.append(("on_episode_aborted", {"episode": episode, **arguments}))
+            self.look(episode)
+
+        def look(self, episode: Any) -> None:
+            agents = [(a, len(v), v.episode_return, v.observation.tolist()) for a, v in episode.agents.items()]
+            looks.append((len(episode), episode.episode_return, agents))
+
+    seen = Seen()
     truth: list[dict[str, Any]] = []
     with multi_runner(scheduled(truth, fails=0.05), num_envs=2, callbacks=[seen]) as sampler:
         while sampler.totals.env_failures < 5:
@@ -197,6 +212,8 @@ def test_on_env_failed_and_on_episode_aborted_tell_of_an_envs_failure() -> None:
             assert (str(one["exc"]), other["reason"]) == ("diverged", "env_exception")
             assert one["env_index"] == other["env_index"] == one["episode"].env_index
             assert one["episode"] is other["episode"]
+        assert looks[::2] == looks[1::2]
+        assert any(steps for _, _, agents in looks for _, steps, *_ in agents)
         recreated = [a["env_context"].recreated for event, a in seen.told if event == "on_environment_created"]
         assert recreated == [False, False] + [True] * sampler.totals.env_rebuilds
 

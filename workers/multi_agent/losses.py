@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.schemas.ledger import Discard
 from headrace.workers.cutting import Marker
 from headrace.workers.fragment import OpenChunk
-from headrace.workers.multi_agent.episodes import Seat
+from headrace.workers.multi_agent.episodes import MultiAgentEpisode, Seat
 from headrace.workers.multi_agent.module_seats import ModuleSeats
 
 
@@ -30,12 +30,23 @@ class LossCounts:
             self.return_ += reward
 
 
-def lose_open(seat: Seat, reason: Discard) -> int:
-    """Forget the seat's open chunk, and tell the learner if it knows a part; gives the steps in its rows."""
-    lost = seat.module.fragment.abort(seat.row) if seat.module.fragment is not None else None
-    if seat.episode.chunks:
-        seat.module.markers.append(Marker(seat.episode, reason))
-    return lost[1] if lost is not None else 0
+def lose_episode(episode: MultiAgentEpisode, reason: Discard, unrecorded: Sequence[Seat] = ()) -> int:
+    """Forget all open chunks of the episode, and tell the learner if it knows a part; gives the steps lost with them.
+
+    That is the steps in rows and those that hang; not those of the seats `unrecorded`, who acted in the poll that goes
+    wrong. What agents that were done before had is delivered all the same.
+    """
+    acting = set(map(id, unrecorded))
+    lost = 0
+    for seat in episode.seats.values():
+        fragment = seat.module.fragment
+        rows = fragment.abort(seat.row) if fragment is not None else None
+        if seat.done and rows is None:
+            continue
+        if seat.episode.chunks:
+            seat.module.markers.append(Marker(seat.episode, reason))
+        lost += (rows[1] if rows is not None else 0) + (seat.hangs and id(seat) not in acting)
+    return lost
 
 
 def lose_ended(module: ModuleSeats, goes_on: Callable[[OpenChunk], bool], reason: Discard) -> int:

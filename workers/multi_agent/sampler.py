@@ -28,7 +28,7 @@ from headrace.workers.multi_agent.batches import ModuleBatches
 from headrace.workers.multi_agent.cutting import cut_seats
 from headrace.workers.multi_agent.episodes import AgentEpisode, MultiAgentEpisode, Seat
 from headrace.workers.multi_agent.fragment import SeatFragment
-from headrace.workers.multi_agent.losses import LossCounts, lose_ended, lose_open
+from headrace.workers.multi_agent.losses import LossCounts, lose_ended, lose_episode
 from headrace.workers.multi_agent.module_seats import ModuleSeats
 from headrace.workers.multi_agent.policies import PolicyMappingError
 from headrace.workers.multi_agent.turns import Turn, parts_of
@@ -260,13 +260,10 @@ class MultiAgentSampler:
         episode = lane.episode
         assert isinstance(episode, MultiAgentEpisode), "only an env with an episode is stepped"
         if self._events.watches_failures:
-            failure.view = self.look(lane, episode)
+            failure.view = self.look(lane, episode).lasting()
             self._events.aborted(failure.view, failure.reason)
-        acting = set() if recorded else set(map(id, episode.acting))
-        lost = len(acting) if failure.stepped else 0
-        for seat in episode.seats.values():
-            if seat.fragment.open[seat.row] is not None:
-                lost += lose_open(seat, failure.reason) + (seat.hangs and id(seat) not in acting)
+        unrecorded = [] if recorded else episode.acting
+        lost = lose_episode(episode, failure.reason, unrecorded) + len(unrecorded) * failure.stepped
         failure.discarded = lost
         failure.at = f"step {episode.t + (not failure.stepped)} of episode {self._id_high:016x}{episode.id_low:016x}"
         self._totals.open -= lost
@@ -362,9 +359,7 @@ class MultiAgentSampler:
         for episode in self._episodes():
             if self._events.watches_failures:
                 self._events.aborted(self.look(self.envs.lanes[episode.env_index], episode), reason)
-            for seat in episode.seats.values():
-                if not seat.done:
-                    lost += lose_open(seat, reason) + seat.hangs
+            lost += lose_episode(episode, reason)
         for module in self.modules:
             lost += lose_ended(module, self._goes_on, reason)
         self._totals.open -= lost

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.workers.episode_view import AnyEpisodeView, EpisodeView
@@ -43,6 +43,12 @@ class MultiAgentEpisodeView(AnyEpisodeView):
     """
 
     episode: MultiAgentEpisode
+    taken: dict[Any, AgentView] | None = None
+    """Views that were taken before the buffers forget the episode."""
+
+    def lasting(self) -> MultiAgentEpisodeView:
+        """The same, readable also when the episode's rows were given up, until others are written over them."""
+        return replace(self, taken=self.agents)
 
     def __len__(self) -> int:
         """Env steps since the reset."""
@@ -81,6 +87,8 @@ class MultiAgentEpisodeView(AnyEpisodeView):
         return self._view(seat)
 
     def _view(self, seat: Seat) -> AgentView:
+        if self.taken is not None:
+            return self.taken[seat.agent]
         fragment = seat.module.fragment
         rows = fragment.rows_of(seat.row, seat.episode, hangs=seat.hangs) if fragment is not None else None
         return AgentView(
