@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,12 @@ from headrace.schemas.chunk import ChunkEnd, to_episode
 from headrace.schemas.errors import CallbackError, ConfigError, EnvRestartBudgetError
 from headrace.workers import EnvContext
 from headrace.workers.callbacks import RunnerCallback
+from headrace.workers.connectors import FlattenObservations, FrameStack, MeanStd, PreviousActionReward
+
+REMEMBERING: dict[str, Any] = {
+    "env_to_module": [PreviousActionReward, FlattenObservations, MeanStd, partial(FrameStack, 2)],
+    "module": "headrace.workers.modules:lstm_actor_critic",
+}
 
 
 def test_the_course_of_one_episode_and_what_is_seen_of_it() -> None:
@@ -117,16 +124,16 @@ def test_an_agent_that_has_not_appeared_is_named() -> None:
 
 
 @pytest.mark.parametrize("event", ["on_episode_created", "on_episode_start", "on_episode_step", "on_episode_end"])
-@pytest.mark.parametrize("policies", [["shared"], ["a0", "a1", "a2"]])
+@pytest.mark.parametrize("parts", [{"policies": ["shared"]}, {"policies": ["a0", "a1", "a2"]}, REMEMBERING])
 def test_an_exception_costs_the_episode_by_name_and_siblings_stay_the_same_to_the_bit(
-    event: str, policies: list[str], caplog: Any
+    event: str, parts: dict[str, Any], caplog: Any
 ) -> None:
     truth: list[dict[str, Any]] = []
 
     def lives(callbacks: list[Any]) -> Any:
         seen = Recording()
         found = defaultdict(list)
-        settings = {"num_envs": 3, "rollout_fragment_length": 10, "policies": policies}
+        settings = {"num_envs": 3, "rollout_fragment_length": 10, **parts}
         with multi_runner(scheduled(truth), callbacks=[*callbacks, seen], **settings) as sampler:
             for _ in range(20):
                 for c in sampler.sample_fragment():

@@ -7,6 +7,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from test_multi_agent_callbacks import REMEMBERING
 from test_state_components import _equal, _through_arrays
 from toy_multi_envs import Schedule, Together, check_books, multi_runner, scheduled
 
@@ -50,6 +51,26 @@ def test_a_restored_runner_samples_the_same_whole_episodes(policies: Any, random
             assert _seen(ours) == _seen(theirs)
         assert _equal(first.get_state(), second.get_state())
         check_books(second)
+
+
+def test_connectors_and_memory_go_on_too() -> None:
+    """Both take the state, by force since its weights are not newer: a mean of each seat's own becomes one of all.
+
+    What a seat has seen and not told yet counts beside any state, so the first tells it before.
+    """
+
+    def runner() -> Any:
+        return multi_runner(scheduled([], agents=3), num_envs=2, **REMEMBERING)
+
+    with runner() as first, runner() as second:
+        first.sample(num_episodes=2)
+        first.take_connector_update()
+        state = _through_arrays(first.get_state())
+        for sampler in (first, second):
+            sampler.set_state(state, force=True)
+        for _ in range(5):
+            assert _seen(first.sample(num_episodes=2)) == _seen(second.sample(num_episodes=2))
+        assert _equal(first.get_state(), second.get_state())
 
 
 def test_another_life_goes_on_with_the_seats_of_the_first() -> None:
