@@ -22,6 +22,9 @@ class FleetMetrics:
     def __init__(self, bytes_before: Mapping[tuple[int, int], Mapping[str, int]] | None = None) -> None:
         self._episodes: deque[tuple[float, int]] = deque(maxlen=EPISODE_WINDOW)
         self._arrivals: deque[tuple[float, int]] = deque()
+        """(when, env steps) of each batch lately."""
+        self._env_steps: dict[tuple[int, int], int] = {}
+        """Of each source, as of its last batch."""
         self._bytes: dict[tuple[int, int], int] = {}
         self._events: list[dict[str, Any]] = []
         self._lease_since = 0.0
@@ -37,8 +40,11 @@ class FleetMetrics:
     def observe(self, header: BatchHeader, nbytes: int, now: float) -> None:
         """A batch was accepted for the first time."""
         self._episodes.extend(header.episodes)
-        self._arrivals.append((now, header.steps))
-        key = (header.slot, header.incarnation)
+        key, env_steps = (header.slot, header.incarnation), header.totals.steps_of_envs
+        # The first that a young broker hears of an old worker says nothing of how fast it is.
+        before = self._env_steps.get(key, 0 if header.seq == 1 else env_steps)
+        self._arrivals.append((now, max(0, env_steps - before)))
+        self._env_steps[key] = env_steps
         self._bytes[key] = self._bytes.get(key, 0) + nbytes
 
     def report(self, core: BrokerCore, now: float) -> Report:

@@ -137,11 +137,13 @@ class Source:
         """Take the worker's last totals and what it left behind: open steps and batches nobody accepted.
 
         `window` are the batches it had cut and not seen settled, each with its own counts, as the recorder holds them.
+        The recorder has no steps by module, so that those of the last batch accepted stay.
         """
         discarded = dict(totals.discarded)
         if totals.open:
             discarded[reason] = discarded.get(reason, 0) + totals.open
-        self.totals = totals.model_copy(update={"open": 0, "discarded": discarded})
+        by_module = self.totals.module_steps
+        self.totals = totals.model_copy(update={"open": 0, "discarded": discarded, "module_steps": by_module})
         self.left = {batch.seq: batch for batch in window if batch.seq > self.accepted}
         self.left_reason = reason if reason in set(Drop) else Drop.WORKER_KILLED
         self.end_reason = self.end_reason or reason

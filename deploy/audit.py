@@ -63,7 +63,7 @@ def _sources_against_rows(snapshot: Snapshot) -> Iterator[str]:
         name = f"slot {source[0]} incarnation {source[1]}"
         row, merged = snapshot.rows.get(source), snapshot.sources.get(source, {})
         if row is None:
-            yield f"{name}: {merged.get('env_steps_total', 0)} env steps were counted, but its ledger row is missing"
+            yield f"{name}: {merged.get('env_steps_total', 0)} steps were counted, but its ledger row is missing"
             continue
         if row.settled.seq > row.totals.seq:
             yield f"{name}: {row.settled.seq} batches settled, but only {row.totals.seq} cut"
@@ -111,16 +111,16 @@ def render(snapshot: Snapshot, problems: list[str], warned: list[str]) -> Render
 
 
 def equation(fleet: FleetLedger) -> str:
-    """stepped = committed + queued + each drop + each discard, with this fleet's numbers, in env steps."""
+    """stepped = committed + queued + each drop + each discard, with this fleet's numbers, in agent steps."""
     parts = [f"committed {fleet.committed[0]:,}", f"queued {fleet.queued:,}"]
     parts += [f"dropped[{reason}] {count[0]:,}" for reason, count in sorted(fleet.dropped.items())]
     parts += [f"discarded[{reason}] {steps:,}" for reason, steps in sorted(fleet.discarded.items())]
     sign = "≠" if fleet.balance() else "="
-    return f"stepped {fleet.stepped:,} {sign} {' + '.join(parts)}  (env steps)"
+    return f"stepped {fleet.stepped:,} {sign} {' + '.join(parts)}  (agent steps)"
 
 
 def _rows_table(snapshot: Snapshot) -> Table:
-    table = Table("slot", "inc.", title=f"fleet {snapshot.fleet_id}, env steps", title_justify="left")
+    table = Table("slot", "inc.", title=f"fleet {snapshot.fleet_id}, agent steps", title_justify="left")
     for column in ("stepped", "open", "discarded", "accepted", "committed", "held", "dropped"):
         table.add_column(column, justify="right")
     table.add_column("state")

@@ -16,7 +16,7 @@ class Numbers:
     """The few numbers a goal is judged by and a summary is made of."""
 
     steps: int = 0
-    """Env steps of the fleet's whole life, over all runs in its directory."""
+    """Env steps sampled in the fleet's whole life, over all runs in its directory, whoever acted in them."""
     episodes: int = 0
     mean_return: float | None = None
     """Over the newest `window` episodes; None before the first one has ended."""
@@ -27,7 +27,7 @@ class Numbers:
         """The numbers in one snapshot."""
         window = int(gauges.get("episodes_window", 0))
         return Numbers(
-            steps=totals.get("env_steps_total", 0),
+            steps=totals.get("env_steps_sampled_total", 0),
             episodes=totals.get("episodes_total", 0),
             mean_return=gauges.get("episode_return_mean") if window else None,
             window=window,

@@ -23,6 +23,8 @@ class Summary:
     run_dir: str
     seconds: float
     steps: int
+    """As in the ledger: where an env has several agents, each one's steps."""
+    env_steps: int
     episodes: int
     mean_return: float | None
     episodes_window: int
@@ -74,6 +76,7 @@ def conclude(
         run_dir=run_dir,
         seconds=round(seconds, 3),
         steps=ledger.stepped if ledger else end.steps,
+        env_steps=end.steps,
         episodes=end.episodes,
         mean_return=judged.mean_return,
         episodes_window=judged.window,
@@ -95,7 +98,7 @@ def print_summary(summary: Summary, stream: TextIO) -> None:
     for what, value in (
         ("goal", "reached" if summary.goal_reached else "not reached"),
         ("time", f"{summary.seconds:.1f} s"),
-        ("env steps", f"{summary.steps:,} ({summary.env_steps_per_s:,.0f}/s)"),
+        ("env steps", f"{summary.env_steps:,} ({summary.env_steps_per_s:,.0f}/s)"),
         ("episodes", f"{summary.episodes:,} ({summary.episodes_per_s:,.1f}/s)"),
         ("mean return", mean),
         ("weights", f"version {summary.weights_seq}"),
@@ -112,7 +115,7 @@ def print_summary(summary: Summary, stream: TextIO) -> None:
 
 def ledger_table(ledger: FleetLedger) -> Table:
     """stepped = committed + queued + dropped by name + discarded by name, one line each."""
-    table = Table(title="ledger, in env steps", title_justify="left", show_header=False)
+    table = Table(title="ledger, in agent steps", title_justify="left", show_header=False)
     table.add_row("stepped", f"{ledger.stepped:,}", "")
     table.add_row("committed", f"{ledger.committed[0]:,}", "trained on")
     table.add_row("queued", f"{ledger.queued:,}", "with a worker, the broker or the learner")

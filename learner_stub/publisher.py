@@ -2,13 +2,14 @@
 
 with WeightPublisher(endpoint) as weights:
     weights.publish(module.state_dict())
+    weights.publish({"one": one.state_dict(), "two": two.state_dict()})  # where modules are several
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from numpy.typing import NDArray
@@ -26,7 +27,8 @@ from headrace.schemas.messages import (
     WeightsAck,
     read,
 )
-from headrace.schemas.weights import encode_weights
+from headrace.schemas.module_spaces import check_module_ids
+from headrace.schemas.weights import encode_weights, join_modules
 from headrace.schemas.wire import MessageKind, decode_header
 
 _CONTROL: dict[MessageKind, type[Message]] = {m.KIND: m for m in (LearnerWelcome, WeightsAck, Fenced, Reject, Status)}
@@ -35,6 +37,9 @@ _SILENCE_S = 3.0
 """After so long without a word the broker may be another one, which knows neither this publisher nor its weights."""
 _SLOWEST_BYTES_PER_S = 10e6
 """How slow a broker may be to take a version before it is sent again; sending it too early only makes it slower."""
+
+
+StateDict = Mapping[str, torch.Tensor | NDArray[Any]]
 
 
 class WeightPublisher:
@@ -60,12 +65,15 @@ class WeightPublisher:
         connection.enroll(self)
         self._join(connect_timeout_s)
 
-    def publish(self, state_dict: Mapping[str, torch.Tensor | NDArray[Any]]) -> int:
+    def publish(self, state_dict: StateDict | Mapping[str, StateDict]) -> int:
         """Make these the fleet's newest weights; returns their seq. Copies them, and does not wait for their arrival.
 
-        Raises `EncodeError` for a tensor whose dtype has no place on the wire.
+        Of several modules: module id -> state dict. One that is left out is frozen: workers act with what they have
+        of it, those that start later with what it was built with. Arrays named "connectors/..." beside a module's
+        tensors are state of its connectors.
+        Raises `EncodeError` for a tensor whose dtype has no place on the wire, and for a module id that has none.
         """
-        arrays = {name: _to_array(name, value) for name, value in state_dict.items()}
+        arrays = {name: _to_array(name, value) for name, value in _flat(state_dict).items()}
         if not arrays:
             raise EncodeError("a state dict without tensors cannot be published; publish at least one")
         self.seq += 1
@@ -166,6 +174,21 @@ class WeightPublisher:
         else:
             self._joined = False
             self._next_send = 0.0
+
+
+def _flat(state_dict: StateDict | Mapping[str, StateDict]) -> StateDict:
+    """One state dict as it is, those of several modules under joined names."""
+    by_module: dict[str, StateDict] = {k: value for k, value in state_dict.items() if isinstance(value, Mapping)}
+    if not by_module:
+        return cast(StateDict, state_dict)
+    strays = sorted(state_dict.keys() - by_module.keys())
+    if strays:
+        raise EncodeError(f"{strays[:5]} stand beside state dicts of modules; put each tensor into its module's")
+    try:
+        check_module_ids(by_module)
+    except ValueError as error:
+        raise EncodeError(f"these weights cannot be published: {error}") from error
+    return join_modules(by_module)
 
 
 def _to_array(name: str, value: torch.Tensor | NDArray[Any]) -> NDArray[Any]:

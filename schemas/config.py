@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from headrace.schemas.module_spaces import check_mapping_table, check_module_ids
 from headrace.schemas.recorder import WINDOW
 
 LEAST_WINDOW = 4
@@ -41,7 +42,7 @@ class FleetSection(Section):
     until_return: float | None = Field(
         default=None, description="stop when the mean return of the last 100 episodes reaches this"
     )
-    until_steps: int | None = Field(default=None, gt=0, description="stop after this many env steps")
+    until_steps: int | None = Field(default=None, gt=0, description="stop after this many env steps, sampled")
     timeout_s: float | None = Field(
         default=None, gt=0, description="give up after this many seconds with exit code 17 (TIMEOUT)"
     )
@@ -136,8 +137,17 @@ class SamplingSettings(Section):
     )
     env_restart_window_s: float = Field(default=60.0, gt=0, description="length of that window")
 
+    @property
+    def is_multi_agent(self) -> bool:
+        """Whether envs are multi-agent ones, which is what `policies` or a mapping to them say."""
+        return self.policies is not None or self.policy_mapping_fn is not None
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if isinstance(self.policies, dict):
+            check_module_ids(self.policies)
+            if isinstance(self.policy_mapping_fn, dict):
+                check_mapping_table(self.policy_mapping_fn, self.policies)
         if self.env_restart_backoff_s > self.env_restart_backoff_max_s:
             raise ValueError(
                 f"env_restart_backoff_s = {self.env_restart_backoff_s:g} is more than "
@@ -237,7 +247,7 @@ class LearnerSection(Section):
     """The reference PPO learner. Its defaults take CartPole-v1 to a sampled return of 475 in some 100,000 steps."""
 
     enabled: bool = Field(default=True, description="false: `up` starts no learner; connect your own EpisodeStream")
-    steps_per_update: int = Field(default=2048, gt=0, description="env steps gathered for one PPO update")
+    steps_per_update: int = Field(default=2048, gt=0, description="agent steps gathered for one PPO update")
     epochs: int = Field(default=10, gt=0, description="passes over the steps of one update, at most")
     minibatch_size: int = Field(default=256, gt=0)
     learning_rate: float = Field(default=1e-3, gt=0)
@@ -308,18 +318,27 @@ class FleetConfig(Section):
             )
         return self
 
+    @property
+    def _modules(self) -> int:
+        """Of how many modules a cut gives a batch each."""
+        return len(self.sampling.policies or ("default_policy",))
+
     def window_batches(self) -> int:
         """Batches a worker keeps until they are settled. Few mean fresh data: a worker that may not run ahead samples
         with newer weights."""
         if self.worker.window_batches is not None:
             return self.worker.window_batches
         if not self.learner.enabled or self.sampling.batch_mode != "truncate_episodes":
-            return DEFAULT_WINDOW
-        return min(max(LEAST_WINDOW, self._batches_for(2 * self.learner.steps_per_update)), WINDOW - 1)
+            return min(DEFAULT_WINDOW * self._modules, WINDOW - 1)
+        least, enough = LEAST_WINDOW * self._modules, self._batches_for(2 * self.learner.steps_per_update)
+        return min(max(least, enough), WINDOW - 1)
 
     def _batches_for(self, steps: int) -> int:
-        """Batches that each worker must have under way for `steps` env steps of the fleet; 1 where batches vary."""
+        """Batches that each worker must have under way for `steps` of the fleet: one a module and cut.
+
+        Agents that act together make more steps of a cut than is reckoned with here. 1 where batches vary.
+        """
         if self.sampling.batch_mode != "truncate_episodes":
             return 1
-        batch = self.sampling.num_envs * self.sampling.rollout_fragment_length
-        return math.ceil(steps / (batch * max(1, self.fleet.workers)))
+        cut = self.sampling.num_envs * self.sampling.rollout_fragment_length
+        return math.ceil(steps / (cut * max(1, self.fleet.workers))) * self._modules

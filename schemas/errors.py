@@ -7,6 +7,7 @@
     │   ├── EnvContractError        reward, info or observation is not what the env's spaces promise
     │   └── EnvRestartBudgetError   an env kept failing until its rebuild budget was spent
     ├── ModuleError             a policy module could not be built, or answered with the wrong arrays
+    │   └── WhichModuleError        a fleet of several modules was asked for one without its name, or for another
     ├── CallbackError           a user's callback raised
     ├── ChunkError              chunks that are no parts of one episode, or a cut that leaves no step
     ├── StateError              a runner's state that does not fit the runner it is given to
@@ -34,6 +35,7 @@ what to do. `exit_code` is what a process of ours exits with when the error reac
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from enum import IntEnum
 from typing import Any
 
@@ -129,6 +131,16 @@ class ModuleError(HeadraceError):
     """A policy module could not be built, or answered with the wrong arrays."""
 
     exit_code = ExitCode.MODULE
+
+
+class WhichModuleError(ModuleError, LookupError):
+    """`asked` names none of the fleet's `modules`, or nothing was named where there are several."""
+
+    def __init__(self, asked: str | None, modules: Collection[str]) -> None:
+        self.asked = asked
+        self.modules = sorted(modules)
+        what = "which module is meant is not said" if asked is None else f"there is no module {asked!r:.80}"
+        super().__init__(f"{what}; this fleet's modules are {self.modules!r:.300}")
 
 
 class CallbackError(HeadraceError):

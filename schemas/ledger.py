@@ -6,10 +6,11 @@ For each life of a worker (slot, incarnation), in steps and in chunks:
     shipped   = accepted + lost                             lost: shipped batches no broker accepted, by name
     accepted  = committed + held + dropped by name          by the broker, which alone decides what became of a batch
 
-`open` is what stands in fragment buffers. Discarded steps never became a chunk; those the worker dropped did, but their
-batch got no number. Numbers from both sides belong to the same moment because the worker's totals ride in the header of
-each batch: the broker keeps those of the last batch it accepted, so `shipped` there and `accepted` here speak of
-exactly the same batches.
+Steps are those of chunks: an agent's, so that where an env has several agents an env step counts once for each that
+acted in it. `open` is what stands in fragment buffers, or was cut and waits for its number. Discarded steps never
+became a chunk; those the worker dropped did, but their batch got no number. Numbers from both sides belong to the same
+moment because the worker's totals ride in the header of each batch: the broker keeps those of the last batch it
+accepted, so `shipped` there and `accepted` here speak of exactly the same batches.
 """
 
 from __future__ import annotations
@@ -73,6 +74,15 @@ class WorkerTotals(BaseModel):
     episodes: Natural = 0
     env_failures: Natural = 0
     env_rebuilds: Natural = 0
+    env_steps: Natural | None = None
+    """Steps of envs, whoever acted in them; None from a peer or a book that knows envs of one agent only."""
+    module_steps: dict[str, Natural] = {}
+    """`shipped` by module; empty where that is not known, as of a worker that was killed."""
+
+    @property
+    def steps_of_envs(self) -> int:
+        """`env_steps`; where that is not known every step is an env's."""
+        return self.stepped if self.env_steps is None else self.env_steps
 
 
 class Settled(BaseModel):
@@ -135,6 +145,8 @@ class LedgerRow(BaseModel):
             yield (
                 f"{name}: accepted {self.accepted} != held {self.held} + settled {self.settled.total()} (steps, chunks)"
             )
+        if sum(t.module_steps.values()) > t.shipped:
+            yield f"{name}: shipped {t.shipped}, but its modules' steps are {sum(t.module_steps.values())}"
         if self.closed and t.open:
             yield f"{name}: closed with {t.open} steps still open"
 

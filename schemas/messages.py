@@ -78,6 +78,7 @@ class WorkerHello(Message):
     host: str = ""
     pid: Natural = 0
     spaces: dict[str, Any] = {}
+    """Once the envs stand: see `module_spaces.py`."""
     settled: Settled = Settled()
     totals: WorkerTotals = WorkerTotals()
     weights: Version = (0, 0)

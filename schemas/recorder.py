@@ -32,7 +32,9 @@ WINDOW = 1024
 """The most batches a worker may keep unsettled."""
 
 _MAGIC = 0x4452_4F43_4552_5248
-_LAYOUT = 1
+_LAYOUT = 2
+_KNOWN_LAYOUTS = (1, 2)
+"""Layout 1, of the previous minor version, has no env steps."""
 _COMMITS = 5
 _HEADER = 8
 _AREA = 128
@@ -40,7 +42,7 @@ _RING = _HEADER + 2 * _AREA
 _SIZE = 8 * (_RING + 3 * WINDOW)
 
 _UPDATED_NS, _SEQ, _STEPPED, _OPEN, _SHIPPED, _SHIPPED_CHUNKS, _EPISODES, _FAILURES, _REBUILDS, _SETTLED_SEQ = range(10)
-_COMMITTED, _SILENT_UNTIL_NS, _ACCEPTED = 10, 12, 13
+_COMMITTED, _SILENT_UNTIL_NS, _ACCEPTED, _ENV_STEPS = 10, 12, 13, 14
 _DISCARDED = 16
 _DROPPED = _DISCARDED + 16
 _SETTLED_DROPPED = _DROPPED + 32
@@ -68,10 +70,10 @@ class Recorder:
             self._words[i] = word
         self._words[0] = _MAGIC
 
-    def step(self, stepped: int, open_steps: int, discarded: Mapping[str, int]) -> None:
+    def step(self, stepped: int, open_steps: int, env_steps: int, discarded: Mapping[str, int]) -> None:
         """Record progress between two batches: the hot path's update. It also ends an announced silence."""
         v = self._values
-        v[_STEPPED], v[_OPEN], v[_SILENT_UNTIL_NS] = stepped, open_steps, 0
+        v[_STEPPED], v[_OPEN], v[_ENV_STEPS], v[_SILENT_UNTIL_NS] = stepped, open_steps, env_steps, 0
         for reason, steps in discarded.items():
             v[_DISCARDED + _DISCARDS[reason]] = steps
         self._commit()
@@ -89,6 +91,7 @@ class Recorder:
         v = self._values
         v[_SEQ], v[_STEPPED], v[_OPEN] = totals.seq, totals.stepped, totals.open
         v[_SHIPPED], v[_SHIPPED_CHUNKS] = totals.shipped, totals.shipped_chunks
+        v[_ENV_STEPS] = totals.steps_of_envs
         v[_EPISODES], v[_FAILURES], v[_REBUILDS] = totals.episodes, totals.env_failures, totals.env_rebuilds
         for reason, steps in totals.discarded.items():
             v[_DISCARDED + _DISCARDS[reason]] = steps
@@ -146,10 +149,10 @@ class Reading:
 def read_recorder(path: Path) -> Reading | None:
     """The last commit in the file at `path`; None when there is none, or its writer died before the first.
 
-    None also for a file that is no recorder of this layout. Raises nothing but OSError for a file it may not read.
+    None also for a file that is no recorder of a known layout. Raises nothing but OSError for a file it may not read.
     """
     words = _snapshot(path)
-    if words is None or words[0] != _MAGIC or words[1] != _LAYOUT:
+    if words is None or words[0] != _MAGIC or words[1] not in _KNOWN_LAYOUTS:
         return None
     try:
         return _reading(words)
@@ -186,6 +189,7 @@ def _reading(words: memoryview) -> Reading:
         episodes=v[_EPISODES],
         env_failures=v[_FAILURES],
         env_rebuilds=v[_REBUILDS],
+        env_steps=v[_ENV_STEPS] if words[1] > 1 else None,
     )
     settled = Settled(
         seq=v[_SETTLED_SEQ],

@@ -101,25 +101,28 @@ TABLE = (
 
 
 COUNTER_TABLE = (
-    Metric("env_steps_total", "env steps", "in batches the broker accepted for the first time"),
+    Metric("env_steps_total", "steps", "in batches the broker accepted for the first time"),
     Metric("chunks_total", "chunks", "in those batches"),
     Metric("batches_total", "batches", "cut by workers, up to the last accepted one, or to a worker's end"),
-    Metric("env_steps_sampled_total", "env steps", "stepped by workers, up to that batch"),
+    Metric("env_steps_sampled_total", "env steps", "of workers' envs, whoever acted in them, up to that batch"),
+    Metric("agent_steps_sampled_total", "steps", "stepped by workers, up to that batch"),
+    Metric("module_steps_{module}_total", "steps", "of `env_steps_total`, those of one module's agents"),
     Metric("episodes_total", "episodes", "finished, up to that batch"),
     Metric("env_failures_total", "failures", "of sub-environments, up to that batch"),
     Metric("env_rebuilds_total", "rebuilds", "of sub-environments, up to that batch"),
     Metric("settled_batches_total", "batches", "committed or dropped, with all before them"),
-    Metric("committed_steps_total", "env steps", "committed by the learner"),
+    Metric("committed_steps_total", "steps", "committed by the learner"),
     Metric("committed_chunks_total", "chunks", "committed by the learner"),
-    Metric("discarded_steps_{reason}_total", "env steps", "that never became a chunk; reasons: schemas.ledger.Discard"),
-    Metric("dropped_steps_{reason}_total", "env steps", "cut and never committed; reasons: schemas.ledger.Drop"),
+    Metric("discarded_steps_{reason}_total", "steps", "that never became a chunk; reasons: schemas.ledger.Discard"),
+    Metric("dropped_steps_{reason}_total", "steps", "cut and never committed; reasons: schemas.ledger.Drop"),
     Metric("dropped_chunks_{reason}_total", "chunks", "likewise"),
     Metric("bytes_total", "bytes", "of accepted batches, as received"),
 )
-"""Counters of `totals` and `sources`. All but bytes_total are read off a ledger row by `row_counters`."""
+"""Counters of `totals` and `sources`. A step is an agent's, as in the ledger; in an env of one agent it is the env's.
+All but bytes_total are read off a ledger row by `row_counters`."""
 
 GAUGE_TABLE = (
-    Metric("env_steps_per_s", "env steps/s", "accepted, over the last seconds"),
+    Metric("env_steps_per_s", "env steps/s", "in accepted batches, over the last seconds"),
     Metric("episode_return_mean", "return", "of the last `episodes_window` finished episodes"),
     Metric("episodes_window", "episodes", "that the mean is taken over, at most 100"),
     Metric("weights_seq", "version", "seq of the newest published weights"),
@@ -142,7 +145,8 @@ def row_counters(row: LedgerRow) -> dict[str, int]:
         "env_steps_total": row.accepted[0],
         "chunks_total": row.accepted[1],
         "batches_total": totals.seq,
-        "env_steps_sampled_total": totals.stepped,
+        "env_steps_sampled_total": totals.steps_of_envs,
+        "agent_steps_sampled_total": totals.stepped,
         "episodes_total": totals.episodes,
         "env_failures_total": totals.env_failures,
         "env_rebuilds_total": totals.env_rebuilds,
@@ -150,6 +154,8 @@ def row_counters(row: LedgerRow) -> dict[str, int]:
         "committed_steps_total": settled.committed[0],
         "committed_chunks_total": settled.committed[1],
     }
+    for module_id, steps in totals.module_steps.items():
+        counters[f"module_steps_{module_id}_total"] = steps
     for reason, steps in totals.discarded.items():
         counters[f"discarded_steps_{reason}_total"] = steps
     for reason, (steps, chunks) in _dropped(row):

@@ -14,6 +14,7 @@ import torch
 from headrace.schemas.chunk import EpisodeChunk
 from headrace.schemas.errors import CallbackError, ConfigError, ModuleError
 from headrace.schemas.ledger import Discard
+from headrace.schemas.spaces import Spaces
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.metrics import RunnerMetrics
@@ -85,6 +86,15 @@ class EnvRunner(RunnerState, Generic[Batch]):
     @abstractmethod
     def get_spaces(self) -> dict[str, tuple[Any, Any]]:
         """Module id -> (observation space, action space), as the env has them."""
+
+    @property
+    @abstractmethod
+    def module_spaces(self) -> dict[str, Spaces]:
+        """Module id -> the spaces its chunks have, as data, in one order in every process of a fleet."""
+
+    @abstractmethod
+    def call_before_rebuilds(self, on_rebuild: Callable[[], None]) -> None:
+        """Have `on_rebuild` called before each rebuild of an env: whoever watches this process must be patient then."""
 
     @abstractmethod
     def _check_can_act(self) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.schemas.errors import ModuleError
+from headrace.schemas.errors import ModuleError, WhichModuleError
+from headrace.schemas.weights import split_modules
 
 
 def read_weights(module: torch.nn.Module) -> dict[str, NDArray[Any]]:
@@ -40,6 +41,26 @@ def write_weights(module: torch.nn.Module, state: Mapping[str, NDArray[Any]]) ->
     with torch.no_grad():
         for name, tensor in module.state_dict().items():
             tensor.copy_(_tensor(state[name]))
+
+
+def weights_by_module(state: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """{module id: its arrays} of what a runner of `modules` is given: that already, names joined by
+    `schemas.weights.join_modules`, or the arrays of the only module there is.
+
+    Raises `WhichModuleError` for a module that is not there, or arrays that say of no module which one is theirs.
+    """
+    if all(isinstance(value, Mapping) for value in state.values()):
+        given = dict(state)
+    elif (split := split_modules(state)) is not None:
+        given = dict(split)
+    elif len(modules) == 1:
+        given = {modules[0]: state}
+    else:
+        raise WhichModuleError(None, modules)
+    for module_id in given:
+        if module_id not in modules:
+            raise WhichModuleError(module_id, modules)
+    return given
 
 
 def _tensor(array: NDArray[Any]) -> torch.Tensor:

@@ -14,7 +14,7 @@ from headrace.workers.config import EnvRunnerConfig, MissingEnvError
 from headrace.workers.connectors.connector import State
 from headrace.workers.connectors.vector_connectors import join_states, split_states
 from headrace.workers.env_runner import EnvRunner, no_module_error
-from headrace.workers.module_weights import check_weights, read_weights, write_weights
+from headrace.workers.module_weights import check_weights, read_weights, weights_by_module, write_weights
 from headrace.workers.modules.protocol import build_module
 from headrace.workers.multi_agent.batches import ModuleBatches
 from headrace.workers.multi_agent.episodes import MultiAgentEpisode
@@ -97,8 +97,13 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         """Module id -> the spaces it was built for, as data: its agents' own after all its connectors."""
         return {module.module_id: module.spaces for module in self._vector.modules}
 
+    @property
+    def module_spaces(self) -> dict[str, Spaces]:
+        """See `EnvRunner`."""
+        return self.spaces
+
     def call_before_rebuilds(self, on_rebuild: Callable[[], None]) -> None:
-        """Have `on_rebuild` called before each rebuild of an env: whoever watches this process must be patient then."""
+        """See `EnvRunner`."""
         self._vector.envs.on_rebuild = on_rebuild
 
     # -- one poll and one cut, for the loop of `EnvRunner` ------------------------------------------------------------
@@ -163,16 +168,17 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         return self._sampler.running() if self._sampler is not None else []
 
     def _write_weights(self, state: Mapping[str, Any]) -> None:
-        parts = {module_id: split_states(own) for module_id, own in state.items()}
+        given = weights_by_module(state, list(self.modules))
+        parts = {module_id: split_states(own) for module_id, own in given.items()}
         for module_id, (weights, connectors) in parts.items():
-            module = self.modules.get(module_id)
+            module = self.modules[module_id]
             if module is None and (weights or not connectors):
-                raise ModuleError(f"weights are for {module_id!r}; the modules are {sorted(self.modules)!r:.200}")
+                raise ModuleError(f"this runner has no module {module_id!r} to take weights; its builder gave none")
             if module is not None and (weights or not connectors):
                 check_weights(module, weights)
         self._set_connectors({module_id: connectors for module_id, (_, connectors) in parts.items() if connectors})
         for module_id, (weights, _) in parts.items():
-            module = self.modules.get(module_id)
+            module = self.modules[module_id]
             if module is not None and weights:
                 write_weights(module, weights)
 

@@ -114,14 +114,18 @@ class WorkerSession:
         """Nothing more will be said."""
         return self.state in (State.LEFT, State.FENCED, State.REFUSED)
 
-    def has_room(self) -> bool:
-        """Another batch fits the window; one always fits an empty one."""
-        if len(self._window) >= WINDOW - 1:
+    def has_room(self, batches: int = 1) -> bool:
+        """That many fit the window, which one cut gives; they always fit an empty one.
+
+        What a drain gives besides them must still fit the recorder.
+        """
+        if len(self._window) + 2 * batches > WINDOW:
             return False
         kept = len(self._window)
         if self.limits.ack == "broker":
             kept = sum(shipment.frames is not None for shipment in self._window)
-        return kept == 0 or (kept < self.limits.window_batches and self._window_bytes < self.limits.window_bytes)
+        fits = kept + batches <= self.limits.window_batches and self._window_bytes < self.limits.window_bytes
+        return kept == 0 or fits
 
     def submit(self, shipment: Shipment) -> None:
         """Take a batch for delivery; its number must be `next_seq`."""

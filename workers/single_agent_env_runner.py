@@ -10,6 +10,7 @@ import torch
 
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.errors import ConfigError, ModuleError
+from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.spaces import Spaces
 from headrace.workers.config import EnvRunnerConfig, MissingEnvError
 from headrace.workers.connectors.connector import State
@@ -27,8 +28,6 @@ from headrace.workers.randomness import NoiseBlocks
 from headrace.workers.runner_state import Version
 from headrace.workers.state_components import RL_MODULE, Selection
 from headrace.workers.vector_sampler import VectorSampler
-
-MODULE_ID = "default_policy"
 
 
 class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
@@ -99,8 +98,13 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         """Observation and action space as the module and the chunks have them: each env's own after all connectors."""
         return self._vector.connectors.spaces
 
+    @property
+    def module_spaces(self) -> dict[str, Spaces]:
+        """See `EnvRunner`."""
+        return {DEFAULT_MODULE_ID: self.spaces}
+
     def call_before_rebuilds(self, on_rebuild: Callable[[], None]) -> None:
-        """Have `on_rebuild` called before each rebuild of an env: whoever watches this process must be patient then."""
+        """See `EnvRunner`."""
         self._vector.envs.on_rebuild = on_rebuild
 
     # -- one poll and one cut, for the loop of `EnvRunner` ------------------------------------------------------------
@@ -161,8 +165,8 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         return join_states(self._vector.connectors.merge(before, updates))
 
     def _select_weights(self, selection: Selection, weights: Mapping[str, Any]) -> dict[str, Any]:
-        named: dict[str, Any] = selection.part(RL_MODULE, {MODULE_ID: weights})
-        return dict(named.get(MODULE_ID, {}))
+        named: dict[str, Any] = selection.part(RL_MODULE, {DEFAULT_MODULE_ID: weights})
+        return dict(named.get(DEFAULT_MODULE_ID, {}))
 
     def _read_weights(self) -> dict[str, Any] | None:
         return read_weights(self.module) if self.module is not None else None
@@ -209,4 +213,4 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
 
     def get_spaces(self) -> dict[str, tuple[gym.Space[Any], gym.Space[Any]]]:
         """See `EnvRunner`."""
-        return {MODULE_ID: self._vector.envs.gym_spaces}
+        return {DEFAULT_MODULE_ID: self._vector.envs.gym_spaces}

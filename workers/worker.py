@@ -9,18 +9,22 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import CallbackError, EnvError, FencedError
-from headrace.schemas.ledger import Count, Discard, Drop, WorkerTotals, plus
-from headrace.schemas.messages import HeldBatch, WorkerHello
+from headrace.schemas.ledger import Discard, Drop
+from headrace.schemas.messages import WorkerHello
+from headrace.schemas.module_spaces import module_spaces_to_json
 from headrace.schemas.recorder import Recorder
 from headrace.schemas.stopping import stop_signals
-from headrace.schemas.wire import Buffer
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.env_runner import EnvRunner
 from headrace.workers.link import BrokerLink
-from headrace.workers.session import SessionLimits, Shipment, State, WorkerSession
+from headrace.workers.multi_agent.policies import PolicyMappingError
+from headrace.workers.multi_agent_env_runner import MultiAgentEnvRunner
+from headrace.workers.session import SessionLimits, State, WorkerSession
+from headrace.workers.shipping import Cut, Shipper
 from headrace.workers.single_agent_env_runner import SingleAgentEnvRunner
 from headrace.workers.weights import WeightsReceiver
 
@@ -54,7 +58,7 @@ def run_worker(
         except FencedError:
             worker.give_up(Discard.FENCED)
             raise
-        except (EnvError, CallbackError):
+        except (EnvError, CallbackError, PolicyMappingError):
             worker.drain()
             raise
         finally:
@@ -80,13 +84,12 @@ class Worker:
         self.session = WorkerSession(hello, SessionLimits(config.window_batches(), w.window_bytes, b.ack))
         self.weights = WeightsReceiver(fleet_id)
         self.link = BrokerLink(endpoint, self.session, self.weights)
-        self.runner: SingleAgentEnvRunner | None = None
+        self.runner: EnvRunner[Any] | None = None
         self.recorder: Recorder | None = None
-        self._dropped: dict[str, Count] = {}
-        self._shipped: Count = (0, 0)
+        self.shipper: Shipper | None = None
+        self._batches_a_cut = 1
         self._told = (self.session.settled, self.session.accepted)
         """As the recorder has it."""
-        self._oversize = 0
         self._next_pump = 0.0
 
     # -- joining ------------------------------------------------------------------------------------------------------
@@ -99,11 +102,12 @@ class Worker:
         self.recorder = Recorder(recorder_dir / f"worker-{slot}-{incarnation}.rec", slot, incarnation)
         self.recorder.touch(BUILD_SILENCE_S)
         log.info("joined fleet %s as slot %d incarnation %d", self.fleet_id, slot, incarnation)
-        self.runner = SingleAgentEnvRunner(
-            runner_config(self.config), slot, incarnation=incarnation, run_uid=self.fleet_id
-        )
-        self.runner.call_before_rebuilds(lambda: self._recorder.touch(BUILD_SILENCE_S))
-        self.session.introduce(self.runner.spaces.model_dump(mode="json"))
+        kind = MultiAgentEnvRunner if self.config.sampling.is_multi_agent else SingleAgentEnvRunner
+        runner: EnvRunner[Any] = kind(runner_config(self.config), slot, incarnation=incarnation, run_uid=self.fleet_id)
+        runner.call_before_rebuilds(lambda: self._recorder.touch(BUILD_SILENCE_S))
+        self.shipper = Shipper(self.fleet_id, self.session, self.recorder, runner.totals, runner.take_finished_episodes)
+        self.runner, self._batches_a_cut = runner, len(runner.module_spaces)
+        self.session.introduce(module_spaces_to_json(runner.module_spaces))
         self.recorder.touch()
         self.link.join(self.config.worker.connect_timeout_s)
 
@@ -117,106 +121,39 @@ class Worker:
 
     def wait_for_room(self, stopping: threading.Event) -> bool:
         """Wait while the window is full; whether there is room (there may be none when stopping)."""
-        if self.session.has_room():
+        if self._has_room():
             return True
         self.session.blocked = "window"
-        self._wait("room in the window", self.session.has_room, stopping)
+        self._wait("room in the window", self._has_room, stopping)
         self.session.blocked = ""
-        return self.session.has_room()
+        return self._has_room()
 
-    def sample(self) -> ChunkBatch:
+    def _has_room(self) -> bool:
+        return self.session.has_room(self._batches_a_cut)
+
+    def sample(self) -> Cut:
         """One fragment with the newest weights."""
         self._apply_weights()
         random_actions = self._runner.weights_version == (0, 0)
         try:
-            return self._runner.sample_fragment(self._between_polls, random_actions=random_actions)
+            cut: Cut = self._runner.sample_fragment(self._between_polls, random_actions=random_actions)
         except CallbackError as error:
             if error.samples is not None:
-                self._send(error.samples)
+                self._shipper.ship(error.samples)
             raise
+        return cut
 
-    def ship(self, batch: ChunkBatch) -> None:
-        """Hand a batch to the session, and tell callbacks of its chunks."""
-        self._send(batch)
-        if self._runner.callbacks.wants("on_chunk_sent"):
-            for chunk in batch:
-                self._runner.callbacks.call("on_chunk_sent", chunk=chunk)
-
-    def _send(self, batch: ChunkBatch) -> None:
-        """Recorded first, so that a kill right after is measured rightly."""
-        if not len(batch):
-            self._record(None)
-            return
-        seq = self.session.next_seq
-        shipped = plus(self._shipped, (batch.steps, len(batch)))
-        totals = self._totals(seq, shipped)
-        frames = encode_batch(batch, self._header(batch, seq, totals))
-        held = HeldBatch(seq=seq, steps=batch.steps, chunks=len(batch))
-        self._shipped = shipped
-        self._recorder.totals(totals, held)
-        self.session.submit(self._shipment(held, frames, totals))
+    def ship(self, cut: Cut) -> None:
+        """Hand all batches of a cut to the session, and tell callbacks of its chunks."""
+        self._shipper.ship(cut)
         self._pump()
-
-    def _shipment(self, held: HeldBatch, frames: list[Buffer], totals: WorkerTotals) -> Shipment:
-        """The batch, or, when it is larger than the broker takes, only its counts: the learner is told of the gap."""
-        nbytes = sum(len(frame) for frame in frames)
-        limit = self.session.welcome.max_batch_bytes if self.session.welcome else nbytes
-        if nbytes <= limit:
-            return Shipment(held, nbytes, frames, totals)
-        self._oversize += 1
-        if self._oversize & (self._oversize - 1) == 0:  # the first, second, fourth, ...: it may concern every batch
-            log.error(
-                "a batch of %d bytes exceeds broker.max_batch_bytes = %d: %d steps dropped (batch number %d to be); "
-                "lower sampling.rollout_fragment_length or num_envs, or raise the limit",
-                nbytes,
-                limit,
-                held.steps,
-                self._oversize,
-            )
-        return Shipment(held, 0, None, totals, Drop.OVERSIZE)
-
-    def _drop(self, batch: ChunkBatch, reason: Drop) -> None:
-        """Count a batch that is not to get a number."""
-        self._dropped[reason] = plus(self._dropped.get(reason, (0, 0)), (batch.steps, len(batch)))
-        self._record(None)
-
-    def _header(self, batch: ChunkBatch, seq: int, totals: WorkerTotals) -> BatchHeader:
-        return BatchHeader(
-            fleet_id=self.fleet_id,
-            slot=self.session.slot or 0,
-            incarnation=self.session.incarnation,
-            seq=seq,
-            steps=batch.steps,
-            chunks=len(batch),
-            learner_epoch=batch.learner_epoch,
-            weights_seq=int(batch.columns["weights_seq"].max(initial=0)),
-            weights_digest=batch.weights_digest,
-            agents=list(batch.agents),
-            modules=list(batch.modules),
-            reasons=list(batch.reasons),
-            episodes=self._runner.take_finished_episodes(),
-            totals=totals,
-        )
-
-    def _totals(self, seq: int, shipped: Count) -> WorkerTotals:
-        t = self._runner.totals
-        return WorkerTotals(
-            seq=seq,
-            stepped=t.stepped,
-            open=t.open,
-            shipped=shipped[0],
-            shipped_chunks=shipped[1],
-            discarded=dict(t.discarded),
-            dropped=dict(self._dropped),
-            episodes=t.episodes,
-            env_failures=t.env_failures,
-            env_rebuilds=t.env_rebuilds,
-        )
+        if self._runner.callbacks.wants("on_chunk_sent"):
+            for chunk in cut:
+                self._runner.callbacks.call("on_chunk_sent", chunk=chunk)
 
     def _between_polls(self) -> None:
         """The runner calls this after every poll of the envs: record, and now and then look at the sockets."""
-        totals = self._runner.totals
-        self._recorder.step(totals.stepped, totals.open, totals.discarded)
+        self._shipper.step()
         now = time.monotonic()
         if now >= self._next_pump or self.weights.pulling:
             self._next_pump = now + PUMP_INTERVAL_S
@@ -244,7 +181,7 @@ class Worker:
         """Pump until `condition` holds or the worker is stopped; says now and then whom it waits for."""
         next_word = time.monotonic() + _SAY_WAITING_S
         while not condition() and not stopping.is_set():
-            self._record(None)
+            self._shipper.record()
             self._pump(0.05)
             if time.monotonic() > next_word:
                 next_word += _SAY_WAITING_S
@@ -258,11 +195,11 @@ class Worker:
         if self.runner is None or self.recorder is None:
             return
         last = self._discard_open(Discard.SHUTDOWN)
-        self._send(last)
+        self._shipper.ship(last)
         for chunk in last if self.runner.callbacks.wants("on_chunk_sent") else ():
             self.runner.callbacks.tell("on_chunk_sent", chunk=chunk)
         self.link.wait_until(lambda: not self.session.unaccepted(), self.config.worker.drain_timeout_s)
-        self._record(None)
+        self._shipper.record()
         self.session.leave(Drop.SHUTDOWN)
         left = max(1.0, deadline - time.monotonic())
         if not self.link.wait_until(lambda: self.session.state is State.LEFT, left):
@@ -272,17 +209,17 @@ class Worker:
     def give_up(self, reason: Discard) -> None:
         """Another took this place: count what is open as discarded; batches nobody accepted stand in the recorder."""
         if self.runner is not None and self.recorder is not None:
-            finished = self._discard_open(reason)
-            self._drop(finished, Drop.FENCED)
+            self._shipper.drop(self._discard_open(reason), Drop.FENCED)
 
-    def _discard_open(self, reason: Discard) -> ChunkBatch:
+    def _discard_open(self, reason: Discard) -> Cut:
         """As the runner's; a callback that raises is logged only, since this worker leaves anyway."""
+        cut: Cut
         try:
-            return self._runner.discard_open(reason)
+            cut = self._runner.discard_open(reason)
         except CallbackError as error:
             log.error("%s; leaving", error, exc_info=error.__cause__)
-            samples: ChunkBatch = error.samples
-            return samples
+            cut = error.samples
+        return cut
 
     def close(self) -> None:
         """Release everything; the recorder's file stays."""
@@ -295,7 +232,7 @@ class Worker:
     # -- parts --------------------------------------------------------------------------------------------------------
 
     @property
-    def _runner(self) -> SingleAgentEnvRunner:
+    def _runner(self) -> EnvRunner[Any]:
         assert self.runner is not None, "join first"
         return self.runner
 
@@ -304,10 +241,10 @@ class Worker:
         assert self.recorder is not None, "join first"
         return self.recorder
 
-    def _record(self, batch: HeldBatch | None) -> None:
-        totals = self._totals(self.session.next_seq - 1, self._shipped)
-        self.session.totals = totals
-        self._recorder.totals(totals, batch)
+    @property
+    def _shipper(self) -> Shipper:
+        assert self.shipper is not None, "join first"
+        return self.shipper
 
 
 def runner_config(config: FleetConfig) -> EnvRunnerConfig:

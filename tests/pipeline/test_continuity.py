@@ -35,8 +35,7 @@ def test_every_episode_is_whole_or_ended_by_one_marker(
             witness.see(sifted.markers)
         witness.see(sifted.batch)
         left_out += sifted.left_out[0]
-    markers = episodes.end("worker_killed")
-    if markers is not None:
+    for markers in episodes.end("worker_killed"):
         assert set(markers.table["end"]) == {ChunkEnd.ABORTED}
         witness.see(markers)
     assert not witness.open_episodes()
@@ -51,8 +50,7 @@ def test_markers_name_the_reason_and_continue_the_count() -> None:
     episodes = SourceEpisodes()
     first = envs.fragment()
     episodes.take(first)
-    markers = episodes.end("worker_killed")
-    assert markers is not None
+    (markers,) = episodes.end("worker_killed")
     (marker,) = markers
     assert (marker.end, marker.end_reason, len(marker)) == (ChunkEnd.ABORTED, "worker_killed", 0)
     assert (marker.episode_id, marker.chunk_index, marker.t_start) == (first[0].episode_id, 1, 5)
@@ -60,7 +58,7 @@ def test_markers_name_the_reason_and_continue_the_count() -> None:
 
 
 def test_a_source_that_gave_nothing_ends_without_markers() -> None:
-    assert SourceEpisodes().end("worker_killed") is None
+    assert SourceEpisodes().end("worker_killed") == []
 
 
 def test_an_end_marker_does_not_hide_the_episode_that_began_in_its_place() -> None:
@@ -76,8 +74,7 @@ def test_an_end_marker_does_not_hide_the_episode_that_began_in_its_place() -> No
     for name, value in marker.items():
         table[1][name] = value
     witness.see(episodes.take(replace(second, table=table)).batch)
-    end = episodes.end("worker_killed")
-    assert end is not None
+    (end,) = episodes.end("worker_killed")
     witness.see(end)
     assert not witness.open_episodes()
     assert sorted(map(str, witness.markers.values())) == ["env_exception", "worker_killed"]

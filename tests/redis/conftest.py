@@ -187,6 +187,8 @@ def make_row() -> Callable[..., LedgerRow]:
             dropped={"oversize": (16, 1)},
             episodes=3 * batches,
             env_failures=1,
+            env_steps=steps + 3,
+            module_steps={"one": steps - 8, "two": 8},
             env_rebuilds=1,
         )
         return LedgerRow(

@@ -82,7 +82,7 @@ def test_each_number_of_a_row_changed_in_turn_is_found_and_its_row_named(
 
 def test_a_row_that_disappeared_is_missed(reported: FleetView, fleet_id: str, client: Any) -> None:
     client.hdel(key_name(fleet_id, LEDGER), "0/1")
-    assert "slot 0 incarnation 1: 128 env steps were counted, but its ledger row is missing" in audit(read(reported))
+    assert "slot 0 incarnation 1: 128 steps were counted, but its ledger row is missing" in audit(read(reported))
 
 
 def test_each_lifetime_counter_changed_in_turn_is_found(reported: FleetView, fleet_id: str, client: Any) -> None:

@@ -27,7 +27,7 @@ def _work_forever(path: Path) -> None:
     while True:
         for _ in range(rng.randrange(1, 100)):
             stepped, opened = stepped + 8, opened + 8
-            recorder.step(stepped, opened, {Discard.ENV_EXCEPTION: discarded})
+            recorder.step(stepped, opened, stepped, {Discard.ENV_EXCEPTION: discarded})
         batch = None
         match rng.randrange(8):
             case 0:
@@ -124,6 +124,7 @@ def test_everything_recorded_is_read(tmp_path: Path) -> None:
         episodes=5,
         env_failures=6,
         env_rebuilds=7,
+        env_steps=55,
     )
     settled = Settled(seq=1, committed=(40, 3), dropped={reason.value: (i, 1) for i, reason in enumerate(Drop)})
     recorder.totals(totals, HeldBatch(seq=2, steps=50, chunks=3))

@@ -44,7 +44,7 @@ def find_creator(env: str | Callable[..., Any] | None) -> EnvCreator:
 def build_env(creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
     """One env, sure to be a gymnasium one; whatever the creator raises passes through."""
     env = creator(context)
-    if hasattr(env, "possible_agents"):
+    if hasattr(getattr(env, "unwrapped", env), "possible_agents"):  # gymnasium's wrappers hide it
         expected = "a gymnasium.Env of one agent; one of several needs MultiAgentEnvRunner and policies"
         raise EnvContractError("environment", f"{type(env).__module__}.{type(env).__qualname__}", expected)
     if not isinstance(env, gym.Env):

@@ -59,7 +59,7 @@ def build_multi_agent_env(creator: EnvCreator, context: EnvContext) -> Any:
             "environment",
             f"{type(built).__module__}.{type(built).__qualname__}",
             "a MultiAgentEnv (possible_agents, reset and step with dicts) or a PettingZoo env; "
-            "a single-agent env needs SingleAgentEnvRunner",
+            "a single-agent env needs SingleAgentEnvRunner, whose config has no policies and no policy_mapping_fn",
         )
     return built
 

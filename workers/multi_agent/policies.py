@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.schemas.config import PolicySettings
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.module_spaces import check_mapping_table, check_module_ids
+from headrace.schemas.plugins import load_object
 from headrace.schemas.spaces import Spaces
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.spaces import convert
@@ -66,10 +69,12 @@ class Policies:
         if isinstance(given, set):
             given = sorted(given)  # in an order that every process shares
         named = given if isinstance(given, Mapping) else dict.fromkeys(given)
+        try:
+            check_module_ids(named)
+        except ValueError as error:
+            raise ConfigError(str(error), key="policies") from error
         specs = {module_id: _policy(module_id, spec, config) for module_id, spec in named.items()}
-        if not specs:
-            raise ConfigError("there must be at least one policy", key="policies")
-        return cls(specs, config.policy_mapping_fn)
+        return cls(specs, _mapping(config.policy_mapping_fn, specs))
 
     def module_of(self, agent: Any, episode_id: str) -> str:
         """Who plays `agent` in the episode: without a mapping the only one there is, or its namesake.
@@ -81,6 +86,8 @@ class Policies:
         else:
             try:
                 module = self.mapping_fn(agent, episode_id)
+            except KeyError as error:
+                raise PolicyMappingError(agent, "is not in the mapping", self.specs) from error
             except Exception as error:
                 reason = f"could not be mapped ({type(error).__name__}: {error})"
                 raise PolicyMappingError(agent, reason, self.specs) from error
@@ -123,15 +130,52 @@ def _common(module: str, by_agent: Mapping[Any, Spaces]) -> Spaces:
     return by_agent[agents[0]]
 
 
-def _policy(module_id: Any, given: Any, config: EnvRunnerConfig) -> Policy:
-    if not isinstance(module_id, str) or not module_id:
-        raise ConfigError(f"{module_id!r} is no name for a policy; give a non-empty string", key="policies")
+def _mapping(given: Any, specs: Mapping[str, Policy]) -> Callable[[Any, str], str] | None:
+    """A function as it is, or the one that a path or a table stands for; agents' names in a table are text."""
+    if isinstance(given, str):
+        given = load_object(given, "policy_mapping_fn")
+    if isinstance(given, Mapping):
+        table = {str(agent): module_id for agent, module_id in given.items()}
+        try:
+            check_mapping_table(table, specs)
+        except ValueError as error:
+            raise ConfigError(str(error), key="policy_mapping_fn") from error
+        return lambda agent, episode_id: table[str(agent)]
+    if given is not None and not callable(given):
+        raise ConfigError(
+            f"{given!r:.80} is no function of (agent id, episode id), no 'package.module:function', and no table of "
+            "module ids by agent",
+            key="policy_mapping_fn",
+        )
+    mapping: Callable[[Any, str], str] | None = given
+    return mapping
+
+
+def _of_table(module_id: str, table: Mapping[str, Any]) -> PolicySpec:
+    """As `schemas.config.PolicySettings` has it; what is absent is None."""
+    if strange := table.keys() - PolicySettings.model_fields.keys():
+        raise ConfigError(
+            f"the table of policy {module_id!r} has {sorted(strange)!r:.100}; it may have "
+            f"{', '.join(PolicySettings.model_fields)}",
+            key="policies",
+        )
+    return PolicySpec(
+        table.get("build"),
+        table.get("config"),
+        env_to_module=table.get("env_to_module"),
+        module_to_env=table.get("module_to_env"),
+    )
+
+
+def _policy(module_id: str, given: Any, config: EnvRunnerConfig) -> Policy:
+    if isinstance(given, Mapping):
+        given = _of_table(module_id, given)
     if given is None or isinstance(given, str) or (callable(given) and not isinstance(given, PolicySpec)):
         given = PolicySpec(given)
     if not isinstance(given, PolicySpec) or (given.observation_space is None) != (given.action_space is None):
         raise ConfigError(
-            f"policy {module_id!r} is {given!r:.200}; give None, 'package.module:build', a callable, or a PolicySpec, "
-            "with both spaces or neither",
+            f"policy {module_id!r} is {given!r:.200}; give None, 'package.module:build', a callable, a table of build "
+            "and config, or a PolicySpec with both spaces or neither",
             key="policies",
         )
     spaces = None

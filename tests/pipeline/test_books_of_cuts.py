@@ -1,0 +1,122 @@
+"""A cut of several modules becomes several batches, and the books balance after each of them, wherever a kill falls."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from parties import FLEET
+from several_agents import come_and_go
+
+from headrace.schemas.batch import BatchHeader, read_batch_header
+from headrace.schemas.ledger import LedgerRow, Settled, WorkerTotals
+from headrace.schemas.messages import HeldBatch, WorkerHello
+from headrace.schemas.recorder import WINDOW, Recorder, read_recorder
+from headrace.schemas.wire import decode_header
+from headrace.workers.session import SessionLimits, Shipment, WorkerSession
+from headrace.workers.shipping import Shipper
+
+
+class Watched(WorkerSession):
+    """A session that shows each batch at the moment it is handed over."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(WorkerHello(fleet_id=FLEET, token="t", slot=0), SessionLimits(window_batches=WINDOW))
+        self.headers: list[BatchHeader] = []
+        self._path = recorder.path
+
+    def submit(self, shipment: Shipment) -> None:
+        reading = read_recorder(self._path)
+        assert reading is not None
+        assert reading.window[-1] == shipment.batch, "recorded before it can be sent"
+        assert_balanced(reading.totals)
+        assert_balanced(shipment.totals)
+        assert shipment.totals == reading.totals.model_copy(update={"module_steps": shipment.totals.module_steps})
+        assert sum(shipment.totals.module_steps.values()) == shipment.totals.shipped
+        assert shipment.frames is not None
+        self.headers.append(read_batch_header(decode_header(shipment.frames)[1]))
+        super().submit(shipment)
+
+
+def assert_balanced(totals: WorkerTotals) -> None:
+    row = LedgerRow(
+        slot=0,
+        incarnation=1,
+        totals=totals,
+        accepted=(totals.shipped, totals.shipped_chunks),
+        held=(totals.shipped, totals.shipped_chunks),
+        settled=Settled(),
+    )
+    assert not list(row.problems())
+
+
+def test_the_books_balance_after_each_batch_of_a_cut(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "a.rec", 0, 1)
+    session = Watched(recorder)
+    with come_and_go(num_envs=3, length=20, seed=5) as runner:
+        shipper = Shipper(FLEET, session, recorder, runner.totals, runner.take_finished_episodes)
+        for _ in range(20):
+            runner_cut = runner.sample_fragment(shipper.step, random_actions=True)
+            shipper.ship(runner_cut)
+        totals = session.totals
+    recorder.close()
+    assert (totals.stepped, totals.env_steps) == (runner.totals.stepped, runner.totals.env_steps)
+    assert totals.env_steps != totals.stepped
+    assert {tuple(header.modules) for header in session.headers} == {("one",), ("two",)}
+    per_cut = zip(session.headers[::2], session.headers[1::2], strict=True)
+    assert all((first.modules, second.modules) == (["one"], ["two"]) for first, second in per_cut)
+    told = sum(len(header.episodes) for header in session.headers[::2])
+    assert 0 < told == runner.totals.episodes, "the first batch of a cut tells of its episodes"
+    assert not any(header.episodes for header in session.headers[1::2])
+
+
+def test_a_kill_between_two_batches_of_a_cut_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "a.rec"
+    pid = os.fork()
+    if not pid:
+        try:
+            _die_between_two_batches(path)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    reading = read_recorder(path)
+    assert reading is not None
+    assert_balanced(reading.totals)
+    assert (reading.totals.seq, len(reading.window)) == (3, 3)
+    assert reading.totals.open > 0, "the other module's batch was cut and had no number yet"
+
+
+def _die_between_two_batches(path: Path) -> None:
+    recorder = Recorder(path, 0, 1)
+    session = WorkerSession(WorkerHello(fleet_id=FLEET, token="t", slot=0), SessionLimits())
+    submit = session.submit
+
+    def submit_thrice(shipment: Shipment) -> None:
+        if shipment.batch.seq == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        submit(shipment)
+
+    setattr(session, "submit", submit_thrice)  # noqa: B010
+    with come_and_go(num_envs=3, length=20, seed=5) as runner:
+        shipper = Shipper(FLEET, session, recorder, runner.totals, runner.take_finished_episodes)
+        while True:
+            shipper.ship(runner.sample_fragment(shipper.step, random_actions=True))
+
+
+def test_a_window_has_room_for_all_batches_of_a_cut_or_for_none() -> None:
+    hello = WorkerHello(fleet_id=FLEET, token="t", slot=0)
+
+    def filled(batches: int, **limits: Any) -> WorkerSession:
+        session = WorkerSession(hello, SessionLimits(**limits))
+        for _ in range(batches):
+            held = HeldBatch(seq=session.next_seq, steps=1, chunks=1)
+            session.submit(Shipment(held, 1, [b"x"], WorkerTotals()))
+        return session
+
+    assert filled(0, window_batches=2).has_room(5), "an empty window takes any cut"
+    assert filled(3, window_batches=8).has_room(5)
+    assert not filled(4, window_batches=8).has_room(5)
+    assert filled(WINDOW - 10, window_batches=WINDOW).has_room(5)
+    assert not filled(WINDOW - 9, window_batches=WINDOW).has_room(5), "a drain's batches must fit the recorder besides"

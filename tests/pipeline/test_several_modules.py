@@ -1,0 +1,213 @@
+"""A fleet of two modules over real sockets: what each reader gets, weights by module, and every way of dying."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from parties import BrokerThread, Envs, StartFeeder, broker_process, until, worker_process
+from several_agents import CARTS_AT_RANDOM, TWO_CARTS, AgentWitness
+from test_worker import WorkerThread, accepted, closed_row, constant_value, report_death
+
+from headrace.broker.state_file import read_broker_file
+from headrace.learner_stub import EpisodeStream, WeightPublisher
+from headrace.schemas.errors import EncodeError, ModuleError, WhichModuleError
+from headrace.schemas.ledger import add_up
+from headrace.schemas.recorder import read_recorder
+from headrace.schemas.wire import Buffer, MessageKind, decode, encode
+from headrace.workers.multi_agent.policies import PolicyMappingError
+
+
+def drain(stream: EpisodeStream, witness: AgentWitness) -> None:
+    """Take what is there."""
+    while (batch := stream.next(0.3)) is not None:
+        witness.see(batch)
+
+
+def see_until_both(stream: EpisodeStream, witness: AgentWitness) -> None:
+    """Take batches until each module's came."""
+
+    def both() -> bool:
+        batch = stream.next(0.1)
+        if batch is not None:
+            witness.see(batch)
+        return all(witness.steps[module_id] > 100 for module_id in ("short", "long"))
+
+    until(both, "batches of both modules", 40.0)
+
+
+def test_each_modules_chunks_arrive_with_its_own_spaces_and_in_the_books(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    witness = AgentWitness()
+    with EpisodeStream(broker.endpoints.learner) as stream:
+        with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, CARTS_AT_RANDOM) as worker:
+            by_module = stream.module_spaces(timeout_s=20.0)
+            assert list(by_module) == ["short", "long"]
+            assert stream.spaces("long") == by_module["long"]
+            with pytest.raises(WhichModuleError, match=r"not said; this fleet's modules are \['long', 'short'\]"):
+                stream.spaces()
+            with pytest.raises(WhichModuleError, match="there is no module 'tall'"):
+                stream.spaces("tall")
+            see_until_both(stream, witness)
+        assert worker.error is None
+        drain(stream, witness)
+        stream.commit()
+        row = closed_row(broker)
+    assert not witness.open_episodes()
+    assert dict(witness.steps) == row.totals.module_steps
+    assert row.settled.committed[0] == row.accepted[0] == sum(witness.steps.values())
+    assert row.totals.env_steps is not None
+    assert max(witness.steps.values()) <= row.totals.env_steps < row.totals.stepped
+    assert add_up(broker.rows()).balance() == 0
+
+
+def test_weights_go_by_module_and_one_that_is_left_out_is_frozen(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A module's value is a constant of its own under each version."""
+    with (
+        EpisodeStream(broker.endpoints.learner) as stream,
+        WeightPublisher(broker.endpoints.learner) as weights,
+        WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, {"sampling": TWO_CARTS}) as worker,
+    ):
+        spaces = stream.module_spaces(timeout_s=20.0)
+        both = {module_id: constant_value(own, 1.0 + i) for i, (module_id, own) in enumerate(spaces.items())}
+        weights.publish(both)
+        values: dict[tuple[str, int], set[float]] = {}
+
+        def see(seq: int) -> None:
+            def seen() -> bool:
+                batch = stream.next(0.1)
+                for chunk in batch or ():
+                    for version, value in zip(chunk.weights_seq.tolist(), chunk.columns["values"], strict=True):
+                        values.setdefault((chunk.module_id, version), set()).add(float(value))
+                return {("short", seq), ("long", seq)} <= values.keys()
+
+            until(seen, f"steps of both modules under version {seq}", 40.0)
+
+        see(1)
+        weights.publish({"long": constant_value(spaces["long"], 7.0)})
+        see(2)
+        assert worker.error is None
+    assert values["short", 1] == values["short", 2] == {1.0}
+    assert (values["long", 1], values["long", 2]) == ({2.0}, {7.0})
+
+
+def test_weights_of_a_module_nobody_has_end_the_worker_with_its_name(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with (
+        WeightPublisher(broker.endpoints.learner) as weights,
+        WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, {"sampling": TWO_CARTS}) as worker,
+    ):
+        with pytest.raises(EncodeError, match="no name for a policy"):
+            weights.publish({"a/b": {"w": np.zeros(1)}})
+        with pytest.raises(EncodeError, match=r"\['w'\] stand beside state dicts of modules"):
+            weights.publish({"a": {"w": np.zeros(1)}, "w": np.zeros(1)})  # type: ignore[dict-item]
+        weights.publish({"tall": {"w": np.zeros(1)}})
+        until(lambda: weights.pump() or worker.error, "the worker's error")
+    assert isinstance(worker.error, ModuleError)
+    assert "there is no module 'tall'; this fleet's modules are ['long', 'short']" in str(worker.error)
+
+
+def test_an_agent_without_a_module_ends_the_worker_with_its_books_closed(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sections = {**CARTS_AT_RANDOM, "sampling": {**TWO_CARTS, "policy_mapping_fn": {"short": "short"}}}
+    with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections) as worker:
+        until(lambda: worker.error, "the worker's error")
+    assert isinstance(worker.error, PolicyMappingError)
+    assert "agent 'long' is not in the mapping" in str(worker.error)
+    closed_row(broker)
+
+
+def test_a_learner_that_comes_back_gets_what_was_not_committed(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first, second = AgentWitness(), AgentWitness()
+    sections: dict[str, Any] = {**CARTS_AT_RANDOM, "learner": {"steps_per_update": 64}}
+    with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections):
+        with EpisodeStream(broker.endpoints.learner, auto_commit=False) as stream:
+            for _ in range(6):
+                batch = stream.next(20.0)
+                assert batch is not None
+                first.see(batch)
+        with EpisodeStream(broker.endpoints.learner) as stream:
+            see_until_both(stream, second)
+            for module_id in ("short", "long"):
+                assert second.steps[module_id] >= first.steps[module_id]
+        with EpisodeStream(broker.endpoints.learner) as stream:
+            assert list(stream.module_spaces()) == ["short", "long"]
+            assert stream.next(20.0) is not None
+
+
+@pytest.mark.chaos
+def test_after_sigkill_the_recorder_makes_the_books_balance_and_each_agent_is_ended(
+    broker: BrokerThread, tmp_path: Path
+) -> None:
+    witness = AgentWitness()
+    with (
+        EpisodeStream(broker.endpoints.learner) as stream,
+        worker_process(tmp_path, broker.endpoints.worker, 0, 1, CARTS_AT_RANDOM) as worker,
+    ):
+        see_until_both(stream, witness)
+        until(lambda: accepted(broker, 1) > 6, "some batches")
+        worker.signal(signal.SIGKILL)
+        assert worker.wait() == -signal.SIGKILL
+        report_death(broker, tmp_path, 1, "worker_killed")
+        drain(stream, witness)
+        stream.commit()
+        row = closed_row(broker)
+    assert not witness.open_episodes()
+    assert set(witness.markers) == {"worker_killed"}
+    reading = read_recorder(tmp_path / "worker-0-1.rec")
+    assert reading is not None
+    assert (row.totals.stepped, row.totals.env_steps) == (reading.totals.stepped, reading.totals.env_steps)
+    assert sum(row.totals.module_steps.values()) == row.accepted[0]
+    assert add_up(broker.rows()).balance() == 0
+
+
+@pytest.mark.chaos
+def test_a_broker_killed_between_batches_of_a_cut_costs_nothing(stack: ExitStack, tmp_path: Path) -> None:
+    witness = AgentWitness()
+    broker = stack.enter_context(broker_process(tmp_path))
+    page = read_broker_file(tmp_path)
+    assert page is not None
+    stream = stack.enter_context(EpisodeStream(page.endpoints.learner))
+    worker = stack.enter_context(worker_process(tmp_path, page.endpoints.worker, 0, 1, CARTS_AT_RANDOM))
+    for _ in range(3):
+        witness.steps.clear()
+        see_until_both(stream, witness)
+        broker.signal(signal.SIGKILL)
+        broker.wait()
+        broker = stack.enter_context(broker_process(tmp_path))
+    see_until_both(stream, witness)
+    worker.signal(signal.SIGTERM)
+    until(lambda: drain(stream, witness) or worker.popen.poll() is not None, "the worker's end")
+    drain(stream, witness)
+    assert worker.wait() == 0, worker.log.read_text()
+    assert not witness.open_episodes()
+    assert set(witness.markers) <= {"shutdown"}
+    assert not stream.dropped
+
+
+def of_a_stranger(seq: int, frames: list[Buffer]) -> list[Buffer]:
+    """The same batch as one of another module."""
+    message = decode(frames)
+    header = {name: value for name, value in message.header.items() if name != "payload"}
+    return encode(MessageKind.BATCH, header | {"modules": ["stranger"]}, message.arrays)
+
+
+def test_what_comes_of_a_module_the_fleet_does_not_have_is_left_out_by_name(
+    broker: BrokerThread, start_feeder: StartFeeder
+) -> None:
+    plan = Envs().fragments(2)
+    feeder = start_feeder(broker.endpoints.worker, plan, alter=of_a_stranger)
+    with EpisodeStream(broker.endpoints.learner) as stream:
+        until(lambda: stream.next(0.05) or feeder.all_settled(), "settled batches")
+    assert stream.dropped["poison"] == sum(batch.steps for batch in plan)
