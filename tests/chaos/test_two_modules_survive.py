@@ -1,0 +1,86 @@
+"""A fleet of two modules whose processes are killed goes on; its books balance, and each agent's episode has an end."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from headrace.learner_stub import EpisodeStream
+from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.errors import HeadraceError
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from running_fleet import RunningFleet
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(150)]
+
+TWO_CARTS = (
+    *("--env", "headrace.workers.multi_agent.examples:two_carts", "--workers", "2", "--num-envs", "4"),
+    *("--set", 'sampling.policies={"short": {}, "long": {}}', "--set", "learner.enabled=false"),
+    *("--set", "worker.random_actions_before_weights=true"),
+)
+
+
+class Consumer(threading.Thread):
+    """A learner that takes every batch at once, and notes which agents' episodes it has not seen the end of."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(daemon=True)
+        self.endpoint = endpoint
+        self.stop = threading.Event()
+        self.open: set[tuple[str, str]] = set()
+        self.modules: set[str] = set()
+        self.markers: set[str | None] = set()
+
+    def run(self) -> None:
+        try:
+            with EpisodeStream(self.endpoint) as stream:
+                while not self.stop.is_set():
+                    self._see(stream.next(timeout_s=0.1))
+        except HeadraceError:
+            return
+
+    def _see(self, batch: ChunkBatch | None) -> None:
+        for chunk in batch or ():
+            life = (chunk.episode_id, chunk.agent_id)
+            assert chunk.module_id == chunk.agent_id
+            self.modules.add(chunk.module_id)
+            self.open.add(life)
+            if chunk.end is not ChunkEnd.ONGOING:
+                self.open.discard(life)
+            if chunk.end is ChunkEnd.ABORTED:
+                self.markers.add(chunk.end_reason)
+
+
+@pytest.mark.parametrize(("role", "slot"), [("worker", 0), ("broker", None)])
+def test_a_kill_costs_two_modules_no_more_than_one(tmp_path: Path, role: str, slot: int | None) -> None:
+    with RunningFleet(tmp_path, *TWO_CARTS, "--until-steps", "60000") as fleet:
+        fleet.wait_for(lambda: (tmp_path / "broker.json").exists(), "the broker serves")
+        consumer = Consumer(fleet.endpoint("learner"))
+        consumer.start()
+        for reached in (3_000, 12_000, 21_000):
+            fleet.wait_for(lambda: fleet.steps() > reached, f"{reached} steps")  # noqa: B023 - asked at once
+            killed = fleet.send(signal.SIGKILL, role, slot)
+            fleet.wait_for(lambda: fleet.pid(role, slot) not in (None, killed), "its next life")  # noqa: B023
+        result = fleet.finish()
+        consumer.stop.set()
+        consumer.join(10)
+    assert result["returncode"] == 0, result["stderr"]
+    assert (result["goal_reached"], result["balanced"]) == (True, True)
+    assert result["restarts"][role] == 3
+    assert result["env_steps"] >= 60_000
+    assert result["env_steps"] < result["steps"] <= 2 * result["env_steps"]
+    audit = fleet.audit()
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+    assert consumer.modules == {"short", "long"}
+    assert not consumer.open, "every worker has left, so that nobody's episode goes on"
+    lost = result["ledger"]["dropped"].keys() | result["ledger"]["discarded"].keys()
+    assert lost <= ({"worker_killed", "shutdown"} if role == "worker" else {"shutdown"})
+    if role == "worker":
+        assert "worker_killed" in consumer.markers
