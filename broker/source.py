@@ -137,12 +137,12 @@ class Source:
         """Take the worker's last totals and what it left behind: open steps and batches nobody accepted.
 
         `window` are the batches it had cut and not seen settled, each with its own counts, as the recorder holds them.
-        The recorder has no steps by module, so that those of the last batch accepted stay.
+        The recorder has no steps by module, so that those of the last batch accepted stay, if they were told.
         """
         discarded = dict(totals.discarded)
         if totals.open:
             discarded[reason] = discarded.get(reason, 0) + totals.open
-        by_module = self.totals.module_steps
+        by_module = self.totals.module_steps if self.totals.seq == self.accepted else {}
         self.totals = totals.model_copy(update={"open": 0, "discarded": discarded, "module_steps": by_module})
         self.left = {batch.seq: batch for batch in window if batch.seq > self.accepted}
         self.left_reason = reason if reason in set(Drop) else Drop.WORKER_KILLED

@@ -80,7 +80,9 @@ def _lost_twice(row: LedgerRow) -> dict[str, int]:
     The counter never goes back, while the row says what became of them in the end: they are lost.
     """
     lost = row.lost.values() if row.closed else ()
-    return {"env_steps_total": sum(steps for steps, _ in lost), "chunks_total": sum(chunks for _, chunks in lost)}
+    lost_steps, lost_chunks = sum(steps for steps, _ in lost), sum(chunks for _, chunks in lost)
+    by_module = {f"module_steps_{module_id}_total": lost_steps for module_id in row.totals.module_steps}
+    return {"env_steps_total": lost_steps, "chunks_total": lost_chunks, **by_module}
 
 
 def _totals_against_sources(snapshot: Snapshot) -> Iterator[str]:

@@ -91,9 +91,10 @@ class SourceEpisodes:
         (module_id,) = batch.modules
         if module_id not in self._templates:
             self._templates[module_id] = _empty(batch)
-        players = [self._players.setdefault((agent, module_id), len(self._players)) for agent in batch.agents]
         rows = batch.table.copy()
-        rows["agent"] = np.array(players, np.uint16)[rows["agent"]]
+        players = [self._players.setdefault((agent, module_id), len(self._players)) for agent in batch.agents]
+        if players != list(range(len(players))):
+            rows["agent"] = np.array(players, np.uint16)[rows["agent"]]
         rows["t_start"] = _stops(batch)
         self._grow(int(rows["env_index"].max(initial=0)) + 1)
         return rows

@@ -13,17 +13,18 @@ while that trains, ZeroMQ's own threads go on receiving.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 from headrace.learner_stub import connection
 from headrace.learner_stub.continuity import SourceEpisodes
+from headrace.learner_stub.module_readers import ModuleReaders
 from headrace.learner_stub.session import Arrival, ArrivalKind, Key, LearnerSession, State, StreamLimits
 from headrace.schemas.batch import ChunkBatch, read_batch_header
-from headrace.schemas.batch_reader import BatchReader, UnreadBatch
-from headrace.schemas.errors import DecodeError, UnreachableError, WhichModuleError, WindowStalledError, refusal
+from headrace.schemas.batch_reader import UnreadBatch
+from headrace.schemas.errors import DecodeError, UnreachableError, WindowStalledError, refusal
 from headrace.schemas.ledger import Count, Drop
 from headrace.schemas.messages import (
     Fenced,
@@ -37,7 +38,6 @@ from headrace.schemas.messages import (
     Status,
     read,
 )
-from headrace.schemas.module_spaces import module_spaces_from_json
 from headrace.schemas.spaces import Spaces
 from headrace.schemas.wire import MessageKind, decode_header
 
@@ -93,8 +93,7 @@ class EpisodeStream:
         self._session = LearnerSession(self.token, limits, fleet_id=fleet_id, position=places)
         self._episodes: dict[Key, SourceEpisodes] = {}
         self._ready: deque[_Ready] = deque()
-        self._spaces: dict[str, Spaces] = {}
-        self._readers: dict[str, BatchReader] = {}
+        self._modules = ModuleReaders()
         self._waited_s = 0.0
         self._socket = connection.LearnerSocket(endpoint)
         connection.enroll(self)
@@ -142,12 +141,8 @@ class EpisodeStream:
 
         Waits as `module_spaces` does; raises `WhichModuleError` besides, naming the modules.
         """
-        by_module = self.module_spaces(timeout_s=timeout_s)
-        if module_id is None and len(by_module) == 1:
-            return next(iter(by_module.values()))
-        if module_id is None or module_id not in by_module:
-            raise WhichModuleError(module_id, by_module)
-        return by_module[module_id]
+        self.module_spaces(timeout_s=timeout_s)
+        return self._modules.spaces_of(module_id)
 
     def module_spaces(self, *, timeout_s: float = 300.0) -> dict[str, Spaces]:
         """Module id -> the spaces its chunks have; waits for the first worker to tell them.
@@ -155,11 +150,12 @@ class EpisodeStream:
         Raises `UnreachableError` when none does in time.
         """
         deadline = connection.now() + timeout_s
-        while not self._spaces and not self._session.spaces:
+        while not self._session.spaces:
             if connection.now() > deadline:
                 raise UnreachableError("worker", self.endpoint, timeout_s)
             self.pump(0.1)
-        return dict(self._known_spaces())
+        self._modules.learn(self._session.spaces)
+        return dict(self._modules.spaces)
 
     @property
     def epoch(self) -> int:
@@ -270,9 +266,9 @@ class EpisodeStream:
     def _open_batch(self, arrival: Arrival, episodes: SourceEpisodes) -> None:
         assert isinstance(arrival.content, UnreadBatch)
         assert arrival.batch is not None
-        spaces = self._known_spaces()
+        self._modules.learn(self._session.spaces)
         try:
-            batch = self._reader_of(arrival.content.header.modules, spaces).read(arrival.content)
+            batch = self._modules.read(arrival.content)
         except DecodeError:
             lost = {Drop.POISON.value: (arrival.batch.steps, arrival.batch.chunks)}
             self._leave_out(arrival, episodes, Drop.POISON.value, lost)
@@ -294,23 +290,6 @@ class EpisodeStream:
         self.dropped.update({name: steps for name, (steps, _) in lost.items()})
         if arrival.batch is not None:
             self._session.settle(arrival, (0, 0), lost)
-
-    def _reader_of(self, modules: Sequence[str], spaces: Mapping[str, Spaces]) -> BatchReader:
-        """That of the one module of a batch, whose columns have its spaces; raises `DecodeError` for a stranger."""
-        module_id = modules[0] if len(modules) == 1 else ""
-        if module_id not in spaces:
-            raise DecodeError(
-                "bad_batch_header", f"a batch of {list(modules)!r:.200}; the modules are {sorted(spaces)}"
-            )
-        if module_id not in self._readers:
-            own = spaces[module_id]
-            self._readers[module_id] = BatchReader(own.observation, own.action)
-        return self._readers[module_id]
-
-    def _known_spaces(self) -> dict[str, Spaces]:
-        if not self._spaces:
-            self._spaces = module_spaces_from_json(self._session.spaces)
-        return self._spaces
 
     def _check_stall(self, waited_s: float) -> None:
         """Everybody waits for everybody: say so rather than wait for ever."""

@@ -77,7 +77,7 @@ class WorkerTotals(BaseModel):
     env_steps: Natural | None = None
     """Steps of envs, whoever acted in them; None from a peer or a book that knows envs of one agent only."""
     module_steps: dict[str, Natural] = {}
-    """`shipped` by module; empty where that is not known, as of a worker that was killed."""
+    """`shipped` by module, in a row as of the last batch accepted; empty where that is not known."""
 
     @property
     def steps_of_envs(self) -> int:
@@ -145,8 +145,8 @@ class LedgerRow(BaseModel):
             yield (
                 f"{name}: accepted {self.accepted} != held {self.held} + settled {self.settled.total()} (steps, chunks)"
             )
-        if sum(t.module_steps.values()) > t.shipped:
-            yield f"{name}: shipped {t.shipped}, but its modules' steps are {sum(t.module_steps.values())}"
+        if t.module_steps and self.accepted[0] != sum(t.module_steps.values()):
+            yield f"{name}: accepted {self.accepted[0]} steps != those of its modules {sum(t.module_steps.values())}"
         if self.closed and t.open:
             yield f"{name}: closed with {t.open} steps still open"
 

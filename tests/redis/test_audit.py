@@ -122,7 +122,8 @@ def test_batches_that_a_broker_and_their_worker_died_with_are_no_contradiction(
     reporter = RedisReporter(url, fleet_id)
     reporter.offer(Report(rows=[row]))
     assert reporter.close(30.0)
-    totals = row.totals.model_copy(update={"open": 0, "discarded": {"env_exception": 9, "worker_killed": 5}})
+    update = {"open": 0, "discarded": {"env_exception": 9, "worker_killed": 5}, "module_steps": {"one": 120, "two": 8}}
+    totals = row.totals.model_copy(update=update)
     fifth_batch_lost = {"accepted": (128, 8), "held": (0, 0), "lost": {"worker_killed": (32, 2)}}
     after_both_died = RedisReporter(url, fleet_id)
     after_both_died.offer(Report(rows=[row.model_copy(update={**fifth_batch_lost, "totals": totals, "closed": True})]))

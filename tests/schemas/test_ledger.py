@@ -56,6 +56,10 @@ T = ROW.totals
         ({"totals": T.model_copy(update={"discarded": {}})}, "discarded 0"),
         ({"totals": T.model_copy(update={"dropped": {}})}, "dropped 0"),
         ({"totals": T.model_copy(update={"shipped": 71, "stepped": 101})}, r"shipped \(71, 7\) != accepted"),
+        (
+            {"totals": T.model_copy(update={"module_steps": {"a": 40, "b": 21}})},
+            "60 steps != those of its modules 61",
+        ),
         ({"totals": T.model_copy(update={"shipped_chunks": 8})}, r"shipped \(70, 8\) != accepted"),
         ({"lost": {}}, r"lost \(0, 0\)"),
         ({"held": (21, 2)}, r"accepted \(60, 6\) != held \(21, 2\)"),

@@ -1,0 +1,45 @@
+"""What a learner knows of a fleet's modules: the spaces of each, and how to read its batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.batch_reader import BatchReader, UnreadBatch
+from headrace.schemas.errors import DecodeError, WhichModuleError
+from headrace.schemas.module_spaces import module_spaces_from_json
+from headrace.schemas.spaces import Spaces
+
+
+class ModuleReaders:
+    """Empty until `learn` is told of the modules, which are the same for a fleet's whole life."""
+
+    def __init__(self) -> None:
+        self.spaces: dict[str, Spaces] = {}
+        """By module id."""
+        self._readers: dict[str, BatchReader] = {}
+
+    def learn(self, told: dict[str, Any]) -> None:
+        """Take what the broker passed on from the first worker; raises `DecodeError`."""
+        if not self.spaces:
+            self.spaces = module_spaces_from_json(told)
+
+    def spaces_of(self, module_id: str | None) -> Spaces:
+        """Those of a module, or, for None, of the only one there is; raises `WhichModuleError`."""
+        if module_id is None and len(self.spaces) == 1:
+            return next(iter(self.spaces.values()))
+        if module_id is None or module_id not in self.spaces:
+            raise WhichModuleError(module_id, self.spaces)
+        return self.spaces[module_id]
+
+    def read(self, unread: UnreadBatch) -> ChunkBatch:
+        """A batch, which is of one module; raises `DecodeError` for what is not of this fleet or contradicts itself."""
+        modules = unread.header.modules
+        module_id = modules[0] if len(modules) == 1 else ""
+        if module_id not in self.spaces:
+            known = sorted(self.spaces)
+            raise DecodeError("bad_batch_header", f"a batch of {modules!r:.200}; the modules are {known!r:.200}")
+        if module_id not in self._readers:
+            own = self.spaces[module_id]
+            self._readers[module_id] = BatchReader(own.observation, own.action)
+        return self._readers[module_id].read(unread)
