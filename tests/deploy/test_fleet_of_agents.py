@@ -77,7 +77,7 @@ def test_what_does_not_fit_together_ends_the_fleet_with_one_sentence(
     [
         ('policies={"a/b": {}}', ("'a/b' is no name for a policy", "without '/'")),
         ("policies={}", ("at least one policy",)),
-        ('policies={"one": {"biuld": "x:y"}}', ("sampling.policies.one.biuld", "unknown key")),
+        ('policies={"one": {"builder": "x:y"}}', ("sampling.policies.one.builder", "unknown key")),
         ('policies={"one": 3}', ("sampling.policies.one",)),
     ],
 )

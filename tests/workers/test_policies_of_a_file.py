@@ -101,9 +101,9 @@ def test_a_policy_without_a_usable_name_is_refused(module_id: str) -> None:
 
 def test_a_policys_table_with_another_key_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown key"):
-        fleet(policies={"one": {"biuld": "x:y"}})
+        fleet(policies={"one": {"builder": "x:y"}})
     with pytest.raises(ConfigError, match="a table has build and config"):
-        multi_runner(policies={"one": {"biuld": "x:y"}})
+        multi_runner(policies={"one": {"builder": "x:y"}})
 
 
 def test_policies_are_given_in_a_flag_as_json() -> None:
