@@ -24,6 +24,7 @@ from headrace.schemas.messages import (
     WorkerHello,
     WorkerWelcome,
 )
+from headrace.schemas.module_spaces import told_by_module
 from headrace.schemas.wire import Buffer
 
 FIRST_ASSIGNED_SLOT = 1000
@@ -105,8 +106,9 @@ class WorkerDesk:
         return fleet_id == self.fleet_id
 
     def _same_spaces(self, peer: Peer, hello: WorkerHello) -> bool:
-        self.spaces = self.spaces or hello.spaces
-        if hello.spaces and hello.spaces != self.spaces:
+        told = told_by_module(hello.spaces)
+        self.spaces = self.spaces or told
+        if told and told != self.spaces:
             detail = (
                 "this worker's observation or action space differs from the fleet's; give every worker the same env "
                 "and env_config, or start a fleet of its own for the other env"

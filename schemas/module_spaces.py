@@ -42,11 +42,15 @@ def module_spaces_to_json(spaces: Mapping[str, Spaces]) -> dict[str, Any]:
     return {module_id: own.model_dump(mode="json") for module_id, own in spaces.items()}
 
 
+def told_by_module(told: dict[str, Any]) -> dict[str, Any]:
+    """The JSON of a peer of this or the previous minor version as today's peers tell it; not checked otherwise."""
+    observation = told.get("observation")
+    is_pair = isinstance(observation, dict) and isinstance(observation.get("kind"), str)
+    return {DEFAULT_MODULE_ID: told} if is_pair else told
+
+
 def module_spaces_from_json(told: Any) -> dict[str, Spaces]:
-    """What a peer told, of this or the previous minor version; raises `DecodeError`."""
+    """What a peer of this or the previous minor version told; raises `DecodeError`."""
     if not isinstance(told, dict) or not told:
         raise DecodeError("bad_space", "spaces are no object by module id")
-    observation = told.get("observation")
-    if isinstance(observation, dict) and isinstance(observation.get("kind"), str):  # a space itself, not a pair
-        return {DEFAULT_MODULE_ID: spaces_from_json(told)}
-    return {module_id: spaces_from_json(pair) for module_id, pair in told.items()}
+    return {module_id: spaces_from_json(pair) for module_id, pair in told_by_module(told).items()}

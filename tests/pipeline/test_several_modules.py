@@ -9,7 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from parties import BrokerThread, Envs, StartFeeder, broker_process, until, worker_process
+from parties import (
+    FLEET,
+    SPACES,
+    BrokerThread,
+    Envs,
+    RawPeer,
+    StartFeeder,
+    broker_process,
+    until,
+    worker_process,
+)
 from several_agents import CARTS_AT_RANDOM, TWO_CARTS, AgentWitness
 from test_worker import WorkerThread, accepted, closed_row, constant_value, report_death
 
@@ -17,6 +27,8 @@ from headrace.broker.state_file import read_broker_file
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.errors import EncodeError, ModuleError, WhichModuleError
 from headrace.schemas.ledger import add_up
+from headrace.schemas.messages import WorkerHello
+from headrace.schemas.module_spaces import module_spaces_to_json
 from headrace.schemas.recorder import read_recorder
 from headrace.schemas.wire import Buffer, MessageKind, decode, encode
 from headrace.workers.multi_agent.policies import PolicyMappingError
@@ -194,6 +206,19 @@ def test_a_broker_killed_between_batches_of_a_cut_costs_nothing(stack: ExitStack
     assert not witness.open_episodes()
     assert set(witness.markers) <= {"shutdown"}
     assert not stream.dropped
+
+
+def test_workers_of_this_and_the_previous_minor_version_sample_for_one_fleet(
+    broker: BrokerThread, start_feeder: StartFeeder
+) -> None:
+    old = start_feeder(broker.endpoints.worker, slot=0)  # tells its pair of spaces alone
+    until(lambda: old.session.welcome, "the old worker's welcome")
+    told = module_spaces_to_json({"default_policy": SPACES})
+    with RawPeer(broker.endpoints.worker) as new, EpisodeStream(broker.endpoints.learner) as stream:
+        new.send(WorkerHello(fleet_id=FLEET, token="n", slot=1, spaces=told).frames())
+        assert new.receive().kind is MessageKind.WELCOME
+        assert stream.module_spaces() == {"default_policy": SPACES}
+        assert stream.spaces() == SPACES
 
 
 def of_a_stranger(seq: int, frames: list[Buffer]) -> list[Buffer]:
