@@ -78,7 +78,7 @@ def start_learner(config: Path | None, sets: Sets, flags: Flags, *, endpoint: st
     run_dir = _folder(Path(resolved.fleet.run_dir))
     set_up_logging(Identity(fleet_id, "learner"), debug=debug)
     log.info("headrace %s learner at %s; config: %s", version("headrace"), where, origin)
-    from headrace.learner_stub.ppo import run_learner
+    from headrace.learner_stub.training import run_learner
 
     with _no_exit_from(ModuleError, "the module"):
         run_learner(resolved, endpoint=where, run_dir=run_dir)

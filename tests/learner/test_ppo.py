@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from headrace.learner_stub.module import TrainableModule, build_module
-from headrace.learner_stub.ppo import PPO, staleness
+from headrace.learner_stub.ppo import PPO
 from headrace.learner_stub.rollout import join
+from headrace.learner_stub.training import staleness
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.chunk import EXPLORE, RANDOM_ACTIONS, ChunkEnd
 from headrace.schemas.config import LearnerSection, ModuleSection

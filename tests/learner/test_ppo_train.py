@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.learner_stub import ppo as ppo_file
+from headrace.learner_stub import training
 from headrace.learner_stub.checkpoint import load_checkpoint
 from headrace.learner_stub.module import TrainableModule
-from headrace.learner_stub.ppo import PPO, gather, train
+from headrace.learner_stub.ppo import PPO
+from headrace.learner_stub.training import gather, train
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.config import LearnerSection
@@ -146,7 +147,7 @@ def test_the_checkpoint_of_another_module_is_refused_by_name(
     assert saved is not None
     other = PPO(torch.nn.Linear(2, 2), SETTINGS)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="does not fit the module"):
-        ppo_file._resume(other, saved, path)
+        training._resume(other, saved, path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -1,0 +1,177 @@
+"""The learner process: gather batches, train, checkpoint, commit, publish.
+
+Nothing is committed before it is in the checkpoint, so whatever a killed learner had not written comes again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from headrace.learner_stub.module import build_module
+from headrace.learner_stub.ppo import PPO, Metrics
+from headrace.learner_stub.publisher import WeightPublisher
+from headrace.learner_stub.stream import EpisodeStream
+from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.errors import CheckpointError, UnreachableError
+from headrace.schemas.spaces import Spaces
+from headrace.schemas.stopping import stop_signals
+
+log = logging.getLogger("headrace.learner")
+
+CHECKPOINT_FILE = "learner.checkpoint"
+
+_LOG_INTERVAL_S = 1.0
+_WAIT_S = 0.2
+"""How long one wait for a batch is, after which a stop signal is noticed."""
+
+_FINISH_S = 5.0
+"""How long after a stop signal further updates are begun, where batches keep coming."""
+
+
+class Source(Protocol):
+    """What training needs of an `EpisodeStream`."""
+
+    @property
+    def epoch(self) -> int: ...
+    def next(self, timeout_s: float) -> ChunkBatch | None: ...
+    def position(self) -> list[dict[str, Any]]: ...
+    def commit(self) -> None: ...
+
+
+class Publisher(Protocol):
+    """What training needs of a `WeightPublisher`."""
+
+    def publish(self, state_dict: Mapping[str, Tensor]) -> int: ...
+
+
+def train(ppo: PPO, stream: Source, weights: Publisher, checkpoint: Path, stopping: threading.Event) -> None:
+    """Update after update, until `stopping` is set; returns with all it trained on checkpointed and committed.
+
+    Once stopping it still trains on what was sampled already, for a few seconds at most. A kill at any line loses
+    nothing: what is not yet in the checkpoint is not committed either and comes again, and what is in it but not
+    committed is known by its position and not trained on twice.
+    """
+    save_checkpoint(checkpoint, _snapshot(ppo, stream), claim=True)
+    newest = weights.publish(ppo.module.state_dict())
+    progress = ProgressLog()
+    stop_by = math.inf
+    while time.monotonic() < stop_by and (batches := gather(stream, ppo.settings.steps_per_update, stopping)):
+        metrics = ppo.update(batches) | staleness(batches, stream.epoch, newest)
+        save_checkpoint(checkpoint, _snapshot(ppo, stream))
+        stream.commit()
+        newest = weights.publish(ppo.module.state_dict())
+        progress.report(metrics)
+        if stopping.is_set():
+            stop_by = min(stop_by, time.monotonic() + _FINISH_S)
+
+
+def gather(stream: Source, steps: int, stopping: threading.Event) -> list[ChunkBatch]:
+    """Batches of `steps` steps or more together, the last one whole. Blocks until then, or, once `stopping` is set,
+    until nothing more comes.
+
+    All steps count, also those that PPO leaves out: workers wait for their commit as for that of others.
+    """
+    batches: list[ChunkBatch] = []
+    missing = steps
+    while missing > 0:
+        batch = stream.next(timeout_s=_WAIT_S)
+        if batch is not None:
+            batches.append(batch)
+            missing -= batch.steps
+        elif stopping.is_set():
+            break
+    return batches
+
+
+def staleness(batches: Sequence[ChunkBatch], epoch: int, newest: int) -> Metrics:
+    """How many versions behind the newest the weights were that chose the steps; empty if an earlier learner's did."""
+    seqs = [batch.columns["weights_seq"] for batch in batches if batch.learner_epoch == epoch and batch.steps]
+    if not seqs:
+        return {}
+    behind = newest - np.concatenate(seqs)
+    return {"staleness": float(behind.mean()), "staleness_max": float(behind.max())}
+
+
+def _snapshot(ppo: PPO, stream: Source) -> Checkpoint:
+    state, arrays = ppo.get_state()
+    return Checkpoint(stream.epoch, stream.position(), state, arrays)
+
+
+class ProgressLog:
+    """One line about training now and then."""
+
+    def __init__(self) -> None:
+        self._due = time.monotonic()
+
+    def report(self, metrics: Metrics) -> None:
+        """Log `metrics` unless that was done less than a second ago."""
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + _LOG_INTERVAL_S
+            log.info("%s", " ".join(f"{name}={value:.4g}" for name, value in metrics.items()))
+
+
+def run_learner(config: FleetConfig, *, endpoint: str, run_dir: Path) -> None:
+    """The learner process: go on from the checkpoint in `run_dir`, or begin. Returns after SIGTERM; main thread only.
+
+    Raises `ConfigError` and `ModuleError` for the module, `CheckpointError`, `FencedError` when another learner takes
+    over, and whatever `EpisodeStream` raises about the broker.
+    """
+    torch.set_num_threads(config.learner.torch_threads)
+    torch.manual_seed(config.learner.seed)  # for modules that draw their first weights from torch's own generator
+    fleet_id = config.fleet.fleet_id
+    path = run_dir / CHECKPOINT_FILE
+    saved = load_checkpoint(path)
+    position = _position_in(fleet_id, saved)
+    with (
+        stop_signals() as stopping,
+        EpisodeStream(endpoint, position=position, auto_commit=False, fleet_id=fleet_id) as stream,
+        WeightPublisher(endpoint, fleet_id=fleet_id) as weights,
+    ):
+        spaces = _first_spaces(stream, stopping)
+        if spaces is None:
+            return
+        ppo = PPO(build_module(config.module, spaces), config.learner)
+        if saved:
+            _resume(ppo, saved, path)
+        train(ppo, stream, weights, path, stopping)
+    log.info("stopped after update %d, trained on %d steps", ppo.updates, ppo.steps)
+
+
+def _position_in(fleet_id: str, saved: Checkpoint | None) -> list[dict[str, Any]]:
+    """Where the checkpoint's stream stood, if that was in this fleet: elsewhere the same numbers mean other batches."""
+    position = saved.position if saved else []
+    if fleet_id and any(place.get("fleet_id", fleet_id) != fleet_id for place in position):
+        log.warning("the checkpoint was written in another fleet: going on with its model, and with all batches here")
+        return []
+    return position
+
+
+def _first_spaces(stream: EpisodeStream, stopping: threading.Event) -> Spaces | None:
+    """The fleet's spaces, however long the first worker takes to tell them; None once `stopping` is set."""
+    log.info("waiting for the first worker at %s", stream.endpoint)
+    while not stopping.is_set():
+        try:
+            return stream.spaces(timeout_s=_WAIT_S)
+        except UnreachableError:
+            continue
+    return None
+
+
+def _resume(ppo: PPO, saved: Checkpoint, path: Path) -> None:
+    try:
+        ppo.set_state(saved.state, saved.arrays)
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise CheckpointError(str(path), f"it does not fit the module ({error})") from error
+    log.info("going on from %s: update %d, %d steps", path, ppo.updates, ppo.steps)
