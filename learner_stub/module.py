@@ -14,7 +14,10 @@ from headrace.schemas.spaces import Spaces
 
 
 class TrainableModule(Protocol):
-    """A torch module with three methods more. Observations and actions are tensors, in the nesting of their space."""
+    """A torch module with three methods more. Observations and actions are tensors, in the nesting of their space.
+
+    One that also has `initial_state()` is recurrent: its `forward_train` is given whole chunks, see `feed.ChunkFeed`.
+    """
 
     def forward_train(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         """{"obs": ...} to {"action_dist_inputs": (rows, ...), "values": (rows,)}, with gradients."""

@@ -6,6 +6,7 @@ Schulman et al., Proximal Policy Optimization Algorithms (2017). The choices tha
   older than the one in training: the ratio is right however stale a step is, and the clip bounds what staleness can do.
 - Values are computed anew by the module as it is now, not read from the `values` column: an old value function's error
   would go into advantages and returns alike, and one forward pass is a small part of an update.
+- A module that remembers is trained on whole chunks, each from the state that was stored with it.
 - A chunk is bootstrapped from its last observation unless the episode terminated there: an episode that was cut,
   truncated or aborted would have gone on.
 - The value loss is divided by the variance of the returns where that is above 1. Policy and value share layers, and
@@ -28,9 +29,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from headrace.learner_stub.checkpoint import training_arrays, training_tensors
+from headrace.learner_stub.feed import Feed, Minibatch, feed_for, take
 from headrace.learner_stub.gae import advantages
 from headrace.learner_stub.module import TrainableModule, check_answer
-from headrace.learner_stub.rollout import Rollout, join, map_nested
+from headrace.learner_stub.rollout import Rollout, join
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.config import LearnerSection
@@ -38,7 +40,7 @@ from headrace.schemas.errors import ModuleError
 
 RECENT_EPISODES = 100
 _FORWARD_ROWS = 4096
-"""Rows of one forward pass without gradients: bounds the memory that images take."""
+"""Observations of one forward pass without gradients: bounds the memory that images take."""
 
 Metrics = dict[str, float]
 
@@ -80,10 +82,11 @@ class PPO:
             metrics["mean_return"] = float(np.mean(self.recent_returns))
         rollout = join(batches)
         if rollout is not None:
-            targets = self._targets(rollout)
+            feed = feed_for(self.module, rollout)
+            targets = self._targets(rollout, feed)
             metrics["explained_variance"] = targets.explained_variance
             metrics["behaviour_kl"] = float((rollout.logp - targets.logp).mean())
-            metrics |= self._optimize(rollout, targets)
+            metrics |= self._optimize(rollout, feed, targets)
         return metrics
 
     def _count(self, batches: Sequence[ChunkBatch]) -> None:
@@ -94,8 +97,8 @@ class PPO:
             self.episodes += int(done.sum())
             self.recent_returns.extend(batch.table["episode_return"][done].tolist())
 
-    def _targets(self, rollout: Rollout) -> Targets:
-        dist_inputs, all_values = self._forward(rollout.obs)
+    def _targets(self, rollout: Rollout, feed: Feed) -> Targets:
+        dist_inputs, all_values = self._forward(feed)
         step_rows = rollout.step_rows
         values = all_values[step_rows]
         bootstraps = np.where(rollout.terminated, 0.0, all_values[rollout.last_rows])
@@ -118,48 +121,44 @@ class PPO:
             explained_variance=1.0 - float(advantage.var()) / max(variance, 1e-12),
         )
 
-    def _forward(self, obs: Any) -> tuple[Tensor, NDArray[np.float64]]:
+    def _forward(self, feed: Feed) -> tuple[Tensor, NDArray[np.float64]]:
         """(action_dist_inputs (rows, ...), values (rows,)) of the module as it is, without gradients."""
-        rows = len(_first(obs))
-        dist_inputs, values = [], []
         with torch.no_grad():
-            for start in range(0, rows, _FORWARD_ROWS):
-                part = slice(start, min(start + _FORWARD_ROWS, rows))
-                answer = check_answer(self.module.forward_train({"obs": _rows(obs, part)}), part.stop - part.start)
-                dist_inputs.append(answer[0])
-                values.append(answer[1])
+            parts = feed.all_rows(_FORWARD_ROWS)
+            answers = [check_answer(self.module.forward_train(batch), rows) for batch, rows in parts]
+        dist_inputs, values = zip(*answers, strict=True)
         return torch.cat(dist_inputs), torch.cat(values).double().numpy()
 
-    def _optimize(self, rollout: Rollout, targets: Targets) -> Metrics:
+    def _optimize(self, rollout: Rollout, feed: Feed, targets: Targets) -> Metrics:
         """Passes over the steps in shuffled minibatches, until the policy has moved by more than `target_kl`."""
         s = self.settings
         random = np.random.default_rng((s.seed, self.updates))
-        step_rows = torch.from_numpy(rollout.step_rows)
         metrics: Metrics = {}
         for epoch in range(1, s.epochs + 1):
             seen: list[Metrics] = []
-            for steps in torch.split(torch.from_numpy(random.permutation(len(rollout))), s.minibatch_size):
-                loss, minibatch = self._loss(rollout, targets, steps, step_rows[steps])
+            for minibatch in feed.shuffled(random, s.minibatch_size):
+                loss, measured = self._loss(rollout, targets, minibatch)
                 self.optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 nn.utils.clip_grad_norm_(self.module.parameters(), s.max_grad_norm)
                 self.optimizer.step()
-                seen.append(minibatch)
+                seen.append(measured)
             metrics = {name: float(np.mean([m[name] for m in seen])) for name in seen[0]} | {"epochs": epoch}
             if metrics["kl"] > s.target_kl:
                 break
         return metrics
 
-    def _loss(self, rollout: Rollout, targets: Targets, steps: Tensor, obs_rows: Tensor) -> tuple[Tensor, Metrics]:
+    def _loss(self, rollout: Rollout, targets: Targets, minibatch: Minibatch) -> tuple[Tensor, Metrics]:
         """The clipped objective of equation 9 on one minibatch, negated."""
-        s = self.settings
-        answer = self.module.forward_train({"obs": _rows(rollout.obs, obs_rows)})
-        logp = self.module.logp(answer["action_dist_inputs"], _rows(rollout.actions, steps))
+        s, steps = self.settings, minibatch.steps
+        answer = self.module.forward_train(minibatch.batch)
+        dist_inputs, values = (answer[name][minibatch.answers] for name in ("action_dist_inputs", "values"))
+        logp = self.module.logp(dist_inputs, take(rollout.actions, steps))
         ratio = torch.exp(logp - rollout.logp[steps])
         advantage = targets.advantages[steps]
         gain = torch.minimum(ratio * advantage, ratio.clamp(1 - s.clip, 1 + s.clip) * advantage).mean()
-        value_loss = (answer["values"] - targets.returns[steps]).square().mean() * targets.value_scale
-        entropy = self.module.entropy(answer["action_dist_inputs"]).mean()
+        value_loss = (values - targets.returns[steps]).square().mean() * targets.value_scale
+        entropy = self.module.entropy(dist_inputs).mean()
         loss = s.value_coefficient * value_loss - gain - s.entropy_coefficient * entropy
         with torch.no_grad():
             moved = logp - targets.logp[steps]
@@ -192,17 +191,6 @@ class PPO:
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
         self.updates, self.steps, self.episodes = state["updates"], state["steps"], state["episodes"]
         self.recent_returns = deque(state["recent_returns"], maxlen=RECENT_EPISODES)
-
-
-def _rows(value: Any, rows: slice | Tensor) -> Any:
-    return map_nested(lambda tensor: tensor[rows], value)
-
-
-def _first(value: Any) -> Tensor:
-    """Any tensor of a nested observation."""
-    while isinstance(value, dict | tuple):
-        value = next(iter(value.values() if isinstance(value, dict) else value))
-    return torch.as_tensor(value)
 
 
 def _float32(array: NDArray[np.float64]) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.batch import STATE_IN, ChunkBatch
 from headrace.schemas.chunk import RANDOM_ACTIONS, ChunkEnd
 from headrace.schemas.errors import ModuleError
 from headrace.schemas.spaces import nest
@@ -23,7 +23,8 @@ class Rollout:
 
     obs: tensors (N + C, ...) in the nesting of the space: each chunk's T steps and the observation after them.
     actions: tensors (N, ...), likewise. logp: float32 (N,), of the behaviour policy. rewards: float64 (N,).
-    offsets: int64 (C + 1,), where each chunk's steps begin. terminated: bool (C,).
+    offsets: int64 (C + 1,), where each chunk's steps begin. terminated: bool (C,). state_in: tensors (C, ...) by name,
+    what a recurrent module remembered before each chunk; empty for other modules.
     """
 
     obs: Any
@@ -32,9 +33,15 @@ class Rollout:
     rewards: NDArray[np.float64]
     offsets: NDArray[np.int64]
     terminated: NDArray[np.bool_]
+    state_in: dict[str, Tensor]
 
     def __len__(self) -> int:
         return len(self.rewards)
+
+    @property
+    def obs_offsets(self) -> NDArray[np.int64]:
+        """int64 (C + 1,): where each chunk's rows of `obs` begin."""
+        return self.offsets + np.arange(len(self.offsets))
 
     @property
     def step_rows(self) -> NDArray[np.int64]:
@@ -52,7 +59,7 @@ def join(batches: Sequence[ChunkBatch]) -> Rollout | None:
     """The steps of `batches` that a policy chose, or None when there are none.
 
     End markers have no steps and random actions no policy whose ratio could be taken, so both are left out. Raises
-    `ModuleError` when steps have no `logp`.
+    `ModuleError` when steps have no `logp`, or batches not the same columns.
     """
     chosen = [batch for batch in map(_chosen, batches) if len(batch)]
     if not chosen:
@@ -64,6 +71,7 @@ def join(batches: Sequence[ChunkBatch]) -> Rollout | None:
                 "forward_exploration, and sample with explore = true"
             )
     first = chosen[0]
+    _check_alike(chosen)
     columns = {name: np.concatenate([batch.columns[name] for batch in chosen]) for name in _needed(first)}
     lengths = np.concatenate([batch.table["length"] for batch in chosen]).astype(np.int64)
     ends = np.concatenate([batch.table["end"] for batch in chosen])
@@ -74,7 +82,18 @@ def join(batches: Sequence[ChunkBatch]) -> Rollout | None:
         rewards=columns["rewards"].astype(np.float64, copy=False),
         offsets=np.concatenate(([0], np.cumsum(lengths))),
         terminated=ends == ChunkEnd.TERMINATED,
+        state_in={n.removeprefix(STATE_IN): torch.from_numpy(c) for n, c in columns.items() if n.startswith(STATE_IN)},
     )
+
+
+def _check_alike(batches: Sequence[ChunkBatch]) -> None:
+    first, *others = batches
+    for batch in others:
+        if differ := sorted(set(_needed(first)) ^ set(_needed(batch))):
+            raise ModuleError(
+                f"of the batches of slots {first.slot} and {batch.slot} only one has the columns {differ[:5]}; their "
+                "workers must run the same env, connectors and module"
+            )
 
 
 def _chosen(batch: ChunkBatch) -> ChunkBatch:
@@ -84,7 +103,8 @@ def _chosen(batch: ChunkBatch) -> ChunkBatch:
 
 
 def _needed(batch: ChunkBatch) -> list[str]:
-    return [name for name in batch.columns if name in ("rewards", "logp") or name.split("/")[0] in ("obs", "actions")]
+    needed = ("rewards", "logp", "obs", "actions", STATE_IN[:-1])
+    return [name for name in batch.columns if name.split("/")[0] in needed]
 
 
 def map_nested(function: Callable[[Any], Any], value: Any) -> Any:

@@ -1,0 +1,124 @@
+"""How a module is fed a rollout: row by row, or chunk by chunk where it remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.learner_stub.rollout import Rollout, map_nested
+from headrace.schemas.errors import ModuleError
+
+
+@dataclass(frozen=True, slots=True)
+class Minibatch:
+    """batch: what `forward_train` is given. steps: int64 (n,), the rollout's steps that are trained on. answers: the
+    row of the module's answer for each of them.
+    """
+
+    batch: dict[str, Any]
+    steps: Tensor
+    answers: Tensor | slice
+
+
+class Feed(Protocol):
+    """A rollout as its module wants it."""
+
+    def all_rows(self, rows: int) -> Iterator[tuple[dict[str, Any], int]]:
+        """(`forward_train`'s batch, its rows) of some `rows` observations at a time, in the order of `rollout.obs`."""
+
+    def shuffled(self, random: np.random.Generator, steps: int) -> Iterator[Minibatch]:
+        """Each step once, some `steps` at a time, in an order drawn from `random`."""
+
+
+def feed_for(module: Any, rollout: Rollout) -> Feed:
+    """Chunk by chunk for a module with `initial_state`. Raises `ModuleError` when one that remembers did not sample."""
+    if not hasattr(module, "initial_state"):
+        return RowFeed(rollout)
+    if not rollout.state_in:
+        raise ModuleError(
+            f"{type(module).__name__} is recurrent, and the batches carry no state_in: they were sampled by another "
+            "module; name the same one for workers and learner"
+        )
+    return ChunkFeed(rollout)
+
+
+class RowFeed:
+    """Rows in any order: {"obs": ...}."""
+
+    def __init__(self, rollout: Rollout) -> None:
+        self._rollout = rollout
+
+    def all_rows(self, rows: int) -> Iterator[tuple[dict[str, Any], int]]:
+        """See `Feed`."""
+        total = int(self._rollout.obs_offsets[-1])
+        for start in range(0, total, rows):
+            part = slice(start, min(start + rows, total))
+            yield {"obs": take(self._rollout.obs, part)}, part.stop - part.start
+
+    def shuffled(self, random: np.random.Generator, steps: int) -> Iterator[Minibatch]:
+        """See `Feed`; the last minibatch has what is left."""
+        step_rows = torch.from_numpy(self._rollout.step_rows)
+        for some in torch.split(torch.from_numpy(random.permutation(len(self._rollout))), steps):
+            yield Minibatch({"obs": take(self._rollout.obs, step_rows[some])}, some, slice(None))
+
+
+class ChunkFeed:
+    """Whole chunks, each from the state that was stored with it.
+
+    {"obs": (rows, ...), each chunk's T+1 observations one after another, "lengths": int64 (chunks,), those T+1,
+    "state_in": {name: (chunks, ...)}, "step_rows": int64 (steps,), the row that each step was taken from}.
+    """
+
+    def __init__(self, rollout: Rollout) -> None:
+        self._rollout = rollout
+        self._lengths = np.diff(rollout.offsets)
+
+    def all_rows(self, rows: int) -> Iterator[tuple[dict[str, Any], int]]:
+        """See `Feed`; no chunk is divided."""
+        chunks = np.arange(len(self._lengths))
+        for some in _groups(chunks, self._lengths + 1, rows):
+            batch = self._batch(some)
+            yield batch, int(batch["lengths"].sum())
+
+    def shuffled(self, random: np.random.Generator, steps: int) -> Iterator[Minibatch]:
+        """See `Feed`; chunks are shuffled, not the steps within."""
+        chunks = random.permutation(len(self._lengths))
+        for some in _groups(chunks, self._lengths[chunks], steps):
+            batch = self._batch(some)
+            own = _ranges(self._rollout.offsets[some], self._lengths[some])
+            yield Minibatch(batch, torch.from_numpy(own), batch["step_rows"])
+
+    def _batch(self, chunks: NDArray[np.intp]) -> dict[str, Any]:
+        lengths = self._lengths[chunks] + 1
+        rows = torch.from_numpy(_ranges(self._rollout.obs_offsets[chunks], lengths))
+        taken = np.ones(len(rows), np.bool_)
+        taken[np.cumsum(lengths) - 1] = False
+        picked = torch.from_numpy(chunks)
+        return {
+            "obs": take(self._rollout.obs, rows),
+            "lengths": torch.from_numpy(lengths),
+            "state_in": {name: state[picked] for name, state in self._rollout.state_in.items()},
+            "step_rows": torch.from_numpy(np.flatnonzero(taken)),
+        }
+
+
+def take(value: Any, rows: slice | Tensor) -> Any:
+    """`rows` of each tensor in a nested `value`."""
+    return map_nested(lambda tensor: tensor[rows], value)
+
+
+def _groups(chunks: NDArray[np.intp], sizes: NDArray[np.int64], size: int) -> list[NDArray[np.intp]]:
+    """`chunks` in their order, some `size` together: each goes where its first row falls."""
+    group = (np.cumsum(sizes) - sizes) // size
+    return np.split(chunks, np.flatnonzero(np.diff(group)) + 1)
+
+
+def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """All of [start, start + length), one range after another."""
+    return np.repeat(starts - np.cumsum(lengths) + lengths, lengths) + np.arange(int(lengths.sum()))
