@@ -1,4 +1,4 @@
-"""The learner's side: a stream of episode chunks, a publisher of weights, and a reference PPO learner.
+"""The learner's side: a stream of episode chunks, a publisher of weights, what merges connectors, and a reference PPO.
 
 Names are loaded when asked for, so that a learner that only reads the stream need not import torch.
 """
@@ -9,15 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headrace.learner_stub.connector_merger import ConnectorMerger as ConnectorMerger
     from headrace.learner_stub.publisher import WeightPublisher as WeightPublisher
     from headrace.learner_stub.stream import EpisodeStream as EpisodeStream
 
 _HOMES = {
+    "ConnectorMerger": "headrace.learner_stub.connector_merger",
     "EpisodeStream": "headrace.learner_stub.stream",
     "WeightPublisher": "headrace.learner_stub.publisher",
 }
 
-__all__ = ["EpisodeStream", "WeightPublisher"]
+__all__ = ["ConnectorMerger", "EpisodeStream", "WeightPublisher"]
 
 
 def __getattr__(name: str) -> Any:

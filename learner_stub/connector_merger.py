@@ -1,0 +1,112 @@
+"""What the connectors of one module have learnt in all runners together, merged as it arrives with the batches.
+
+    merger = ConnectorMerger(env_to_module=["headrace.workers.connectors:MeanStd"])
+    for batch in stream:
+        merger.take(batch)
+        train(module, batch)
+        weights.publish({**module.state_dict(), **merger.get_state()})
+
+A batch tells what was learnt since the one before it and is delivered once, so each row that a connector has learnt
+from counts once, whichever runner saw it. Keep the state in the checkpoint that has the stream's position: the two then
+speak of the same batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.errors import ConfigError, ConnectorError, HeadraceError
+from headrace.schemas.plugins import load_factory
+from headrace.schemas.weights import CONNECTORS
+
+State = dict[str, NDArray[Any]]
+Spec = str | Mapping[str, Any] | Callable[[], Any]
+"""A connector: "package.module:factory", a table of build and config, or the factory itself."""
+
+
+class Mergeable(Protocol):
+    """What a merger needs of a connector. It is never connected to any spaces, and no row passes it."""
+
+    def merge(self, state: State, updates: Sequence[State]) -> State:
+        """`state` (empty: none yet) with the `updates` of any runners, in any order."""
+        ...
+
+
+class ConnectorMerger:
+    """Built from the settings that the runners' pipelines are built from, in the same order.
+
+    Raises `ConfigError` for a setting that is no connector, `ConnectorError` when its factory raises.
+    """
+
+    def __init__(self, env_to_module: Sequence[Spec] = (), module_to_env: Sequence[Spec] = ()) -> None:
+        self._pieces: dict[str, Mergeable] = {}
+        for pipeline, specs in (("env_to_module", env_to_module), ("module_to_env", module_to_env)):
+            for i, spec in enumerate(specs):
+                piece = _build(spec, f"{pipeline}[{i}]")
+                self._pieces[f"{pipeline}/{i}.{type(piece).__name__}"] = piece
+        self._learnt: dict[str, State] = {}
+
+    def take(self, batch: ChunkBatch) -> None:
+        """Merge what the batch tells. Call it once for each batch handed out, also for one that is not trained on.
+
+        Raises `ConnectorError`, and then has taken nothing of the batch.
+        """
+        merged = dict(self._learnt)
+        for name, update in self._by_piece(batch.connector_update, f"a batch of slot {batch.slot}").items():
+            merged[name] = self._merge(name, self._learnt.get(name, {}), update)
+        self._learnt = merged
+
+    def get_state(self) -> State:
+        """Arrays by name, "connectors/env_to_module/0.MeanStd/obs/count", to be published in one mapping with the
+        module's weights; of pieces of which nothing was told yet there are none.
+        """
+        return {f"{CONNECTORS}{n}/{part}": a for n, state in self._learnt.items() for part, a in state.items()}
+
+    def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Go on from `get_state`'s answer, copying it. Raises `ConnectorError` for pieces that are not there."""
+        arrays = {name.removeprefix(CONNECTORS): np.array(array) for name, array in state.items()}
+        self._learnt = self._by_piece(arrays, "a state")
+
+    def _by_piece(self, arrays: Mapping[str, NDArray[Any]], whose: str) -> dict[str, State]:
+        parts: dict[str, State] = {}
+        for name, array in arrays.items():
+            pipeline, _, rest = name.partition("/")
+            title, _, part = rest.partition("/")
+            piece = f"{pipeline}/{title}"
+            if piece not in self._pieces:
+                reason = f"{whose} tells of it, but the learner's connectors are {sorted(self._pieces)}"
+                raise ConnectorError(piece, f"{reason}; give workers and learner the same ones")
+            parts.setdefault(piece, {})[part] = array
+        return parts
+
+    def _merge(self, name: str, state: State, update: State) -> State:
+        try:
+            merged = self._pieces[name].merge(state, [update])
+            # Copies: arrays of the update are views of a received message, which they would keep in memory.
+            return {part: np.array(array) for part, array in merged.items()}
+        except HeadraceError:
+            raise
+        except Exception as error:
+            seen = ", ".join(f"{part} {array.dtype} {array.shape}" for part, array in update.items())
+            raise ConnectorError(name, f"merge: {type(error).__name__}: {error}", seen) from error
+
+
+def _build(spec: Spec, key: str) -> Mergeable:
+    factory = load_factory(spec, key) if isinstance(spec, str | Mapping) else spec
+    if not callable(factory):
+        raise ConfigError(f"{spec!r:.80} is no factory of a connector, or 'package.module:factory'", key=key)
+    try:
+        piece = factory()
+    except HeadraceError:
+        raise
+    except Exception as error:
+        raise ConnectorError(f"{spec!r:.80} of {key}", f"{type(error).__name__}: {error}") from error
+    if not hasattr(piece, "merge"):
+        raise ConfigError(f"{spec!r:.80} gave a {type(piece).__name__}, not a Connector", key=key)
+    built: Mergeable = piece
+    return built

@@ -1,0 +1,192 @@
+"""What connectors learn anywhere is known once and exactly, however it arrives, and survives a restart."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from headrace.learner_stub import ConnectorMerger
+from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.errors import ConfigError, ConnectorError
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.workers.connectors import FlattenObservations, MeanStd
+
+MakeBatch = Callable[..., ChunkBatch]
+
+MEAN_STD = "headrace.workers.connectors:MeanStd"
+STATE = "connectors/env_to_module/1.MeanStd/obs/"
+
+
+class Noted(gym.Env[Any, Any]):
+    """A random walk far from zero; notes each observation it gives."""
+
+    observation_space = gym.spaces.Dict({"at": gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)})
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, notes: list[NDArray[np.float32]]) -> None:
+        self.notes = notes
+
+    def _seen(self) -> dict[str, Any]:
+        self.notes.append(self.at.copy())
+        return {"at": self.at.copy()}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.at = self.np_random.normal(1e3, 30.0, 2).astype(np.float32)
+        return self._seen(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.at = self.at + self.np_random.normal(size=2).astype(np.float32)
+        return self._seen(), 1.0, bool(self.np_random.random() < 0.05), False, {}
+
+
+class Broken(MeanStd):
+    def merge(self, state: Any, updates: Any) -> Any:
+        raise RuntimeError("no")
+
+
+class Counted:
+    """A user's own piece: adds up; gives back the very arrays it was given when there is nothing to add to."""
+
+    def merge(self, state: dict[str, Any], updates: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {"n": state["n"] + updates[0]["n"]} if state else updates[0]
+
+
+def make_broken() -> Any:
+    raise RuntimeError("no luck")
+
+
+def _runner(notes: list[NDArray[np.float32]], seed: int) -> SingleAgentEnvRunner:
+    return SingleAgentEnvRunner(
+        EnvRunnerConfig(
+            env=lambda _: Noted(notes),
+            num_envs=3,
+            seed=seed,
+            rollout_fragment_length=8,
+            env_to_module=[FlattenObservations, MeanStd],
+        ),
+        worker_index=seed,
+    )
+
+
+def _sampled(runner: SingleAgentEnvRunner, *, random_actions: bool = False) -> ChunkBatch:
+    """A batch and what was learnt while it was sampled."""
+    batch = runner.sample(num_timesteps=24, random_actions=random_actions)
+    assert isinstance(batch, ChunkBatch)
+    told = runner.take_connector_update()
+    return replace(batch, connector_update={f"{key}/{n}": a for key, part in told.items() for n, a in part.items()})
+
+
+def _check_moments(state: dict[str, NDArray[Any]], notes: list[NDArray[np.float32]]) -> None:
+    rows = np.array(notes, np.float64)
+    deviations = ((rows - rows.mean(0)) ** 2).sum(0)
+    np.testing.assert_array_equal(state[STATE + "count"].ravel(), len(rows))
+    np.testing.assert_allclose(state[STATE + "mean"], rows.mean(0), rtol=1e-9)
+    np.testing.assert_allclose(state[STATE + "m2"], deviations, rtol=1e-9)
+
+
+def test_merged_updates_equal_the_moments_of_all_rows_at_once() -> None:
+    notes: list[NDArray[np.float32]] = []
+    merger = ConnectorMerger([FlattenObservations, {"build": MEAN_STD, "config": {"clip": 5.0}}])
+    with _runner(notes, 0) as one, _runner(notes, 1) as other:
+        batches = [_sampled(runner, random_actions=i == 0) for i in range(12) for runner in (one, other)]
+        for batch in np.random.default_rng(0).permutation(len(batches)):
+            merger.take(batches[batch])
+        _check_moments(merger.get_state(), notes)
+
+
+def test_published_state_is_what_runners_go_on_from() -> None:
+    notes: list[NDArray[np.float32]] = []
+    merger = ConnectorMerger([FlattenObservations, MeanStd])
+    with _runner(notes, 0) as one, _runner(notes, 1) as other:
+        for seq in range(1, 6):
+            for runner in (one, other):
+                merger.take(_sampled(runner))
+            for runner in (one, other):
+                weights = runner.get_state()["rl_module"]
+                runner.set_weights({**weights, **merger.get_state()}, seq)
+        _check_moments(merger.get_state(), notes)
+        for runner in (one, other):
+            state = runner.get_state()["env_to_module"]
+            for name in ("count", "mean", "m2"):
+                np.testing.assert_array_equal(state[f"1.MeanStd/obs/{name}"], merger.get_state()[STATE + name])
+
+
+def test_a_restart_from_any_batch_ends_in_the_same_state() -> None:
+    notes: list[NDArray[np.float32]] = []
+    with _runner(notes, 0) as runner:
+        batches = [_sampled(runner) for _ in range(5)]
+    for died_after in range(len(batches)):
+        first, second = (ConnectorMerger([FlattenObservations, MeanStd]) for _ in range(2))
+        for batch in batches[:died_after]:
+            first.take(batch)
+        second.set_state(first.get_state())
+        for batch in batches[died_after:]:
+            second.take(batch)
+        _check_moments(second.get_state(), notes)
+
+
+def test_before_any_update_there_is_no_state(make_batch: MakeBatch) -> None:
+    merger = ConnectorMerger([MEAN_STD])
+    merger.take(make_batch([3], [ChunkEnd.ONGOING]))
+    assert merger.get_state() == {}
+
+
+def test_the_state_is_ones_own_and_keeps_no_message_in_memory(make_batch: MakeBatch) -> None:
+    update = {"module_to_env/0.Counted/n": np.ones(2)}
+    batch = replace(make_batch([3], [ChunkEnd.ONGOING]), connector_update=update)
+    merger = ConnectorMerger(module_to_env=[Counted])
+    merger.take(batch)
+    update["module_to_env/0.Counted/n"][:] = 7.0
+    assert merger.get_state()["connectors/module_to_env/0.Counted/n"].tolist() == [1.0, 1.0]
+    merger.take(batch)
+    assert merger.get_state()["connectors/module_to_env/0.Counted/n"].tolist() == [8.0, 8.0]
+
+
+def test_updates_of_other_connectors_are_refused_and_nothing_is_taken(make_batch: MakeBatch) -> None:
+    merger = ConnectorMerger([Counted])
+    batch = make_batch([3], [ChunkEnd.ONGOING])
+    both = {"env_to_module/0.Counted/n": np.ones(1), "env_to_module/1.MeanStd/obs/count": np.ones(1)}
+    with pytest.raises(ConnectorError, match=r"env_to_module/1\.MeanStd failed: a batch of slot 0 tells of it") as told:
+        merger.take(replace(batch, connector_update=both))
+    assert "the learner's connectors are ['env_to_module/0.Counted']" in str(told.value)
+    assert merger.get_state() == {}
+    with pytest.raises(ConnectorError, match="nonsense/ failed: a state tells of it"):
+        merger.set_state({"connectors/nonsense": np.ones(1)})
+
+
+def test_a_piece_that_raises_is_named_with_what_it_was_given(make_batch: MakeBatch) -> None:
+    update = {"env_to_module/0.Broken/obs/mean": np.ones(2)}
+    batch = replace(make_batch([3], [ChunkEnd.ONGOING]), connector_update=update)
+    with pytest.raises(ConnectorError, match=r"0\.Broken failed: merge: RuntimeError: no .*obs/mean float64 \(2,\)"):
+        ConnectorMerger([Broken]).take(batch)
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "match"),
+    [
+        ("nowhere", ConfigError, r"env_to_module\[0\]: 'nowhere' is not of the form"),
+        ({"build": MEAN_STD, "colour": "red"}, ConfigError, "should be a table of build"),
+        ("builtins:dict", ConfigError, "gave a dict, not a Connector"),
+        (3, ConfigError, "3 is no factory of a connector"),
+        ({"build": MEAN_STD, "config": {"clip": -1.0}}, ConfigError, "clip"),
+        (make_broken, ConnectorError, r"make_broken.*env_to_module\[0\] failed: RuntimeError: no luck"),
+    ],
+)
+def test_settings_that_are_no_connectors_are_named(spec: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        ConnectorMerger([spec])
+
+
+def test_merging_needs_no_torch() -> None:
+    program = "import sys; import headrace.learner_stub.connector_merger; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
