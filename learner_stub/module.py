@@ -33,9 +33,21 @@ class TrainableModule(Protocol):
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> Any: ...
 
 
-def build_module(section: ModuleSection, spaces: Spaces) -> TrainableModule:
-    """The module that workers build by the same name. Raises `ConfigError` for its path, `ModuleError` for the rest."""
-    build = load_object(section.build, "module.build")
+def build_module(section: ModuleSection, spaces: Spaces, where: str = "module") -> TrainableModule:
+    """The module that workers build by the same name; `where` is the setting that names it.
+
+    Raises `ConfigError` for its path, `ModuleError` for the rest.
+    """
+    module = build_frozen_module(section, spaces, where)
+    missing = [name for name in ("forward_train", "logp", "entropy") if not hasattr(module, name)]
+    if missing:
+        raise ModuleError(f"module {section.build!r} has no {', '.join(missing)}, which the reference learner calls")
+    return cast(TrainableModule, module)
+
+
+def build_frozen_module(section: ModuleSection, spaces: Spaces, where: str = "module") -> nn.Module:
+    """Likewise one that nobody trains, and that need not be able to."""
+    build = load_object(section.build, f"{where}.build")
     try:
         module = build(spaces, **section.config)
     except HeadraceError:
@@ -43,14 +55,11 @@ def build_module(section: ModuleSection, spaces: Spaces) -> TrainableModule:
     except Exception as error:
         raise ModuleError(
             f"module {section.build!r} could not be built ({type(error).__name__}: {error}); it is called as "
-            f"build(spaces, **module.config) with module.config = {section.config!r:.200}"
+            f"build(spaces, **config) with {where}.config = {section.config!r:.200}"
         ) from error
     if not isinstance(module, nn.Module):
         raise ModuleError(f"module {section.build!r} gave a {type(module).__name__}; it must be a torch.nn.Module")
-    missing = [name for name in ("forward_train", "logp", "entropy") if not hasattr(module, name)]
-    if missing:
-        raise ModuleError(f"module {section.build!r} has no {', '.join(missing)}, which the reference learner calls")
-    return cast(TrainableModule, module)
+    return module
 
 
 def check_answer(answer: Mapping[str, Tensor], rows: int) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,6 @@ its checkpoint and gets the same batches takes the same steps, to the bit.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,12 +32,11 @@ from headrace.learner_stub.feed import Feed, Minibatch, feed_for, take
 from headrace.learner_stub.gae import advantages
 from headrace.learner_stub.module import TrainableModule, check_answer
 from headrace.learner_stub.rollout import Rollout, join
+from headrace.learner_stub.tally import Tally
 from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.config import LearnerSection
 from headrace.schemas.errors import ModuleError
 
-RECENT_EPISODES = 100
 _FORWARD_ROWS = 4096
 """Observations of one forward pass without gradients: bounds the memory that images take."""
 
@@ -60,26 +58,25 @@ class Targets:
 
 
 class PPO:
-    """A module, its optimizer and the learner's counters. No I/O, no clock, no random state."""
+    """A module, its optimizer and the tally of its batches. No I/O, no clock, no random state."""
 
     def __init__(self, module: TrainableModule, settings: LearnerSection) -> None:
         self.module = module
         self.settings = settings
         self.optimizer = torch.optim.Adam(module.parameters(), lr=settings.learning_rate, eps=1e-5)
-        self.updates = 0
-        self.steps = 0
-        self.episodes = 0
-        self.recent_returns: deque[float] = deque(maxlen=RECENT_EPISODES)
+        self.tally = Tally()
+
+    def weights(self) -> dict[str, Tensor]:
+        """The module's state dict; its tensors are the live ones."""
+        return self.module.state_dict()
 
     def update(self, batches: Sequence[ChunkBatch]) -> Metrics:
         """Train on every step of `batches` that the policy chose; says what came of it. Deterministic.
 
         Raises `ModuleError` when module or batches lack what PPO needs.
         """
-        self._count(batches)
-        metrics: Metrics = {"update": self.updates, "steps": self.steps, "episodes": self.episodes}
-        if self.recent_returns:
-            metrics["mean_return"] = float(np.mean(self.recent_returns))
+        self.tally.count(batches)
+        metrics: Metrics = self.tally.metrics()
         rollout = join(batches)
         if rollout is not None:
             feed = feed_for(self.module, rollout)
@@ -88,14 +85,6 @@ class PPO:
             metrics["behaviour_kl"] = float((rollout.logp - targets.logp).mean())
             metrics |= self._optimize(rollout, feed, targets)
         return metrics
-
-    def _count(self, batches: Sequence[ChunkBatch]) -> None:
-        self.updates += 1
-        for batch in batches:
-            done = np.isin(batch.table["end"], (ChunkEnd.TERMINATED, ChunkEnd.TRUNCATED))
-            self.steps += batch.steps
-            self.episodes += int(done.sum())
-            self.recent_returns.extend(batch.table["episode_return"][done].tolist())
 
     def _targets(self, rollout: Rollout, feed: Feed) -> Targets:
         dist_inputs, all_values = self._forward(feed)
@@ -132,7 +121,7 @@ class PPO:
     def _optimize(self, rollout: Rollout, feed: Feed, targets: Targets) -> Metrics:
         """Passes over the steps in shuffled minibatches, until the policy has moved by more than `target_kl`."""
         s = self.settings
-        random = np.random.default_rng((s.seed, self.updates))
+        random = np.random.default_rng((s.seed, self.tally.updates))
         metrics: Metrics = {}
         for epoch in range(1, s.epochs + 1):
             seen: list[Metrics] = []
@@ -173,13 +162,7 @@ class PPO:
 
     def get_state(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """(plain JSON values, arrays by name) for a checkpoint. The arrays are the live ones: write them at once."""
-        state = {
-            "updates": self.updates,
-            "steps": self.steps,
-            "episodes": self.episodes,
-            "recent_returns": list(self.recent_returns),
-        }
-        return state, training_arrays(self.module.state_dict(), self.optimizer.state_dict())
+        return self.tally.get_state(), training_arrays(self.module.state_dict(), self.optimizer.state_dict())
 
     def set_state(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
         """Go on from `get_state`'s answer; settings stay those of the config.
@@ -189,8 +172,7 @@ class PPO:
         module, moments = training_tensors(arrays)
         self.module.load_state_dict(module)
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
-        self.updates, self.steps, self.episodes = state["updates"], state["steps"], state["episodes"]
-        self.recent_returns = deque(state["recent_returns"], maxlen=RECENT_EPISODES)
+        self.tally.set_state(state)
 
 
 def _float32(array: NDArray[np.float64]) -> Tensor:

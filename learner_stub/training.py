@@ -15,16 +15,15 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from headrace.learner_stub.module import build_module
-from headrace.learner_stub.ppo import PPO, Metrics
+from headrace.learner_stub.policies import DEFAULT_MODULE, Policies, build_policies
+from headrace.learner_stub.ppo import Metrics
 from headrace.learner_stub.publisher import WeightPublisher
 from headrace.learner_stub.stream import EpisodeStream
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.config import FleetConfig
-from headrace.schemas.errors import CheckpointError, UnreachableError
+from headrace.schemas.errors import CheckpointError, ConnectorError, UnreachableError
 from headrace.schemas.spaces import Spaces
 from headrace.schemas.stopping import stop_signals
 
@@ -53,25 +52,32 @@ class Source(Protocol):
 class Publisher(Protocol):
     """What training needs of a `WeightPublisher`."""
 
-    def publish(self, state_dict: Mapping[str, Tensor]) -> int: ...
+    def publish(self, state_dict: Mapping[str, Any]) -> int: ...
 
 
-def train(ppo: PPO, stream: Source, weights: Publisher, checkpoint: Path, stopping: threading.Event) -> None:
+def train(
+    policies: Policies,
+    steps_per_update: int,
+    stream: Source,
+    weights: Publisher,
+    checkpoint: Path,
+    stopping: threading.Event,
+) -> None:
     """Update after update, until `stopping` is set; returns with all it trained on checkpointed and committed.
 
     Once stopping it still trains on what was sampled already, for a few seconds at most. A kill at any line loses
     nothing: what is not yet in the checkpoint is not committed either and comes again, and what is in it but not
     committed is known by its position and not trained on twice.
     """
-    save_checkpoint(checkpoint, _snapshot(ppo, stream), claim=True)
-    newest = weights.publish(ppo.module.state_dict())
+    save_checkpoint(checkpoint, _snapshot(policies, stream), claim=True)
+    newest = weights.publish(policies.weights())
     progress = ProgressLog()
     stop_by = math.inf
-    while time.monotonic() < stop_by and (batches := gather(stream, ppo.settings.steps_per_update, stopping)):
-        metrics = ppo.update(batches) | staleness(batches, stream.epoch, newest)
-        save_checkpoint(checkpoint, _snapshot(ppo, stream))
+    while time.monotonic() < stop_by and (batches := gather(stream, steps_per_update, stopping)):
+        metrics = policies.update(batches) | staleness(batches, stream.epoch, newest)
+        save_checkpoint(checkpoint, _snapshot(policies, stream))
         stream.commit()
-        newest = weights.publish(ppo.module.state_dict())
+        newest = weights.publish(policies.weights())
         progress.report(metrics)
         if stopping.is_set():
             stop_by = min(stop_by, time.monotonic() + _FINISH_S)
@@ -81,7 +87,8 @@ def gather(stream: Source, steps: int, stopping: threading.Event) -> list[ChunkB
     """Batches of `steps` steps or more together, the last one whole. Blocks until then, or, once `stopping` is set,
     until nothing more comes.
 
-    All steps count, also those that PPO leaves out: workers wait for their commit as for that of others.
+    All steps of all modules count, also those that nobody trains on: workers wait for their commit as for that of
+    others, and a module that gets no data keeps nobody waiting.
     """
     batches: list[ChunkBatch] = []
     missing = steps
@@ -104,8 +111,8 @@ def staleness(batches: Sequence[ChunkBatch], epoch: int, newest: int) -> Metrics
     return {"staleness": float(behind.mean()), "staleness_max": float(behind.max())}
 
 
-def _snapshot(ppo: PPO, stream: Source) -> Checkpoint:
-    state, arrays = ppo.get_state()
+def _snapshot(policies: Policies, stream: Source) -> Checkpoint:
+    state, arrays = policies.get_state()
     return Checkpoint(stream.epoch, stream.position(), state, arrays)
 
 
@@ -125,8 +132,8 @@ class ProgressLog:
 def run_learner(config: FleetConfig, *, endpoint: str, run_dir: Path) -> None:
     """The learner process: go on from the checkpoint in `run_dir`, or begin. Returns after SIGTERM; main thread only.
 
-    Raises `ConfigError` and `ModuleError` for the module, `CheckpointError`, `FencedError` when another learner takes
-    over, and whatever `EpisodeStream` raises about the broker.
+    Raises `ConfigError` and `ModuleError` for the modules, `ConnectorError` for their connectors, `CheckpointError`,
+    `FencedError` when another learner takes over, and whatever `EpisodeStream` raises about the broker.
     """
     torch.set_num_threads(config.learner.torch_threads)
     torch.manual_seed(config.learner.seed)  # for modules that draw their first weights from torch's own generator
@@ -142,11 +149,11 @@ def run_learner(config: FleetConfig, *, endpoint: str, run_dir: Path) -> None:
         spaces = _first_spaces(stream, stopping)
         if spaces is None:
             return
-        ppo = PPO(build_module(config.module, spaces), config.learner)
+        policies = build_policies(config, spaces)
         if saved:
-            _resume(ppo, saved, path)
-        train(ppo, stream, weights, path, stopping)
-    log.info("stopped after update %d, trained on %d steps", ppo.updates, ppo.steps)
+            _resume(policies, saved, path)
+        train(policies, config.learner.steps_per_update, stream, weights, path, stopping)
+    log.info("stopped after update %d, trained on %d steps", policies.updates, policies.steps)
 
 
 def _position_in(fleet_id: str, saved: Checkpoint | None) -> list[dict[str, Any]]:
@@ -158,20 +165,20 @@ def _position_in(fleet_id: str, saved: Checkpoint | None) -> list[dict[str, Any]
     return position
 
 
-def _first_spaces(stream: EpisodeStream, stopping: threading.Event) -> Spaces | None:
-    """The fleet's spaces, however long the first worker takes to tell them; None once `stopping` is set."""
+def _first_spaces(stream: EpisodeStream, stopping: threading.Event) -> dict[str, Spaces] | None:
+    """Those of the fleet's modules, however long the first worker takes to tell them; None once `stopping` is set."""
     log.info("waiting for the first worker at %s", stream.endpoint)
     while not stopping.is_set():
         try:
-            return stream.spaces(timeout_s=_WAIT_S)
+            return {DEFAULT_MODULE: stream.spaces(timeout_s=_WAIT_S)}
         except UnreachableError:
             continue
     return None
 
 
-def _resume(ppo: PPO, saved: Checkpoint, path: Path) -> None:
+def _resume(policies: Policies, saved: Checkpoint, path: Path) -> None:
     try:
-        ppo.set_state(saved.state, saved.arrays)
-    except (KeyError, RuntimeError, ValueError) as error:
-        raise CheckpointError(str(path), f"it does not fit the module ({error})") from error
-    log.info("going on from %s: update %d, %d steps", path, ppo.updates, ppo.steps)
+        policies.set_state(saved.state, saved.arrays)
+    except (ConnectorError, KeyError, RuntimeError, ValueError) as error:
+        raise CheckpointError(str(path), f"it does not fit the modules ({error})") from error
+    log.info("going on from %s: update %d, %d steps", path, policies.updates, policies.steps)

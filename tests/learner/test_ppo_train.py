@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from headrace.learner_stub import training
 from headrace.learner_stub.checkpoint import load_checkpoint
+from headrace.learner_stub.connector_merger import ConnectorMerger
 from headrace.learner_stub.module import TrainableModule
+from headrace.learner_stub.policies import DEFAULT_MODULE, Frozen, Policies
 from headrace.learner_stub.ppo import PPO
 from headrace.learner_stub.training import gather, train
 from headrace.schemas.batch import ChunkBatch
@@ -55,7 +58,7 @@ class Link:
     def __init__(self, broker: Broker, epoch: int, position: list[dict[str, Any]], stopping: threading.Event) -> None:
         self.broker, self.epoch, self.stopping = broker, epoch, stopping
         self.taken = max(broker.committed, position[0]["seq"] if position else 0)
-        self.published: list[dict[str, Tensor]] = []
+        self.published: list[Mapping[str, Any]] = []
 
     def next(self, timeout_s: float) -> ChunkBatch | None:
         if self.taken == len(self.broker.batches):
@@ -74,54 +77,79 @@ class Link:
         self.broker.committed = self.taken
         self.broker.called("committed")
 
-    def publish(self, state_dict: Mapping[str, Tensor]) -> int:
+    def publish(self, state_dict: Mapping[str, Any]) -> int:
         self.broker.called("publish")
-        self.published.append({name: tensor.clone() for name, tensor in state_dict.items()})
+        self.published.append(state_dict)
         return len(self.published)
 
 
-def _live(broker: Broker, epoch: int, module: TrainableModule, path: Path) -> tuple[PPO, Link]:
+def _live(broker: Broker, epoch: int, policies: Policies, path: Path) -> tuple[Policies, Link]:
     """One life of a learner, from its checkpoint on, as `run_learner` does it."""
     stopping = threading.Event()
-    ppo = PPO(module, SETTINGS)
     saved = load_checkpoint(path)
     if saved:
-        ppo.set_state(saved.state, saved.arrays)
+        policies.set_state(saved.state, saved.arrays)
     link = Link(broker, epoch, saved.position if saved else [], stopping)
-    train(ppo, link, link, path, stopping)
-    return ppo, link
+    train(policies, SETTINGS.steps_per_update, link, link, path, stopping)
+    return policies, link
 
 
-def _batches(make_batch: MakeBatch) -> list[ChunkBatch]:
-    return [make_batch([20, 12], [ChunkEnd.TERMINATED, ChunkEnd.ONGOING], seed=seed) for seed in range(2 * UPDATES)]
+def _batches(make_batch: MakeBatch, modules: Sequence[str] = (DEFAULT_MODULE,)) -> list[ChunkBatch]:
+    """Of each module in turn, each with word of one row that its connector has seen."""
+    plain = [make_batch([20, 12], [ChunkEnd.TERMINATED, ChunkEnd.ONGOING], seed=seed) for seed in range(2 * UPDATES)]
+    seen = {"count": np.array(1.0), "m2": np.array(0.0)}
+    return [
+        replace(
+            batch,
+            modules=(modules[i % len(modules)],),
+            connector_update={
+                f"env_to_module/0.MeanStd/obs/{name}": array for name, array in {**seen, "mean": np.array(i)}.items()
+            },
+        )
+        for i, batch in enumerate(plain)
+    ]
+
+
+def _policies(new_module: NewModule, modules: Sequence[str] = (DEFAULT_MODULE,)) -> Policies:
+    """All trained, except a last one of several."""
+    *trained, last = (PPO(new_module(), SETTINGS) for _ in modules)
+    by_id: list[Any] = [*trained, Frozen(new_module()) if trained else last]  # type: ignore[arg-type]
+    mergers = {module_id: ConnectorMerger(["headrace.workers.connectors:MeanStd"]) for module_id in modules}
+    return Policies(dict(zip(modules, by_id, strict=True)), mergers)
 
 
 def test_each_update_is_checkpointed_then_committed_then_published(
     make_batch: MakeBatch, new_module: NewModule, tmp_path: Path
 ) -> None:
     broker = Broker(_batches(make_batch))
-    ppo, link = _live(broker, 1, new_module(), tmp_path / "c")
+    learner, link = _live(broker, 1, _policies(new_module), tmp_path / "c")
     update = ["next", "next", "position", "commit", "committed", "publish"]
     assert broker.calls == ["position", "publish", *update * UPDATES]
-    assert ppo.updates == UPDATES
+    assert learner.updates == UPDATES
     assert len(link.published) == UPDATES + 1
 
 
-def test_a_kill_at_any_call_ends_in_the_same_weights_as_no_kill(
-    make_batch: MakeBatch, new_module: NewModule, tmp_path: Path
+@pytest.mark.parametrize("modules", [(DEFAULT_MODULE,), ("one", "two"), ("one", "two", "frozen")])
+def test_a_kill_at_any_call_ends_in_the_same_state_as_no_kill(
+    modules: Sequence[str], make_batch: MakeBatch, new_module: NewModule, tmp_path: Path
 ) -> None:
-    whole = Broker(_batches(make_batch))
-    expected, _ = _live(whole, 1, new_module(), tmp_path / "whole")
+    whole = Broker(_batches(make_batch, modules))
+    expected, _ = _live(whole, 1, _policies(new_module, modules), tmp_path / "whole")
+    state, arrays = expected.get_state()
+    counts = [float(array) for name, array in arrays.items() if name.endswith("MeanStd/obs/count")]
+    assert (len(counts), sum(counts)) == (len(modules), len(whole.batches))
     for kill_at in range(1, len(whole.calls) + 1):
-        broker = Broker(_batches(make_batch))
+        broker = Broker(_batches(make_batch, modules))
         broker.kill_at = kill_at
         path = tmp_path / f"killed-{kill_at}"
         with pytest.raises(Killed):
-            _live(broker, 1, new_module(), path)
-        learner, _ = _live(broker, 2, new_module(), path)
-        assert (learner.updates, learner.steps) == (expected.updates, expected.steps), kill_at
-        for name, tensor in expected.module.state_dict().items():
-            assert torch.equal(learner.module.state_dict()[name], tensor), (kill_at, name)
+            _live(broker, 1, _policies(new_module, modules), path)
+        learner, _ = _live(broker, 2, _policies(new_module, modules), path)
+        own_state, own_arrays = learner.get_state()
+        assert own_state == state, kill_at
+        assert own_arrays.keys() == arrays.keys()
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(own_arrays[name], array, err_msg=f"{kill_at}: {name}")
 
 
 def test_a_stop_in_the_middle_of_gathering_takes_what_was_sampled_already(make_batch: MakeBatch) -> None:
@@ -142,11 +170,11 @@ def test_the_checkpoint_of_another_module_is_refused_by_name(
     make_batch: MakeBatch, new_module: NewModule, tmp_path: Path
 ) -> None:
     path = tmp_path / "c"
-    _live(Broker(_batches(make_batch)), 1, new_module(), path)
+    _live(Broker(_batches(make_batch)), 1, _policies(new_module), path)
     saved = load_checkpoint(path)
     assert saved is not None
-    other = PPO(torch.nn.Linear(2, 2), SETTINGS)  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match="does not fit the module"):
+    other = Policies({DEFAULT_MODULE: PPO(torch.nn.Linear(2, 2), SETTINGS)})  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="does not fit the modules"):
         training._resume(other, saved, path)
 
 

@@ -1,0 +1,177 @@
+"""Every policy of the fleet: those in training, the frozen ones, and what the connectors of each have learnt.
+
+A fleet of one agent has one module without a name (`DEFAULT_MODULE`): its weights, metrics and checkpoint are those of
+that module and nothing around them. Where there are several, each is trained on its own batches by a PPO of its own,
+and all are published together, the frozen ones too, so that every worker has the same version of everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from headrace.learner_stub.checkpoint import training_arrays, training_tensors
+from headrace.learner_stub.connector_merger import ConnectorMerger
+from headrace.learner_stub.module import build_frozen_module, build_module
+from headrace.learner_stub.ppo import PPO, Metrics
+from headrace.learner_stub.tally import Tally
+from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.config import FleetConfig, ModuleSection, PolicySettings
+from headrace.schemas.errors import ModuleError
+from headrace.schemas.spaces import Spaces
+from headrace.schemas.weights import CONNECTORS, join_modules, split_modules
+
+DEFAULT_MODULE = "default_policy"
+
+Arrays = dict[str, NDArray[Any]]
+StateDict = dict[str, Tensor | NDArray[Any]]
+
+
+class Policy(Protocol):
+    """One module's share of the learner: `PPO`, or `Frozen`."""
+
+    tally: Tally
+
+    def weights(self) -> dict[str, Tensor]: ...
+    def update(self, batches: Sequence[ChunkBatch]) -> Metrics: ...
+    def get_state(self) -> tuple[dict[str, Any], Arrays]: ...
+    def set_state(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None: ...
+
+
+class Frozen:
+    """A module that acts as it was built, or as the checkpoint has it; its batches are counted."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.tally = Tally()
+
+    def weights(self) -> dict[str, Tensor]:
+        """The module's state dict."""
+        return dict(self.module.state_dict())
+
+    def update(self, batches: Sequence[ChunkBatch]) -> Metrics:
+        """Count `batches`."""
+        self.tally.count(batches)
+        return self.tally.metrics()
+
+    def get_state(self) -> tuple[dict[str, Any], Arrays]:
+        """See `PPO`."""
+        return self.tally.get_state(), training_arrays(self.weights(), {"state": {}})
+
+    def set_state(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
+        """See `PPO`; of a module that was in training before, the optimizer is forgotten."""
+        self.module.load_state_dict(training_tensors(arrays)[0])
+        self.tally.set_state(state)
+
+
+class Policies:
+    """`by_id`: module id -> its policy. `connectors`: module id -> its merger, for those that have connectors."""
+
+    def __init__(self, by_id: Mapping[str, Policy], connectors: Mapping[str, ConnectorMerger] | None = None) -> None:
+        self.by_id = dict(by_id)
+        self._mergers = {module_id: (connectors or {}).get(module_id) or ConnectorMerger() for module_id in by_id}
+        self._nameless = list(by_id) == [DEFAULT_MODULE]
+
+    @property
+    def updates(self) -> int:
+        """How often `update` was called, over the learner's whole life."""
+        return next(iter(self.by_id.values())).tally.updates
+
+    @property
+    def steps(self) -> int:
+        """Steps of all modules' batches together, likewise."""
+        return sum(policy.tally.steps for policy in self.by_id.values())
+
+    def update(self, batches: Sequence[ChunkBatch]) -> Metrics:
+        """Train each policy on its own of `batches`, which may be none; says what came of it, by "module id/name".
+
+        What the connectors learnt counts whether or not PPO trains on the batch it came with. Deterministic. Raises
+        `ModuleError` for a batch of no policy here and whatever `PPO.update` and `ConnectorMerger.take` raise.
+        """
+        own: dict[str, list[ChunkBatch]] = {module_id: [] for module_id in self.by_id}
+        for batch in batches:
+            own[self._module_of(batch)].append(batch)
+        for module_id, merger in self._mergers.items():
+            for batch in own[module_id]:
+                merger.take(batch)
+        metrics = {module_id: policy.update(own[module_id]) for module_id, policy in self.by_id.items()}
+        if self._nameless:
+            return metrics[DEFAULT_MODULE]
+        by_module = {f"{m}/{name}": v for m, told in metrics.items() for name, v in told.items() if name != "update"}
+        return {"update": self.updates, "steps": self.steps, **by_module}
+
+    def _module_of(self, batch: ChunkBatch) -> str:
+        if len(batch.modules) != 1 or batch.modules[0] not in self.by_id:
+            raise ModuleError(
+                f"a batch of slot {batch.slot} is of {list(batch.modules)!r:.200}, and this learner's policies are "
+                f"{sorted(self.by_id)!r:.200}; give workers and learner the same sampling.policies"
+            )
+        return batch.modules[0]
+
+    def weights(self) -> StateDict | dict[str, StateDict]:
+        """What to publish: module id -> its tensors and its connectors' state; without an id where none has a name."""
+        by_id: dict[str, StateDict] = {
+            m: {**p.weights(), **self._mergers[m].get_state()} for m, p in self.by_id.items()
+        }
+        return by_id[DEFAULT_MODULE] if self._nameless else by_id
+
+    def get_state(self) -> tuple[dict[str, Any], Arrays]:
+        """(plain JSON values, arrays by name) for a checkpoint. The arrays are the live ones: write them at once."""
+        states, arrays = {}, {}
+        for module_id, policy in self.by_id.items():
+            states[module_id], own = policy.get_state()
+            arrays[module_id] = {**own, **self._mergers[module_id].get_state()}
+        if self._nameless:
+            return states[DEFAULT_MODULE], arrays[DEFAULT_MODULE]
+        return {"modules": states}, join_modules(arrays)
+
+    def set_state(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Go on from `get_state`'s answer; settings stay those of the config.
+
+        Raises `KeyError`, `RuntimeError`, `ValueError` or `ConnectorError` when the state is of other policies.
+        """
+        states = state.get("modules", {DEFAULT_MODULE: state})
+        if states.keys() != self.by_id.keys():
+            raise ValueError(f"it is of the modules {sorted(states)}, and these are {sorted(self.by_id)}")
+        parts = split_modules(arrays) if "modules" in state else {DEFAULT_MODULE: dict(arrays)}
+        for module_id, policy in self.by_id.items():
+            own = (parts or {}).get(module_id, {})
+            learnt = {name: array for name, array in own.items() if name.startswith(CONNECTORS)}
+            policy.set_state(states[module_id], {name: own[name] for name in own if name not in learnt})
+            self._mergers[module_id].set_state(learnt)
+
+
+def build_policies(config: FleetConfig, spaces: Mapping[str, Spaces]) -> Policies:
+    """What `config` names, each for its own of `spaces`. Raises `ConfigError` and `ModuleError`."""
+    named = config.sampling.policies or {DEFAULT_MODULE: PolicySettings()}
+    if missing := sorted(named.keys() - spaces.keys()):
+        raise ModuleError(
+            f"workers tell of the modules {sorted(spaces)!r:.200}, not of {missing!r:.200}; give workers and learner "
+            "the same sampling.policies"
+        )
+    trained = config.learner.policies_to_train
+    by_id: dict[str, Policy] = {}
+    for module_id, policy in named.items():
+        section, where = _section(policy, config.module), _where(module_id, policy)
+        if trained is None or module_id in trained:
+            by_id[module_id] = PPO(build_module(section, spaces[module_id], where), config.learner)
+        else:
+            by_id[module_id] = Frozen(build_frozen_module(section, spaces[module_id], where))
+    sampling = config.sampling
+    return Policies(by_id, {m: ConnectorMerger(sampling.env_to_module, sampling.module_to_env) for m in named})
+
+
+def _section(policy: PolicySettings, default: ModuleSection) -> ModuleSection:
+    """Builder and arguments of a policy, each from [module] where it is absent, as workers have it."""
+    return ModuleSection(
+        build=default.build if policy.build is None else policy.build,
+        config=default.config if policy.config is None else policy.config,
+    )
+
+
+def _where(module_id: str, policy: PolicySettings) -> str:
+    """The setting to name in an error."""
+    return "module" if policy.build is None and policy.config is None else f"sampling.policies.{module_id}"
