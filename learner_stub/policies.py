@@ -19,7 +19,7 @@ from headrace.learner_stub.module import build_frozen_module, build_module
 from headrace.learner_stub.ppo import PPO, Metrics
 from headrace.learner_stub.tally import Tally
 from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.config import FleetConfig, ModuleSection, PolicySettings
+from headrace.schemas.config import FleetConfig, ModuleSection, PolicySettings, SamplingSettings
 from headrace.schemas.errors import ModuleError
 from headrace.schemas.spaces import Spaces
 from headrace.schemas.weights import CONNECTORS, join_modules, split_modules
@@ -154,14 +154,15 @@ def build_policies(config: FleetConfig, spaces: Mapping[str, Spaces]) -> Policie
         )
     trained = config.learner.policies_to_train
     by_id: dict[str, Policy] = {}
+    connectors: dict[str, ConnectorMerger] = {}
     for module_id, policy in named.items():
         section, where = _section(policy, config.module), _where(module_id, policy)
         if trained is None or module_id in trained:
             by_id[module_id] = PPO(build_module(section, spaces[module_id], where), config.learner)
         else:
             by_id[module_id] = Frozen(build_frozen_module(section, spaces[module_id], where))
-    sampling = config.sampling
-    return Policies(by_id, {m: ConnectorMerger(sampling.env_to_module, sampling.module_to_env) for m in named})
+        connectors[module_id] = _merger(policy, config.sampling)
+    return Policies(by_id, connectors)
 
 
 def _section(policy: PolicySettings, default: ModuleSection) -> ModuleSection:
@@ -169,6 +170,13 @@ def _section(policy: PolicySettings, default: ModuleSection) -> ModuleSection:
     return ModuleSection(
         build=default.build if policy.build is None else policy.build,
         config=default.config if policy.config is None else policy.config,
+    )
+
+
+def _merger(policy: PolicySettings, default: SamplingSettings) -> ConnectorMerger:
+    return ConnectorMerger(
+        env_to_module=default.env_to_module if policy.env_to_module is None else policy.env_to_module,
+        module_to_env=default.module_to_env if policy.module_to_env is None else policy.module_to_env,
     )
 
 

@@ -186,10 +186,14 @@ def test_without_policies_there_is_one_without_a_name(spaces: Spaces) -> None:
 
 def test_connectors_of_the_config_are_merged_for_each_policy(spaces: Spaces, make_batch: MakeBatch) -> None:
     mean_std = {"build": "headrace.workers.connectors:MeanStd", "config": {"clip": 3.0}}
-    config = FleetConfig.model_validate({"sampling": {"policies": {"one": {}}, "env_to_module": [mean_std]}})
-    policies = build_policies(config, {"one": spaces})
-    policies.update([_of("one", _telling(make_batch([4], [ONGOING]), [2.0]))])
+    own = {"one": {}, "two": {"env_to_module": []}}
+    config = FleetConfig.model_validate({"sampling": {"policies": own, "env_to_module": [mean_std]}})
+    policies = build_policies(config, {"one": spaces, "two": spaces})
+    told = _telling(make_batch([4], [ONGOING]), [2.0])
+    policies.update([_of("one", told)])
     assert "connectors/env_to_module/0.MeanStd/obs/count" in policies.weights()["one"]
+    with pytest.raises(ConnectorError, match=r"the learner's connectors are \[\]"):
+        policies.update([_of("two", told)])
 
 
 def test_policies_that_cannot_be_built_are_named_with_their_setting(spaces: Spaces) -> None:
