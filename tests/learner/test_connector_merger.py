@@ -18,7 +18,7 @@ from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import ConfigError, ConnectorError
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
-from headrace.workers.connectors import FlattenObservations, MeanStd
+from headrace.workers.connectors import Connector, FlattenObservations, MeanStd
 
 MakeBatch = Callable[..., ChunkBatch]
 
@@ -61,18 +61,37 @@ class Counted:
         return {"n": state["n"] + updates[0]["n"]} if state else updates[0]
 
 
+class Offset(Connector):
+    """Has state that outlives episodes, and never learns."""
+
+    def __init__(self) -> None:
+        self.offset = np.zeros(1)
+
+    def connect(self, spaces: Any, width: int) -> Any:
+        return spaces
+
+    def process(self, rows: Any) -> Any:
+        return rows.columns
+
+    def get_state(self) -> dict[str, Any]:
+        return {"offset": self.offset.copy()}
+
+    def set_state(self, state: Any) -> None:
+        self.offset = np.array(state["offset"])
+
+
 def make_broken() -> Any:
     raise RuntimeError("no luck")
 
 
-def _runner(notes: list[NDArray[np.float32]], seed: int) -> SingleAgentEnvRunner:
+def _runner(notes: list[NDArray[np.float32]], seed: int, *more: Any) -> SingleAgentEnvRunner:
     return SingleAgentEnvRunner(
         EnvRunnerConfig(
             env=lambda _: Noted(notes),
             num_envs=3,
             seed=seed,
             rollout_fragment_length=8,
-            env_to_module=[FlattenObservations, MeanStd],
+            env_to_module=[FlattenObservations, MeanStd, *more],
         ),
         worker_index=seed,
     )
@@ -82,8 +101,9 @@ def _sampled(runner: SingleAgentEnvRunner, *, random_actions: bool = False) -> C
     """A batch and what was learnt while it was sampled."""
     batch = runner.sample(num_timesteps=24, random_actions=random_actions)
     assert isinstance(batch, ChunkBatch)
-    told = runner.take_connector_update()
-    return replace(batch, connector_update={f"{key}/{n}": a for key, part in told.items() for n, a in part.items()})
+    left = runner.take_connector_update()
+    untold = {f"{key}/{name}": array for key, part in left.items() for name, array in part.items()}
+    return replace(batch, connector_update={**batch.connector_update, **untold})
 
 
 def _check_moments(state: dict[str, NDArray[Any]], notes: list[NDArray[np.float32]]) -> None:
@@ -119,6 +139,16 @@ def test_published_state_is_what_runners_go_on_from() -> None:
             state = runner.get_state()["env_to_module"]
             for name in ("count", "mean", "m2"):
                 np.testing.assert_array_equal(state[f"1.MeanStd/obs/{name}"], merger.get_state()[STATE + name])
+
+
+def test_a_runner_takes_merged_state_that_has_nothing_of_a_piece_that_learns_nothing() -> None:
+    merger = ConnectorMerger([FlattenObservations, MeanStd, Offset])
+    with _runner([], 0, Offset) as runner:
+        merger.take(_sampled(runner))
+        runner.set_weights({**runner.get_state()["rl_module"], **merger.get_state()}, 1)
+        state = runner.get_state()["env_to_module"]
+    assert state["2.Offset/offset"].tolist() == [0.0]
+    np.testing.assert_array_equal(state["1.MeanStd/obs/mean"], merger.get_state()[STATE + "mean"])
 
 
 def test_a_restart_from_any_batch_ends_in_the_same_state() -> None:

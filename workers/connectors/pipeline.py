@@ -92,8 +92,12 @@ class Pipeline:
                 piece.widen(width)
 
     def check_state(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Raise `ConnectorError` unless `state` has the names, dtypes and shapes of `get_state`."""
-        own = self.get_state()
+        """Raise `ConnectorError` unless `state` has the names, dtypes and shapes of `get_state`.
+
+        Pieces may be absent as a whole: merged updates hold nothing of those that have told nothing.
+        """
+        told = {name.partition("/")[0] for name in state}
+        own = {name: array for name, array in self.get_state().items() if name.partition("/")[0] in told}
         missing, strange = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
         if missing or strange:
             raise ConnectorError(self.key, f"its state lacks {missing[:5]} and has the unknown {strange[:5]}")
@@ -104,10 +108,11 @@ class Pipeline:
                 raise ConnectorError(self.key, f"state {name!r} should be {array.dtype} {array.shape}, and is {seen}")
 
     def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Take over what `check_state` accepts."""
+        """Take over what `check_state` accepts; pieces that are absent keep what they have."""
         for i, piece in enumerate(self.pieces):
-            with self._named(i, "its state"):
-                piece.set_state(self._part(i, state))
+            if part := self._part(i, state):
+                with self._named(i, "its state"):
+                    piece.set_state(part)
 
     def _gather(self, parts: Sequence[State]) -> State:
         return {f"{name}/{k}": v for name, part in zip(self._names, parts, strict=True) for k, v in part.items()}
