@@ -15,13 +15,10 @@ from torch import Tensor, nn
 
 from headrace.learner_stub.checkpoint import training_arrays, training_tensors
 from headrace.learner_stub.connector_merger import ConnectorMerger
-from headrace.learner_stub.module import build_frozen_module, build_module
-from headrace.learner_stub.ppo import PPO, Metrics
+from headrace.learner_stub.ppo import Metrics
 from headrace.learner_stub.tally import Tally
 from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.config import FleetConfig, ModuleSection, PolicySettings, SamplingSettings
 from headrace.schemas.errors import ModuleError
-from headrace.schemas.spaces import Spaces
 from headrace.schemas.weights import CONNECTORS, join_modules, split_modules
 
 DEFAULT_MODULE = "default_policy"
@@ -142,44 +139,3 @@ class Policies:
             learnt = {name: array for name, array in own.items() if name.startswith(CONNECTORS)}
             policy.set_state(states[module_id], {name: own[name] for name in own if name not in learnt})
             self._mergers[module_id].set_state(learnt)
-
-
-def build_policies(config: FleetConfig, spaces: Mapping[str, Spaces]) -> Policies:
-    """What `config` names, each for its own of `spaces`. Raises `ConfigError` and `ModuleError`."""
-    named = config.sampling.policies or {DEFAULT_MODULE: PolicySettings()}
-    if missing := sorted(named.keys() - spaces.keys()):
-        raise ModuleError(
-            f"workers tell of the modules {sorted(spaces)!r:.200}, not of {missing!r:.200}; give workers and learner "
-            "the same sampling.policies"
-        )
-    trained = config.learner.policies_to_train
-    by_id: dict[str, Policy] = {}
-    connectors: dict[str, ConnectorMerger] = {}
-    for module_id, policy in named.items():
-        section, where = _section(policy, config.module), _where(module_id, policy)
-        if trained is None or module_id in trained:
-            by_id[module_id] = PPO(build_module(section, spaces[module_id], where), config.learner)
-        else:
-            by_id[module_id] = Frozen(build_frozen_module(section, spaces[module_id], where))
-        connectors[module_id] = _merger(policy, config.sampling)
-    return Policies(by_id, connectors)
-
-
-def _section(policy: PolicySettings, default: ModuleSection) -> ModuleSection:
-    """Builder and arguments of a policy, each from [module] where it is absent, as workers have it."""
-    return ModuleSection(
-        build=default.build if policy.build is None else policy.build,
-        config=default.config if policy.config is None else policy.config,
-    )
-
-
-def _merger(policy: PolicySettings, default: SamplingSettings) -> ConnectorMerger:
-    return ConnectorMerger(
-        env_to_module=default.env_to_module if policy.env_to_module is None else policy.env_to_module,
-        module_to_env=default.module_to_env if policy.module_to_env is None else policy.module_to_env,
-    )
-
-
-def _where(module_id: str, policy: PolicySettings) -> str:
-    """The setting to name in an error."""
-    return "module" if policy.build is None and policy.config is None else f"sampling.policies.{module_id}"

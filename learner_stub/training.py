@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from headrace.learner_stub.building import build_policies
 from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from headrace.learner_stub.policies import DEFAULT_MODULE, Policies, build_policies
+from headrace.learner_stub.policies import DEFAULT_MODULE, Policies
 from headrace.learner_stub.ppo import Metrics
 from headrace.learner_stub.publisher import WeightPublisher
 from headrace.learner_stub.stream import EpisodeStream

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.learner_stub.building import build_policies
 from headrace.learner_stub.checkpoint import training_arrays
 from headrace.learner_stub.connector_merger import ConnectorMerger
 from headrace.learner_stub.module import TrainableModule
-from headrace.learner_stub.policies import DEFAULT_MODULE, Frozen, Policies, build_policies
+from headrace.learner_stub.policies import DEFAULT_MODULE, Frozen, Policies
 from headrace.learner_stub.ppo import PPO
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.chunk import EXPLORE, RANDOM_ACTIONS, ChunkEnd

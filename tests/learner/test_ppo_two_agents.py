@@ -8,7 +8,8 @@ from typing import Any
 import gymnasium as gym
 import torch
 
-from headrace.learner_stub.policies import Policies, build_policies
+from headrace.learner_stub.building import build_policies
+from headrace.learner_stub.policies import Policies
 from headrace.schemas.config import FleetConfig
 from headrace.workers import EnvRunnerConfig, MultiAgentEnv, MultiAgentEnvRunner
 

@@ -1,0 +1,54 @@
+"""The policies that the config names, each built for its own spaces, as workers build theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from headrace.learner_stub.connector_merger import ConnectorMerger
+from headrace.learner_stub.module import build_frozen_module, build_module
+from headrace.learner_stub.policies import DEFAULT_MODULE, Frozen, Policies, Policy
+from headrace.learner_stub.ppo import PPO
+from headrace.schemas.config import FleetConfig, ModuleSection, PolicySettings, SamplingSettings
+from headrace.schemas.errors import ModuleError
+from headrace.schemas.spaces import Spaces
+
+
+def build_policies(config: FleetConfig, spaces: Mapping[str, Spaces]) -> Policies:
+    """What `config` names, each for its own of `spaces`. Raises `ConfigError`, `ModuleError` and `ConnectorError`."""
+    named = config.sampling.policies or {DEFAULT_MODULE: PolicySettings()}
+    if missing := sorted(named.keys() - spaces.keys()):
+        raise ModuleError(
+            f"workers tell of the modules {sorted(spaces)!r:.200}, not of {missing!r:.200}; give workers and learner "
+            "the same sampling.policies"
+        )
+    trained = config.learner.policies_to_train
+    by_id: dict[str, Policy] = {}
+    connectors: dict[str, ConnectorMerger] = {}
+    for module_id, policy in named.items():
+        section, where = _section(policy, config.module), _where(module_id, policy)
+        if trained is None or module_id in trained:
+            by_id[module_id] = PPO(build_module(section, spaces[module_id], where), config.learner)
+        else:
+            by_id[module_id] = Frozen(build_frozen_module(section, spaces[module_id], where))
+        connectors[module_id] = _merger(policy, config.sampling)
+    return Policies(by_id, connectors)
+
+
+def _section(policy: PolicySettings, default: ModuleSection) -> ModuleSection:
+    """Builder and arguments of a policy, each from [module] where it is absent, as workers have it."""
+    return ModuleSection(
+        build=default.build if policy.build is None else policy.build,
+        config=default.config if policy.config is None else policy.config,
+    )
+
+
+def _merger(policy: PolicySettings, default: SamplingSettings) -> ConnectorMerger:
+    return ConnectorMerger(
+        env_to_module=default.env_to_module if policy.env_to_module is None else policy.env_to_module,
+        module_to_env=default.module_to_env if policy.module_to_env is None else policy.module_to_env,
+    )
+
+
+def _where(module_id: str, policy: PolicySettings) -> str:
+    """The setting to name in an error."""
+    return "module" if policy.build is None and policy.config is None else f"sampling.policies.{module_id}"
