@@ -39,7 +39,10 @@ class Policy(Protocol):
 
 
 class Frozen:
-    """A module that acts as it was built, or as the checkpoint has it; its batches are counted."""
+    """A module that acts as it was built, or as the checkpoint has it; its batches are counted.
+
+    Its connectors go on learning: build those that should not with `update = false`, or the like.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
