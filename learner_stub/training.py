@@ -18,7 +18,7 @@ import torch
 
 from headrace.learner_stub.building import build_policies
 from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from headrace.learner_stub.policies import DEFAULT_MODULE, Policies
+from headrace.learner_stub.policies import Policies
 from headrace.learner_stub.ppo import Metrics
 from headrace.learner_stub.publisher import WeightPublisher
 from headrace.learner_stub.stream import EpisodeStream
@@ -171,7 +171,7 @@ def _first_spaces(stream: EpisodeStream, stopping: threading.Event) -> dict[str,
     log.info("waiting for the first worker at %s", stream.endpoint)
     while not stopping.is_set():
         try:
-            return {DEFAULT_MODULE: stream.spaces(timeout_s=_WAIT_S)}
+            return stream.module_spaces(timeout_s=_WAIT_S)
         except UnreachableError:
             continue
     return None

@@ -1,0 +1,66 @@
+"""The reference learner in a real fleet: several policies, and connectors whose every row counts once, whoever dies."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint
+from headrace.learner_stub.training import CHECKPOINT_FILE
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from running_fleet import RunningFleet
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(150)]
+
+MEAN_STD = '["headrace.workers.connectors:MeanStd"]'
+ROWS = "connectors/env_to_module/0.MeanStd/obs/count"
+WORKERS, NUM_ENVS = 2, 4
+SMALL = ("--workers", str(WORKERS), "--num-envs", str(NUM_ENVS), "--set", "learner.steps_per_update=1024")
+
+
+def _after_kills(fleet: RunningFleet) -> dict[str, Any]:
+    """Learner and broker are killed while it trains; what the fleet says at its end."""
+    for reached, role in ((3_000, "learner"), (6_000, "broker")):
+        fleet.wait_for(lambda: fleet.steps() > reached, f"{reached} steps")  # noqa: B023 - asked at once
+        fleet.send(signal.SIGKILL, role)
+    return fleet.finish()
+
+
+def _checkpoint(fleet: RunningFleet, result: dict[str, Any]) -> Checkpoint:
+    assert (result["returncode"], result["goal_reached"], result["balanced"]) == (0, True, True), result["stderr"]
+    assert result["restarts"] == {"worker": 0, "broker": 1, "learner": 1, "redis": 0}
+    saved = load_checkpoint(fleet.run_dir / CHECKPOINT_FILE)
+    assert saved is not None
+    return saved
+
+
+def test_each_row_a_connector_has_seen_counts_once_though_learner_and_broker_die(tmp_path: Path) -> None:
+    with RunningFleet(
+        tmp_path, *SMALL, "--set", f"sampling.env_to_module={MEAN_STD}", "--until-steps", "10000"
+    ) as fleet:
+        saved = _checkpoint(fleet, _after_kills(fleet))
+    # An observation for each step, one more for each episode that has begun, of which one goes on in each env.
+    seen = saved.state["steps"] + saved.state["episodes"] + WORKERS * NUM_ENVS
+    assert saved.arrays[ROWS].tolist() == [seen]
+
+
+def test_two_policies_are_trained_through_the_whole_fleet_though_learner_and_broker_die(tmp_path: Path) -> None:
+    policies = f'{{"short": {{}}, "long": {{"env_to_module": {MEAN_STD}}}}}'
+    arguments = ("--env", "headrace.workers.multi_agent.examples:two_carts", "--set", f"sampling.policies={policies}")
+    with RunningFleet(tmp_path, *SMALL, *arguments, "--until-steps", "20000") as fleet:
+        saved = _checkpoint(fleet, _after_kills(fleet))
+    short, long = saved.state["modules"]["short"], saved.state["modules"]["long"]
+    assert short["updates"] == long["updates"] >= 10
+    # At random they are some 21 and 40.
+    assert np.mean(short["recent_returns"]) > 30
+    assert np.mean(long["recent_returns"]) > 60
+    finished = long["steps"] + long["episodes"]
+    assert finished <= int(saved.arrays[f"modules/long/{ROWS}"][0]) <= finished + WORKERS * NUM_ENVS
+    assert f"modules/short/{ROWS}" not in saved.arrays
