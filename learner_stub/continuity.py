@@ -132,7 +132,7 @@ class SourceEpisodes:
         table = np.array(rows, CHUNK_TABLE)
         players, table["agent"] = np.unique(table["agent"], return_inverse=True)
         table["chunk_index"] += 1
-        table["length"] = table["module"] = 0
+        table["length"] = table["lookback"] = table["module"] = 0
         table["end"] = ChunkEnd.ABORTED
         table["reason"] = 1
         agents = [names[player] for player in players]

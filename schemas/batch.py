@@ -3,7 +3,8 @@
 All chunks' steps stand one after another in each column. Chunk i owns rows `offsets[i]:offsets[i+1]` of a step column
 (actions, rewards, ...), and rows `obs_offsets[i]:obs_offsets[i+1]` of an observation column, one more, since a chunk
 has T+1 observations. A state column ("state_in/...": what a recurrent module remembered before a chunk's first step)
-has one row for each chunk that has steps. `table` has one `CHUNK_TABLE` row a chunk.
+has one row for each chunk that has steps, a lookback column ("lookback/...": see `lookback.py`) as many as the chunk
+looks back. `table` has one `CHUNK_TABLE` row a chunk.
 
 On the wire (`wire.py`) the columns are the message's arrays, the table is the array `_table`, `_infos` is JSON, and
 `_connectors/...` is what the connectors learnt.
@@ -24,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 from headrace.schemas.chunk import EXPLORE, RANDOM_ACTIONS, ChunkEnd, EpisodeChunk, format_episode_id
 from headrace.schemas.errors import DecodeError, EncodeError
 from headrace.schemas.ledger import Natural, WorkerTotals
+from headrace.schemas.lookback import LOOKBACK, Lookback
 from headrace.schemas.spaces import Space, nest
 from headrace.schemas.wire import DEFAULT_CAPS, Buffer, MessageKind, encode
 
@@ -42,7 +44,7 @@ CONNECTOR_UPDATE = "_connectors/"
 
 
 def is_obs_column(name: str) -> bool:
-    """Observation columns have T+1 rows a chunk, all others but state columns T."""
+    """Observation columns have T+1 rows a chunk, all others but state and lookback columns T."""
     return name == "obs" or name.startswith("obs/")
 
 
@@ -112,10 +114,17 @@ class ChunkBatch(Sequence[EpisodeChunk]):
         """int64 (chunks + 1,): where each chunk's row begins in a state column; an end marker has none."""
         return _running(self._has_obs)
 
+    @cached_property
+    def lookback_offsets(self) -> NDArray[np.int64]:
+        """int64 (chunks + 1,): where each chunk's rows begin in a lookback column."""
+        return _running(self.table["lookback"])
+
     def offsets_of(self, name: str) -> NDArray[np.int64]:
         """int64 (chunks + 1,): where each chunk's rows begin in the column `name`."""
         if is_obs_column(name):
             return self.obs_offsets
+        if name.startswith(LOOKBACK):
+            return self.lookback_offsets
         return self.state_offsets if name.startswith(STATE_IN) else self.offsets
 
     @property
@@ -150,7 +159,7 @@ class ChunkBatch(Sequence[EpisodeChunk]):
         row = self.table[i]
         steps = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
         rows = slice(int(self.obs_offsets[i]), int(self.obs_offsets[i + 1]))
-        columns, states = self._apart
+        columns, states, _ = self._apart
         views = {n: c[rows] if is_obs_column(n) else c[steps] for n, c in columns.items()}
         t_start, length = int(row["t_start"]), int(row["length"])
         env_t = views.get("env_t")
@@ -165,9 +174,10 @@ class ChunkBatch(Sequence[EpisodeChunk]):
             env_t=np.arange(t_start, t_start + length) if env_t is None else env_t,
             end=ChunkEnd(int(row["end"])),
             end_reason=self.reasons[int(row["reason"])] or None,
-            columns={n: v for n, v in views.items() if n not in _FIXED_COLUMNS and not belongs_to_space(n)},
+            columns=_further(views),
             infos=self._chunk_infos(i, length),
             state_in={n: c[self.state_offsets[i]] for n, c in states.items()} if length else {},
+            lookback=self._lookback(i, t_start),
             agent_id=self.agents[int(row["agent"])],
             module_id=self.modules[int(row["module"])],
             env_index=int(row["env_index"]),
@@ -182,11 +192,30 @@ class ChunkBatch(Sequence[EpisodeChunk]):
             episode_length=int(row["episode_length"]),
         )
 
+    def _lookback(self, i: int, t_start: int) -> Lookback | None:
+        _, _, columns = self._apart
+        rows = slice(int(self.lookback_offsets[i]), int(self.lookback_offsets[i + 1])) if columns else slice(0, 0)
+        if rows.start == rows.stop:
+            return None
+        views = {name: column[rows] for name, column in columns.items()}
+        env_t = views.get("env_t")
+        return Lookback(
+            obs=nest(self.observation_space, views, "obs"),
+            actions=nest(self.action_space, views, "actions"),
+            rewards=views["rewards"],
+            weights_seq=views["weights_seq"],
+            env_t=np.arange(t_start - rows.stop + rows.start, t_start) if env_t is None else env_t,
+            columns=_further(views),
+        )
+
     @cached_property
-    def _apart(self) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
-        """Step and observation columns; and state columns, without their prefix."""
-        states = {n.removeprefix(STATE_IN): c for n, c in self.columns.items() if n.startswith(STATE_IN)}
-        return {n: c for n, c in self.columns.items() if not n.startswith(STATE_IN)}, states
+    def _apart(self) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
+        """Step and observation columns; state columns and lookback columns, without their prefixes."""
+        kinds: dict[str, dict[str, NDArray[Any]]] = {STATE_IN: {}, LOOKBACK: {}, "": {}}
+        for name, column in self.columns.items():
+            prefix = next(prefix for prefix in kinds if name.startswith(prefix))
+            kinds[prefix][name.removeprefix(prefix)] = column
+        return kinds[""], kinds[STATE_IN], kinds[LOOKBACK]
 
     def _chunk_infos(self, i: int, length: int) -> list[dict[str, Any]]:
         sparse = self.infos.get(i)
@@ -201,6 +230,10 @@ class ChunkBatch(Sequence[EpisodeChunk]):
             infos={new: self.infos[old] for new, old in enumerate(np.flatnonzero(keep).tolist()) if old in self.infos},
             order=None,
         )
+
+
+def _further(views: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    return {n: v for n, v in views.items() if n not in _FIXED_COLUMNS and not belongs_to_space(n)}
 
 
 def _running(counts: NDArray[Any]) -> NDArray[np.int64]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.batch import (
     CONNECTOR_UPDATE,
+    STATE_IN,
     BatchHeader,
     ChunkBatch,
     Infos,
@@ -20,6 +21,7 @@ from headrace.schemas.batch import (
 )
 from headrace.schemas.chunk import CHUNK_TABLE, ChunkEnd
 from headrace.schemas.errors import DecodeError
+from headrace.schemas.lookback import LOOKBACK
 from headrace.schemas.spaces import Space, column_dtype, leaf_shape, leaves
 from headrace.schemas.wire import DEFAULT_CAPS, Buffer, Caps, MessageKind, decode_arrays, decode_header
 
@@ -90,6 +92,7 @@ class BatchReader:
             counts, told = (batch.steps, len(batch)), (header.steps, header.chunks)
             raise DecodeError("bad_table", f"{counts} steps and chunks; header says {told}")
         self._check_columns(batch)
+        _check_lookback(batch)
         return batch
 
     def _check_columns(self, batch: ChunkBatch) -> None:
@@ -147,8 +150,22 @@ def _check_table(table: NDArray[np.void], header: BatchHeader) -> None:
     for name in ("t_start", "episode_length"):
         if int(table[name].view("<u8").max()) >= 1 << 62:  # as unsigned, what is negative is huge
             raise DecodeError("bad_table", f"a chunk's {name} is out of range")
-    if table["lookback"].any():
-        raise DecodeError("bad_table", "lookback rows are not part of this protocol version")
+
+
+def _check_lookback(batch: ChunkBatch) -> None:
+    """Every step and observation column looks back or none does, and no chunk beyond the first step of its episode."""
+    back = {name.removeprefix(LOOKBACK): c for name, c in batch.columns.items() if name.startswith(LOOKBACK)}
+    table = batch.table
+    if not back and not table["lookback"].any():
+        return
+    if bool((table["lookback"] > np.where(table["length"], table["episode_length"] - table["length"], 0)).any()):
+        raise DecodeError("bad_table", "a chunk looks back on more steps than lie before it")
+    own = {name: c for name, c in batch.columns.items() if not name.startswith((LOOKBACK, STATE_IN))}
+    if different := back.keys() ^ own.keys():
+        raise DecodeError("bad_column", f"of {min(different)!r:.80} there is a column or lookback, but not both")
+    for name, column in back.items():
+        if (column.dtype, column.shape[1:]) != (own[name].dtype, own[name].shape[1:]):
+            raise DecodeError("bad_column", f"lookback of column {name!r:.80} has other rows than the column")
 
 
 def _load_infos(raw: NDArray[Any] | None, table: NDArray[np.void], caps: Caps) -> Infos:

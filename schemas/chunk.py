@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunk_algebra import check_adjacent, join_columns, join_infos, join_observations, map_arrays
 from headrace.schemas.errors import ChunkError
+from headrace.schemas.lookback import Lookback, check_lookbacks
 
 
 class ChunkEnd(IntEnum):
@@ -49,7 +50,7 @@ CHUNK_TABLE = np.dtype(
         ("reason", "<u2"),  # of ABORTED; 0 is none
         ("end", "|u1"),  # ChunkEnd
         ("flags", "|u1"),  # EXPLORE | RANDOM_ACTIONS
-        ("lookback", "<u4"),  # rows before t_start that precede the chunk's own in every column
+        ("lookback", "<u4"),  # rows of lookback columns: see lookback.py
     ]
 )
 """One row a chunk, in the order in which their steps stand in the batch's columns."""
@@ -70,6 +71,7 @@ class EpisodeChunk:
     infos: T+1 dicts aligned with obs, or empty when no info had any content.
     state_in: what a recurrent module remembered before the first step, one row without a leading axis by name; empty
     for other modules, and for a cut that begins within a chunk, where it is not known.
+    lookback: the steps just before, at most `episode_lookback_horizon`; None if there are none.
     """
 
     episode_id: str
@@ -85,6 +87,7 @@ class EpisodeChunk:
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
     infos: list[dict[str, Any]] = field(default_factory=list)
     state_in: dict[str, NDArray[Any]] = field(default_factory=dict)
+    lookback: Lookback | None = None
     agent_id: str = "default_agent"
     module_id: str = "default_policy"
     env_index: int = 0
@@ -107,7 +110,8 @@ class EpisodeChunk:
     def __getitem__(self, steps: slice) -> EpisodeChunk:
         """`chunk[a:b]`: those steps, counted from the chunk's own first, as a chunk. Views, not copies.
 
-        What ends before this chunk does is ONGOING. Raises `ChunkError` for no step at all, or a stride.
+        What ends before this chunk does is ONGOING; what begins after it does has no lookback, whose place is the rest
+        of this chunk, in the hands of whoever cut. Raises `ChunkError` for no step at all, or a stride.
         """
         if not isinstance(steps, slice):
             raise TypeError(f"a chunk is cut, as in chunk[2:5], and not indexed with {steps!r:.40}")
@@ -130,6 +134,7 @@ class EpisodeChunk:
             columns={name: column[start:stop] for name, column in self.columns.items()},
             infos=self.infos[start : stop + 1],
             state_in={} if start else self.state_in,
+            lookback=None if start else self.lookback,
             episode_return=self.episode_return - float(self.rewards[stop:].sum()),
             episode_length=self.episode_length - rest,
         )
@@ -161,7 +166,8 @@ def to_episode(chunks: Iterable[EpisodeChunk]) -> EpisodeChunk:
 
     It ends as the last one does, which may be an ABORTED marker. `learner_epoch` and `weights_digest` are the last
     one's too, while `weights_seq` speaks of every step; `explore` and `random_actions` say whether any step was so.
-    Raises `ChunkError` naming what differs: ids, a gap or an overlap, observations at a boundary, columns.
+    Lookback is that of the first chunk, so that a whole episode has none.
+    Raises `ChunkError` naming what differs: ids, a gap or an overlap, observations at a boundary, columns, lookback.
     """
     parts = sorted(chunks, key=lambda chunk: (chunk.chunk_index, chunk.t_start))
     if not parts:
@@ -170,7 +176,7 @@ def to_episode(chunks: Iterable[EpisodeChunk]) -> EpisodeChunk:
         check_adjacent(before, after, ongoing=before.end is ChunkEnd.ONGOING)
     first, last = parts[0], parts[-1]
     bodies = [chunk for chunk in parts if len(chunk)] or [first]
-    return replace(
+    joined = replace(
         first,
         obs=join_observations([chunk.obs for chunk in bodies]),
         actions=join_columns([chunk.actions for chunk in bodies]),
@@ -188,3 +194,5 @@ def to_episode(chunks: Iterable[EpisodeChunk]) -> EpisodeChunk:
         episode_return=last.episode_return,
         episode_length=last.episode_length,
     )
+    check_lookbacks(parts, joined)
+    return joined

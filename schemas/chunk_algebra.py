@@ -70,7 +70,7 @@ def _check_seam(before: EpisodeChunk, after: EpisodeChunk) -> None:
     _check_alike("observations", before.obs, after.obs, before, after)
     _check_alike("actions", before.actions, after.actions, before, after)
     _check_alike("columns", before.columns, after.columns, before, after)
-    last, first = dict(_named(before.obs, "obs")), dict(_named(after.obs, "obs"))
+    last, first = dict(named_arrays(before.obs, "obs")), dict(named_arrays(after.obs, "obs"))
     for name, column in last.items():
         ours, theirs = column[-1], first[name][0]
         if not np.array_equal(ours, theirs, equal_nan=column.dtype.kind == "f"):
@@ -81,8 +81,8 @@ def _check_seam(before: EpisodeChunk, after: EpisodeChunk) -> None:
 
 
 def _check_alike(what: str, ours: Any, theirs: Any, before: EpisodeChunk, after: EpisodeChunk) -> None:
-    mine = {name: (array.dtype.str, array.shape[1:]) for name, array in _named(ours, what)}
-    other = {name: (array.dtype.str, array.shape[1:]) for name, array in _named(theirs, what)}
+    mine = {name: (array.dtype.str, array.shape[1:]) for name, array in named_arrays(ours, what)}
+    other = {name: (array.dtype.str, array.shape[1:]) for name, array in named_arrays(theirs, what)}
     for name in sorted(mine.keys() | other.keys()):
         if mine.get(name) != other.get(name):
             raise ChunkError(
@@ -91,12 +91,13 @@ def _check_alike(what: str, ours: Any, theirs: Any, before: EpisodeChunk, after:
             )
 
 
-def _named(tree: Any, name: str) -> Iterator[tuple[str, NDArray[Any]]]:
+def named_arrays(tree: Any, name: str) -> Iterator[tuple[str, NDArray[Any]]]:
+    """The arrays of a tree by their column names, `name` that of its root."""
     if isinstance(tree, dict):
         for key, part in tree.items():
-            yield from _named(part, f"{name}/{key}")
+            yield from named_arrays(part, f"{name}/{key}")
     elif isinstance(tree, tuple):
         for index, part in enumerate(tree):
-            yield from _named(part, f"{name}/{index}")
+            yield from named_arrays(part, f"{name}/{index}")
     else:
         yield name, tree

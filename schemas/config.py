@@ -86,6 +86,12 @@ class SamplingSettings(Section):
     rollout_fragment_length: int = Field(
         default=64, ge=1, description="env steps of each env in a fragment, when episodes may be cut"
     )
+    episode_lookback_horizon: int = Field(
+        default=0,
+        ge=0,
+        description="steps before its first that a chunk carries, in columns of their own; connectors and recurrent "
+        "modules need none, and with 0 a cut copies nothing",
+    )
     explore: bool = Field(default=True, description="sample from the policy's distribution; False takes its mode")
     env_to_module: list[Piece] = Field(
         default=[],

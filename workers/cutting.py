@@ -15,6 +15,7 @@ from headrace.schemas.ledger import Discard
 from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves
 from headrace.workers.envs.lane import Episode
 from headrace.workers.fragment import Fragment, OpenChunk
+from headrace.workers.lookback import look_back
 
 REASONS = ("", *(reason.value for reason in Discard))
 
@@ -37,6 +38,7 @@ class Stamp:
     incarnation: int
     learner_epoch: int
     weights_digest: str
+    lookback_horizon: int = 0
 
 
 def cut(
@@ -56,6 +58,10 @@ def cut(
     for name, leaf in leaves(spaces.action, "actions"):
         # A fragment makes its action columns at the first step; markers alone travel in one that never had any.
         columns.setdefault(name, np.empty((0, *leaf_shape(leaf)), column_dtype(leaf)))
+    looks_back: list[int] = []
+    if stamp.lookback_horizon:
+        looks_back, lookback = look_back(columns, chunks, lengths, stamp.lookback_horizon)
+        columns |= lookback
     for name in chunks[0].state_in if chunks else ():
         columns[STATE_IN + name] = np.stack([chunk.state_in[name] for chunk in chunks])
     table = np.zeros(len(chunks) + len(markers), CHUNK_TABLE)
@@ -63,6 +69,7 @@ def cut(
     _fill_chunks(table[: len(chunks)], chunks, lengths, returns)
     _fill_markers(table[len(chunks) :], markers)
     table["id_high"], table["flags"] = stamp.id_high, stamp.flags
+    table["lookback"][: len(looks_back)] = looks_back
     done = (table["end"] == ChunkEnd.TERMINATED) | (table["end"] == ChunkEnd.TRUNCATED)
     return ChunkBatch(
         table=table,

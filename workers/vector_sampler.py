@@ -55,6 +55,7 @@ class VectorSampler:
         self._id_high = id_high
         self._keeps_infos = config.infos == "all"
         self._width = config.num_envs
+        self._horizon = config.episode_lookback_horizon
         self.connectors = _connect(config, envs)
         self._memory: Memory | None = None
         self._fragment: Fragment | None = None
@@ -278,7 +279,7 @@ class VectorSampler:
         fragment, markers = self.fragment, self._markers
         chunks, self._fragment = fragment.take_chunks(keep_open=keep_open)
         self._markers = []
-        stamp = Stamp(self._id_high, self.mode.flags, slot, incarnation, learner_epoch, weights_digest)
+        stamp = Stamp(self._id_high, self.mode.flags, slot, incarnation, learner_epoch, weights_digest, self._horizon)
         batch = cut(fragment, chunks, markers, self.connectors.spaces, stamp)
         self._totals.open -= batch.steps
         self._totals.delivered += batch.steps

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import gymnasium as gym
+from numpy.typing import NDArray
 
 from headrace.workers.envs.restarts import RestartBudget
 from headrace.workers.randomness import EPISODE_BITS, EnvSeeds
@@ -33,6 +34,8 @@ class Episode:
     """Info of the observation at which the last chunk was cut."""
     custom_data: dict[str, Any] = field(default_factory=dict)
     """What callbacks keep with the episode."""
+    last_steps: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Columns of the steps before the last cut, at most `episode_lookback_horizon`."""
 
     @property
     def id_low(self) -> int:

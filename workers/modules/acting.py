@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.schemas.batch import STATE_IN
 from headrace.schemas.errors import ModuleError
+from headrace.schemas.lookback import LOOKBACK
 from headrace.schemas.spaces import Dict, Space, Spaces, Tuple, column_dtype, leaf_shape, leaves, nest
 from headrace.workers.modules.recurrent import Memory
 
@@ -85,6 +87,8 @@ class Actor:
                 seen = columns[name].shape if name in columns else "absent"
                 raise ModuleError(f"the policy's column {name!r} should have shape {shape}, and is {seen}")
         for name, column in columns.items():
+            if name.startswith((LOOKBACK, STATE_IN)):
+                raise ModuleError(f"the policy's column {name!r} has a name that is the runner's own; choose another")
             if column.ndim == 0 or len(column) != self._width:
                 raise ModuleError(f"the policy's column {name!r} has shape {column.shape}, not {self._width} rows")
 

@@ -57,6 +57,7 @@ class MultiAgentSampler:
         self._id_high = id_high
         self._keeps_infos = config.infos == "all"
         self._width = config.num_envs
+        self._horizon = config.episode_lookback_horizon
         self._over: list[MultiAgentEpisode] = []
         """Episodes that ended since the last cut."""
         self._events = EpisodeEvents(callbacks, self.look)
@@ -316,7 +317,7 @@ class MultiAgentSampler:
         self, learner_epoch: int, weights_digest: str, slot: int, incarnation: int, *, keep_open: bool = False
     ) -> tuple[list[MultiAgentEpisode], ModuleBatches]:
         """The episodes that ended, and what is to be delivered by module; `keep_open`: whole episodes only."""
-        stamp = Stamp(self._id_high, self.mode.flags, slot, incarnation, learner_epoch, weights_digest)
+        stamp = Stamp(self._id_high, self.mode.flags, slot, incarnation, learner_epoch, weights_digest, self._horizon)
         over, self._over = self._over, []
         open_episodes = [] if keep_open else list(self._episodes())
         for episode in (*over, *open_episodes):
