@@ -11,7 +11,7 @@ counts taken here and at the worker.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from headrace.broker.holdings import Holdings
@@ -34,6 +34,7 @@ from headrace.schemas.messages import (
     Version,
     WorkerHello,
 )
+from headrace.schemas.runner_counters import Counters, larger
 from headrace.schemas.wire import Buffer
 
 SETTLING_IN_S = 30.0
@@ -101,16 +102,25 @@ class BrokerCore:
             self._workers.tell_all()
             self._learners.tell_status(self.live(), self._workers.spaces)
 
-    def restore(self, rows: Iterable[LedgerRow], incarnations: dict[int, int], epoch: int) -> None:
+    def restore(
+        self,
+        rows: Iterable[LedgerRow],
+        incarnations: Mapping[int, int],
+        epoch: int,
+        counters: Mapping[int, Counters] | None = None,
+    ) -> None:
         """Take over what Redis remembers of earlier brokers of this fleet; what is known better already stays."""
         for row in rows:
             source = self.holdings.source(row.slot, row.incarnation)
+            source.accepted_before = max(source.accepted_before, row.accepted[0])
             self.holdings.learn(source, row.settled)
             if row.closed and row.held == (0, 0) and not source.closed and not source.held:
                 source.totals, source.closed, source.restored = row.totals, True, row
                 source.end_reason = source.end_reason or Discard.WORKER_KILLED
         for slot, incarnation in incarnations.items():
             self.state.incarnations[slot] = max(self.state.incarnations.get(slot, 0), incarnation)
+        for slot, known in (counters or {}).items():
+            self.state.counters[slot] = larger(known, self.state.counters.get(slot, {}))
         self._learners.outbid((epoch, 0), self._workers.spaces)
 
     # -- what goes out, and what others may read ----------------------------------------------------------------------

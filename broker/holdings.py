@@ -21,6 +21,8 @@ class Holdings:
     def __init__(self, limits: BrokerLimits) -> None:
         self.sources: dict[tuple[int, int], Source] = {}
         self.nbytes = 0
+        self.steps = 0
+        """Accepted from all sources ever, this broker's and those that Redis told of."""
         self.weights: Version = (0, 0)
         """The newest published; what staleness is measured against."""
         self.is_settled_in = False
@@ -60,9 +62,15 @@ class Holdings:
         """Nothing more comes from this source; the learner hears of it after its last batch."""
         if source.end_reason in ("", reason):
             source.end_reason, source.end_due = reason, True
+            self._count(source)
             self._queue.append((source, 0))
 
+    def _count(self, source: Source) -> None:
+        self.steps += source.steps - source.counted
+        source.counted = source.steps
+
     def _fold(self, source: Source) -> None:
+        self._count(source)
         if self.is_settled_in:
             source.fold_dropped()
         self.changed.add(source.key)

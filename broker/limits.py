@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from headrace.schemas.runner_counters import Counters
+
 Overflow = Literal["block", "drop_oldest", "drop_stale"]
 
 
@@ -29,3 +31,5 @@ class BrokerState:
     learner_token: str = ""
     incarnations: dict[int, int] = field(default_factory=dict)
     """Highest incarnation ever given out, by slot."""
+    counters: dict[int, Counters] = field(default_factory=dict, compare=False)
+    """Lifetime counters of the runner in each slot. Redis alone keeps them: no promise depends on the newest."""

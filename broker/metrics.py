@@ -58,6 +58,7 @@ class FleetMetrics:
             workers={source.slot: _worker_state(source, core) for source in core.live()},
             lease=self._lease(core),
             incarnations=dict(core.state.incarnations),
+            runner_state=dict(core.state.counters),
             events=events,
         )
 

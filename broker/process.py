@@ -246,7 +246,7 @@ class Broker:
         saved = self.reporter.take_saved(wait_s=wait_s) if self.reporter else None
         if saved is None:
             return False
-        self.core.restore(saved.rows.values(), saved.incarnations, saved.lease_epoch)
+        self.core.restore(saved.rows.values(), saved.incarnations, saved.lease_epoch, saved.runner_state)
         self.metrics.continue_from(saved.counters)
         if saved.weights is not None:
             try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 MERGE = """
 -- KEYS as named below; ARGV[1]: JSON of the report (see reporter.py: _as_json). Answers the counters it had to skip.
-local FLEET, LEDGER, TOTALS, SOURCES, GAUGES, WORKERS, LEASE, INCARNATIONS, EVENTS = unpack(KEYS)
+local FLEET, LEDGER, TOTALS, SOURCES, GAUGES, WORKERS, LEASE, INCARNATIONS, RUNNER_STATE, EVENTS = unpack(KEYS)
 local report = cjson.decode(ARGV[1])
 local skipped = {}
 
@@ -86,6 +86,8 @@ for slot, incarnation in pairs(report.incarnations) do
   local highest = tonumber(redis.call('HGET', INCARNATIONS, slot) or '0') or 0
   if incarnation > highest then redis.call('HSET', INCARNATIONS, slot, string.format('%.0f', incarnation)) end
 end
+
+for slot, text in pairs(report.runner_state) do redis.call('HSET', RUNNER_STATE, slot, text) end
 
 local seen = 0
 if redis.call('HGET', FLEET, 'event_source') == report.event_source then

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from headrace.schemas.ledger import LedgerRow
 from headrace.schemas.redis_keys import source_name
+from headrace.schemas.runner_counters import Counters, read_counters
 
 Hash = Mapping[bytes, bytes]
 Source = tuple[int, int]
@@ -56,6 +57,10 @@ class Values:
     def incarnations(self, raw: Hash) -> dict[int, int]:
         """The highest incarnation given out in each slot."""
         return self._parse("incarnations", raw, _slot, _count)
+
+    def runner_state(self, raw: Hash) -> dict[int, Counters]:
+        """Lifetime counters of the runner in each slot."""
+        return self._parse("runner_state", raw, _slot, read_counters)
 
     def lease(self, raw: Hash) -> dict[str, Any]:
         """The learner's lease: epoch and since are numbers, the rest text. Empty when there is none."""

@@ -29,6 +29,7 @@ from headrace.broker.redis_values import Source, Values
 from headrace.broker.redis_weights import LARGEST_BYTES, StoredWeights, Version, WeightsShelf
 from headrace.schemas import redis_keys as keys
 from headrace.schemas.ledger import LedgerRow
+from headrace.schemas.runner_counters import Counters
 from headrace.schemas.wire import Buffer
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ _WRITTEN = (
     keys.WORKERS,
     keys.LEASE,
     keys.INCARNATIONS,
+    keys.RUNNER_STATE,
     keys.EVENTS,
 )
 
@@ -58,7 +60,8 @@ class Report:
     `rows` are all ledger rows, also those of dead incarnations; their counters (`redis_keys.row_counters`) are
     reported with them. `counters` are further cumulative counters by (slot, incarnation), such as bytes_total; one
     that the row tells as well is taken from the row.
-    `workers` and `lease` go to Redis as JSON and text. `events` are news since the last report, each a flat dict.
+    `workers` and `runner_state`, by slot, and `lease` go to Redis as JSON and text. `events` are news since the last
+    report, each a flat dict.
     """
 
     rows: list[LedgerRow] = field(default_factory=list)
@@ -67,6 +70,7 @@ class Report:
     workers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     lease: Mapping[str, Any] = field(default_factory=dict)
     incarnations: Mapping[int, int] = field(default_factory=dict)
+    runner_state: Mapping[int, Counters] = field(default_factory=dict)
     events: Sequence[Mapping[str, Any]] = ()
 
 
@@ -77,6 +81,7 @@ class Saved:
     rows: dict[Source, LedgerRow]
     counters: dict[Source, dict[str, int]]
     incarnations: dict[int, int]
+    runner_state: dict[int, Counters]
     lease_epoch: int
     weights: StoredWeights | None
 
@@ -300,18 +305,20 @@ def _as_json(report: Report) -> dict[str, Any]:
         "workers": {str(slot): orjson.dumps(state).decode() for slot, state in report.workers.items()},
         "lease": {name: str(value) for name, value in report.lease.items()},
         "incarnations": {str(slot): incarnation for slot, incarnation in report.incarnations.items()},
+        "runner_state": {str(slot): orjson.dumps(counters).decode() for slot, counters in report.runner_state.items()},
     }
 
 
 def read_saved(client: redis.Redis, fleet_id: str) -> Saved:
     """What stands in Redis for this fleet; what cannot be read is logged and left out. May raise `REDIS_FAILURES`."""
-    wanted = (keys.LEDGER, keys.SOURCES, keys.INCARNATIONS, keys.LEASE)
+    wanted = (keys.LEDGER, keys.SOURCES, keys.INCARNATIONS, keys.LEASE, keys.RUNNER_STATE)
     raw, wrong = Reader(client).hashes_at_once({key.name: keys.key_name(fleet_id, key) for key in wanted})
     values = Values(garbage=wrong)
     saved = Saved(
         rows=values.rows(raw["ledger"]),
         counters=values.sources(raw["sources"]),
         incarnations=values.incarnations(raw["incarnations"]),
+        runner_state=values.runner_state(raw["runner_state"]),
         lease_epoch=values.lease(raw["lease"]).get("epoch", 0),
         weights=WeightsShelf(client, fleet_id).load(),
     )

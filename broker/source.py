@@ -79,6 +79,10 @@ class Source:
     row: LedgerRow | None = None
     restored: LedgerRow | None = None
     """The final books, when an earlier broker closed them."""
+    accepted_before: int = 0
+    """Steps that earlier brokers accepted, as Redis has it; those of live workers come again and are the same."""
+    counted: int = 0
+    """`steps`, as the fleet's sum has it."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -88,6 +92,11 @@ class Source:
     def ended(self) -> bool:
         """No later batch of it will be accepted."""
         return bool(self.end_reason)
+
+    @property
+    def steps(self) -> int:
+        """Steps ever accepted from this life, by this broker or those before."""
+        return max(self.accepted_count[0], self.accepted_before)
 
     def progress(self) -> int:
         """Grows by one with each batch accepted and with each settled."""

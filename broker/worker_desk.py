@@ -25,6 +25,7 @@ from headrace.schemas.messages import (
     WorkerWelcome,
 )
 from headrace.schemas.module_spaces import told_by_module
+from headrace.schemas.runner_counters import Counters, larger
 from headrace.schemas.wire import Buffer
 
 FIRST_ASSIGNED_SLOT = 1000
@@ -163,6 +164,8 @@ class WorkerDesk:
             heartbeat_interval_s=self._limits.heartbeat_interval_s,
             weights_endpoint=self._limits.weights_endpoint,
             weights=self._holdings.weights,
+            steps_elsewhere=self._holdings.steps - source.counted,
+            counters=self._state.counters.get(source.slot, {}),
         )
 
     # -- working ------------------------------------------------------------------------------------------------------
@@ -199,7 +202,11 @@ class WorkerDesk:
         source.weights, source.blocked = beat.weights, beat.blocked
         if beat.totals.seq == source.accepted:
             source.totals = beat.totals
+        self._remember(source.slot, beat.counters)
         self._holdings.changed.add(source.key)
+
+    def _remember(self, slot: int, counters: Counters) -> None:
+        self._state.counters[slot] = larger(self._state.counters.get(slot, {}), counters)
 
     def _speaker(self, peer: Peer, slot: int, incarnation: int) -> Source | None:
         """The source this peer speaks for; a stranger is asked to say HELLO, a superseded one is fenced."""
@@ -230,6 +237,7 @@ class WorkerDesk:
         """A worker leaves of its own will; only itself can say so, or say it again when it missed the answer."""
         known = self._holdings.sources.get((bye.slot, bye.incarnation))
         if (known is not None and known.closed) or self._speaker(peer, bye.slot, bye.incarnation) is not None:
+            self._remember(bye.slot, bye.counters)
             self._bury(peer, bye, now)
 
     def on_obituary(self, peer: Peer, obituary: Obituary, now: float) -> None:
@@ -297,5 +305,6 @@ class WorkerDesk:
             credit=credit,
             weights=self._holdings.weights,
             closed=source.closed,
+            steps_elsewhere=self._holdings.steps - source.counted,
             waiting_for="" if credit > source.accepted else self._waits_for(),
         )

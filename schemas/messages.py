@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.ledger import Natural, Settled, WorkerTotals
+from headrace.schemas.runner_counters import Counters
 from headrace.schemas.wire import Buffer, MessageKind, encode
 
 Positive = Annotated[Natural, Field(gt=0)]
@@ -132,6 +133,10 @@ class WorkerWelcome(Message):
     heartbeat_interval_s: float = Field(default=1.0, gt=0)
     weights_endpoint: str = ""
     weights: Version = (0, 0)
+    steps_elsewhere: Natural = 0
+    """Steps accepted from all lives of workers in this fleet but this one, ever."""
+    counters: Counters = {}
+    """Of the slot's earlier lives, for the runner to go on from."""
 
 
 class LearnerWelcome(Message):
@@ -177,6 +182,8 @@ class Ack(Message):
     weights: Version = (0, 0)
     closed: bool = False
     """The books of this incarnation are closed: its BYE or obituary has been taken."""
+    steps_elsewhere: Natural = 0
+    """As in the WELCOME, by now."""
     waiting_for: str = ""
     """Whom the fleet waits for when there is no credit: "" | "learner" | "broker"."""
 
@@ -204,6 +211,8 @@ class Heartbeat(Message):
     settled: Natural = 0
     weights: Version = (0, 0)
     blocked: str = ""
+    counters: Counters = {}
+    """Its runner's, all earlier lives of the slot included."""
 
 
 class LastWords(Message):
@@ -226,6 +235,8 @@ class Bye(LastWords):
 
     KIND = MessageKind.BYE
     reason: str = "shutdown"
+    counters: Counters = {}
+    """As in its last heartbeat, or later ones."""
 
 
 class Commit(Message):

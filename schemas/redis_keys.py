@@ -83,6 +83,14 @@ WEIGHTS_BLOB = Key(
     'frames of that WEIGHTS message: "sizes" is JSON of bytes a frame, "frame/piece" holds at most 1 MiB of one; '
     "expires unless the pointer was flipped to it",
 )
+RUNNER_STATE = Key(
+    "runner_state",
+    "hash",
+    "count",
+    "broker",
+    'field "slot": JSON of the lifetime counters of that slot\'s runner (schemas.runner_counters), as of its last '
+    "heartbeat; a new worker in the slot goes on counting from them",
+)
 EVENTS = Key("events", "stream", "", "broker", "newest 1,000 events: joined, lost, fenced, failed, with fields as text")
 
 TABLE = (
@@ -96,6 +104,7 @@ TABLE = (
     INCARNATIONS,
     WEIGHTS_CURRENT,
     WEIGHTS_BLOB,
+    RUNNER_STATE,
     EVENTS,
 )
 

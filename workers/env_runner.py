@@ -66,6 +66,8 @@ class EnvRunner(RunnerState, Generic[Batch]):
         self._id_high = episode_id_high(run_uid, self._seeds.entropy, worker_index, incarnation)
         self._version = Version()
         self._waiting = None
+        self.steps_elsewhere: int | None = None
+        """Env steps of the fleet that no runner of this life made, as far as is known; None without a fleet."""
         self._sampler: Sampler | None = None
         torch.set_num_threads(config.torch_threads)
 
@@ -240,6 +242,17 @@ class EnvRunner(RunnerState, Generic[Batch]):
 
     def _callback_arguments(self) -> dict[str, Any]:
         return {"env_runner": self, "metrics_logger": self._metrics.logger, "rl_module": getattr(self, "module", None)}
+
+    @property
+    def fleet_steps(self) -> int:
+        """Env steps of the whole fleet, for schedules: what modules get as batch["t"]. It never goes back.
+
+        In a fleet those of all others that the broker has accepted, and all of this runner's life, discarded ones
+        too. Without a fleet it is thought that all `num_workers` runners have lived through as many as this one.
+        """
+        if self.steps_elsewhere is not None:
+            return self.steps_elsewhere + self.totals.env_steps
+        return (self._metrics.steps_before + self.totals.env_steps) * max(self.config.num_workers, 1)
 
     def take_finished_episodes(self) -> list[tuple[float, int]]:
         """(return, length) of each episode delivered to its end since the last call."""

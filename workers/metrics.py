@@ -12,6 +12,7 @@ import numpy as np
 
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.errors import StateError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.fragment import OpenChunk
 from headrace.workers.metrics_logger import MetricsLogger, Path, Window, build_report
@@ -50,6 +51,9 @@ RESERVED = frozenset(
     )
 )
 """Names of a report that a callback cannot log under. Rates are a second, durations in seconds."""
+
+_SINGLE_COUNTERS = ("num_env_steps_sampled_lifetime", "num_episodes_lifetime")
+_NAMED_COUNTERS = ("num_agent_steps_sampled_lifetime", "num_module_steps_sampled_lifetime")
 
 MOST_FINISHED = 10_000
 """Finished episodes that wait to be taken. Only workers take them, and other users' memory must stay flat too."""
@@ -155,13 +159,23 @@ class RunnerMetrics:
         return counters
 
     def write_counters(self, counters: Mapping[str, Any]) -> None:
-        """Go on counting from those of `counters` that are there; other entries are not looked at."""
-        if "num_env_steps_sampled_lifetime" in counters:
-            self.steps_before = int(counters["num_env_steps_sampled_lifetime"]) - self._totals.env_steps_delivered
-        if "num_episodes_lifetime" in counters:
-            self._episodes_lifetime = int(counters["num_episodes_lifetime"])
-        for counter in ("num_agent_steps_sampled_lifetime", "num_module_steps_sampled_lifetime"):
-            self._steps |= {(counter, str(name)): int(count) for name, count in counters.get(counter, {}).items()}
+        """Go on counting from those of `counters` that are there; other entries are not looked at.
+
+        Raises `StateError`, changing nothing, for one of another kind.
+        """
+        try:
+            single = {name: int(counters[name]) for name in _SINGLE_COUNTERS if name in counters}
+            named: dict[Path, int] = {
+                (counter, str(name)): int(count)
+                for counter in _NAMED_COUNTERS
+                for name, count in counters.get(counter, {}).items()
+            }
+        except (TypeError, ValueError, AttributeError) as error:
+            raise StateError(f"lifetime counters are numbers, or numbers by name: {error}") from error
+        delivered = self._totals.env_steps_delivered
+        self.steps_before = single.get("num_env_steps_sampled_lifetime", self.steps_lifetime) - delivered
+        self._episodes_lifetime = single.get("num_episodes_lifetime", self._episodes_lifetime)
+        self._steps |= named
 
     def report(self) -> dict[str, Any]:
         """Counts since the last report, lifetime sums, and figures of the window. What has no value is absent.

@@ -63,14 +63,14 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
             self._sampler = MultiAgentSampler(self.config, envs, self.totals, self._id_high, self.callbacks)
         else:
             self._sampler.rebuild(self.config)
-        self._sampler.use(self.modules)
+        self._sampler.use(self.modules, lambda: self.fleet_steps)
 
     def make_module(self) -> None:
         """Build all modules anew. A builder that raises NotImplementedError leaves the runner to random actions."""
         seats = self._vector.envs.modules
         self.modules = {module_id: self._build(module_id, seats[module_id].spaces) for module_id in seats}
         self._version = Version()
-        self._vector.use(self.modules)
+        self._vector.use(self.modules, lambda: self.fleet_steps)
 
     def _build(self, module_id: str, spaces: Spaces) -> torch.nn.Module | None:
         policy = self._policies.specs[module_id]

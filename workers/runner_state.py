@@ -65,6 +65,14 @@ class RunnerState(ABC):
         """Both as `set_weights` takes them, of what `_read_weights` and `_read_connectors` gave."""
         return {**weights, **join_states(connectors)}
 
+    def get_counters(self) -> dict[str, Any]:
+        """Lifetime counters, as they are in every state."""
+        return self._metrics.read_counters()
+
+    def set_counters(self, counters: Mapping[str, Any]) -> None:
+        """Go on counting from those that are there. Raises `StateError` for what is no counter."""
+        self._metrics.write_counters(counters)
+
     def set_weights(self, state: Mapping[str, Any], seq: int, learner_epoch: int = 0, digest: str = "") -> None:
         """Act with `state` from the next poll on. Raises `ModuleError`, changing nothing, if it does not fit.
 

@@ -28,6 +28,7 @@ from headrace.schemas.messages import (
     WorkerWelcome,
 )
 from headrace.schemas.recorder import WINDOW
+from headrace.schemas.runner_counters import Counters, fitting
 from headrace.schemas.wire import Buffer
 
 
@@ -86,6 +87,10 @@ class WorkerSession:
         self.welcome: WorkerWelcome | None = None
         self.refusal: tuple[str, str] | None = None
         self.waiting_for = ""
+        self.steps_elsewhere = 0
+        """Accepted by brokers from all lives of workers but this; it never goes back, though a broker may forget."""
+        self.read_counters: Callable[[], Counters] = dict
+        """Asked for the runner's lifetime counters when a message is to carry them."""
         self._hello = hello
         self._window: deque[Shipment] = deque()
         self._window_bytes = 0
@@ -160,6 +165,7 @@ class WorkerSession:
                 settled=self.settled,
                 window=self.window(),
                 reason=reason,
+                counters=fitting(self.read_counters()),
             )
             self._next_send = 0.0
 
@@ -239,6 +245,7 @@ class WorkerSession:
             settled=self.settled.seq,
             weights=self.weights,
             blocked=self.blocked,
+            counters=fitting(self.read_counters()),
         )
 
     def _rejoin(self, now: float) -> None:
@@ -256,6 +263,7 @@ class WorkerSession:
         self._sent = self.accepted
         self._credit = welcome.credit
         self.weights_known = max(self.weights_known, welcome.weights)
+        self.steps_elsewhere = max(self.steps_elsewhere, welcome.steps_elsewhere)
         self._next_send = now
 
     def _on_ack(self, ack: Ack, now: float) -> None:
@@ -267,6 +275,7 @@ class WorkerSession:
         self._settle(ack.settled)
         self._credit = max(ack.credit, ack.accepted)
         self.weights_known = max(self.weights_known, ack.weights)
+        self.steps_elsewhere = max(self.steps_elsewhere, ack.steps_elsewhere)
         self.waiting_for = ack.waiting_for
         if self.limits.ack == "broker":
             self._let_go()

@@ -78,7 +78,8 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         self._make_actor(module)
 
     def _make_actor(self, module: Any) -> None:
-        self._actor = Actor(module, self.spaces, self._vector.connectors.columns)
+        columns = self._vector.connectors.columns
+        self._actor = Actor(module, self.spaces, columns, lambda: self.fleet_steps)
         self._vector.use_memory(self._actor.memory)
         self._policy_noise = NoiseBlocks(self._seeds.policy, module.noise_size, module.noise_kind)
 

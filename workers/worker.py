@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.schemas.config import FleetConfig
-from headrace.schemas.errors import CallbackError, EnvError, FencedError
+from headrace.schemas.errors import CallbackError, EnvError, FencedError, StateError
 from headrace.schemas.ledger import Discard, Drop
 from headrace.schemas.messages import WorkerHello
 from headrace.schemas.module_spaces import module_spaces_to_json
@@ -107,9 +107,20 @@ class Worker:
         runner.call_before_rebuilds(lambda: self._recorder.touch(BUILD_SILENCE_S))
         self.shipper = Shipper(self.fleet_id, self.session, self.recorder, runner.totals, runner.take_finished_episodes)
         self.runner, self._batches_a_cut = runner, len(runner.module_spaces)
+        self._go_on_counting()
         self.session.introduce(module_spaces_to_json(runner.module_spaces))
         self.recorder.touch()
         self.link.join(self.config.worker.connect_timeout_s)
+
+    def _go_on_counting(self) -> None:
+        """From where the slot's earlier lives were, and tell the broker from now on. Counters stop no worker."""
+        welcome = self.session.welcome
+        try:
+            self._runner.set_counters(welcome.counters if welcome is not None else {})
+        except StateError as error:
+            log.warning("counting begins anew, for the broker's lifetime counters are not this runner's: %s", error)
+        self._runner.steps_elsewhere = self.session.steps_elsewhere
+        self.session.read_counters = self._runner.get_counters
 
     def wait_for_weights(self, stopping: threading.Event) -> None:
         """Sample nothing before the current weights are in use, unless the config says to begin at random."""
@@ -170,6 +181,8 @@ class Worker:
 
     def _pump(self, wait_s: float = 0.0) -> None:
         self.link.pump(wait_s)
+        if self.runner is not None:
+            self.runner.steps_elsewhere = self.session.steps_elsewhere
         told = (self.session.settled, self.session.accepted)
         if told != self._told:
             self._told = told

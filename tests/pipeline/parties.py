@@ -106,7 +106,8 @@ from pathlib import Path
 from headrace.broker.process import run_broker
 from headrace.schemas.config_loading import build_config
 logging.basicConfig()
-run_broker(build_config(orjson.loads(sys.argv[2])), fleet_id="fleet", run_dir=Path(sys.argv[1]), redis_url=None)
+config, redis_url = build_config(orjson.loads(sys.argv[2])), sys.argv[3] or None
+run_broker(config, fleet_id="fleet", run_dir=Path(sys.argv[1]), redis_url=redis_url)
 """
 
 _WORKER = """
@@ -150,11 +151,11 @@ class Process:
         self.popen.wait(DEADLINE_S)
 
 
-def broker_process(run_dir: Path, **settings: Any) -> Process:
+def broker_process(run_dir: Path, redis_url: str = "", **settings: Any) -> Process:
     """A broker in a process of its own, serving."""
     settings = {"heartbeat_interval_s": 0.2, **settings}
     config = orjson.dumps({"broker": settings}).decode()
-    process = Process(_BROKER, str(run_dir), config, log=run_dir / "broker.log")
+    process = Process(_BROKER, str(run_dir), config, redis_url, log=run_dir / "broker.log")
     until(lambda: _serves(run_dir, process), "the broker's start")
     return process
 

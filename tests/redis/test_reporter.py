@@ -77,7 +77,14 @@ def test_every_key_that_is_written_stands_in_the_table(url: str, fleet_id: str, 
     reporter = RedisReporter(url, fleet_id)
     reporter.offer(fleet_report(make_row, 5))
     reporter.offer(
-        Report(rows=[make_row()], workers={0: {}}, lease={"epoch": 1}, incarnations={0: 1}, events=[{"a": 1}])
+        Report(
+            rows=[make_row()],
+            workers={0: {}},
+            lease={"epoch": 1},
+            incarnations={0: 1},
+            runner_state={0: {"num_episodes_lifetime": 1}},
+            events=[{"a": 1}],
+        )
     )
     reporter.offer_weights((1, 1), [b"frame"])
     assert reporter.close(30.0)

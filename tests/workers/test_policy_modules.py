@@ -241,5 +241,5 @@ def test_actor_forwards_the_whole_width() -> None:
             return super().forward_exploration(batch)
 
     spaces = Spaces(observation=convert(Counting.observation_space, ""), action=convert(Counting.action_space, ""))
-    Actor(Watching(spaces), spaces, {"obs": np.zeros((4, 2), np.float32)})(np.zeros((4, 1), np.float32))
+    Actor(Watching(spaces), spaces, {"obs": np.zeros((4, 2), np.float32)}, int)(np.zeros((4, 1), np.float32))
     assert seen == [(4, 2)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,17 @@ Columns = dict[str, NDArray[Any]]
 class Actor:
     """Calls `module` with the observations in `columns` (width, ...), which it reads anew at each call.
 
+    `count_steps` says how many steps the fleet has made, when a module without `numpy_act` explores.
     Gives flat column names ("actions/arm/0"). Raises `ModuleError` when the module raises or answers the wrong shapes.
     """
 
-    def __init__(self, module: Any, spaces: Spaces, columns: Mapping[str, NDArray[Any]]) -> None:
+    def __init__(
+        self, module: Any, spaces: Spaces, columns: Mapping[str, NDArray[Any]], count_steps: Callable[[], int]
+    ) -> None:
         self._module = module
         self._spaces = spaces
         self._columns = columns
+        self._count_steps = count_steps
         self._width = len(next(iter(columns.values())))
         self.memory = Memory(module, self._width) if hasattr(module, "initial_state") else None
         """What a recurrent module remembers, by lane; moved on by each call."""
@@ -63,7 +67,8 @@ class Actor:
             if noise is None:
                 answer = self._module.forward_inference(batch)
             else:
-                answer = self._module.forward_exploration({**batch, "noise": torch.from_numpy(noise)})
+                batch |= {"noise": torch.from_numpy(noise), "t": self._count_steps()}
+                answer = self._module.forward_exploration(batch)
         if not isinstance(answer, dict) or "actions" not in answer:
             raise ModuleError(f"the policy answered {answer!r:.80}; it must be a dict with 'actions'")
         if self.memory is not None:

@@ -22,12 +22,19 @@ class PolicyModule(Protocol):
 
     `batch["noise"]` is float32 (rows, noise_size): uniform in [0, 1) or standard normal by `noise_kind`. A module
     samples from these and from nothing else, so that what an env experiences does not depend on its neighbours.
+    `batch["t"]`, in `forward_exploration` only, is how many env steps the whole fleet has made so far, an int that
+    never goes back, for such as schedules of epsilon: see `EnvRunner.fleet_steps`. By it alone may neighbours change
+    what an env experiences, so whoever wants samples that repeat exactly leaves it unread.
 
     Both `forward_exploration` and `forward_inference` (the mode; no noise) answer {"actions": as nested as the action
     space, and by choice "actions_for_env": likewise, what the env gets instead; "logp", "values",
     "action_dist_inputs", or any other column (rows, ...)}. `forward_train({"obs": ...})` answers what a learner needs.
     A module may also have `numpy_act()`, which gives a function that does the same as `forward_exploration` and
-    `forward_inference` on arrays, reading the parameters in place.
+    `forward_inference` on arrays, reading the parameters in place. It is not told "t": a module that
+    reads "t" has none.
+
+    Workers act on the CPU, where an env's step takes as long as the pass and a GPU's latency would be longer than both;
+    `forward_train` runs wherever the learner put the module.
     """
 
     noise_size: int

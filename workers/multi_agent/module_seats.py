@@ -7,7 +7,7 @@ a matrix product may round differently for another number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -113,11 +113,14 @@ class ModuleSeats:
     def _make_actor(self) -> None:
         self._actor = None
         if self.module is not None:
-            self._actor = Actor(self.module, self.spaces, self.connectors.columns)
+            self._actor = Actor(self.module, self.spaces, self.connectors.columns, self._count_steps)
 
-    def use(self, module: Any) -> None:
-        """Act with `module` from now on; None leaves random actions. Raises `ModuleError` for a bad initial state."""
-        self.module = module
+    def use(self, module: Any, count_steps: Callable[[], int]) -> None:
+        """Act with `module` from now on; None leaves random actions. For `count_steps` see `Actor`.
+
+        Raises `ModuleError` for a bad initial state.
+        """
+        self.module, self._count_steps = module, count_steps
         self._make_actor()
         self.noise.pop("policy", None)
         if module is not None:

@@ -120,11 +120,11 @@ class MultiAgentSampler:
     def _state_in(self, seat: Seat) -> dict[str, NDArray[Any]]:
         return {} if self.mode.random_actions else seat.module.state_in(seat.row, hangs=seat.hangs)
 
-    def use(self, modules: Mapping[str, Any]) -> None:
-        """Act with `modules`. Steps that were not cut yet are lost where any module remembers, for it begins anew."""
+    def use(self, modules: Mapping[str, Any], count_steps: Callable[[], int]) -> None:
+        """Act with `modules`; for `count_steps` see `Actor`. Steps that were not cut yet are lost where any module remembers, for it begins anew."""
         remembers = any(module.memory is not None for module in self.modules)
         for module_id, module in modules.items():
-            self.envs.modules[module_id].use(module)
+            self.envs.modules[module_id].use(module, count_steps)
         remembers = remembers or any(module.memory is not None for module in self.modules)
         if remembers and any(module.fragment is not None for module in self.modules):
             self._drop_fragments()
