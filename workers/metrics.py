@@ -27,6 +27,8 @@ RESERVED = frozenset(
         "num_episodes_lifetime",
         "num_agent_steps_sampled",
         "num_agent_steps_sampled_lifetime",
+        "num_actions_by_agent",
+        "num_actions_by_agent_lifetime",
         "num_module_steps_sampled",
         "num_module_steps_sampled_lifetime",
         "num_env_step_failures_lifetime",
@@ -50,10 +52,19 @@ RESERVED = frozenset(
         "windows",
     )
 )
-"""Names of a report that a callback cannot log under. Rates are a second, durations in seconds."""
+"""Names of a report that a callback cannot log under. Rates are a second, durations in seconds.
+
+num_agent_steps_sampled and num_module_steps_sampled are observations that steps gave to agents, as in RLlib, and
+num_actions_by_agent what agents did upon them, which is what chunks hold. They differ where an agent appears later than
+the reset (an observation more) or ends without a last observation (one less).
+"""
 
 _SINGLE_COUNTERS = ("num_env_steps_sampled_lifetime", "num_episodes_lifetime")
-_NAMED_COUNTERS = ("num_agent_steps_sampled_lifetime", "num_module_steps_sampled_lifetime")
+_NAMED_COUNTERS = (
+    "num_agent_steps_sampled_lifetime",
+    "num_module_steps_sampled_lifetime",
+    "num_actions_by_agent_lifetime",
+)
 
 MOST_FINISHED = 10_000
 """Finished episodes that wait to be taken. Only workers take them, and other users' memory must stay flat too."""
@@ -90,7 +101,7 @@ class RunnerMetrics:
         done = (table["end"] == ChunkEnd.TERMINATED) | (table["end"] == ChunkEnd.TRUNCATED)
         returns, lengths = table["episode_return"][done].tolist(), table["episode_length"][done].tolist()
         agent, module = batch.agents[0], batch.modules[0]
-        self.count_steps({agent: batch.steps}, {module: batch.steps})
+        self.count_steps({agent: batch.steps}, {module: batch.steps}, {agent: batch.steps})
         if not returns:
             return
         self._durations.extend(now - chunks[i].episode.started_at for i in np.flatnonzero(done).tolist())
@@ -99,11 +110,16 @@ class RunnerMetrics:
         self._window_of("agent_steps", agent).extend(lengths)
         self._window_of("module_episode_returns_mean", module).extend(returns)
 
-    def count_steps(self, agents: Mapping[str, int], modules: Mapping[str, int]) -> None:
-        """Steps of these agents and modules were delivered."""
-        for kind, steps in (("agent", agents), ("module", modules)):
-            for name, count in steps.items():
-                for counter in (f"num_{kind}_steps_sampled", f"num_{kind}_steps_sampled_lifetime"):
+    def count_steps(self, agents: Mapping[str, int], modules: Mapping[str, int], actions: Mapping[str, int]) -> None:
+        """So many observations of these agents and modules, and actions of agents, were delivered."""
+        counts = (
+            ("num_agent_steps_sampled", agents),
+            ("num_module_steps_sampled", modules),
+            ("num_actions_by_agent", actions),
+        )
+        for figure, by_name in counts:
+            for name, count in by_name.items():
+                for counter in (figure, f"{figure}_lifetime"):
                     self._steps[counter, name] = self._steps.get((counter, name), 0) + count
 
     def add_episode(

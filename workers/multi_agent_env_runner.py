@@ -120,8 +120,13 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         over, batches = self._vector.cut(
             version.learner_epoch, version.digest, self.worker_index, self.incarnation, keep_open=keep_open
         )
+        actions = batches.agent_steps()
+        agents = dict(actions)
         modules = {module_id: batch.steps for module_id, batch in batches.batches.items() if batch.steps}
-        self._metrics.count_steps(batches.agent_steps(), modules)
+        for (agent, module_id), more in self._vector.observed_more.items():
+            agents[agent] += more
+            modules[module_id] += more
+        self._metrics.count_steps(agents, modules, actions)
         for episode in over:
             self._count_episode(episode)
         return batches

@@ -184,7 +184,7 @@ def test_metrics_count_env_steps_agents_and_modules() -> None:
         metrics = sampler.get_metrics()
         assert sampler.take_finished_episodes() == [(3.0 + 14 + 18, 4)] * 2
     assert (metrics["num_env_steps_sampled"], metrics["num_episodes"]) == (12, 2)
-    assert metrics["num_agent_steps_sampled"] == {"a0": 8, "a1": 12, "a2": 12}
+    assert metrics["num_agent_steps_sampled"] == metrics["num_actions_by_agent"] == {"a0": 8, "a1": 12, "a2": 12}
     assert metrics["num_module_steps_sampled"] == {"m": 20, "n": 12}
     assert metrics["episode_return_mean"] == 35.0
     assert metrics["episode_len_mean"] == 4

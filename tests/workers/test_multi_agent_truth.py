@@ -74,7 +74,24 @@ def test_chunks_add_up_to_the_truth(num_envs: int, length: int, seed: int, polic
     assert sampler.totals.discarded == {}
     assert metrics["agent_rewards_lost_lifetime"] == lost
     assert metrics["num_env_steps_sampled"] == sampler.totals.env_steps == sum(e["t"] for e in truth)
-    assert sum(metrics["num_agent_steps_sampled"].values()) == sampler.totals.delivered
+    assert sum(metrics["num_actions_by_agent"].values()) == sampler.totals.delivered
+
+
+def test_agents_steps_are_the_observations_they_got_and_actions_are_counted_besides() -> None:
+    truth: list[dict[str, Any]] = []
+    with multi_runner(scheduled(truth), num_envs=2) as sampler:
+        sampler.sample(num_episodes=60)
+        metrics = sampler.get_metrics()
+    observed: dict[str, int] = defaultdict(int)
+    acted: dict[str, int] = defaultdict(int)
+    delivered = [episode for episode in truth if episode["over"]]
+    for episode in delivered:
+        for agent, times in episode["acted_at"].items():
+            acted[agent] += len(times)
+            observed[agent] += len(episode["seen"][agent]) - (episode["seen"][agent][0][0] == 0)
+    assert metrics["num_actions_by_agent"] == acted
+    assert metrics["num_agent_steps_sampled"] == observed != acted
+    assert metrics["num_module_steps_sampled"] == {"shared": sum(observed.values())}
 
 
 def test_whole_episodes_only_are_whole_and_nothing_is_lost_between_fragments() -> None:

@@ -34,6 +34,7 @@ def test_names_per_cycle_and_lifetime() -> None:
         third = sampler.get_metrics()
     assert first["num_agent_steps_sampled"] == {"default_agent": 10}
     assert first["num_module_steps_sampled"] == {"default_policy": 10}
+    assert first["num_actions_by_agent"] == first["num_actions_by_agent_lifetime"] == {"default_agent": 10}
     assert first["agent_episode_returns_mean"] == {"default_agent": 10.0}
     assert first["module_episode_returns_mean"] == {"default_policy": 10.0}
     assert first["agent_steps"] == {"default_agent": 4.0}
@@ -165,7 +166,7 @@ def test_merging_does_not_depend_on_the_grouping(groups: list[list[float]], rand
 def test_episodes_of_several_agents() -> None:
     with runner() as sampler:
         metrics = RunnerMetrics(sampler.config, RunnerTotals())
-    metrics.count_steps({"a": 3, "b": 5}, {"shared": 8})
+    metrics.count_steps({"a": 3, "b": 5}, {"shared": 8}, {"a": 4, "b": 5})
     metrics.add_episode(4.0, 5, 0.1, {"a": (1.0, 3), "b": (3.0, 5)}, {"shared": 4.0})
     metrics.add_episode(6.0, 3, 0.1, {"a": (6.0, 3)}, {"shared": 6.0})
     report = metrics.report()
@@ -174,6 +175,9 @@ def test_episodes_of_several_agents() -> None:
     assert report["agent_steps"] == {"a": 3, "b": 5}
     assert report["module_episode_returns_mean"] == {"shared": 5}
     assert report["num_agent_steps_sampled"] == {"a": 3, "b": 5}
+    assert report["num_actions_by_agent"] == report["num_actions_by_agent_lifetime"] == {"a": 4, "b": 5}
+    merged = merge_metrics([report, report])
+    assert (merged["num_actions_by_agent"], merged["num_agent_steps_sampled"]) == ({"a": 8, "b": 10}, {"a": 6, "b": 10})
     assert metrics.take_finished() == [(4.0, 5), (6.0, 3)]
 
 

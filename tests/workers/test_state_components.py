@@ -23,6 +23,7 @@ COUNTERS = {
     "num_episodes_lifetime",
     "num_agent_steps_sampled_lifetime",
     "num_module_steps_sampled_lifetime",
+    "num_actions_by_agent_lifetime",
 }
 VERSION = {"rl_module", "weights_seq_no", "learner_epoch", "weights_digest"}
 

@@ -140,11 +140,8 @@ def _read_seat(report: LaneReport, seat: Seat, end: ChunkEnd, observed: bool, mi
         return
     if observed:
         report.answered.append(seat)
-    elif end is ChunkEnd.TERMINATED:
-        report.answered.append(seat)
-        report.unseen.append(seat)
-    elif end is ChunkEnd.TRUNCATED and missing_final == "repeat":
-        report.repeated += 1
+    elif end is ChunkEnd.TERMINATED or (end is ChunkEnd.TRUNCATED and missing_final == "repeat"):
+        report.repeated += end is ChunkEnd.TRUNCATED
         report.answered.append(seat)
         report.unseen.append(seat)
     elif end is ChunkEnd.TRUNCATED and missing_final == "drop":

@@ -22,6 +22,8 @@ class AgentEpisode(Episode):
     whole: MultiAgentEpisode | None = None
     t_end: int = 0
     """Env step after the last one that was delivered."""
+    observed_more: int = 0
+    """How many more observations steps gave it than it did actions, among those not delivered yet."""
 
 
 @dataclass(slots=True, eq=False)

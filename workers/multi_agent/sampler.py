@@ -60,6 +60,8 @@ class MultiAgentSampler:
         self._horizon = config.episode_lookback_horizon
         self._over: list[MultiAgentEpisode] = []
         """Episodes that ended since the last cut."""
+        self.observed_more: dict[tuple[str, str], int] = {}
+        """(agent, module) -> how many more observations than actions the last cut delivered."""
         self._events = EpisodeEvents(callbacks, self.look)
         envs.on_episode_created = self._events.created if self._events.watches_created else None
         envs.on_failure = self._events.failed if self._events.watches_failures else None
@@ -324,6 +326,7 @@ class MultiAgentSampler:
             self._totals.env_steps_delivered += episode.t - episode.t_cut
             episode.t_cut = episode.t
         batches = {}
+        self.observed_more = {}
         for module in self.modules:
             if module.fragment is None and module.markers:
                 module.fragment = SeatFragment(module.width, 1, module.connectors.columns)
@@ -344,7 +347,14 @@ class MultiAgentSampler:
         for chunk in chunks:
             self.envs.lanes[chunk.episode.env_index].budget.delivered()
             chunk.episode.seam_info = chunk.infos.get(chunk.stop - chunk.start)
+            self._count_observations(module, cast(AgentEpisode, chunk.episode))
         return batch
+
+    def _count_observations(self, module: ModuleSeats, episode: AgentEpisode) -> None:
+        if episode.observed_more:
+            who = episode.agent, module.module_id
+            self.observed_more[who] = self.observed_more.get(who, 0) + episode.observed_more
+            episode.observed_more = 0
 
     def _goes_on(self, chunk: OpenChunk) -> bool:
         """Whether others still play in the episode."""

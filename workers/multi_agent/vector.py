@@ -282,6 +282,8 @@ def _apply_reports(outcome: StepOutcome, reports: Any, rewards: list[float], bad
         for seat in report.answered:
             totals.append(seat.reward)
             seat.reward, seat.hangs = 0.0, False
+        for seat in report.unseen:
+            seat.episode.observed_more -= 1
         for seat, end in report.ended:
             seat.end = end
         report.episode.let_act([seat for seat in (*report.observed, *newcomers) if not seat.done])
@@ -302,6 +304,7 @@ def _apply_reports(outcome: StepOutcome, reports: Any, rewards: list[float], bad
 def _seat_all(episode: MultiAgentEpisode, newcomers: Sequence[Seat]) -> None:
     for seat in newcomers:
         episode.seats[seat.agent] = seat
+        seat.episode.observed_more += 1
         seat.reward = episode.early_rewards.pop(seat.agent, 0.0)
 
 
