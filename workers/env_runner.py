@@ -176,6 +176,7 @@ class EnvRunner(RunnerState, Generic[Batch]):
         return self._end_sample(self._attach_updates(self._deliver(keep_open=whole)))
 
     def _end_sample(self, samples: Batch) -> Batch:
+        self.totals.timers.end_sample()
         try:
             self.callbacks.call("on_sample_end", samples=samples)
         except CallbackError as error:
@@ -187,6 +188,7 @@ class EnvRunner(RunnerState, Generic[Batch]):
         sampler = self._vector
         if not mode.random_actions:
             self._check_can_act()
+        self.totals.timers.begin_sample()
         sampler.begin(mode, capacity, force_reset=force_reset)
 
     def _poll_until(

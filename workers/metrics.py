@@ -16,6 +16,7 @@ from headrace.schemas.errors import StateError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.fragment import OpenChunk
 from headrace.workers.metrics_logger import MetricsLogger, Path, Window, build_report
+from headrace.workers.timers import TIMERS
 from headrace.workers.totals import RunnerTotals
 
 RESERVED = frozenset(
@@ -50,6 +51,8 @@ RESERVED = frozenset(
         "agent_steps",
         "module_episode_returns_mean",
         "windows",
+        "weights_seq_no",
+        *TIMERS,
     )
 )
 """Names of a report that a callback cannot log under. Rates are a second, durations in seconds.
@@ -193,10 +196,11 @@ class RunnerMetrics:
         self._episodes_lifetime = single.get("num_episodes_lifetime", self._episodes_lifetime)
         self._steps |= named
 
-    def report(self) -> dict[str, Any]:
+    def report(self, weights_seq: int = 0) -> dict[str, Any]:
         """Counts since the last report, lifetime sums, and figures of the window. What has no value is absent.
 
-        `merge_metrics` makes one of several runners'.
+        "weights_seq_no" is `weights_seq`, the weights in use. `merge_metrics` makes one report of several runners',
+        with the newest weights that any of them uses.
         """
         totals, now = self._totals, time.perf_counter()
         steps = totals.env_steps_delivered - self._reported_steps
@@ -214,7 +218,8 @@ class RunnerMetrics:
         }
         self._reported_steps, self._reported_at, self._episodes = totals.env_steps_delivered, now, 0
         self._steps = {path: count for path, count in self._steps.items() if path[0].endswith("_lifetime")}
-        return build_report(sums, [*self._windows(), *self.logger.windows()])
+        own = [*self._windows(), *totals.timers.windows(), Window(("weights_seq_no",), "max", [weights_seq])]
+        return build_report(sums, [*own, *self.logger.windows()])
 
     def _windows(self) -> list[Window]:
         figures = [

@@ -250,9 +250,9 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         steps that were dropped.
         """
         if self._sampler is None:
-            return self._metrics.report()
+            return self._metrics.report(self._version.seq)
         losses = self._sampler.losses
-        return self._metrics.report() | {
+        return self._metrics.report(self._version.seq) | {
             "num_agent_steps_discarded_lifetime": sum(self.totals.discarded.values()),
             "num_agent_rewards_lost_lifetime": losses.rewards,
             "agent_rewards_lost_lifetime": losses.return_,

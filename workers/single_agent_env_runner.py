@@ -210,7 +210,7 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
 
     def get_metrics(self) -> dict[str, Any]:
         """See `EnvRunner`; figures that have no value are absent."""
-        return self._metrics.report()
+        return self._metrics.report(self._version.seq)
 
     def get_spaces(self) -> dict[str, tuple[gym.Space[Any], gym.Space[Any]]]:
         """See `EnvRunner`."""

@@ -1,10 +1,11 @@
-"""What a runner has counted so far, in plain integers that are true after every poll."""
+"""What a runner has counted so far, in plain integers that are true after every poll, and how long it took."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from headrace.schemas.ledger import Discard
+from headrace.workers.timers import Timers
 
 
 @dataclass(slots=True)
@@ -28,6 +29,7 @@ class RunnerTotals:
     episodes: int = 0
     env_failures: int = 0
     env_rebuilds: int = 0
+    timers: Timers = field(default_factory=Timers, compare=False)
 
     def discard(self, reason: Discard, steps: int, env_steps: int | None = None) -> None:
         """`steps` that stood open, or were never put there, will not become a chunk; None: each was an env step."""

@@ -130,6 +130,11 @@ class VectorSampler:
         if envs.live_count < self._width:
             envs.wait_for_one(self._start_episodes, on_wait)
         live = envs.live
+        step, process, timers = envs.step, self._process, self._totals.timers
+        if timers.is_due():
+            step, process = timers.timed("env_step_timer", step), timers.timed("env_to_module_timer", process)
+            if not self.mode.random_actions:
+                choose_actions = timers.timed("rlmodule_inference_timer", choose_actions)
         fragment.aim(live)
         try:
             columns = choose_actions()
@@ -138,13 +143,13 @@ class VectorSampler:
                 self._drop_fragment()  # it remembers a step that will not be taken
             raise
         fragment.put(columns)
-        outcome = envs.step(_env_actions(envs, columns))
+        outcome = step(_env_actions(envs, columns))
         fragment.advance(outcome.rewards, weights_seq)
         self._count(outcome)
         for failure in outcome.failures:
             self._abort(failure)
         if self.connectors.sees:
-            self._process(live, outcome, columns)
+            process(live, outcome, columns)
         if self._keeps_infos:
             for lane, info in outcome.infos:
                 fragment.add_info(lane, info)
@@ -232,7 +237,7 @@ class VectorSampler:
             self.envs.lanes[lane].budget.delivered()
         self.envs.end_episodes(lanes)
         if stop_at_episodes is None or self.episodes_ended < stop_at_episodes:
-            self.envs.reset(lanes)
+            self._totals.timers.timed("env_reset_timer", self.envs.reset)(lanes)
 
     def _start_episodes(self, bring_back: Callable[[], None]) -> None:
         """Bring back failed envs, and open a chunk for each episode that has begun, also when bringing back raises."""

@@ -155,7 +155,12 @@ class MultiAgentSampler:
         if envs.live_count < self._width:
             envs.wait_for_one(self._start_episodes, on_wait)
         turn = envs.turn()
-        outcome = envs.step(turn, self._act(turn, weights_seq))
+        act, step, timers = self._act, envs.step, self._totals.timers
+        if timers.is_due():
+            step = timers.timed("env_step_timer", step)
+            if not self.mode.random_actions:
+                act = timers.timed("rlmodule_inference_timer", act)
+        outcome = step(turn, act(turn, weights_seq))
         self._count(turn, outcome)
         for failure in outcome.failures:
             self._abort(failure)
@@ -252,7 +257,7 @@ class MultiAgentSampler:
         self._totals.episodes += len(lanes)
         self.envs.end_episodes(list(lanes))
         if stop_at_episodes is None or self.episodes_ended < stop_at_episodes:
-            self.envs.reset(list(lanes))
+            self._totals.timers.timed("env_reset_timer", self.envs.reset)(list(lanes))
 
     def _abort(self, failure: Failure, *, recorded: bool = False) -> None:
         """The env or a callback failed: the open chunks of all its agents are lost by name, and its episode is over.
