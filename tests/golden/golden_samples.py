@@ -97,6 +97,15 @@ def make_recurrent_batch() -> ChunkBatch:
     return batch
 
 
+def make_lookback_batch() -> ChunkBatch:
+    """The same with two chunks that look back, on three steps together."""
+    batch = make_batch(SPACES["box"])
+    batch.table["lookback"] = (0, 0, 2, 1)
+    steps = {name: column[:3] for name, column in batch.columns.items()}
+    batch.columns.update({f"lookback/{name}": column for name, column in steps.items()})
+    return batch
+
+
 def fill(leaf: Any, rows: int) -> np.ndarray[Any, Any]:
     """An array of `rows` rows for `leaf`, counting up."""
     shape = (rows, *leaf_shape(leaf))
@@ -194,6 +203,7 @@ def golden() -> Iterator[tuple[str, list[Buffer]]]:
         batch = make_batch(spaces, infos={0: {3: {"success": True}}} if family == "box" else None)
         yield f"batch_{family}", encoded(batch)
     yield "batch_recurrent", encoded(make_recurrent_batch())
+    yield "batch_lookback", encoded(make_lookback_batch())
 
 
 def describe(frames: Sequence[Buffer]) -> dict[str, Any]:
