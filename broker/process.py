@@ -239,7 +239,10 @@ class Broker:
             return
         if not self._restored:
             self._restored = self._restore(0.0)
-        self.reporter.offer(self.metrics.report(self.core, now))
+        report = self.metrics.report(self.core, now)
+        if not self._restored:  # what runners counted before is not known yet, and must not be written over
+            report = replace(report, runner_state={})
+        self.reporter.offer(report)
 
     def _restore(self, wait_s: float) -> bool:
         """Go on from what Redis remembers; whether it could be asked."""

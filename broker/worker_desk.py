@@ -206,7 +206,9 @@ class WorkerDesk:
         self._holdings.changed.add(source.key)
 
     def _remember(self, slot: int, counters: Counters) -> None:
-        self._state.counters[slot] = larger(self._state.counters.get(slot, {}), counters)
+        """Counters of the slot's runner; a worker that is still building its envs tells none."""
+        if counters:
+            self._state.counters[slot] = larger(self._state.counters.get(slot, {}), counters)
 
     def _speaker(self, peer: Peer, slot: int, incarnation: int) -> Source | None:
         """The source this peer speaks for; a stranger is asked to say HELLO, a superseded one is fenced."""

@@ -107,13 +107,16 @@ class Worker:
         runner.call_before_rebuilds(lambda: self._recorder.touch(BUILD_SILENCE_S))
         self.shipper = Shipper(self.fleet_id, self.session, self.recorder, runner.totals, runner.take_finished_episodes)
         self.runner, self._batches_a_cut = runner, len(runner.module_spaces)
-        self._go_on_counting()
         self.session.introduce(module_spaces_to_json(runner.module_spaces))
         self.recorder.touch()
         self.link.join(self.config.worker.connect_timeout_s)
+        self._go_on_counting()
 
     def _go_on_counting(self) -> None:
-        """From where the slot's earlier lives were, and tell the broker from now on. Counters stop no worker."""
+        """From where the slot's earlier lives were, and tell the broker from now on. Counters stop no worker.
+
+        They are those of the second WELCOME: a broker that is young itself may have heard from Redis in the meantime.
+        """
         welcome = self.session.welcome
         try:
             self._runner.set_counters(welcome.counters if welcome is not None else {})
