@@ -199,8 +199,8 @@ class RunnerMetrics:
     def report(self, weights_seq: int = 0) -> dict[str, Any]:
         """Counts since the last report, lifetime sums, and figures of the window. What has no value is absent.
 
-        "weights_seq_no" is `weights_seq`, the weights in use. `merge_metrics` makes one report of several runners',
-        with the newest weights that any of them uses.
+        "weights_seq_no" is `weights_seq`, of the weights in use; 0 are those the module was built with, which bear no
+        number. `merge_metrics` makes one report of several runners', with the newest weights that any of them uses.
         """
         totals, now = self._totals, time.perf_counter()
         steps = totals.env_steps_delivered - self._reported_steps
@@ -218,7 +218,11 @@ class RunnerMetrics:
         }
         self._reported_steps, self._reported_at, self._episodes = totals.env_steps_delivered, now, 0
         self._steps = {path: count for path, count in self._steps.items() if path[0].endswith("_lifetime")}
-        own = [*self._windows(), *totals.timers.windows(), Window(("weights_seq_no",), "max", [weights_seq])]
+        own = [
+            *self._windows(),
+            *totals.timers.windows(),
+            Window(("weights_seq_no",), "max", [weights_seq] if weights_seq else []),
+        ]
         return build_report(sums, [*own, *self.logger.windows()])
 
     def _windows(self) -> list[Window]:
