@@ -112,7 +112,7 @@ class BrokerCore:
         """Take over what Redis remembers of earlier brokers of this fleet; what is known better already stays."""
         for row in rows:
             source = self.holdings.source(row.slot, row.incarnation)
-            source.accepted_before = max(source.accepted_before, row.accepted[0])
+            source.made_before = max(source.made_before, row.totals.steps_of_envs)
             self.holdings.learn(source, row.settled)
             if row.closed and row.held == (0, 0) and not source.closed and not source.held:
                 source.totals, source.closed, source.restored = row.totals, True, row

@@ -73,14 +73,14 @@ class Source:
     weights: Version = (0, 0)
     blocked: str = ""
     batch_bytes: int = 0
+    """Of the largest batch lately, from which credit is reckoned; 0 until there was one."""
     told: int = 0
     """`progress` as its worker was last told."""
-    """Of the largest batch lately, from which credit is reckoned; 0 until there was one."""
     row: LedgerRow | None = None
     restored: LedgerRow | None = None
     """The final books, when an earlier broker closed them."""
-    accepted_before: int = 0
-    """Steps that earlier brokers accepted, as Redis has it; those of live workers come again and are the same."""
+    made_before: int = 0
+    """Env steps that earlier brokers knew of, as Redis has it; those of live workers come again and are the same."""
     counted: int = 0
     """`steps`, as the fleet's sum has it."""
 
@@ -95,8 +95,8 @@ class Source:
 
     @property
     def steps(self) -> int:
-        """Steps ever accepted from this life, by this broker or those before."""
-        return max(self.accepted_count[0], self.accepted_before)
+        """Env steps this life has made, as of the newest totals that came to this broker or those before."""
+        return max(self.totals.steps_of_envs, self.made_before)
 
     def progress(self) -> int:
         """Grows by one with each batch accepted and with each settled."""

@@ -134,7 +134,7 @@ class WorkerWelcome(Message):
     weights_endpoint: str = ""
     weights: Version = (0, 0)
     steps_elsewhere: Natural = 0
-    """Steps accepted from all lives of workers in this fleet but this one, ever."""
+    """Env steps that all lives of workers in this fleet but this one have made, as the broker knows by now."""
     counters: Counters = {}
     """Of the slot's earlier lives, for the runner to go on from."""
 

@@ -67,7 +67,7 @@ class EnvRunner(RunnerState, Generic[Batch]):
         self._version = Version()
         self._waiting = None
         self.steps_elsewhere: int | None = None
-        """Env steps of the fleet that no runner of this life made, as far as is known; None without a fleet."""
+        """Env steps of the fleet that others than this runner made, as far as is known; None without a fleet."""
         self._sampler: Sampler | None = None
         torch.set_num_threads(config.torch_threads)
 

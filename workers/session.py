@@ -88,7 +88,7 @@ class WorkerSession:
         self.refusal: tuple[str, str] | None = None
         self.waiting_for = ""
         self.steps_elsewhere = 0
-        """Accepted by brokers from all lives of workers but this; it never goes back, though a broker may forget."""
+        """Env steps of all lives of workers but this; it never goes back, though a broker may forget."""
         self.read_counters: Callable[[], Counters] = dict
         """Asked for the runner's lifetime counters when a message is to carry them."""
         self._hello = hello

@@ -123,7 +123,10 @@ class MultiAgentSampler:
         return {} if self.mode.random_actions else seat.module.state_in(seat.row, hangs=seat.hangs)
 
     def use(self, modules: Mapping[str, Any], count_steps: Callable[[], int]) -> None:
-        """Act with `modules`; for `count_steps` see `Actor`. Steps that were not cut yet are lost where any module remembers, for it begins anew."""
+        """Act with `modules`; for `count_steps` see `Actor`.
+
+        Steps that were not cut yet are lost where any module remembers, for it begins anew.
+        """
         remembers = any(module.memory is not None for module in self.modules)
         for module_id, module in modules.items():
             self.envs.modules[module_id].use(module, count_steps)
