@@ -43,9 +43,11 @@ def test_counters_are_the_truths() -> None:
     assert report["num_env_steps_sampled"] == report["num_env_steps_sampled_lifetime"] == sum(e["t"] for e in truth)
     assert report["num_episodes"] == report["num_episodes_lifetime"] == len(done)
     acted = {a: sum(len(e["actions"][a]) for e in truth) for a in ("a0", "a1", "a2")}
+    actions = report["num_actions_by_agent"]
+    assert actions == report["num_actions_by_agent_lifetime"]
+    assert all(acted[a] - 1 <= actions[a] <= acted[a] for a in acted)  # the last action may hang
     sampled = report["num_agent_steps_sampled"]
     assert sampled == report["num_agent_steps_sampled_lifetime"]
-    assert all(acted[a] - 1 <= sampled[a] <= acted[a] for a in acted)  # the last action may hang
     modules = {"even": sampled["a0"] + sampled["a2"], "odd": sampled["a1"]}
     assert report["num_module_steps_sampled"] == report["num_module_steps_sampled_lifetime"] == modules
 
@@ -146,7 +148,7 @@ def test_what_was_given_up_is_counted_in_env_steps_and_in_agent_steps(length: in
         assert totals.env_failures > 5
     assert report["num_env_steps_sampled"] + report["num_env_steps_discarded_lifetime"] == totals.env_steps
     assert report["num_agent_steps_discarded_lifetime"] == sum(totals.discarded.values())
-    assert sum(report["num_agent_steps_sampled"].values()) == totals.delivered
+    assert sum(report["num_actions_by_agent"].values()) == totals.delivered
 
 
 def test_a_restored_runner_goes_on_counting() -> None:

@@ -102,7 +102,7 @@ def test_a_policy_without_a_usable_name_is_refused(module_id: str) -> None:
 def test_a_policys_table_with_another_key_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown key"):
         fleet(policies={"one": {"builder": "x:y"}})
-    with pytest.raises(ConfigError, match="a table has build and config"):
+    with pytest.raises(ConfigError, match="it may have build, config"):
         multi_runner(policies={"one": {"builder": "x:y"}})
 
 
