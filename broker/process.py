@@ -22,6 +22,7 @@ from headrace.broker.weights_relay import WeightsRelay
 from headrace.schemas.batch import read_batch_header
 from headrace.schemas.config import BrokerSection, FleetConfig
 from headrace.schemas.errors import ConfigError, DecodeError
+from headrace.schemas.keys import BrokerKeys, read_broker_keys
 from headrace.schemas.messages import (
     Bye,
     Commit,
@@ -51,8 +52,9 @@ _SAVED_WAIT_S = 1.0
 
 
 def run_broker(config: FleetConfig, *, fleet_id: str, run_dir: Path, redis_url: str | None) -> None:
-    """Serve until SIGTERM. Raises `PortInUseError`, `RunDirError` or `ConfigError` before it serves."""
-    broker = Broker(config.broker, fleet_id, run_dir, redis_url)
+    """Serve until SIGTERM. Raises `PortInUseError`, `RunDirError`, `ConfigError` or `KeysError` before it serves."""
+    keys = read_broker_keys(Path(config.keys.dir)) if config.keys.dir else None
+    broker = Broker(config.broker, fleet_id, run_dir, redis_url, keys)
     with stop_signals() as stopping:
         try:
             while not stopping.is_set():
@@ -64,14 +66,21 @@ def run_broker(config: FleetConfig, *, fleet_id: str, run_dir: Path, redis_url: 
 class Broker:
     """Sockets, core, relay and reporter of one broker, in one thread."""
 
-    def __init__(self, config: BrokerSection, fleet_id: str, run_dir: Path, redis_url: str | None) -> None:
+    def __init__(
+        self,
+        config: BrokerSection,
+        fleet_id: str,
+        run_dir: Path,
+        redis_url: str | None,
+        keys: BrokerKeys | None = None,
+    ) -> None:
         before = read_broker_file(run_dir)
         if before is not None and before.fleet_id != fleet_id:
             raise ConfigError(f"{run_dir} belongs to fleet {before.fleet_id!r}, not {fleet_id!r}", key="fleet.fleet_id")
         self.config = config
         self.run_dir = run_dir
         self.fleet_id = fleet_id
-        self.sockets = BrokerSockets(config, before.endpoints if before else None)
+        self.sockets = BrokerSockets(config, before.endpoints if before else None, keys)
         self.relay = WeightsRelay()
         self.metrics = FleetMetrics()
         limits = BrokerLimits(
@@ -92,10 +101,12 @@ class Broker:
         self._next_report = 0.0
         self._next_tick = 0.0
         self._poller = zmq.Poller()
-        for socket in (self.sockets.workers, self.sockets.learners, self.sockets.weights):
+        own = (self.sockets.workers, self.sockets.learners, self.sockets.weights)
+        for socket in (*own, *self.sockets.entrance.sockets):
             self._poller.register(socket, zmq.POLLIN)
         self._write_state()
-        log.info("serving fleet %s: %s", fleet_id, self.sockets.endpoints.model_dump())
+        how = "with keys" if keys is not None else "without keys"
+        log.info("serving fleet %s %s: %s", fleet_id, how, self.sockets.endpoints.model_dump())
 
     def step(self) -> None:
         """Wait for messages a moment, take a burst from each socket, answer."""
@@ -107,6 +118,7 @@ class Broker:
             self._drain(self.sockets.workers)
         if self.sockets.weights in ready:
             self._greet_subscribers()
+        self.sockets.entrance.attend(ready)
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + _TICK_S

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import logging
 from typing import Any
 
 import zmq
 
+from headrace.broker.entrance import Entrance
 from headrace.broker.state_file import Endpoints
 from headrace.schemas import sockets
-from headrace.schemas.config import BrokerSection
+from headrace.schemas.config import BrokerSection, is_loopback
 from headrace.schemas.errors import ConfigError, PortInUseError
+from headrace.schemas.keys import BrokerKeys
 from headrace.schemas.ports import quiet_ports
 
 log = logging.getLogger(__name__)
@@ -21,11 +22,15 @@ Socket = zmq.Socket[bytes]
 
 
 class BrokerSockets:
-    """Bound sockets and where they listen. Raises `PortInUseError`, or `ConfigError` for a host that is not ours."""
+    """Bound sockets, where they listen, and who may come in.
 
-    def __init__(self, config: BrokerSection, before: Endpoints | None) -> None:
-        _check_host(config)
+    Raises `PortInUseError`, or `ConfigError` for a host that is not ours, or is open to others without keys.
+    """
+
+    def __init__(self, config: BrokerSection, before: Endpoints | None, keys: BrokerKeys | None) -> None:
+        _check_host(config, keys)
         self._context = zmq.Context()
+        self.entrance = Entrance(self._context, keys)
         max_frame = config.max_batch_bytes + (1 << 20)
         limits = {"MAXMSGSIZE": max_frame}
         try:
@@ -45,6 +50,7 @@ class BrokerSockets:
         socket = self._context.socket(kind)
         for name, value in (options | limits | {"IPV6": int(":" in config.host)}).items():
             socket.setsockopt(getattr(zmq, name), value)
+        self.entrance.guard(socket, role)
         address = f"tcp://{_bracketed(config.host)}"
         if port == 0 and before is not None:
             port = int(getattr(before, role).rpartition(":")[2])
@@ -88,18 +94,15 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
-def _check_host(config: BrokerSection) -> None:
-    """Off loopback nothing encrypts the fleet's traffic yet, so that must be asked for by name."""
-    try:
-        local = ipaddress.ip_address(config.host.strip("[]")).is_loopback
-    except ValueError:
-        local = config.host == "localhost"
-    if local:
+def _check_host(config: BrokerSection, keys: BrokerKeys | None) -> None:
+    """Off loopback anybody may come, and read along: without keys that must be asked for by name."""
+    if keys is not None or is_loopback(config.host):
         return
     if not config.allow_insecure:
         raise ConfigError(
-            f"{config.host} is reachable from other machines and the traffic is not encrypted; bind loopback, "
-            "or set broker.allow_insecure = true on a network you trust",
+            f"{config.host} is reachable from other machines, and there are no keys; name their folder in keys.dir "
+            "(`headrace keys init` makes them), bind loopback, or set broker.allow_insecure = true on a network you "
+            "trust",
             key="broker.host",
         )
     log.warning("serving %s without encryption or authentication, since broker.allow_insecure = true", config.host)

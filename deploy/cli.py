@@ -18,7 +18,9 @@ import orjson
 import typer
 from rich.console import Console
 
+from headrace.deploy import keys_command
 from headrace.deploy.options import AsJson, ConfigPath, Debug, RunDirPath, Sets, describe_origin, resolve
+from headrace.deploy.options import examples as _examples
 from headrace.deploy.streams import make_usable, unread
 from headrace.schemas.errors import HeadraceError
 
@@ -30,6 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(keys_command.app, name="keys")
 
 Env = Annotated[str | None, typer.Option("--env", help="gymnasium id, or package.module:make_env.")]
 NumEnvs = Annotated[int | None, typer.Option("--num-envs", help="Environments in each worker.")]
@@ -56,10 +59,6 @@ def main() -> None:
         with unread(sys.stderr):
             print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
         sys.exit(int(error.exit_code))
-
-
-def _examples(*lines: str) -> str:
-    return "Examples:\n\n\b\n" + "\n".join(f"  {line}" for line in lines)
 
 
 @app.callback(invoke_without_command=True)

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import zmq
 
+from headrace.deploy.key_pairs import sound_roles
 from headrace.deploy.redis_server import check_url, find_server
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.errors import HeadraceError
+from headrace.schemas.config import FleetConfig, is_loopback
+from headrace.schemas.errors import HeadraceError, KeysError
 
 _DISK_FAIL, _DISK_WARN = 100 << 20, 2 << 30
 _SHM_WARN = 64 << 20
@@ -49,6 +50,7 @@ def examine(config: FleetConfig) -> Iterator[Check]:
     for name in ("torch", "gymnasium", "numpy", "zmq", "redis"):
         yield _package(name)
     yield _zmq()
+    yield _keys(config)
     yield _redis(config)
     yield from _ports(config)
     yield _disk(Path(config.fleet.run_dir))
@@ -78,6 +80,19 @@ def _zmq() -> Check:
     if not zmq.has("curve"):
         return Check("libzmq", Verdict.WARN, f"{seen} without CURVE", "other machines can be served only unencrypted")
     return Check("libzmq", Verdict.OK, seen)
+
+
+def _keys(config: FleetConfig) -> Check:
+    folder = Path(config.keys.dir)
+    if not config.keys.dir:
+        if is_loopback(config.broker.host):
+            return Check("keys", Verdict.OK, "none; the broker serves this machine only")
+        return Check("keys", Verdict.WARN, "none, and others can come and read along", "headrace keys init")
+    try:
+        roles = sound_roles(folder)
+    except KeysError as error:
+        return Check("keys", Verdict.FAIL, str(error), "see the sentence")
+    return Check("keys", Verdict.OK, f"{folder}: {', '.join(roles)}")
 
 
 def _redis(config: FleetConfig) -> Check:

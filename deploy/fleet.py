@@ -27,6 +27,7 @@ from headrace.deploy.supervisor import ProcessSpec, Role, Service, State, Superv
 from headrace.deploy.watch import INTERVAL_S, Watch
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import ExitCode, RedisUnavailableError, UnreachableError
+from headrace.schemas.keys import client_keys
 
 log = logging.getLogger("headrace.supervisor")
 
@@ -47,6 +48,7 @@ class Fleet:
     """
 
     def __init__(self, config: FleetConfig, run_dir: RunDir, signals: StopSignals, config_origin: str | None) -> None:
+        self._keys = client_keys(config.keys.dir, "supervisor")
         self.config = config
         self.run_dir = run_dir
         self.loop = Loop()
@@ -114,7 +116,8 @@ class Fleet:
                 return
 
     def _start_others(self) -> None:
-        self._obituaries = Obituaries(self.loop, self.endpoints["worker"], self.fleet_id, self.run_dir.recorders)
+        at, recorders = self.endpoints["worker"], self.run_dir.recorders
+        self._obituaries = Obituaries(self.loop, at, self.fleet_id, recorders, self._keys)
         self._obituaries.tell_left_over()
         config, path, where = self.config, self.run_dir.config_json, self.run_dir.path
         if config.learner.enabled:

@@ -17,7 +17,9 @@ import zmq
 
 from headrace.deploy.loop import Loop, Timer
 from headrace.deploy.recorders import Life, recorder_path, recorders_in
-from headrace.schemas.errors import DecodeError
+from headrace.schemas.errors import DecodeError, KeysRefusedError
+from headrace.schemas.handshakes import CLIENT_EVENTS, Handshakes
+from headrace.schemas.keys import ClientKeys
 from headrace.schemas.ledger import Discard, Drop, Settled, WorkerTotals
 from headrace.schemas.messages import Ack, Obituary, Reject, SupervisorHello, read
 from headrace.schemas.recorder import Reading, read_recorder
@@ -67,7 +69,9 @@ class Obituaries:
     A broker that restarts forgets whom it talked to, and a DEALER does not notice: each obituary brings its own HELLO.
     """
 
-    def __init__(self, loop: Loop, endpoint: str, fleet_id: str, recorders: Path) -> None:
+    def __init__(
+        self, loop: Loop, endpoint: str, fleet_id: str, recorders: Path, keys: ClientKeys | None = None
+    ) -> None:
         self._loop = loop
         self._recorders = recorders
         self._hello = SupervisorHello(fleet_id=fleet_id, token=secrets.token_hex(8)).frames()
@@ -78,8 +82,13 @@ class Obituaries:
         self._socket.set(zmq.IMMEDIATE, 1)  # while there is no broker nothing piles up in the socket
         self._socket.set(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.set(zmq.HEARTBEAT_IVL, 2000)
+        for name, value in (keys.options() if keys is not None else {}).items():
+            self._socket.setsockopt(getattr(zmq, name), value)
+        self._handshakes = Handshakes(endpoint, keys)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(CLIENT_EVENTS)
         self._socket.connect(endpoint)
         loop.watch(self._socket, self._receive)
+        loop.watch(self._monitor, self._observe_handshakes)
 
     def tell(self, obituary: Obituary) -> None:
         """Send it now and until it is acknowledged; a life that was told of before keeps its first obituary."""
@@ -111,8 +120,9 @@ class Obituaries:
         """Stop telling; what is untold or unsettled stays in its recorder file for the next supervisor."""
         for death in self._deaths.values():
             death.stop_telling()
-        self._loop.forget(self._socket)
-        self._socket.close()
+        for socket in (self._socket, self._monitor):
+            self._loop.forget(socket)
+            socket.close()
 
     def _send(self, life: Life) -> None:
         death = self._deaths[life]
@@ -140,6 +150,12 @@ class Obituaries:
                     log.warning("the broker refuses an obituary: %s", read(Reject, header).detail)
             except DecodeError as error:
                 log.warning("the broker sent something unreadable: %s", error)
+
+    def _observe_handshakes(self) -> None:
+        try:
+            self._handshakes.observe(self._monitor.recv_multipart())
+        except KeysRefusedError as error:
+            log.error("%s; what is not told stays in the recorder files", error)
 
     def _told(self, ack: Ack) -> None:
         life = (ack.slot, ack.incarnation)

@@ -38,6 +38,11 @@ def describe_origin(config: Path | None, origins: Origins) -> str:
     return " + ".join(sources)
 
 
+def examples(*lines: str) -> str:
+    """The end of a command's help: lines to paste."""
+    return "Examples:\n\n\b\n" + "\n".join(f"  {line}" for line in lines)
+
+
 def _parse_sets(sets: Iterable[str]) -> dict[str, Any]:
     """["sampling.num_envs=8"] as {"sampling.num_envs": 8}; values are JSON where they parse as JSON, else text."""
     found: dict[str, Any] = {}

@@ -42,6 +42,7 @@ INCURABLE = frozenset(
         ExitCode.VERSION_MISMATCH,
         ExitCode.ENV_RESTART_BUDGET,
         ExitCode.WINDOW_STALLED,
+        ExitCode.KEYS,
     )
 )
 """Exit codes that the next life would end with as well."""

@@ -49,7 +49,8 @@ class Outcome:
 def up(config: FleetConfig, options: Options) -> Summary:
     """Run a fleet until its goal, its timeout, a failure or a signal; drain it; say what it came to.
 
-    Raises only what happens before the fleet exists (`RunDirError`, `ConfigError`); later errors are in the summary.
+    Raises only what happens before the fleet exists (`RunDirError`, `ConfigError`, `KeysError`); later errors are in
+    the summary.
     """
     with RunDir(Path(config.fleet.run_dir)) as run_dir, StopSignals() as signals:
         origin = str(options.config_path.absolute()) if options.config_path else None

@@ -11,6 +11,9 @@ from typing import Protocol
 import zmq
 
 from headrace.schemas import sockets
+from headrace.schemas.errors import KeysRefusedError, UnreachableError
+from headrace.schemas.handshakes import CLIENT_EVENTS, Handshakes
+from headrace.schemas.keys import ClientKeys
 from headrace.schemas.wire import Buffer
 
 _TOKENS: dict[tuple[int, str], str] = {}
@@ -66,13 +69,16 @@ def leave(member: Pumped) -> None:
 
 
 class LearnerSocket:
-    """A DEALER to the broker's learner endpoint."""
+    """A DEALER to the broker's learner endpoint. Raises `KeysRefusedError` when the broker does not let it in."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, keys: ClientKeys | None) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        for name, value in sockets.DEALER.items():
+        options = sockets.DEALER | (keys.options() if keys is not None else {})
+        for name, value in options.items():
             self._socket.setsockopt(getattr(zmq, name), value)
+        self._handshakes = Handshakes(endpoint, keys)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(CLIENT_EVENTS)
         self._socket.connect(endpoint)
 
     def send(self, frames: list[Buffer]) -> bool:
@@ -86,16 +92,26 @@ class LearnerSocket:
     def receive(self, wait_s: float = 0.0) -> list[memoryview] | None:
         """The frames of the next message, as read-only views that keep its memory; None if none comes in time."""
         if wait_s > 0 and not self._socket.poll(math.ceil(wait_s * 1000)):
+            self._observe_handshakes()
             return None
         try:
             frame = self._socket.recv(sockets.DONTWAIT, copy=False)
         except zmq.Again:
+            self._observe_handshakes()
             return None
         frames = [frame.buffer]
         while frame.more:
             frame = self._socket.recv(sockets.DONTWAIT, copy=False)
             frames.append(frame.buffer)
         return frames
+
+    def why_silent(self, deadline_s: float) -> KeysRefusedError | UnreachableError:
+        """The error for a broker that has not answered within `deadline_s`."""
+        return self._handshakes.why_silent(deadline_s)
+
+    def _observe_handshakes(self) -> None:
+        while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+            self._handshakes.observe(self._monitor.recv_multipart())
 
     def close(self, deadline_s: float = 0.5) -> None:
         """Close; what was sent has so long to leave."""

@@ -8,6 +8,7 @@ with WeightPublisher(endpoint) as weights:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -15,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.learner_stub import connection
-from headrace.schemas.errors import DecodeError, EncodeError, UnreachableError, refusal
+from headrace.schemas.errors import DecodeError, EncodeError, refusal
+from headrace.schemas.keys import ClientKeys, client_keys
 from headrace.schemas.messages import (
     Fenced,
     LearnerHello,
@@ -46,10 +48,19 @@ class WeightPublisher:
     """Sends versions (learner_epoch, seq) to the broker's relay; the newest is kept here and sent again to a broker
     that has lost it. Shares the lease of this process's `EpisodeStream` on the same endpoint, whose waiting pumps it.
 
-    Raises `FencedError` once a newer learner has taken over, `UnreachableError` when no broker answers in time.
+    keys: as of the stream. Raises `FencedError` once a newer learner has taken over, `UnreachableError` when no broker
+    answers in time, `KeysError` for keys that cannot be used, `KeysRefusedError` when the broker does not let them in.
     """
 
-    def __init__(self, endpoint: str, *, fleet_id: str = "", connect_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        fleet_id: str = "",
+        connect_timeout_s: float = 60.0,
+        keys: str | Path | ClientKeys | None = None,
+    ) -> None:
+        own_keys = client_keys(keys, "learner")
         self.endpoint = endpoint
         self.epoch = 0
         self.seq = 0
@@ -61,7 +72,7 @@ class WeightPublisher:
         self._heard = 0.0
         self._next_send = 0.0
         self._refusal: tuple[str, str] | None = None
-        self._socket = connection.LearnerSocket(endpoint)
+        self._socket = connection.LearnerSocket(endpoint, own_keys)
         connection.enroll(self)
         self._join(connect_timeout_s)
 
@@ -122,7 +133,7 @@ class WeightPublisher:
         try:
             while not self._joined:
                 if connection.now() > deadline:
-                    raise UnreachableError("broker", self.endpoint, timeout_s)
+                    raise self._socket.why_silent(timeout_s)
                 self.pump(0.05)
         except BaseException:
             self.close()

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,6 +26,7 @@ from headrace.learner_stub.session import Arrival, ArrivalKind, Key, LearnerSess
 from headrace.schemas.batch import ChunkBatch, read_batch_header
 from headrace.schemas.batch_reader import UnreadBatch
 from headrace.schemas.errors import DecodeError, UnreachableError, WindowStalledError, refusal
+from headrace.schemas.keys import ClientKeys, client_keys
 from headrace.schemas.ledger import Count, Drop
 from headrace.schemas.messages import (
     Fenced,
@@ -63,9 +65,12 @@ class EpisodeStream:
     """Batches of chunks from the broker at `endpoint`, each handed out once and in order per episode.
 
     position: what `position()` gave an earlier process. window_batches, window_bytes: how much the broker may send
-    ahead of what was handed out. Raises `FencedError` once a newer learner has taken over, `UnreachableError` when no
+    ahead of what was handed out. keys: a folder with learner.secret and broker.public; None: that named by the
+    environment's HEADRACE_KEYS__DIR, or no keys; "" is no keys.
+
+    Raises `FencedError` once a newer learner has taken over, `UnreachableError` when no
     broker answers within `connect_timeout_s`, `WrongFleetError` when `fleet_id`, or the fleet of `position`, is not the
-    broker's.
+    broker's, `KeysError` for keys that cannot be used, `KeysRefusedError` when the broker does not let them in.
 
     pending: batches received and not handed out. delivered: batches handed out. redelivered: repeats ignored.
     dropped: steps by reason that never reached this learner, of the sources it has seen.
@@ -81,7 +86,9 @@ class EpisodeStream:
         auto_commit: bool = True,
         fleet_id: str = "",
         connect_timeout_s: float = 60.0,
+        keys: str | Path | ClientKeys | None = None,
     ) -> None:
+        own_keys = client_keys(keys, "learner")
         self.endpoint = endpoint
         self.auto_commit = auto_commit
         self.delivered = 0
@@ -95,7 +102,7 @@ class EpisodeStream:
         self._ready: deque[_Ready] = deque()
         self._modules = ModuleReaders()
         self._waited_s = 0.0
-        self._socket = connection.LearnerSocket(endpoint)
+        self._socket = connection.LearnerSocket(endpoint, own_keys)
         connection.enroll(self)
         self._join(connect_timeout_s)
 
@@ -215,7 +222,7 @@ class EpisodeStream:
         try:
             while self._session.state is State.JOINING:
                 if connection.now() > deadline:
-                    raise UnreachableError("broker", self.endpoint, timeout_s)
+                    raise self._socket.why_silent(timeout_s)
                 self.pump(0.05)
         except BaseException:
             self.close()

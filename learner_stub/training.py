@@ -25,6 +25,7 @@ from headrace.learner_stub.stream import EpisodeStream
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import CheckpointError, ConnectorError, UnreachableError
+from headrace.schemas.keys import client_keys
 from headrace.schemas.spaces import Spaces
 from headrace.schemas.stopping import stop_signals
 
@@ -142,10 +143,11 @@ def run_learner(config: FleetConfig, *, endpoint: str, run_dir: Path) -> None:
     path = run_dir / CHECKPOINT_FILE
     saved = load_checkpoint(path)
     position = _position_in(fleet_id, saved)
+    keys = client_keys(config.keys.dir, "learner") or ""
     with (
         stop_signals() as stopping,
-        EpisodeStream(endpoint, position=position, auto_commit=False, fleet_id=fleet_id) as stream,
-        WeightPublisher(endpoint, fleet_id=fleet_id) as weights,
+        EpisodeStream(endpoint, position=position, auto_commit=False, fleet_id=fleet_id, keys=keys) as stream,
+        WeightPublisher(endpoint, fleet_id=fleet_id, keys=keys) as weights,
     ):
         spaces = _first_spaces(stream, stopping)
         if spaces is None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import ipaddress
 import math
+from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from headrace.schemas.module_spaces import check_mapping_table, check_module_ids
 from headrace.schemas.recorder import WINDOW
@@ -197,12 +198,12 @@ class WorkerSection(Section):
 class BrokerSection(Section):
     """The broker's endpoints and limits."""
 
-    host: str = Field(default="127.0.0.1", description="address to bind; off loopback needs allow_insecure")
+    host: str = Field(default="127.0.0.1", description="address to bind; off loopback needs [keys]")
     worker_port: int = Field(default=0, ge=0, le=65535, description="0 takes a free port")
     learner_port: int = Field(default=0, ge=0, le=65535)
     weights_port: int = Field(default=0, ge=0, le=65535)
     allow_insecure: bool = Field(
-        default=False, description="serve other machines without encryption; warned of at every start"
+        default=False, description="serve other machines without keys, unencrypted; warned of at every start"
     )
     max_batch_bytes: int = Field(default=128 << 20, ge=1 << 16, description="largest batch accepted")
     max_held_bytes: int = Field(
@@ -227,10 +228,6 @@ class BrokerSection(Section):
             raise ValueError(
                 f"lease_s = {self.lease_s} must be at least twice heartbeat_interval_s = {self.heartbeat_interval_s}"
             )
-        if not self.allow_insecure and not _is_loopback(self.host):
-            raise ValueError(
-                f"host = {self.host!r} serves other machines: it needs allow_insecure = true, or 127.0.0.1"
-            )
         if self.max_batch_bytes > self.max_held_bytes:
             raise ValueError(f"max_batch_bytes = {self.max_batch_bytes} exceeds max_held_bytes = {self.max_held_bytes}")
         ports = [port for port in (self.worker_port, self.learner_port, self.weights_port) if port]
@@ -242,7 +239,8 @@ class BrokerSection(Section):
         return self
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a broker that binds `host` can be reached from this machine only."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -281,6 +279,21 @@ class RedisSection(Section):
     url: str = Field(default="", description="empty: a server of our own in the run directory")
 
 
+class KeysSection(Section):
+    """Keys of the fleet's sockets: see `schemas/keys.py`."""
+
+    dir: str = Field(
+        default="",
+        description="folder that `headrace keys init` made, or a copy of this machine's part; empty: no keys",
+    )
+
+    @field_validator("dir")
+    @classmethod
+    def _absolute(cls, folder: str) -> str:
+        """The same folder for every process of the fleet, whatever its working directory."""
+        return str(Path(folder).expanduser().absolute()) if folder else ""
+
+
 class SupervisorSection(Section):
     """How `up` keeps its processes alive."""
 
@@ -308,10 +321,17 @@ class FleetConfig(Section):
     broker: BrokerSection = BrokerSection()
     learner: LearnerSection = LearnerSection()
     redis: RedisSection = RedisSection()
+    keys: KeysSection = KeysSection()
     supervisor: SupervisorSection = SupervisorSection()
 
     @model_validator(mode="after")
     def _check(self) -> FleetConfig:
+        host = self.broker.host
+        if not (self.keys.dir or self.broker.allow_insecure or is_loopback(host)):
+            raise ValueError(
+                f"broker.host = {host!r} serves other machines: it needs keys.dir (`headrace keys init` makes keys), "
+                "or 127.0.0.1, or broker.allow_insecure = true on a network you trust"
+            )
         policies = sorted(self.sampling.policies or {"default_policy"})
         unknown = sorted(set(self.learner.policies_to_train or policies) - set(policies))
         if unknown:

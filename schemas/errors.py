@@ -2,6 +2,7 @@
 
     HeadraceError
     ├── ConfigError             a setting is unknown, malformed or clashes with another
+    ├── KeysError               a key file is missing, damaged, or a secret that others may read
     ├── EnvError                an environment could not be built or broke its contract
     │   ├── UnknownEnvError         no such environment id, import path or callable
     │   ├── EnvContractError        reward, info or observation is not what the env's spaces promise
@@ -18,7 +19,8 @@
     ├── RefusedError            the broker refused this peer
     │   ├── WrongFleetError         the peer belongs to another fleet
     │   ├── VersionMismatchError    the peer speaks another protocol version
-    │   └── FencedError             a newer incarnation or a newer learner has taken this one's place
+    │   ├── FencedError             a newer incarnation or a newer learner has taken this one's place
+    │   └── KeysRefusedError        the broker has not let this peer in: its keys are not those asked for
     ├── UnreachableError        a server did not answer within its deadline
     │   └── RedisUnavailableError   Redis did not answer, or refuses writes
     ├── PortInUseError          an endpoint is taken
@@ -62,6 +64,7 @@ class ExitCode(IntEnum):
     WINDOW_STALLED = 16
     TIMEOUT = 17
     CALLBACK = 18
+    KEYS = 19
     LEDGER = 1
 
 
@@ -81,6 +84,17 @@ class ConfigError(HeadraceError):
         self.source = source
         where = f" (from {source})" if source else ""
         super().__init__(f"{key}: {message}{where}" if key else f"{message}{where}")
+
+
+class KeysError(HeadraceError):
+    """The key file or folder at `path` cannot be used, for `reason`, which says what to do."""
+
+    exit_code = ExitCode.KEYS
+
+    def __init__(self, path: str, reason: str) -> None:
+        self.path = path
+        self.reason = reason
+        super().__init__(f"keys: {path} cannot be used: {reason}")
 
 
 class EnvError(HeadraceError):
@@ -225,6 +239,16 @@ class FencedError(RefusedError):
     """A newer incarnation of this slot, or a newer learner, has taken this one's place."""
 
     exit_code = ExitCode.FENCED
+
+
+class KeysRefusedError(RefusedError):
+    """The broker at `endpoint` and this peer did not agree about keys, so nothing was ever said between them."""
+
+    exit_code = ExitCode.KEYS
+
+    def __init__(self, endpoint: str, detail: str) -> None:
+        self.endpoint = endpoint
+        super().__init__("keys", f"the broker at {endpoint} {detail}")
 
 
 class UnreachableError(HeadraceError):

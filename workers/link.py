@@ -11,7 +11,9 @@ from collections.abc import Callable
 import zmq
 
 from headrace.schemas import sockets
-from headrace.schemas.errors import DecodeError, UnreachableError, refusal
+from headrace.schemas.errors import DecodeError, refusal
+from headrace.schemas.handshakes import CLIENT_EVENTS, Handshakes
+from headrace.schemas.keys import ClientKeys
 from headrace.schemas.messages import Ack, Fenced, Message, Reject, WorkerWelcome, read
 from headrace.schemas.wire import MAGIC, Caps, MessageKind, WireMessage, decode
 from headrace.workers.session import Shipment, State, WorkerSession
@@ -24,33 +26,45 @@ _CAPS = Caps(payload_bytes=1 << 30)
 class BrokerLink:
     """DEALER to the broker and SUB to its weights relay. `pump` often; `close` once."""
 
-    def __init__(self, endpoint: str, session: WorkerSession, weights: WeightsReceiver) -> None:
+    def __init__(
+        self, endpoint: str, session: WorkerSession, weights: WeightsReceiver, keys: ClientKeys | None = None
+    ) -> None:
         self.endpoint = endpoint
         self.session = session
         self.weights = weights
         self._context = zmq.Context()
-        self._dealer = _socket(self._context, zmq.DEALER, sockets.DEALER)
+        self._keys = keys.options() if keys is not None else {}
+        self._dealer = _socket(self._context, zmq.DEALER, sockets.DEALER | self._keys)
         self._dealer.copy_threshold = sockets.COPY_BELOW_BYTES
+        self._handshakes = Handshakes(endpoint, keys)
+        self._monitor: zmq.Socket[bytes] = self._dealer.get_monitor_socket(CLIENT_EVENTS)
         self._dealer.connect(endpoint)
         self._subscriber: zmq.Socket[bytes] | None = None
         self._poller = zmq.Poller()
         self._poller.register(self._dealer, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
 
     def pump(self, wait_s: float = 0.0) -> None:
-        """Send what is due and take what has come, waiting up to `wait_s` for something to come."""
+        """Send what is due and take what has come, waiting up to `wait_s` for something to come.
+
+        Raises `KeysRefusedError` when the broker does not let this worker in.
+        """
         self._send()
         ready = self._poller.poll(int(wait_s * 1000))
         for socket, _ in ready:
-            self._receive(socket)
+            if socket is self._monitor:
+                self._handshakes.observe(self._monitor.recv_multipart())
+            else:
+                self._receive(socket)
         if ready:
             self._send()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the broker's WELCOME. Raises `UnreachableError`, or the refusal the broker answered with."""
+        """Wait for the broker's WELCOME. Raises `UnreachableError`, or the refusal it answered with."""
         self.wait_until(lambda: self.session.state is State.ACTIVE, timeout_s)
         self.raise_refusal()
         if self.session.state is not State.ACTIVE:
-            raise UnreachableError("broker", self.endpoint, timeout_s)
+            raise self._handshakes.why_silent(timeout_s)
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Pump until `condition` holds, the session is over, or time is up; whether it holds."""
@@ -115,7 +129,7 @@ class BrokerLink:
 
     def _subscribe(self, endpoint: str) -> None:
         endpoint = _reachable(endpoint, self.endpoint)
-        self._subscriber = _socket(self._context, zmq.SUB, sockets.SUB)
+        self._subscriber = _socket(self._context, zmq.SUB, sockets.SUB | self._keys)
         self._subscriber.subscribe(MAGIC)
         self._subscriber.connect(endpoint)
         self._poller.register(self._subscriber, zmq.POLLIN)
@@ -127,7 +141,7 @@ def _reachable(endpoint: str, beside: str) -> str:
     return f"{beside.rpartition(':')[0]}:{port}" if host in ("tcp://0.0.0.0", "tcp://[::]") else endpoint
 
 
-def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, options: dict[str, int]) -> zmq.Socket[bytes]:
+def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, options: dict[str, int | bytes]) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     for name, value in options.items():
         socket.setsockopt(getattr(zmq, name), value)

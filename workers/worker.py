@@ -13,6 +13,7 @@ from typing import Any
 
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import CallbackError, EnvError, FencedError, StateError
+from headrace.schemas.keys import client_keys
 from headrace.schemas.ledger import Discard, Drop
 from headrace.schemas.messages import WorkerHello
 from headrace.schemas.module_spaces import module_spaces_to_json
@@ -83,7 +84,8 @@ class Worker:
         w, b = config.worker, config.broker
         self.session = WorkerSession(hello, SessionLimits(config.window_batches(), w.window_bytes, b.ack))
         self.weights = WeightsReceiver(fleet_id)
-        self.link = BrokerLink(endpoint, self.session, self.weights)
+        keys = client_keys(config.keys.dir, "worker")
+        self.link = BrokerLink(endpoint, self.session, self.weights, keys)
         self.runner: EnvRunner[Any] | None = None
         self.recorder: Recorder | None = None
         self.shipper: Shipper | None = None

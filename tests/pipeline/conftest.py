@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from parties import BrokerThread, Feeder, StartBroker, StartFeeder
 
+from headrace.schemas.keys import BrokerKeys
+
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
@@ -25,8 +27,10 @@ def stack() -> Iterator[ExitStack]:
 def start_broker(stack: ExitStack, tmp_path: Path) -> StartBroker:
     """`start_broker(**settings)`: a broker in a thread, with the settings of the section [broker]."""
 
-    def start(run_dir: Path = tmp_path, fleet_id: str = "fleet", **settings: object) -> BrokerThread:
-        return stack.enter_context(BrokerThread(run_dir, fleet_id, **settings))
+    def start(
+        run_dir: Path = tmp_path, fleet_id: str = "fleet", keys: BrokerKeys | None = None, **settings: object
+    ) -> BrokerThread:
+        return stack.enter_context(BrokerThread(run_dir, fleet_id, keys, **settings))
 
     return start
 

@@ -27,6 +27,7 @@ from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.chunk import CHUNK_TABLE, ChunkEnd, EpisodeChunk
 from headrace.schemas.config import BrokerSection
 from headrace.schemas.errors import HeadraceError
+from headrace.schemas.keys import BrokerKeys, ClientKeys
 from headrace.schemas.ledger import LedgerRow, WorkerTotals
 from headrace.schemas.messages import HeldBatch, WorkerHello
 from headrace.schemas.spaces import Box, Discrete, Spaces
@@ -57,9 +58,9 @@ def until(condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S)
 class BrokerThread:
     """A real broker whose loop turns in a thread of this process. `ask` runs a question between two turns of it."""
 
-    def __init__(self, run_dir: Path, fleet_id: str = FLEET, **settings: Any) -> None:
+    def __init__(self, run_dir: Path, fleet_id: str = FLEET, keys: BrokerKeys | None = None, **settings: Any) -> None:
         settings = {"heartbeat_interval_s": 0.2, **settings}
-        self.broker = Broker(BrokerSection(**settings), fleet_id, run_dir, None)
+        self.broker = Broker(BrokerSection(**settings), fleet_id, run_dir, None, keys)
         self.endpoints: Endpoints = self.broker.sockets.endpoints
         self._questions: queue.Queue[Callable[[], None]] = queue.Queue()
         self._stopping = threading.Event()
@@ -254,6 +255,8 @@ class Feeder:
         fleet_id: str = FLEET,
         spaces: Spaces = SPACES,
         alter: Callable[[int, list[Buffer]], list[Buffer]] = lambda seq, frames: frames,
+        keys: ClientKeys | None = None,
+        join_s: float = DEADLINE_S,
     ) -> None:
         hello = WorkerHello(
             fleet_id=fleet_id,
@@ -264,7 +267,8 @@ class Feeder:
         )
         self.session = WorkerSession(hello, SessionLimits(window, 256 << 20, ack, retry_s=0.3))
         self.weights = WeightsReceiver(fleet_id)
-        self.link = BrokerLink(endpoint, self.session, self.weights)
+        self.link = BrokerLink(endpoint, self.session, self.weights, keys)
+        self._join_s = join_s
         self.error: HeadraceError | None = None
         self.totals = WorkerTotals()
         self.steps: dict[int, int] = {}
@@ -305,7 +309,7 @@ class Feeder:
 
     def _run(self) -> None:
         try:
-            self.link.join(DEADLINE_S)
+            self.link.join(self._join_s)
             while not self._stopping.is_set() and not self.session.over:
                 self._ship()
                 if self._leaving is not None:

@@ -94,7 +94,7 @@ def test_environment_variables_are_read_as_their_fields_want(name: str, text: st
             "^broker: lease_s = 1.0 must be at least twice heartbeat_interval_s = 0.9$",
         ),
         ("[broker]\nmax_held_bytes = 1048576", "max_batch_bytes = 134217728 exceeds max_held_bytes = 1048576"),
-        ("[broker]\nhost = '0.0.0.0'", "host = '0.0.0.0' serves other machines: it needs allow_insecure = true"),
+        ("[broker]\nhost = '0.0.0.0'", r"broker.host = '0.0.0.0' serves other machines: it needs keys\.dir"),
         ("[broker]\nhost = 'example.org'", "allow_insecure = true"),
         ("[broker", "is not TOML"),
     ],
@@ -109,6 +109,18 @@ def test_a_mistake_is_named_with_what_to_do(tmp_path: Path, text: str, message: 
 def test_loopback_needs_no_permission(host: str) -> None:
     assert build_config({"broker": {"host": host}}).broker.host == host
     assert build_config({"broker": {"host": "0.0.0.0", "allow_insecure": True}}).broker.allow_insecure
+
+
+def test_keys_permit_other_machines_and_their_folder_is_the_same_from_everywhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    config = build_config({"broker": {"host": "0.0.0.0"}, "keys": {"dir": "some/keys"}})
+    assert config.keys.dir == str(Path.cwd() / "some/keys")
+    assert build_config(config.model_dump(mode="json")).keys.dir == config.keys.dir
+    assert build_config({"keys": {"dir": "~/keys"}}).keys.dir == "/home/somebody/keys"
+    assert load_config(environ={"HEADRACE_KEYS__DIR": "/keys"})[0].keys.dir == "/keys"
+    assert build_config({}).keys.dir == ""
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,81 @@
+"""Key pairs for all roles of a fleet: making them, saying who needs which, and looking whether they are sound."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import zmq
+
+from headrace.schemas.errors import KeysError
+from headrace.schemas.keys import BROKER, ROLES, key_file, read_broker_keys, read_client_keys, read_key_file
+
+
+def make_keys(folder: Path, *, force: bool = False) -> None:
+    """A key pair for each role. A secret is nobody else's to read at any moment. Raises `KeysError`, also for keys that
+    are there already, unless `force`: then all are replaced, and those on other machines are worth nothing any more."""
+    if not zmq.has("curve"):
+        raise KeysError(str(folder), "this libzmq has no CURVE; pip install --upgrade --force-reinstall pyzmq")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (mode := folder.stat().st_mode & 0o777) & 0o077:
+            raise KeysError(str(folder), f"others may look into it (mode {mode:04o}); chmod 700 {folder}")
+        paths = [folder / f"{role}.{half}" for role in ROLES for half in ("secret", "public")]
+        there = [path.name for path in paths if path.exists()]
+        if there and not force:
+            raise KeysError(str(folder / there[0]), "it is there already; --force replaces it and all others")
+        for path in paths:
+            path.unlink(missing_ok=True)
+        for role in ROLES:
+            public, secret = zmq.curve_keypair()
+            _write_new(folder / f"{role}.secret", key_file(role, public, secret), 0o600)
+            _write_new(folder / f"{role}.public", key_file(role, public), 0o644)
+    except OSError as error:
+        raise KeysError(str(error.filename or folder), f"it cannot be written: {error.strerror}") from error
+
+
+def _write_new(path: Path, text: str, mode: int) -> None:
+    """Made with its mode, never widened or narrowed afterwards; a link somebody laid there is not followed."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+        file.write(text)
+
+
+def what_to_copy(folder: Path) -> str:
+    """The folder's use, for people."""
+    clients = [role for role in ROLES if role not in (BROKER, "supervisor")]
+    lines = [f"  a {role}'s machine: {role}.secret {BROKER}.public" for role in clients]
+    return "\n".join(
+        (
+            f"made in {folder}: {', '.join(ROLES)}",
+            "",
+            f"Where the broker runs, with `headrace up` or alone, all of it stays:  --set keys.dir={folder}",
+            "Other machines get a part of it:",
+            *lines,
+            "as in",
+            f"  ssh HOST mkdir -m 700 keys && scp -p {folder}/{{worker.secret,{BROKER}.public}} HOST:keys/",
+            "",
+            "Whoever has a .secret file is of that role: keep them out of repositories and images.",
+        )
+    )
+
+
+def sound_roles(folder: Path) -> list[str]:
+    """The roles that this machine can take with the keys in `folder`. Raises `KeysError` for what one of them lacks."""
+    if not folder.is_dir():
+        raise KeysError(str(folder), f"there is no such folder; headrace keys init --dir {folder}")
+    roles = sorted(path.stem for path in folder.glob("*.secret"))
+    if not roles:
+        raise KeysError(str(folder), "no .secret file stands in it; copy those that this machine needs")
+    for role in roles:
+        _check_pair(folder / f"{role}.secret")
+        if role == BROKER:
+            read_broker_keys(folder)
+        else:
+            read_client_keys(folder, role)
+    return roles
+
+
+def _check_pair(path: Path) -> None:
+    pair = read_key_file(path)
+    if zmq.curve_public(pair["secret"].encode()).decode() != pair["public"]:
+        raise KeysError(str(path), "its two halves are of different keys; copy it again")

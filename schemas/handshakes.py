@@ -1,0 +1,89 @@
+"""What became of a client's handshakes with the broker, told by the events of its socket's monitor. Does no I/O.
+
+ZeroMQ says nothing to a peer that is turned away: its socket only stays without a connection. Without these events
+"wrong key" would look as "no broker".
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Sequence
+
+from headrace.schemas.errors import KeysRefusedError, UnreachableError
+from headrace.schemas.keys import BROKER, ClientKeys
+
+log = logging.getLogger(__name__)
+
+BROKEN_OFF, SUCCEEDED, PROTOCOL, AUTH = 0x0800, 0x1000, 0x2000, 0x4000
+"""libzmq's events HANDSHAKE_FAILED_NO_DETAIL, _SUCCEEDED, _FAILED_PROTOCOL and _FAILED_AUTH."""
+CLIENT_EVENTS = BROKEN_OFF | SUCCEEDED | PROTOCOL | AUTH
+SERVER_EVENTS = BROKEN_OFF | PROTOCOL
+
+WRONG_BROKER_KEY, OTHER_MECHANISM = 0x11000001, 0x11000002
+"""Values of PROTOCOL: ZMTP_CRYPTOGRAPHIC and ZMTP_MECHANISM_MISMATCH."""
+
+_EVENT = struct.Struct("=HI")
+_SAY_AFTER = 3
+
+
+def read_event(frames: Sequence[bytes]) -> tuple[int, int]:
+    """(event, value) of a monitor's message."""
+    event, value = _EVENT.unpack(frames[0])
+    return event, value
+
+
+class Handshakes:
+    """Those of one client with the broker at `endpoint`, which it showed `keys`."""
+
+    def __init__(self, endpoint: str, keys: ClientKeys | None) -> None:
+        self.endpoint = endpoint
+        self.keys = keys
+        self.broken_off = 0
+        """By the other side, one after another."""
+
+    def observe(self, frames: Sequence[bytes]) -> None:
+        """Take a message of the monitor. Raises `KeysRefusedError` when it says that no handshake can ever succeed:
+        after such an event libzmq does not connect again."""
+        event, value = read_event(frames)
+        if event == SUCCEEDED:
+            self.broken_off = 0
+        elif event == AUTH:
+            raise KeysRefusedError(self.endpoint, self._not_let_in())
+        elif event == PROTOCOL and value == OTHER_MECHANISM:
+            raise KeysRefusedError(self.endpoint, self._other_mechanism())
+        elif event == BROKEN_OFF:
+            self.broken_off += 1
+            if self.broken_off == _SAY_AFTER:
+                log.warning("%s", KeysRefusedError(self.endpoint, self._breaks_off()))
+
+    def why_silent(self, deadline_s: float) -> KeysRefusedError | UnreachableError:
+        """The error for a broker that has not answered within `deadline_s`. A handshake broken off may be a broker that
+        has just died, or a tunnel to one that is not up yet, so only now they count as a refusal."""
+        if self.broken_off:
+            return KeysRefusedError(self.endpoint, self._breaks_off())
+        return UnreachableError("broker", self.endpoint, deadline_s)
+
+    def _not_let_in(self) -> str:
+        if self.keys is None:
+            return "lets nobody in without keys; name their folder in keys.dir"
+        keys, role = self.keys, self.keys.role
+        return (
+            f"does not let in the {role} key {keys.public[:8].decode()}... of {keys.folder}; copy {role}.secret from "
+            f"where this fleet's keys were made, and check that this is the port for a {role}"
+        )
+
+    def _other_mechanism(self) -> str:
+        if self.keys is None:
+            return "lets nobody in without keys; name their folder in keys.dir"
+        return f"serves without keys, but here they are asked for ({self.keys.folder}); give keys.dir to all or to none"
+
+    def _breaks_off(self) -> str:
+        seen = f"breaks off each handshake ({self.broken_off} so far), as one does that"
+        if self.keys is None:
+            return f"{seen} asks for keys; name their folder in keys.dir, or check the address"
+        file = self.keys.folder / f"{BROKER}.public"
+        return (
+            f"{seen} has another key than that in {file}, or none; copy it from where this fleet's keys were made, "
+            "or check the address"
+        )

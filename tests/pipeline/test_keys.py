@@ -1,0 +1,321 @@
+"""Keys on real sockets: the right ones work end to end; any other is refused, counted and told so."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+from parties import FLEET, BrokerThread, Envs, Feeder, StartBroker, StartFeeder, batches_of, until
+
+from headrace.deploy.key_pairs import make_keys
+from headrace.deploy.loop import Loop
+from headrace.deploy.obituaries import Obituaries
+from headrace.learner_stub import EpisodeStream, WeightPublisher
+from headrace.schemas import sockets
+from headrace.schemas.config import FleetConfig, KeysSection
+from headrace.schemas.errors import ConfigError, ExitCode, KeysError, KeysRefusedError, UnreachableError
+from headrace.schemas.keys import ADMITTED, BROKER, ClientKeys, read_broker_keys, read_client_keys
+from headrace.schemas.ledger import Settled, WorkerTotals
+from headrace.schemas.messages import Obituary
+from headrace.workers.worker import Worker
+
+JOIN_S = 3.0
+MISLED = "a peer that takes another broker's key for this one's"
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The fleet's keys."""
+    folder = tmp_path_factory.mktemp("ours")
+    make_keys(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another fleet's keys."""
+    folder = tmp_path_factory.mktemp("theirs")
+    make_keys(folder)
+    return folder
+
+
+@pytest.fixture
+def strangers(tmp_path: Path, ours: Path, theirs: Path) -> Path:
+    """The secrets of another fleet, and the public key of our broker: what everybody may know."""
+    folder = tmp_path / "strangers"
+    shutil.copytree(theirs, folder)
+    shutil.copy(ours / "broker.public", folder)
+    return folder
+
+
+@pytest.fixture
+def misled(tmp_path: Path, ours: Path, theirs: Path) -> Path:
+    """The right secrets, and the public key of another broker."""
+    folder = tmp_path / "misled"
+    shutil.copytree(ours, folder)
+    shutil.copy(theirs / "broker.public", folder)
+    return folder
+
+
+@pytest.fixture
+def guarded(start_broker: StartBroker, ours: Path) -> BrokerThread:
+    """A broker with keys."""
+    return start_broker(keys=read_broker_keys(ours))
+
+
+def keys_of(folder: Path, role: str = "worker") -> ClientKeys:
+    return read_client_keys(folder, role)
+
+
+def refusals(broker: BrokerThread, port: str) -> dict[str, int]:
+    """Why, and how often, somebody was turned away at a port."""
+    counts = broker.ask(lambda asked: dict(asked.sockets.entrance.refused))
+    return {why: count for (at, why), count in counts.items() if at == port}
+
+
+def end_of(feeder: Feeder) -> KeysRefusedError:
+    """The refusal that ended a worker's session."""
+    until(lambda: feeder.error is not None, "the end of a worker that is not let in")
+    assert isinstance(feeder.error, KeysRefusedError), feeder.error
+    assert feeder.error.exit_code is ExitCode.KEYS
+    return feeder.error
+
+
+def assert_all_arrives(broker: BrokerThread, ours: Path, stack: ExitStack, slot: int) -> None:
+    """A worker and a learner with the fleet's keys still get through, from the first batch to the last commit."""
+    feeder = stack.enter_context(
+        Feeder(broker.endpoints.worker, Envs(slot).fragments(5), slot=slot, keys=keys_of(ours))
+    )
+    with EpisodeStream(broker.endpoints.learner, keys=ours, connect_timeout_s=20) as stream:
+        steps = sum(batch.steps for batch in batches_of(stream, feeder.all_settled))
+    assert steps == sum(feeder.steps.values()) > 0
+
+
+# -- the right ones ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [10, 700_000], ids=["broadcast", "pulled"])
+def test_with_the_fleets_keys_chunks_and_weights_arrive(
+    guarded: BrokerThread, ours: Path, start_feeder: StartFeeder, stack: ExitStack, size: int
+) -> None:
+    feeder = start_feeder(guarded.endpoints.worker, Envs().fragments(20), keys=keys_of(ours))
+    stream = stack.enter_context(EpisodeStream(guarded.endpoints.learner, keys=str(ours), connect_timeout_s=20))
+    weights = stack.enter_context(WeightPublisher(guarded.endpoints.learner, keys=keys_of(ours, "learner")))
+    weights.publish({"w": np.arange(size, dtype=np.float32)})
+    assert sum(batch.steps for batch in batches_of(stream, feeder.all_settled)) == sum(feeder.steps.values())
+    until(lambda: feeder.weights.newest == (1, 1), "the weights")
+    taken = feeder.weights.take()
+    assert taken is not None
+    assert taken.arrays["w"][-1] == size - 1
+    assert guarded.ask(lambda broker: not broker.sockets.entrance.refused)
+
+
+def test_the_environment_names_the_folder_where_no_argument_does(
+    guarded: BrokerThread, ours: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_KEYS__DIR", str(ours))
+    with EpisodeStream(guarded.endpoints.learner, connect_timeout_s=20) as stream:
+        assert stream.epoch == 1
+    with pytest.raises(KeysRefusedError):
+        EpisodeStream(guarded.endpoints.learner, keys="", connect_timeout_s=JOIN_S)
+
+
+def test_a_restarted_broker_lets_everybody_in_again(
+    start_broker: StartBroker, ours: Path, start_feeder: StartFeeder, stack: ExitStack
+) -> None:
+    first = start_broker(keys=read_broker_keys(ours))
+    feeder = start_feeder(first.endpoints.worker, Envs().fragments(40), window=4, keys=keys_of(ours))
+    stream = stack.enter_context(EpisodeStream(first.endpoints.learner, keys=ours))
+    assert stream.next(timeout_s=20.0) is not None
+    first.stop()
+    second = start_broker(keys=read_broker_keys(ours))
+    assert second.endpoints == first.endpoints
+    for _ in batches_of(stream, feeder.all_settled):
+        pass
+    assert feeder.error is None
+
+
+def test_the_supervisor_tells_of_a_death_with_its_own_key(guarded: BrokerThread, ours: Path, tmp_path: Path) -> None:
+    loop = Loop()
+    told = Obituaries(loop, guarded.endpoints.worker, FLEET, tmp_path, keys_of(ours, "supervisor"))
+    told.tell(Obituary(slot=0, incarnation=1, totals=WorkerTotals(), settled=Settled(), reason="worker_killed"))
+    with EpisodeStream(guarded.endpoints.learner, keys=ours, connect_timeout_s=20):  # whom the broker hears first
+        assert loop.turn_until(told.all_told, 20.0)
+    told.close()
+
+
+# -- all others -------------------------------------------------------------------------------------------------------
+
+
+def test_a_stranger_is_refused_at_once_and_named(
+    guarded: BrokerThread, ours: Path, strangers: Path, stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    feeder = stack.enter_context(Feeder(guarded.endpoints.worker, keys=keys_of(strangers)))
+    assert f"does not let in the worker key {keys_of(strangers).public[:8].decode()}" in str(end_of(feeder))
+    assert refusals(guarded, "worker") == {"an unknown key": 1}
+    with pytest.raises(KeysRefusedError, match=r"does not let in the learner key .* copy learner\.secret"):
+        EpisodeStream(guarded.endpoints.learner, keys=strangers)
+    with pytest.raises(KeysRefusedError):
+        WeightPublisher(guarded.endpoints.learner, keys=strangers)
+    assert refusals(guarded, "learner") == {"an unknown key": 2}
+    assert "refused at the worker port: an unknown key" in caplog.text
+    assert "from 127.0.0.1), number 1" in caplog.text
+    assert_all_arrives(guarded, ours, stack, slot=1)
+
+
+@pytest.mark.parametrize("port", ADMITTED)
+@pytest.mark.parametrize("role", ["broker", "worker", "learner", "supervisor"])
+def test_each_port_takes_keys_of_its_own_roles_only(guarded: BrokerThread, ours: Path, port: str, role: str) -> None:
+    own, broker = read_broker_keys(ours).secret, keys_of(ours).broker
+    public = next((public for public, name in read_broker_keys(ours).roles.items() if name == role), broker)
+    secret = own if role == BROKER else keys_of(ours, role).secret
+    outcome = handshake(guarded, port, ClientKeys(role, public, secret, broker, ours))
+    assert outcome is (zmq.Event.HANDSHAKE_SUCCEEDED if role in ADMITTED[port] else zmq.Event.HANDSHAKE_FAILED_AUTH)
+    why = "an unknown key" if role == BROKER else f"a {role} key"
+    assert refusals(guarded, port) == ({} if role in ADMITTED[port] else {why: 1})
+
+
+def handshake(broker: BrokerThread, port: str, keys: ClientKeys) -> zmq.Event:
+    """How the first handshake of a bare socket ends."""
+    ends = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    context = zmq.Context()
+    try:
+        socket = context.socket(zmq.SUB if port == "weights" else zmq.DEALER)
+        for name, value in (sockets.COMMON | keys.options()).items():
+            socket.setsockopt(getattr(zmq, name), value)
+        monitor = socket.get_monitor_socket(ends)
+        socket.connect(getattr(broker.endpoints, port))
+        assert monitor.poll(20_000), "no handshake"
+        return zmq.Event(int.from_bytes(monitor.recv_multipart()[0][:2], "little"))
+    finally:
+        context.destroy(linger=0)
+
+
+def test_a_learners_key_at_the_workers_port_is_told_of_the_port(guarded: BrokerThread, ours: Path) -> None:
+    with pytest.raises(KeysRefusedError, match="check that this is the port for a learner"):
+        EpisodeStream(guarded.endpoints.worker, keys=ours)
+
+
+def test_a_peer_without_keys_is_refused_by_the_end_of_its_patience(
+    guarded: BrokerThread, ours: Path, stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    feeder = stack.enter_context(Feeder(guarded.endpoints.worker, join_s=JOIN_S))
+    assert "name their folder in keys.dir" in str(end_of(feeder))
+    for connect in (EpisodeStream, WeightPublisher):
+        with pytest.raises(KeysRefusedError, match=r"name their folder in keys\.dir"):
+            connect(guarded.endpoints.learner, connect_timeout_s=JOIN_S)
+    assert refusals(guarded, "worker")["a peer without keys"] > 0
+    assert "refused at the learner port: a peer without keys" in caplog.text
+    assert_all_arrives(guarded, ours, stack, slot=1)
+
+
+def test_keys_are_of_no_use_at_a_broker_without(
+    broker: BrokerThread, ours: Path, stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    feeder = stack.enter_context(Feeder(broker.endpoints.worker, keys=keys_of(ours), join_s=JOIN_S))
+    assert "keys" in str(end_of(feeder))
+    with pytest.raises(KeysRefusedError):
+        EpisodeStream(broker.endpoints.learner, keys=ours, connect_timeout_s=JOIN_S)
+    until(lambda: refusals(broker, "worker") and refusals(broker, "learner"), "the count of refusals")
+    assert "with keys, which this broker has not" in caplog.text
+    with EpisodeStream(broker.endpoints.learner, connect_timeout_s=20) as stream:
+        assert stream.epoch == 1
+
+
+def test_who_takes_another_broker_for_ours_is_told_so(guarded: BrokerThread, misled: Path) -> None:
+    with pytest.raises(KeysRefusedError, match=r"has another key than that in .*broker\.public"):
+        EpisodeStream(guarded.endpoints.learner, keys=misled, connect_timeout_s=JOIN_S)
+    assert refusals(guarded, "learner")[MISLED] > 0
+
+
+def test_who_tries_for_ever_fills_no_log(
+    guarded: BrokerThread, misled: Path, stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    stack.enter_context(Feeder(guarded.endpoints.worker, keys=keys_of(misled), join_s=JOIN_S))
+    until(lambda: refusals(guarded, "worker").get(MISLED, 0) >= 5, "five attempts")
+    lines = [record.getMessage() for record in caplog.records if "refused at the worker port" in record.getMessage()]
+    assert [line.rpartition(" ")[2] for line in lines] == ["1", "2", "4"]
+    assert "breaks off each handshake (3 so far)" in caplog.text, "and the worker says why it waits"
+
+
+def test_a_supervisor_that_is_not_let_in_says_so(
+    guarded: BrokerThread, strangers: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop()
+    told = Obituaries(loop, guarded.endpoints.worker, FLEET, tmp_path, keys_of(strangers, "supervisor"))
+    assert loop.turn_until(lambda: "does not let in the supervisor key" in caplog.text, 20.0)
+    told.close()
+
+
+def test_no_broker_at_all_is_still_unreachable(free_port: int, ours: Path) -> None:
+    with pytest.raises(UnreachableError, match=f"{free_port} after 0.3 s"):
+        EpisodeStream(f"tcp://127.0.0.1:{free_port}", connect_timeout_s=0.3, keys=ours)
+
+
+# -- files and addresses ----------------------------------------------------------------------------------------------
+
+
+def spoil_mode(path: Path) -> None:
+    path.chmod(0o640)
+
+
+def spoil_character(path: Path) -> None:
+    text = path.read_text()
+    place = text.index('secret = "') + 12
+    path.write_text(text[:place] + ("0" if text[place] != "0" else "1") + text[place + 1 :])
+
+
+def spoil_length(path: Path) -> None:
+    path.write_text(path.read_text()[:60])
+
+
+def spoil_bytes(path: Path) -> None:
+    path.write_bytes(b"\xff\x00")
+
+
+def spoil_name(path: Path) -> None:
+    path.write_text((path.parent / "learner.secret").read_text())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (spoil_mode, r"others may read it \(mode 0640\); chmod 600 .*worker\.secret"),
+        (spoil_character, "it is damaged: its checksum is that of other content"),
+        (spoil_length, "it is damaged"),
+        (spoil_bytes, "it is damaged: is not TOML"),
+        (spoil_name, "it is the key of a learner, under another name"),
+        (Path.unlink, "there is no such file; copy it from where the fleet's keys were made"),
+    ],
+)
+def test_a_key_file_that_cannot_be_trusted_is_refused(
+    ours: Path, tmp_path: Path, spoil: Callable[[Path], None], words: str
+) -> None:
+    folder = tmp_path / "keys"
+    shutil.copytree(ours, folder)
+    spoil(folder / "worker.secret")
+    config = FleetConfig(keys=KeysSection(dir=str(folder)))
+    with pytest.raises(KeysError, match=words) as caught:
+        Worker(config, "tcp://127.0.0.1:9", FLEET, None, 0)
+    assert caught.value.path == str(folder / "worker.secret")
+    assert "secret = " not in str(caught.value)
+
+
+def test_a_secret_is_in_no_representation(ours: Path) -> None:
+    keys = keys_of(ours)
+    assert keys.secret.decode() not in repr(keys)
+    assert read_broker_keys(ours).secret.decode() not in repr(read_broker_keys(ours))
+
+
+def test_other_machines_are_served_with_keys_only(ours: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match=r"broker\.host: 0\.0\.0\.0 is reachable from other machines.*keys\.dir"):
+        BrokerThread(tmp_path, host="0.0.0.0")
+    BrokerThread(tmp_path, keys=read_broker_keys(ours), host="0.0.0.0").broker.close()
+    assert "without encryption" not in caplog.text
+    BrokerThread(tmp_path, host="0.0.0.0", allow_insecure=True).broker.close()
+    assert "serving 0.0.0.0 without encryption" in caplog.text
