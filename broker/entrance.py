@@ -85,11 +85,11 @@ class Entrance:
         elif event == PROTOCOL and value != OTHER_MECHANISM:
             self._refuse(port, "a peer that speaks another protocol", hex(value))
         elif self._keys is not None:
-            self._refuse(port, "a peer without keys", "")
+            self._refuse(port, "a peer that showed no key", "")
         elif event == PROTOCOL:
-            self._refuse(port, "a peer with keys, which this broker has not", "")
+            self._refuse(port, "a peer with keys, at a broker without", "")
         else:
-            self._refuse(port, "a handshake broken off, as by a peer with keys, which this broker has not", "")
+            self._refuse(port, "a peer that broke off, as one with keys does at a broker without", "")
 
     def _refuse(self, port: str, why: str, seen: str) -> None:
         self.refused[port, why] += 1
