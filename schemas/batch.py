@@ -22,7 +22,7 @@ import orjson
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
-from headrace.schemas.chunk import EXPLORE, RANDOM_ACTIONS, ChunkEnd, EpisodeChunk, format_episode_id
+from headrace.schemas.chunk import EXPLORE, RANDOM_ACTIONS, UNSEEDED, ChunkEnd, EpisodeChunk, format_episode_id
 from headrace.schemas.errors import DecodeError, EncodeError
 from headrace.schemas.ledger import Natural, WorkerTotals
 from headrace.schemas.lookback import LOOKBACK, Lookback
@@ -183,7 +183,7 @@ class ChunkBatch(Sequence[EpisodeChunk]):
             env_index=int(row["env_index"]),
             slot=self.slot,
             incarnation=self.incarnation,
-            seed=int(row["seed"]),
+            seed=None if row["seed"] == UNSEEDED else int(row["seed"]),
             explore=bool(row["flags"] & EXPLORE),
             random_actions=bool(row["flags"] & RANDOM_ACTIONS),
             learner_epoch=self.learner_epoch,

@@ -31,6 +31,9 @@ class ChunkEnd(IntEnum):
     ABORTED = 3
 
 
+UNSEEDED = 2**64 - 1
+"""In place of a seed, larger than any: the env was reset without one, by the vector that it is a part of."""
+
 EXPLORE = 1
 RANDOM_ACTIONS = 2
 
@@ -38,7 +41,7 @@ CHUNK_TABLE = np.dtype(
     [
         ("id_high", "<u8"),  # episode id, 128 bits
         ("id_low", "<u8"),
-        ("seed", "<u8"),  # what the env's reset got
+        ("seed", "<u8"),  # what the env's reset got, or UNSEEDED
         ("t_start", "<i8"),  # env step of the episode at which the chunk starts
         ("episode_return", "<f8"),  # up to and including this chunk
         ("episode_length", "<i8"),  # likewise
@@ -93,7 +96,8 @@ class EpisodeChunk:
     env_index: int = 0
     slot: int = 0
     incarnation: int = 0
-    seed: int = 0
+    seed: int | None = 0
+    """What the reset of the env, or of the vector that it is a part of, got; None: that vector reset it by itself."""
     explore: bool = True
     random_actions: bool = False
     learner_epoch: int = 0

@@ -72,6 +72,11 @@ class SamplingSettings(Section):
         default={}, description="keyword arguments of a gymnasium id; the EnvContext of a callable"
     )
     num_envs: int = Field(default=8, ge=1, le=65_536, description="environments stepped together by one runner")
+    gym_env_vectorize_mode: Literal["sync", "async", "vector_entry_point"] | None = Field(
+        default=None,
+        description="have gymnasium step them as one vector, which fails as one; absent: each by itself, the faster "
+        "choice for envs in Python, unless the id has a vector of its own (vector_entry_point)",
+    )
     seed: int | None = Field(
         default=None, ge=0, description="root of every random number of the fleet's runners; None takes fresh entropy"
     )
@@ -129,6 +134,10 @@ class SamplingSettings(Section):
     restart_failed_sub_environments: bool = Field(
         default=True, description="rebuild an env that failed and go on; False raises its error"
     )
+    env_reset_timeout_s: float = Field(
+        default=60.0, gt=0, description="how long reset() may take where envs have processes, which are killed then"
+    )
+    env_step_timeout_s: float = Field(default=60.0, gt=0, description="how long step() may take, likewise")
     env_close_timeout_s: float = Field(
         default=5.0, gt=0, description="how long an env's close() may take before it is abandoned with a warning"
     )
@@ -151,6 +160,11 @@ class SamplingSettings(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.gym_env_vectorize_mode is not None and self.is_multi_agent:
+            raise ValueError(
+                f"gym_env_vectorize_mode = {self.gym_env_vectorize_mode!r} is for envs of one agent, and policies for "
+                "several; leave one of them out"
+            )
         if isinstance(self.policies, dict):
             check_module_ids(self.policies)
             if isinstance(self.policy_mapping_fn, dict):

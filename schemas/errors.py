@@ -6,6 +6,7 @@
     ├── EnvError                an environment could not be built or broke its contract
     │   ├── UnknownEnvError         no such environment id, import path or callable
     │   ├── EnvContractError        reward, info or observation is not what the env's spaces promise
+    │   ├── EnvHangError            an env in a process of its own did not answer in time, so that was killed
     │   └── EnvRestartBudgetError   an env kept failing until its rebuild budget was spent
     ├── ModuleError             a policy module could not be built, or answered with the wrong arrays
     │   └── WhichModuleError        a fleet of several modules was asked for one without its name, or for another
@@ -122,6 +123,21 @@ class EnvContractError(EnvError, ValueError):
         self.seen = seen
         self.expected = expected
         super().__init__(f"{what} should be {expected}, got {seen}")
+
+
+class EnvHangError(EnvError):
+    """An env did not return from `phase` within `timeout_s` seconds; `stack` is where its process stood then."""
+
+    def __init__(self, env_index: int, phase: str, timeout_s: float, setting: str, stack: str) -> None:
+        self.env_index = env_index
+        self.phase = phase
+        self.timeout_s = timeout_s
+        self.stack = stack
+        where = f"; it stood at\n{stack.rstrip()}" if stack else ""
+        super().__init__(
+            f"env {env_index} did not return from {phase} within {setting} = {timeout_s:g} s and its process was "
+            f"killed{where}"
+        )
 
 
 class EnvRestartBudgetError(EnvError):

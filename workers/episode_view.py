@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunk import ChunkEnd, format_episode_id
+from headrace.schemas.chunk import UNSEEDED, ChunkEnd, format_episode_id
 from headrace.schemas.spaces import Spaces, nest
 from headrace.workers.envs.lane import Episode
 from headrace.workers.fragment import ChunkInfos
@@ -65,9 +65,9 @@ class AnyEpisodeView(ABC):
         return self.episode.env_index
 
     @property
-    def seed(self) -> int:
-        """What the env's reset got."""
-        return self.episode.seed
+    def seed(self) -> int | None:
+        """What the env's reset got; None where a native vector did it by itself."""
+        return self.episode.seed if self.episode.seed != UNSEEDED else None
 
     @property
     def custom_data(self) -> dict[str, Any]:

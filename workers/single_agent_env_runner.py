@@ -18,7 +18,7 @@ from headrace.workers.connectors.vector_connectors import join_states, split_sta
 from headrace.workers.env_runner import EnvRunner, no_module_error
 from headrace.workers.envs.actions import RandomActions
 from headrace.workers.envs.lane import Lane
-from headrace.workers.envs.vector import EnvVector
+from headrace.workers.envs.opening import open_envs
 from headrace.workers.episode_view import EpisodeView
 from headrace.workers.module_weights import check_weights, read_weights, write_weights
 from headrace.workers.modules.acting import Actor, Columns
@@ -57,7 +57,7 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
     def make_env(self) -> None:
         """See `EnvRunner`. Raises `MissingEnvError`, `UnknownEnvError`, or `EnvError` caused by the env's own error."""
         if self._sampler is None:
-            envs = EnvVector(self.config, self.worker_index, self._seeds, self.totals, self.callbacks)
+            envs = open_envs(self.config, self.worker_index, self._seeds, self.totals, self.callbacks)
             self._sampler = VectorSampler(self.config, envs, self.totals, self._id_high, self.callbacks)
         else:
             self._sampler.rebuild(self.config)
@@ -177,6 +177,8 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
             return None
         noise = {name: read_noise(blocks) for name, blocks in self._noise().items()}
         unstepped = [not len(self._sampler.look(lane, lane.episode)) if lane.episode else False for lane in self._lanes]
+        if not self._sampler.envs.seeds_every_episode:
+            unstepped = [False] * len(unstepped)  # what a vector began by itself cannot be begun again
         return {"worker_index": self.worker_index, "lanes": read_lanes(self._lanes, unstepped), **noise}
 
     def _accept_streams(self, state: Mapping[str, Any]) -> Callable[[], None]:

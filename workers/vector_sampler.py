@@ -18,10 +18,10 @@ from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.cutting import Marker, Stamp, cut
-from headrace.workers.envs.actions import to_env_form
+from headrace.workers.envs.driver import EnvDriver
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
-from headrace.workers.envs.vector import EnvVector, Outcome
+from headrace.workers.envs.stepping import Outcome
 from headrace.workers.episode_events import EpisodeEvents
 from headrace.workers.episode_view import EpisodeView, OpenRows
 from headrace.workers.fragment import Fragment, OpenChunk
@@ -47,7 +47,7 @@ class VectorSampler:
     """A vector, the fragment that is being filled, and the end markers that are to be told with the next cut."""
 
     def __init__(
-        self, config: EnvRunnerConfig, envs: EnvVector, totals: RunnerTotals, id_high: int, callbacks: CallbackList
+        self, config: EnvRunnerConfig, envs: EnvDriver, totals: RunnerTotals, id_high: int, callbacks: CallbackList
     ) -> None:
         self.envs = envs
         self.needs_reset = True
@@ -90,8 +90,8 @@ class VectorSampler:
         if force_reset or self.needs_reset:
             self.abandon(Discard.RESET)
             self.needs_reset = False
-            self.envs.reset(range(self._width))
-            self._start_episodes(self.envs.recover)
+            self.envs.try_reset(range(self._width))
+            self._start_episodes(self.envs.try_restart)
 
     def _resume_chunks(self) -> None:
         """Episodes go on in a new fragment; the info of the observation at the seam belongs to both chunks."""
@@ -124,15 +124,15 @@ class VectorSampler:
         """Step every env that is up, once, and begin the next episode where one ended.
 
         With `stop_at_episodes` none is begun once so many have ended. May sleep while no env is up at all. Raises what
-        `EnvVector.recover` raises; the books are right even then, and the next poll goes on.
+        `EnvDriver.try_restart` raises; the books are right even then, and the next poll goes on.
         """
         envs, fragment = self.envs, self.fragment
-        if envs.live_count < self._width:
+        if envs.repairing:
             envs.wait_for_one(self._start_episodes, on_wait)
         live = envs.live
-        step, process, timers = envs.step, self._process, self._totals.timers
+        poll, process, timers = envs.poll, self._process, self._totals.timers
         if timers.is_due():
-            step, process = timers.timed("env_step_timer", step), timers.timed("env_to_module_timer", process)
+            poll, process = timers.timed("env_step_timer", poll), timers.timed("env_to_module_timer", process)
             if not self.mode.random_actions:
                 choose_actions = timers.timed("rlmodule_inference_timer", choose_actions)
         fragment.aim(live)
@@ -143,7 +143,8 @@ class VectorSampler:
                 self._drop_fragment()  # it remembers a step that will not be taken
             raise
         fragment.put(columns)
-        outcome = step(_env_actions(envs, columns))
+        envs.send_actions(columns)
+        outcome = poll()
         fragment.advance(outcome.rewards, weights_seq)
         self._count(outcome)
         for failure in outcome.failures:
@@ -157,8 +158,8 @@ class VectorSampler:
             self._tell_steps(outcome)
         if outcome.ended:
             self._end_episodes(outcome, stop_at_episodes)
-        if outcome.failures or outcome.ended:
-            self._start_episodes(envs.recover)
+        if outcome.failures or outcome.ended or outcome.begun:
+            self._start_episodes(envs.try_restart)
 
     def _process(self, live: NDArray[np.intp] | None, outcome: Outcome, columns: Columns) -> None:
         """The observations that have arrived pass env_to_module, those of episodes that end with them too."""
@@ -237,7 +238,7 @@ class VectorSampler:
             self.envs.lanes[lane].budget.delivered()
         self.envs.end_episodes(lanes)
         if stop_at_episodes is None or self.episodes_ended < stop_at_episodes:
-            self._totals.timers.timed("env_reset_timer", self.envs.reset)(lanes)
+            self._totals.timers.timed("env_reset_timer", self.envs.try_reset)(lanes)
 
     def _start_episodes(self, bring_back: Callable[[], None]) -> None:
         """Bring back failed envs, and open a chunk for each episode that has begun, also when bringing back raises."""
@@ -249,7 +250,7 @@ class VectorSampler:
                 # A lane may have begun twice, when it failed in between; what it sees is of its last beginning.
                 started = [i for i in dict.fromkeys(self.envs.take_started()) if self.envs.lanes[i].episode is not None]
                 refused = bool(started) and self._open_chunks(started)
-            bring_back = self.envs.recover
+            bring_back = self.envs.try_restart
 
     def _open_chunks(self, started: list[int]) -> bool:
         """Whether a callback's error has ended an episode at its start."""
@@ -329,7 +330,7 @@ class VectorSampler:
 
     def close(self) -> None:
         """Close all envs."""
-        self.envs.close()
+        self.envs.stop()
 
     def _drop_fragment(self) -> None:
         self.abandon(Discard.RESET)
@@ -340,10 +341,5 @@ class VectorSampler:
         self._fragment = None
 
 
-def _connect(config: EnvRunnerConfig, envs: EnvVector) -> VectorConnectors:
+def _connect(config: EnvRunnerConfig, envs: EnvDriver) -> VectorConnectors:
     return VectorConnectors(config.env_to_module, config.module_to_env, envs.spaces, envs.observations.columns)
-
-
-def _env_actions(envs: EnvVector, columns: Columns) -> list[Any]:
-    mapped = any(name.startswith("actions_for_env") for name in columns)
-    return to_env_form(envs.spaces.action, columns, "actions_for_env" if mapped else "actions")

@@ -3,6 +3,7 @@
     limit 1   SyncVectorEnv, random actions, no policy
     limit 2   SyncVectorEnv, torch policy in plain ops, into preallocated arrays
     limit 3   a plain list of envs as `gym.make` gives them, random actions
+    limit 4   the vector that CartPole brings along (`vector_entry_point`), torch policy, into preallocated arrays
     limit 5   a plain list of unwrapped envs (no time limit) and the same policy in numpy: a ceiling, not a product
     limit 6   a plain list of multi-agent envs, one call of the torch policy for all agents of all of them, no record
 
@@ -54,7 +55,16 @@ def limit_1(width: int) -> Loop:
 
 def limit_2(width: int) -> Loop:
     """SyncVectorEnv with a torch policy, recording into arrays."""
-    env = sync_vector(width)
+    return _recording(sync_vector(width), width)
+
+
+def limit_4(width: int) -> Loop:
+    """CartPole's own vector with a torch policy, recording likewise."""
+    env = gym.make_vec(ENV, num_envs=width, vectorization_mode="vector_entry_point")
+    return _recording(env, width)
+
+
+def _recording(env: Any, width: int) -> Loop:
     policy = TorchPolicy()
     record = arrays(width)
     turn = _counter(HORIZON)

@@ -1,6 +1,6 @@
 """All benches in one run: prints a table with ratios and spread, and writes JSON.
 
-python tests/bench/run.py [--quick] [--only sampler multi_agent pipeline transport] [--json FILE]
+python tests/bench/run.py [--quick] [--only sampler native multi_agent pipeline transport] [--json FILE]
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from processes import ONE_THREAD, SPAWN
 from table import Row, show
 
 WIDTHS = [1, 8, 64]
-BENCHES = ["sampler", "multi_agent", "pipeline", "transport"]
+NATIVE_WIDTHS = [64, 512]
+BENCHES = ["sampler", "native", "multi_agent", "pipeline", "transport"]
 
 
 def main() -> None:
@@ -32,6 +33,7 @@ def main() -> None:
     os.environ.update(ONE_THREAD)  # before any child loads numpy, which then asks how many cores there are
     benches: dict[str, Callable[[bool], list[Row]]] = {
         "sampler": _sampler,
+        "native": _native,
         "multi_agent": _multi_agent,
         "pipeline": lambda quick: pipeline.measure(*((2.0, 3) if quick else (4.0, 7))),
         "transport": lambda quick: transport.measure(*((1.0, 3) if quick else (2.0, 7))),
@@ -59,7 +61,15 @@ def _sampler(quick: bool) -> list[Row]:
     """The sampler's bench on one core, in a process of its own."""
     seconds, rounds = (0.2, 3) if quick else (0.5, 7)
     with SPAWN.Pool(1, initializer=_pin) as pool:
-        return [_sampler_row(row) for row in pool.apply(sampler.measure, (WIDTHS, seconds, rounds))]
+        return [_sampler_row("sampler", row) for row in pool.apply(sampler.measure, (WIDTHS, seconds, rounds))]
+
+
+def _native(quick: bool) -> list[Row]:
+    """The sampler's with a native vector, likewise."""
+    seconds, rounds = (0.2, 3) if quick else (0.5, 7)
+    with SPAWN.Pool(1, initializer=_pin) as pool:
+        rows = pool.apply(sampler.measure_native, (NATIVE_WIDTHS, seconds, rounds))
+    return [_sampler_row("native", row) for row in rows]
 
 
 def _multi_agent(quick: bool) -> list[Row]:
@@ -73,9 +83,9 @@ def _pin() -> None:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
-def _sampler_row(row: dict[str, Any]) -> Row:
+def _sampler_row(bench: str, row: dict[str, Any]) -> Row:
     return Row(
-        "sampler",
+        bench,
         f"{row['num_envs']} envs, one core",
         row["loop"],
         "env steps/s",

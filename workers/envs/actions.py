@@ -39,6 +39,11 @@ def to_env_form(space: Space, columns: Mapping[str, NDArray[Any]], root: str = "
     return list(columns[root])
 
 
+def action_root(columns: Mapping[str, NDArray[Any]]) -> str:
+    """Of the policy's columns, the name under which the envs' actions stand: its own, where nothing changed them."""
+    return "actions_for_env" if any(name.startswith("actions_for_env") for name in columns) else "actions"
+
+
 class RandomActions:
     """Random actions by the rules of gymnasium's `Space.sample`, made from numbers in [0, 1) that the caller gives.
 

@@ -9,7 +9,8 @@ from typing import Any
 class EnvContext(dict[str, Any]):
     """The user's `env_config`, which also knows for whom the env is built, so each may get a port or a map of its own.
 
-    `vector_index` is the env's place in its runner, from 0; `recreated` says it replaces one that failed.
+    `vector_index` is the env's place in its runner, from 0, and `num_envs` how many the runner has: whoever creates a
+    whole vector makes one of that many. `recreated` says it replaces one that failed.
     """
 
     def __init__(
@@ -19,6 +20,7 @@ class EnvContext(dict[str, Any]):
         worker_index: int = 0,
         num_workers: int = 1,
         vector_index: int = 0,
+        num_envs: int = 1,
         remote: bool = False,
         recreated: bool = False,
     ) -> None:
@@ -26,8 +28,21 @@ class EnvContext(dict[str, Any]):
         self.worker_index = worker_index
         self.num_workers = num_workers
         self.vector_index = vector_index
+        self.num_envs = num_envs
         self.remote = remote
         self.recreated = recreated
+
+    def at(self, vector_index: int) -> EnvContext:
+        """The same for another env of the runner."""
+        return EnvContext(
+            self,
+            worker_index=self.worker_index,
+            num_workers=self.num_workers,
+            vector_index=vector_index,
+            num_envs=self.num_envs,
+            remote=self.remote,
+            recreated=self.recreated,
+        )
 
     @property
     def recreated_worker(self) -> bool:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 import gymnasium as gym
+from gymnasium.envs.registration import EnvSpec
 
-from headrace.schemas.errors import EnvContractError, UnknownEnvError
-from headrace.workers.config import MissingEnvError
+from headrace.schemas.errors import EnvContractError, EnvError, HeadraceError, UnknownEnvError
+from headrace.workers.config import EnvRunnerConfig, MissingEnvError
 from headrace.workers.envs.context import EnvContext
 
 EnvCreator = Callable[[EnvContext], Any]
@@ -41,6 +43,18 @@ def find_creator(env: str | Callable[..., Any] | None) -> EnvCreator:
     return _of_gym_id(env)
 
 
+@contextmanager
+def naming_what_failed(config: EnvRunnerConfig, index: int) -> Iterator[None]:
+    """What a creator raises within becomes an `EnvError` that says which env it was; errors of our own stay."""
+    try:
+        yield
+    except HeadraceError:
+        raise
+    except Exception as error:
+        what = f"env {index} ({config.env!r}) could not be built"
+        raise EnvError(f"{what}: {type(error).__name__}: {error}; check env and env_config") from error
+
+
 def build_env(creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
     """One env, sure to be a gymnasium one; whatever the creator raises passes through."""
     env = creator(context)
@@ -64,11 +78,16 @@ def _import(env: str, module: str, attribute: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _of_gym_id(env_id: str) -> EnvCreator:
+def gym_spec(env_id: str) -> EnvSpec:
+    """What gymnasium knows of an id; raises `UnknownEnvError`."""
     try:
-        spec = gym.spec(env_id)
+        return gym.spec(env_id)
     except (gym.error.Error, ImportError, ValueError) as error:
         raise UnknownEnvError(env_id, str(error)) from error
+
+
+def _of_gym_id(env_id: str) -> EnvCreator:
+    spec = gym_spec(env_id)
     # The rows of each poll are checked by Headrace itself, and only one of the two checkers should be paid for.
     return lambda context: gym.make(spec, disable_env_checker=True, **context)
 

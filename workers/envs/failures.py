@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.schemas.errors import CallbackError, EnvContractError
+from headrace.schemas.errors import CallbackError, EnvContractError, EnvHangError
 from headrace.schemas.ledger import Discard
 from headrace.workers.envs.context import StepFailedRecreateEnv
 
@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from headrace.workers.episode_view import AnyEpisodeView
 
 logger = logging.getLogger(__name__)
+
+
+_REASONS: dict[type[BaseException], Discard] = {
+    CallbackError: Discard.CALLBACK_EXCEPTION,
+    EnvContractError: Discard.ENV_BAD_DATA,
+    EnvHangError: Discard.ENV_HANG,
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -35,9 +42,7 @@ class Failure:
     @property
     def reason(self) -> Discard:
         """Under which name its unfinished steps go into the books."""
-        if isinstance(self.error, CallbackError):
-            return Discard.CALLBACK_EXCEPTION
-        return Discard.ENV_BAD_DATA if isinstance(self.error, EnvContractError) else Discard.ENV_EXCEPTION
+        return next((name for kind, name in _REASONS.items() if isinstance(self.error, kind)), Discard.ENV_EXCEPTION)
 
     @property
     def is_of_env(self) -> bool:

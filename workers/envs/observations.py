@@ -46,6 +46,19 @@ class _Leaf:
             observations = [observation[key] for observation in observations]
         return observations
 
+    def rows_of(self, batch: Any, width: int) -> NDArray[Any]:
+        """This leaf's array in a batch of `width` observations; raises `EnvContractError`."""
+        try:
+            for key in self.path:
+                batch = batch[key]
+        except (KeyError, IndexError, TypeError) as error:
+            raise EnvContractError(_title(self), repr(error), "in the nesting of the space") from error
+        rows = np.asarray(batch)
+        if rows.shape != (width, *self.shape) or not _castable(rows, self):
+            seen = f"{rows.dtype} {rows.shape}"
+            raise EnvContractError(_title(self), seen, f"{self.dtype} {(width, *self.shape)}")
+        return rows
+
     def outside(self, rows: NDArray[Any]) -> bool:
         """Whether any element lies outside the bounds or is NaN, by which every comparison fails."""
         if self.low is not None:
@@ -80,6 +93,18 @@ class Observations:
                 return self._put_each(lanes, observations)
             if lanes is not None:
                 column[lanes] = target
+        return []
+
+    def put_rows(self, batch: Any) -> list[tuple[int, EnvContractError]]:
+        """Likewise one observation for every env, as arrays (envs, *shape) in the nesting of the space.
+
+        Raises `EnvContractError` where it is no such batch, and nobody can say whose fault that is.
+        """
+        columns = {leaf.name: leaf.rows_of(batch, len(self.columns[leaf.name])) for leaf in self._leaves}
+        for name, rows in columns.items():
+            self.columns[name][...] = rows
+        if any(leaf.outside(self.columns[leaf.name]) for leaf in self._leaves):
+            return self._put_each(None, _unbatch(self.space, batch, len(next(iter(columns.values())))))
         return []
 
     def _put_each(self, lanes: Lanes, observations: Sequence[Any]) -> list[tuple[int, EnvContractError]]:
@@ -135,6 +160,16 @@ def _join(leaf: _Leaf, observations: Sequence[Any], target: NDArray[Any]) -> boo
 def _castable(array: NDArray[Any], leaf: _Leaf) -> bool:
     scalar_int = not leaf.shape and leaf.dtype.kind in "iu" and array.dtype.kind in "iu"
     return scalar_int or np.can_cast(array.dtype, leaf.dtype)
+
+
+def _unbatch(space: Space, batch: Any, width: int) -> list[Any]:
+    """The rows of a batch, each in the nesting of `space`."""
+    if isinstance(space, Dict):
+        parts = {key: _unbatch(sub, batch[key], width) for key, sub in space.spaces.items()}
+        return [{key: rows[i] for key, rows in parts.items()} for i in range(width)]
+    if isinstance(space, Tuple):
+        return list(zip(*(_unbatch(sub, batch[i], width) for i, sub in enumerate(space.spaces)), strict=True))
+    return list(batch)
 
 
 def _leaf(name: str, path: tuple[str | int, ...], leaf: Leaf, check_bounds: bool) -> _Leaf:

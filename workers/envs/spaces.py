@@ -21,6 +21,14 @@ def spaces_of(env: gym.Env[Any, Any]) -> Spaces:
     )
 
 
+def spaces_of_vector(env: Any) -> Spaces:
+    """Both spaces of each env of a native vector; likewise."""
+    return Spaces(
+        observation=convert(getattr(env, "single_observation_space", None), "observation space"),
+        action=convert(getattr(env, "single_action_space", None), "action space"),
+    )
+
+
 def convert(space: Any, where: str) -> Space:
     """Box, Discrete, MultiDiscrete, MultiBinary, and Dict and Tuple of them; `where` names the space in errors."""
     match space:

@@ -103,8 +103,8 @@ class MultiAgentSampler:
             self.abandon(Discard.RESET)
             self.needs_reset = False
             try:
-                self.envs.reset(range(self._width))
-                self._start_episodes(self.envs.recover)
+                self.envs.try_reset(range(self._width))
+                self._start_episodes(self.envs.try_restart)
             except (PolicyMappingError, ConnectorError) as error:
                 self._begin_anew(error)
                 raise
@@ -175,7 +175,7 @@ class MultiAgentSampler:
         if outcome.over:
             self._end_episodes(outcome.over, stop_at_episodes)
         if outcome.failures or outcome.over:
-            self._start_episodes(envs.recover)
+            self._start_episodes(envs.try_restart)
 
     def _act(self, turn: Turn, weights_seq: int) -> list[Any]:
         """Each module acts once for all its seats; actions in the order of the turn's."""
@@ -260,7 +260,7 @@ class MultiAgentSampler:
         self._totals.episodes += len(lanes)
         self.envs.end_episodes(list(lanes))
         if stop_at_episodes is None or self.episodes_ended < stop_at_episodes:
-            self._totals.timers.timed("env_reset_timer", self.envs.reset)(list(lanes))
+            self._totals.timers.timed("env_reset_timer", self.envs.try_reset)(list(lanes))
 
     def _abort(self, failure: Failure, *, recorded: bool = False) -> None:
         """The env or a callback failed: the open chunks of all its agents are lost by name, and its episode is over.
@@ -292,7 +292,7 @@ class MultiAgentSampler:
                 # A lane may have begun twice, when it failed in between; what it sees is of its last beginning.
                 started = [self.envs.lanes[index] for index in dict.fromkeys(self.envs.take_started())]
                 refused = self._open_chunks([lane for lane in started if lane.episode is not None])
-            bring_back = self.envs.recover
+            bring_back = self.envs.try_restart
 
     def _open_chunks(self, started: Sequence[Lane]) -> bool:
         """Whether a callback's error has ended an episode at its start."""
@@ -403,7 +403,7 @@ class MultiAgentSampler:
 
     def close(self) -> None:
         """Close all envs."""
-        self.envs.close()
+        self.envs.stop()
 
     def _drop_fragments(self) -> None:
         self.abandon(Discard.RESET)

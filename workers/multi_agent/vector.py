@@ -201,7 +201,7 @@ class MultiAgentVector(LaneVector):
 
     # -- episodes -----------------------------------------------------------------------------------------------------
 
-    def reset(self, lanes: Sequence[int]) -> None:
+    def try_reset(self, lanes: Sequence[int]) -> None:
         """See `LaneVector`. Raises `PolicyMappingError`."""
         begun: list[tuple[Lane, MultiAgentEpisode]] = []
         seats: list[Seat] = []

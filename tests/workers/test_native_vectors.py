@@ -1,0 +1,214 @@
+"""Any gymnasium vector gives the chunks that envs by themselves give, whatever kind it is and when it resets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from native_vectors import EVERY_KIND, Telling, lives, vector_of
+from toy_envs import Counting, Walk, check_books, runner
+
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.errors import ConfigError, EnvContractError, EnvError
+from headrace.workers import EnvContext, EnvRunnerConfig, MultiAgentEnvRunner
+from headrace.workers.connectors import MeanStd
+
+UNEQUAL = {"lengths": {0: 3, 1: 5, 2: 4}}
+
+
+def _seen(episode: Any) -> Any:
+    return episode.obs.tolist(), episode.rewards.tolist(), episode.end
+
+
+def _same(a: Any, b: Any, *, seeds: bool = True) -> None:
+    """Of batches of two runners: the same to the bit."""
+    assert len(a) == len(b)
+    for one, other in zip(a, b, strict=True):
+        assert (one.episode_id, one.chunk_index, one.t_start, one.end) == (
+            other.episode_id,
+            other.chunk_index,
+            other.t_start,
+            other.end,
+        )
+        assert one.obs.tobytes() == other.obs.tobytes()
+        assert one.actions.tobytes() == other.actions.tobytes()
+        assert one.rewards.tobytes() == other.rewards.tobytes()
+        assert not seeds or one.seed == other.seed
+
+
+@pytest.mark.parametrize(("kind", "mode"), EVERY_KIND)
+def test_episodes_are_those_of_envs_by_themselves(kind: str, mode: AutoresetMode) -> None:
+    settings = {"num_envs": 3, "env_config": UNEQUAL, "rollout_fragment_length": 7}
+    with runner(Counting, **settings) as plain, runner(vector_of(Counting, kind, mode), **settings) as sampler:
+        expected, found = lives(plain, 4), lives(sampler, 4)
+        check_books(sampler)
+        polled = 4 * 7 * 3
+        assert sampler.totals.stepped == sum(len(e) for episodes in found.values() for e in episodes)
+        assert (sampler.totals.stepped == polled) is (mode is not AutoresetMode.NEXT_STEP)
+    for index, episodes in found.items():
+        whole = [_seen(episode) for episode in episodes if episode.end is not ChunkEnd.ONGOING]
+        assert len(whole) >= 4
+        assert whole == [_seen(episode) for episode in expected[index]][: len(whole)]
+
+
+@pytest.mark.parametrize(("kind", "mode"), EVERY_KIND)
+def test_where_all_envs_end_together_chunks_and_seeds_are_the_same_in_every_mode(
+    kind: str, mode: AutoresetMode
+) -> None:
+    settings = {"num_envs": 2, "env_config": {"length": 3, "truncate": True}, "rollout_fragment_length": 8}
+    with runner(Counting, **settings) as plain, runner(vector_of(Counting, kind, mode), **settings) as sampler:
+        for _ in range(3):
+            _same(sampler.sample_fragment(), plain.sample_fragment())
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_vectors_that_we_reset_are_the_same_to_the_bit_as_envs_by_themselves(kind: str) -> None:
+    settings = {"num_envs": 3, "rollout_fragment_length": 50, "env_to_module": [MeanStd]}
+    with runner(Walk, **settings) as plain, runner(Walk, gym_env_vectorize_mode=kind, **settings) as sampler:
+        for _ in range(4):
+            batch = sampler.sample_fragment()
+            _same(batch, plain.sample_fragment())
+        assert sampler.totals.episodes > 3
+
+
+def test_a_restored_runner_goes_on_with_the_same_samples_where_each_reset_is_ours() -> None:
+    settings = {"num_envs": 3, "gym_env_vectorize_mode": "sync"}
+    with runner(Walk, **settings) as sampler, runner(Walk, **settings) as restored:
+        sampler.sample(num_timesteps=200)
+        sampler.sample(num_episodes=1)
+        restored.set_state(sampler.get_state())
+        _same(sampler.sample(num_timesteps=90), restored.sample(num_timesteps=90))
+    settings["env"] = vector_of(Walk, "sync", AutoresetMode.NEXT_STEP)
+    del settings["gym_env_vectorize_mode"]
+    with runner(**settings) as sampler, runner(**settings) as restored:
+        sampler.sample(num_timesteps=200)
+        restored.set_state(sampler.get_state())  # what its vector began by itself cannot be begun again
+        assert all(chunk.seed is None or chunk.t_start == 0 for chunk in restored.sample(num_timesteps=90))
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_recurrent_modules_remember_each_lane_of_a_vector(kind: str) -> None:
+    settings = {"num_envs": 2, "rollout_fragment_length": 30, "env_config": {"lengths": {0: 4, 1: 6}}}
+    settings |= {"module": "headrace.workers.modules:lstm_actor_critic"}
+    with runner(Counting, **settings) as plain, runner(Counting, gym_env_vectorize_mode=kind, **settings) as sampler:
+        for one, other in zip(sampler.sample_fragment(), plain.sample_fragment(), strict=True):
+            assert one.columns["values"].tobytes() == other.columns["values"].tobytes()
+
+
+@pytest.mark.parametrize(("kind", "mode"), EVERY_KIND)
+def test_nested_spaces_and_infos_travel(kind: str, mode: AutoresetMode) -> None:
+    settings = {"num_envs": 2, "rollout_fragment_length": 12}
+    with runner(Telling, **settings) as plain, runner(vector_of(Telling, kind, mode), **settings) as sampler:
+        expected, found = lives(plain, 1), lives(sampler, 1)
+        for index, episodes in found.items():
+            for ours, theirs in zip(episodes, expected[index], strict=False):
+                steps = min(len(ours), len(theirs)) + 1
+                assert ours.infos[:steps] == theirs.infos[:steps]
+                assert ours.infos[0] == {"began": index}
+                assert ours.obs["t"].tolist()[:steps] == list(range(steps))
+                assert (ours.obs["place"][0] == index).all()
+    with runner(vector_of(Telling, kind, mode), infos="none", **settings) as sampler:
+        assert not sampler.sample_fragment().infos
+
+
+def test_a_vectors_own_statistics_are_infos_of_the_env_that_they_are_of() -> None:
+    def create(context: EnvContext) -> Any:
+        return RecordEpisodeStatistics(vector_of(Counting, "sync", AutoresetMode.NEXT_STEP)(context))
+
+    with runner(create, num_envs=3, env_config=UNEQUAL, rollout_fragment_length=12) as sampler:
+        batch = sampler.sample_fragment()
+    done = [chunk for chunk in batch if chunk.end is ChunkEnd.TERMINATED]
+    assert len(done) > 5
+    assert all(any(info.get("episode", {}).get("l") == len(chunk) for info in chunk.infos) for chunk in done)
+
+
+def test_each_episode_has_the_seed_that_its_reset_got_or_none() -> None:
+    seeds: dict[int, list[Any]] = {0: [], 1: [], 2: []}
+
+    def env(context: EnvContext) -> Counting:
+        made = Counting(context)
+        made.seeds = seeds[made.index]
+        return made
+
+    for mode in AutoresetMode:
+        for given in seeds.values():
+            given.clear()
+        with runner(vector_of(env, "sync", mode), num_envs=3, env_config=UNEQUAL) as sampler:
+            batch = sampler.sample(num_timesteps=120)
+        for index, given in seeds.items():
+            said = [chunk.seed for chunk in batch if chunk.env_index == index]
+            assert said == given[: len(said)]
+            assert (None in said) is (mode is not AutoresetMode.DISABLED)
+
+
+def _follows(chunk: Any) -> None:
+    """By CartPole's own equations, each observation comes of the one before and the action."""
+    env: Any = gym.make("CartPole-v1").unwrapped
+    env.reset(seed=0)
+    for t in range(len(chunk)):
+        env.state, env.steps_beyond_terminated = chunk.obs[t].astype(np.float64), None
+        seen, _, terminated, _, _ = env.step(int(chunk.actions[t]))
+        np.testing.assert_allclose(seen, chunk.obs[t + 1], atol=1e-5)
+        assert terminated is (t + 1 == len(chunk) and chunk.end is ChunkEnd.TERMINATED)
+
+
+def test_the_vector_that_an_id_brings_along_is_sampled_without_a_step_that_is_none() -> None:
+    with runner("CartPole-v1", num_envs=5, gym_env_vectorize_mode="vector_entry_point") as sampler:
+        batch = [*sampler.sample_fragment(), *sampler.sample_fragment()]
+        check_books(sampler)
+        ends = Counter(chunk.end for chunk in batch)
+        assert ends[ChunkEnd.TERMINATED] == sampler.totals.episodes > 5
+        for chunk in batch:
+            _follows(chunk)
+            assert (chunk.rewards == 1.0).all()
+        first = [chunk for chunk in batch if chunk.t_start == 0]
+        assert all(np.abs(chunk.obs[0]).max() <= 0.05 for chunk in first)
+        assert {chunk.seed is None for chunk in first} == {True, False}
+    with runner(
+        "CartPole-v1", num_envs=2, gym_env_vectorize_mode="vector_entry_point", env_config={"max_episode_steps": 6}
+    ) as sampler:
+        batch = sampler.sample(num_episodes=4)
+        assert {(len(chunk), chunk.end) for chunk in batch} == {(6, ChunkEnd.TRUNCATED)}
+
+
+def test_whole_episodes_are_what_was_asked_for() -> None:
+    for mode in AutoresetMode:
+        with runner(vector_of(Counting, "sync", mode), num_envs=3, env_config=UNEQUAL) as sampler:
+            batch = sampler.sample(num_episodes=5)
+            assert 5 <= len(batch) <= 7
+            assert all(chunk.t_start == 0 and chunk.end is ChunkEnd.TERMINATED for chunk in batch)
+            assert len(sampler.sample(num_episodes=1)) == 1
+            check_books(sampler)
+
+
+def test_a_vector_of_another_width_is_refused_with_both_numbers() -> None:
+    def create(context: EnvContext) -> Any:
+        return SyncVectorEnv([lambda: Counting(context)] * 2)
+
+    with pytest.raises(EnvContractError, match=r"num_envs of .*SyncVectorEnv should be 3, .* got 2"):
+        runner(create, num_envs=3)
+
+
+def test_what_a_vector_must_say_and_what_cannot_work_is_told() -> None:
+    class Silent(SyncVectorEnv):
+        def __init__(self, context: EnvContext) -> None:
+            super().__init__([lambda: Counting(context)])
+            self.metadata = {}
+
+    with pytest.raises(EnvContractError, match=r"metadata\['autoreset_mode'\] should be a gymnasium AutoresetMode"):
+        runner(Silent)
+    with pytest.raises(EnvContractError, match="shared memory"):
+        runner(vector_of(Counting, "async", AutoresetMode.NEXT_STEP, shared_memory=False))
+    with pytest.raises(ConfigError, match="vector_entry_point needs a gymnasium id that has one"):
+        runner("Pendulum-v1", gym_env_vectorize_mode="vector_entry_point")
+    with pytest.raises(EnvError, match=r"env 0 .* could not be built"):
+        runner(vector_of(lambda context: 1 / 0, "sync", AutoresetMode.NEXT_STEP))
+    with pytest.raises(ConfigError, match="for envs of one agent"):
+        EnvRunnerConfig(env=Counting, gym_env_vectorize_mode="sync", policies={"p": None})
+    with pytest.raises(ConfigError, match="SingleAgentEnvRunner"):
+        MultiAgentEnvRunner(EnvRunnerConfig(env=Counting, gym_env_vectorize_mode="sync"))

@@ -1,0 +1,100 @@
+"""What a native vector answers, all lanes at once. Each reader gives arrays or raises `EnvContractError`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.errors import EnvContractError
+from headrace.workers.envs.checks import check_info
+from headrace.workers.envs.native.infos import info_of
+
+
+@dataclass(slots=True, eq=False)
+class VectorStep:
+    """rewards: float64 (width,). terminated and truncated: bool (width,). observations: arrays (width, ...), nested."""
+
+    observations: Any
+    rewards: NDArray[np.float64]
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    infos: Mapping[str, Any]
+
+    def end_of(self, lane: int) -> ChunkEnd:
+        """How the episode in `lane`, which is done, has ended; see `checks.end_of`."""
+        return ChunkEnd.TERMINATED if self.terminated[lane] else ChunkEnd.TRUNCATED
+
+
+def read_step(answer: Any, width: int) -> VectorStep:
+    """An answer of `step`. Whether a reward is finite is not asked here: lanes that were reset may have any."""
+    if not isinstance(answer, tuple) or len(answer) != 5:
+        raise EnvContractError("answer of step", f"{answer!r:.120}", "(obs, rewards, terminateds, truncateds, infos)")
+    observations, rewards, terminated, truncated, infos = answer
+    check_info(infos)
+    rewards = np.asarray(rewards)
+    if rewards.shape != (width,) or rewards.dtype.kind not in "fiub":
+        raise EnvContractError("Rewards", f"{rewards.dtype} {rewards.shape}", f"{width} real scalars")
+    return VectorStep(
+        observations,
+        rewards.astype(np.float64, copy=False),
+        _flags("terminated", terminated, width),
+        _flags("truncated", truncated, width),
+        infos,
+    )
+
+
+def _flags(name: str, values: Any, width: int) -> NDArray[np.bool_]:
+    flags = np.asarray(values)
+    if flags.shape != (width,) or flags.dtype != np.bool_:
+        raise EnvContractError(name, f"{flags.dtype} {flags.shape}", f"bool {(width,)}")
+    return flags
+
+
+def bad_rewards(step: VectorStep, live: NDArray[np.intp] | None, actions: Any) -> dict[int, EnvContractError]:
+    """What is wrong by lane, among those that stepped with `actions`; such a reward becomes 0."""
+    finite = np.isfinite(step.rewards)
+    if finite.all():
+        return {}
+    lanes = np.flatnonzero(~finite)
+    bad = {}
+    for lane in lanes.tolist():
+        if live is None or lane in live:
+            seen = f"{step.rewards[lane]} ({step.rewards.dtype}). Actions={_row(actions, lane)!r:.200}"
+            bad[lane] = EnvContractError("Reward", seen, "finite scalar")
+    step.rewards = np.where(finite, step.rewards, 0.0)
+    return bad
+
+
+def final_observations(infos: Mapping[str, Any], lanes: Sequence[int]) -> list[Any]:
+    """Of a vector that has already reset `lanes` in the step that ended their episodes: what they saw last."""
+    finals = infos.get("final_obs")
+    if finals is None:
+        raise EnvContractError("infos", f"{list(infos)!r:.120}", "with 'final_obs', for episodes have ended")
+    return [_row(finals, lane) for lane in lanes]
+
+
+def _row(batch: Any, lane: int) -> Any:
+    if isinstance(batch, Mapping):
+        return {key: _row(part, lane) for key, part in batch.items() if not key.startswith("_")}
+    return tuple(_row(part, lane) for part in batch) if isinstance(batch, tuple) else batch[lane]
+
+
+def step_info(infos: Mapping[str, Any], lane: int, *, was_reset: bool) -> dict[str, Any]:
+    """The lane's info of the step; of one that has ended and was reset since, that of its last step.
+
+    What a vector's wrappers add for such a lane cannot be told from the info of its reset, and stays there.
+    """
+    if was_reset:
+        final = infos.get("final_info")
+        return info_of(final, lane) if isinstance(final, Mapping) else {}
+    return info_of(infos, lane)
+
+
+def reset_info(infos: Mapping[str, Any], lane: int) -> dict[str, Any]:
+    """The lane's info of its reset."""
+    return {key: value for key, value in info_of(infos, lane).items() if key not in ("final_obs", "final_info")}

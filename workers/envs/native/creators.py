@@ -1,0 +1,40 @@
+"""Who builds a native vector: the user's creator, or gymnasium by the setting `gym_env_vectorize_mode`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+
+from headrace.schemas.errors import ConfigError
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.context import EnvContext
+from headrace.workers.envs.creators import EnvCreator, build_env, find_creator, gym_spec
+
+
+def vector_creator(config: EnvRunnerConfig) -> EnvCreator:
+    """What builds the whole vector when it is called with the context of env 0.
+
+    "sync" and "async" take whatever `config.env` may be, and reset each env with a seed of its own;
+    "vector_entry_point" takes a gymnasium id that has one, and raises `ConfigError` for another.
+    """
+    mode = config.gym_env_vectorize_mode
+    if mode is None:
+        return find_creator(config.env)
+    if mode == "vector_entry_point":
+        spec = gym_spec(config.env) if isinstance(config.env, str) else None
+        if spec is None or spec.vector_entry_point is None:
+            message = f"vector_entry_point needs a gymnasium id that has one, and env is {config.env!r}"
+            raise ConfigError(f"{message}; take sync or async", key="gym_env_vectorize_mode")
+        return lambda context: gym.make_vec(
+            spec, num_envs=context.num_envs, vectorization_mode="vector_entry_point", **context
+        )
+    kind = SyncVectorEnv if mode == "sync" else AsyncVectorEnv
+    return partial(_vector_of, kind, find_creator(config.env))
+
+
+def _vector_of(kind: type[SyncVectorEnv] | type[AsyncVectorEnv], creator: EnvCreator, context: EnvContext) -> Any:
+    builders = [partial(build_env, creator, context.at(index)) for index in range(context.num_envs)]
+    return kind(builders, autoreset_mode=AutoresetMode.DISABLED)

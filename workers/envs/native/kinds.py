@@ -1,0 +1,56 @@
+"""What kind of native vector one is: when it resets its envs, and what seeds it takes."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import gymnasium as gym
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+
+from headrace.schemas.errors import EnvContractError
+
+
+class Seeding(Enum):
+    """What `reset(seed=...)` takes."""
+
+    EACH = "a list, with a seed for each env"
+    ONE = "one seed for all of them"
+    NONE = "nothing, since the vector was seeded when it was made"
+
+
+def seeding_of(env: Any) -> Seeding:
+    """Gymnasium documents lists for its own two kinds only; EnvPool takes seeds when it is made, and warns later."""
+    if isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
+        return Seeding.EACH
+    if any(kind.__module__.partition(".")[0] == "envpool" for kind in type(env.unwrapped).__mro__):
+        return Seeding.NONE
+    return Seeding.ONE
+
+
+def autoreset_of(env: Any) -> AutoresetMode:
+    """When the vector resets an env whose episode has ended; raises `EnvContractError` if it does not say."""
+    mode = (env.metadata or {}).get("autoreset_mode")
+    if not isinstance(mode, AutoresetMode):
+        raise EnvContractError(f"{_name(env)}.metadata['autoreset_mode']", repr(mode), "a gymnasium AutoresetMode")
+    vector = env.unwrapped
+    if isinstance(vector, AsyncVectorEnv) and mode is AutoresetMode.NEXT_STEP and not vector.shared_memory:
+        # Its processes forget the reset that is due only where they share memory, so that a reset would come twice.
+        raise EnvContractError(
+            "AsyncVectorEnv(shared_memory=False)", "autoreset_mode NEXT_STEP", "SAME_STEP or DISABLED, or shared memory"
+        )
+    return mode
+
+
+def check_vector(env: Any, num_envs: int) -> None:
+    """Raise `EnvContractError` unless `env` is a vector of `num_envs` envs."""
+    if not isinstance(env, gym.vector.VectorEnv):
+        raise EnvContractError("environment", _name(env), "a gymnasium.vector.VectorEnv")
+    if env.num_envs != num_envs:
+        raise EnvContractError(
+            f"num_envs of {_name(env)}", str(env.num_envs), f"{num_envs}, as num_envs of the config (context.num_envs)"
+        )
+
+
+def _name(env: Any) -> str:
+    return f"{type(env).__module__}.{type(env).__qualname__}"

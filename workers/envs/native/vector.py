@@ -1,0 +1,221 @@
+"""A native vector as the sampler's envs: actions go in as one array, and rewards and observations come out so.
+
+It lives and dies as a whole. Whatever fails in one lane, its env, an observation, a callback, takes all lanes' open
+episodes with it, and the vector is built anew; what had finished in the same step is kept.
+
+When it resets its envs itself, an episode's first observation comes
+
+    DISABLED    of a reset of ours, with a seed of the lane's own
+    SAME_STEP   with the step that ends the episode before; the last one of that is in the infos
+    NEXT_STEP   with the step after, whose action and reward in that lane mean nothing
+
+and only where all lanes begin at once they are reset by us, with seeds, whatever the kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from headrace.schemas.chunk import UNSEEDED, ChunkEnd
+from headrace.schemas.errors import EnvContractError
+from headrace.schemas.spaces import nest
+from headrace.workers.envs.actions import action_root
+from headrace.workers.envs.checks import take_reset_apart
+from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.lane import Episode
+from headrace.workers.envs.native.answers import (
+    VectorStep,
+    bad_rewards,
+    final_observations,
+    read_step,
+    reset_info,
+    step_info,
+)
+from headrace.workers.envs.native.infos import lanes_with_info
+from headrace.workers.envs.native.kinds import Seeding
+from headrace.workers.envs.native.whole import WholeVector
+from headrace.workers.envs.stepping import Outcome
+
+
+class NativeVector(WholeVector):
+    """Steps and resets of all lanes."""
+
+    # -- who is up ----------------------------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> NDArray[np.intp] | None:
+        """See `Roster`."""
+        return np.flatnonzero(~self._idle) if self._idle.any() else None
+
+    @property
+    def seeds_every_episode(self) -> bool:
+        """See `EnvDriver`."""
+        return self._mode is AutoresetMode.DISABLED and self._seeding is Seeding.EACH
+
+    def end_episodes(self, lanes: Sequence[int]) -> None:
+        """Forget the episodes of `lanes`: they are over, or abandoned."""
+        for index in lanes:
+            self.lanes[index].episode = None
+        self._idle[list(lanes)] = True
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def send_actions(self, columns: dict[str, NDArray[Any]]) -> None:
+        """See `EnvDriver`."""
+        self._actions = nest(self.spaces.action, columns, action_root(columns))
+
+    def poll(self) -> Outcome:
+        """Step all envs, and take in what came back as arrays."""
+        live, self._pending = self.live, None
+        if self._broken is not None:
+            return self._lost(live, {}, self._broken, stepped=False)
+        try:
+            with self._limited("step", self._config.env_step_timeout_s):
+                answer = self._env.step(self._actions)
+        except Exception as error:  # noqa: BLE001 - a user's env
+            return self._lost(live, {}, error, stepped=False)
+        try:
+            step = read_step(answer, len(self.lanes))
+            problems = self.observations.put_rows(step.observations)
+            return self._take_in(step, live, dict(problems))
+        except EnvContractError as error:
+            return self._lost(live, {}, error)
+
+    def _take_in(self, step: VectorStep, live: NDArray[np.intp] | None, bad: dict[int, Any]) -> Outcome:
+        """`bad`: what is wrong, by lane, with the observations that stand in the columns now."""
+        done = step.terminated | step.truncated
+        ended = np.flatnonzero(done & ~self._idle).tolist() if done.any() else []
+        error = next(iter(bad.values()), None)
+        if ended and self._mode is AutoresetMode.SAME_STEP:
+            self._pending = step
+            problems = self.observations.put(np.array(ended), final_observations(step.infos, ended))
+            # What stood there are first observations; an episode ends well whatever the next one begins with.
+            bad = {lane: problem for lane, problem in bad.items() if lane not in ended}
+            bad |= {ended[position]: problem for position, problem in problems}
+        bad = bad_rewards(step, live, self._actions) | bad
+        rewards = step.rewards if live is None else step.rewards[live]
+        ends = [(lane, step.end_of(lane)) for lane in ended if lane not in bad]
+        error = next(iter(bad.values()), error)
+        infos = self._step_infos(step, done) if step.infos and self._config.infos == "all" else []
+        if error is not None:
+            kept = {lane for lane, _ in ends}
+            outcome = self._lost(live, bad, error, rewards=rewards, ended=ends)
+            outcome.infos = [(lane, info) for lane, info in infos if lane in kept]
+            return outcome
+        outcome = Outcome(rewards, ends, [], infos)
+        if self._mode is AutoresetMode.NEXT_STEP:
+            if self._resetting.any():
+                self._begin_unseeded(np.flatnonzero(self._resetting).tolist(), step)
+                outcome.begun = True
+            self._resetting = done & ~self._resetting
+        return outcome
+
+    def _step_infos(self, step: VectorStep, done: NDArray[np.bool_]) -> list[tuple[int, dict[str, Any]]]:
+        """Of the lanes that stepped. Those that this step reset have none of a step."""
+        same = self._mode is AutoresetMode.SAME_STEP
+        infos = [
+            (lane, step_info(step.infos, lane, was_reset=same and bool(done[lane])))
+            for lane in lanes_with_info(step.infos)
+            if not self._idle[lane]
+        ]
+        return [(lane, info) for lane, info in infos if info]
+
+    def _lost(
+        self,
+        live: NDArray[np.intp] | None,
+        bad: dict[int, Any],
+        error: BaseException,
+        *,
+        stepped: bool = True,
+        rewards: NDArray[np.float64] | None = None,
+        ended: Sequence[tuple[int, ChunkEnd]] = (),
+    ) -> Outcome:
+        """The vector is lost, and with it all open episodes but those in `ended`; `bad` are the lanes to blame."""
+        self._broken = error
+        lanes = np.arange(len(self.lanes)) if live is None else live
+        spared = {lane for lane, _ in ended}
+        failures = [Failure(i, bad.get(i, error), stepped=stepped) for i in lanes.tolist() if i not in spared]
+        failures.sort(key=lambda failure: failure.lane not in bad)
+        outcome = Outcome(np.zeros(len(lanes)) if rewards is None else rewards, list(ended), failures)
+        if not failures:
+            self._failed.append(Failure(next(iter(bad), 0), error, at="step"))
+            outcome.begun = True
+        return outcome
+
+    def _limited(self, phase: str, timeout_s: float) -> AbstractContextManager[None]:
+        if self._watchdog is None:
+            return nullcontext()
+        return self._watchdog.limited(phase, timeout_s, f"env_{phase}_timeout_s")
+
+    # -- episodes -----------------------------------------------------------------------------------------------------
+
+    def try_reset(self, lanes: Sequence[int]) -> None:
+        """See `EnvDriver`; where all lanes begin at once they are reset with seeds."""
+        if self._env is None or self._broken is not None:
+            return
+        if len(lanes) == len(self.lanes):
+            self._reset(range(len(self.lanes)), {})
+        elif self._mode is AutoresetMode.DISABLED:
+            mask = np.zeros(len(self.lanes), np.bool_)
+            mask[list(lanes)] = True
+            self._reset(lanes, {"options": {"reset_mask": mask}})
+        elif self._pending is not None:
+            # The observations of the lanes that go on are put a second time, which spares to take the batch apart.
+            self.observations.put_rows(self._pending.observations)
+            self._begin_unseeded(lanes, self._pending)
+
+    def _reset(self, lanes: Sequence[int], options: dict[str, Any]) -> None:
+        seeds, argument = self._seeds_for(lanes)
+        episodes = [self.lanes[i].create_episode(seed) for i, seed in zip(lanes, seeds, strict=True)]
+        try:
+            for episode in episodes:
+                if self.on_episode_created is not None:
+                    self.on_episode_created(self.lanes[episode.env_index], episode)
+            with self._limited("reset", self._config.env_reset_timeout_s):
+                answer = self._env.reset(**argument, **options)
+            observations, infos = take_reset_apart(answer)
+            for _, problem in self.observations.put_rows(observations):
+                raise problem
+        except Exception as error:  # noqa: BLE001 - a user's env
+            self._broken = error
+            self._failed += [Failure(episode.env_index, error, unbegun=episode) for episode in episodes]
+            return
+        self._resetting[:] = False
+        for episode in episodes:
+            self._begin(episode, infos)
+
+    def _seeds_for(self, lanes: Sequence[int]) -> tuple[list[int], dict[str, Any]]:
+        """The seeds of the episodes that begin in `lanes`, and how the vector is told."""
+        if self._seeding is Seeding.NONE:
+            return [UNSEEDED] * len(lanes), {}
+        if self._seeding is Seeding.ONE:
+            seed = self.lanes[0].seeds.next()
+            return [seed] * len(lanes), {"seed": seed}
+        seeds = [self.lanes[i].seeds.next() for i in lanes]
+        by_lane = dict(zip(lanes, seeds, strict=True))
+        return seeds, {"seed": [by_lane.get(i) for i in range(len(self.lanes))]}
+
+    def _begin_unseeded(self, lanes: Sequence[int], step: VectorStep) -> None:
+        """Episodes that the vector began by itself."""
+        for index in lanes:
+            lane = self.lanes[index]
+            episode = lane.create_episode(UNSEEDED)
+            try:
+                if self.on_episode_created is not None:
+                    self.on_episode_created(lane, episode)
+            except Exception as error:  # noqa: BLE001 - a user's callback
+                self.fail(Failure(index, error, unbegun=episode))
+                continue
+            self._begin(episode, step.infos)
+
+    def _begin(self, episode: Episode, infos: dict[str, Any] | Any) -> None:
+        index = episode.env_index
+        self.lanes[index].begin_episode(episode, reset_info(infos, index) if infos else {})
+        self._idle[index] = False
+        self._started.append(index)

@@ -1,0 +1,31 @@
+"""Which kind of envs a config asks for. One cannot tell before its creator has been called."""
+
+from __future__ import annotations
+
+import gymnasium as gym
+
+from headrace.workers.callbacks import CallbackList
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.context import EnvContext
+from headrace.workers.envs.creators import find_creator, naming_what_failed
+from headrace.workers.envs.driver import EnvDriver
+from headrace.workers.envs.native.vector import NativeVector
+from headrace.workers.envs.vector import EnvVector
+from headrace.workers.randomness import SeedTree
+from headrace.workers.totals import RunnerTotals
+
+
+def open_envs(
+    config: EnvRunnerConfig, worker_index: int, seeds: SeedTree, totals: RunnerTotals, callbacks: CallbackList
+) -> EnvDriver:
+    """The envs that `config` asks for, built, in the hands of a driver of their kind. Raises what `build` does."""
+    first = None
+    if config.gym_env_vectorize_mode is None:
+        context = EnvContext(
+            config.env_config, worker_index=worker_index, num_workers=config.num_workers, num_envs=config.num_envs
+        )
+        creator = find_creator(config.env)
+        with naming_what_failed(config, 0):
+            first = creator(context)
+    kind = NativeVector if first is None or isinstance(first, gym.vector.VectorEnv) else EnvVector
+    return kind(config, worker_index, seeds, totals, callbacks, first)

@@ -1,0 +1,30 @@
+"""A picture of one env, when somebody asks for it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
+
+
+def render_at(env: Any, index: int) -> NDArray[np.uint8] | None:
+    """What env `index` shows, rgb uint8 (height, width, 3); `env` is itself, or a vector of which it is one.
+
+    None where it was not built with render_mode "rgb_array", is down, or fails at it, which is logged.
+    """
+    if getattr(env, "render_mode", None) != "rgb_array":
+        return None
+    try:
+        frame = env.render()
+        if isinstance(env, gym.vector.VectorEnv) and frame is not None:
+            frame = frame[index]
+    except Exception as error:  # noqa: BLE001 - a user's env
+        logger.warning("env %d could not be rendered (%s: %s)", index, type(error).__name__, error)
+        return None
+    picture = np.asarray(frame) if frame is not None else None
+    return picture if picture is not None and picture.ndim == 3 and picture.dtype == np.uint8 else None

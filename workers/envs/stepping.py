@@ -1,0 +1,85 @@
+"""One step of many single-agent envs, one after the other, and what they answer checked at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.chunk import ChunkEnd
+from headrace.workers.envs.checks import check_info, check_rewards, end_of, take_apart
+from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.observations import Observations
+
+
+class Steppable(Protocol):
+    """An env and its place among the columns."""
+
+    index: int
+    step: Callable[[Any], Any] | None
+
+
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """One step of every live lane. `rewards` are those of the live lanes in order, 0 where the lane failed."""
+
+    rewards: NDArray[np.float64]
+    ended: list[tuple[int, ChunkEnd]]
+    failures: list[Failure]
+    infos: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    begun: bool = False
+    """Whether episodes began with this step, in lanes that were not live: `take_started` has them."""
+
+
+def step_all(live: Sequence[Steppable], actions: Sequence[Any], into: Observations, width: int) -> Outcome:
+    """Step each of `live` with the action at its index, and write what it sees `into` the `width` rows of columns."""
+    observations: list[Any] = []
+    rewards: list[Any] = []
+    infos: list[tuple[int, dict[str, Any]]] = []
+    ended: list[tuple[int, ChunkEnd]] = []
+    failures: list[Failure] = []
+    good: list[int] = []
+    for lane in live:
+        index = lane.index
+        try:
+            answer = lane.step(actions[index])  # type: ignore[misc]
+        except Exception as error:  # noqa: BLE001 - a user's env
+            failures.append(Failure(index, error))
+            continue
+        try:
+            observation, reward, terminated, truncated, info = answer
+            if info or info.__class__ is not dict:
+                check_info(info)
+                if info:
+                    infos.append((index, info))
+            if terminated is not False or truncated is not False:
+                end = end_of(terminated, truncated)
+                if end is not ChunkEnd.ONGOING:
+                    ended.append((index, end))
+        except (ValueError, TypeError) as error:
+            failures.append(Failure(index, take_apart(answer, error), stepped=True))
+            continue
+        observations.append(observation)
+        rewards.append(reward)
+        good.append(index)
+    whole = None if len(good) == width else np.array(good, np.intp)
+    checked, problems = check_rewards(rewards, good, actions)
+    problems += into.put(whole, observations)
+    if problems:
+        bad = dict(reversed(problems))
+        failures += [Failure(good[position], error, stepped=True) for position, error in bad.items()]
+    outcome = Outcome(checked, ended, failures, infos)
+    return _without_failed(outcome, live, good) if failures else outcome
+
+
+def _without_failed(outcome: Outcome, live: Sequence[Steppable], good: list[int]) -> Outcome:
+    """What a lane that failed said beside is not to be believed."""
+    failed = {failure.lane for failure in outcome.failures}
+    by_lane = dict(zip(good, outcome.rewards.tolist(), strict=True))
+    outcome.rewards = np.array([by_lane.get(lane.index, 0.0) for lane in live])
+    outcome.ended = [(lane, end) for lane, end in outcome.ended if lane not in failed]
+    outcome.infos = [(lane, info) for lane, info in outcome.infos if lane not in failed]
+    return outcome
