@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from headrace.workers.envs.context import EnvContext as EnvContext
     from headrace.workers.envs.context import StepFailedRecreateEnv as StepFailedRecreateEnv
     from headrace.workers.envs.creators import register_env as register_env
+    from headrace.workers.envs.vector_env import VectorEnv as VectorEnv
     from headrace.workers.metrics_logger import merge_metrics as merge_metrics
     from headrace.workers.multi_agent.env import MultiAgentEnv as MultiAgentEnv
     from headrace.workers.multi_agent_env_runner import MultiAgentEnvRunner as MultiAgentEnvRunner
@@ -31,6 +32,7 @@ _HOMES = {
     "PolicySpec": "headrace.workers.policy_spec",
     "SingleAgentEnvRunner": "headrace.workers.single_agent_env_runner",
     "StepFailedRecreateEnv": "headrace.workers.envs.context",
+    "VectorEnv": "headrace.workers.envs.vector_env",
     "merge_metrics": "headrace.workers.metrics_logger",
     "register_env": "headrace.workers.envs.creators",
 }
@@ -45,6 +47,7 @@ __all__ = [
     "RunnerCallback",
     "SingleAgentEnvRunner",
     "StepFailedRecreateEnv",
+    "VectorEnv",
     "merge_metrics",
     "register_env",
 ]

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.errors import ConfigError, ModuleError
@@ -209,6 +211,10 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
             return []
         sampler = self._sampler
         return [sampler.look(lane, lane.episode) for lane in sampler.envs.lanes if lane.episode is not None]
+
+    def try_render_at(self, index: int = 0) -> NDArray[np.uint8] | None:
+        """What env `index` shows now, rgb uint8 (height, width, 3); None where it gives no rgb_array, or is down."""
+        return self._vector.envs.try_render_at(index)
 
     def get_metrics(self) -> dict[str, Any]:
         """See `EnvRunner`; figures that have no value are absent."""

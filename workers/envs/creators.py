@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -58,11 +59,17 @@ def naming_what_failed(config: EnvRunnerConfig, index: int) -> Iterator[None]:
 def build_env(creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
     """One env, sure to be a gymnasium one; whatever the creator raises passes through."""
     env = creator(context)
+    if "dm_env" in sys.modules:
+        # Loaded by whoever built such an env, and not by us: dm_env is no dependency.
+        from headrace.workers.envs.dm_envs import adapt
+
+        env = adapt(env)
+    seen = f"{type(env).__module__}.{type(env).__qualname__}"
     if hasattr(getattr(env, "unwrapped", env), "possible_agents"):  # gymnasium's wrappers hide it
         expected = "a gymnasium.Env of one agent; one of several needs MultiAgentEnvRunner and policies"
-        raise EnvContractError("environment", f"{type(env).__module__}.{type(env).__qualname__}", expected)
+        raise EnvContractError("environment", seen, expected)
     if not isinstance(env, gym.Env):
-        raise EnvContractError("environment", f"{type(env).__module__}.{type(env).__qualname__}", "a gymnasium.Env")
+        raise EnvContractError("environment", seen, "a gymnasium.Env, one of dm_env's, or a vector of either kind")
     return env
 
 

@@ -81,7 +81,7 @@ class Lane:
         self.episode = episode
 
 
-def close_envs(envs: Iterable[gym.Env[Any, Any] | None], timeout_s: float) -> None:
+def close_envs(envs: Iterable[Any], timeout_s: float) -> None:
     """Close each env in a thread of its own, all within `timeout_s` seconds: errors and hanging ones are warnings."""
     threads = [
         threading.Thread(target=_close, args=(env,), name=f"close-{type(env).__name__}", daemon=True)
@@ -97,7 +97,7 @@ def close_envs(envs: Iterable[gym.Env[Any, Any] | None], timeout_s: float) -> No
             logger.warning("%s did not return within %g s; the env is abandoned", thread.name, timeout_s)
 
 
-def _close(env: gym.Env[Any, Any]) -> None:
+def _close(env: Any) -> None:
     try:
         env.close()
     except Exception as error:  # noqa: BLE001 - a user's env

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import gymnasium as gym
 
 from headrace.workers.callbacks import CallbackList
@@ -10,7 +12,9 @@ from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import find_creator, naming_what_failed
 from headrace.workers.envs.driver import EnvDriver
 from headrace.workers.envs.native.vector import NativeVector
+from headrace.workers.envs.user_vector import UserVector
 from headrace.workers.envs.vector import EnvVector
+from headrace.workers.envs.vector_env import VectorEnv
 from headrace.workers.randomness import SeedTree
 from headrace.workers.totals import RunnerTotals
 
@@ -27,5 +31,10 @@ def open_envs(
         creator = find_creator(config.env)
         with naming_what_failed(config, 0):
             first = creator(context)
-    kind = NativeVector if first is None or isinstance(first, gym.vector.VectorEnv) else EnvVector
-    return kind(config, worker_index, seeds, totals, callbacks, first)
+    return _kind_of(first)(config, worker_index, seeds, totals, callbacks, first)
+
+
+def _kind_of(first: Any) -> type[EnvVector] | type[NativeVector]:
+    if first is None or isinstance(first, gym.vector.VectorEnv):
+        return NativeVector
+    return UserVector if isinstance(first, VectorEnv) else EnvVector

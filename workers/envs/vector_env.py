@@ -1,0 +1,150 @@
+"""Many envs behind one object of the user's own, for those who step them better together than one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.errors import EnvContractError
+from headrace.workers.envs.checks import take_apart
+from headrace.workers.envs.lane import close_envs
+from headrace.workers.envs.rendering import render_at
+
+_CLOSE_TIMEOUT_S = 5.0
+
+Answers = tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]
+
+
+class VectorEnv:
+    """`num_envs` envs of one agent. Derive from it, or have `wrap` make one of envs that exist.
+
+    Each env is reset, and restarted after a failure, by itself; only steps are taken together. `index` None is env 0.
+    """
+
+    def __init__(self, observation_space: Any, action_space: Any, num_envs: int) -> None:
+        self.observation_space = observation_space
+        self.action_space = action_space
+        self.num_envs = num_envs
+
+    @staticmethod
+    def wrap(
+        make_env: Callable[[int], Any] | None = None,
+        existing_envs: Sequence[Any] = (),
+        num_envs: int = 1,
+        observation_space: Any = None,
+        action_space: Any = None,
+    ) -> VectorEnv:
+        """A vector of `existing_envs`, and of as many more, by `make_env(index)`, as `num_envs` need.
+
+        Spaces that are not given are those of env 0. The list given stays as it is. Without `make_env` no env that has
+        failed can be restarted. Raises `EnvContractError` where the numbers cannot meet.
+        """
+        return _ListedEnvs(make_env, existing_envs, num_envs, observation_space, action_space)
+
+    def vector_reset(
+        self, *, seeds: Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[list[Any], list[dict[str, Any]]]:
+        """(observations, infos) after a reset of all envs; for your own loops, since a runner resets each by itself."""
+        given = [None] * self.num_envs if seeds is None else seeds
+        answers = [self.reset_at(index, seed=seed, options=options) for index, seed in enumerate(given)]
+        return [answer[0] for answer in answers], [answer[1] for answer in answers]
+
+    def reset_at(
+        self, index: int | None = None, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """(observation, info) after a reset of one env."""
+        raise NotImplementedError
+
+    def restart_at(self, index: int | None = None) -> None:
+        """Replace one env, which has failed, by a new one; `reset_at` comes next."""
+        raise NotImplementedError
+
+    def vector_step(self, actions: Sequence[Any]) -> Answers:
+        """(observations, rewards, terminateds, truncateds, infos) of one step, one of each for every env.
+
+        An action that is None is of an env that has failed and waits: it is not to be stepped, and its answer is not
+        looked at. An env that fails answers with the exception in place of its observation; what is raised is a failure
+        of all.
+        """
+        raise NotImplementedError
+
+    def get_sub_environments(self) -> Sequence[Any]:
+        """The envs themselves, if there are such."""
+        return []
+
+    def get_unwrapped(self) -> Sequence[Any]:
+        """Another name of `get_sub_environments`."""
+        return self.get_sub_environments()
+
+    def try_render_at(self, index: int | None = None) -> NDArray[np.uint8] | None:
+        """One env's picture, rgb uint8 (height, width, 3); None where it gives none."""
+        return None
+
+    def close(self) -> None:
+        """Release what the envs hold."""
+
+
+class _ListedEnvs(VectorEnv):
+    def __init__(
+        self,
+        make_env: Callable[[int], Any] | None,
+        existing_envs: Sequence[Any],
+        num_envs: int,
+        observation_space: Any,
+        action_space: Any,
+    ) -> None:
+        self._make_env = make_env
+        self._envs = list(existing_envs)
+        given = len(self._envs)
+        if given > num_envs or (given < num_envs and make_env is None):
+            wanted = f"{num_envs}, as num_envs says" + ("" if given > num_envs else ", or fewer and make_env")
+            raise EnvContractError("number of existing_envs", str(given), wanted)
+        if make_env is not None:
+            self._envs += [make_env(index) for index in range(given, num_envs)]
+        first = self._envs[0]
+        super().__init__(
+            first.observation_space if observation_space is None else observation_space,
+            first.action_space if action_space is None else action_space,
+            num_envs,
+        )
+
+    def reset_at(
+        self, index: int | None = None, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        answer: tuple[Any, dict[str, Any]] = self._envs[index or 0].reset(seed=seed, options=options)
+        return answer
+
+    def restart_at(self, index: int | None = None) -> None:
+        if self._make_env is None:
+            raise EnvContractError("VectorEnv.wrap", "existing_envs only", "given make_env too, to restart an env")
+        close_envs([self._envs[index or 0]], _CLOSE_TIMEOUT_S)
+        self._envs[index or 0] = self._make_env(index or 0)
+
+    def vector_step(self, actions: Sequence[Any]) -> Answers:
+        rows = [_step(env, action) for env, action in zip(self._envs, actions, strict=True)]
+        observations, rewards, terminateds, truncateds, infos = zip(*rows, strict=True)
+        return observations, rewards, terminateds, truncateds, infos
+
+    def get_sub_environments(self) -> Sequence[Any]:
+        return self._envs
+
+    def try_render_at(self, index: int | None = None) -> NDArray[np.uint8] | None:
+        return render_at(self._envs[index or 0], index or 0)
+
+    def close(self) -> None:
+        close_envs(self._envs, _CLOSE_TIMEOUT_S)
+
+
+def _step(env: Any, action: Any) -> tuple[Any, Any, Any, Any, Any]:
+    if action is None:
+        return None, 0.0, False, False, {}
+    try:
+        answer = env.step(action)
+    except Exception as error:  # noqa: BLE001 - a user's env
+        return error, 0.0, True, False, {}
+    if not isinstance(answer, tuple) or len(answer) != 5:
+        return take_apart(answer, ValueError()), 0.0, True, False, {}
+    return answer
