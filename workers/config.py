@@ -34,7 +34,10 @@ class EnvRunnerConfig(SamplingSettings):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     env: str | Callable[..., Any] | None = None
-    """Gymnasium id (also "module:Id-v0"), registered name, "package.module:make_env", class, callable(EnvContext)."""
+    """Gymnasium id (also "module:Id-v0"), registered name, "package.module:make_env", class, callable(EnvContext).
+
+    What is created is one env; or all of them at once, as a `gymnasium.vector.VectorEnv` or a `VectorEnv` of our own.
+    """
     num_envs: int = Field(default=1, ge=1, le=65_536)
     """Environments stepped together by one runner."""
     num_workers: int = Field(default=1, ge=0)

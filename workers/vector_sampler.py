@@ -29,6 +29,9 @@ from headrace.workers.modules.acting import Columns
 from headrace.workers.modules.recurrent import Memory
 from headrace.workers.totals import RunnerTotals
 
+_NO_STATE: dict[str, NDArray[Any]] = {}
+"""One for all chunks: a dict for each, where episodes are many, makes the collector of garbage work more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mode:
@@ -103,7 +106,7 @@ class VectorSampler:
 
     def _state_in(self, lane: int) -> dict[str, NDArray[Any]]:
         """What a recurrent module, if there is one and it acts, remembers of the lane."""
-        return {} if self._memory is None or self.mode.random_actions else self._memory.of(lane)
+        return _NO_STATE if self._memory is None or self.mode.random_actions else self._memory.of(lane)
 
     def use_memory(self, memory: Memory | None) -> None:
         """From now on `memory` is kept true at episode starts. Steps that were not cut yet, of another's, are lost."""

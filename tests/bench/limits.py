@@ -4,6 +4,7 @@
     limit 2   SyncVectorEnv, torch policy in plain ops, into preallocated arrays
     limit 3   a plain list of envs as `gym.make` gives them, random actions
     limit 4   the vector that CartPole brings along (`vector_entry_point`), torch policy, into preallocated arrays
+    envpool   EnvPool's vector, if it is installed, likewise
     limit 5   a plain list of unwrapped envs (no time limit) and the same policy in numpy: a ceiling, not a product
     limit 6   a plain list of multi-agent envs, one call of the torch policy for all agents of all of them, no record
 
@@ -13,6 +14,7 @@ The policy is a 64 x 64 tanh MLP with a shared trunk: categorical sample, log-pr
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -64,11 +66,25 @@ def limit_4(width: int) -> Loop:
     return _recording(env, width)
 
 
+def envpool_loop(width: int) -> Loop:
+    """EnvPool's CartPole with a torch policy, recording likewise."""
+    return _recording(make_envpool(width), width)
+
+
+def make_envpool(width: int) -> Any:
+    """EnvPool's CartPole, in this thread as everything else here."""
+    import envpool
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of gymnasium, whom its bounds are too exact
+        return envpool.make_gymnasium(ENV, num_envs=width, num_threads=1, seed=0)
+
+
 def _recording(env: Any, width: int) -> Loop:
     policy = TorchPolicy()
     record = arrays(width)
     turn = _counter(HORIZON)
-    obs, _ = env.reset(seed=0)
+    obs, _ = env.reset()
 
     def step() -> None:
         nonlocal obs

@@ -68,8 +68,9 @@ def _native(quick: bool) -> list[Row]:
     """The sampler's with a native vector, likewise."""
     seconds, rounds = (0.2, 3) if quick else (0.5, 7)
     with SPAWN.Pool(1, initializer=_pin) as pool:
-        rows = pool.apply(sampler.measure_native, (NATIVE_WIDTHS, seconds, rounds))
-    return [_sampler_row("native", row) for row in rows]
+        native = pool.apply(sampler.measure_native, (NATIVE_WIDTHS, seconds, rounds))
+        envpool = pool.apply(sampler.measure_envpool, (NATIVE_WIDTHS[:1], seconds, rounds))
+    return [_sampler_row("native", row) for row in native] + [_sampler_row("envpool", row) for row in envpool]
 
 
 def _multi_agent(quick: bool) -> list[Row]:

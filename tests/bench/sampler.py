@@ -10,6 +10,7 @@ import json
 import statistics
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,15 @@ import limits
 MARKS = {1: 0.8, 8: 0.9, 64: 0.95}
 """Least ratio to limit 2 that our sampler is to reach, by number of envs."""
 NATIVE_MARKS = {64: 0.7, 512: 0.7}
-"""Likewise to limit 4, with CartPole's own vector."""
+"""Likewise to limit 4 with CartPole's own vector, and to a bare loop of EnvPool with that."""
 
 
 class Headrace:
     """`sample_fragment` with full bookkeeping: what a worker process does between two batches."""
 
     def __init__(self, width: int, **settings: Any) -> None:
-        config = EnvRunnerConfig(
-            env=limits.ENV, num_envs=width, seed=0, rollout_fragment_length=limits.HORIZON, **settings
-        )
+        settings = {"env": limits.ENV, "seed": 0, **settings}
+        config = EnvRunnerConfig(num_envs=width, rollout_fragment_length=limits.HORIZON, **settings)
         self._runner = SingleAgentEnvRunner(config)
 
     def run(self, seconds: float) -> float:
@@ -70,6 +70,19 @@ def measure_native(widths: list[int], seconds: float, rounds: int) -> list[dict[
         ours = Headrace(width, gym_env_vectorize_mode="vector_entry_point")
         loops = {"limit 4": limits.limit_4(width), "headrace": ours}
         rows += _compare(loops, "limit 4", NATIVE_MARKS, width, seconds, rounds)
+    return rows
+
+
+def measure_envpool(widths: list[int], seconds: float, rounds: int) -> list[dict[str, Any]]:
+    """Likewise with EnvPool, beside a bare loop of it; nothing where it is not installed."""
+    torch.set_num_threads(1)
+    if find_spec("envpool") is None:
+        return []
+    rows = []
+    for width in widths:
+        ours = Headrace(width, env=lambda context: limits.make_envpool(context.num_envs))
+        loops = {"envpool": limits.envpool_loop(width), "headrace": ours}
+        rows += _compare(loops, "envpool", NATIVE_MARKS, width, seconds, rounds)
     return rows
 
 

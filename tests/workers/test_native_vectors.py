@@ -186,6 +186,27 @@ def test_whole_episodes_are_what_was_asked_for() -> None:
             check_books(sampler)
 
 
+def test_a_vector_is_built_anew_when_asked_and_ids_do_not_come_again() -> None:
+    vectors: list[Any] = []
+
+    def create(context: EnvContext) -> Any:
+        vectors.append(vector_of(Counting, "async", AutoresetMode.NEXT_STEP)(context))
+        return vectors[-1]
+
+    with runner(create, num_envs=2) as sampler:
+        ids = {chunk.episode_id for chunk in sampler.sample(num_timesteps=20)}
+        sampler.make_env()
+        assert [vector.closed for vector in vectors] == [True, False]
+        assert not any(process.is_alive() for process in vectors[0].processes)
+        batch = sampler.sample(num_timesteps=20)
+        assert not ids & {chunk.episode_id for chunk in batch if chunk.end is not ChunkEnd.ABORTED}
+        sampler.config = sampler.config.model_copy(update={"env": Counting})
+        with pytest.raises(EnvContractError, match=r"should be a gymnasium.vector.VectorEnv, got .*Counting"):
+            sampler.make_env()
+    assert all(vector.closed for vector in vectors)
+    sampler.stop()
+
+
 def test_a_vector_of_another_width_is_refused_with_both_numbers() -> None:
     def create(context: EnvContext) -> Any:
         return SyncVectorEnv([lambda: Counting(context)] * 2)

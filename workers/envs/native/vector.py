@@ -14,7 +14,7 @@ and only where all lanes begin at once they are reset by us, with seeds, whateve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -214,8 +214,9 @@ class NativeVector(WholeVector):
                 continue
             self._begin(episode, step.infos)
 
-    def _begin(self, episode: Episode, infos: dict[str, Any] | Any) -> None:
+    def _begin(self, episode: Episode, infos: Mapping[str, Any]) -> None:
         index = episode.env_index
-        self.lanes[index].begin_episode(episode, reset_info(infos, index) if infos else {})
+        # Dicts that live on cost full collections of garbage, so that where episodes are many their own is kept.
+        self.lanes[index].begin_episode(episode, reset_info(infos, index) if infos else episode.reset_info)
         self._idle[index] = False
         self._started.append(index)
