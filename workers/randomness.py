@@ -2,7 +2,8 @@
 
     root entropy ── (worker_index, incarnation, env_index) ──┬── reset seeds, one an episode
                                                              ├── numbers a policy samples from
-                                                             └── numbers random actions are made from
+                                                             ├── numbers random actions are made from
+                                                             └── seeds for what is seeded when it is made
 
 So what an env lives through depends on its own streams and the weights, never on its neighbours, the size of the
 vector or who was ready first. Nothing here touches the global state of python, numpy or torch.
@@ -35,12 +36,21 @@ class SeedTree:
     def __init__(self, seed: int | None, worker_index: int, incarnation: int, num_envs: int) -> None:
         self.entropy = secrets.randbits(128) if seed is None else seed
         self.seats = SeatStreams(self.entropy, worker_index, incarnation)
+        self._key = (worker_index, incarnation)
+        self._makings: dict[int, np.random.Generator] = {}
         children = [
             np.random.SeedSequence(self.entropy, spawn_key=(worker_index, incarnation, env_index)).spawn(3)
             for env_index in range(num_envs)
         ]
         streams = [[np.random.Generator(np.random.PCG64(child)) for child in row] for row in children]
         self.resets, self.policy, self.random_actions = (list(column) for column in zip(*streams, strict=True))
+
+    def for_making(self, env_index: int, max_seed: int) -> int:
+        """A seed for an env that is to be made; others as near as there are envs in the runner are free too."""
+        if env_index not in self._makings:
+            sequence = np.random.SeedSequence(self.entropy, spawn_key=(*self._key, env_index, 3))
+            self._makings[env_index] = np.random.Generator(np.random.PCG64(sequence))
+        return int(self._makings[env_index].integers(0, max(max_seed - len(self.resets), 1), dtype=np.int64))
 
 
 class SeatStreams:

@@ -39,6 +39,15 @@ def test_chunks_are_whole_and_true() -> None:
         assert over.nonzero()[0].tolist() == ([len(chunk)] if chunk.end is ChunkEnd.TERMINATED else [])
 
 
+def test_the_seed_in_the_context_makes_it_repeatable() -> None:
+    def seeded(context: EnvContext) -> Any:
+        return _make(EnvContext({"seed": context.seed % 2**31}, num_envs=context.num_envs))  # type: ignore[operator]
+
+    with runner(seeded, num_envs=3) as one, runner(seeded, num_envs=3) as again, runner(seeded, 1, num_envs=3) as other:
+        seen = [sampler.sample_fragment().columns["obs"].tobytes() for sampler in (one, again, other)]
+    assert seen[0] == seen[1] != seen[2]
+
+
 def test_a_time_limit_truncates() -> None:
     with runner(_make, num_envs=2, env_config={"seed": 3, "max_episode_steps": 4}) as sampler:
         batch = sampler.sample(num_episodes=6)

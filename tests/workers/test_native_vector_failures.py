@@ -20,6 +20,9 @@ from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
 from headrace.workers import EnvContext, StepFailedRecreateEnv
 
+# Gymnasium's AsyncVectorEnv tells of an env's error by warnings too, before it raises it.
+pytestmark = pytest.mark.filterwarnings("ignore:.*ERROR:UserWarning")
+
 MODES = list(AutoresetMode)
 
 

@@ -12,6 +12,7 @@ import torch
 from toy_envs import Counting, Walk, runner
 
 from headrace.schemas.spaces import Spaces
+from headrace.workers import EnvContext
 from headrace.workers.envs.actions import RandomActions
 from headrace.workers.envs.spaces import convert
 from headrace.workers.randomness import EnvSeeds, NoiseBlocks, SeedTree
@@ -124,3 +125,22 @@ def test_random_actions_lie_in_their_space_and_reach_all_of_it(space: gym.Space[
         if leaf.dtype.kind in "iu" and leaf.dtype != np.uint8:
             values, counts = np.unique(leaf[:, ...].reshape(4000, -1)[:, 0], return_counts=True)
             assert counts.min() > 0.8 * 4000 / len(values)
+
+
+def test_creators_are_told_a_seed_that_follows_from_the_runs_and_is_nobody_elses() -> None:
+    def told(worker_index: int, **settings: Any) -> list[Any]:
+        seeds: list[Any] = []
+
+        def create(context: EnvContext) -> Counting:
+            seeds.append(context.seed)
+            assert context.num_envs == 3
+            assert context.at(2).seed == context.seed + 2 - context.vector_index
+            return Counting(context)
+
+        with runner(create, worker_index, num_envs=3, **settings) as sampler:
+            sampler.make_env()
+        return seeds
+
+    assert told(0) == told(0)
+    assert len({*told(0), *told(1), *told(0, seed=8)}) == 18
+    assert all(0 <= seed < 100 for seed in told(0, max_env_seed=100))

@@ -10,7 +10,8 @@ class EnvContext(dict[str, Any]):
     """The user's `env_config`, which also knows for whom the env is built, so each may get a port or a map of its own.
 
     `vector_index` is the env's place in its runner, from 0, and `num_envs` how many the runner has: whoever creates a
-    whole vector makes one of that many. `recreated` says it replaces one that failed.
+    whole vector makes one of that many. `recreated` says it replaces one that failed. `seed` is for what can be seeded
+    only when it is made: it follows from the run's, another each time, and env i of a whole vector may take seed + i.
     """
 
     def __init__(
@@ -23,6 +24,7 @@ class EnvContext(dict[str, Any]):
         num_envs: int = 1,
         remote: bool = False,
         recreated: bool = False,
+        seed: int | None = None,
     ) -> None:
         super().__init__(env_config)
         self.worker_index = worker_index
@@ -31,6 +33,7 @@ class EnvContext(dict[str, Any]):
         self.num_envs = num_envs
         self.remote = remote
         self.recreated = recreated
+        self.seed = seed
 
     def at(self, vector_index: int) -> EnvContext:
         """The same for another env of the runner."""
@@ -42,6 +45,7 @@ class EnvContext(dict[str, Any]):
             num_envs=self.num_envs,
             remote=self.remote,
             recreated=self.recreated,
+            seed=None if self.seed is None else self.seed + vector_index - self.vector_index,
         )
 
     @property

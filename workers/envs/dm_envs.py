@@ -21,7 +21,8 @@ def adapt(env: Any) -> Any:
 class DmEnv(gym.Env[Any, Any]):
     """Specs become spaces. An episode that ends with discount 0 has terminated, with any other it was truncated.
 
-    A discount that is neither 0 nor 1 is in the info. The protocol knows no seeds: whoever makes the env seeds it.
+    A discount that is neither 0 nor 1 is in the info. The protocol knows no seeds: whoever makes the env seeds it, by
+    `context.seed` for one.
     """
 
     def __init__(self, env: dm_env.Environment) -> None:

@@ -22,7 +22,7 @@ from headrace.workers.envs.roster import Roster
 class LaneVector(Roster):
     """Lanes with an env each."""
 
-    def build(self, config: EnvRunnerConfig, first: Any = None) -> None:
+    def build(self, config: EnvRunnerConfig, first: tuple[Any, EnvContext] | None = None) -> None:
         """See `Roster`."""
         if config.gym_env_vectorize_mode is not None:
             message = f"{config.gym_env_vectorize_mode!r} is for a SingleAgentEnvRunner that had it from the beginning"
@@ -30,20 +30,22 @@ class LaneVector(Roster):
         self._config = config
         self._creator = find_creator(config.env)
         self.stop()
+        creators, contexts = [self._creator] * len(self.lanes), []
+        if first is not None:
+            creators[0], contexts = (lambda _: first[0]), [first[1]]
+        contexts += [self._context(lane.index, recreated=False) for lane in self.lanes[len(contexts) :]]
         try:
-            for lane in self.lanes:
+            for lane, creator, context in zip(self.lanes, creators, contexts, strict=True):
                 lane.due_at = None
-                context = self._context(lane.index, recreated=False)
                 with naming_what_failed(config, lane.index):
-                    given = (lambda _: first) if lane.index == 0 and first is not None else self._creator
-                    lane.adopt(self._build_env(given, context))
+                    lane.adopt(self._build_env(creator, context))
             env_0 = self.lanes[0].env
             assert env_0 is not None
             self._learn_spaces(env_0)
             for lane in self.lanes[1:]:
                 self._check_spaces(lane)
-            for lane in self.lanes:
-                self._tell_created(lane, self._context(lane.index, recreated=False))
+            for lane, context in zip(self.lanes, contexts, strict=True):
+                self._tell_created(lane, context)
         except HeadraceError:
             self.stop()
             raise

@@ -8,10 +8,10 @@ import gymnasium as gym
 
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import find_creator, naming_what_failed
 from headrace.workers.envs.driver import EnvDriver
 from headrace.workers.envs.native.vector import NativeVector
+from headrace.workers.envs.roster import context_of
 from headrace.workers.envs.user_vector import UserVector
 from headrace.workers.envs.vector import EnvVector
 from headrace.workers.envs.vector_env import VectorEnv
@@ -23,18 +23,15 @@ def open_envs(
     config: EnvRunnerConfig, worker_index: int, seeds: SeedTree, totals: RunnerTotals, callbacks: CallbackList
 ) -> EnvDriver:
     """The envs that `config` asks for, built, in the hands of a driver of their kind. Raises what `build` does."""
-    first = None
-    if config.gym_env_vectorize_mode is None:
-        context = EnvContext(
-            config.env_config, worker_index=worker_index, num_workers=config.num_workers, num_envs=config.num_envs
-        )
-        creator = find_creator(config.env)
-        with naming_what_failed(config, 0):
-            first = creator(context)
-    return _kind_of(first)(config, worker_index, seeds, totals, callbacks, first)
+    if config.gym_env_vectorize_mode is not None:
+        return NativeVector(config, worker_index, seeds, totals, callbacks)
+    creator, context = find_creator(config.env), context_of(config, worker_index, 0, seeds)
+    with naming_what_failed(config, 0):
+        first = creator(context)
+    return _kind_of(first)(config, worker_index, seeds, totals, callbacks, (first, context))
 
 
 def _kind_of(first: Any) -> type[EnvVector] | type[NativeVector]:
-    if first is None or isinstance(first, gym.vector.VectorEnv):
+    if isinstance(first, gym.vector.VectorEnv):
         return NativeVector
     return UserVector if isinstance(first, VectorEnv) else EnvVector

@@ -28,7 +28,7 @@ class Roster(ABC):
     """`num_envs` lanes. A lane is live while it has an episode.
 
     Call order of a poll: step, then `fail` and `try_reset` for what that reported, `try_restart` last: only that one
-    raises. `first`: what the creator gave when it was called for env 0, to be used and not built again.
+    raises. `first`: what the creator gave for env 0, for which it is not called again, and what it was told.
     """
 
     def __init__(
@@ -38,12 +38,13 @@ class Roster(ABC):
         seeds: SeedTree,
         totals: RunnerTotals,
         callbacks: CallbackList | None = None,
-        first: Any = None,
+        first: tuple[Any, EnvContext] | None = None,
     ) -> None:
         self._config = config
         self._callbacks = callbacks
         self._worker_index = worker_index
         self._totals = totals
+        self._seeds = seeds
         self.lanes = [
             Lane(i, EnvSeeds(stream, config.max_env_seed), RestartBudget(config, i))
             for i, stream in enumerate(seeds.resets)
@@ -61,7 +62,7 @@ class Roster(ABC):
     # -- what the kinds of vector do each in their own way ------------------------------------------------------------
 
     @abstractmethod
-    def build(self, config: EnvRunnerConfig, first: Any = None) -> None:
+    def build(self, config: EnvRunnerConfig, first: tuple[Any, EnvContext] | None = None) -> None:
         """Build every env anew, closing what was there. An env that cannot be built the first time is an error."""
 
     @property
@@ -130,11 +131,19 @@ class Roster(ABC):
             self._callbacks.call("on_environment_created", env=env, env_context=context)
 
     def _context(self, index: int, *, recreated: bool) -> EnvContext:
-        return EnvContext(
-            self._config.env_config,
-            worker_index=self._worker_index,
-            num_workers=self._config.num_workers,
-            vector_index=index,
-            num_envs=len(self.lanes),
-            recreated=recreated,
-        )
+        return context_of(self._config, self._worker_index, index, self._seeds, recreated=recreated)
+
+
+def context_of(
+    config: EnvRunnerConfig, worker_index: int, index: int, seeds: SeedTree, *, recreated: bool = False
+) -> EnvContext:
+    """What the creator of env `index` is told. Its seed is another one each time."""
+    return EnvContext(
+        config.env_config,
+        worker_index=worker_index,
+        num_workers=config.num_workers,
+        vector_index=index,
+        num_envs=config.num_envs,
+        recreated=recreated,
+        seed=seeds.for_making(index, config.max_env_seed),
+    )

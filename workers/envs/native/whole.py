@@ -9,6 +9,7 @@ import numpy as np
 
 from headrace.schemas.errors import EnvContractError, HeadraceError
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import naming_what_failed
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.native.answers import VectorStep
@@ -30,17 +31,17 @@ class WholeVector(Roster):
     """The step that has brought first observations of episodes which are not begun yet."""
     _watchdog: Watchdog | None = None
 
-    def build(self, config: EnvRunnerConfig, first: Any = None) -> None:
+    def build(self, config: EnvRunnerConfig, first: tuple[Any, EnvContext] | None = None) -> None:
         """See `Roster`."""
         self._config = config
         self._creator = vector_creator(config)
         self.stop()
         for lane in self.lanes:
             lane.budget, lane.due_at = self.lanes[0].budget, None
-        context = self._context(0, recreated=False)
+        context = self._context(0, recreated=False) if first is None else first[1]
         try:
             with naming_what_failed(config, 0):
-                self._adopt(self._creator(context) if first is None else first)
+                self._adopt(self._creator(context) if first is None else first[0])
             self.spaces = spaces_of_vector(self._env)
             self.gym_spaces = self._env.single_observation_space, self._env.single_action_space
             check_bounds = not config.disable_env_checking

@@ -1,0 +1,214 @@
+"""One contract for every kind of envs: what a sampler may rely on, whoever steps them.
+
+A new kind adds itself to `DRIVERS`: what makes the settings of a runner whose envs are its own, of a given env class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode
+from native_vectors import vector_of
+from toy_envs import Counting, check_books, runner
+
+from headrace.schemas.chunk import ChunkEnd, to_episode
+from headrace.schemas.errors import EnvRestartBudgetError
+from headrace.workers import RunnerCallback, VectorEnv
+
+# Gymnasium's AsyncVectorEnv tells of an env's error by warnings too, before it raises it.
+pytestmark = pytest.mark.filterwarnings("ignore:.*ERROR:UserWarning")
+
+Settings = dict[str, Any]
+
+
+def _wrapped(env: Any) -> Settings:
+    return {"env": lambda context: VectorEnv.wrap(lambda i: env(context.at(i)), num_envs=context.num_envs)}
+
+
+def _native(kind: str, mode: AutoresetMode) -> Callable[[Any], Settings]:
+    return lambda env: {"env": vector_of(env, kind, mode)}
+
+
+DRIVERS: dict[str, Callable[[Any], Settings]] = {
+    "by themselves": lambda env: {"env": env},
+    "a VectorEnv of ours": _wrapped,
+    "sync": lambda env: {"env": env, "gym_env_vectorize_mode": "sync"},
+    "async": lambda env: {"env": env, "gym_env_vectorize_mode": "async"},
+    "sync, next step": _native("sync", AutoresetMode.NEXT_STEP),
+    "sync, same step": _native("sync", AutoresetMode.SAME_STEP),
+    "async, next step": _native("async", AutoresetMode.NEXT_STEP),
+}
+
+every_kind = pytest.mark.parametrize("kind", DRIVERS)
+LENGTHS = {0: 3, 1: 5, 2: 4, 3: 7}
+
+
+def _runner(kind: str, env: Any = Counting, **settings: Any) -> Any:
+    settings = {"num_envs": 4, "env_config": {"lengths": LENGTHS}, "rollout_fragment_length": 6, **settings}
+    return runner(**DRIVERS[kind](env), **settings)
+
+
+def _check_true(chunk: Any) -> None:
+    """Of Counting: each observation is its time in the episode, and each reward too."""
+    times = np.arange(chunk.t_start, chunk.t_start + len(chunk) + 1)
+    assert chunk.obs[:, 0].tolist() == times.tolist()
+    assert (chunk.obs[:, 1] == chunk.env_index).all()
+    assert chunk.rewards.tolist() == times[1:].tolist()
+    over = chunk.t_start + len(chunk) == LENGTHS[chunk.env_index]
+    assert chunk.end is (ChunkEnd.TERMINATED if over else ChunkEnd.ONGOING)
+
+
+@every_kind
+def test_chunks_are_true_and_go_on_from_call_to_call(kind: str) -> None:
+    with _runner(kind) as sampler:
+        chunks = [chunk for _ in range(5) for chunk in sampler.sample_fragment()]
+        check_books(sampler)
+        assert sampler.totals.stepped == sampler.totals.delivered == sum(map(len, chunks))
+        assert len(sampler.running_episodes()) <= 4
+    parts: dict[str, list[Any]] = {}
+    for chunk in chunks:
+        _check_true(chunk)
+        parts.setdefault(chunk.episode_id, []).append(chunk)
+    for episode in parts.values():
+        to_episode(episode)  # which compares what meets at the seams
+    assert sum(chunk.end is ChunkEnd.TERMINATED for chunk in chunks) == sampler.totals.episodes > 15
+
+
+@every_kind
+def test_random_actions_no_exploration_and_resets_by_force_are_as_asked(kind: str) -> None:
+    with _runner(kind) as sampler:
+        sampler.sample(num_timesteps=20, random_actions=True)
+        sampler.sample(num_timesteps=20, explore=False)
+        chunks = sampler.sample(num_timesteps=8, force_reset=True)
+        assert {chunk.t_start for chunk in chunks if len(chunk)} == {0}
+        whole = [chunk for chunk in sampler.sample(num_episodes=7) if len(chunk)]
+        assert 7 <= len(whole) <= 10
+        for chunk in whole:
+            _check_true(chunk)
+            assert chunk.t_start == 0
+            assert chunk.end is ChunkEnd.TERMINATED
+        check_books(sampler)
+        assert set(sampler.totals.discarded) == {"reset"}
+
+
+@every_kind
+def test_whole_episodes_stay_open_from_fragment_to_fragment(kind: str) -> None:
+    with _runner(kind, batch_mode="complete_episodes") as sampler:
+        for _ in range(4):
+            batch = sampler.sample_fragment()
+            assert len(batch) >= 4
+            for chunk in batch:
+                _check_true(chunk)
+            check_books(sampler)
+
+
+class Unsound(Counting):
+    """Raises, or answers nonsense, at a chance of its own; now and then its reset does."""
+
+    def reset(self, **settings: Any) -> Any:
+        if settings.get("seed") is not None:
+            self.chance = np.random.default_rng(settings["seed"])
+        if self.chance.random() < 0.02:
+            raise RuntimeError("no reset")
+        return super().reset(**settings)
+
+    def step(self, action: Any) -> Any:
+        answer = super().step(action)
+        fault = self.chance.random()
+        if fault < 0.01:
+            raise RuntimeError("no step")
+        if fault < 0.02:
+            return answer[0], float("nan"), *answer[2:]
+        return (answer[0] - 100.0, *answer[1:]) if fault < 0.03 else answer
+
+
+@every_kind
+def test_under_a_storm_of_faults_nothing_is_lost_without_a_name(kind: str) -> None:
+    attempts = {"env_restart_attempts": 100, "max_env_restarts_per_window": 10_000}
+    length = 12 if "async" in kind else 60
+    with _runner(kind, Unsound, rollout_fragment_length=length, **attempts) as sampler:
+        last: dict[str, Any] = {}
+        for _ in range(4):
+            for chunk in sampler.sample_fragment():
+                before = last.get(chunk.episode_id)
+                assert chunk.chunk_index == (before.chunk_index + 1 if before else 0)
+                assert before is None or before.end is ChunkEnd.ONGOING
+                last[chunk.episode_id] = chunk
+                if chunk.end is not ChunkEnd.ABORTED:
+                    _check_true(chunk)
+            check_books(sampler)
+        assert sampler.totals.env_failures == sampler.totals.env_rebuilds > 0
+        assert set(sampler.totals.discarded) <= {"env_exception", "env_bad_data"}
+        open_now = {view.episode_id for view in sampler.running_episodes()}
+        assert {episode for episode, chunk in last.items() if chunk.end is ChunkEnd.ONGOING} <= open_now
+
+
+class Account(RunnerCallback):
+    """What became of every episode that was created."""
+
+    def __init__(self) -> None:
+        self.created, self.started, self.over = list[str](), list[str](), list[str]()
+        self.failed = 0
+
+    def on_episode_created(self, episode: Any, **_: Any) -> None:
+        self.created.append(episode.episode_id)
+
+    def on_episode_start(self, episode: Any, **_: Any) -> None:
+        self.started.append(episode.episode_id)
+
+    def on_episode_end(self, episode: Any, **_: Any) -> None:
+        self.over.append(episode.episode_id)
+
+    def on_episode_aborted(self, episode: Any, **_: Any) -> None:
+        self.over.append(episode.episode_id)
+
+    def on_env_failed(self, **_: Any) -> None:
+        self.failed += 1
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DRIVERS if "async" not in kind])
+def test_callbacks_hear_of_each_episode_once(kind: str) -> None:
+    account = Account()
+    attempts = {"env_restart_attempts": 100, "max_env_restarts_per_window": 10_000}
+    with _runner(kind, Unsound, callbacks=[account], rollout_fragment_length=100, **attempts) as sampler:
+        sampler.sample_fragment()
+        running = [view.episode_id for view in sampler.running_episodes()]
+    assert sorted(account.created) == sorted(account.over + running)
+    assert len(set(account.created)) == len(account.created)
+    assert set(account.started) <= set(account.created)
+    assert account.failed > 0
+
+
+class Broken(Counting):
+    def step(self, action: Any) -> Any:
+        raise KeyError("always")
+
+
+@every_kind
+def test_what_never_works_comes_to_a_typed_end(kind: str) -> None:
+    with _runner(kind, Broken, env_restart_attempts=2) as sampler:
+        for _ in range(2):
+            with pytest.raises(EnvRestartBudgetError, match="always"):
+                sampler.sample(num_timesteps=40)
+            check_books(sampler)
+    with _runner(kind, Broken, restart_failed_sub_environments=False) as sampler:
+        with pytest.raises(KeyError, match="always"):
+            sampler.sample(num_timesteps=40)
+        check_books(sampler)
+
+
+@every_kind
+def test_a_runner_may_be_stopped_twice_and_build_its_envs_again(kind: str) -> None:
+    sampler = _runner(kind)
+    ids = {chunk.episode_id for chunk in sampler.sample(num_timesteps=24)}
+    sampler.make_env()
+    again = [chunk for chunk in sampler.sample(num_timesteps=24) if len(chunk)]
+    assert not ids & {chunk.episode_id for chunk in again}
+    for chunk in again:
+        _check_true(chunk)
+    sampler.stop()
+    sampler.stop()
+    assert sampler.env is None
