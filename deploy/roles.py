@@ -5,6 +5,7 @@ The roles' own modules are imported only here and only when needed: torch alone 
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import secrets
@@ -51,6 +52,7 @@ def start_worker(
     )
     from headrace.workers.worker import run_worker
 
+    gc.freeze()  # torch and its like live as long as this process: no collection of garbage need look through them
     with _no_exit_from(EnvError, "the env or the module"):
         run_worker(
             resolved, endpoint=where, fleet_id=fleet_id, slot=slot, incarnation=incarnation, recorder_dir=recorders

@@ -42,6 +42,8 @@ class Sampler(Protocol):
     def episodes_ended(self) -> int: ...
     @property
     def hangs(self) -> bool: ...
+    @property
+    def resets(self) -> int: ...
     def begin(self, mode: Mode, capacity: int, *, force_reset: bool) -> None: ...
     def abandon(self, reason: Discard) -> None: ...
     def finish(self, reason: Discard) -> None: ...
@@ -205,14 +207,16 @@ class EnvRunner(RunnerState, Generic[Batch]):
     def _enough_steps(self, steps: int) -> Callable[[], bool]:
         """Polls are counted, not steps that a failure takes away, so that no cut depends on a neighbour's fault.
 
+        What a native vector needs to reset a lane is no step.
+
         Agent steps cannot be known from polls, so that with them it does.
         """
         if self.config.count_steps_by == "agent_steps":
             goal = self.totals.stepped + steps
             return lambda: self.totals.stepped >= goal
-        polls = -(-steps // self.config.num_envs)
-        begun = itertools.count()
-        return lambda: next(begun) >= polls
+        sampler, width, begun = self._vector, self.config.num_envs, itertools.count()
+        before = sampler.resets
+        return lambda: next(begun) * width - (sampler.resets - before) >= steps
 
     def _enough_episodes(self, episodes: int) -> Callable[[], bool]:
         sampler = self._vector

@@ -93,7 +93,7 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
 
     @property
     def env(self) -> gym.Env[Any, Any] | None:
-        """Env 0 of the vector; None before `make_env`, and while it waits to be rebuilt."""
+        """Env 0 of the vector, or all of a native one; None before `make_env`, and while it is to be rebuilt."""
         return self._sampler.envs.lanes[0].env if self._sampler is not None else None
 
     @property

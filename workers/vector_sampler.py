@@ -64,6 +64,8 @@ class VectorSampler:
         self._fragment: Fragment | None = None
         self._markers: list[Marker] = []
         self.mode = Mode(config.explore, random_actions=False)
+        self.resets = 0
+        """Times that a poll was no step for a lane, since its env used it for a reset."""
         self._events = EpisodeEvents(callbacks, self.look)
         envs.on_episode_created = self._events.created if self._events.watches_created else None
         envs.on_failure = self._events.failed if self._events.watches_failures else None
@@ -88,7 +90,8 @@ class VectorSampler:
             self._drop_fragment()  # columns and flags of a batch are of one mode
         self.mode = mode
         if self._fragment is None:
-            self._fragment = Fragment(self._width, capacity, self.connectors.columns)
+            room = capacity + capacity // 4 if self.envs.steps_to_reset else capacity
+            self._fragment = Fragment(self._width, room, self.connectors.columns)
             self._resume_chunks()
         if force_reset or self.needs_reset:
             self.abandon(Discard.RESET)
@@ -149,6 +152,7 @@ class VectorSampler:
         envs.send_actions(columns)
         outcome = poll()
         fragment.advance(outcome.rewards, weights_seq)
+        self.resets += outcome.resets
         self._count(outcome)
         for failure in outcome.failures:
             self._abort(failure)

@@ -6,6 +6,7 @@ taskset -c 1 python tests/bench/sampler.py [--seconds 0.5] [--rounds 7] [--width
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -48,7 +49,7 @@ class Headrace:
 
 def measure(widths: list[int], seconds: float, rounds: int) -> list[dict[str, Any]]:
     """One row for each loop and width: median rate, and median ratio to limit 2 of the same round, with its spread."""
-    torch.set_num_threads(1)
+    _be_a_worker()
     rows = []
     for width in widths:
         loops: dict[str, Any] = {
@@ -64,7 +65,7 @@ def measure(widths: list[int], seconds: float, rounds: int) -> list[dict[str, An
 
 def measure_native(widths: list[int], seconds: float, rounds: int) -> list[dict[str, Any]]:
     """Likewise with the vector that CartPole brings along, beside limit 4."""
-    torch.set_num_threads(1)
+    _be_a_worker()
     rows = []
     for width in widths:
         ours = Headrace(width, gym_env_vectorize_mode="vector_entry_point")
@@ -75,7 +76,7 @@ def measure_native(widths: list[int], seconds: float, rounds: int) -> list[dict[
 
 def measure_envpool(widths: list[int], seconds: float, rounds: int) -> list[dict[str, Any]]:
     """Likewise with EnvPool, beside a bare loop of it; nothing where it is not installed."""
-    torch.set_num_threads(1)
+    _be_a_worker()
     if find_spec("envpool") is None:
         return []
     rows = []
@@ -84,6 +85,12 @@ def measure_envpool(widths: list[int], seconds: float, rounds: int) -> list[dict
         loops = {"envpool": limits.envpool_loop(width), "headrace": ours}
         rows += _compare(loops, "envpool", NATIVE_MARKS, width, seconds, rounds)
     return rows
+
+
+def _be_a_worker() -> None:
+    """What the process of a worker does before it samples; the loops have the good of it too."""
+    torch.set_num_threads(1)
+    gc.freeze()
 
 
 def _compare(

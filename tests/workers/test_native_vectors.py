@@ -47,13 +47,17 @@ def test_episodes_are_those_of_envs_by_themselves(kind: str, mode: AutoresetMode
     with runner(Counting, **settings) as plain, runner(vector_of(Counting, kind, mode), **settings) as sampler:
         expected, found = lives(plain, 4), lives(sampler, 4)
         check_books(sampler)
-        polled = 4 * 7 * 3
         assert sampler.totals.stepped == sum(len(e) for episodes in found.values() for e in episodes)
-        assert (sampler.totals.stepped == polled) is (mode is not AutoresetMode.NEXT_STEP)
+        asked = 4 * 7 * 3
+        assert asked <= sampler.totals.stepped <= asked + (4 * 2 if mode is AutoresetMode.NEXT_STEP else 0)
     for index, episodes in found.items():
-        whole = [_seen(episode) for episode in episodes if episode.end is not ChunkEnd.ONGOING]
-        assert len(whole) >= 4
-        assert whole == [_seen(episode) for episode in expected[index]][: len(whole)]
+        ours, theirs = (
+            [_seen(episode) for episode in runs if episode.end is not ChunkEnd.ONGOING]
+            for runs in (episodes, expected[index])
+        )
+        both = min(len(ours), len(theirs))
+        assert both >= 4
+        assert ours[:both] == theirs[:both]
 
 
 @pytest.mark.parametrize(("kind", "mode"), EVERY_KIND)

@@ -49,6 +49,10 @@ class EnvDriver(Protocol):
     def seeds_every_episode(self) -> bool:
         """Whether each episode begins with a seed of its own, so that it can be begun again."""
 
+    @property
+    def steps_to_reset(self) -> bool:
+        """Whether a lane may need a poll that is no step to begin its next episode, so that others get ahead of it."""
+
     def build(self, config: EnvRunnerConfig) -> None:
         """Build all envs anew, closing what was there; an env that cannot be built the first time is an error."""
 

@@ -59,6 +59,11 @@ class Roster(ABC):
         self._started: list[int] = []
         self.build(config, first)
 
+    @property
+    def steps_to_reset(self) -> bool:
+        """Whether a lane may need a poll that is no step to begin its next episode, so that others get ahead of it."""
+        return False
+
     # -- what the kinds of vector do each in their own way ------------------------------------------------------------
 
     @abstractmethod

@@ -32,6 +32,8 @@ class Outcome:
     infos: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     begun: bool = False
     """Whether episodes began with this step, in lanes that were not live: `take_started` has them."""
+    resets: int = 0
+    """Lanes for which this was no step, since a vector that resets itself used it for that."""
 
 
 def step_all(live: Sequence[Steppable], actions: Sequence[Any], into: Observations, width: int) -> Outcome:

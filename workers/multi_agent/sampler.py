@@ -75,6 +75,9 @@ class MultiAgentSampler:
         """Episodes that finished since the last cut."""
         return len(self._over)
 
+    resets = 0
+    """No poll is a reset only: an env that has ended its episode is reset between two."""
+
     @property
     def hangs(self) -> bool:
         """Whether an action waits for the observation that completes it."""

@@ -20,5 +20,10 @@ def info_of(infos: Mapping[str, Any], lane: int, *, within: bool = False) -> dic
     for key, values in infos.items():
         mask = infos.get(f"_{key}")
         if within and not key.startswith("_") if mask is None else mask[lane]:
-            own[key] = info_of(values, lane, within=True) if isinstance(values, Mapping) else values[lane]
+            own[key] = info_of(values, lane, within=True) if isinstance(values, Mapping) else _own(values[lane])
     return own
+
+
+def _own(value: Any) -> Any:
+    """A row is copied, for the vector may write the next one over it."""
+    return value.copy() if isinstance(value, np.ndarray) else value

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from gymnasium.vector import AsyncVectorEnv
+
 from headrace.schemas.errors import EnvHangError
 from headrace.workers.envs.lane import close_envs
 
@@ -47,7 +49,10 @@ class Watchdog:
         while not self._stopped.wait(self._interval_s):
             deadline = self._deadline
             if deadline is not None and time.monotonic() > deadline:
-                self._late = hanging(self._env)
+                try:
+                    self._late = hanging(self._env)
+                except OSError:  # a pipe was closed at this very moment; whoever it was is killed with all others
+                    self._late = 0
                 kill(self._env)
                 return
 
@@ -59,7 +64,8 @@ class Watchdog:
 
 def processes_of(env: Any) -> Sequence[Any]:
     """The processes in which the vector's envs are, by lane; none for one that runs here."""
-    return getattr(getattr(env, "unwrapped", env), "processes", ())
+    vector = env.unwrapped
+    return vector.processes if isinstance(vector, AsyncVectorEnv) else ()
 
 
 def hanging(env: Any) -> int:

@@ -58,6 +58,11 @@ class NativeVector(WholeVector):
         """See `EnvDriver`."""
         return self._mode is AutoresetMode.DISABLED and self._seeding is Seeding.EACH
 
+    @property
+    def steps_to_reset(self) -> bool:
+        """See `EnvDriver`."""
+        return self._mode is AutoresetMode.NEXT_STEP
+
     def end_episodes(self, lanes: Sequence[int]) -> None:
         """Forget the episodes of `lanes`: they are over, or abandoned."""
         for index in lanes:
@@ -111,8 +116,9 @@ class NativeVector(WholeVector):
         outcome = Outcome(rewards, ends, [], infos)
         if self._mode is AutoresetMode.NEXT_STEP:
             if self._resetting.any():
-                self._begin_unseeded(np.flatnonzero(self._resetting).tolist(), step)
-                outcome.begun = True
+                lanes = np.flatnonzero(self._resetting).tolist()
+                self._begin_unseeded(lanes, step)
+                outcome.begun, outcome.resets = True, len(lanes)
             self._resetting = done & ~self._resetting
         return outcome
 
