@@ -160,11 +160,6 @@ class SamplingSettings(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.gym_env_vectorize_mode is not None and self.is_multi_agent:
-            raise ValueError(
-                f"gym_env_vectorize_mode = {self.gym_env_vectorize_mode!r} is for envs of one agent, and policies for "
-                "several; leave one of them out"
-            )
         if isinstance(self.policies, dict):
             check_module_ids(self.policies)
             if isinstance(self.policy_mapping_fn, dict):
@@ -173,6 +168,11 @@ class SamplingSettings(Section):
             raise ValueError(
                 f"env_restart_backoff_s = {self.env_restart_backoff_s:g} is more than "
                 f"env_restart_backoff_max_s = {self.env_restart_backoff_max_s:g}; lower it or raise the other"
+            )
+        if self.gym_env_vectorize_mode is not None and self.policies is not None:
+            raise ValueError(
+                f"gym_env_vectorize_mode = {self.gym_env_vectorize_mode!r} is for envs of one agent, and policies for "
+                "several; leave one of them out"
             )
         return self
 

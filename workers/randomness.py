@@ -36,21 +36,13 @@ class SeedTree:
     def __init__(self, seed: int | None, worker_index: int, incarnation: int, num_envs: int) -> None:
         self.entropy = secrets.randbits(128) if seed is None else seed
         self.seats = SeatStreams(self.entropy, worker_index, incarnation)
-        self._key = (worker_index, incarnation)
-        self._makings: dict[int, np.random.Generator] = {}
         children = [
             np.random.SeedSequence(self.entropy, spawn_key=(worker_index, incarnation, env_index)).spawn(3)
             for env_index in range(num_envs)
         ]
+        self.makings = MakingSeeds(self.entropy, worker_index, incarnation)
         streams = [[np.random.Generator(np.random.PCG64(child)) for child in row] for row in children]
         self.resets, self.policy, self.random_actions = (list(column) for column in zip(*streams, strict=True))
-
-    def for_making(self, env_index: int, max_seed: int) -> int:
-        """A seed for an env that is to be made; others as near as there are envs in the runner are free too."""
-        if env_index not in self._makings:
-            sequence = np.random.SeedSequence(self.entropy, spawn_key=(*self._key, env_index, 3))
-            self._makings[env_index] = np.random.Generator(np.random.PCG64(sequence))
-        return int(self._makings[env_index].integers(0, max(max_seed - len(self.resets), 1), dtype=np.int64))
 
 
 class SeatStreams:
@@ -96,6 +88,22 @@ class EnvSeeds:
         if not self.ahead:
             self.ahead = self.stream.integers(0, self._max_seed, BLOCK, dtype=np.int64, endpoint=True).tolist()[::-1]
         return self.ahead.pop()
+
+
+class MakingSeeds:
+    """Seeds for envs that can be seeded only when they are made: another one each time."""
+
+    def __init__(self, entropy: int, worker_index: int, incarnation: int) -> None:
+        self._entropy = entropy
+        self._key = (worker_index, incarnation)
+        self._streams: dict[int, np.random.Generator] = {}
+
+    def next(self, env_index: int, num_envs: int, max_seed: int) -> int:
+        """A seed for env `env_index` of `num_envs`; with as many added to it, it is still no more than `max_seed`."""
+        if env_index not in self._streams:
+            sequence = np.random.SeedSequence(self._entropy, spawn_key=(*self._key, env_index, 3))
+            self._streams[env_index] = np.random.Generator(np.random.PCG64(sequence))
+        return int(self._streams[env_index].integers(0, max(max_seed - num_envs, 1), dtype=np.int64))
 
 
 class NoiseBlocks:

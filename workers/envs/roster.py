@@ -150,5 +150,5 @@ def context_of(
         vector_index=index,
         num_envs=config.num_envs,
         recreated=recreated,
-        seed=seeds.for_making(index, config.max_env_seed),
+        seed=seeds.makings.next(index, config.num_envs, config.max_env_seed),
     )
