@@ -169,7 +169,7 @@ class SamplingSettings(Section):
                 f"env_restart_backoff_s = {self.env_restart_backoff_s:g} is more than "
                 f"env_restart_backoff_max_s = {self.env_restart_backoff_max_s:g}; lower it or raise the other"
             )
-        if self.gym_env_vectorize_mode is not None and self.policies is not None:
+        if self.gym_env_vectorize_mode is not None and self.is_multi_agent:
             raise ValueError(
                 f"gym_env_vectorize_mode = {self.gym_env_vectorize_mode!r} is for envs of one agent, and policies for "
                 "several; leave one of them out"

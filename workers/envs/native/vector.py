@@ -178,7 +178,7 @@ class NativeVector(WholeVector):
 
     def _reset(self, lanes: Sequence[int], options: dict[str, Any]) -> None:
         seeds, argument = self._seeds_for(lanes)
-        episodes = [self.lanes[i].create_episode(seed) for i, seed in zip(lanes, seeds, strict=True)]
+        episodes = [self.lanes[i].create_episode(seed, Episode) for i, seed in zip(lanes, seeds, strict=True)]
         try:
             for episode in episodes:
                 if self.on_episode_created is not None:
@@ -211,7 +211,7 @@ class NativeVector(WholeVector):
         """Episodes that the vector began by itself."""
         for index in lanes:
             lane = self.lanes[index]
-            episode = lane.create_episode(UNSEEDED)
+            episode = lane.create_episode(UNSEEDED, Episode)
             try:
                 if self.on_episode_created is not None:
                     self.on_episode_created(lane, episode)
