@@ -134,10 +134,27 @@ class SamplingSettings(Section):
     restart_failed_sub_environments: bool = Field(
         default=True, description="rebuild an env that failed and go on; False raises its error"
     )
+    envs_per_process: int = Field(
+        default=4, ge=1, description="envs that share a process, and its death; cheap ones share the cost of a message"
+    )
+    remote_env_batch_wait_ms: float = Field(
+        default=0.0, ge=0, description="how long to wait for more envs to answer once one has"
+    )
+    env_construct_timeout_s: float = Field(
+        default=120.0, gt=0, description="how long the start of an env's process, and its construction, may each take"
+    )
     env_reset_timeout_s: float = Field(
         default=60.0, gt=0, description="how long reset() may take where envs have processes, which are killed then"
     )
     env_step_timeout_s: float = Field(default=60.0, gt=0, description="how long step() may take, likewise")
+    env_process_max_rss_mb: int | None = Field(
+        default=None,
+        ge=1,
+        description="memory at which a process of envs is replaced as its episodes end, and a quarter above, killed",
+    )
+    env_process_max_episodes: int | None = Field(
+        default=None, ge=1, description="episodes after which a process of envs is replaced as its episodes end"
+    )
     env_close_timeout_s: float = Field(
         default=5.0, gt=0, description="how long an env's close() may take before it is abandoned with a warning"
     )

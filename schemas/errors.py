@@ -6,7 +6,10 @@
     ├── EnvError                an environment could not be built or broke its contract
     │   ├── UnknownEnvError         no such environment id, import path or callable
     │   ├── EnvContractError        reward, info or observation is not what the env's spaces promise
+    │   ├── EnvRaisedError          an env in a process of its own raised
     │   ├── EnvHangError            an env in a process of its own did not answer in time, so that was killed
+    │   ├── EnvCrashError           a process of envs ended by itself, or took too much memory
+    │   ├── EnvNeighbourError       another env of the same process took it down
     │   └── EnvRestartBudgetError   an env kept failing until its rebuild budget was spent
     ├── ModuleError             a policy module could not be built, or answered with the wrong arrays
     │   └── WhichModuleError        a fleet of several modules was asked for one without its name, or for another
@@ -105,10 +108,11 @@ class EnvError(HeadraceError):
 
 
 class UnknownEnvError(EnvError):
-    """No environment of that name can be found; `env` is the name as given."""
+    """No environment of that name can be found; `env` is the name as given, `reason` what stood in the way."""
 
     def __init__(self, env: str, reason: str) -> None:
         self.env = env
+        self.reason = reason
         super().__init__(
             f"environment {env!r} cannot be found: {reason}; give a registered gymnasium id, "
             "'package.module:make_env', an environment class, or a callable that takes an EnvContext"
@@ -125,6 +129,17 @@ class EnvContractError(EnvError, ValueError):
         super().__init__(f"{what} should be {expected}, got {seen}")
 
 
+class EnvRaisedError(EnvError):
+    """An env in another process raised an error of the name `kind`; `trace` is where, as Python prints it."""
+
+    def __init__(self, kind: str, message: str, trace: str) -> None:
+        self.kind = kind
+        self.trace = trace
+        super().__init__(f"{kind}: {message}" if message else kind)
+        if trace:
+            self.add_note(trace.rstrip())
+
+
 class EnvHangError(EnvError):
     """An env did not return from `phase` within `timeout_s` seconds; `stack` is where its process stood then."""
 
@@ -138,6 +153,28 @@ class EnvHangError(EnvError):
             f"env {env_index} did not return from {phase} within {setting} = {timeout_s:g} s and its process was "
             f"killed{where}"
         )
+
+
+class EnvCrashError(EnvError):
+    """A process of envs ended by `cause`, a signal or an exit code; `stack` and `output` are its last words."""
+
+    def __init__(self, pid: int, cause: str, during: str, stack: str, output: str) -> None:
+        self.pid = pid
+        self.cause = cause
+        self.stack = stack
+        self.output = output
+        words = [f"the env's process {pid} ended by {cause} {during}"]
+        words += [f"it stood at\n{stack.rstrip()}"] if stack else []
+        words += [f"its last output was\n{output.rstrip()}"] if output else []
+        super().__init__("; ".join(words))
+
+
+class EnvNeighbourError(EnvError):
+    """Nothing is wrong with this env, but its process was lost, by what `culprit` did."""
+
+    def __init__(self, culprit: int, cause: str) -> None:
+        self.culprit = culprit
+        super().__init__(f"its process was lost to its neighbour, env {culprit} ({cause})")
 
 
 class EnvRestartBudgetError(EnvError):

@@ -41,6 +41,9 @@ class Discard(StrEnum):
     FENCED = "fenced"
     WORKER_KILLED = "worker_killed"
     CALLBACK_EXCEPTION = "callback_exception"
+    ENV_CRASH = "env_crash"
+    ENV_NEIGHBOUR = "env_neighbour"
+    """Another env took down the process that both were in."""
 
 
 class Drop(StrEnum):

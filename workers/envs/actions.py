@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from headrace.schemas.spaces import (
@@ -87,7 +86,13 @@ def _spread_box(leaf: Box, numbers: NDArray[np.float64]) -> NDArray[Any]:
         drawn: NDArray[np.float64] = np.floor(floor + numbers * (ceiling - floor + 1.0))
         return np.minimum(drawn, ceiling)
     exponential = -np.log1p(-numbers)
-    normal = torch.special.ndtri(torch.from_numpy(np.maximum(numbers, 2.0**-25))).numpy()
-    one_sided = np.where(below, floor + exponential, np.where(above, ceiling - exponential, normal))
+    one_sided = np.where(below, floor + exponential, np.where(above, ceiling - exponential, _normal(numbers)))
     spread: NDArray[np.float64] = np.where(below & above, floor + numbers * (ceiling - floor), one_sided)
+    return spread
+
+
+def _normal(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
+    import torch  # here, because a process of envs reads this file too and is not to load all of torch for it
+
+    spread: NDArray[np.float64] = torch.special.ndtri(torch.from_numpy(np.maximum(numbers, 2.0**-25))).numpy()
     return spread

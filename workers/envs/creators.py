@@ -27,6 +27,11 @@ def register_env(name: str, creator: EnvCreator) -> None:
     _registered[name] = creator
 
 
+def registered_creator(name: str) -> EnvCreator | None:
+    """What `register_env` was given for `name`."""
+    return _registered.get(name)
+
+
 def find_creator(env: str | Callable[..., Any] | None) -> EnvCreator:
     """The creator that `env` names: registered name, import path, gymnasium id, class or callable.
 

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.schemas.errors import CallbackError, EnvContractError, EnvHangError
+from headrace.schemas.errors import CallbackError, EnvContractError, EnvCrashError, EnvHangError, EnvNeighbourError
 from headrace.schemas.ledger import Discard
 from headrace.workers.envs.context import StepFailedRecreateEnv
 
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
 _REASONS: dict[type[BaseException], Discard] = {
     CallbackError: Discard.CALLBACK_EXCEPTION,
     EnvContractError: Discard.ENV_BAD_DATA,
     EnvHangError: Discard.ENV_HANG,
+    EnvCrashError: Discard.ENV_CRASH,
+    EnvNeighbourError: Discard.ENV_NEIGHBOUR,
 }
 
 
@@ -46,8 +47,8 @@ class Failure:
 
     @property
     def is_of_env(self) -> bool:
-        """Whether the env is to blame: it did not ask for this, and it was no callback that raised."""
-        return not isinstance(self.error, StepFailedRecreateEnv | CallbackError)
+        """Whether the env is to blame: it did not ask for this, and it was no callback's or neighbour's doing."""
+        return not isinstance(self.error, StepFailedRecreateEnv | CallbackError | EnvNeighbourError)
 
     @property
     def was_asked_for(self) -> bool:

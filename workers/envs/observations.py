@@ -6,7 +6,7 @@ that finds something wrong is each env looked at by itself, to say which one it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,17 +72,24 @@ class _Leaf:
 
 
 class Observations:
-    """`columns`: name -> (envs, *shape), the policy's input, overwritten by each `put`."""
+    """`columns`: name -> (envs, *shape), the policy's input, overwritten by each `put`; the caller may bring them."""
 
-    def __init__(self, space: Space, width: int, *, check_bounds: bool) -> None:
+    def __init__(
+        self,
+        space: Space,
+        width: int,
+        *,
+        check_bounds: bool,
+        columns: Mapping[str, NDArray[Any]] | None = None,
+    ) -> None:
         self.space = space
         self._leaves = [
             _leaf(name, path, leaf, check_bounds)
             for (name, leaf), path in zip(leaves(space, "obs"), _paths(space), strict=True)
         ]
-        self.columns: dict[str, NDArray[Any]] = {
-            leaf.name: np.zeros((width, *leaf.shape), leaf.dtype) for leaf in self._leaves
-        }
+        if columns is None:
+            columns = {leaf.name: np.zeros((width, *leaf.shape), leaf.dtype) for leaf in self._leaves}
+        self.columns: dict[str, NDArray[Any]] = dict(columns)
 
     def put(self, lanes: Lanes, observations: Sequence[Any]) -> list[tuple[int, EnvContractError]]:
         """Write one observation for each of `lanes`; gives (position in `lanes`, what is wrong) for each bad one."""

@@ -1,0 +1,222 @@
+"""Env processes in their usual course: the same lives as in this process, no waiting for anybody, nothing left."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from process_driving import POLL_S, Driver, is_running, live_inline
+from process_envs import Troubled
+
+from headrace.schemas.errors import ConfigError, EnvContractError, UnknownEnvError
+from headrace.workers import EnvContext, EnvRunnerConfig, register_env
+from headrace.workers.envs.process.naming import name_env
+from headrace.workers.envs.process.pool import EnvProcessPool
+
+
+def configure(env: Any = "process_envs:Troubled", **settings: Any) -> EnvRunnerConfig:
+    return EnvRunnerConfig(env=env, **{"num_envs": 3, "envs_per_process": 2, **settings})
+
+
+@pytest.mark.parametrize("armed", [False, True])
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_lanes_live_as_they_would_in_this_process(env: str, armed: bool) -> None:
+    """To the bit, whether they are reset by their own process or when asked."""
+    config = configure(env)
+    with EnvProcessPool(config) as pool:
+        driver = Driver(pool, armed=armed)
+        driver.run(lambda: min(len(driver.lives[lane]) for lane in range(3)) > 420)
+    for lane, life in driver.lives.items():
+        assert life == live_inline(config, lane, len(life))
+
+
+def test_nested_observations_and_actions_pass_through() -> None:
+    config = configure("process_envs:Nested", num_envs=2)
+    with EnvProcessPool(config) as pool:
+        pool.try_reset(0, 5)
+        pool.try_reset(1, 6)
+        assert _gather(pool, "began", 2) == {0, 1}
+        pool.begin([0, 1])
+        assert pool.observations["obs/seed"].tolist() == [5, 6]
+        given = {"actions/gear": np.array([1, 2]), "actions/push/0": np.array([[0.5, 0.25], [1.0, -1.0]], np.float32)}
+        pool.send_actions(None, given)
+        _gather(pool, "stepped", 2)
+        assert pool.observations["obs/echo/0"].tolist() == [[0.5, 0.25], [1.0, -1.0]]
+        assert pool.rewards.tolist() == [1.0, 2.0]
+
+
+def _gather(pool: EnvProcessPool, what: str, count: int) -> set[int]:
+    found: list[Any] = []
+    while len(found) < count:
+        answers = pool.poll(POLL_S)
+        assert answers, "no env answers"
+        assert not answers.failures
+        found += getattr(answers, what)
+    return {item if isinstance(item, int) else item[0] for item in found}
+
+
+def test_who_is_ready_does_not_wait_for_who_is_slow() -> None:
+    env_config = {"lane": 0, "step_s": 0.4}
+    with EnvProcessPool(configure("process_envs:Slow", env_config=env_config, envs_per_process=1)) as pool:
+        driver = Driver(pool)
+        driver.run(lambda: len(driver.lives[0]) == 4)
+    assert len(driver.lives[1]) > 20 * len(driver.lives[0])
+
+
+def test_once_one_has_answered_others_are_waited_for_as_long_as_it_says() -> None:
+    for wait_ms, together in ((0.0, 1), (20_000.0, 2)):
+        env_config = {"lane": 0, "step_s": 0.5}
+        settings = {"num_envs": 2, "envs_per_process": 1, "remote_env_batch_wait_ms": wait_ms}
+        with EnvProcessPool(configure("process_envs:Slow", env_config=env_config, **settings)) as pool:
+            for lane in (0, 1):
+                pool.try_reset(lane, lane)
+            _gather(pool, "began", 2)
+            pool.send_actions(None, pool.actions)
+            assert len(pool.poll(POLL_S).stepped) == together
+
+
+def test_a_poll_without_anything_to_wait_for_returns_at_once_and_one_with_a_timeout_in_time() -> None:
+    settings = {"env_config": {"step_s": 60.0}, "num_envs": 1, "env_close_timeout_s": 0.3}
+    with EnvProcessPool(configure("process_envs:Slow", **settings)) as pool:
+        assert not pool.poll()
+        pool.try_reset(0, 0)
+        _gather(pool, "began", 1)
+        pool.send_actions([0], pool.actions)
+        assert not pool.poll(0.05)
+        assert not pool.poll(0.0)
+
+
+def test_waiting_costs_no_processor_time() -> None:
+    with EnvProcessPool(configure("process_envs:Slow", env_config={"step_s": 0.2}, envs_per_process=1)) as pool:
+        driver = Driver(pool)
+        before, start = time.process_time(), time.monotonic()
+        driver.run(lambda: len(driver.lives[0]) == 12)
+        share = (time.process_time() - before) / (time.monotonic() - start)
+    assert share < 0.02
+
+
+def test_a_process_is_replaced_as_its_episodes_end_without_a_loss() -> None:
+    config = configure(env_process_max_episodes=6)
+    with EnvProcessPool(config) as pool:
+        first = set(pool.pids)
+        driver = Driver(pool)
+        driver.run(lambda: min(driver.episodes[lane] for lane in range(3)) > 20)
+        assert not first & set(pool.pids)
+        assert len(pool.pids) <= 4
+    assert not driver.failures
+    for lane, life in driver.lives.items():
+        assert life == live_inline(config, lane, len(life))
+
+
+def test_memory_above_its_cap_replaces_a_process_without_a_loss() -> None:
+    """Slowly enough that its episodes end before it is a quarter above."""
+    config = configure(env_config={"lane": 1, "faults": {"step": "leaks"}}, env_process_max_rss_mb=700, num_envs=2)
+    with EnvProcessPool(config) as pool:
+        (first,) = pool.pids
+        driver = Driver(pool)
+        driver.run(lambda: first not in pool.pids)
+    assert not driver.failures
+    for lane, life in driver.lives.items():
+        assert life == live_inline(config.model_copy(update={"env_config": {}}), lane, len(life))
+
+
+def test_spaces_that_differ_are_an_error() -> None:
+    with pytest.raises(EnvContractError, match=r"spaces of env \d should be those of env \d"):
+        EnvProcessPool(configure("process_envs:OtherSpace"))
+
+
+def test_an_env_nobody_knows_is_an_error() -> None:
+    with pytest.raises(UnknownEnvError, match="NoSuchEnv-v0"):
+        EnvProcessPool(configure("NoSuchEnv-v0"))
+
+
+def test_envs_are_known_by_name() -> None:
+    register_env("by another name", Troubled)
+    assert name_env("by another name") == name_env(Troubled) == "process_envs:Troubled"
+    assert name_env("CartPole-v1") == "CartPole-v1"
+    assert name_env(gym.envs.classic_control.CartPoleEnv) == "gymnasium.envs.classic_control.cartpole:CartPoleEnv"
+
+
+class Inner:
+    """Its class attribute is found, an attribute of an object is not."""
+
+    def make(self, context: EnvContext) -> Troubled:
+        return Troubled(context)
+
+
+@pytest.mark.parametrize("env", [lambda context: Troubled(context), Inner().make])
+def test_what_has_no_name_is_a_typed_error_that_says_what_to_do(env: Any) -> None:
+    with pytest.raises(ConfigError, match=r"env: .* cannot be named to another process: .*package.module:make_env"):
+        EnvProcessPool(configure(env))
+
+
+def test_an_env_config_that_is_no_json_is_a_typed_error() -> None:
+    with pytest.raises(ConfigError, match=r"env_config: .* as JSON .*plain values"):
+        EnvProcessPool(configure(env_config={"made": object()}))
+
+
+def test_envs_are_told_for_whom_they_are_built() -> None:
+    config = configure("process_envs:Telling", num_workers=7, num_envs=3, env_config={"port": 5})
+    with EnvProcessPool(config, worker_index=4) as pool:
+        for lane in range(3):
+            pool.try_reset(lane, 0)
+        _gather(pool, "began", 3)
+        pool.begin([0, 1, 2])
+        assert pool.observations["obs"].tolist() == [[4, 7, lane, 0, 5] for lane in range(3)]
+
+
+def test_processes_do_not_load_torch() -> None:
+    script = "import sys, headrace.workers.envs.process.child; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_processes_and_what_they_started_die_with_their_parent(tmp_path: Path, wait_for: Callable[..., None]) -> None:
+    """Killed without a chance to say anything, while an env holds the interpreter lock for ever."""
+    script = f"""
+        import signal, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from headrace.workers import EnvRunnerConfig
+        from headrace.workers.envs.process.pool import EnvProcessPool
+        faults = {{"reset": "leaves a child", "step": "hangs with the lock"}}
+        env_config = {{"lane": 0, "faults": faults, "pids": {str(tmp_path / "pids")!r}}}
+        pool = EnvProcessPool(EnvRunnerConfig(env="process_envs:Troubled", env_config=env_config))
+        pool.try_reset(0, 0)
+        assert pool.poll().began
+        for _ in range(5):
+            pool.send_actions([0], pool.actions)
+            pool.poll(0.1)
+        print(*pool.pids, flush=True)
+        signal.pause()
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        pids += [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        assert all(is_running(pid) for pid in pids)
+        parent.send_signal(signal.SIGKILL)
+    wait_for(lambda: not any(is_running(pid) for pid in pids), what="the end of all")
+
+
+def test_stop_may_come_twice_and_in_the_midst_of_a_step() -> None:
+    pool = EnvProcessPool(configure("process_envs:Slow", env_config={"step_s": 60.0}, env_close_timeout_s=0.3))
+    pids = pool.pids
+    pidfds = [os.pidfd_open(pid) for pid in pids]
+    pool.try_reset(0, 0)
+    _gather(pool, "began", 1)
+    pool.send_actions([0], pool.actions)
+    pool.stop()
+    pool.stop()
+    for pidfd in pidfds:
+        assert select.select([pidfd], [], [], 0)[0]
+        os.close(pidfd)

@@ -1,0 +1,204 @@
+"""Whatever an env does in its process, lanes elsewhere live through the same to the bit, and it comes back itself."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_driving import Driver, descriptors, is_running, live_inline
+
+from headrace.schemas.errors import EnvCrashError, EnvError, EnvHangError
+from headrace.schemas.ledger import Discard
+from headrace.workers import EnvRunnerConfig
+from headrace.workers.envs.process.pool import EnvProcessPool
+
+LANES, FAULTY, NEIGHBOUR, ELSEWHERE = 3, 1, 0, 2
+ENOUGH = 40
+"""Entries in the life of each lane after which a test has seen enough."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_open() -> Iterator[None]:
+    gc.collect()
+    before = descriptors()
+    yield
+    gc.collect()
+    assert descriptors() == before
+
+
+def configure(fault: str, at: str, **settings: Any) -> EnvRunnerConfig:
+    env_config = {"faults": {at: fault}, "lane": FAULTY, **settings.pop("env_config", {})}
+    settings = {"num_envs": LANES, "envs_per_process": 2, "env_close_timeout_s": 1.0, **settings}
+    return EnvRunnerConfig(env="process_envs:Troubled", env_config=env_config, **settings)
+
+
+def plain() -> EnvRunnerConfig:
+    """The same envs without any fault."""
+    return EnvRunnerConfig(env="process_envs:Troubled")
+
+
+def drive(config: EnvRunnerConfig, *, until_failed: bool = True) -> Driver:
+    """Run until every lane has lived long enough, the faulty one after its failure; check those in other processes."""
+    with EnvProcessPool(config) as pool:
+        driver = Driver(pool)
+        driver.run(lambda: min(len(driver.lives[lane]) for lane in range(LANES)) >= ENOUGH)
+        pids = pool.pids
+    assert not any(is_running(pid) for pid in pids)
+    assert bool(driver.failures) == until_failed
+    life = driver.lives[ELSEWHERE]
+    assert life == live_inline(plain(), ELSEWHERE, len(life))
+    assert ELSEWHERE not in {failure.lane for failure in driver.failures}
+    return driver
+
+
+def reasons(driver: Driver) -> dict[int, Discard]:
+    return {failure.lane: failure.reason for failure in driver.failures}
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("raises", "RuntimeError: diverged"),
+        ("NaN reward", r"Reward should be finite scalar, got nan \(<class 'float'>\)"),
+        ("infinite reward", "Reward should be finite scalar"),
+        ("complex reward", "Reward should be finite scalar"),
+        ("array reward", "Reward should be finite scalar"),
+        ("list info", "info should be a dict"),
+        ("info that is no JSON", "info should be plain values"),
+        ("observation of wrong shape", r"observation should be float32 \(3,\), got float32 \(2,\)"),
+        ("observation of wrong dtype", "observation should be float32"),
+        ("observation outside", "observation should be within"),
+        ("wrong tuple", "answer of step should be"),
+    ],
+)
+def test_what_a_step_may_not_do_is_a_failure_of_that_env_alone(fault: str, words: str) -> None:
+    driver = drive(configure(fault, "step"))
+    (failure,) = driver.failures
+    assert (failure.lane, failure.stepped) == (FAULTY, fault != "raises")
+    assert failure.reason is (Discard.ENV_EXCEPTION if fault == "raises" else Discard.ENV_BAD_DATA)
+    assert re.search(words, str(failure.error))
+    assert driver.lives[NEIGHBOUR] == live_inline(plain(), NEIGHBOUR, len(driver.lives[NEIGHBOUR]))
+
+
+def test_an_error_in_another_process_tells_where_it_was_raised() -> None:
+    (failure,) = drive(configure("raises", "step")).failures
+    assert any("in _raises" in note and "diverged" in note for note in failure.error.__notes__)
+
+
+def test_an_env_may_ask_to_be_rebuilt() -> None:
+    (failure,) = drive(configure("asks", "step")).failures
+    assert failure.was_asked_for
+
+
+def test_a_reset_that_raises_is_a_failure_of_that_env_alone() -> None:
+    (failure,) = drive(configure("raises", "reset")).failures
+    assert (failure.lane, failure.at) == (FAULTY, "reset")
+
+
+@pytest.mark.parametrize("at", ["reset", "step"])
+@pytest.mark.parametrize("fault", ["hangs", "hangs with the lock"])
+def test_a_call_that_does_not_return_is_killed_and_tells_where_it_stood(fault: str, at: str) -> None:
+    driver = drive(configure(fault, at, **{f"env_{at}_timeout_s": 1.0}))
+    assert reasons(driver) == {FAULTY: Discard.ENV_HANG, NEIGHBOUR: Discard.ENV_NEIGHBOUR}
+    (error,) = [failure.error for failure in driver.failures if failure.lane == FAULTY]
+    assert isinstance(error, EnvHangError)
+    assert f"env 1 did not return from {at} within env_{at}_timeout_s = 1 s" in str(error)
+    assert f"in _{fault.replace(' ', '_')}" in error.stack
+
+
+@pytest.mark.parametrize("at", ["reset", "step"])
+@pytest.mark.parametrize(
+    ("fault", "cause", "last_words"),
+    [
+        ("segfaults", "signal SIGSEGV", "in _segfaults"),
+        ("exits", "exit code 7", "so long"),
+        ("is killed", "signal SIGKILL", ""),
+    ],
+)
+def test_a_crash_is_noticed_at_once_and_says_what_it_was(fault: str, cause: str, last_words: str, at: str) -> None:
+    driver = drive(configure(fault, at))
+    assert reasons(driver) == {FAULTY: Discard.ENV_CRASH, NEIGHBOUR: Discard.ENV_NEIGHBOUR}
+    (error,) = [failure.error for failure in driver.failures if failure.lane == FAULTY]
+    assert isinstance(error, EnvCrashError)
+    assert cause == error.cause
+    assert f"ended by {cause} in {at}" in str(error)
+    assert last_words in str(error)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("raises", Discard.ENV_EXCEPTION),
+        ("exits", Discard.ENV_CRASH),
+        ("segfaults", Discard.ENV_CRASH),
+        ("hangs", Discard.ENV_HANG),
+        ("hangs with the lock", Discard.ENV_HANG),
+    ],
+)
+def test_others_go_on_while_an_env_cannot_be_built_again(fault: str, reason: Discard) -> None:
+    config = configure(
+        "raises", "step", env_config={"again": {"construction": fault}}, env_construct_timeout_s=2.0, envs_per_process=1
+    )
+    with EnvProcessPool(config) as pool:
+        driver = Driver(pool)
+        driver.run(lambda: len(driver.failures) == 2)
+        seen = len(driver.lives[ELSEWHERE])
+        driver.run(lambda: len(driver.lives[ELSEWHERE]) > seen + ENOUGH)
+    assert {failure.lane for failure in driver.failures} == {FAULTY}
+    assert (driver.failures[1].reason, driver.failures[1].at) == (reason, "construction")
+    for lane in (NEIGHBOUR, ELSEWHERE):
+        assert driver.lives[lane] == live_inline(plain(), lane, len(driver.lives[lane]))
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "words"),
+    [
+        ("raises", EnvError, "env 1 .*could not be built: RuntimeError: diverged"),
+        ("exits", EnvCrashError, "exit code 7 in construction"),
+        ("hangs with the lock", EnvHangError, "did not return from construction within env_construct_timeout_s = 2 s"),
+    ],
+)
+def test_an_env_that_cannot_be_built_at_first_is_a_typed_error(fault: str, kind: type[EnvError], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        EnvProcessPool(configure(fault, "construction", env_construct_timeout_s=2.0))
+
+
+@pytest.mark.parametrize("fault", ["raises", "hangs", "hangs with the lock", "exits", "segfaults"])
+def test_an_env_that_fails_to_close_holds_up_nobody(fault: str) -> None:
+    """Neither when it is to be rebuilt, nor when all is to end."""
+    config = configure("raises", "step", env_config={"faults": {"step": "raises", "close": fault}}, num_envs=3)
+    driver = drive(config.model_copy(update={"env_close_timeout_s": 0.5}))
+    assert driver.failures[0].lane == FAULTY
+    assert driver.failures[0].reason is Discard.ENV_EXCEPTION
+    spared = fault in ("raises", "hangs")
+    assert (NEIGHBOUR not in reasons(driver)) is spared
+
+    with EnvProcessPool(configure(fault, "close", env_close_timeout_s=0.5)) as pool:
+        pids = pool.pids
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_a_leak_is_stopped_at_its_cap() -> None:
+    with EnvProcessPool(configure("leaks", "step", env_process_max_rss_mb=150)) as pool:
+        first = set(pool.pids)
+        driver = Driver(pool)
+        driver.run(lambda: len(driver.lives[FAULTY]) > 300)
+        assert not first <= set(pool.pids)
+    life = driver.lives[ELSEWHERE]
+    assert life == live_inline(plain(), ELSEWHERE, len(life))
+
+
+def test_a_flood_of_output_blocks_nobody() -> None:
+    drive(configure("floods", "step"), until_failed=False)
+
+
+def test_what_an_env_has_started_ends_with_its_process(tmp_path: Path, wait_for: Callable[..., None]) -> None:
+    pids = tmp_path / "pids"
+    drive(configure("leaves a child", "step", env_config={"pids": str(pids)}), until_failed=False)
+    left = [int(pid) for pid in pids.read_text().split()]
+    assert left
+    wait_for(lambda: not any(is_running(pid) for pid in left), what="the end of what the env started")

@@ -1,0 +1,69 @@
+"""The process of envs: `python -m headrace.workers.envs.process.child DESCRIPTOR`, of a `HostJob` as JSON.
+
+Started by a driver, with stdin empty and stdout and stderr drained. It does nothing of its own accord, and ends when it
+is told to, or with its driver.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from headrace.workers.envs.process.channel import ProcessEnd
+from headrace.workers.envs.process.control import Control
+from headrace.workers.envs.process.host import EnvHost, HostJob
+from headrace.workers.envs.process.lifeline import tie_group
+
+STACK_SIGNAL = signal.SIGRTMAX
+"""Asks for the Python stack of all threads; one that envs and their libraries are unlikely to use themselves."""
+
+_RSS_EVERY_S = 0.05
+
+
+def main(job_descriptor: int) -> None:
+    """Serve until told to stop."""
+    with open(job_descriptor, "rb") as file:
+        job = HostJob.model_validate_json(file.read())
+    tie_group(job.lifeline)
+    for descriptor in (job.socket, job.control, job.columns, job.lifeline, job.last_words):
+        os.set_inheritable(descriptor, False)  # none of an env's own children is to hold them
+    faulthandler.enable(job.last_words)
+    faulthandler.register(STACK_SIGNAL, job.last_words)
+    sys.path[:] = job.import_path
+    control = Control(job.control, job.lanes, create=False)
+    host = EnvHost(job, control)
+    channel = ProcessEnd(socket.socket(fileno=job.socket))
+    memory = _Memory(control)
+    control.end()  # of its start, which the driver has noted
+    while channel.wait():
+        told = host.obey()
+        memory.note()
+        channel.answer(told)
+    host.close()
+
+
+class _Memory:
+    """Notes now and then how much memory the process has."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._page = os.sysconf("SC_PAGE_SIZE")
+        self._next = 0.0
+
+    def note(self) -> None:
+        now = time.monotonic()
+        if now >= self._next:
+            self._control.rss_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * self._page
+            self._next = now + _RSS_EVERY_S
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
+    # Threads that an env has left behind, or one that hangs in close(), are not waited for.
+    sys.stdout.flush()
+    os._exit(0)

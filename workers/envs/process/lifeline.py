@@ -1,0 +1,27 @@
+"""A process and all that it starts die with their parent, by whatever death.
+
+The parent holds the writing end of a pipe and never writes. When it is gone the kernel closes that end and, because
+the reading end was set up so (O_ASYNC, F_SETSIG), sends SIGKILL to the whole process group. Unlike PR_SET_PDEATHSIG
+this reaches grandchildren too, and does not take the end of the thread that started a process for that of its parent.
+It needs no thread and no lock of the interpreter, so a child that hangs in C dies as well.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+
+_F_SETSIG = 10
+
+
+def tie_group(lifeline: int) -> None:
+    """Tie this process' group, of which it must be the leader, to the reading end `lifeline`."""
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgid(0))
+    fcntl.fcntl(lifeline, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    poll = select.poll()
+    poll.register(lifeline, 0)
+    if poll.poll(0):  # the parent was gone before the signal was set up
+        os.killpg(0, signal.SIGKILL)

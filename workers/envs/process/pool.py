@@ -1,0 +1,245 @@
+"""Single-agent envs in processes of their own, driven from here without ever waiting for a certain one of them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.errors import EnvContractError, EnvError, EnvRaisedError
+from headrace.schemas.spaces import Spaces
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.process.answers import Answers
+from headrace.workers.envs.process.control import NO_SEED, Command
+from headrace.workers.envs.process.handle import ProcessHandle
+from headrace.workers.envs.process.losses import failures_of
+from headrace.workers.envs.process.placement import Placement
+from headrace.workers.envs.process.processes import Processes
+from headrace.workers.envs.process.reported import error_from_json
+from headrace.workers.envs.process.shared import columns_layout, map_arrays
+from headrace.workers.envs.process.terms import job_of, limits_of
+
+
+class EnvProcessPool:
+    """`config.num_envs` lanes in processes of `config.envs_per_process` envs each. One thread at a time.
+
+    Only the constructor, `poll` and `stop` take time. Columns are views of memory that the processes write: nothing is
+    copied when they answer, and a lane's row is true from its answer until it is stepped or reset again. A lane that
+    has failed has no env until it is restarted. After n episodes, or grown too large, a process is replaced by a new
+    one, into which each lane moves when its episode is over.
+    """
+
+    spaces: Spaces
+    observations: dict[str, NDArray[Any]]
+    """"obs/..." -> (num_envs, *shape): what each lane saw last."""
+    first: dict[str, NDArray[Any]]
+    """Likewise, the first observation of an episode that `begin` has not begun yet."""
+    actions: dict[str, NDArray[Any]]
+    """"actions/..." -> (num_envs, *shape): what each lane does next, written by `send_actions`."""
+    rewards: NDArray[np.float64]
+    """(num_envs,): of the last step."""
+
+    def __init__(self, config: EnvRunnerConfig, worker_index: int = 0) -> None:
+        """Start all processes and build all envs.
+
+        Raises `ConfigError` for an env that has no name in another process, `UnknownEnvError`, `EnvContractError` where
+        spaces differ, `EnvHangError`, `EnvCrashError`, and `EnvError` caused by what else an env raised.
+        """
+        self.width = config.num_envs
+        """Number of lanes."""
+        self._config = config
+        self._limits = limits_of(config)
+        self._moving: dict[int, int] = {}
+        """Lane -> seed of the reset that follows once it is built in its new process."""
+        self._layout_of: int | None = None
+        self._processes = Processes(job_of(config, worker_index), self._limits)
+        self._placement = Placement(config, self._processes)
+        self._stopped = False
+        try:
+            self._build_all()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _build_all(self) -> None:
+        waiting = set(range(self.width))
+        for lane in waiting:
+            self._placement.build(lane, Command.BUILD)
+        while waiting:
+            answers = self.poll()
+            for failure in answers.failures:
+                if isinstance(failure.error, EnvError) and not isinstance(failure.error, EnvRaisedError):
+                    raise failure.error
+                what = f"env {failure.lane} ({self._config.env!r}) could not be built"
+                raise EnvError(f"{what}: {failure.error}; check env and env_config") from failure.error
+            waiting -= set(answers.built)
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that run now."""
+        return [handle.pid for handle in self._processes]
+
+    # -- what lanes are to do -----------------------------------------------------------------------------------------
+
+    def send_actions(
+        self,
+        lanes: Sequence[int] | None,
+        columns: Mapping[str, NDArray[Any]],
+        root: str = "actions",
+        next_seeds: Mapping[int, int] | None = None,
+    ) -> None:
+        """Have `lanes` (None: all) step with their rows of the action columns below `root`, each (num_envs, *shape).
+
+        A lane in `next_seeds` is reset with its seed in the same turn if that ends its episode, unless it must move.
+        """
+        for name, column in self.actions.items():
+            given = columns[root + name.removeprefix("actions")]
+            if lanes is None:
+                column[:] = given
+            else:
+                column[lanes] = given[lanes]
+        for lane in range(self.width) if lanes is None else lanes:
+            seed = next_seeds.get(lane, NO_SEED) if next_seeds and self._placement.may_stay(lane) else NO_SEED
+            self._placement.home(lane).ask(lane, Command.STEP, seed)
+        self._flush()
+
+    def try_reset(self, lane: int, seed: int) -> None:
+        """Have the lane reset its env. It answers in `Answers.began`, or with a failure."""
+        if self._placement.may_stay(lane):
+            self._placement.home(lane).ask(lane, Command.RESET, seed)
+        else:
+            self._placement.build(lane, Command.BUILD)
+            self._moving[lane] = seed
+
+    def try_restart(self, lane: int) -> None:
+        """Have the lane's env built anew, in a new process if need be. It answers in `built`, or with a failure."""
+        self._placement.build(lane, Command.REBUILD)
+
+    def begin(self, lanes: Sequence[int]) -> None:
+        """What these lanes see is now the first observation of their next episode."""
+        for name, column in self.observations.items():
+            column[lanes] = self.first[name][lanes]
+
+    # -- what they answer ---------------------------------------------------------------------------------------------
+
+    def poll(self, timeout_s: float = math.inf) -> Answers:
+        """What has been answered, as soon as there is anything.
+
+        Once there is, waits up to `remote_env_batch_wait_ms` for the steps and resets that are under way besides.
+        Sleeps, for `timeout_s` at most; returns at once when nothing was asked.
+        """
+        answers, until = Answers(), time.monotonic() + timeout_s
+        self._flush()
+        while True:
+            busy = any(handle.is_busy for handle in self._processes)
+            lost = self._take(answers, until if busy else 0.0)
+            now = time.monotonic()
+            if answers:
+                if lost:
+                    return answers
+                until = min(until, now + self._config.remote_env_batch_wait_ms / 1e3)
+                busy = any(handle.is_awaited for handle in self._processes)
+            if not busy or now >= until:
+                return answers
+
+    def _flush(self) -> None:
+        for handle in self._processes:
+            handle.flush()
+
+    def _take(self, answers: Answers, until: float) -> bool:
+        """Hear who speaks; whether a process has ended."""
+        speaking, ended = self._processes.wait(until)
+        for handle in speaking:
+            self._hear(handle, answers)
+        if not answers:  # else the next poll tells of it: no lane has answered and is lost in the same breath
+            for handle in ended:
+                self._lose(handle, answers)
+        self._processes.enforce()
+        self._flush()
+        return bool(ended)
+
+    def _hear(self, handle: ProcessHandle, answers: Answers) -> None:
+        message = handle.receive()
+        if message is None:
+            if handle.channel.is_over:
+                self._processes.hush(handle)
+            return
+        if not handle.is_trusted:
+            return
+        asked, told = message
+        stepped = [lane for lane, command in asked.items() if command is Command.STEP]
+        if told:
+            stepped = self._read(handle, told, stepped, answers)
+        answers.stepped += stepped
+        self._placement.weigh(handle)
+
+    def _read(self, handle: ProcessHandle, told: dict[str, Any], stepped: list[int], answers: Answers) -> list[int]:
+        """Take in what was said besides the columns; of the lanes that `stepped`, those that did not fail."""
+        first = handle.first_lane
+        for index, at, returned, error in told.get("failures", ()):
+            self._fail(Failure(first + index, error_from_json(error), stepped=returned, at=at), answers)
+        failed = {failure.lane for failure in answers.failures if failure.at == "step"}
+        answers.infos += [(first + i, info) for i, info in told.get("infos", ()) if first + i not in failed]
+        answers.ended += [(first + index, ChunkEnd(end)) for index, end in told.get("ended", ())]
+        began = [(first + index, info or {}) for index, info in told.get("began", ())]
+        answers.began += began
+        handle.episodes += len(began)
+        for index, spaces in told.get("built", ()):
+            self._welcome(first + index, Spaces.model_validate(spaces), answers)
+        return [lane for lane in stepped if lane not in failed]
+
+    def _fail(self, failure: Failure, answers: Answers) -> None:
+        self._moving.pop(failure.lane, None)
+        self._placement.leave(failure.lane)
+        answers.failures.append(failure)
+
+    def _welcome(self, lane: int, spaces: Spaces, answers: Answers) -> None:
+        """A lane was built."""
+        if self._layout_of is None:
+            self._layout_of = lane
+            self._map(spaces)
+        elif spaces != self.spaces:
+            expected = f"those of env {self._layout_of}, {self.spaces!r}"
+            error = EnvContractError(f"spaces of env {lane}", repr(spaces), expected)
+            self._fail(Failure(lane, error, at="construction"), answers)
+            return
+        if lane in self._moving:
+            self._placement.home(lane).ask(lane, Command.RESET, self._moving.pop(lane))
+        else:
+            answers.built.append(lane)
+
+    def _map(self, spaces: Spaces) -> None:
+        self.spaces = spaces
+        arrays = map_arrays(self._processes.memory, columns_layout(spaces, self.width), create=True)
+        self.rewards = arrays.pop("rewards")
+        self.observations = {name: column for name, column in arrays.items() if name.partition("/")[0] == "obs"}
+        self.first = {name: arrays[f"first{name[3:]}"] for name in self.observations}
+        self.actions = {name: column for name, column in arrays.items() if name.partition("/")[0] == "actions"}
+
+    def _lose(self, handle: ProcessHandle, answers: Answers) -> None:
+        ending = self._processes.bury(handle)
+        self._placement.lose(handle)
+        for lane in handle.members:
+            self._moving.pop(lane, None)
+        answers.failures += failures_of(ending, handle.members, self._limits)
+
+    def stop(self) -> None:
+        """Close all envs, and end all processes, within `env_close_timeout_s`. May be called twice."""
+        if not self._stopped:
+            self._stopped = True
+            self._processes.stop(self._config.env_close_timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()

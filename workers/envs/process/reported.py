@@ -1,0 +1,49 @@
+"""Errors on their way from a process of envs to its driver, as plain values."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+
+from headrace.schemas.errors import EnvContractError, EnvRaisedError, UnknownEnvError
+from headrace.workers.envs.context import StepFailedRecreateEnv
+
+_LONGEST = 20_000
+"""Characters of a message or a traceback; more is cut off."""
+
+
+def error_to_json(error: BaseException) -> dict[str, str]:
+    """What `error_from_json` makes the same error of, or one that says as much."""
+    match error:
+        case EnvContractError():
+            return {"is": "contract", "what": error.what, "seen": error.seen, "expected": error.expected}
+        case UnknownEnvError():
+            return {"is": "unknown", "env": error.env, "reason": error.reason}
+        case StepFailedRecreateEnv():
+            return {"is": "recreate", "message": _text(error)}
+    trace = _plain("".join(traceback.format_exception(error)))
+    return {"is": "raised", "kind": type(error).__name__, "message": _text(error), "trace": trace[-_LONGEST:]}
+
+
+def error_from_json(told: Mapping[str, str]) -> Exception:
+    """Errors of Headrace as they were, an env's own as `EnvRaisedError`: its class need not exist here."""
+    match told["is"]:
+        case "contract":
+            return EnvContractError(told["what"], told["seen"], told["expected"])
+        case "unknown":
+            return UnknownEnvError(told["env"], told["reason"])
+        case "recreate":
+            return StepFailedRecreateEnv(told["message"])
+    return EnvRaisedError(told["kind"], told["message"], told["trace"])
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return _plain(str(error)[:_LONGEST])
+    except Exception as broken:  # noqa: BLE001 - an error of the user's own class, whose __str__ raises
+        return f"(its message cannot be read: {type(broken).__name__})"
+
+
+def _plain(text: str) -> str:
+    """Without lone surrogates, which are no JSON."""
+    return text.encode(errors="replace").decode()

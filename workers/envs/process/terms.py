@@ -1,0 +1,43 @@
+"""What a config says to processes of envs, in their own terms."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import orjson
+
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.process.control import Phase
+from headrace.workers.envs.process.naming import env_config_json, name_env
+
+SETTINGS = {
+    Phase.IDLE: "env_step_timeout_s",
+    Phase.CONSTRUCTION: "env_construct_timeout_s",
+    Phase.RESET: "env_reset_timeout_s",
+    Phase.STEP: "env_step_timeout_s",
+    Phase.CLOSE: "env_close_timeout_s",
+}
+"""Which setting says how long each may last."""
+
+
+def job_of(config: EnvRunnerConfig, worker_index: int) -> dict[str, Any]:
+    """The part of a `HostJob` that all processes have in common. Raises `ConfigError` for what cannot be sent."""
+    return {
+        "env": name_env(config.env),
+        "env_config": orjson.loads(env_config_json(config.env_config)),
+        "worker_index": worker_index,
+        "num_workers": config.num_workers,
+        "width": config.num_envs,
+        "check_bounds": not config.disable_env_checking,
+        "close_timeout_s": config.env_close_timeout_s,
+        "import_path": sys.path,
+    }
+
+
+def limits_of(config: EnvRunnerConfig) -> dict[Phase, float]:
+    """How long each phase may last, in seconds."""
+    limits: dict[Phase, float] = {phase: getattr(config, setting) for phase, setting in SETTINGS.items()}
+    # The process itself abandons a close() that is too slow; only one that holds the interpreter lock gets so far.
+    limits[Phase.CLOSE] *= 2
+    return limits
