@@ -60,9 +60,9 @@ def turn(arm: Arm, seconds: float) -> Turn:
     pids = [os.getpid(), *arm.pids.values()]
     arm.begin()
     _take_for(arm, seconds * WARM)
-    before = _cpu_s(pids)
+    before = cpu_s(pids)
     count, elapsed = _take_for(arm, seconds)
-    spent = _cpu_s(pids) - before
+    spent = cpu_s(pids) - before
     arm.end()
     rest(arm.pids.values())
     return Turn(count / elapsed, count / spent)
@@ -78,17 +78,17 @@ def _take_for(arm: Arm, seconds: float) -> tuple[int, float]:
 def rest(pids: Iterable[int]) -> None:
     """Wait until these processes have nothing to do: their queues are full."""
     pids, deadline = list(pids), perf_counter() + _REST_DEADLINE_S
-    before = _cpu_s(pids)
+    before = cpu_s(pids)
     while perf_counter() < deadline:
         sleep(_REST_S)
-        now = _cpu_s(pids)
+        now = cpu_s(pids)
         if now - before < _REST_SHARE * _REST_S:
             return
         before = now
     raise TimeoutError(f"processes {pids} are busy {_REST_DEADLINE_S} s after their turn")
 
 
-def _cpu_s(pids: Iterable[int]) -> float:
+def cpu_s(pids: Iterable[int]) -> float:
     """Processor time of all threads, from the scheduler's own count in ns."""
     threads = (thread for pid in pids for thread in Path(f"/proc/{pid}/task").iterdir())
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
