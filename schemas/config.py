@@ -134,6 +134,10 @@ class SamplingSettings(Section):
     restart_failed_sub_environments: bool = Field(
         default=True, description="rebuild an env that failed and go on; False raises its error"
     )
+    env_placement: Literal["inline", "process"] = Field(
+        default="inline",
+        description="where envs live: in the runner's own process, or in others, where one may hang, crash or leak",
+    )
     envs_per_process: int = Field(
         default=4, ge=1, description="envs that share a process, and its death; cheap ones share the cost of a message"
     )
@@ -181,6 +185,12 @@ class SamplingSettings(Section):
             check_module_ids(self.policies)
             if isinstance(self.policy_mapping_fn, dict):
                 check_mapping_table(self.policy_mapping_fn, self.policies)
+        if self.env_placement == "process" and (self.gym_env_vectorize_mode is not None or self.is_multi_agent):
+            other = "policies" if self.gym_env_vectorize_mode is None else "gym_env_vectorize_mode"
+            raise ValueError(
+                f"env_placement = 'process' is for envs of one agent, each by itself, and {other} is given; leave one "
+                "of them out"
+            )
         if self.env_restart_backoff_s > self.env_restart_backoff_max_s:
             raise ValueError(
                 f"env_restart_backoff_s = {self.env_restart_backoff_s:g} is more than "

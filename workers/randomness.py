@@ -85,9 +85,14 @@ class EnvSeeds:
 
     def next(self) -> int:
         """The next seed; never one that was handed out before, but by chance (about n²/2⁶⁴ for n episodes)."""
+        self.peek()
+        return self.ahead.pop()
+
+    def peek(self) -> int:
+        """What `next` will give."""
         if not self.ahead:
             self.ahead = self.stream.integers(0, self._max_seed, BLOCK, dtype=np.int64, endpoint=True).tolist()[::-1]
-        return self.ahead.pop()
+        return self.ahead[-1]
 
 
 class MakingSeeds:

@@ -133,6 +133,7 @@ class VectorSampler:
         `EnvDriver.try_restart` raises; the books are right even then, and the next poll goes on.
         """
         envs, fragment = self.envs, self.fragment
+        envs.on_wait = on_wait
         if envs.repairing:
             envs.wait_for_one(self._start_episodes, on_wait)
         live = envs.live

@@ -57,18 +57,18 @@ def limit_1(width: int) -> Loop:
 
 def limit_2(width: int) -> Loop:
     """SyncVectorEnv with a torch policy, recording into arrays."""
-    return _recording(sync_vector(width), width)
+    return recording(sync_vector(width), width)
 
 
 def limit_4(width: int) -> Loop:
     """CartPole's own vector with a torch policy, recording likewise."""
     env = gym.make_vec(ENV, num_envs=width, vectorization_mode="vector_entry_point")
-    return _recording(env, width)
+    return recording(env, width)
 
 
 def envpool_loop(width: int) -> Loop:
     """EnvPool's CartPole with a torch policy, recording likewise."""
-    return _recording(make_envpool(width), width)
+    return recording(make_envpool(width), width)
 
 
 def make_envpool(width: int) -> Any:
@@ -80,7 +80,8 @@ def make_envpool(width: int) -> Any:
         return envpool.make_gymnasium(ENV, num_envs=width, num_threads=1, seed=0)
 
 
-def _recording(env: Any, width: int) -> Loop:
+def recording(env: Any, width: int) -> Loop:
+    """A gymnasium vector with a torch policy, recording into arrays."""
     policy = TorchPolicy()
     record = arrays(width)
     turn = _counter(HORIZON)

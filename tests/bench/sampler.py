@@ -46,6 +46,10 @@ class Headrace:
             if elapsed >= seconds:
                 return steps / elapsed
 
+    def stop(self) -> None:
+        """Close its envs."""
+        self._runner.stop()
+
 
 def measure(widths: list[int], seconds: float, rounds: int) -> list[dict[str, Any]]:
     """One row for each loop and width: median rate, and median ratio to limit 2 of the same round, with its spread."""

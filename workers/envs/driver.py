@@ -2,8 +2,8 @@
 
     while sampling:   send_actions(columns) ── poll() ── try_reset(lanes that ended) ── try_restart() if some failed
 
-The kinds there are: envs of their own in this process (`vector.py`), all of them behind one object that a user wrote
-(`user_vector.py`), and one native vector of gymnasium's kind (`native/`).
+The kinds there are: envs of their own in this process (`vector.py`) or in other ones (`process/`), all of them behind
+one object that a user wrote (`user_vector.py`), and one native vector of gymnasium's kind (`native/`).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class EnvDriver(Protocol):
     on_rebuild: Callable[[], None] | None
     on_episode_created: Callable[[Lane, Episode], None] | None
     on_failure: Callable[[Lane, Failure], None] | None
+    on_wait: Callable[[], None] | None
 
     @property
     def live(self) -> NDArray[np.intp] | None:

@@ -19,54 +19,8 @@ from headrace.workers.envs.lane import Lane, close_envs
 from headrace.workers.envs.roster import Roster
 
 
-class LaneVector(Roster):
-    """Lanes with an env each."""
-
-    def build(self, config: EnvRunnerConfig, first: tuple[Any, EnvContext] | None = None) -> None:
-        """See `Roster`."""
-        if config.gym_env_vectorize_mode is not None:
-            message = f"{config.gym_env_vectorize_mode!r} is for a SingleAgentEnvRunner that had it from the beginning"
-            raise ConfigError(message, key="gym_env_vectorize_mode")
-        self._config = config
-        self._creator = find_creator(config.env)
-        self.stop()
-        creators, contexts = [self._creator] * len(self.lanes), []
-        if first is not None:
-            creators[0], contexts = (lambda _: first[0]), [first[1]]
-        contexts += [self._context(lane.index, recreated=False) for lane in self.lanes[len(contexts) :]]
-        try:
-            for lane, creator, context in zip(self.lanes, creators, contexts, strict=True):
-                lane.due_at = None
-                with naming_what_failed(config, lane.index):
-                    lane.adopt(self._build_env(creator, context))
-            env_0 = self.lanes[0].env
-            assert env_0 is not None
-            self._learn_spaces(env_0)
-            for lane in self.lanes[1:]:
-                self._check_spaces(lane)
-            for lane, context in zip(self.lanes, contexts, strict=True):
-                self._tell_created(lane, context)
-        except HeadraceError:
-            self.stop()
-            raise
-
-    # -- what the kinds of vector do each in their own way ------------------------------------------------------------
-
-    @abstractmethod
-    def _build_env(self, creator: EnvCreator, context: EnvContext) -> Any:
-        """One env of the right kind; raises `EnvContractError` for another."""
-
-    @abstractmethod
-    def _learn_spaces(self, first: Any) -> None:
-        """Env 0 was built anew: its spaces are those of all."""
-
-    @abstractmethod
-    def _check_spaces(self, lane: Lane) -> None:
-        """Raise `EnvContractError` unless the lane's env has the spaces of env 0."""
-
-    @abstractmethod
-    def _blank(self, lane: Lane) -> None:
-        """The lane has no env for now; what it saw last is not to be shown to the policy."""
+class Lanes(Roster):
+    """Lanes whose envs fail, wait and come back each by itself."""
 
     # -- who is up ----------------------------------------------------------------------------------------------------
 
@@ -137,6 +91,61 @@ class LaneVector(Roster):
             if lane.due_at is not None and lane.due_at <= now:
                 self._rebuild(lane)
         self.try_restart()
+
+    @abstractmethod
+    def _rebuild(self, lane: Lane) -> None:
+        """Have the lane's env built anew, and an episode begun there, now or later. Failures wait for `try_restart`."""
+
+    @abstractmethod
+    def _blank(self, lane: Lane) -> None:
+        """The lane has no env for now; what it saw last is not to be shown to the policy."""
+
+
+class LaneVector(Lanes):
+    """Lanes with an env each, which is an object of this process."""
+
+    def build(self, config: EnvRunnerConfig, first: tuple[Any, EnvContext] | None = None) -> None:
+        """See `Roster`."""
+        for key, here in (("gym_env_vectorize_mode", None), ("env_placement", "inline")):
+            if (asked := getattr(config, key)) != here:
+                message = f"{asked!r} is for a SingleAgentEnvRunner that had it from the beginning"
+                raise ConfigError(message, key=key)
+        self._config = config
+        self._creator = find_creator(config.env)
+        self.stop()
+        creators, contexts = [self._creator] * len(self.lanes), []
+        if first is not None:
+            creators[0], contexts = (lambda _: first[0]), [first[1]]
+        contexts += [self._context(lane.index, recreated=False) for lane in self.lanes[len(contexts) :]]
+        try:
+            for lane, creator, context in zip(self.lanes, creators, contexts, strict=True):
+                lane.due_at = None
+                with naming_what_failed(config, lane.index):
+                    lane.adopt(self._build_env(creator, context))
+            env_0 = self.lanes[0].env
+            assert env_0 is not None
+            self._learn_spaces(env_0)
+            for lane in self.lanes[1:]:
+                self._check_spaces(lane)
+            for lane, context in zip(self.lanes, contexts, strict=True):
+                self._tell_created(lane, context)
+        except HeadraceError:
+            self.stop()
+            raise
+
+    # -- what the kinds of vector do each in their own way ------------------------------------------------------------
+
+    @abstractmethod
+    def _build_env(self, creator: EnvCreator, context: EnvContext) -> Any:
+        """One env of the right kind; raises `EnvContractError` for another."""
+
+    @abstractmethod
+    def _learn_spaces(self, first: Any) -> None:
+        """Env 0 was built anew: its spaces are those of all."""
+
+    @abstractmethod
+    def _check_spaces(self, lane: Lane) -> None:
+        """Raise `EnvContractError` unless the lane's env has the spaces of env 0."""
 
     def _rebuild(self, lane: Lane) -> None:
         lane.due_at = None

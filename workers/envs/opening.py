@@ -11,6 +11,7 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.creators import find_creator, naming_what_failed
 from headrace.workers.envs.driver import EnvDriver
 from headrace.workers.envs.native.vector import NativeVector
+from headrace.workers.envs.process.vector import ProcessVector
 from headrace.workers.envs.roster import context_of
 from headrace.workers.envs.user_vector import UserVector
 from headrace.workers.envs.vector import EnvVector
@@ -23,6 +24,8 @@ def open_envs(
     config: EnvRunnerConfig, worker_index: int, seeds: SeedTree, totals: RunnerTotals, callbacks: CallbackList
 ) -> EnvDriver:
     """The envs that `config` asks for, built, in the hands of a driver of their kind. Raises what `build` does."""
+    if config.env_placement == "process":
+        return ProcessVector(config, worker_index, seeds, totals, callbacks)
     if config.gym_env_vectorize_mode is not None:
         return NativeVector(config, worker_index, seeds, totals, callbacks)
     creator, context = find_creator(config.env), context_of(config, worker_index, 0, seeds)

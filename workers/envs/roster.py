@@ -20,7 +20,7 @@ from headrace.workers.envs.restarts import RestartBudget
 from headrace.workers.randomness import EnvSeeds, SeedTree
 from headrace.workers.totals import RunnerTotals
 
-_WAIT_SLICE_S = 0.02
+WAIT_SLICE_S = 0.02
 """How long to sleep at most before `on_wait` is called again while every env waits to be rebuilt."""
 
 
@@ -55,6 +55,8 @@ class Roster(ABC):
         """Called before a reset; what it raises is a failure of the lane."""
         self.on_failure: Callable[[Lane, Failure], None] | None = None
         """Called for each failure before its lane is taken down."""
+        self.on_wait: Callable[[], None] | None = None
+        """Called now and then while a driver waits for envs that are elsewhere."""
         self._failed: list[Failure] = []
         self._started: list[int] = []
         self.build(config, first)
@@ -121,10 +123,13 @@ class Roster(ABC):
         """
         start_episodes(self.revive)
         while not self._is_up:
-            time.sleep(min(self.next_due_s() or 0.0, _WAIT_SLICE_S))
+            self._pause()
             if on_wait is not None:
                 on_wait()
             start_episodes(self.revive)
+
+    def _pause(self) -> None:
+        time.sleep(min(self.next_due_s() or 0.0, WAIT_SLICE_S))
 
     def try_render_at(self, index: int) -> NDArray[np.uint8] | None:
         """One env's picture, rgb uint8 (height, width, 3); None where it gives none."""

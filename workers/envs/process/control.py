@@ -23,6 +23,7 @@ class Command(IntEnum):
 
     NONE = 0
     BUILD = 1
+    """With its seed, which the env's creator is told."""
     REBUILD = 2
     """Likewise, in place of an env that failed."""
     RESET = 3

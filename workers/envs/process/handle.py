@@ -62,6 +62,7 @@ class ProcessHandle:
         self.fate = ""
         """Why it was killed, if that was not for being late."""
         self._limits = limits
+        self._shortest_s = min(limits.values())
         self._queue: dict[int, tuple[Command, int]] = {}
         self._asked_at = time.monotonic()
         self.check_at = self._asked_at + limits[Phase.CONSTRUCTION]
@@ -113,17 +114,16 @@ class ProcessHandle:
 
     def flush(self) -> None:
         """Send what was asked, unless an answer is still to come; then it is sent after that."""
-        if self.asked or not self._queue or self.state is not State.SERVING:
+        if not self._queue or self.asked or self.state is not State.SERVING:
             return
-        control, first = self.control, self.first_lane
-        control.commands[:] = Command.NONE
+        commands, seeds = [int(Command.NONE)] * self.lanes, [NO_SEED] * self.lanes
         for lane, (command, seed) in self._queue.items():
-            control.commands[lane - first] = command
-            control.seeds[lane - first] = seed
+            commands[lane - self.first_lane], seeds[lane - self.first_lane] = command, seed
             self.asked[lane] = command
+        self.control.commands[:], self.control.seeds[:] = commands, seeds
         self._queue.clear()
         self._asked_at = time.monotonic()
-        self.check_at = self._asked_at + min(self._limits.values())
+        self.check_at = self._asked_at + self._shortest_s
         self.channel.send(RING)
 
     def receive(self) -> tuple[dict[int, Command], dict[str, Any]] | None:

@@ -114,13 +114,15 @@ class EnvHost:
             close_envs(envs, self._job.close_timeout_s)
 
     def _build(self, seat: _Seat, answer: _Answer, *, recreated: bool) -> None:
-        job = self._job
+        job, seed = self._job, int(self._control.seeds[seat.index])
         context = EnvContext(
             job.env_config,
             worker_index=job.worker_index,
             num_workers=job.num_workers,
             vector_index=job.first_lane + seat.index,
+            num_envs=job.width,
             recreated=recreated,
+            seed=None if seed == NO_SEED else seed,
         )
         if seat.env is not None:
             self._close([seat])

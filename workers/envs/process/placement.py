@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.envs.process.control import Command
+from headrace.workers.envs.process.control import NO_SEED, Command
 from headrace.workers.envs.process.handle import ProcessHandle
 from headrace.workers.envs.process.processes import Processes
 
@@ -14,11 +15,16 @@ _PATIENCE = 1.25
 """Times its cap that a process' memory may reach, while it is being replaced, before it is killed."""
 
 
+SeedFor = Callable[[int, bool], int]
+"""(lane, whether its env replaces one that failed) -> the seed that the env's creator is told."""
+
+
 class Placement:
     """Lanes [0, k) share a process, [k, 2k) another, and so on. Envs are built in the newest one of their lanes."""
 
-    def __init__(self, config: EnvRunnerConfig, processes: Processes) -> None:
+    def __init__(self, config: EnvRunnerConfig, processes: Processes, seed_for: SeedFor | None) -> None:
         self._config = config
+        self._seed_for = seed_for
         self._processes = processes
         self._homes: list[ProcessHandle | None] = [None] * config.num_envs
         self._newest: dict[int, ProcessHandle] = {}
@@ -44,7 +50,8 @@ class Placement:
             self.leave(lane)
             self._homes[lane] = newest
             newest.members.add(lane)
-        newest.ask(lane, command)
+        recreated = command is Command.REBUILD
+        newest.ask(lane, command, NO_SEED if self._seed_for is None else self._seed_for(lane, recreated))
 
     def leave(self, lane: int) -> None:
         """The lane has no env any more: its process closes it, or ends if it is of no more use."""

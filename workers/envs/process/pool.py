@@ -20,7 +20,7 @@ from headrace.workers.envs.process.answers import Answers
 from headrace.workers.envs.process.control import NO_SEED, Command
 from headrace.workers.envs.process.handle import ProcessHandle
 from headrace.workers.envs.process.losses import failures_of
-from headrace.workers.envs.process.placement import Placement
+from headrace.workers.envs.process.placement import Placement, SeedFor
 from headrace.workers.envs.process.processes import Processes
 from headrace.workers.envs.process.reported import error_from_json
 from headrace.workers.envs.process.shared import columns_layout, map_arrays
@@ -46,8 +46,8 @@ class EnvProcessPool:
     rewards: NDArray[np.float64]
     """(num_envs,): of the last step."""
 
-    def __init__(self, config: EnvRunnerConfig, worker_index: int = 0) -> None:
-        """Start all processes and build all envs.
+    def __init__(self, config: EnvRunnerConfig, worker_index: int = 0, seed_for: SeedFor | None = None) -> None:
+        """Start all processes and build all envs. `seed_for` gives what their creators are told as `context.seed`.
 
         Raises `ConfigError` for an env that has no name in another process, `UnknownEnvError`, `EnvContractError` where
         spaces differ, `EnvHangError`, `EnvCrashError`, and `EnvError` caused by what else an env raised.
@@ -60,7 +60,7 @@ class EnvProcessPool:
         """Lane -> seed of the reset that follows once it is built in its new process."""
         self._layout_of: int | None = None
         self._processes = Processes(job_of(config, worker_index), self._limits)
-        self._placement = Placement(config, self._processes)
+        self._placement = Placement(config, self._processes, seed_for)
         self._stopped = False
         try:
             self._build_all()
@@ -162,7 +162,8 @@ class EnvProcessPool:
             for handle in ended:
                 self._lose(handle, answers)
         self._processes.enforce()
-        self._flush()
+        if speaking or ended:  # who has answered can be told what was asked meanwhile
+            self._flush()
         return bool(ended)
 
     def _hear(self, handle: ProcessHandle, answers: Answers) -> None:

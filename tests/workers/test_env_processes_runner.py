@@ -1,0 +1,194 @@
+"""A runner whose envs live in processes: the chunks of envs inline, whatever happens to a neighbour."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from process_driving import is_running
+from toy_envs import check_books
+
+from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
+from headrace.schemas.errors import ConfigError, EnvError, EnvHangError, EnvRestartBudgetError
+from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
+from headrace.workers.envs.spaces import convert, to_gym
+
+FAULTY, NEIGHBOUR, ELSEWHERE = 1, 0, 2
+
+
+def runner(env: str = "process_envs:Troubled", placement: str = "process", **settings: Any) -> SingleAgentEnvRunner:
+    defaults = {"num_envs": 3, "envs_per_process": 2, "seed": 3, "env_restart_backoff_s": 0.0}
+    config = EnvRunnerConfig(env=env, **{**defaults, "env_placement": placement, **settings})
+    return SingleAgentEnvRunner(config, run_uid="test")
+
+
+def pids(sampler: SingleAgentEnvRunner) -> list[int]:
+    pool: Any = sampler._vector.envs
+    return list(pool._pool.pids)
+
+
+def brief(chunk: EpisodeChunk) -> tuple[Any, ...]:
+    columns = {name: column.tobytes() for name, column in chunk.columns.items()}
+    arrays = (chunk.obs.tobytes(), chunk.actions.tobytes(), chunk.rewards.tobytes())
+    return (chunk.episode_id, chunk.chunk_index, chunk.t_start, chunk.end, chunk.seed, arrays, columns, chunk.infos)
+
+
+def lives(sampler: SingleAgentEnvRunner, fragments: int, lane: int = ELSEWHERE) -> list[Any]:
+    """All that a lane gave."""
+    return [brief(c) for _ in range(fragments) for c in sampler.sample_fragment() if c.env_index == lane]
+
+
+class Watching:
+    """Has to be told before a reset."""
+
+    def on_episode_created(self, episode: Any) -> None:
+        """Nothing to be done."""
+
+
+@pytest.mark.parametrize("callbacks", [[], [Watching]])
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_chunks_are_those_of_envs_inline_to_the_bit(env: str, callbacks: list[Any]) -> None:
+    found = []
+    for placement in ("inline", "process"):
+        with runner(env, placement, callbacks=callbacks, rollout_fragment_length=40) as sampler:
+            chunks = [chunk for _ in range(4) for chunk in sampler.sample_fragment()]
+            chunks += sampler.sample(num_episodes=4)
+            chunks += sampler.sample(num_timesteps=50)
+            chunks += sampler.sample(num_timesteps=20, force_reset=True, random_actions=True)
+            found.append(([brief(chunk) for chunk in chunks], sampler.totals, sampler.get_spaces()))
+            check_books(sampler)
+    assert found[0] == found[1]
+
+
+def test_a_state_goes_from_envs_inline_to_envs_in_processes() -> None:
+    with runner("CartPole-v1", "inline") as inline, runner("CartPole-v1") as sampler:
+        inline.sample(num_episodes=3)
+        sampler.set_state(inline.get_state())
+        expected, found = inline.sample(num_episodes=3), sampler.sample(num_episodes=3)
+        assert [brief(chunk)[5] for chunk in found] == [brief(chunk)[5] for chunk in expected]
+
+
+@pytest.mark.parametrize(
+    ("fault", "reasons"),
+    [
+        ("raises", {"env_exception"}),
+        ("NaN reward", {"env_bad_data"}),
+        ("segfaults", {"env_crash", "env_neighbour"}),
+        ("hangs with the lock", {"env_hang", "env_neighbour"}),
+    ],
+)
+def test_a_fault_is_named_and_lanes_elsewhere_are_the_same_to_the_bit(
+    fault: str, reasons: set[str], wait_for: Callable[..., None]
+) -> None:
+    settings = {"env_step_timeout_s": 1.0, "rollout_fragment_length": 3}
+    with runner(**settings) as sound:
+        expected = lives(sound, 6)
+    with runner(env_config={"lane": FAULTY, "faults": {"step": fault}}, **settings) as sampler:
+        before = set(pids(sampler))
+        found = lives(sampler, 6)
+        # Lanes come back while others go on.
+        wait_for(lambda: {chunk.env_index for chunk in sampler.sample_fragment()} == {0, 1, 2}, what="all lanes")
+        totals = sampler.totals
+        assert totals.env_failures == 1
+        assert totals.env_rebuilds == len(reasons)
+        assert set(totals.discarded) <= reasons
+        assert max(reasons, key=lambda reason: reason != "env_neighbour") in totals.discarded
+        assert (before == set(pids(sampler))) is (len(reasons) == 1)
+        check_books(sampler)
+    assert found == expected
+
+
+def test_an_episode_of_which_a_part_was_delivered_is_ended_by_its_reason() -> None:
+    config = {"lane": 0, "faults": {"step": "exits"}}
+    with runner(env_config=config, num_envs=1, rollout_fragment_length=2) as sampler:
+        chunks = [chunk for _ in range(8) for chunk in sampler.sample_fragment()]
+    aborted = [chunk for chunk in chunks if chunk.end is ChunkEnd.ABORTED]
+    assert [(chunk.end_reason, len(chunk)) for chunk in aborted] == [("env_crash", 0)]
+    assert sampler.totals.env_failures == 1
+
+
+@pytest.mark.parametrize("again", ["raises", "exits"])
+def test_an_env_that_never_comes_back_is_a_typed_error_after_its_budget(again: str) -> None:
+    config = {"lane": 0, "faults": {"step": "raises"}, "again": {"construction": again}}
+    with runner(env_config=config, num_envs=1, env_restart_attempts=3) as sampler:
+        with pytest.raises(EnvRestartBudgetError, match=r"(?s)env 0 failed 4 times .*env_restart_attempts"):
+            sampler.sample(num_timesteps=100)
+        check_books(sampler)
+
+
+def test_without_restarts_what_the_env_did_comes_out() -> None:
+    config = {"lane": 0, "faults": {"step": "hangs"}}
+    settings = {"env_step_timeout_s": 0.5, "restart_failed_sub_environments": False}
+    with runner(env_config=config, **settings) as sampler, pytest.raises(EnvHangError, match="in _hangs"):
+        sampler.sample(num_timesteps=100)
+
+
+def test_whoever_watches_is_told_while_envs_are_slow_and_may_break_off() -> None:
+    class Enough(Exception):
+        pass
+
+    waits = 0
+
+    def stop() -> None:
+        nonlocal waits
+        waits += 1
+        if waits == 5:
+            raise Enough
+
+    with runner("process_envs:Slow", env_config={"step_s": 0.3}, rollout_fragment_length=3) as sampler:
+        with pytest.raises(Enough):
+            sampler.sample_fragment(stop)
+        check_books(sampler)
+        chunks = sampler.sample(num_timesteps=6)
+        assert all(len(chunk.obs) == len(chunk) + 1 for chunk in chunks)
+        assert sum(len(chunk) for chunk in chunks) > 0
+        check_books(sampler)
+
+
+def test_make_env_begins_anew_and_stop_leaves_nothing() -> None:
+    sampler = runner("CartPole-v1")
+    first = pids(sampler)
+    sampler.sample(num_timesteps=10)
+    sampler.make_env()
+    second = pids(sampler)
+    assert not set(first) & set(second)
+    assert sum(len(chunk) for chunk in sampler.sample(num_timesteps=12)) == 12
+    sampler.stop()
+    assert not any(is_running(pid) for pid in first + second)
+
+
+def test_an_env_elsewhere_shows_its_spaces_and_cannot_be_stepped_from_here() -> None:
+    told: list[Any] = []
+    functions: dict[str, Callable[..., Any]] = {"on_environment_created": lambda env: told.append(env)}
+    with runner("CartPole-v1", num_envs=2, callbacks=[functions]) as sampler:
+        assert [env.action_space for env in told] == [gym.spaces.Discrete(2)] * 2
+        with pytest.raises(EnvError, match="env 1 lives in another process"):
+            told[1].step(0)
+        assert sampler.env is told[0]
+
+
+def test_placements_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"env_placement = 'process' is for envs of one agent.*policies"):
+        EnvRunnerConfig(env_placement="process", policies=["one"])
+    with pytest.raises(ConfigError, match=r"env_placement = 'process' is for .*gym_env_vectorize_mode"):
+        EnvRunnerConfig(env_placement="process", gym_env_vectorize_mode="sync")
+    with pytest.raises(ConfigError):
+        MultiAgentEnvRunner(EnvRunnerConfig(env="toy_multi_envs:Nothing", env_placement="process"))
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        gym.spaces.Box(np.array([-1.0, -np.inf], np.float32), np.array([0.1, 2.0], np.float32)),
+        gym.spaces.Box(0, 255, (2, 3), np.uint8),
+        gym.spaces.Discrete(5, start=-2),
+        gym.spaces.MultiDiscrete([[2, 3], [4, 5]], start=[[0, 1], [2, 3]]),
+        gym.spaces.MultiBinary((2, 2)),
+        gym.spaces.Dict({"a": gym.spaces.Tuple([gym.spaces.Discrete(2), gym.spaces.Box(-1, 1, (1,), np.float64)])}),
+    ],
+)
+def test_spaces_come_back_as_gymnasium_has_them(space: gym.Space[Any]) -> None:
+    assert to_gym(convert(space, "space")) == space
