@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
@@ -31,6 +33,28 @@ def three_of_eight(context: Any) -> gym.Env[Any, Any]:
 def always_failing(context: Any) -> gym.Env[Any, Any]:
     """CartPole that never makes a step."""
     return Failing(gym.make("CartPole-v1"), 0)
+
+
+class Deadly(gym.Wrapper[Any, Any, Any, Any]):
+    """Does `fatal` after `period` steps of its life."""
+
+    def __init__(self, env: gym.Env[Any, Any], period: int, fatal: Callable[[], Any]) -> None:
+        super().__init__(env)
+        self._left, self._fatal = period, fatal
+
+    def step(self, action: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            self._fatal()
+        return super().step(action)
+
+
+def some_crash_and_hang(context: Any) -> gym.Env[Any, Any]:
+    """CartPole; sub-env 1 segfaults and 2 hangs in C every few hundred steps."""
+    env = gym.make("CartPole-v1")
+    if context.vector_index == 1:
+        return Deadly(env, 300, lambda: ctypes.string_at(0))
+    return Deadly(env, 450, lambda: ctypes.PyDLL(None).sleep(1000)) if context.vector_index == 2 else env
 
 
 class Sensors(gym.Env[Any, Any]):
