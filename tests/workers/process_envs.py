@@ -73,6 +73,34 @@ class Slow(Troubled):
         return super().step(action)
 
 
+class Unsound(gym.Env[Any, Any]):
+    """Observes its time; raises, dies or answers nonsense at a chance that follows from its seed."""
+
+    observation_space: Any = gym.spaces.Box(0.0, 1e3, (1,), np.float32)
+    action_space: Any = gym.spaces.Discrete(2)
+
+    def __init__(self, context: EnvContext) -> None:
+        self._deadly = context["deadly"]
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self._time = 0
+        if self.np_random.random() < 0.02:
+            raise RuntimeError("no reset")
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self._time += 1
+        fault = self.np_random.random()
+        if fault < self._deadly:
+            os._exit(3)
+        if fault < 0.01:
+            raise RuntimeError("no step")
+        reward = float("nan") if fault < 0.015 else float(self._time)
+        seen = np.full(1, -1.0 if 0.015 < fault < 0.02 else self._time, np.float32)
+        return seen, reward, bool(self.np_random.random() < 0.1), False, {"time": self._time}
+
+
 class Telling(gym.Env[Any, Any]):
     """Observes what it was told at its construction."""
 

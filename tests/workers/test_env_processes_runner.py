@@ -13,7 +13,7 @@ from toy_envs import check_books
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import ConfigError, EnvError, EnvHangError, EnvRestartBudgetError
-from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
+from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, RunnerCallback, SingleAgentEnvRunner
 from headrace.workers.envs.spaces import convert, to_gym
 
 FAULTY, NEIGHBOUR, ELSEWHERE = 1, 0, 2
@@ -99,6 +99,60 @@ def test_a_fault_is_named_and_lanes_elsewhere_are_the_same_to_the_bit(
         assert (before == set(pids(sampler))) is (len(reasons) == 1)
         check_books(sampler)
     assert found == expected
+
+
+class Account(RunnerCallback):
+    """What became of every episode that was created."""
+
+    def __init__(self) -> None:
+        self.created: list[str] = []
+        self.over: list[str] = []
+        self.failed = 0
+
+    def on_episode_created(self, episode: Any, **_: Any) -> None:
+        self.created.append(episode.episode_id)
+
+    def on_episode_end(self, episode: Any, **_: Any) -> None:
+        self.over.append(episode.episode_id)
+
+    def on_episode_aborted(self, episode: Any, **_: Any) -> None:
+        self.over.append(episode.episode_id)
+
+    def on_env_failed(self, **_: Any) -> None:
+        self.failed += 1
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_under_a_storm_of_faults_nothing_is_lost_without_a_name(watched: bool) -> None:
+    account = Account()
+    settings = {"num_envs": 4, "env_restart_attempts": 100, "callbacks": [account] if watched else []}
+    with runner(
+        "process_envs:Unsound", env_config={"deadly": 0.003}, rollout_fragment_length=150, **settings
+    ) as sampler:
+        last: dict[str, EpisodeChunk] = {}
+        for _ in range(5):
+            for chunk in sampler.sample_fragment():
+                before = last.get(chunk.episode_id)
+                assert chunk.chunk_index == (before.chunk_index + 1 if before else 0)
+                last[chunk.episode_id] = chunk
+                if chunk.end is not ChunkEnd.ABORTED:
+                    times = np.arange(chunk.t_start, chunk.t_start + len(chunk) + 1)
+                    assert chunk.obs[:, 0].tolist() == times.tolist()
+                    assert chunk.rewards.tolist() == times[1:].tolist()
+                    assert [info["time"] for info in chunk.infos[1:]] == times[1:].tolist()
+            check_books(sampler)
+        totals = sampler.totals
+        assert totals.env_failures > 5
+        assert totals.env_rebuilds >= totals.env_failures - 4
+        assert set(totals.discarded) <= {"env_exception", "env_bad_data", "env_crash", "env_neighbour"}
+        running = [view.episode_id for view in sampler.running_episodes()]
+        assert {episode for episode, chunk in last.items() if chunk.end is ChunkEnd.ONGOING} <= set(running)
+    if watched:
+        told = account.over + running
+        assert len(set(told)) == len(told)
+        assert set(told) <= set(account.created)
+        assert len(account.created) - len(told) <= 4  # at most one in each lane waits for its reset in the background
+        assert account.failed >= totals.env_failures
 
 
 def test_an_episode_of_which_a_part_was_delivered_is_ended_by_its_reason() -> None:
