@@ -141,9 +141,6 @@ class SamplingSettings(Section):
     envs_per_process: int = Field(
         default=4, ge=1, description="envs that share a process, and its death; cheap ones share the cost of a message"
     )
-    remote_env_batch_wait_ms: float = Field(
-        default=0.0, ge=0, description="how long to wait for more envs to answer once one has"
-    )
     env_construct_timeout_s: float = Field(
         default=120.0, gt=0, description="how long the start of an env's process, and its construction, may each take"
     )

@@ -129,11 +129,11 @@ class EnvProcessPool:
 
     # -- what they answer ---------------------------------------------------------------------------------------------
 
-    def poll(self, timeout_s: float = math.inf) -> Answers:
+    def poll(self, timeout_s: float = math.inf, batch_wait_s: float = 0.0) -> Answers:
         """What has been answered, as soon as there is anything.
 
-        Once there is, waits up to `remote_env_batch_wait_ms` for the steps and resets that are under way besides.
-        Sleeps, for `timeout_s` at most; returns at once when nothing was asked.
+        Once there is, waits up to `batch_wait_s` for the steps and resets that are under way besides. Sleeps, for
+        `timeout_s` at most; returns at once when nothing was asked.
         """
         answers, until = Answers(), time.monotonic() + timeout_s
         self._flush()
@@ -144,7 +144,7 @@ class EnvProcessPool:
             if answers:
                 if lost:
                     return answers
-                until = min(until, now + self._config.remote_env_batch_wait_ms / 1e3)
+                until = min(until, now + batch_wait_s)
                 busy = any(handle.is_awaited for handle in self._processes)
             if not busy or now >= until:
                 return answers

@@ -118,10 +118,11 @@ class ProcessVector(Lanes):
         failures = [self._lost.pop(lane.index) for lane in self._live if lane.index in self._lost]
         while waiting:
             answers = self._hear()
-            failed = [failure for failure in answers.failures if failure.lane in waiting - set(answers.stepped)]
+            waiting.difference_update(answers.stepped)
+            failed = [failure for failure in answers.failures if failure.lane in waiting]
             failures += failed
+            waiting.difference_update(failure.lane for failure in failed)
             self._put_aside(answers, but={failure.lane for failure in failed})
-            waiting.difference_update(answers.stepped, (failure.lane for failure in failed))
             ended += answers.ended
             infos += answers.infos
         self._sent = []
@@ -129,7 +130,7 @@ class ProcessVector(Lanes):
 
     def _hear(self) -> Answers:
         """The next answers, whosever they are; `on_wait` is called now and then until there are any."""
-        while not (answers := self._running.poll(WAIT_SLICE_S)):
+        while not (answers := self._running.poll(WAIT_SLICE_S, batch_wait_s=WAIT_SLICE_S)):
             if self.on_wait is not None:
                 self.on_wait()
         return answers
