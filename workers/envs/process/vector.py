@@ -186,7 +186,7 @@ class ProcessVector(Lanes):
 
     def _create_episode(self, lane: Lane) -> Episode | None:
         """The episode that a reset is to begin; None if the lane has failed."""
-        episode = lane.create_episode(lane.seeds.next())
+        episode = lane.create_episode(lane.seeds.next(), Episode)
         failure = self._lost.pop(lane.index, None)
         if failure is None and self.on_episode_created is not None:
             try:
