@@ -25,9 +25,11 @@ from headrace.schemas.chunk import CHUNK_TABLE
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.config_loading import build_config
 from headrace.schemas.ledger import WorkerTotals
+from headrace.schemas.module_spaces import DEFAULT_MODULE_ID, module_spaces_to_json
 from headrace.schemas.recorder import Recorder
 from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.workers.callbacks import CallbackList
+from headrace.workers.shipping import Shipper
 from headrace.workers.totals import RunnerTotals
 from headrace.workers.worker import Worker
 
@@ -136,8 +138,9 @@ def _ship(config: FleetConfig, endpoint: str, load: Load, folder: Any) -> None:
     worker: Any = Worker(config, endpoint, FLEET_ID, None, 0)
     worker.link.join(60.0)
     worker.recorder = Recorder(folder / "worker.rec", 0, 1)
-    worker.runner = PrebuiltRunner(load)
-    worker.session.introduce(load.spaces.model_dump(mode="json"))
+    worker.runner = runner = PrebuiltRunner(load)
+    worker.shipper = Shipper(FLEET_ID, worker.session, worker.recorder, runner.totals, runner.take_finished_episodes)
+    worker.session.introduce(module_spaces_to_json({DEFAULT_MODULE_ID: load.spaces}))
     worker.link.join(60.0)
     while not stopping.is_set():
         if worker.wait_for_room(stopping):

@@ -1,0 +1,33 @@
+"""`behaviours.md` speaks of every behaviour, and of tests that there are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+_ROWS = [
+    [cell.strip() for cell in line.strip("|").split(" | ")]
+    for line in (TESTS / "behaviours.md").read_text(encoding="utf-8").splitlines()
+    if re.match(r"\| D?\d+ \|", line)
+]
+_NAMED = sorted({name for row in _ROWS for name in re.findall(r"`([\w/]+\.py(?:::\w+)?)`", row[-1])})
+
+
+def test_every_behaviour_and_every_defect_has_its_row() -> None:
+    wanted = [str(number) for number in range(1, 97)]
+    wanted += [f"D{number}" for number in (*range(1, 13), 19, 22, 24, 25)]
+    assert [row[0] for row in _ROWS] == wanted
+
+
+def test_every_row_says_something_and_names_a_test() -> None:
+    assert [row[0] for row in _ROWS if len(row) != 3 or not row[1] or not row[2].startswith("`")] == []
+
+
+@pytest.mark.parametrize("name", _NAMED)
+def test_a_test_that_is_named_is_there(name: str) -> None:
+    path, _, function = name.partition("::")
+    text = (TESTS / path).read_text(encoding="utf-8")
+    assert not function or re.search(rf"^def {function}\(", text, re.MULTILINE), f"{path} has no {function}"
