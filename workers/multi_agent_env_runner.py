@@ -117,13 +117,13 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
 
     def _cut(self, keep_open: bool) -> ModuleBatches:
         version = self._version
-        over, batches = self._vector.cut(
+        over, batches = self._vector.chunks.cut(
             version.learner_epoch, version.digest, self.worker_index, self.incarnation, keep_open=keep_open
         )
         actions = batches.agent_steps()
         agents = dict(actions)
         modules = {module_id: batch.steps for module_id, batch in batches.batches.items() if batch.steps}
-        for (agent, module_id), more in self._vector.observed_more.items():
+        for (agent, module_id), more in self._vector.chunks.observed_more.items():
             agents[agent] += more
             modules[module_id] += more
         self._metrics.count_steps(agents, modules, actions)
@@ -251,7 +251,7 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         """
         if self._sampler is None:
             return self._metrics.report(self._version.seq)
-        losses = self._sampler.losses
+        losses = self._sampler.chunks.losses
         return self._metrics.report(self._version.seq) | {
             "num_agent_steps_discarded_lifetime": sum(self.totals.discarded.values()),
             "num_agent_rewards_lost_lifetime": losses.rewards,
