@@ -8,8 +8,9 @@ from headrace.learner_stub.connector_merger import ConnectorMerger
 from headrace.learner_stub.module import build_frozen_module, build_module
 from headrace.learner_stub.policies import DEFAULT_MODULE, Frozen, Policies, Policy
 from headrace.learner_stub.ppo import PPO
-from headrace.schemas.config import FleetConfig, ModuleSection, PolicySettings, SamplingSettings
+from headrace.schemas.config import FleetConfig, ModuleSection
 from headrace.schemas.errors import ModuleError
+from headrace.schemas.sampling_settings import PolicySettings, SamplingSettings
 from headrace.schemas.spaces import Spaces
 
 

@@ -8,22 +8,17 @@ from __future__ import annotations
 import ipaddress
 import math
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from headrace.schemas.module_spaces import check_mapping_table, check_module_ids
 from headrace.schemas.recorder import WINDOW
+from headrace.schemas.sampling_settings import SamplingSettings
+from headrace.schemas.section import Section
 
 LEAST_WINDOW = 4
 DEFAULT_WINDOW = 16
 """Batches in a worker's window where it is not known how many a learner needs, or how long they are."""
-
-
-class Section(BaseModel):
-    """A part of the configuration; parts are handed to those who use them, never the whole tree."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class FleetSection(Section):
@@ -50,155 +45,6 @@ class FleetSection(Section):
     fleet_id: str = Field(
         default="", pattern=r"^[A-Za-z0-9_.-]*$", description="name of the fleet; empty makes one per run directory"
     )
-
-
-Piece = str | dict[str, Any]
-"""What builds a connector: see `plugins.load_factory`."""
-
-
-class PolicySettings(Section):
-    """One of several policies; what is absent is as in [module]."""
-
-    build: str | None = Field(default=None, description='"package.module:build"')
-    config: dict[str, Any] | None = Field(default=None, description="keyword arguments of build")
-    env_to_module: list[Piece] | None = Field(default=None, description="its own, in place of [sampling]'s")
-    module_to_env: list[Piece] | None = Field(default=None, description="likewise")
-
-
-class SamplingSettings(Section):
-    """What one runner samples, as plain values: the part of EnvRunnerConfig that a file can hold."""
-
-    env_config: dict[str, Any] = Field(
-        default={}, description="keyword arguments of a gymnasium id; the EnvContext of a callable"
-    )
-    num_envs: int = Field(default=8, ge=1, le=65_536, description="environments stepped together by one runner")
-    gym_env_vectorize_mode: Literal["sync", "async", "vector_entry_point"] | None = Field(
-        default=None,
-        description="have gymnasium step them as one vector, which fails as one; absent: each by itself, the faster "
-        "choice for envs in Python, unless the id has a vector of its own (vector_entry_point)",
-    )
-    seed: int | None = Field(
-        default=None, ge=0, description="root of every random number of the fleet's runners; None takes fresh entropy"
-    )
-    max_env_seed: int = Field(
-        default=2**63 - 1,
-        ge=1,
-        lt=2**63,
-        description="largest seed env.reset gets; 2**32 - 1 for envs that take only 32 bits (seeds may then repeat)",
-    )
-    batch_mode: Literal["truncate_episodes", "complete_episodes"] = Field(
-        default="truncate_episodes", description="cut fragments after a number of steps, or deliver whole episodes only"
-    )
-    rollout_fragment_length: int = Field(
-        default=64, ge=1, description="env steps of each env in a fragment, when episodes may be cut"
-    )
-    episode_lookback_horizon: int = Field(
-        default=0,
-        ge=0,
-        description="steps before its first that a chunk carries, in columns of their own; connectors and recurrent "
-        "modules need none, and with 0 a cut copies nothing",
-    )
-    explore: bool = Field(default=True, description="sample from the policy's distribution; False takes its mode")
-    env_to_module: list[Piece] = Field(
-        default=[],
-        description='what observations pass on their way to the module: "package.module:factory" of a connector, or '
-        "{build = ..., config = {...}}",
-    )
-    module_to_env: list[Piece] = Field(default=[], description="what actions pass on their way to the env, likewise")
-    policies: dict[str, PolicySettings] | None = Field(
-        default=None, description="several agents: module id -> {build, config} of its policy; {} is that of [module]"
-    )
-    policy_mapping_fn: str | dict[str, str] | None = Field(
-        default=None,
-        description='several agents: "package.module:function" of (agent id, episode id), or a table, to module ids',
-    )
-    count_steps_by: Literal["env_steps", "agent_steps"] = Field(
-        default="env_steps", description="several agents: what rollout_fragment_length counts"
-    )
-    missing_final_observation: Literal["error", "repeat", "drop"] = Field(
-        default="error",
-        description="several agents: one is truncated and its last observation missing: the env has failed, or what "
-        "it acted upon is repeated, or its last step is dropped; each is counted",
-    )
-    infos: Literal["all", "none"] = Field(default="all", description="whether non-empty infos travel with the chunks")
-    callbacks: list[str] = Field(
-        default=[], description='"package.module:Class" of each callback object, in the order in which they are called'
-    )
-    metrics_num_episodes_for_smoothing: int = Field(
-        default=100, ge=1, description="newest episodes, of all runners together, behind the mean, min and max of any"
-    )
-    torch_threads: int = Field(default=1, ge=1, description="threads torch may use in the sampling process")
-    disable_env_checking: bool = Field(
-        default=False, description="skip the check of observations against their bounds; never that of shape and dtype"
-    )
-    restart_failed_sub_environments: bool = Field(
-        default=True, description="rebuild an env that failed and go on; False raises its error"
-    )
-    env_placement: Literal["inline", "process"] = Field(
-        default="inline",
-        description="where envs live: in the runner's own process, or in others, where one may hang, crash or leak",
-    )
-    envs_per_process: int = Field(
-        default=4, ge=1, description="envs that share a process, and its death; cheap ones share the cost of a message"
-    )
-    env_construct_timeout_s: float = Field(
-        default=120.0, gt=0, description="how long the start of an env's process, and its construction, may each take"
-    )
-    env_reset_timeout_s: float = Field(
-        default=60.0, gt=0, description="how long reset() may take where envs have processes, which are killed then"
-    )
-    env_step_timeout_s: float = Field(default=60.0, gt=0, description="how long step() may take, likewise")
-    env_process_max_rss_mb: int | None = Field(
-        default=None,
-        ge=1,
-        description="memory at which a process of envs is replaced as its episodes end, and a quarter above, killed",
-    )
-    env_process_max_episodes: int | None = Field(
-        default=None, ge=1, description="episodes after which a process of envs is replaced as its episodes end"
-    )
-    env_close_timeout_s: float = Field(
-        default=5.0, gt=0, description="how long an env's close() may take before it is abandoned with a warning"
-    )
-    env_restart_attempts: int = Field(
-        default=8, ge=1, description="failures in a row, nothing delivered between them, that one env is forgiven"
-    )
-    env_restart_backoff_s: float = Field(
-        default=0.05, ge=0, description="wait before the second rebuild in a row; doubles with each further one"
-    )
-    env_restart_backoff_max_s: float = Field(default=5.0, ge=0, description="longest such wait")
-    max_env_restarts_per_window: int = Field(
-        default=600, ge=1, description="rebuilds of one env that a window may see, delivered or not"
-    )
-    env_restart_window_s: float = Field(default=60.0, gt=0, description="length of that window")
-
-    @property
-    def is_multi_agent(self) -> bool:
-        """Whether envs are multi-agent ones, which is what `policies` or a mapping to them say."""
-        return self.policies is not None or self.policy_mapping_fn is not None
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if isinstance(self.policies, dict):
-            check_module_ids(self.policies)
-            if isinstance(self.policy_mapping_fn, dict):
-                check_mapping_table(self.policy_mapping_fn, self.policies)
-        if self.env_placement == "process" and (self.gym_env_vectorize_mode is not None or self.is_multi_agent):
-            other = "policies" if self.gym_env_vectorize_mode is None else "gym_env_vectorize_mode"
-            raise ValueError(
-                f"env_placement = 'process' is for envs of one agent, each by itself, and {other} is given; leave one "
-                "of them out"
-            )
-        if self.env_restart_backoff_s > self.env_restart_backoff_max_s:
-            raise ValueError(
-                f"env_restart_backoff_s = {self.env_restart_backoff_s:g} is more than "
-                f"env_restart_backoff_max_s = {self.env_restart_backoff_max_s:g}; lower it or raise the other"
-            )
-        if self.gym_env_vectorize_mode is not None and self.is_multi_agent:
-            raise ValueError(
-                f"gym_env_vectorize_mode = {self.gym_env_vectorize_mode!r} is for envs of one agent, and policies for "
-                "several; leave one of them out"
-            )
-        return self
 
 
 class SamplingSection(SamplingSettings):

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
-from headrace.schemas.config import SamplingSettings
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.sampling_settings import SamplingSettings
 
 DEFAULT_MODULE = "headrace.workers.modules:actor_critic"
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.schemas.config import PolicySettings
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.module_spaces import check_mapping_table, check_module_ids
 from headrace.schemas.plugins import load_object
+from headrace.schemas.sampling_settings import PolicySettings
 from headrace.schemas.spaces import Spaces
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.spaces import convert
@@ -152,7 +152,7 @@ def _mapping(given: Any, specs: Mapping[str, Policy]) -> Callable[[Any, str], st
 
 
 def _of_table(module_id: str, table: Mapping[str, Any]) -> PolicySpec:
-    """As `schemas.config.PolicySettings` has it; what is absent is None."""
+    """As `PolicySettings` has it; what is absent is None."""
     if strange := table.keys() - PolicySettings.model_fields.keys():
         raise ConfigError(
             f"the table of policy {module_id!r} has {sorted(strange)!r:.100}; it may have "
