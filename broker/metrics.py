@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from headrace.broker.core import BrokerCore
-from headrace.broker.reporter import Report
+from headrace.broker.report import Report
 from headrace.broker.source import Source
 from headrace.schemas.batch import BatchHeader
 

@@ -11,7 +11,7 @@ FLIP makes a blob of weights the current one, unless a newer version is.
 from __future__ import annotations
 
 MERGE = """
--- KEYS as named below; ARGV[1]: JSON of the report (see reporter.py: _as_json). Answers the counters it had to skip.
+-- KEYS as named below; ARGV[1]: JSON of the report (see report.py: _as_json). Answers the counters it had to skip.
 local FLEET, LEDGER, TOTALS, SOURCES, GAUGES, WORKERS, LEASE, INCARNATIONS, RUNNER_STATE, EVENTS = unpack(KEYS)
 local report = cjson.decode(ARGV[1])
 local skipped = {}

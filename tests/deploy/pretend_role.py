@@ -14,7 +14,8 @@ from pathlib import Path
 import orjson
 import zmq
 
-from headrace.broker.reporter import RedisReporter, Report
+from headrace.broker.report import Report
+from headrace.broker.reporter import RedisReporter
 from headrace.schemas.ledger import LedgerRow, Settled, WorkerTotals
 from headrace.schemas.messages import Ack, Obituary, read
 from headrace.schemas.recorder import Recorder

@@ -11,7 +11,8 @@ import orjson
 import pytest
 from rich.console import Console
 
-from headrace.broker.reporter import RedisReporter, Report
+from headrace.broker.report import Report
+from headrace.broker.reporter import RedisReporter
 from headrace.deploy.audit import audit, equation, open_fleet, render, warnings
 from headrace.deploy.redis_view import FleetView, Snapshot
 from headrace.schemas.errors import RunDirError

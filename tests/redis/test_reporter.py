@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from headrace.broker.reporter import RedisReporter, Report, _MergeScript
+from headrace.broker.report import MergeScript, Report
+from headrace.broker.reporter import RedisReporter
 from headrace.deploy.audit import audit
 from headrace.deploy.redis_view import FleetView, Snapshot
 from headrace.schemas.errors import RedisUnavailableError
@@ -100,7 +101,7 @@ def test_repeated_and_reordered_reports_leave_totals_exact(
     reports = [fleet_report(make_row, batches) for batches in range(1, 60)]
     calls = reports + [report for report in reports if random_.random() < 0.3]
     late = [(index + random_.randrange(8), call) for index, call in enumerate(calls)]
-    merge = _MergeScript(client, fleet_id)
+    merge = MergeScript(client, fleet_id)
     highest = 0
     for _, report in sorted(late, key=lambda pair: pair[0]):
         merge(report, [], 0)

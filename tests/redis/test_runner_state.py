@@ -8,7 +8,9 @@ import pytest
 
 from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits
-from headrace.broker.reporter import RedisReporter, Report, Saved
+from headrace.broker.redis_saved import Saved
+from headrace.broker.report import Report
+from headrace.broker.reporter import RedisReporter
 from headrace.schemas.ledger import WorkerTotals
 from headrace.schemas.messages import Bye, Heartbeat, WorkerHello, WorkerWelcome
 from headrace.schemas.redis_keys import RUNNER_STATE, key_name
