@@ -12,22 +12,19 @@ while that trains, ZeroMQ's own threads go on receiving.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from headrace.learner_stub import connection
-from headrace.learner_stub.continuity import SourceEpisodes
-from headrace.learner_stub.module_readers import ModuleReaders
-from headrace.learner_stub.session import Arrival, ArrivalKind, Key, LearnerSession, State, StreamLimits
+from headrace.learner_stub.ready_batches import ReadyBatches
+from headrace.learner_stub.session import LearnerSession, State, StreamLimits
 from headrace.schemas.batch import ChunkBatch, read_batch_header
 from headrace.schemas.batch_reader import UnreadBatch
 from headrace.schemas.errors import DecodeError, UnreachableError, WindowStalledError, refusal
 from headrace.schemas.keys import ClientKeys, client_keys
-from headrace.schemas.ledger import Count, Drop
 from headrace.schemas.messages import (
     Fenced,
     LearnerWelcome,
@@ -48,17 +45,6 @@ _CONTROL: dict[MessageKind, type[Message]] = {
 }
 _MAX_PUMPED = 256
 _STALL_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """A batch to hand out, and what is to be settled with it. Only what was handed out is ever settled."""
-
-    batch: ChunkBatch
-    arrival: Arrival
-    committed: Count = (0, 0)
-    dropped: dict[str, Count] = field(default_factory=dict)
-    settles: bool = False
 
 
 class EpisodeStream:
@@ -92,15 +78,12 @@ class EpisodeStream:
         self.endpoint = endpoint
         self.auto_commit = auto_commit
         self.delivered = 0
-        self.dropped: Counter[str] = Counter()
         limits = StreamLimits(window_batches=window_batches, window_bytes=window_bytes)
         places = [read(SourcePosition, place) for place in position or []]
         fleet_id = fleet_id or next((str(place.get("fleet_id", "")) for place in position or []), "")
         self.token = connection.stream_token(endpoint)
         self._session = LearnerSession(self.token, limits, fleet_id=fleet_id, position=places)
-        self._episodes: dict[Key, SourceEpisodes] = {}
-        self._ready: deque[_Ready] = deque()
-        self._modules = ModuleReaders()
+        self._ready = ReadyBatches(self._session)
         self._waited_s = 0.0
         self._socket = connection.LearnerSocket(endpoint, own_keys)
         connection.enroll(self)
@@ -122,11 +105,12 @@ class EpisodeStream:
         deadline = connection.now() + timeout_s
         while True:
             if self._ready:
-                return self._hand_out(self._ready.popleft())
+                self.delivered += 1
+                return self._ready.hand_out()
             arrival = self._session.take()
             if arrival is not None:
                 self._waited_s = 0.0
-                self._open(arrival)
+                self._ready.open(arrival)
                 continue
             left = deadline - connection.now()
             if left <= 0:
@@ -149,7 +133,7 @@ class EpisodeStream:
         Waits as `module_spaces` does; raises `WhichModuleError` besides, naming the modules.
         """
         self.module_spaces(timeout_s=timeout_s)
-        return self._modules.spaces_of(module_id)
+        return self._ready.modules.spaces_of(module_id)
 
     def module_spaces(self, *, timeout_s: float = 300.0) -> dict[str, Spaces]:
         """Module id -> the spaces its chunks have; waits for the first worker to tell them.
@@ -161,8 +145,8 @@ class EpisodeStream:
             if connection.now() > deadline:
                 raise UnreachableError("worker", self.endpoint, timeout_s)
             self.pump(0.1)
-        self._modules.learn(self._session.spaces)
-        return dict(self._modules.spaces)
+        self._ready.modules.learn(self._session.spaces)
+        return dict(self._ready.modules.spaces)
 
     @property
     def epoch(self) -> int:
@@ -172,6 +156,10 @@ class EpisodeStream:
     @property
     def pending(self) -> int:
         return len(self._session.arrivals) + len(self._ready)
+
+    @property
+    def dropped(self) -> Counter[str]:
+        return self._ready.dropped
 
     @property
     def redelivered(self) -> int:
@@ -249,54 +237,6 @@ class EpisodeStream:
         except DecodeError as error:
             if error.reason == "version_mismatch":
                 raise refusal(error.reason, f"broker at {self.endpoint}: {error.detail}") from error
-
-    # -- from arrivals to batches -------------------------------------------------------------------------------------
-
-    def _hand_out(self, ready: _Ready) -> ChunkBatch:
-        if ready.settles:
-            self._session.settle(ready.arrival, ready.committed, ready.dropped)
-        self.delivered += 1
-        return ready.batch
-
-    def _open(self, arrival: Arrival) -> None:
-        """Turn an arrival into batches that are ready to be handed out."""
-        if arrival.kind is ArrivalKind.END:
-            ended = self._episodes.pop(arrival.key, None)
-            self._ready.extend(_Ready(markers, arrival) for markers in (ended.end(arrival.reason) if ended else ()))
-            return
-        episodes = self._episodes.setdefault(arrival.key, SourceEpisodes())
-        if arrival.kind is ArrivalKind.BATCH:
-            self._open_batch(arrival, episodes)
-        else:
-            self._leave_out(arrival, episodes, arrival.reason, arrival.lost)
-
-    def _open_batch(self, arrival: Arrival, episodes: SourceEpisodes) -> None:
-        assert isinstance(arrival.content, UnreadBatch)
-        assert arrival.batch is not None
-        self._modules.learn(self._session.spaces)
-        try:
-            batch = self._modules.read(arrival.content)
-        except DecodeError:
-            lost = {Drop.POISON.value: (arrival.batch.steps, arrival.batch.chunks)}
-            self._leave_out(arrival, episodes, Drop.POISON.value, lost)
-            return
-        sifted = episodes.take(batch)
-        committed, dropped = (sifted.batch.steps, len(sifted.batch)), {}
-        if sifted.left_out != (0, 0):
-            dropped = {Drop.GAP.value: sifted.left_out}
-            self.dropped[Drop.GAP] += sifted.left_out[0]
-        given = [part for part in (sifted.markers, sifted.batch) if part is not None and len(part)]
-        for part in given:
-            self._ready.append(_Ready(part, arrival, committed, dropped, settles=part is given[-1]))
-        if not given:
-            self._session.settle(arrival, committed, dropped)
-
-    def _leave_out(self, arrival: Arrival, episodes: SourceEpisodes, reason: str, lost: dict[str, Count]) -> None:
-        """There is a hole in this source. Without a batch it is settled already, and only to be told."""
-        episodes.gap_reason = reason
-        self.dropped.update({name: steps for name, (steps, _) in lost.items()})
-        if arrival.batch is not None:
-            self._session.settle(arrival, (0, 0), lost)
 
     def _check_stall(self, waited_s: float) -> None:
         """Everybody waits for everybody: say so rather than wait for ever."""

@@ -1,0 +1,89 @@
+"""From what arrived at a learner to what it is handed: batches it can read, each episode of them without a hole."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from headrace.learner_stub.continuity import SourceEpisodes
+from headrace.learner_stub.module_readers import ModuleReaders
+from headrace.learner_stub.session import Arrival, ArrivalKind, Key, LearnerSession
+from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.batch_reader import UnreadBatch
+from headrace.schemas.errors import DecodeError
+from headrace.schemas.ledger import Count, Drop
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A batch to hand out, and what is to be settled with it. Only what was handed out is ever settled."""
+
+    batch: ChunkBatch
+    arrival: Arrival
+    committed: Count = (0, 0)
+    dropped: dict[str, Count] = field(default_factory=dict)
+    settles: bool = False
+
+
+class ReadyBatches:
+    """Batches that wait to be handed out, in order; `session` is told of each what becomes of it.
+
+    dropped: steps by reason that will never be handed out, of the sources that arrived.
+    """
+
+    def __init__(self, session: LearnerSession) -> None:
+        self.modules = ModuleReaders()
+        self.dropped: Counter[str] = Counter()
+        self._session = session
+        self._episodes: dict[Key, SourceEpisodes] = {}
+        self._ready: deque[_Ready] = deque()
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    def hand_out(self) -> ChunkBatch:
+        """The next one, of which there is one."""
+        ready = self._ready.popleft()
+        if ready.settles:
+            self._session.settle(ready.arrival, ready.committed, ready.dropped)
+        return ready.batch
+
+    def open(self, arrival: Arrival) -> None:
+        """Turn an arrival into batches that are ready to be handed out; there may be none, or markers only."""
+        if arrival.kind is ArrivalKind.END:
+            ended = self._episodes.pop(arrival.key, None)
+            self._ready.extend(_Ready(markers, arrival) for markers in (ended.end(arrival.reason) if ended else ()))
+            return
+        episodes = self._episodes.setdefault(arrival.key, SourceEpisodes())
+        if arrival.kind is ArrivalKind.BATCH:
+            self._open_batch(arrival, episodes)
+        else:
+            self._leave_out(arrival, episodes, arrival.reason, arrival.lost)
+
+    def _open_batch(self, arrival: Arrival, episodes: SourceEpisodes) -> None:
+        assert isinstance(arrival.content, UnreadBatch)
+        assert arrival.batch is not None
+        self.modules.learn(self._session.spaces)
+        try:
+            batch = self.modules.read(arrival.content)
+        except DecodeError:
+            lost = {Drop.POISON.value: (arrival.batch.steps, arrival.batch.chunks)}
+            self._leave_out(arrival, episodes, Drop.POISON.value, lost)
+            return
+        sifted = episodes.take(batch)
+        committed, dropped = (sifted.batch.steps, len(sifted.batch)), {}
+        if sifted.left_out != (0, 0):
+            dropped = {Drop.GAP.value: sifted.left_out}
+            self.dropped[Drop.GAP] += sifted.left_out[0]
+        given = [part for part in (sifted.markers, sifted.batch) if part is not None and len(part)]
+        for part in given:
+            self._ready.append(_Ready(part, arrival, committed, dropped, settles=part is given[-1]))
+        if not given:
+            self._session.settle(arrival, committed, dropped)
+
+    def _leave_out(self, arrival: Arrival, episodes: SourceEpisodes, reason: str, lost: dict[str, Count]) -> None:
+        """There is a hole in this source. Without a batch it is settled already, and only to be told."""
+        episodes.gap_reason = reason
+        self.dropped.update({name: steps for name, (steps, _) in lost.items()})
+        if arrival.batch is not None:
+            self._session.settle(arrival, (0, 0), lost)
