@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from test_env_failures import _faulty, _same, diverge
+from toy_callbacks import Recording, always, count_events, raise_at
 from toy_envs import Counting, Faulty, Walk, check_books, runner
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import CallbackError, ConfigError, EnvRestartBudgetError
 from headrace.workers import EnvContext
 from headrace.workers.callbacks import EVENTS, RunnerCallback
-
-Told = list[tuple[str, dict[str, Any]]]
-
-
-class Recording:
-    """Writes down every event; instantiated once per runner."""
-
-    def __init__(self) -> None:
-        self.told: Told = []
-
-    def __getattr__(self, event: str) -> Any:
-        if event not in EVENTS:
-            raise AttributeError(event)
-        return lambda **arguments: self.told.append((event, arguments))
-
-
-def _counts(told: Told) -> Counter[str]:
-    return Counter(event for event, _ in told)
 
 
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
@@ -42,7 +24,7 @@ def test_counts_of_whole_episodes(num_envs: int) -> None:
     seen = Recording()
     with runner(num_envs=num_envs, callbacks=[seen], env_config={"length": 5}) as sampler:
         sampler.sample(num_episodes=4)
-        counts = _counts(seen.told)
+        counts = count_events(seen.told)
         episodes = -(-4 // num_envs) * num_envs
         assert counts["on_environment_created"] == num_envs
         assert counts["on_episode_created"] == counts["on_episode_start"] == episodes
@@ -52,7 +34,7 @@ def test_counts_of_whole_episodes(num_envs: int) -> None:
         seen.told.clear()
         sampler.sample(num_timesteps=5 * num_envs + 1)
         sampler.sample(num_timesteps=num_envs)
-        counts = _counts(seen.told)
+        counts = count_events(seen.told)
         assert counts["on_episode_step"] == 7 * num_envs
         assert (counts["on_episode_start"], counts["on_episode_end"]) == (2 * num_envs, num_envs)
         assert counts["on_sample_end"] == 2
@@ -157,19 +139,6 @@ def test_a_class_that_cannot_be_built_is_named() -> None:
         runner(callbacks=[Broken])
 
 
-def _raise_at(event: str, at: int, env_index: int = 1) -> dict[str, Any]:
-    """Raises in the `at`-th call of `event` for one env."""
-    calls = Counter[int]()
-
-    def raising(env_index: int) -> None:
-        calls[env_index] += 1
-        if env_index == chosen and calls[env_index] == at:
-            raise RuntimeError("oops")
-
-    chosen = env_index
-    return {event: raising}
-
-
 @pytest.mark.parametrize("event", ["on_episode_created", "on_episode_start", "on_episode_step", "on_episode_end"])
 def test_an_exception_costs_the_episode_by_name_and_siblings_stay_the_same_to_the_bit(event: str, caplog: Any) -> None:
     def lives(callbacks: list[Any]) -> dict[int, list[Any]]:
@@ -180,7 +149,7 @@ def test_an_exception_costs_the_episode_by_name_and_siblings_stay_the_same_to_th
                 for chunk in sampler.sample_fragment():
                     found[chunk.env_index].append(chunk)
             check_books(sampler)
-            counts = _counts(seen.told)
+            counts = count_events(seen.told)
             open_now = sum(lane.episode is not None for lane in sampler._vector.envs.lanes)
             ended = counts["on_episode_end"] - (bool(callbacks) and event == "on_episode_end")  # told before one raised
             assert counts["on_episode_created"] == ended + counts["on_episode_aborted"] + open_now
@@ -194,7 +163,7 @@ def test_an_exception_costs_the_episode_by_name_and_siblings_stay_the_same_to_th
                 assert "failed in " + event in caplog.text
         return found
 
-    sound, troubled = lives([]), lives([_raise_at(event, 3)])
+    sound, troubled = lives([]), lives([raise_at(event, 3)])
     for index in (0, 2):
         assert len(sound[index]) == len(troubled[index])
         for a, b in zip(sound[index], troubled[index], strict=True):
@@ -203,7 +172,7 @@ def test_an_exception_costs_the_episode_by_name_and_siblings_stay_the_same_to_th
 
 
 def test_the_marker_of_an_episode_that_a_callback_ended_names_it() -> None:
-    with runner(Walk, callbacks=[_raise_at("on_episode_step", 8, 0)], rollout_fragment_length=5) as sampler:
+    with runner(Walk, callbacks=[raise_at("on_episode_step", 8, 0)], rollout_fragment_length=5) as sampler:
         (first,) = sampler.sample_fragment()
         *_, marker = sampler.sample_fragment()
         assert (marker.episode_id, marker.end_reason) == (first.episode_id, "callback_exception")
@@ -213,19 +182,15 @@ def test_the_marker_of_an_episode_that_a_callback_ended_names_it() -> None:
 
 @pytest.mark.parametrize("event", ["on_episode_created", "on_episode_start", "on_episode_step"])
 def test_one_that_always_raises_comes_to_a_typed_end(event: str) -> None:
-    with runner(callbacks=[{event: _always}], env_restart_attempts=3) as sampler:
-        with pytest.raises(EnvRestartBudgetError, match=rf"callback _always failed in {event} \(KeyError") as caught:
+    with runner(callbacks=[{event: always}], env_restart_attempts=3) as sampler:
+        with pytest.raises(EnvRestartBudgetError, match=rf"callback always failed in {event} \(KeyError") as caught:
             sampler.sample(num_timesteps=50)
         assert isinstance(caught.value.__cause__, CallbackError)
         check_books(sampler)
-    with runner(callbacks=[{event: _always}], restart_failed_sub_environments=False) as sampler:
+    with runner(callbacks=[{event: always}], restart_failed_sub_environments=False) as sampler:
         with pytest.raises(CallbackError, match="repair it, or take it out of callbacks") as direct:
             sampler.sample(num_timesteps=50)
         assert isinstance(direct.value.__cause__, KeyError)
-
-
-def _always(**_: Any) -> None:
-    raise KeyError("always")
 
 
 def test_on_env_failed_and_on_episode_aborted_tell_of_an_envs_failure() -> None:
@@ -263,24 +228,24 @@ def test_an_env_that_fails_in_reset_ends_the_episode_that_was_created() -> None:
 def test_what_is_over_anyway_is_told_to_all_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     seen = Recording()
     with (
-        runner(callbacks=[{"on_episode_aborted": [_always, lambda **a: seen.told.append(("f", a))]}]) as sampler,
+        runner(callbacks=[{"on_episode_aborted": [always, lambda **a: seen.told.append(("f", a))]}]) as sampler,
         caplog.at_level(logging.ERROR),
     ):
         sampler.sample(num_timesteps=3)
         *_, marker = sampler.sample(num_timesteps=3, force_reset=True)
     assert [a["reason"] for _, a in seen.told] == ["reset"]
     assert marker.end is ChunkEnd.ABORTED
-    assert "callback _always failed in on_episode_aborted" in caplog.text
+    assert "callback always failed in on_episode_aborted" in caplog.text
 
 
 def test_events_without_an_episode_raise_by_name_and_lose_nothing() -> None:
     with pytest.raises(CallbackError, match="on_environment_created"):
-        runner(callbacks=[{"on_environment_created": _always}])
-    with runner(callbacks=[{"on_sample_end": _always}]) as sampler:
+        runner(callbacks=[{"on_environment_created": always}])
+    with runner(callbacks=[{"on_sample_end": always}]) as sampler:
         with pytest.raises(CallbackError, match="on_sample_end") as caught:
             sampler.sample(num_timesteps=5)
         assert sum(len(chunk) for chunk in caught.value.samples) == sampler.totals.delivered == 5
-    with runner(callbacks=[{"on_weights_applied": _always}]) as sampler:
+    with runner(callbacks=[{"on_weights_applied": always}]) as sampler:
         weights = sampler.get_state()["rl_module"]
         with pytest.raises(CallbackError, match="on_weights_applied"):
             sampler.set_weights(weights, seq=3)

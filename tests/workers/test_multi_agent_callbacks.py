@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_callbacks import Recording, _always, _counts, _raise_at
+from toy_callbacks import Recording, always, count_events, raise_at
 from toy_multi_envs import Schedule, Together, check_books, multi_runner, scheduled
 
 from headrace.schemas.chunk import ChunkEnd, to_episode
@@ -139,7 +139,7 @@ def test_an_exception_costs_the_episode_by_name_and_siblings_stay_the_same_to_th
                 for c in sampler.sample_fragment():
                     found[c.env_index].append((c.episode_id, c.agent_id, c.chunk_index, c.end, c.obs.tobytes()))
                 check_books(sampler)
-            counts = _counts(seen.told)
+            counts = count_events(seen.told)
             open_now = len(sampler.running_episodes())
             ended = counts["on_episode_end"] - (bool(callbacks) and event == "on_episode_end")
             assert counts["on_episode_created"] == ended + counts["on_episode_aborted"] + open_now
@@ -152,7 +152,7 @@ def test_an_exception_costs_the_episode_by_name_and_siblings_stay_the_same_to_th
                 assert "failed in " + event in caplog.text
         return found
 
-    sound, troubled = lives([]), lives([_raise_at(event, 3)])
+    sound, troubled = lives([]), lives([raise_at(event, 3)])
     for index in (0, 2):
         assert sorted(sound[index]) == sorted(troubled[index])
     assert sorted(sound[1]) != sorted(troubled[1])
@@ -160,7 +160,7 @@ def test_an_exception_costs_the_episode_by_name_and_siblings_stay_the_same_to_th
 
 def test_all_agents_of_an_episode_that_a_callback_ended_are_told() -> None:
     settings = {"rollout_fragment_length": 3, "env_config": {"lengths": [9, 9, 2]}}
-    with multi_runner(callbacks=[_raise_at("on_episode_step", 5, 0)], **settings) as sampler:
+    with multi_runner(callbacks=[raise_at("on_episode_step", 5, 0)], **settings) as sampler:
         sampler.sample_fragment()
         markers = [c for c in sampler.sample_fragment() if not len(c)]
         assert [(m.agent_id, m.end_reason) for m in markers] == [(a, "callback_exception") for a in ("a0", "a1")]
@@ -170,7 +170,7 @@ def test_all_agents_of_an_episode_that_a_callback_ended_are_told() -> None:
 
 def test_a_callback_that_fails_at_the_end_takes_the_last_step_with_it() -> None:
     settings = {"rollout_fragment_length": 3, "env_config": {"lengths": [4, 4]}}
-    with multi_runner(callbacks=[_raise_at("on_episode_end", 1, 0)], **settings) as sampler:
+    with multi_runner(callbacks=[raise_at("on_episode_end", 1, 0)], **settings) as sampler:
         sampler.sample_fragment()
         chunks = sampler.sample_fragment()
         assert {m.agent_id for m in chunks if m.end_reason == "callback_exception"} == {"a0", "a1"}
@@ -181,11 +181,11 @@ def test_a_callback_that_fails_at_the_end_takes_the_last_step_with_it() -> None:
 
 @pytest.mark.parametrize("event", ["on_episode_created", "on_episode_start", "on_episode_step"])
 def test_one_that_always_raises_comes_to_a_typed_end(event: str) -> None:
-    with multi_runner(callbacks=[{event: _always}], env_restart_attempts=3) as sampler:
-        with pytest.raises(EnvRestartBudgetError, match=rf"callback _always failed in {event} \(KeyError"):
+    with multi_runner(callbacks=[{event: always}], env_restart_attempts=3) as sampler:
+        with pytest.raises(EnvRestartBudgetError, match=rf"callback always failed in {event} \(KeyError"):
             sampler.sample(num_timesteps=50)
         check_books(sampler)
-    with multi_runner(callbacks=[{event: _always}], restart_failed_sub_environments=False) as sampler:
+    with multi_runner(callbacks=[{event: always}], restart_failed_sub_environments=False) as sampler:
         with pytest.raises(CallbackError, match="repair it, or take it out of callbacks"):
             sampler.sample(num_timesteps=50)
         check_books(sampler)
@@ -261,7 +261,7 @@ def test_a_mapping_error_aborts_all_that_was_created(when: str) -> None:
     with multi_runner(Late, num_envs=2, policy_mapping_fn=mapping, callbacks=[seen]) as sampler:
         with pytest.raises(ConfigError, match="was mapped to 'nobody'"):
             sampler.sample(num_timesteps=4)
-        counts = _counts(seen.told)
+        counts = count_events(seen.told)
         assert counts["on_episode_created"] == counts["on_episode_aborted"] == 2
         check_books(sampler)
         assert sampler.sample(num_timesteps=4)
@@ -273,7 +273,7 @@ def test_what_is_left_behind_is_told_and_making_envs_anew_too() -> None:
         sampler.sample(num_timesteps=2)
         sampler.sample(num_timesteps=2, force_reset=True)
         sampler.make_env()
-        counts = _counts(seen.told)
+        counts = count_events(seen.told)
         assert counts["on_episode_aborted"] == 4
         assert counts["on_environment_created"] == 4
         assert counts["on_sample_end"] == 2
@@ -337,7 +337,7 @@ def test_each_episode_that_was_created_ends_or_is_aborted_whatever_raises(seed: 
             for c in sampler.sample(**how) if abs(size) < 8 else sampler.sample_fragment():
                 lives[c.episode_id, c.agent_id].append(c)
             check_books(sampler)
-            counts, totals = _counts(seen.told), sampler.totals
+            counts, totals = count_events(seen.told), sampler.totals
             running = sampler.running_episodes()
             assert totals.episodes == counts["on_episode_end"] - raised["on_episode_end"]
             assert counts["on_episode_created"] == totals.episodes + counts["on_episode_aborted"] + len(running)

@@ -1,0 +1,92 @@
+"""What callbacks and metrics say of sampling, in exact numbers: {one agent, two} x {1, 3, 8 envs} x both sizes."""
+
+from __future__ import annotations
+
+from runner_kinds import KINDS, LENGTH, MODES, WIDTHS, Kind, resets_of, whole_polls
+from toy_callbacks import Recording, count_events
+
+# -- callbacks --------------------------------------------------------------------------------------------------------
+
+
+@KINDS
+@WIDTHS
+@MODES
+def test_counts_of_callbacks(kind: Kind, num_envs: int, mode: str) -> None:
+    """Created = started = ended = m for m episodes, when the m-th ends with none begun after it."""
+    seen = Recording()
+    with kind.runner(num_envs, callbacks=[seen]) as sampler:
+        assert count_events(seen.told) == {"on_environment_created": num_envs}
+        seen.told.clear()
+        if mode == "num_episodes":
+            sampler.sample(num_episodes=5)
+            episodes = whole_polls(5, num_envs)
+            expected = {"created": episodes, "start": episodes, "step": episodes * LENGTH, "end": episodes}
+        else:
+            sampler.sample(num_timesteps=(2 * LENGTH + 20) * num_envs)
+            started, ended = 3 * num_envs, 2 * num_envs
+            expected = {"created": started, "start": started, "step": 120 * num_envs, "end": ended}
+        counts = count_events(seen.told)
+        assert counts.pop("on_sample_end") == 1
+        assert counts == {f"on_episode_{event}": count for event, count in expected.items()}
+        assert resets_of(sampler) == expected["start"]
+
+
+@KINDS
+@WIDTHS
+@MODES
+def test_order_of_callbacks(kind: Kind, num_envs: int, mode: str) -> None:
+    """Of each env's own events; and on_sample_end is told after all, with what is returned."""
+    seen = Recording()
+    with kind.runner(num_envs, length=2, callbacks=[seen]) as sampler:
+        seen.told.clear()
+        samples = sampler.sample(**{mode: 4 * num_envs if mode == "num_timesteps" else 2 * num_envs})
+    once = [f"on_episode_{event}" for event in ("created", "start", "step", "step", "end")]
+    # A call for time steps has the next episode under way when it returns.
+    expected = once * 2 + (once[:2] if mode == "num_timesteps" else [])
+    last, arguments = seen.told.pop()
+    assert (last, arguments["samples"]) == ("on_sample_end", samples)
+    for index in range(num_envs):
+        assert [event for event, a in seen.told if a["env_index"] == index] == expected
+
+
+# -- metrics ----------------------------------------------------------------------------------------------------------
+
+
+@KINDS
+@WIDTHS
+@MODES
+def test_numbers_of_whole_episodes_in_metrics(kind: Kind, num_envs: int, mode: str) -> None:
+    """50 steps, 50 steps, 50 steps: each call is one episode of each env, and so are its figures."""
+    with kind.runner(num_envs) as sampler:
+        for call in range(1, 4):
+            size = num_envs if mode == "num_episodes" else LENGTH * num_envs
+            chunks = sampler.sample(**{mode: size})
+            agents = sorted({c.agent_id for c in chunks})
+            report = sampler.get_metrics()
+            assert report["num_env_steps_sampled"] == LENGTH * num_envs
+            assert report["num_env_steps_sampled_lifetime"] == LENGTH * call * num_envs
+            assert report["num_episodes"] == num_envs
+            assert report["num_agent_steps_sampled"] == dict.fromkeys(agents, LENGTH * num_envs)
+            assert sum(report["num_module_steps_sampled"].values()) == LENGTH * num_envs * kind.agents
+            assert {report[f"episode_len_{figure}"] for figure in ("mean", "min", "max")} == {LENGTH}
+            whole = sum(t + agent for t in range(1, LENGTH + 1) for agent in range(kind.agents))
+            assert {report[f"episode_return_{figure}"] for figure in ("mean", "min", "max")} == {whole}
+            assert report["agent_steps"] == dict.fromkeys(agents, LENGTH)
+            assert sum(report["agent_episode_returns_mean"].values()) == whole
+            assert sum(report["module_episode_returns_mean"].values()) == whole
+
+
+@KINDS
+@WIDTHS
+def test_numbers_of_fragments_in_metrics(kind: Kind, num_envs: int) -> None:
+    """An episode of 50 in fragments of 20 counts with the third, once."""
+    finished = []
+    with kind.runner(num_envs) as sampler:
+        for _ in range(5):
+            sampler.sample(num_timesteps=20 * num_envs)
+            report = sampler.get_metrics()
+            assert report["num_env_steps_sampled"] == 20 * num_envs
+            finished.append(report["num_episodes"])
+            assert report.get("episode_len_mean", LENGTH) == LENGTH
+        assert report["num_episodes_lifetime"] == 2 * num_envs
+    assert finished == [0, 0, num_envs, 0, num_envs]
