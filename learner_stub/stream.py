@@ -21,9 +21,10 @@ from typing import Any, Self
 from headrace.learner_stub import connection
 from headrace.learner_stub.ready_batches import ReadyBatches
 from headrace.learner_stub.session import LearnerSession, State, StreamLimits
+from headrace.learner_stub.waiting import Waiting
 from headrace.schemas.batch import ChunkBatch, read_batch_header
 from headrace.schemas.batch_reader import UnreadBatch
-from headrace.schemas.errors import DecodeError, UnreachableError, WindowStalledError, refusal
+from headrace.schemas.errors import DecodeError, UnreachableError, refusal
 from headrace.schemas.keys import ClientKeys, client_keys
 from headrace.schemas.messages import (
     Fenced,
@@ -44,7 +45,6 @@ _CONTROL: dict[MessageKind, type[Message]] = {
     m.KIND: m for m in (LearnerWelcome, Status, SourceStart, SourceGap, SourceEnd, Fenced, Reject)
 }
 _MAX_PUMPED = 256
-_STALL_S = 30.0
 
 
 class EpisodeStream:
@@ -84,7 +84,7 @@ class EpisodeStream:
         self.token = connection.stream_token(endpoint)
         self._session = LearnerSession(self.token, limits, fleet_id=fleet_id, position=places)
         self._ready = ReadyBatches(self._session)
-        self._waited_s = 0.0
+        self._waiting = Waiting(self._session)
         self._socket = connection.LearnerSocket(endpoint, own_keys)
         connection.enroll(self)
         self._join(connect_timeout_s)
@@ -109,12 +109,12 @@ class EpisodeStream:
                 return self._ready.hand_out()
             arrival = self._session.take()
             if arrival is not None:
-                self._waited_s = 0.0
+                self._waiting.over()
                 self._ready.open(arrival)
                 continue
             left = deadline - connection.now()
             if left <= 0:
-                self._check_stall(timeout_s)
+                self._waiting.waited(timeout_s)
                 return None
             self.pump(min(left, 0.1))
 
@@ -147,6 +147,14 @@ class EpisodeStream:
             self.pump(0.1)
         self._ready.modules.learn(self._session.spaces)
         return dict(self._ready.modules.spaces)
+
+    @property
+    def starved(self) -> bool:
+        """Nothing more will come before a commit: every worker waits for it, and `next` has waited 3 s for nothing.
+
+        Train on what was handed out, and commit. Who waits on gets a `WindowStalledError` from `next` after 30 s.
+        """
+        return self._waiting.starved
 
     @property
     def epoch(self) -> int:
@@ -237,12 +245,3 @@ class EpisodeStream:
         except DecodeError as error:
             if error.reason == "version_mismatch":
                 raise refusal(error.reason, f"broker at {self.endpoint}: {error.detail}") from error
-
-    def _check_stall(self, waited_s: float) -> None:
-        """Everybody waits for everybody: say so rather than wait for ever."""
-        self._waited_s += waited_s
-        status, uncommitted = self._session.status, self._session.uncommitted()
-        blocked = status is not None and 0 < status.workers == status.workers_blocked
-        blocked = blocked and self._session.state is State.ACTIVE
-        if uncommitted and blocked and self._waited_s > _STALL_S:
-            raise WindowStalledError(uncommitted, self._waited_s)

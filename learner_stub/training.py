@@ -46,6 +46,8 @@ class Source(Protocol):
 
     @property
     def epoch(self) -> int: ...
+    @property
+    def starved(self) -> bool: ...
     def next(self, timeout_s: float) -> ChunkBatch | None: ...
     def position(self) -> list[dict[str, Any]]: ...
     def commit(self) -> None: ...
@@ -87,7 +89,7 @@ def train(
 
 def gather(stream: Source, steps: int, stopping: threading.Event) -> list[ChunkBatch]:
     """Batches of `steps` steps or more together, the last one whole. Blocks until then, or, once `stopping` is set,
-    until nothing more comes.
+    until nothing more comes. Fewer where workers have no room for as many, which is logged: none would ever come.
 
     All steps of all modules count, also those that nobody trains on: workers wait for their commit as for that of
     others, and a module that gets no data keeps nobody waiting.
@@ -100,6 +102,9 @@ def gather(stream: Source, steps: int, stopping: threading.Event) -> list[ChunkB
             batches.append(batch)
             missing -= batch.steps
         elif stopping.is_set():
+            break
+        elif batches and stream.starved:
+            log.warning("every worker waits for a commit: an update on %d steps instead of %d", steps - missing, steps)
             break
     return batches
 

@@ -243,6 +243,20 @@ class FleetConfig(Section):
         least, enough = LEAST_WINDOW * self._modules, self._batches_for(2 * self.learner.steps_per_update)
         return min(max(least, enough), WINDOW - 1)
 
+    def window_steps(self) -> int:
+        """Steps of those batches when they are full; while envs are down they are small, and more of them are kept.
+
+        0 where it is the number of batches that was asked for, or where batches vary.
+        """
+        if self.worker.window_batches is not None or self.sampling.batch_mode != "truncate_episodes":
+            return 0
+        return self.window_batches() // self._modules * self._cut_steps
+
+    @property
+    def _cut_steps(self) -> int:
+        """Env steps of a cut while all envs are up."""
+        return self.sampling.num_envs * self.sampling.rollout_fragment_length
+
     def _batches_for(self, steps: int) -> int:
         """Batches that each worker must have under way for `steps` of the fleet: one a module and cut.
 
@@ -250,5 +264,4 @@ class FleetConfig(Section):
         """
         if self.sampling.batch_mode != "truncate_episodes":
             return 1
-        cut = self.sampling.num_envs * self.sampling.rollout_fragment_length
-        return math.ceil(steps / (cut * max(1, self.fleet.workers))) * self._modules
+        return math.ceil(steps / (self._cut_steps * max(1, self.fleet.workers))) * self._modules

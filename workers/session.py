@@ -63,6 +63,9 @@ class SessionLimits:
     window_bytes: int = 256 << 20
     ack: Literal["learner", "broker"] = "learner"
     retry_s: float = 1.0
+    window_steps: int = 0
+    """Batches that have fewer steps than this together leave room for more, however many they are: while envs are down
+    they are small, and a learner that waits for steps needs more of them."""
 
 
 Outgoing = Message | Shipment
@@ -126,11 +129,10 @@ class WorkerSession:
         """
         if len(self._window) + 2 * batches > WINDOW:
             return False
-        kept = len(self._window)
-        if self.limits.ack == "broker":
-            kept = sum(shipment.frames is not None for shipment in self._window)
-        fits = kept + batches <= self.limits.window_batches and self._window_bytes < self.limits.window_bytes
-        return kept == 0 or fits
+        limits = self.limits
+        kept = [s.batch.steps for s in self._window if limits.ack == "learner" or s.frames is not None]
+        fits = len(kept) + batches <= limits.window_batches or sum(kept) < limits.window_steps
+        return not kept or (fits and self._window_bytes < limits.window_bytes)
 
     def submit(self, shipment: Shipment) -> None:
         """Take a batch for delivery; its number must be `next_seq`."""

@@ -82,7 +82,9 @@ class Worker:
             silence_s=BUILD_SILENCE_S,
         )
         w, b = config.worker, config.broker
-        self.session = WorkerSession(hello, SessionLimits(config.window_batches(), w.window_bytes, b.ack))
+        steps = config.window_steps()
+        limits = SessionLimits(config.window_batches(), w.window_bytes, b.ack, window_steps=steps)
+        self.session = WorkerSession(hello, limits)
         self.weights = WeightsReceiver(fleet_id)
         keys = client_keys(config.keys.dir, "worker")
         self.link = BrokerLink(endpoint, self.session, self.weights, keys)

@@ -17,8 +17,6 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(150)]
 def test_envs_that_segfault_and_hang_cost_no_worker(tmp_path: Path) -> None:
     placement = ("env_placement=process", "envs_per_process=2", "env_step_timeout_s=1.0", "env_restart_attempts=100")
     settings = [word for setting in placement for word in ("--set", f"sampling.{setting}")]
-    # While envs are rebuilt batches are smaller than the window's default supposes.
-    settings += ["--set", "worker.window_batches=128"]
     arguments = ("--env", "faulty_envs:some_crash_and_hang", "--workers", "1", "--num-envs", "4")
     with RunningFleet(tmp_path, *arguments, *settings, "--until-steps", "6000") as fleet:
         result = fleet.finish()

@@ -24,8 +24,7 @@ from parties import (
     until,
 )
 
-from headrace.learner_stub import EpisodeStream
-from headrace.learner_stub import stream as stream_module
+from headrace.learner_stub import EpisodeStream, waiting
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.errors import ExitCode, FencedError, UnreachableError, WindowStalledError, WrongFleetError
 from headrace.schemas.ledger import WorkerTotals, add_up
@@ -222,7 +221,7 @@ def test_no_broker_is_an_error_within_the_deadline(free_port: int) -> None:
 def test_who_waits_for_data_without_committing_is_told_so(
     broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_module, "_STALL_S", 0.5)
+    monkeypatch.setattr(waiting, "STALLED_S", 0.5)
     start_feeder(broker.endpoints.worker, Envs().fragments(9), window=3)
     stream = open_stream(auto_commit=False)
     with pytest.raises(WindowStalledError, match="3 uncommitted") as raised:

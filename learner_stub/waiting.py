@@ -1,0 +1,41 @@
+"""A learner that waits for workers that wait for the learner."""
+
+from __future__ import annotations
+
+from headrace.learner_stub.session import LearnerSession, State
+from headrace.schemas.errors import WindowStalledError
+
+STARVED_S = 3.0
+"""By then the broker's word of the workers is newer than all that they were told: two heartbeats have passed."""
+
+STALLED_S = 30.0
+
+
+class Waiting:
+    """How long a stream has been waiting for a batch, and whether one can come at all."""
+
+    def __init__(self, session: LearnerSession) -> None:
+        self._session = session
+        self._waited_s = 0.0
+
+    def over(self) -> None:
+        """Something came."""
+        self._waited_s = 0.0
+
+    def waited(self, seconds: float) -> None:
+        """Nothing came for so much longer. Raises `WindowStalledError` rather than have everybody wait for ever."""
+        self._waited_s += seconds
+        if self._waited_s > STALLED_S and self._all_wait:
+            raise WindowStalledError(self._session.uncommitted(), self._waited_s)
+
+    @property
+    def starved(self) -> bool:
+        """Whether only a commit can end this wait."""
+        return self._waited_s >= STARVED_S and self._all_wait
+
+    @property
+    def _all_wait(self) -> bool:
+        """As the broker said last: every worker's window is full, and a commit would make room."""
+        status = self._session.status
+        blocked = status is not None and 0 < status.workers == status.workers_blocked
+        return blocked and self._session.state is State.ACTIVE and self._session.uncommitted() > 0
