@@ -114,7 +114,7 @@ class UnknownEnvError(EnvError):
         self.env = env
         self.reason = reason
         super().__init__(
-            f"environment {env!r} cannot be found: {reason}; give a registered gymnasium id, "
+            f"environment {env!r} cannot be found: {reason}; give a registered gymnasium id or 'module:id', "
             "'package.module:make_env', an environment class, or a callable that takes an EnvContext"
         )
 

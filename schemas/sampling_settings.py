@@ -41,7 +41,7 @@ class SamplingSettings(Section):
         default=2**63 - 1,
         ge=1,
         lt=2**63,
-        description="largest seed env.reset gets; 2**32 - 1 for envs that take only 32 bits (seeds may then repeat)",
+        description="largest seed env.reset gets; 2**31 - 1 for envs that take a C int (seeds may then repeat)",
     )
     batch_mode: Literal["truncate_episodes", "complete_episodes"] = Field(
         default="truncate_episodes", description="cut fragments after a number of steps, or deliver whole episodes only"

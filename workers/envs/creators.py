@@ -33,7 +33,7 @@ def registered_creator(name: str) -> EnvCreator | None:
 
 
 def find_creator(env: str | Callable[..., Any] | None) -> EnvCreator:
-    """The creator that `env` names: registered name, import path, gymnasium id, class or callable.
+    """The creator that `env` names: registered name, import path, gymnasium id or "module:id", class or callable.
 
     Raises `MissingEnvError` for None and `UnknownEnvError` for a name nothing is known by.
     """
@@ -91,9 +91,12 @@ def _import(env: str, module: str, attribute: str) -> Callable[..., Any]:
 
 
 def gym_spec(env_id: str) -> EnvSpec:
-    """What gymnasium knows of an id; raises `UnknownEnvError`."""
+    """What gymnasium knows of an id, also of "module:id", where that module registers it; raises `UnknownEnvError`."""
+    module, colon, own_id = env_id.partition(":")
     try:
-        return gym.spec(env_id)
+        if colon:
+            import_module(module)
+        return gym.spec(own_id if colon else env_id)
     except (gym.error.Error, ImportError, ValueError) as error:
         raise UnknownEnvError(env_id, str(error)) from error
 
