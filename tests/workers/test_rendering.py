@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
 from native_vectors import EVERY_KIND, vector_of
-from toy_envs import Counting, runner
+from toy_envs import Counting, check_books, runner
 
 from headrace.workers import VectorEnv
 
@@ -28,6 +29,17 @@ class Painter(Counting):
 
 def _wrapped(context: Any) -> VectorEnv:
     return VectorEnv.wrap(lambda index: Painter(context.at(index)), num_envs=context.num_envs)
+
+
+class TallPainter(Painter):
+    """Lane 1 is painted on too large a wall; with config["hangs"] its paint never dries."""
+
+    def render(self) -> Any:
+        if self.index != 1:
+            return super().render()
+        if self.config.get("hangs"):
+            threading.Event().wait()
+        return np.zeros((3000, 3000, 3), np.uint8)
 
 
 KINDS = [Painter, _wrapped, *(vector_of(Painter, kind, mode) for kind, mode in EVERY_KIND)]
@@ -54,3 +66,41 @@ def test_what_cannot_be_shown_is_none_and_sampling_goes_on(env: Any, caplog: pyt
         assert "could not be rendered (RuntimeError: no paint)" in caplog.text
         sampler.sample(num_timesteps=1)
         assert sampler.try_render_at(0) is not None
+
+
+PROCESSES = {"env_placement": "process", "envs_per_process": 2}
+
+
+def test_an_env_in_a_process_is_shown_as_one_inline(caplog: pytest.LogCaptureFixture) -> None:
+    with runner("test_rendering:Painter", num_envs=3, **PROCESSES) as sampler:
+        sampler.sample(num_timesteps=6)
+        for index in (2, 0, 1, 1):
+            picture = sampler.try_render_at(index)
+            assert picture is not None
+            assert picture.tolist() == np.full((2, 3, 3), 10 * index + 2).tolist()
+        chunks = sampler.sample(num_timesteps=3)
+        assert [chunk.obs[0, 0] for chunk in chunks] == [2.0] * 3, "pictures are no steps"
+        assert sampler.try_render_at(0) is None
+        assert "env 0 could not be rendered (RuntimeError: no paint)" in caplog.text
+    with runner("test_rendering:Painter", env_config={"render_mode": None}, **PROCESSES) as sampler:
+        sampler.sample(num_timesteps=1)
+        assert sampler.try_render_at(0) is None
+
+
+def test_a_picture_too_large_is_none_and_one_that_never_comes_costs_its_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    settings = {"num_envs": 3, "env_step_timeout_s": 1.0, **PROCESSES}
+    with runner("test_rendering:TallPainter", **settings) as sampler:
+        sampler.sample(num_timesteps=3)
+        assert sampler.try_render_at(1) is None
+        assert "env 1 could not be rendered (a picture of 27000000 bytes, where 16777216 are the most)" in caplog.text
+    with runner("test_rendering:TallPainter", env_config={"hangs": True}, **settings) as sampler:
+        sampler.sample(num_timesteps=3)
+        assert sampler.try_render_at(1) is None
+        assert sampler.try_render_at(2) is not None
+        sampler.sample(num_timesteps=12)
+        assert set(sampler.totals.discarded) <= {"env_hang", "env_neighbour"}
+        assert sampler.totals.env_failures == 1
+        check_books(sampler)
+    assert "did not return from render within env_step_timeout_s = 1 s" in caplog.text

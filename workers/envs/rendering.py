@@ -17,14 +17,24 @@ def render_at(env: Any, index: int) -> NDArray[np.uint8] | None:
 
     None where it was not built with render_mode "rgb_array", is down, or fails at it, which is logged.
     """
+    try:
+        return picture_of(env, index)
+    except Exception as error:  # noqa: BLE001 - a user's env
+        warn_of(index, f"{type(error).__name__}: {error}")
+        return None
+
+
+def picture_of(env: Any, index: int) -> NDArray[np.uint8] | None:
+    """Likewise; raises whatever the env raises."""
     if getattr(env, "render_mode", None) != "rgb_array":
         return None
-    try:
-        frame = env.render()
-        if isinstance(env, gym.vector.VectorEnv) and frame is not None:
-            frame = frame[index]
-    except Exception as error:  # noqa: BLE001 - a user's env
-        logger.warning("env %d could not be rendered (%s: %s)", index, type(error).__name__, error)
-        return None
+    frame = env.render()
+    if isinstance(env, gym.vector.VectorEnv) and frame is not None:
+        frame = frame[index]
     picture = np.asarray(frame) if frame is not None else None
     return picture if picture is not None and picture.ndim == 3 and picture.dtype == np.uint8 else None
+
+
+def warn_of(index: int, problem: str) -> None:
+    """Log that there is no picture of env `index`."""
+    logger.warning("env %d could not be rendered (%s)", index, problem)

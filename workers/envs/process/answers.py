@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headrace.schemas.chunk import ChunkEnd
 from headrace.workers.envs.failures import Failure
 
@@ -24,6 +27,7 @@ class Answers:
     """These lanes have no env now. One that is in `ended` too failed in the reset that followed."""
     infos: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     """Non-empty infos of steps."""
+    pictures: list[tuple[int, NDArray[np.uint8] | None]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.stepped or self.began or self.built or self.failures)
+        return bool(self.stepped or self.began or self.built or self.failures or self.pictures)

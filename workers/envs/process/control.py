@@ -32,6 +32,7 @@ class Command(IntEnum):
     """With its action. If that ends the episode and there is a seed, the env is reset at once."""
     CLOSE = 5
     """The lane lives on in another process."""
+    RENDER = 6
 
 
 class Phase(IntEnum):
@@ -42,6 +43,7 @@ class Phase(IntEnum):
     RESET = 2
     STEP = 3
     CLOSE = 4
+    RENDER = 5
 
 
 class Control:

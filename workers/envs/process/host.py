@@ -21,6 +21,7 @@ from headrace.workers.envs.creators import build_env, find_creator
 from headrace.workers.envs.lane import close_envs
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.process.control import NO_SEED, Command, Control, Phase
+from headrace.workers.envs.process.pictures import picture_to_json
 from headrace.workers.envs.process.reported import error_to_json
 from headrace.workers.envs.process.shared import columns_layout, map_arrays
 from headrace.workers.envs.spaces import spaces_of
@@ -68,6 +69,7 @@ class _Answer:
     ended: list[tuple[int, int]] = field(default_factory=list)
     infos: list[tuple[int, Any]] = field(default_factory=list)
     failures: list[tuple[int, str, bool, Any]] = field(default_factory=list)
+    pictures: list[tuple[int, Any]] = field(default_factory=list)
 
     def fail(self, lane: int, at: str, error: BaseException, *, stepped: bool = False) -> None:
         self.failures.append((lane, at, stepped, error_to_json(error)))
@@ -100,6 +102,9 @@ class EnvHost:
             self._reset(by_command[Command.RESET], answer)
         if Command.STEP in by_command:
             self._step(by_command[Command.STEP], answer)
+        for seat in by_command.get(Command.RENDER, ()):
+            with self._control.during(seat.index, Phase.RENDER):
+                answer.pictures.append((seat.index, picture_to_json(seat.env, seat.index)))
         return answer.as_json()
 
     def close(self) -> None:

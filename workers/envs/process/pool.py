@@ -20,6 +20,7 @@ from headrace.workers.envs.process.answers import Answers
 from headrace.workers.envs.process.control import NO_SEED, Command
 from headrace.workers.envs.process.handle import ProcessHandle
 from headrace.workers.envs.process.losses import failures_of
+from headrace.workers.envs.process.pictures import picture_from_json
 from headrace.workers.envs.process.placement import Placement, SeedFor
 from headrace.workers.envs.process.processes import Processes
 from headrace.workers.envs.process.reported import error_from_json
@@ -122,6 +123,10 @@ class EnvProcessPool:
         """Have the lane's env built anew, in a new process if need be. It answers in `built`, or with a failure."""
         self._placement.build(lane, Command.REBUILD)
 
+    def try_render(self, lane: int) -> None:
+        """Have a lane that has an env, and is asked for nothing else, show it. It answers in `Answers.pictures`."""
+        self._placement.home(lane).ask(lane, Command.RENDER)
+
     def begin(self, lanes: Sequence[int]) -> None:
         """What these lanes see is now the first observation of their next episode."""
         for name, column in self.observations.items():
@@ -192,6 +197,7 @@ class EnvProcessPool:
         began = [(first + index, info or {}) for index, info in told.get("began", ())]
         answers.began += began
         handle.episodes += len(began)
+        answers.pictures += [(first + i, picture_from_json(shown, first + i)) for i, shown in told.get("pictures", ())]
         for index, spaces in told.get("built", ()):
             self._welcome(first + index, Spaces.model_validate(spaces), answers)
         return [lane for lane in stepped if lane not in failed]

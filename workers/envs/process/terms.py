@@ -17,6 +17,7 @@ SETTINGS = {
     Phase.RESET: "env_reset_timeout_s",
     Phase.STEP: "env_step_timeout_s",
     Phase.CLOSE: "env_close_timeout_s",
+    Phase.RENDER: "env_step_timeout_s",
 }
 """Which setting says how long each may last."""
 

@@ -265,6 +265,18 @@ class ProcessVector(Lanes):
             self._coming[lane.index] = episode
             self._running.try_reset(lane.index, episode.seed)
 
+    def try_render_at(self, index: int) -> NDArray[np.uint8] | None:
+        """See `EnvDriver`. Takes as long as the env does, and a step's deadline at most; then its process is lost."""
+        self._catch_up()
+        if self.lanes[index].env is None or index in self._coming or index in self._lost:
+            return None
+        self._running.try_render(index)
+        while True:
+            answers = self._hear()
+            self._put_aside(answers)
+            if answers.pictures or index in self._lost:
+                return dict(answers.pictures).get(index)
+
     def _pause(self) -> None:
         if self._coming:
             self._put_aside(self._running.poll(WAIT_SLICE_S))

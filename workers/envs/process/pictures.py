@@ -1,0 +1,37 @@
+"""Pictures of envs on their way from their process to its driver, as plain values."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.workers.envs.rendering import picture_of, warn_of
+
+LARGEST = 16 << 20
+"""Bytes of a picture; more would hold up the other envs of its process for too long."""
+
+
+def picture_to_json(env: Any, lane: int) -> dict[str, Any]:
+    """What `picture_from_json` makes the picture of `env` of, or says of it."""
+    try:
+        picture = picture_of(env, lane)
+    except Exception as error:  # noqa: BLE001 - a user's env
+        return {"problem": f"{type(error).__name__}: {error}"}
+    if picture is None:
+        return {}
+    if picture.nbytes > LARGEST:
+        return {"problem": f"a picture of {picture.nbytes} bytes, where {LARGEST} are the most"}
+    return {"shape": picture.shape, "rgb": base64.b64encode(np.ascontiguousarray(picture).data).decode()}
+
+
+def picture_from_json(told: Mapping[str, Any], lane: int) -> NDArray[np.uint8] | None:
+    """None, and a warning, where there was a problem; a read-only array otherwise."""
+    if "problem" in told:
+        warn_of(lane, told["problem"])
+    if "rgb" not in told:
+        return None
+    return np.frombuffer(base64.b64decode(told["rgb"]), np.uint8).reshape(told["shape"])
