@@ -37,15 +37,22 @@ class EnvContext(dict[str, Any]):
 
     def at(self, vector_index: int) -> EnvContext:
         """The same for another env of the runner."""
+        other = self.with_config(self)
+        other.vector_index = vector_index
+        other.seed = None if self.seed is None else self.seed + vector_index - self.vector_index
+        return other
+
+    def with_config(self, env_config: Mapping[str, Any]) -> EnvContext:
+        """Another config for the same place."""
         return EnvContext(
-            self,
+            env_config,
             worker_index=self.worker_index,
             num_workers=self.num_workers,
-            vector_index=vector_index,
+            vector_index=self.vector_index,
             num_envs=self.num_envs,
             remote=self.remote,
             recreated=self.recreated,
-            seed=None if self.seed is None else self.seed + vector_index - self.vector_index,
+            seed=self.seed,
         )
 
     @property
