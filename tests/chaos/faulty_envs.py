@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -55,6 +58,23 @@ def some_crash_and_hang(context: Any) -> gym.Env[Any, Any]:
     if context.vector_index == 1:
         return Deadly(env, 300, lambda: ctypes.string_at(0))
     return Deadly(env, 450, lambda: ctypes.PyDLL(None).sleep(1000)) if context.vector_index == 2 else env
+
+
+FATAL: dict[str, Callable[[], Any]] = {
+    "segfaults": lambda: ctypes.string_at(0),
+    "hangs": lambda: time.sleep(1000),
+    "exits": lambda: os._exit(99),
+}
+
+
+def fatal_once(context: Any) -> gym.Env[Any, Any]:
+    """CartPole; sub-env 1 of each worker does its own of `FATAL` after 1,000 steps, in that worker's first life."""
+    env = gym.make("CartPole-v1")
+    mark = Path(context["marks"]) / f"worker-{context.worker_index}"
+    if context.vector_index != 1 or mark.exists():
+        return env
+    mark.touch()
+    return Deadly(env, 1000, list(FATAL.values())[context.worker_index])
 
 
 class Sensors(gym.Env[Any, Any]):
