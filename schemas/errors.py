@@ -14,6 +14,8 @@
     ├── ModuleError             a policy module could not be built, or answered with the wrong arrays
     │   └── WhichModuleError        a fleet of several modules was asked for one without its name, or for another
     ├── CallbackError           a user's callback raised
+    ├── RunnerStoppedError      a runner was asked to sample after it was stopped
+    ├── RunnerBusyError         a callback asked its own runner for what cannot be done just then
     ├── ChunkError              chunks that are no parts of one episode, or a cut that leaves no step
     ├── StateError              a runner's state that does not fit the runner it is given to
     ├── ConnectorError          a connector raised, or answered with the wrong arrays
@@ -222,6 +224,27 @@ class CallbackError(HeadraceError):
         super().__init__(
             f"callback {callback} failed in {event} ({type(cause).__name__}: {cause}); "
             "repair it, or take it out of callbacks"
+        )
+
+
+class RunnerStoppedError(HeadraceError):
+    """`sample` was called after `stop`, which has closed all envs."""
+
+    def __init__(self) -> None:
+        super().__init__("this runner was stopped and has closed its envs; make_env() builds them anew")
+
+
+class RunnerBusyError(HeadraceError):
+    """`call` of a runner was made by one of its own callbacks, in `event`, where it cannot be done."""
+
+    exit_code = ExitCode.CALLBACK
+
+    def __init__(self, call: str, event: str) -> None:
+        self.call = call
+        self.event = event
+        super().__init__(
+            f"{call} cannot be called in {event}, in the midst of what the runner does; call it in on_sample_end, or "
+            "after sample()"
         )
 
 

@@ -15,6 +15,9 @@
 All arguments go by keyword; common ones are `env_runner`, `metrics_logger` and `rl_module` (None before it is built; of
 several policies, all by id). `episode` is an `EpisodeView` or a `MultiAgentEpisodeView`. A callback gets those which it
 names, or all if it has **kwargs. First come the objects in the order of the config, then the functions.
+
+Metrics, state and weights of the runner may be had and set in any of them. What moves its envs (`sample`, `make_env`,
+`stop` and their like) only in on_sample_end and on_chunk_sent, and is a `RunnerBusyError` in the others.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.schemas.errors import CallbackError, ConfigError
+from headrace.schemas.errors import CallbackError, ConfigError, RunnerBusyError
 from headrace.schemas.plugins import load_object
 
 logger = logging.getLogger(__name__)
@@ -50,6 +53,9 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "on_chunk_sent": ("chunk",),
 }
 """Event -> what it is told besides the common arguments."""
+
+_AT_REST = (None, "on_sample_end", "on_chunk_sent")
+"""Events between which and the next step nothing is half done; None: no event."""
 
 
 class RunnerCallback:
@@ -109,6 +115,7 @@ class CallbackList:
     def __init__(self, specs: Iterable[CallbackSpec], common: Callable[[], dict[str, Any]]) -> None:
         loaded = [load_object(spec, "callbacks") if isinstance(spec, str) else spec for spec in specs]
         self._common = common
+        self._telling: str | None = None
         self._bound: dict[str, list[_Bound]] = {}
         for spec in loaded:
             if not isinstance(spec, Mapping):
@@ -126,19 +133,30 @@ class CallbackList:
         bound = self._bound.get(event)
         if bound:
             arguments.update(self._common())
-            for callback in bound:
-                callback.call(event, arguments)
+            outer, self._telling = self._telling, event
+            try:
+                for callback in bound:
+                    callback.call(event, arguments)
+            finally:
+                self._telling = outer
 
     def tell(self, event: str, **arguments: Any) -> None:
         """`call` for news of what is over anyway: who raises is logged, and the others are told all the same."""
         if event not in self._bound:
             return
         arguments.update(self._common())
+        outer, self._telling = self._telling, event
         for callback in self._bound[event]:
             try:
                 callback.call(event, arguments)
             except CallbackError as error:
                 logger.error("%s; going on, for the episode is over already", error, exc_info=error.__cause__)
+        self._telling = outer
+
+    def check_at_rest(self, call: str) -> None:
+        """Raise `RunnerBusyError` if `call`, which moves envs, comes from a callback in the midst of a step."""
+        if self._telling not in _AT_REST:
+            raise RunnerBusyError(call, str(self._telling))
 
     def _add_object(self, spec: Any) -> None:
         name = spec.__qualname__ if inspect.isclass(spec) else type(spec).__qualname__

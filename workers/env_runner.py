@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
+import numpy as np
 import torch
 
 from headrace.schemas.chunk import EpisodeChunk
-from headrace.schemas.errors import CallbackError, ConfigError, ModuleError
+from headrace.schemas.errors import CallbackError, ConfigError, ModuleError, RunnerStoppedError
 from headrace.schemas.ledger import Discard
 from headrace.schemas.spaces import Spaces
 from headrace.workers.callbacks import CallbackList
@@ -68,6 +69,8 @@ class EnvRunner(RunnerState, Generic[Batch]):
         self._id_high = episode_id_high(run_uid, self._seeds.entropy, worker_index, incarnation)
         self._version = Version()
         self._waiting = None
+        self._stopped = False
+        """All envs are closed, for good or until a `make_env` that goes through."""
         self.steps_elsewhere: int | None = None
         """Env steps of the fleet that others than this runner made, as far as is known; None without a fleet."""
         self._sampler: Sampler | None = None
@@ -143,8 +146,10 @@ class EnvRunner(RunnerState, Generic[Batch]):
         Episodes left behind, of which a part was given out before, are told by an ABORTED chunk of no steps, last.
 
         Raises `SampleSizeError` for a size that makes no sense, `EnvRestartBudgetError` when an env failed too often,
-        `ModuleError` when the policy fails, and `CallbackError` when on_sample_end does; it has the `samples`.
+        `ModuleError` when the policy fails, `RunnerStoppedError` after `stop`, `RunnerBusyError` within most callbacks,
+        and `CallbackError` when on_sample_end does; it has the `samples`.
         """
+        self.callbacks.check_at_rest("sample()")
         check_size(num_timesteps, num_episodes)
         if num_timesteps == 0 or num_episodes == 0:
             return []
@@ -170,6 +175,7 @@ class EnvRunner(RunnerState, Generic[Batch]):
         others stay open. `on_poll` is called after every poll, and now and then while all envs wait to be rebuilt.
         What connectors learnt comes with the batch of their module; `take_connector_update` will not tell it again.
         """
+        self.callbacks.check_at_rest("sample_fragment()")
         whole = self.config.batch_mode == "complete_episodes"
         length, width = self.config.rollout_fragment_length, self.config.num_envs
         self._begin(Mode(self.config.explore, random_actions), length, force_reset=False)
@@ -188,6 +194,8 @@ class EnvRunner(RunnerState, Generic[Batch]):
 
     def _begin(self, mode: Mode, capacity: int, force_reset: bool) -> None:
         sampler = self._vector
+        if self._stopped:
+            raise RunnerStoppedError
         if not mode.random_actions:
             self._check_can_act()
         self.totals.timers.begin_sample()
@@ -241,6 +249,7 @@ class EnvRunner(RunnerState, Generic[Batch]):
 
         Unfinished steps are lost under `reason`. The next sampling resets all envs.
         """
+        self.callbacks.check_at_rest("discard_open()")
         self._vector.finish(reason)
         return self._attach_updates(self._deliver(keep_open=False))
 
@@ -266,12 +275,13 @@ class EnvRunner(RunnerState, Generic[Batch]):
 
     def assert_healthy(self) -> None:
         """Raise AssertionError unless construction went through to its end."""
-        if not getattr(self, "_healthy", False):
+        if not getattr(self, "_healthy", False) or self._stopped:
             raise AssertionError("the runner was not built to its end, or was stopped")
 
     def stop(self) -> None:
-        """Close all envs. May be called twice, and on a runner that has none."""
-        self._healthy = False
+        """Close all envs. May be called twice, and on a runner that has none; `make_env` builds them anew."""
+        self.callbacks.check_at_rest("stop()")
+        self._stopped = True
         if self._sampler is not None:
             self._sampler.close()
 
@@ -290,11 +300,15 @@ def no_module_error() -> ModuleError:
 
 
 def check_size(num_timesteps: int | None, num_episodes: int | None) -> None:
-    """Refuse two sizes at once, and negative ones."""
+    """Refuse two sizes at once, negative ones, and what is no whole number."""
     if num_timesteps is not None and num_episodes is not None:
         raise SampleSizeError(
             f"num_timesteps = {num_timesteps} and num_episodes = {num_episodes}: give only one of them"
         )
     for name, size in (("num_timesteps", num_timesteps), ("num_episodes", num_episodes)):
-        if size is not None and size < 0:
+        if size is None:
+            continue
+        if isinstance(size, bool) or not isinstance(size, int | np.integer):
+            raise SampleSizeError(f"{name} = {size!r:.80} is no whole number; give an int")
+        if size < 0:
             raise SampleSizeError(f"{name} = {size} is negative; give 0 or more")

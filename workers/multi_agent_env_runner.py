@@ -56,6 +56,8 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
 
     def make_env(self) -> None:
         """See `EnvRunner`. Raises `MissingEnvError`, `UnknownEnvError`, or `EnvError` caused by the env's own error."""
+        self.callbacks.check_at_rest("make_env()")
+        self._stopped = True
         if self._sampler is None:
             envs = MultiAgentVector(
                 self.config, self.worker_index, self._seeds, self.totals, self._policies, self._id_high, self.callbacks
@@ -64,9 +66,11 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         else:
             self._sampler.rebuild(self.config)
         self._sampler.use(self.modules, lambda: self.fleet_steps)
+        self._stopped = False
 
     def make_module(self) -> None:
         """Build all modules anew. A builder that raises NotImplementedError leaves the runner to random actions."""
+        self.callbacks.check_at_rest("make_module()")
         seats = self._vector.envs.modules
         self.modules = {module_id: self._build(module_id, seats[module_id].spaces) for module_id in seats}
         self._version = Version()

@@ -138,6 +138,8 @@ class RunnerState(ABC):
             raise StateError(f"random_streams should be a dict, got {streams!r:.80}")
         if streams is not None and streams.get("worker_index") != self.worker_index:
             streams = None
+        if streams is not None:
+            self.callbacks.check_at_rest("set_state() with random_streams")
         place_streams = self._accept_streams(streams) if streams is not None else None
         if place_streams is not None:
             self._abandon(Discard.RESET)

@@ -58,6 +58,8 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
 
     def make_env(self) -> None:
         """See `EnvRunner`. Raises `MissingEnvError`, `UnknownEnvError`, or `EnvError` caused by the env's own error."""
+        self.callbacks.check_at_rest("make_env()")
+        self._stopped = True
         if self._sampler is None:
             envs = open_envs(self.config, self.worker_index, self._seeds, self.totals, self.callbacks)
             self._sampler = VectorSampler(self.config, envs, self.totals, self._id_high, self.callbacks)
@@ -67,9 +69,11 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         self._random_noise = NoiseBlocks(self._seeds.random_actions, self._random.noise_size, "uniform")
         if self.module is not None:
             self._make_actor(self.module)
+        self._stopped = False
 
     def make_module(self) -> None:
         """See `EnvRunner`. A builder that raises NotImplementedError leaves the runner to random actions."""
+        self.callbacks.check_at_rest("make_module()")
         self.module = self._actor = None
         try:
             module = build_module(self.config.module, self.spaces, self.config.module_config)
