@@ -17,7 +17,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunk_algebra import check_adjacent, join_columns, join_infos, join_observations, map_arrays
+from headrace.schemas.chunk_algebra import (
+    check_adjacent,
+    join_columns,
+    join_infos,
+    join_observations,
+    join_shared,
+    map_arrays,
+)
 from headrace.schemas.errors import ChunkError
 from headrace.schemas.lookback import Lookback, check_lookbacks
 
@@ -170,7 +177,8 @@ def to_episode(chunks: Iterable[EpisodeChunk]) -> EpisodeChunk:
 
     It ends as the last one does, which may be an ABORTED marker. `learner_epoch` and `weights_digest` are the last
     one's too, while `weights_seq` speaks of every step; `explore` and `random_actions` say whether any step was so.
-    Lookback is that of the first chunk, so that a whole episode has none.
+    Lookback is that of the first chunk, so that a whole episode has none. Where some chunks are of random actions and
+    some of a policy, columns that only one kind has ("logp") are left out.
     Raises `ChunkError` naming what differs: ids, a gap or an overlap, observations at a boundary, columns, lookback.
     """
     parts = sorted(chunks, key=lambda chunk: (chunk.chunk_index, chunk.t_start))
@@ -189,7 +197,7 @@ def to_episode(chunks: Iterable[EpisodeChunk]) -> EpisodeChunk:
         env_t=np.concatenate([chunk.env_t for chunk in bodies]),
         end=last.end,
         end_reason=last.end_reason,
-        columns=join_columns([chunk.columns for chunk in bodies]),
+        columns=join_shared([chunk.columns for chunk in bodies]),
         infos=join_infos(bodies),
         explore=any(chunk.explore for chunk in bodies),
         random_actions=any(chunk.random_actions for chunk in bodies),

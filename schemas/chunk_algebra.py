@@ -29,6 +29,12 @@ def join_columns(parts: Sequence[Any]) -> Any:
     return map_arrays(lambda *arrays: np.concatenate(arrays), *parts)
 
 
+def join_shared(parts: Sequence[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
+    """Step columns likewise, of those that all parts have."""
+    shared = [name for name in parts[0] if all(name in part for part in parts)]
+    return {name: np.concatenate([part[name] for part in parts]) for name in shared}
+
+
 def join_observations(parts: Sequence[Any]) -> Any:
     """Observation columns (T+1, ...) likewise; the last observation of each part is the first of the next."""
     heads = [map_arrays(lambda array: array[:-1], part) for part in parts[:-1]]
@@ -69,14 +75,18 @@ def check_adjacent(before: EpisodeChunk, after: EpisodeChunk, *, ongoing: bool) 
 def _check_seam(before: EpisodeChunk, after: EpisodeChunk) -> None:
     _check_alike("observations", before.obs, after.obs, before, after)
     _check_alike("actions", before.actions, after.actions, before, after)
-    _check_alike("columns", before.columns, after.columns, before, after)
+    ours, theirs = before.columns, after.columns
+    if before.random_actions != after.random_actions:  # a policy's columns are its own
+        ours = {name: column for name, column in ours.items() if name in theirs}
+        theirs = {name: theirs[name] for name in ours}
+    _check_alike("columns", ours, theirs, before, after)
     last, first = dict(named_arrays(before.obs, "obs")), dict(named_arrays(after.obs, "obs"))
     for name, column in last.items():
-        ours, theirs = column[-1], first[name][0]
-        if not np.array_equal(ours, theirs, equal_nan=column.dtype.kind == "f"):
+        newest, oldest = column[-1], first[name][0]
+        if not np.array_equal(newest, oldest, equal_nan=column.dtype.kind == "f"):
             raise ChunkError(
                 f"{before!r} and {after!r} share an observation, and {name!r} is not the same in it: "
-                f"{ours!r:.80} and {theirs!r:.80}"
+                f"{newest!r:.80} and {oldest!r:.80}"
             )
 
 

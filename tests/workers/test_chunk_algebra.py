@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_envs import Counting, Walk, runner
+from toy_multi_envs import multi_runner
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
 from headrace.schemas.errors import ChunkError
@@ -111,6 +112,29 @@ def test_a_slice_without_a_step_or_with_a_stride_is_refused(bad: slice) -> None:
         WHOLE[bad]
     with pytest.raises(TypeError, match="not indexed with 3"):
         WHOLE[3]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("horizon", [0, 3])
+@pytest.mark.parametrize(("make", "lasting"), [(runner, {"length": 40}), (multi_runner, {"lengths": [40, 40]})])
+def test_an_episode_of_policy_and_random_steps_is_joined_without_the_policys_columns(
+    make: Any, lasting: dict[str, Any], horizon: int
+) -> None:
+    """They stand in the chunks still; which steps were random the chunks say, and `random_actions` that some were."""
+    with make(seed=1, episode_lookback_horizon=horizon, env_config=lasting) as sampler:
+        parts: dict[tuple[str, str], list[EpisodeChunk]] = {}
+        for random_actions in (False, False, True, True, False, False):
+            for chunk in sampler.sample(num_timesteps=3, random_actions=random_actions):
+                parts.setdefault((chunk.episode_id, chunk.agent_id), []).append(chunk)
+    for chunks in parts.values():
+        assert {"logp" in chunk.columns for chunk in chunks} == {True, False}
+        episode = to_episode(chunks)
+        assert episode.random_actions
+        assert "logp" not in episode.columns
+        np.testing.assert_array_equal(episode.rewards, np.concatenate([chunk.rewards for chunk in chunks]))
+        assert "logp" in to_episode(chunks[-2:]).columns
+        odd = replace(chunks[1], columns={name: c for name, c in chunks[1].columns.items() if name != "logp"})
+        with pytest.raises(ChunkError, match=r"differ in 'columns/logp'"):
+            to_episode([chunks[0], odd, *chunks[2:]])
 
 
 def test_an_aborted_episode_ends_with_its_marker() -> None:
