@@ -14,6 +14,7 @@ from toy_multi_envs import BOX, CHOICE, Together, check_books, multi_runner, sch
 
 from headrace.schemas.errors import ConfigError, EnvContractError, ModuleError
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, PolicySpec, SingleAgentEnvRunner
+from headrace.workers.multi_agent.env import MultiAgentEnv
 from headrace.workers.multi_agent.policies import NotMultiAgentError, PolicyMappingError
 
 WIDE: Any = gym.spaces.Box(-np.inf, np.inf, (5,), np.float32)
@@ -154,6 +155,47 @@ def test_a_policy_must_be_something_that_builds() -> None:
             multi_runner(policies=policies)
     with pytest.raises(ConfigError, match="both spaces or neither"):
         multi_runner(policies={"p": PolicySpec(observation_space=BOX)})
+
+
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        ("a0", "'a0' is no mapping by policy id, and no list of such ids"),
+        (3, "3 is no mapping by policy id"),
+        ([["a0"]], "is no name for a policy"),
+        ({"a0": PolicySpec(module_config=3)}, "module_config of policy 'a0' should be a mapping"),  # type: ignore[arg-type]
+        ({"a0": PolicySpec(env_to_module="x:Y")}, "env_to_module of policy 'a0' should be a list of connectors"),
+        ({"a0": {"module_to_env": 3}}, "module_to_env of policy 'a0' should be a list of connectors, got 3"),
+    ],
+)
+def test_what_describes_no_policy_is_named(policies: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        multi_runner(policies=policies)
+
+
+class Named(MultiAgentEnv):
+    """Agents of any ids, who act once."""
+
+    def __init__(self, *agents: Any) -> None:
+        self.possible_agents = agents
+        self.observation_spaces, self.action_spaces = dict.fromkeys(agents, BOX), dict.fromkeys(agents, CHOICE)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return dict.fromkeys(self.possible_agents, np.zeros(3, np.float32)), {}
+
+    def step(self, actions: dict[Any, Any]) -> Any:
+        return self.reset()[0], dict.fromkeys(actions, 1.0), {"__all__": True}, {"__all__": False}, {}
+
+
+def test_an_agent_of_a_number_is_played_by_its_namesake() -> None:
+    with multi_runner(lambda _: Named(0, 1), policies=["0", "1"]) as sampler:
+        chunks = sampler.sample(num_episodes=1)
+    assert [(chunk.agent_id, chunk.module_id) for chunk in chunks] == [("0", "0"), ("1", "1")]
+
+
+def test_agents_that_chunks_could_not_tell_apart_are_refused() -> None:
+    with pytest.raises(EnvContractError, match="possible_agents should be of different names, as text, got '1' twice"):
+        multi_runner(lambda _: Named(1, "1"))
 
 
 def test_each_runner_refuses_the_others_config_and_envs() -> None:

@@ -70,7 +70,14 @@ def is_multi_agent(env: Any) -> bool:
 
 
 def gym_spaces_of(env: Any) -> dict[Any, tuple[Any, Any]]:
-    """Agent id -> (observation space, action space), as the env has them."""
+    """Agent id -> (observation space, action space), as the env has them.
+
+    Raises `EnvContractError` for agents that chunks could not tell apart, which name each by the text of its id.
+    """
+    names = [str(agent) for agent in env.possible_agents]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise EnvContractError("possible_agents", f"{twice!r:.80} twice", "of different names, as text")
     return {
         agent: (_space(env, agent, "observation_space"), _space(env, agent, "action_space"))
         for agent in env.possible_agents

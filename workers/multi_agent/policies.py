@@ -66,13 +66,7 @@ class Policies:
         if config.policies is None and config.policy_mapping_fn is None:
             raise NotMultiAgentError
         given: Any = config.policies if config.policies is not None else ("default_policy",)
-        if isinstance(given, set):
-            given = sorted(given)  # in an order that every process shares
-        named = given if isinstance(given, Mapping) else dict.fromkeys(given)
-        try:
-            check_module_ids(named)
-        except ValueError as error:
-            raise ConfigError(str(error), key="policies") from error
+        named = _named(given)
         specs = {module_id: _policy(module_id, spec, config) for module_id, spec in named.items()}
         return cls(specs, _mapping(config.policy_mapping_fn, specs))
 
@@ -82,7 +76,7 @@ class Policies:
         Raises `PolicyMappingError`.
         """
         if self.mapping_fn is None:
-            module: Any = next(iter(self.specs)) if len(self.specs) == 1 else agent
+            module: Any = next(iter(self.specs)) if len(self.specs) == 1 else str(agent)
         else:
             try:
                 module = self.mapping_fn(agent, episode_id)
@@ -110,6 +104,19 @@ class Policies:
             module: spec.spaces or (kinds[0] if len(kinds) == 1 else _common(module, asked.get(module, {})))
             for module, spec in self.specs.items()
         }
+
+
+def _named(given: Any) -> Mapping[str, Any]:
+    """What is said of each policy, by its id; None of those that are only named."""
+    if isinstance(given, set | frozenset):
+        given = sorted(given, key=str)  # in an order that every process shares
+    if not isinstance(given, Mapping | list | tuple):
+        raise ConfigError(f"{given!r:.80} is no mapping by policy id, and no list of such ids", key="policies")
+    try:
+        check_module_ids(given)
+    except ValueError as error:
+        raise ConfigError(str(error), key="policies") from error
+    return given if isinstance(given, Mapping) else dict.fromkeys(given)
 
 
 def _common(module: str, by_agent: Mapping[Any, Spaces]) -> Spaces:
@@ -167,6 +174,17 @@ def _of_table(module_id: str, table: Mapping[str, Any]) -> PolicySpec:
     )
 
 
+def _check_parts(module_id: str, spec: PolicySpec) -> None:
+    for name, kinds, wanted in (
+        ("module_config", Mapping, "a mapping of keyword arguments"),
+        ("env_to_module", list | tuple, "a list of connectors"),
+        ("module_to_env", list | tuple, "a list of connectors"),
+    ):
+        part = getattr(spec, name)
+        if part is not None and not isinstance(part, kinds):
+            raise ConfigError(f"{name} of policy {module_id!r} should be {wanted}, got {part!r:.80}", key="policies")
+
+
 def _policy(module_id: str, given: Any, config: EnvRunnerConfig) -> Policy:
     if isinstance(given, Mapping):
         given = _of_table(module_id, given)
@@ -178,6 +196,7 @@ def _policy(module_id: str, given: Any, config: EnvRunnerConfig) -> Policy:
             "and config, or a PolicySpec with both spaces or neither",
             key="policies",
         )
+    _check_parts(module_id, given)
     spaces = None
     if given.observation_space is not None:
         observation, action = (f"{name} space of policy {module_id!r}" for name in ("observation", "action"))
