@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,15 @@ the reset (an observation more) or ends without a last observation (one less).
 """
 
 _SINGLE_COUNTERS = ("num_env_steps_sampled_lifetime", "num_episodes_lifetime")
+_LOSS_COUNTERS = (
+    "num_env_step_failures_lifetime",
+    "num_env_rebuilds_lifetime",
+    "num_env_steps_discarded_lifetime",
+    "num_agent_steps_discarded_lifetime",
+    "num_agent_rewards_lost_lifetime",
+    "num_final_observations_repeated_lifetime",
+    "num_final_steps_dropped_lifetime",
+)
 _NAMED_COUNTERS = (
     "num_agent_steps_sampled_lifetime",
     "num_module_steps_sampled_lifetime",
@@ -96,10 +105,12 @@ class RunnerMetrics:
         self._finished: deque[tuple[float, int]] = deque(maxlen=MOST_FINISHED)
         self.steps_before = 0
         """Lifetime steps of earlier lives, as restored from a checkpoint."""
+        self.count_losses: Callable[[], Mapping[str, int]] = dict
+        """What a kind of runner loses besides, in this life."""
+        self._lost_before: dict[str, int] = {}
 
     def add(self, chunks: Sequence[OpenChunk], batch: ChunkBatch) -> None:
         """`chunks` of one agent were delivered as the first rows of `batch`."""
-        now = time.perf_counter()
         table = batch.table[: len(chunks)]
         done = (table["end"] == ChunkEnd.TERMINATED) | (table["end"] == ChunkEnd.TRUNCATED)
         returns, lengths = table["episode_return"][done].tolist(), table["episode_length"][done].tolist()
@@ -107,7 +118,7 @@ class RunnerMetrics:
         self.count_steps({agent: batch.steps}, {module: batch.steps}, {agent: batch.steps})
         if not returns:
             return
-        self._durations.extend(now - chunks[i].episode.started_at for i in np.flatnonzero(done).tolist())
+        self._durations.extend(chunks[i].episode.duration_s for i in np.flatnonzero(done).tolist())
         self._add_episodes(returns, lengths)
         self._window_of("agent_episode_returns_mean", agent).extend(returns)
         self._window_of("agent_steps", agent).extend(lengths)
@@ -171,11 +182,26 @@ class RunnerMetrics:
         counters: dict[str, Any] = {
             "num_env_steps_sampled_lifetime": self.steps_lifetime,
             "num_episodes_lifetime": self._episodes_lifetime,
+            **self._losses(),
         }
         for (counter, name), count in self._steps.items():
             if counter.endswith("_lifetime"):
                 counters.setdefault(counter, {})[name] = count
         return counters
+
+    def _lost_now(self) -> dict[str, int]:
+        totals = self._totals
+        return {
+            "num_env_step_failures_lifetime": totals.env_failures,
+            "num_env_rebuilds_lifetime": totals.env_rebuilds,
+            "num_env_steps_discarded_lifetime": totals.env_steps_discarded,
+            **self.count_losses(),
+        }
+
+    def _losses(self) -> dict[str, int]:
+        """In this life and those before."""
+        now, before = self._lost_now(), self._lost_before
+        return {name: now.get(name, 0) + before.get(name, 0) for name in {**now, **before}}
 
     def write_counters(self, counters: Mapping[str, Any]) -> None:
         """Go on counting from those of `counters` that are there; other entries are not looked at.
@@ -184,6 +210,7 @@ class RunnerMetrics:
         """
         try:
             single = {name: int(counters[name]) for name in _SINGLE_COUNTERS if name in counters}
+            lost = {name: int(counters[name]) for name in _LOSS_COUNTERS if name in counters}
             named: dict[Path, int] = {
                 (counter, str(name)): int(count)
                 for counter in _NAMED_COUNTERS
@@ -195,6 +222,8 @@ class RunnerMetrics:
         self.steps_before = single.get("num_env_steps_sampled_lifetime", self.steps_lifetime) - delivered
         self._episodes_lifetime = single.get("num_episodes_lifetime", self._episodes_lifetime)
         self._steps |= named
+        now = self._lost_now()
+        self._lost_before |= {name: count - now.get(name, 0) for name, count in lost.items()}
 
     def report(self, weights_seq: int = 0) -> dict[str, Any]:
         """Counts since the last report, lifetime sums, and figures of the window. What has no value is absent.
@@ -210,9 +239,7 @@ class RunnerMetrics:
             ("num_env_steps_sampled_lifetime_throughput",): steps / max(now - self._reported_at, 1e-9),
             ("num_episodes",): self._episodes,
             ("num_episodes_lifetime",): self._episodes_lifetime,
-            ("num_env_step_failures_lifetime",): totals.env_failures,
-            ("num_env_rebuilds_lifetime",): totals.env_rebuilds,
-            ("num_env_steps_discarded_lifetime",): totals.env_steps_discarded,
+            **{(name,): count for name, count in self._losses().items()},
             **{path: count for path, count in self._steps.items() if count},
             **self.logger.take_sums(),
         }

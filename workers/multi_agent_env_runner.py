@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +43,7 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
     ) -> None:
         super().__init__(config, worker_index, incarnation, run_uid)
         self._policies = Policies.of(self.config)
+        self._metrics.count_losses = self._count_losses
         self._sampler: MultiAgentSampler | None = None
         self.modules: dict[str, torch.nn.Module | None] = {}
         """The module of each policy; None where its builder raised NotImplementedError."""
@@ -142,8 +142,8 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
             own, module_id = seat.episode, seat.module.module_id
             agents[own.agent] = own.episode_return, own.steps
             modules[module_id] = modules.get(module_id, 0.0) + own.episode_return
-        duration_s = time.perf_counter() - episode.started_at
-        self._metrics.add_episode(sum(r for r, _ in agents.values()), episode.t, duration_s, agents, modules)
+        whole = sum(r for r, _ in agents.values())
+        self._metrics.add_episode(whole, episode.t, episode.duration_s, agents, modules)
 
     # -- weights and what else one may ask ----------------------------------------------------------------------------
 
@@ -250,16 +250,21 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         """See `EnvRunner`; figures that have no value are absent. Steps that hang are not counted as sampled yet.
 
         Besides: agent steps that were discarded; rewards for which there was no step, because their agents never acted
-        or their last step was dropped, by agents concerned and in sum; final observations that were repeated, and final
-        steps that were dropped.
+        or their last step was dropped, by agents concerned and, of this life only, in sum; final observations that were
+        repeated, and final steps that were dropped.
         """
+        report = self._metrics.report(self._version.seq)
+        if self._sampler is not None:
+            report["agent_rewards_lost_lifetime"] = self._sampler.chunks.losses.return_
+        return report
+
+    def _count_losses(self) -> dict[str, int]:
         if self._sampler is None:
-            return self._metrics.report(self._version.seq)
+            return {}
         losses = self._sampler.chunks.losses
-        return self._metrics.report(self._version.seq) | {
+        return {
             "num_agent_steps_discarded_lifetime": sum(self.totals.discarded.values()),
             "num_agent_rewards_lost_lifetime": losses.rewards,
-            "agent_rewards_lost_lifetime": losses.return_,
             "num_final_observations_repeated_lifetime": losses.final_observations_repeated,
             "num_final_steps_dropped_lifetime": losses.final_steps_dropped,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -242,8 +243,11 @@ class VectorSampler:
         self.fragment.end(outcome.ended)
         lanes = [lane for lane, _ in outcome.ended]
         self._totals.episodes += len(lanes)
-        for lane in lanes:
-            self.envs.lanes[lane].budget.delivered()
+        now = time.perf_counter()
+        for lane in map(self.envs.lanes.__getitem__, lanes):
+            lane.budget.delivered()
+            if lane.episode is not None:
+                lane.episode.ended_at = now
         self.envs.end_episodes(lanes)
         if stop_at_episodes is None or self.episodes_ended < stop_at_episodes:
             self._totals.timers.timed("env_reset_timer", self.envs.try_reset)(lanes)

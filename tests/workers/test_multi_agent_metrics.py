@@ -133,6 +133,17 @@ def test_reports_of_several_runners_are_that_of_one_who_sampled_it_all() -> None
     assert merged["agent_rewards_lost_lifetime"] == sum(r["agent_rewards_lost_lifetime"] for r in reports)
 
 
+LOST = (
+    "num_env_step_failures_lifetime",
+    "num_env_rebuilds_lifetime",
+    "num_env_steps_discarded_lifetime",
+    "num_agent_steps_discarded_lifetime",
+    "num_agent_rewards_lost_lifetime",
+    "num_final_observations_repeated_lifetime",
+    "num_final_steps_dropped_lifetime",
+)
+
+
 @pytest.mark.parametrize("length", [3, 9])
 def test_what_was_given_up_is_counted_in_env_steps_and_in_agent_steps(length: int) -> None:
     settings = {"rollout_fragment_length": length, "max_env_restarts_per_window": 10**6}
@@ -147,6 +158,11 @@ def test_what_was_given_up_is_counted_in_env_steps_and_in_agent_steps(length: in
         report = sampler.get_metrics()
         assert totals.env_failures > 5
     assert report["num_env_steps_sampled"] + report["num_env_steps_discarded_lifetime"] == totals.env_steps
+    with multi_runner() as restored:
+        restored.set_state(sampler.get_state(components=[]))
+        again = restored.get_metrics()
+    assert {name: again[name] for name in LOST} == {name: report[name] for name in LOST}
+    assert min(again[name] for name in LOST if "final" not in name) > 0
     assert report["num_agent_steps_discarded_lifetime"] == sum(totals.discarded.values())
     assert sum(report["num_actions_by_agent"].values()) == totals.delivered
 

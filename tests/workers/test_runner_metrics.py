@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_env_failures import _faulty, diverge
 from toy_envs import Faulty, Walk, runner
+from toy_multi_envs import multi_runner
 
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner, merge_metrics
 from headrace.workers.metrics import MOST_FINISHED, RunnerMetrics
@@ -78,6 +81,40 @@ def test_what_a_failure_took_away_is_not_counted_as_sampled() -> None:
     assert report["num_env_steps_sampled"] == sum(map(len, chunks))
     assert report["num_env_steps_sampled"] + report["num_env_steps_discarded_lifetime"] == sampler.totals.stepped
     assert report["num_agent_steps_sampled"]["default_agent"] == report["num_env_steps_sampled"]
+
+
+def test_what_was_lost_is_counted_through_all_lives() -> None:
+    names = ("num_env_step_failures_lifetime", "num_env_rebuilds_lifetime", "num_env_steps_discarded_lifetime")
+    config = {"num_envs": 2, "env_config": _faulty(diverge, faulty={1}, every=5)}
+    with runner(Faulty, **config) as first, runner(Faulty, **config) as second:
+        first.sample(num_timesteps=40)
+        second.sample(num_timesteps=40)
+        own = [second.totals.env_failures, second.totals.env_rebuilds, second.totals.env_steps_discarded]
+        before = [first.get_metrics()[name] for name in names]
+        assert min(before) > 0
+        for _ in range(2):  # counters that are set twice count once
+            second.set_counters(first.get_counters())
+            assert [second.get_metrics()[name] for name in names] == before
+        second.sample(num_timesteps=40)
+        now = [second.totals.env_failures, second.totals.env_rebuilds, second.totals.env_steps_discarded]
+        gained = [after - earlier for after, earlier in zip(now, own, strict=True)]
+        assert [second.get_counters()[name] for name in names] == list(map(sum, zip(before, gained, strict=True)))
+
+
+@pytest.mark.parametrize("make", [runner, partial(multi_runner, env_config={"lengths": [5, 5]})])
+def test_an_episode_lasts_until_its_end_and_not_until_its_cut(make: Any) -> None:
+    """That of the second is at most the time from the end of the first to the beginning of the third."""
+    ended: list[float] = []
+    begun: list[float] = []
+    functions = {
+        "on_episode_end": lambda: ended.append(time.perf_counter()),
+        "on_episode_created": lambda: begun.append(time.perf_counter()),
+    }
+    with make(callbacks=[functions], metrics_num_episodes_for_smoothing=1) as sampler:
+        sampler.sample(num_timesteps=14)
+        report = sampler.get_metrics()
+    assert (len(ended), len(begun)) == (2, 3)
+    assert 0 < report["episode_duration_sec_mean"] <= begun[2] - ended[0]
 
 
 def test_reductions_of_what_is_logged() -> None:

@@ -24,6 +24,9 @@ COUNTERS = {
     "num_agent_steps_sampled_lifetime",
     "num_module_steps_sampled_lifetime",
     "num_actions_by_agent_lifetime",
+    "num_env_step_failures_lifetime",
+    "num_env_rebuilds_lifetime",
+    "num_env_steps_discarded_lifetime",
 }
 VERSION = {"rl_module", "weights_seq_no", "learner_epoch", "weights_digest"}
 

@@ -27,6 +27,8 @@ class Episode:
     seed: int
     reset_info: dict[str, Any]
     started_at: float = field(default_factory=time.perf_counter)
+    ended_at: float = 0.0
+    """When it terminated or was truncated, which may be long before it is cut."""
     chunks: int = 0
     steps: int = 0
     episode_return: float = 0.0
@@ -36,6 +38,11 @@ class Episode:
     """What callbacks keep with the episode."""
     last_steps: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Columns of the steps before the last cut, at most `episode_lookback_horizon`."""
+
+    @property
+    def duration_s(self) -> float:
+        """Of an episode that has ended."""
+        return self.ended_at - self.started_at
 
     @property
     def id_low(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -178,9 +179,11 @@ class MultiAgentSampler:
     # -- episodes that end, fail and begin ----------------------------------------------------------------------------
 
     def _end_episodes(self, lanes: Collection[int], stop_at_episodes: int | None) -> None:
+        now = time.perf_counter()
         for index in lanes:
             lane = self.envs.lanes[index]
             assert isinstance(lane.episode, MultiAgentEpisode)
+            lane.episode.ended_at = now
             self.chunks.end_episode(lane.episode)
             lane.budget.delivered()
         self._totals.episodes += len(lanes)
