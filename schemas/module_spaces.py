@@ -53,4 +53,9 @@ def module_spaces_from_json(told: Any) -> dict[str, Spaces]:
     """What a peer of this or the previous minor version told; raises `DecodeError`."""
     if not isinstance(told, dict) or not told:
         raise DecodeError("bad_space", "spaces are no object by module id")
-    return {module_id: spaces_from_json(pair) for module_id, pair in told_by_module(told).items()}
+    by_module = told_by_module(told)
+    try:
+        check_module_ids(by_module)
+    except ValueError as error:
+        raise DecodeError("bad_space", str(error)) from error
+    return {module_id: spaces_from_json(pair) for module_id, pair in by_module.items()}

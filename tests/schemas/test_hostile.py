@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import golden_samples
+import numpy as np
 import orjson
 import pytest
 import xxhash
 
+from headrace.learner_stub import ConnectorMerger
+from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.batch_reader import decode_batch
-from headrace.schemas.errors import DecodeError
+from headrace.schemas.errors import ConnectorError, DecodeError
 from headrace.schemas.messages import Message, read, read_hello
+from headrace.schemas.module_spaces import module_spaces_from_json
 from headrace.schemas.spaces import space_from_json, spaces_from_json
 from headrace.schemas.wire import DEFAULT_CAPS, Caps, MessageKind, decode
 
@@ -126,6 +132,16 @@ def _receivers() -> Iterator[tuple[Frames, Receiver]]:
         for infos in ({}, {0: {1: {"score": [1, 2]}}}):
             batch = golden_samples.make_batch(spaces, infos=infos)
             yield [bytes(f) for f in golden_samples.encoded(batch)], _batch_receiver(spaces)
+    more = (golden_samples.make_recurrent_batch(), golden_samples.make_lookback_batch(), _learnt_batch())
+    for batch in more:
+        yield [bytes(f) for f in golden_samples.encoded(batch)], _batch_receiver(golden_samples.SPACES["box"])
+
+
+def _learnt_batch() -> ChunkBatch:
+    """With what connectors have learnt."""
+    batch = golden_samples.make_batch(golden_samples.SPACES["box"])
+    parts = {"count": np.ones(1), "mean": np.zeros(4), "m2": np.zeros(4)}
+    return replace(batch, connector_update={f"env_to_module/0.MeanStd/obs/{name}": a for name, a in parts.items()})
 
 
 def _message_receiver(cls: type[Message]) -> Receiver:
@@ -143,6 +159,12 @@ def _batch_receiver(spaces: Any) -> Receiver:
         _, batch = decode_batch(frames, *spaces)
         for chunk in batch:
             assert len(chunk.env_t) == len(chunk)
+            assert chunk.lookback is None or len(chunk.lookback.columns["logp"]) == len(chunk.lookback)
+        merger = ConnectorMerger(env_to_module=["headrace.workers.connectors:MeanStd"])
+        for _ in range(2 if batch.connector_update else 0):
+            with contextlib.suppress(ConnectorError):
+                merger.take(batch)
+        assert all(np.isfinite(array).all() for array in merger.get_state().values())
         return batch
 
     return receive
@@ -183,9 +205,11 @@ def test_random_bytes_are_no_message() -> None:
 SPACE = golden_samples.SPACES["nested"][0].model_dump(mode="json")
 
 
-@pytest.mark.parametrize("read_space", [space_from_json, spaces_from_json])
+@pytest.mark.parametrize("read_space", [space_from_json, spaces_from_json, module_spaces_from_json])
 def test_mutated_spaces_give_a_space_or_a_decode_error(read_space: Callable[[Any], object]) -> None:
     whole: Any = SPACE if read_space is space_from_json else {"observation": SPACE, "action": SPACE}
+    if read_space is module_spaces_from_json:
+        whole = {"one": whole, "two": whole}
     frames = [b"HDRC" + bytes(12), orjson.dumps(whole)]
     valid = 0
     for number in range(5000):

@@ -37,7 +37,12 @@ def test_modules_may_be_named_like_the_parts_of_a_pair() -> None:
 
 
 @pytest.mark.parametrize(
-    "told", [None, {}, [], {"one": None}, {"one": {"observation": {"kind": "x"}}}, {"a": {"b": 1}}]
+    "told",
+    [
+        *(None, {}, [], {"one": None}, {"one": {"observation": {"kind": "x"}}}, {"a": {"b": 1}}),
+        *({name: ONE.model_dump(mode="json")} for name in ("", "a/b")),
+        {str(i): ONE.model_dump(mode="json") for i in range(MOST_MODULES + 1)},
+    ],
 )
 def test_anything_else_is_a_decode_error(told: Any) -> None:
     with pytest.raises(DecodeError, match="bad_space"):

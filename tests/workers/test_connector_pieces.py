@@ -271,6 +271,40 @@ def test_agents_are_told_apart_by_their_place() -> None:
     assert told["obs/agent"].dtype == np.float32
 
 
+@pytest.mark.parametrize("odd", [np.inf, -np.inf, 1e300])
+def test_an_infinite_observation_is_scaled_and_spoils_no_sum(odd: float) -> None:
+    piece, sane = MeanStd(), MeanStd()
+    for one in (piece, sane):
+        connect(one, Box(shape=(2,), dtype="<f8"), width=2)
+    for seen in ([[1.0, 2.0], [3.0, 4.0]], [[odd, 3.0], [5.0, 6.0]], [[7.0, 8.0], [9.0, 0.0]]):
+        scaled = piece.process(rows({"obs": np.array(seen)}, (0, 1)))["obs"]
+        lanes = [lane for lane in (0, 1) if odd not in seen[lane]]
+        sane.process(rows({"obs": np.array(seen)[lanes]}, lanes))
+        assert np.isfinite(scaled).all()
+        assert abs(scaled[0, 0]) == 10 or odd not in seen[0]
+    ours, theirs = piece.take_update(), sane.take_update()
+    assert ours["obs/count"] == [5]
+    assert {name: array.tolist() for name, array in ours.items()} == {n: a.tolist() for n, a in theirs.items()}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"obs/mean": np.array([np.nan, 0.0])},
+        {"obs/m2": np.array([-1.0, 0.0])},
+        {"obs/count": np.array([np.inf])},
+        {"obs/count": np.array(3.0)},
+        {"obs/mean": np.array([1e300, 0.0])},
+        {"obs/mean": np.zeros(3), "obs/m2": np.zeros(3)},
+        {"obs/m2": np.zeros((2, 2))},
+    ],
+)
+def test_updates_that_no_rows_could_have_given_are_refused(changed: dict[str, Any]) -> None:
+    sound = {"obs/count": np.array([3.0]), "obs/mean": np.ones(2), "obs/m2": np.ones(2)}
+    with pytest.raises(ValueError, match="obs"):
+        MeanStd().merge(sound, [{**sound, **changed}])
+
+
 @pytest.mark.parametrize(
     "build", [lambda: FrameStack(3), lambda: TimeOneHot(4), MeanStd, lambda: FrameStack(2, axis=0)]
 )

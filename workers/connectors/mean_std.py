@@ -14,6 +14,8 @@ from headrace.schemas.spaces import Box, Dict, Space, Spaces, Tuple, leaves
 from headrace.workers.connectors.connector import Columns, Connector, Rows, State
 
 _LEAST_DEVIATION = 1e-8
+_LARGEST = np.float64(1e100)
+"""Of a number that is learnt from: its square, times any count, is finite."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +48,14 @@ class Moments:
         return Moments(*map(np.concatenate, pairs))
 
     def add(self, lanes: NDArray[np.intp], rows: NDArray[Any]) -> Moments:
-        """Count one row more in each of `lanes` (Welford 1962); gives what those lanes have now."""
+        """Count one row more in each of `lanes` (Welford 1962); gives what those lanes have now.
+
+        A row with an infinite or a monstrous number is left out, which would spoil all sums for ever.
+        """
+        if not np.abs(rows).max(initial=0.0) <= _LARGEST:
+            sound = (np.abs(rows) <= _LARGEST).reshape(len(rows), -1).all(axis=1)
+            self.add(lanes[sound], rows[sound])
+            return self.at(lanes)
         now = self.at(lanes)
         now.count += 1.0
         delta = rows - now.mean
@@ -71,7 +80,8 @@ class MeanStd(Connector):
     """Every Box leaf as float32, scaled and clipped to [-clip, clip]; other leaves as they are.
 
     A lane is scaled by the state that was last set together with what it has seen itself since, or has seen and not
-    told yet, the row at hand included: never by its neighbours' rows, which a failure may take away. To share what all
+    told yet, the row at hand included: never by its neighbours' rows, which a failure may take away. Infinities are
+    scaled, to the clip, but not learnt. To share what all
     lanes of all runners have seen, merge their updates and set the result. With `update` False nothing is learnt.
     """
 
@@ -130,13 +140,20 @@ class MeanStd(Connector):
         return _written(update)
 
     def merge(self, state: State, updates: Sequence[State]) -> State:
-        """See `Connector`; equal to the moments of all rows at once, to rounding."""
+        """See `Connector`; equal to the moments of all rows at once, to rounding.
+
+        Raises `ValueError` for what can be no moments, or for those of other shapes.
+        """
         parts = [part for part in (state, *updates) if part]
         leaf_names = {name.rpartition("/")[0] for part in parts for name in part}
         merged = {}
         for name in sorted(leaf_names):
             first, *rest = (_read(name, part) for part in parts)
-            merged[name] = _sum(rest, first)
+            for moments in (first, *rest):
+                _check(name, moments, first)
+            with np.errstate(all="ignore"):  # sound ones can be too large together
+                merged[name] = _sum(rest, first)
+            _check(name, merged[name], first)
         return _written(merged)
 
 
@@ -148,6 +165,21 @@ def _sum(parts: Iterable[Moments], first: Moments) -> Moments:
 
 def _read(name: str, state: Mapping[str, NDArray[Any]]) -> Moments:
     return Moments(*(np.array(state[f"{name}/{part}"], np.float64) for part in ("count", "mean", "m2")))
+
+
+def _check(name: str, moments: Moments, first: Moments) -> None:
+    for part in ("count", "mean", "m2"):
+        array = getattr(moments, part)
+        if array.shape != getattr(first, part).shape:
+            raise ValueError(
+                f"{name}/{part} has shape {array.shape} in one, and {getattr(first, part).shape} in another"
+            )
+        if not np.isfinite(array).all() or (part != "mean" and (array < 0).any()):
+            raise ValueError(f"{name}/{part} is {array!r:.100}, which no rows have")
+    if moments.mean.shape != moments.m2.shape or moments.count.shape != (1,) * moments.mean.ndim:
+        raise ValueError(
+            f"{name} has {moments.count.shape}, {moments.mean.shape}, {moments.m2.shape}, which do not fit"
+        )
 
 
 def _written(moments: Mapping[str, Moments]) -> State:
