@@ -216,7 +216,7 @@ class RunnerMetrics:
                 for counter in _NAMED_COUNTERS
                 for name, count in counters.get(counter, {}).items()
             }
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, OverflowError, AttributeError) as error:
             raise StateError(f"lifetime counters are numbers, or numbers by name: {error}") from error
         delivered = self._totals.env_steps_delivered
         self.steps_before = single.get("num_env_steps_sampled_lifetime", self.steps_lifetime) - delivered

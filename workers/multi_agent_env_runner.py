@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from headrace.schemas.errors import ConnectorError, ModuleError
+from headrace.schemas.errors import ConnectorError, ModuleError, StateError
 from headrace.schemas.spaces import Spaces
 from headrace.workers.config import EnvRunnerConfig, MissingEnvError
 from headrace.workers.connectors.connector import State
@@ -196,6 +196,8 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         return weights or None
 
     def _join(self, weights: Mapping[str, Any], connectors: Mapping[str, State]) -> dict[str, Any]:
+        if flat := [name for name, own in weights.items() if not isinstance(own, Mapping)]:
+            raise StateError(f"rl_module should have weights by module id, {sorted(self.modules)}, got {flat[0]!r:.80}")
         states = by_module(connectors)
         return {
             module_id: {**weights.get(module_id, {}), **join_states(states.get(module_id, {}))}

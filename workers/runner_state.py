@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.schemas.errors import StateError
+import numpy as np
+
+from headrace.schemas.errors import ModuleError, StateError
 from headrace.schemas.ledger import Discard
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.connectors.connector import State
@@ -24,6 +26,33 @@ class Version:
     learner_epoch: int = 0
     seq: int = 0
     digest: str = ""
+
+
+def _problem(name: str, tree: Any) -> str | None:
+    """What is wrong with `tree`, called `name`, unless it is a mapping of arrays, or of such mappings."""
+    if not isinstance(tree, Mapping):
+        return f"{name} should be a dict of arrays by name, got {tree!r:.80}"
+    for key, part in tree.items():
+        if not isinstance(key, str):
+            return f"{name} should have names, got {key!r:.80} among them"
+        if not hasattr(part, "shape") and (problem := _problem(f"{name}/{key}", part)):
+            return problem
+    return None
+
+
+def _check_kinds(state: Any) -> None:
+    """Raise `StateError` unless each part of a state is of the kind that `get_state` gives."""
+    if not isinstance(state, Mapping):
+        raise StateError(f"a state is a dict as get_state gives it, got {state!r:.80}")
+    for name in (RL_MODULE, *PIPELINES):
+        if name in state and (problem := _problem(name, state[name])):
+            raise StateError(problem)
+    if not isinstance(streams := state.get(RANDOM_STREAMS, {}), Mapping):
+        raise StateError(f"random_streams should be a dict, got {streams!r:.80}")
+    for name in ("learner_epoch", "weights_seq_no"):
+        value = state.get(name, 0)
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+            raise StateError(f"{name} should be a number from 0, got {value!r:.80}")
 
 
 class RunnerState(ABC):
@@ -82,6 +111,8 @@ class RunnerState(ABC):
         Another learner's epoch ends the fragment that is open, whose batch names only one, and takes effect after the
         cut; `weights_version` always tells what acts.
         """
+        if problem := _problem("weights", state):
+            raise ModuleError(problem)
         version = Version(learner_epoch, seq, digest)
         if learner_epoch != self._version.learner_epoch and self.totals.open:
             self._waiting = (state, version)
@@ -133,9 +164,8 @@ class RunnerState(ABC):
         other would have, its own open episodes are abandoned, and those of the other are not taken over.
         Raises `StateError`, `ModuleError` or `ConnectorError` for what does not fit.
         """
+        _check_kinds(state)
         streams = state.get(RANDOM_STREAMS)
-        if streams is not None and not isinstance(streams, Mapping):
-            raise StateError(f"random_streams should be a dict, got {streams!r:.80}")
         if streams is not None and streams.get("worker_index") != self.worker_index:
             streams = None
         if streams is not None:

@@ -49,7 +49,9 @@ class Selection:
 
 def _paths(given: str | Iterable[str]) -> list[tuple[str, ...]]:
     paths: list[tuple[str, ...]] = []
-    for text in [given] if isinstance(given, str) else given:
+    for text in [given] if isinstance(given, str) or not isinstance(given, Iterable) else given:
+        if not isinstance(text, str):
+            raise StateError(f"components are given by name, as 'rl_module', got {text!r:.80}")
         component, slash, part = text.partition("/")
         if component not in COMPONENTS:
             near = difflib.get_close_matches(component, COMPONENTS, n=1, cutoff=0.0)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from test_chunk_algebra import Nested
 from test_env_failures import _same
 from toy_envs import Counting, Walk, runner
+from toy_multi_envs import multi_runner
 
-from headrace.schemas.errors import DecodeError, EncodeError, StateError
+from headrace.schemas.errors import DecodeError, EncodeError, ModuleError, StateError
 from headrace.schemas.state_arrays import arrays_to_state, state_to_arrays
 from headrace.schemas.wire import MessageKind, decode, encode
 from headrace.workers.connectors import FlattenObservations, FrameStack, MeanStd, PreviousActionReward
@@ -225,3 +227,38 @@ def test_streams_that_do_not_fit_change_nothing(settings: dict[str, Any], messag
             second.set_state({"random_streams": {"worker_index": 0}})
         with pytest.raises(StateError, match="should be a dict, got 3"):
             second.set_state({"random_streams": 3})
+
+
+@pytest.mark.parametrize("make", [runner, partial(multi_runner, policies=["a0", "a1"])])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: None, "a state is a dict as get_state gives it, got None"),
+        (lambda state: {**state, "rl_module": None}, "rl_module should be a dict of arrays by name, got None"),
+        (lambda state: {"rl_module": {"x": {"y": "z"}}}, "rl_module/x/y should be a dict of arrays by name, got 'z'"),
+        (lambda state: {"rl_module": {3: np.ones(1)}}, "rl_module should have names, got 3 among them"),
+        (lambda state: {"env_to_module": [1]}, r"env_to_module should be a dict of arrays by name, got \[1\]"),
+        (lambda state: {**state, "weights_seq_no": "x"}, "weights_seq_no should be a number from 0, got 'x'"),
+        (lambda state: {**state, "learner_epoch": -1}, "learner_epoch should be a number from 0, got -1"),
+        (lambda state: {"num_episodes_lifetime": math.inf}, "lifetime counters are numbers"),
+    ],
+)
+def test_what_is_no_state_is_refused_by_name(make: Any, change: Any, message: str) -> None:
+    with make() as sampler:
+        sampler.sample(num_timesteps=3)
+        with pytest.raises(StateError, match=message):
+            sampler.set_state(change(sampler.get_state()))
+        assert sampler.weights_version == (0, 0)
+        assert len(sampler.sample(num_timesteps=3)) > 0
+
+
+def test_weights_and_components_of_no_kind_are_refused_by_name() -> None:
+    with runner() as single, multi_runner(policies=["a0", "a1"]) as several:
+        for sampler in (single, several):
+            with pytest.raises(ModuleError, match=r"weights should be a dict of arrays by name, got \[\]"):
+                sampler.set_weights([], seq=1)  # type: ignore[arg-type]
+            with pytest.raises(StateError, match="components are given by name, as 'rl_module', got 3"):
+                sampler.get_state(["rl_module", 3])  # type: ignore[list-item]
+        flat = single.get_state(components="rl_module")
+        with pytest.raises(StateError, match=r"weights by module id, \['a0', 'a1'\], got"):
+            several.set_state({**flat, "weights_seq_no": 1})
