@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-import numpy as np
 import torch
 
 from headrace.schemas.chunk import EpisodeChunk
-from headrace.schemas.errors import CallbackError, ConfigError, ModuleError, RunnerStoppedError
+from headrace.schemas.errors import CallbackError, ModuleError, RunnerStoppedError
 from headrace.schemas.ledger import Discard
 from headrace.schemas.spaces import Spaces
 from headrace.workers.callbacks import CallbackList
@@ -21,6 +20,7 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.metrics import RunnerMetrics
 from headrace.workers.randomness import SeedTree, episode_id_high
 from headrace.workers.runner_state import RunnerState, Version
+from headrace.workers.sample_size import check_size
 from headrace.workers.totals import RunnerTotals
 from headrace.workers.vector_sampler import Mode
 
@@ -30,10 +30,6 @@ Batch = TypeVar("Batch", bound=Sequence[EpisodeChunk])
 
 _OWN_SETTINGS = ("env_config", "module_config", "env_to_module", "module_to_env")
 """What a runner copies, so that neither it nor its caller sees what the other changes later."""
-
-
-class SampleSizeError(ConfigError, AssertionError):
-    """`sample` was asked for a size that makes no sense."""
 
 
 class Sampler(Protocol):
@@ -297,18 +293,3 @@ class EnvRunner(RunnerState, Generic[Batch]):
 def no_module_error() -> ModuleError:
     """What is raised where a policy is asked for and there is none."""
     return ModuleError("this runner has no module (its builder raised NotImplementedError); use random_actions=True")
-
-
-def check_size(num_timesteps: int | None, num_episodes: int | None) -> None:
-    """Refuse two sizes at once, negative ones, and what is no whole number."""
-    if num_timesteps is not None and num_episodes is not None:
-        raise SampleSizeError(
-            f"num_timesteps = {num_timesteps} and num_episodes = {num_episodes}: give only one of them"
-        )
-    for name, size in (("num_timesteps", num_timesteps), ("num_episodes", num_episodes)):
-        if size is None:
-            continue
-        if isinstance(size, bool) or not isinstance(size, int | np.integer):
-            raise SampleSizeError(f"{name} = {size!r:.80} is no whole number; give an int")
-        if size < 0:
-            raise SampleSizeError(f"{name} = {size} is negative; give 0 or more")

@@ -1,0 +1,26 @@
+"""How much `sample` may be asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace.schemas.errors import ConfigError
+
+
+class SampleSizeError(ConfigError, AssertionError):
+    """`sample` was asked for a size that makes no sense."""
+
+
+def check_size(num_timesteps: int | None, num_episodes: int | None) -> None:
+    """Refuse two sizes at once, negative ones, and what is no whole number."""
+    if num_timesteps is not None and num_episodes is not None:
+        raise SampleSizeError(
+            f"num_timesteps = {num_timesteps} and num_episodes = {num_episodes}: give only one of them"
+        )
+    for name, size in (("num_timesteps", num_timesteps), ("num_episodes", num_episodes)):
+        if size is None:
+            continue
+        if isinstance(size, bool) or not isinstance(size, int | np.integer):
+            raise SampleSizeError(f"{name} = {size!r:.80} is no whole number; give an int")
+        if size < 0:
+            raise SampleSizeError(f"{name} = {size} is negative; give 0 or more")
