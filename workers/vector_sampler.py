@@ -105,8 +105,9 @@ class VectorSampler:
         for lane in self.envs.lanes:
             if lane.episode is not None:
                 self.fragment.begin(lane.index, lane.episode, self._state_in(lane.index))
-                if lane.episode.seam_info:
-                    self.fragment.add_info(lane.index, lane.episode.seam_info)
+                info = lane.episode.seam_info if lane.episode.chunks else lane.episode.reset_info
+                if info and self._keeps_infos:
+                    self.fragment.add_info(lane.index, info)
 
     def _state_in(self, lane: int) -> dict[str, NDArray[Any]]:
         """What a recurrent module, if there is one and it acts, remembers of the lane."""

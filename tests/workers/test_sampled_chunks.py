@@ -101,6 +101,13 @@ class Informing(Counting):
         return (*answer, {"t": self.t} if self.t % 2 == 0 else {})
 
 
+def test_an_episode_that_begins_at_a_cut_keeps_what_its_reset_told() -> None:
+    with runner(Informing, env_config={"length": 3}) as sampler:
+        sampler.sample(num_timesteps=3)
+        (begun,) = sampler.sample(num_timesteps=1)
+    assert begun.infos == [{"born": True}, {}]
+
+
 def test_infos_stand_beside_their_observations_also_across_a_cut() -> None:
     with runner(Informing, env_config={"length": 5}) as sampler:
         first, second = (sampler.sample(num_timesteps=n)[0] for n in (2, 3))
