@@ -98,6 +98,17 @@ class SamplingSettings(Section):
     envs_per_process: int = Field(
         default=4, ge=1, description="envs that share a process, and its death; cheap ones share the cost of a message"
     )
+    remote_env_batch_wait_ms: float | None = Field(
+        default=None,
+        ge=0,
+        description="envs with processes: act for those that are ready, having waited so long for more; absent: "
+        "for all at once when the last is ready, which cuts the same chunks every time",
+    )
+    double_buffering: bool = Field(
+        default=False,
+        description="envs with processes: act for every other one while its neighbour is stepped, if the policy takes "
+        "time; each half waits for its slowest",
+    )
     env_construct_timeout_s: float = Field(
         default=120.0, gt=0, description="how long the start of an env's process, and its construction, may each take"
     )
@@ -133,6 +144,11 @@ class SamplingSettings(Section):
         """Whether envs are multi-agent ones, which is what `policies` or a mapping to them say."""
         return self.policies is not None or self.policy_mapping_fn is not None
 
+    @property
+    def steps_the_ready(self) -> bool:
+        """Whether envs are stepped each in its own time."""
+        return self.double_buffering or self.remote_env_batch_wait_ms is not None
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if isinstance(self.policies, dict):
@@ -144,6 +160,17 @@ class SamplingSettings(Section):
             raise ValueError(
                 f"env_placement = 'process' is for envs of one agent, each by itself, and {other} is given; leave one "
                 "of them out"
+            )
+        if self.env_placement == "inline" and self.steps_the_ready:
+            other = "double_buffering" if self.double_buffering else "remote_env_batch_wait_ms"
+            raise ValueError(
+                f"{other} is for envs that are stepped elsewhere, and env_placement is 'inline'; leave it out, or take "
+                "env_placement = 'process'"
+            )
+        if self.double_buffering and self.remote_env_batch_wait_ms is not None:
+            raise ValueError(
+                f"remote_env_batch_wait_ms = {self.remote_env_batch_wait_ms:g} acts for whoever is ready, and "
+                "double_buffering = true waits for one half of the envs; leave one of them out"
             )
         if self.env_restart_backoff_s > self.env_restart_backoff_max_s:
             raise ValueError(

@@ -41,6 +41,8 @@ class Sampler(Protocol):
     def hangs(self) -> bool: ...
     @property
     def resets(self) -> int: ...
+    @property
+    def answered(self) -> int | None: ...
     def begin(self, mode: Mode, capacity: int, *, force_reset: bool) -> None: ...
     def abandon(self, reason: Discard) -> None: ...
     def finish(self, reason: Discard) -> None: ...
@@ -137,8 +139,9 @@ class EnvRunner(RunnerState, Generic[Batch]):
         """Chunks of about `num_timesteps` env steps, or `num_episodes` whole episodes; finished episodes come first.
 
         `num_timesteps` n polls all envs ceil(n / num_envs) times and goes on with the episodes of the call before:
-        without failures n to n + num_envs - 1 steps. `num_episodes` m resets all envs first and gives m to
-        m + num_envs - 1 episodes; whatever was begun besides is dropped. Without a size, `config.batch_mode` decides.
+        without failures n to n + num_envs - 1 steps; as many in all, but not of each env, where those are stepped that
+        are ready. `num_episodes` m resets all envs first and gives m to m + num_envs - 1 episodes; whatever was begun
+        besides is dropped. Without a size, `config.batch_mode` decides.
         Episodes left behind, of which a part was given out before, are told by an ABORTED chunk of no steps, last.
 
         Raises `SampleSizeError` for a size that makes no sense, `EnvRestartBudgetError` when an env failed too often,
@@ -211,7 +214,7 @@ class EnvRunner(RunnerState, Generic[Batch]):
     def _enough_steps(self, steps: int) -> Callable[[], bool]:
         """Polls are counted, not steps that a failure takes away, so that no cut depends on a neighbour's fault.
 
-        What a native vector needs to reset a lane is no step.
+        What a native vector needs to reset a lane is no step. Where each lane has its own time, answers are counted.
 
         Agent steps cannot be known from polls, so that with them it does.
         """
@@ -219,6 +222,9 @@ class EnvRunner(RunnerState, Generic[Batch]):
             goal = self.totals.stepped + steps
             return lambda: self.totals.stepped >= goal
         sampler, width, begun = self._vector, self.config.num_envs, itertools.count()
+        if sampler.answered is not None:
+            last = sampler.answered + steps
+            return lambda: (sampler.answered or 0) >= last
         before = sampler.resets
         return lambda: next(begun) * width - (sampler.resets - before) >= steps
 

@@ -10,7 +10,11 @@ from numpy.typing import NDArray
 
 from headrace.schemas.errors import StateError
 from headrace.workers.envs.lane import Lane
+from headrace.workers.multi_agent.noise import SeatNoise
 from headrace.workers.randomness import BLOCK, NoiseBlocks
+
+LaneNoise = NoiseBlocks | SeatNoise
+"""Numbers for lanes in lock-step, or for such as act each in its own time."""
 
 _LOW = (1 << 64) - 1
 
@@ -51,20 +55,34 @@ def check_lanes(lanes: Sequence[Lane], state: Any) -> None:
     check_array(state, "lanes", "seeds", np.int64, (int(ahead.sum()),))
 
 
-def read_noise(noise: NoiseBlocks) -> dict[str, Any]:
-    """streams: uint64 (lanes, 6). ahead: float32 (passes, lanes, size), drawn and not used yet."""
-    return {"streams": read_streams(noise.streams), "ahead": noise.ahead.copy()}
+def read_noise(noise: LaneNoise) -> dict[str, Any]:
+    """streams: uint64 (lanes, 6). ahead: float32 (passes, lanes, size), drawn and not used yet.
+
+    Of lanes that act each in its own time, what `SeatNoise.read` gives stands in place of `ahead`.
+    """
+    drawn = {"ahead": noise.ahead.copy()} if isinstance(noise, NoiseBlocks) else noise.read()
+    return {"streams": read_streams(noise.streams), **drawn}
 
 
-def write_noise(noise: NoiseBlocks, state: Mapping[str, Any]) -> None:
+def write_noise(noise: LaneNoise, state: Mapping[str, Any]) -> None:
     """Go on as `read_noise` found it."""
     write_streams(noise.streams, state["streams"])
-    noise.ahead = state["ahead"]
+    if isinstance(noise, NoiseBlocks):
+        noise.ahead = state["ahead"]
+    else:
+        noise.write(np.arange(len(noise.streams)), state["numbers"], state["used"])
 
 
-def check_noise(noise: NoiseBlocks, name: str, state: Any) -> None:
+def check_noise(noise: LaneNoise, name: str, state: Any) -> None:
     """Raise `StateError` unless `write_noise` can take `state`."""
-    check_array(state, name, "streams", np.uint64, (len(noise.streams), 6))
+    lanes = len(noise.streams)
+    check_array(state, name, "streams", np.uint64, (lanes, 6))
+    if not isinstance(noise, NoiseBlocks):
+        check_array(state, name, "numbers", np.float32, (lanes, BLOCK, noise.size))
+        used = check_array(state, name, "used", np.int64, (lanes,))
+        if (used < 0).any() or (used >= BLOCK).any():
+            raise StateError(f"random_streams/{name}/used should be from 0 to below {BLOCK}, got {used!r:.80}")
+        return
     ahead = check_array(state, name, "ahead", np.float32, (None, *noise.ahead.shape[1:]))
     if len(ahead) > BLOCK:
         raise StateError(f"random_streams/{name}/ahead has {len(ahead)} passes; {BLOCK} are drawn at once")

@@ -25,6 +25,7 @@ EPISODE_BITS = 48
 """Low bits of an episode id that count the episodes of one env; the 16 above them are the env's index."""
 
 
+NoiseKind = Literal["uniform", "normal"]
 SeatUse = Literal["policy", "random_actions"]
 SEAT_USES: dict[SeatUse, int] = {"policy": 1, "random_actions": 2}
 """What a seat's stream is for, and which child of its env's branch it stands under."""
@@ -117,7 +118,7 @@ class NoiseBlocks:
     Drawn a block ahead for each env. A row is used up by every pass, also that of an env which waits to be rebuilt.
     """
 
-    def __init__(self, streams: Sequence[np.random.Generator], size: int, kind: Literal["uniform", "normal"]) -> None:
+    def __init__(self, streams: Sequence[np.random.Generator], size: int, kind: NoiseKind) -> None:
         self.streams = streams
         self._kind = kind
         self._block = np.empty((BLOCK, len(streams), size), np.float32)

@@ -20,13 +20,23 @@ from headrace.workers.connectors.vector_connectors import join_states, split_sta
 from headrace.workers.env_runner import EnvRunner, no_module_error
 from headrace.workers.envs.actions import RandomActions
 from headrace.workers.envs.lane import Lane
-from headrace.workers.envs.opening import open_envs
+from headrace.workers.envs.opening import open_envs, open_ready_envs
 from headrace.workers.episode_view import EpisodeView
 from headrace.workers.module_weights import check_weights, read_weights, write_weights
 from headrace.workers.modules.acting import Actor, Columns
 from headrace.workers.modules.protocol import build_module
-from headrace.workers.random_streams import check_lanes, check_noise, read_lanes, read_noise, write_lanes, write_noise
-from headrace.workers.randomness import NoiseBlocks
+from headrace.workers.multi_agent.noise import SeatNoise
+from headrace.workers.random_streams import (
+    LaneNoise,
+    check_lanes,
+    check_noise,
+    read_lanes,
+    read_noise,
+    write_lanes,
+    write_noise,
+)
+from headrace.workers.randomness import NoiseBlocks, NoiseKind
+from headrace.workers.ready_sampler import ReadySampler
 from headrace.workers.runner_state import Version
 from headrace.workers.state_components import RL_MODULE, Selection
 from headrace.workers.vector_sampler import VectorSampler
@@ -61,15 +71,27 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         self.callbacks.check_at_rest("make_env()")
         self._stopped = True
         if self._sampler is None:
-            envs = open_envs(self.config, self.worker_index, self._seeds, self.totals, self.callbacks)
-            self._sampler = VectorSampler(self.config, envs, self.totals, self._id_high, self.callbacks)
+            self._sampler = self._make_sampler()
         else:
             self._sampler.rebuild(self.config)
         self._random = RandomActions(self.spaces.action)
-        self._random_noise = NoiseBlocks(self._seeds.random_actions, self._random.noise_size, "uniform")
+        self._random_noise = self._noise_of(self._seeds.random_actions, self._random.noise_size, "uniform")
         if self.module is not None:
             self._make_actor(self.module)
         self._stopped = False
+
+    def _make_sampler(self) -> VectorSampler:
+        parts = self.config, self.worker_index, self._seeds, self.totals, self.callbacks
+        if self.config.steps_the_ready:
+            return ReadySampler(self.config, open_ready_envs(*parts), self.totals, self._id_high, self.callbacks)
+        return VectorSampler(self.config, open_envs(*parts), self.totals, self._id_high, self.callbacks)
+
+    def _noise_of(self, streams: Sequence[np.random.Generator], size: int, kind: NoiseKind) -> LaneNoise:
+        if not self.config.steps_the_ready:
+            return NoiseBlocks(streams, size, kind)
+        noise = SeatNoise(size, kind)
+        noise.add(streams)
+        return noise
 
     def make_module(self) -> None:
         """See `EnvRunner`. A builder that raises NotImplementedError leaves the runner to random actions."""
@@ -87,7 +109,7 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         columns = self._vector.connectors.columns
         self._actor = Actor(module, self.spaces, columns, lambda: self.fleet_steps)
         self._vector.use_memory(self._actor.memory)
-        self._policy_noise = NoiseBlocks(self._seeds.policy, module.noise_size, module.noise_kind)
+        self._policy_noise = self._noise_of(self._seeds.policy, module.noise_size, module.noise_kind)
 
     @property
     def _vector(self) -> VectorSampler:
@@ -123,13 +145,14 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
     def _poll(self, on_wait: Callable[[], None] | None, stop_at_episodes: int | None) -> None:
         self._vector.poll(self._choose_actions, self._version.seq, on_wait=on_wait, stop_at_episodes=stop_at_episodes)
 
-    def _choose_actions(self) -> Columns:
+    def _choose_actions(self, acting: NDArray[np.intp] | None) -> Columns:
         mode, connectors = self._vector.mode, self._vector.connectors
         if mode.random_actions:
-            columns = self._random(self._random_noise.next())
-            return connectors.for_env(columns) if connectors.maps_actions else columns
+            columns = self._random(_draw(self._random_noise, acting))
+            return connectors.for_env(columns, acting) if connectors.maps_actions else columns
         assert self._actor is not None
-        return connectors.for_env(self._actor(self._policy_noise.next() if mode.explore else None))
+        noise = _draw(self._policy_noise, acting) if mode.explore else None
+        return connectors.for_env(self._actor(noise, acting), acting)
 
     def _cut(self, keep_open: bool) -> ChunkBatch:
         version = self._version
@@ -181,7 +204,7 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
     def _read_streams(self) -> dict[str, Any] | None:
         if self._sampler is None:
             return None
-        noise = {name: read_noise(blocks) for name, blocks in self._noise().items()}
+        noise = {name: read_noise(numbers) for name, numbers in self._noise().items()}
         unstepped = [not len(self._sampler.look(lane, lane.episode)) if lane.episode else False for lane in self._lanes]
         if not self._sampler.envs.seeds_every_episode:
             unstepped = [False] * len(unstepped)  # what a vector began by itself cannot be begun again
@@ -189,19 +212,19 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
 
     def _accept_streams(self, state: Mapping[str, Any]) -> Callable[[], None]:
         check_lanes(self._lanes, state.get("lanes"))
-        for name, blocks in self._noise().items():
-            check_noise(blocks, name, state.get(name))
+        for name, numbers in self._noise().items():
+            check_noise(numbers, name, state.get(name))
         return lambda: self._write_streams(state)
 
     def _write_streams(self, state: Mapping[str, Any]) -> None:
         write_lanes(self._lanes, state["lanes"])
-        for name, blocks in self._noise().items():
-            write_noise(blocks, state[name])
+        for name, numbers in self._noise().items():
+            write_noise(numbers, state[name])
 
-    def _noise(self) -> dict[str, NoiseBlocks]:
+    def _noise(self) -> dict[str, LaneNoise]:
         """What actions are made from, by use."""
-        blocks = {"random_actions": self._random_noise}
-        return {"policy": self._policy_noise, **blocks} if self._actor is not None else blocks
+        numbers: dict[str, LaneNoise] = {"random_actions": self._random_noise}
+        return {"policy": self._policy_noise, **numbers} if self._actor is not None else numbers
 
     @property
     def _lanes(self) -> list[Lane]:
@@ -227,3 +250,10 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
     def get_spaces(self) -> dict[str, tuple[gym.Space[Any], gym.Space[Any]]]:
         """See `EnvRunner`."""
         return {DEFAULT_MODULE_ID: self._vector.envs.gym_spaces}
+
+
+def _draw(noise: LaneNoise, acting: NDArray[np.intp] | None) -> NDArray[np.float32]:
+    if isinstance(noise, NoiseBlocks):
+        return noise.next()
+    assert acting is not None, "only in lock-step do all lanes act"
+    return noise.next(acting)

@@ -34,6 +34,10 @@ _NO_STATE: dict[str, NDArray[Any]] = {}
 """One for all chunks: a dict for each, where episodes are many, makes the collector of garbage work more."""
 
 
+ChooseActions = Callable[[NDArray[np.intp] | None], Columns]
+"""The policy's columns, a row for every lane, of which those of some lanes (None: all) are meant."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mode:
     """How actions are chosen; the same for all steps of a fragment."""
@@ -82,8 +86,13 @@ class VectorSampler:
         """Episodes that finished in the fragment."""
         return len(self.fragment.ended)
 
-    hangs = False
-    """No action waits for the observation that completes it: each is answered by the step it is sent in."""
+    answered: int | None = None
+    """Steps that came back, where a poll may step some lanes only; None where each steps all."""
+
+    @property
+    def hangs(self) -> bool:
+        """Whether an action waits for the observation that completes it: each is answered by the step it is sent in."""
+        return False
 
     def begin(self, mode: Mode, capacity: int, *, force_reset: bool) -> None:
         """Have a fragment for steps of this `mode`, and an episode in every env."""
@@ -92,20 +101,24 @@ class VectorSampler:
         self.mode = mode
         if self._fragment is None:
             room = capacity + capacity // 4 if self.envs.steps_to_reset else capacity
-            self._fragment = Fragment(self._width, room, self.connectors.columns)
-            self._resume_chunks()
+            self._fragment = self._new_fragment(room)
+        self._resume_chunks()
         if force_reset or self.needs_reset:
             self.abandon(Discard.RESET)
             self.needs_reset = False
             self.envs.try_reset(range(self._width))
             self._start_episodes(self.envs.try_restart)
 
+    def _new_fragment(self, capacity: int) -> Fragment:
+        return Fragment(self._width, capacity, self.connectors.columns)
+
     def _resume_chunks(self) -> None:
         """Episodes go on in a new fragment; the info of the observation at the seam belongs to both chunks."""
         for lane in self.envs.lanes:
-            if lane.episode is not None:
-                self.fragment.begin(lane.index, lane.episode, self._state_in(lane.index))
-                info = lane.episode.seam_info if lane.episode.chunks else lane.episode.reset_info
+            episode = lane.episode
+            if episode is not None and self.fragment.open[lane.index] is None:
+                self.fragment.begin(lane.index, episode, self._state_in(lane.index))
+                info = episode.seam_info if episode.chunks else episode.reset_info
                 if info and self._keeps_infos:
                     self.fragment.add_info(lane.index, info)
 
@@ -123,7 +136,7 @@ class VectorSampler:
 
     def poll(
         self,
-        choose_actions: Callable[[], Columns],
+        choose_actions: ChooseActions,
         weights_seq: int,
         *,
         on_wait: Callable[[], None] | None = None,
@@ -146,7 +159,7 @@ class VectorSampler:
                 choose_actions = timers.timed("rlmodule_inference_timer", choose_actions)
         fragment.aim(live)
         try:
-            columns = choose_actions()
+            columns = choose_actions(None)
         except ConnectorError:
             if self._memory is not None:
                 self._drop_fragment()  # it remembers a step that will not be taken
@@ -156,24 +169,35 @@ class VectorSampler:
         outcome = poll()
         fragment.advance(outcome.rewards, weights_seq)
         self.resets += outcome.resets
+        self._take_in(outcome, live, columns, process, stop_at_episodes)
+
+    def _take_in(
+        self,
+        outcome: Outcome,
+        lanes: NDArray[np.intp] | None,
+        columns: Columns,
+        process: Callable[[NDArray[np.intp] | None, Outcome, Columns], None],
+        stop_at_episodes: int | None,
+    ) -> None:
+        """What came of the actions in `columns` (width, ...) of `lanes` (None: all); rewards stand in the fragment."""
         self._count(outcome)
         for failure in outcome.failures:
             self._abort(failure)
         if self.connectors.sees:
-            process(live, outcome, columns)
+            process(lanes, outcome, columns)
         if self._keeps_infos:
             for lane, info in outcome.infos:
-                fragment.add_info(lane, info)
+                self.fragment.add_info(lane, info)
         if self._events.watches_steps or (outcome.ended and self._events.watches_ends):
             self._tell_steps(outcome)
         if outcome.ended:
             self._end_episodes(outcome, stop_at_episodes)
         if outcome.failures or outcome.ended or outcome.begun:
-            self._start_episodes(envs.try_restart)
+            self._start_episodes(self.envs.try_restart)
 
-    def _process(self, live: NDArray[np.intp] | None, outcome: Outcome, columns: Columns) -> None:
+    def _process(self, stepped: NDArray[np.intp] | None, outcome: Outcome, columns: Columns) -> None:
         """The observations that have arrived pass env_to_module, those of episodes that end with them too."""
-        lanes = np.arange(self._width) if live is None else live
+        lanes = np.arange(self._width) if stepped is None else stepped
         rewards = outcome.rewards
         if outcome.failures:
             sound = ~np.isin(lanes, [failure.lane for failure in outcome.failures])
@@ -195,7 +219,8 @@ class VectorSampler:
     def _tell_steps(self, outcome: Outcome) -> None:
         """Callbacks of steps and ends; one that raises makes a failure of its lane."""
         ends = dict(outcome.ended)
-        lanes = self.envs.lanes if self._events.watches_steps else [self.envs.lanes[index] for index in ends]
+        stepped = self.envs.lanes if outcome.lanes is None else [self.envs.lanes[i] for i in outcome.lanes.tolist()]
+        lanes = stepped if self._events.watches_steps else [self.envs.lanes[index] for index in ends]
         for lane in lanes:
             if lane.episode is None:
                 continue
@@ -296,7 +321,7 @@ class VectorSampler:
     ) -> tuple[Sequence[OpenChunk], ChunkBatch]:
         """What is to be delivered, as chunks and as the batch that begins with them; `keep_open`: whole episodes."""
         fragment, markers = self.fragment, self._markers
-        chunks, self._fragment = fragment.take_chunks(keep_open=keep_open)
+        chunks, self._fragment = self._take_chunks(keep_open)
         self._markers = []
         stamp = Stamp(self._id_high, self.mode.flags, slot, incarnation, learner_epoch, weights_digest, self._horizon)
         batch = cut(fragment, chunks, markers, self.connectors.spaces, stamp)
@@ -308,6 +333,9 @@ class VectorSampler:
             self.envs.lanes[chunk.lane].budget.delivered()
             chunk.episode.seam_info = chunk.infos.get(chunk.stop - chunk.start)
         return chunks, batch
+
+    def _take_chunks(self, keep_open: bool) -> tuple[list[OpenChunk], Fragment | None]:
+        return self.fragment.take_chunks(keep_open=keep_open)
 
     def abandon(self, reason: Discard) -> None:
         """Every open episode is over: undelivered steps are lost by name, delivered parts get an end marker."""
@@ -330,7 +358,7 @@ class VectorSampler:
         """`abandon`, with a fragment for `cut` to deliver what had finished and to tell of the rest."""
         self.abandon(reason)
         if self._fragment is None:
-            self._fragment = Fragment(self._width, 1, self.connectors.columns)
+            self._fragment = self._new_fragment(1)
 
     def rebuild(self, config: EnvRunnerConfig) -> None:
         """Build all envs anew; steps that were not cut yet are lost, since spaces may be others now."""

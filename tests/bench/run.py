@@ -1,6 +1,6 @@
 """All benches in one run: prints a table with ratios and spread, and writes JSON.
 
-python tests/bench/run.py [--quick] [--only sampler native multi_agent processes pipeline transport] [--json FILE]
+python tests/bench/run.py [--quick] [--only NAME ...] [--json FILE]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import double_buffering
 import env_processes
 import multi_agent
 import pipeline
@@ -25,7 +26,7 @@ from table import Row, show
 
 WIDTHS = [1, 8, 64]
 NATIVE_WIDTHS = [64, 512]
-BENCHES = ["sampler", "native", "multi_agent", "processes", "pipeline", "transport"]
+BENCHES = ["sampler", "native", "multi_agent", "processes", "halves", "pipeline", "transport"]
 
 
 def main() -> None:
@@ -37,6 +38,7 @@ def main() -> None:
         "native": _native,
         "multi_agent": _multi_agent,
         "processes": lambda quick: env_processes.measure(*((0.5, 3) if quick else (2.0, 7))),
+        "halves": lambda quick: double_buffering.measure(*((1.0, 2) if quick else (2.0, 5))),
         "pipeline": lambda quick: pipeline.measure(*((2.0, 3) if quick else (4.0, 7))),
         "transport": lambda quick: transport.measure(*((1.0, 3) if quick else (2.0, 7))),
     }

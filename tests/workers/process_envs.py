@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,20 @@ class Slow(Troubled):
         if self.context.get("lane", self.context.vector_index) == self.context.vector_index:
             time.sleep(self.context["step_s"])
         return super().step(action)
+
+
+class Jittery(Troubled):
+    """Each step takes up to 3 ms, unless `config["hurry"]`, which changes nothing else. Infos tell the time."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self._time = 0
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> Any:
+        self._time += 1
+        if not self.context.get("hurry"):
+            time.sleep(zlib.crc32(f"{self.context.vector_index} {self._steps}".encode()) % 4 / 1000)
+        return (*super().step(action)[:4], {"time": self._time})
 
 
 class Unsound(gym.Env[Any, Any]):

@@ -92,3 +92,27 @@ class EnvDriver(Protocol):
 
     def stop(self) -> None:
         """Close all envs, within one time limit for all of them."""
+
+
+class ReadyDriver(EnvDriver, Protocol):
+    """Lanes that are stepped each in its own time.
+
+    What a lane sees is true until it is stepped: `observations.columns` keep it while an action is under way.
+    """
+
+    halves: list[NDArray[np.intp]]
+    """Lanes that are to act together, when all of them that are live can; none: each lane acts when it can."""
+
+    @property
+    def under_way(self) -> set[int]:
+        """Lanes with an episode whose action is not answered."""
+
+    def send_actions_of(self, lanes: NDArray[np.intp], columns: dict[str, NDArray[Any]]) -> None:
+        """`lanes`, live and not under way, are to act by their rows of the policy's columns. Returns at once."""
+
+    def poll(self) -> Outcome:
+        """What came of actions sent, of those lanes that are ready; `Outcome.lanes` says of which.
+
+        Waits until somebody can act, and then `remote_env_batch_wait_ms` for more; or until there is something else to
+        see to.
+        """

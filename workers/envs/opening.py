@@ -9,8 +9,9 @@ import gymnasium as gym
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.creators import find_creator, naming_what_failed
-from headrace.workers.envs.driver import EnvDriver
+from headrace.workers.envs.driver import EnvDriver, ReadyDriver
 from headrace.workers.envs.native.vector import NativeVector
+from headrace.workers.envs.process.ready import ReadyVector
 from headrace.workers.envs.process.vector import ProcessVector
 from headrace.workers.envs.roster import context_of
 from headrace.workers.envs.user_vector import UserVector
@@ -32,6 +33,13 @@ def open_envs(
     with naming_what_failed(config, 0):
         first = creator(context)
     return _kind_of(first)(config, worker_index, seeds, totals, callbacks, (first, context))
+
+
+def open_ready_envs(
+    config: EnvRunnerConfig, worker_index: int, seeds: SeedTree, totals: RunnerTotals, callbacks: CallbackList
+) -> ReadyDriver:
+    """Likewise, where `config` asks for envs that are stepped each in its own time."""
+    return ReadyVector(config, worker_index, seeds, totals, callbacks)
 
 
 def _kind_of(first: Any) -> type[EnvVector] | type[NativeVector]:

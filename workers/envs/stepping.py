@@ -24,7 +24,10 @@ class Steppable(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """One step of every live lane. `rewards` are those of the live lanes in order, 0 where the lane failed."""
+    """One step of every live lane. `rewards` are those of the live lanes in order, 0 where the lane failed.
+
+    Of envs that answer each in its own time, `lanes` says which ones have; these then stand for the live lanes.
+    """
 
     rewards: NDArray[np.float64]
     ended: list[tuple[int, ChunkEnd]]
@@ -34,6 +37,7 @@ class Outcome:
     """Whether episodes began with this step, in lanes that were not live: `take_started` has them."""
     resets: int = 0
     """Lanes for which this was no step, since a vector that resets itself used it for that."""
+    lanes: NDArray[np.intp] | None = None
 
 
 def step_all(live: Sequence[Steppable], actions: Sequence[Any], into: Observations, width: int) -> Outcome:

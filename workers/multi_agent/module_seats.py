@@ -18,9 +18,10 @@ from headrace.schemas.spaces import Spaces
 from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.cutting import Marker
 from headrace.workers.envs.observations import Observations
+from headrace.workers.hanging import Rows
 from headrace.workers.modules.acting import Actor, Columns
 from headrace.workers.modules.recurrent import Memory
-from headrace.workers.multi_agent.fragment import Rows, SeatFragment
+from headrace.workers.multi_agent.fragment import SeatFragment
 from headrace.workers.multi_agent.masks import LegalRandomActions
 from headrace.workers.multi_agent.noise import SeatNoise
 from headrace.workers.multi_agent.policies import Policy

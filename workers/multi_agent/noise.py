@@ -1,4 +1,4 @@
-"""Random numbers for seats, each from a stream of its own that goes on only when the seat acts."""
+"""Random numbers for seats, or lanes, that act each in its own time: each from a stream of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SeatNoise:
 
     def __init__(self, size: int, kind: Literal["uniform", "normal"]) -> None:
         self.size, self.kind = size, kind
-        self._streams: list[np.random.Generator] = []
+        self.streams: list[np.random.Generator] = []
         self._block = np.empty((0, BLOCK, size), np.float32)
         self._at: NDArray[np.intp] = np.empty(0, np.intp)
         self._every: NDArray[np.intp] = self._at
@@ -29,8 +29,8 @@ class SeatNoise:
     def add(self, streams: Iterable[np.random.Generator]) -> None:
         """More rows, below those there are."""
         new = list(streams)
-        self._streams += new
-        block = np.empty((len(self._streams), *self._block.shape[1:]), np.float32)
+        self.streams += new
+        block = np.empty((len(self.streams), *self._block.shape[1:]), np.float32)
         block[: len(self._block)] = self._block
         self._block = block
         self._at = np.concatenate((self._at, np.full(len(new), BLOCK, np.intp)))
@@ -58,7 +58,7 @@ class SeatNoise:
     def _refill(self) -> None:
         shape = self._block.shape[1:]
         for row in np.flatnonzero(self._at == BLOCK).tolist():
-            stream = self._streams[row]
+            stream = self.streams[row]
             normal = self.kind == "normal"
             self._block[row] = (stream.standard_normal if normal else stream.random)(shape, dtype=np.float32)
             self._at[row] = 0

@@ -62,6 +62,7 @@ class MultiAgentSampler:
         """Episodes that finished since the last cut."""
         return len(self.chunks.over)
 
+    answered: int | None = None
     resets = 0
     """No poll is a reset only: an env that has ended its episode is reset between two."""
 
@@ -154,7 +155,7 @@ class MultiAgentSampler:
             module, rows = part.module, part.rows
             columns = module.act(rows, explore=self.mode.explore, random_actions=self.mode.random_actions)
             assert module.fragment is not None, "begin() opens fragments"
-            module.fragment.act(rows, columns, weights_seq, part.of_array(turn.env_t))
+            module.fragment.act_at(rows, columns, weights_seq, part.of_array(turn.env_t))
             root = "actions_for_env" if any(name.startswith("actions_for_env") for name in columns) else "actions"
             sent = {name: column[rows] for name, column in columns.items() if name.startswith(root)}
             formed = to_env_form(module.env_spaces.action, sent, root)

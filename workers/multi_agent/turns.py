@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.workers.envs.lane import Lane
+from headrace.workers.hanging import Rows
 from headrace.workers.multi_agent.episodes import MultiAgentEpisode, Seat
-from headrace.workers.multi_agent.fragment import Rows
 from headrace.workers.multi_agent.module_seats import ModuleSeats
 
 

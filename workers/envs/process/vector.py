@@ -158,9 +158,13 @@ class ProcessVector(Lanes):
                 self._begin(lane, episode, info)
             else:
                 self._running.try_reset(index, episode.seed)
-                self._resetting[index] = episode
+                self._expect(index, episode)
         self._await_resets()
         self._refresh()
+
+    def _expect(self, index: int, episode: Episode) -> None:
+        """The lane is being reset for `episode`."""
+        self._resetting[index] = episode
 
     def _await_resets(self) -> None:
         resetting = self._resetting

@@ -1,0 +1,55 @@
+"""Envs that take time and a policy that takes time: one after the other, by halves, and what would be ideal, in turns.
+
+Of processes with two envs each one env steps while the policy acts for the other. Nothing here computes, so that cores
+do not count; sleepers do wake late on a busy machine, though, which is why the ideal is measured too: the slower of the
+envs without a policy and the policy without envs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import sleepers
+import torch
+from sampler import Headrace
+from table import Row, rows_of
+from turns import Turn
+
+WIDTH, IN_PROCESS = 16, 2
+MARKS = {"by halves": 1.5}
+"""Least ratio to lock-step that is aimed at, and the most there can be: 10 ms a step of all envs in place of 15."""
+
+
+def measure(seconds: float, rounds: int) -> list[Row]:
+    """Rows of lock-step, halves and the ideal, which is a rate that two loops have only by themselves."""
+    torch.set_num_threads(1)
+    shared: dict[str, Any] = {"env": "sleepers:Sleeper", "env_placement": "process", "envs_per_process": IN_PROCESS}
+    slow = {**shared, "module": sleepers.SleepingPolicy}
+    loops = {"lock-step": Headrace(WIDTH, **slow), "by halves": Headrace(WIDTH, double_buffering=True, **slow)}
+    envs = Headrace(WIDTH, module=sleepers.IdlePolicy, **shared)
+    turns = []
+    for _ in range(rounds):
+        round_ = {name: _turn(loop.run, seconds) for name, loop in loops.items()}
+        alone = [_turn(envs.run, seconds / 2), _turn(_policy_alone, seconds / 2)]
+        turns.append({**round_, "ideal": min(alone, key=lambda turn: turn.rate)})
+    for loop in (*loops.values(), envs):
+        loop.stop()
+    case = f"{WIDTH} envs of {sleepers.STEP_S * 1000:g} ms, a policy of {sleepers.PASS_S * 1000:g} ms"
+    return rows_of("halves", case, "env steps/s", turns, "lock-step", MARKS)
+
+
+def _turn(run: Callable[[float], float], seconds: float) -> Turn:
+    start, before = time.perf_counter(), time.process_time()
+    rate = run(seconds)
+    return Turn(rate, rate * (time.perf_counter() - start) / (time.process_time() - before))
+
+
+def _policy_alone(seconds: float) -> float:
+    """Lanes a second, half of them at a time."""
+    passes, start = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds:
+        time.sleep(sleepers.PASS_S)
+        passes += 1
+    return passes * WIDTH / 2 / elapsed

@@ -1,0 +1,50 @@
+"""Envs and a policy that only take time, as a simulator and a large network do, whatever the machine."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+STEP_S, PASS_S = 0.005, 0.005
+"""How long a step of an env takes, and a forward pass, of however many rows."""
+
+
+class Sleeper(gym.Env[Any, Any]):
+    """Sleeps at each step. Its episodes never end."""
+
+    observation_space: Any = gym.spaces.Box(0.0, 1.0, (4,), np.float32)
+    action_space: Any = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        time.sleep(STEP_S)
+        return np.zeros(4, np.float32), 0.0, False, False, {}
+
+
+class SleepingPolicy(torch.nn.Module):
+    """Sleeps at each pass, and does nothing."""
+
+    noise_size, noise_kind = 1, "uniform"
+    pass_s = PASS_S
+
+    def __init__(self, spaces: Any) -> None:
+        super().__init__()
+
+    def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
+        time.sleep(self.pass_s)
+        return {"actions": torch.zeros(len(batch["obs"]), dtype=torch.int64)}
+
+    forward_exploration = forward_train = forward_inference
+
+
+class IdlePolicy(SleepingPolicy):
+    """Does not even sleep."""
+
+    pass_s = 0.0

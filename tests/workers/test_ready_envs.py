@@ -1,0 +1,261 @@
+"""Envs that are stepped each in its own time: what a lane lives through is the same, and nothing is lost at a cut."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from process_driving import is_running
+from toy_envs import check_books
+
+from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
+from headrace.schemas.errors import ConfigError
+from headrace.schemas.ledger import Discard
+from headrace.workers import EnvRunnerConfig, RunnerCallback, SingleAgentEnvRunner
+from headrace.workers.connectors import FlattenObservations, FrameStack, PreviousActionReward
+
+LSTM = "headrace.workers.modules:lstm_actor_critic"
+PIECES = [partial(FrameStack, 3), PreviousActionReward, FlattenObservations]
+READY: dict[str, dict[str, Any]] = {
+    "at once": {"remote_env_batch_wait_ms": 0},
+    "after a wait": {"remote_env_batch_wait_ms": 2},
+    "by halves": {"double_buffering": True},
+}
+by_readiness = pytest.mark.parametrize("ready", READY)
+
+
+def runner(ready: str, env: str = "process_envs:Jittery", **settings: Any) -> SingleAgentEnvRunner:
+    defaults = {"num_envs": 4, "envs_per_process": 2, "seed": 3, "env_restart_backoff_s": 0.0}
+    placed = {"env_placement": "process", **READY[ready]} if ready != "inline" else {}
+    return SingleAgentEnvRunner(EnvRunnerConfig(env=env, **{**defaults, **placed, **settings}), run_uid="test")
+
+
+def pieced(chunks: Iterable[EpisodeChunk]) -> dict[str, list[EpisodeChunk]]:
+    """Chunks by episode, in order, without a gap."""
+    parts: dict[str, list[EpisodeChunk]] = defaultdict(list)
+    for chunk in chunks:
+        parts[chunk.episode_id].append(chunk)
+    for episode in parts.values():
+        to_episode(episode)  # which compares what meets at the seams
+    return parts
+
+
+def life(parts: list[EpisodeChunk]) -> list[tuple[Any, ...]]:
+    """Of an episode, every step."""
+    steps = []
+    for chunk in parts:
+        for t in range(len(chunk)):
+            seen = chunk.obs[t].tobytes(), chunk.actions[t].tobytes(), chunk.rewards[t], chunk.obs[t + 1].tobytes()
+            columns = {name: column[t].tobytes() for name, column in chunk.columns.items()}
+            steps.append((*seen, columns, chunk.infos[t], chunk.infos[t + 1]))
+    return steps
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "memory": {"module": LSTM},
+    "connectors": {"env_to_module": PIECES, "module": LSTM},
+    "whole episodes": {"batch_mode": "complete_episodes", "module": LSTM},
+    "callbacks": {"callbacks": [{"on_episode_created": lambda episode: None}]},
+}
+
+
+@pytest.mark.parametrize(("ready", "kind"), list(zip([*READY, *READY], [*SETTINGS, "memory"], strict=True)))
+def test_a_lane_lives_through_the_same_whoever_is_ready_when(ready: str, kind: str) -> None:
+    settings = {"rollout_fragment_length": 7, **SETTINGS[kind]}
+    by_step = {"batch_mode": "truncate_episodes", "rollout_fragment_length": 1, "env_config": {"hurry": True}}
+    with runner("inline", **{**settings, **by_step}) as inline:
+        expected = pieced(chunk for _ in range(120) for chunk in inline.sample_fragment())
+    with runner(ready, **settings) as sampler:
+        found = pieced(chunk for _ in range(9) for chunk in sampler.sample_fragment())
+        check_books(sampler)
+        assert sampler.totals.delivered == sum(len(c) for parts in found.values() for c in parts)
+        assert not sampler.totals.discarded
+    for episode, parts in found.items():
+        steps = life(expected[episode])
+        assert life(parts) == steps[: sum(map(len, parts))]
+        before = {chunk.t_start: chunk.state_in for chunk in expected[episode]}
+        for chunk in parts:
+            assert {n: v.tobytes() for n, v in chunk.state_in.items()} == {
+                n: v.tobytes() for n, v in before[chunk.t_start].items()
+            }
+    assert sum(map(len, found)) > 20
+
+
+@pytest.mark.parametrize(("ready", "held_up"), [("at once", [0]), ("by halves", [0, 2])])
+def test_a_slow_env_holds_up_nobody_but_its_half(ready: str, held_up: list[int]) -> None:
+    config = {"step_s": 0.25, "lane": 0}
+    with runner(ready, "process_envs:Slow", env_config=config, envs_per_process=1, num_envs=3) as sampler:
+        chunks = sampler.sample(num_timesteps=120)
+    steps = [sum(len(c) for c in chunks if c.env_index == lane) for lane in range(3)]
+    assert sum(steps) >= 120
+    slow = [steps[lane] for lane in held_up]
+    assert 10 * max(slow) < min(steps[lane] for lane in range(3) if lane not in held_up)
+
+
+def test_an_action_under_way_at_a_cut_keeps_the_weights_it_was_chosen_by() -> None:
+    config = {"step_s": 0.2, "lane": 0}
+    with runner("at once", "process_envs:Slow", env_config=config, envs_per_process=1, num_envs=2) as sampler:
+        weights = sampler.get_state("rl_module")["rl_module"]
+        sampler.set_weights(weights, seq=1)
+        sampler.sample(num_timesteps=30)
+        sampler.set_weights(weights, seq=2)
+        seqs: dict[int, list[int]] = {lane: [] for lane in range(2)}
+        while len(seqs[0]) < 2:
+            for chunk in sampler.sample(num_timesteps=30):
+                seqs[chunk.env_index] += chunk.weights_seq.tolist()
+    assert seqs[0][0] == 1
+    assert set(seqs[0][1:]) == {2}
+
+
+@by_readiness
+def test_whole_episodes_and_abandoned_ones_are_told_truly(ready: str) -> None:
+    with runner(ready, rollout_fragment_length=4) as sampler:
+        chunks = list(sampler.sample_fragment())
+        episodes = sampler.sample(num_episodes=7)
+        assert 7 <= sum(chunk.end is ChunkEnd.TERMINATED for chunk in episodes) < 7 + 4
+        chunks += episodes
+        chunks += sampler.sample(num_timesteps=13)
+        chunks += sampler.sample(num_timesteps=13, random_actions=True, force_reset=True)
+        chunks += sampler.sample(num_timesteps=13, force_reset=True)
+        chunks += sampler.sample(num_timesteps=13)
+        chunks += sampler.discard_open(Discard.SHUTDOWN)
+        assert sampler.totals.open == 0
+        check_books(sampler)
+        pids: Any = sampler._vector.envs
+        pids = pids._pool.pids
+        goes_on = sampler.sample(num_timesteps=13)
+        assert all(chunk.t_start == 0 for chunk in goes_on)
+    assert not any(map(is_running, pids))
+    ends = {episode: [chunk.end for chunk in parts] for episode, parts in pieced(chunks).items()}
+    assert all(ChunkEnd.ONGOING not in told[-1:] for told in ends.values())
+    for chunk in chunks:
+        if len(chunk):
+            times = range(chunk.t_start + 1, chunk.t_start + len(chunk) + 1)
+            assert [info["time"] for info in chunk.infos[1:]] == list(times)
+
+
+@by_readiness
+def test_watching_may_break_off_and_no_step_is_lost(ready: str) -> None:
+    class Enough(Exception):
+        pass
+
+    def stop() -> None:
+        raise Enough
+
+    with runner(ready, "process_envs:Slow", env_config={"step_s": 0.05}, rollout_fragment_length=4) as sampler:
+        for _ in range(3):
+            with pytest.raises(Enough):
+                sampler.sample_fragment(stop)
+        pieced(chunk for _ in range(3) for chunk in sampler.sample_fragment())
+        assert not sampler.totals.discarded
+        check_books(sampler)
+
+
+class Account(RunnerCallback):
+    """What became of every episode that was created."""
+
+    def __init__(self) -> None:
+        self.created: list[str] = []
+        self.over: list[str] = []
+        self.steps: dict[str, int] = defaultdict(int)
+
+    def on_episode_created(self, episode: Any, **_: Any) -> None:
+        self.created.append(episode.episode_id)
+
+    def on_episode_step(self, episode: Any, **_: Any) -> None:
+        self.steps[episode.episode_id] += 1
+        assert len(episode) == self.steps[episode.episode_id]
+
+    def on_episode_end(self, episode: Any, **_: Any) -> None:
+        self.over.append(episode.episode_id)
+
+    def on_episode_aborted(self, episode: Any, **_: Any) -> None:
+        self.over.append(episode.episode_id)
+
+
+@pytest.mark.parametrize(("ready", "watched"), list(zip(READY, [True, False, True], strict=True)))
+def test_under_a_storm_of_faults_nothing_is_lost_without_a_name(ready: str, watched: bool) -> None:
+    account = Account()
+    settings = {"num_envs": 4, "env_restart_attempts": 100, "callbacks": [account] if watched else []}
+    with runner(
+        ready, "process_envs:Unsound", env_config={"deadly": 0.003}, rollout_fragment_length=100, **settings
+    ) as sampler:
+        chunks: list[EpisodeChunk] = []
+        for _ in range(5):
+            chunks += sampler.sample_fragment()
+            check_books(sampler)
+        for chunk in chunks:
+            if chunk.end is not ChunkEnd.ABORTED:
+                times = np.arange(chunk.t_start, chunk.t_start + len(chunk) + 1)
+                assert chunk.obs[:, 0].tolist() == times.tolist()
+                assert chunk.rewards.tolist() == times[1:].tolist()
+        totals = sampler.totals
+        assert totals.env_failures > 3
+        assert set(totals.discarded) <= {"env_exception", "env_bad_data", "env_crash", "env_neighbour"}
+        running = [view.episode_id for view in sampler.running_episodes()]
+    last = {episode: parts[-1].end for episode, parts in pieced(chunks).items()}
+    assert {episode for episode, end in last.items() if end is ChunkEnd.ONGOING} <= set(running)
+    if watched:
+        told = account.over + running
+        assert len(set(told)) == len(told)
+        assert set(told) <= set(account.created)
+
+
+def test_while_an_env_hangs_the_others_go_on() -> None:
+    config = {"lane": 1, "faults": {"step": "hangs with the lock"}}
+    settings = {"env_step_timeout_s": 1.5, "envs_per_process": 1, "num_envs": 3}
+    with runner("at once", "process_envs:Troubled", env_config=config, **settings) as sampler:
+        sampler.sample(num_timesteps=15)
+        begun = sampler.totals.stepped
+        while not sampler.totals.env_failures:
+            chunks = sampler.sample(num_timesteps=30)
+        assert sampler.totals.stepped - begun > 300
+        assert {chunk.env_index for chunk in chunks} >= {0, 2}
+        assert set(sampler.totals.discarded) <= {"env_hang"}
+        check_books(sampler)
+
+
+def test_a_state_goes_from_one_runner_to_another() -> None:
+    with runner("at once", num_envs=1) as one, runner("by halves", num_envs=1) as other:
+        one.sample(num_episodes=3)
+        other.set_state(one.get_state())
+        expected, found = pieced(one.sample(num_episodes=3)), pieced(other.sample(num_episodes=3))
+    assert [life(parts) for parts in found.values()] == [life(parts) for parts in expected.values()]
+
+
+@pytest.mark.parametrize("settings", [{"double_buffering": True}, {"remote_env_batch_wait_ms": 0}, {}])
+def test_who_waits_for_envs_does_not_spin(settings: dict[str, Any]) -> None:
+    config = EnvRunnerConfig(
+        env="process_envs:Slow", num_envs=4, envs_per_process=1, env_placement="process", seed=3,
+        env_config={"step_s": 0.2}, **settings,
+    )  # fmt: skip
+    with SingleAgentEnvRunner(config) as sampler:
+        sampler.sample(num_timesteps=8)
+        wall, cpu = time.perf_counter(), time.process_time()
+        sampler.sample(num_timesteps=24)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    assert wall > 1.0
+    assert cpu < 0.02 * wall
+
+
+@pytest.mark.parametrize("settings", [{"double_buffering": True}, {"remote_env_batch_wait_ms": 0}])
+def test_envs_inline_cannot_be_stepped_meanwhile(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"{next(iter(settings))} is for envs that are stepped elsewhere"):
+        EnvRunnerConfig(env="CartPole-v1", **settings)
+
+
+def test_one_half_and_whoever_is_ready_are_not_to_be_had_together() -> None:
+    with pytest.raises(ConfigError, match=r"remote_env_batch_wait_ms = 2 .*double_buffering"):
+        EnvRunnerConfig(env_placement="process", double_buffering=True, remote_env_batch_wait_ms=2)
+
+
+def test_a_wait_below_zero_is_refused() -> None:
+    wait: Callable[..., Any] = EnvRunnerConfig
+    with pytest.raises(ConfigError, match="remote_env_batch_wait_ms"):
+        wait(remote_env_batch_wait_ms=-1)

@@ -1,0 +1,123 @@
+"""Stepping envs that answer each in its own time: whoever has answered acts again, and nobody waits for the slowest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.errors import ConnectorError
+from headrace.workers.callbacks import CallbackList
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.driver import ReadyDriver
+from headrace.workers.fragment import Fragment, OpenChunk
+from headrace.workers.hanging import HangingFragment, Rows
+from headrace.workers.modules.acting import Columns
+from headrace.workers.totals import RunnerTotals
+from headrace.workers.vector_sampler import ChooseActions, VectorSampler
+
+
+class ReadySampler(VectorSampler):
+    """A `VectorSampler` of which each poll takes those envs that are ready.
+
+    A step counts when it is answered. An action that is not answered at a cut is the first step of the lane's next
+    chunk; one whose episode is abandoned was no step. What a lane lives through is the same whoever is ready when;
+    where its chunks are cut is not.
+    """
+
+    envs: ReadyDriver
+    _fragment: HangingFragment | None
+
+    def __init__(
+        self, config: EnvRunnerConfig, envs: ReadyDriver, totals: RunnerTotals, id_high: int, callbacks: CallbackList
+    ) -> None:
+        super().__init__(config, envs, totals, id_high, callbacks)
+        self.answered: int = 0
+
+    @property
+    def fragment(self) -> HangingFragment:
+        """See `VectorSampler`."""
+        assert self._fragment is not None, "begin() opens a fragment"
+        return self._fragment
+
+    @property
+    def hangs(self) -> bool:
+        """See `VectorSampler`."""
+        return bool(self.envs.under_way)
+
+    def _new_fragment(self, capacity: int) -> HangingFragment:
+        return HangingFragment(self._width, capacity, self.connectors.columns)
+
+    def _state_in(self, lane: int) -> dict[str, NDArray[Any]]:
+        if self._memory is None or self.mode.random_actions:
+            return super()._state_in(lane)
+        return self._memory.of(lane, before=lane in self.envs.under_way)
+
+    def poll(
+        self,
+        choose_actions: ChooseActions,
+        weights_seq: int,
+        *,
+        on_wait: Callable[[], None] | None = None,
+        stop_at_episodes: int | None = None,
+    ) -> None:
+        """Have lanes act that have nothing under way, and take in what is answered; see `VectorSampler.poll`."""
+        envs = self.envs
+        envs.on_wait = on_wait
+        if envs.repairing:
+            envs.wait_for_one(self._start_episodes, on_wait)
+        poll, process, timers = envs.poll, self._process, self._totals.timers
+        if timers.is_due():
+            poll, process = timers.timed("env_step_timer", poll), timers.timed("env_to_module_timer", process)
+            if not self.mode.random_actions:
+                choose_actions = timers.timed("rlmodule_inference_timer", choose_actions)
+        acting = self._next_to_act()
+        if len(acting):
+            self._act(acting, choose_actions, weights_seq)
+        outcome = poll()
+        answered = outcome.lanes
+        assert answered is not None, "a ReadyDriver says who has answered"
+        if not len(answered):
+            return
+        chosen = self._chosen(answered) if self.connectors.sees else {}
+        self.fragment.answer(answered, outcome.rewards)
+        self.answered += len(answered)
+        self._take_in(outcome, answered, chosen, process, stop_at_episodes)
+
+    def _next_to_act(self) -> Rows:
+        """Lanes with an episode and nothing under way, in order; with halves, all of the one that has waited longer."""
+        live, halves = np.zeros(self._width, np.bool_), self.envs.halves
+        live[slice(None) if self.envs.live is None else self.envs.live] = True
+        idle = live.copy()
+        idle[list(self.envs.under_way)] = False
+        if not halves:
+            return np.flatnonzero(idle)
+        for place, half in enumerate(halves):
+            up = half[live[half]]
+            if len(up) and idle[up].all():
+                halves.append(halves.pop(place))
+                return up
+        return np.empty(0, np.intp)
+
+    def _act(self, acting: Rows, choose_actions: ChooseActions, weights_seq: int) -> None:
+        try:
+            columns = choose_actions(acting)
+        except ConnectorError:
+            if self._memory is not None:
+                self._drop_fragment()  # it remembers a step that will not be taken
+            raise
+        self.fragment.act(acting, columns, weights_seq)
+        self.envs.send_actions_of(acting, columns)
+
+    def _chosen(self, lanes: Rows) -> Columns:
+        """The actions of `lanes` that are answered now, in columns with a row for every lane."""
+        chosen = {}
+        for name, rows in self.fragment.chosen(lanes, self.connectors.actions).items():
+            chosen[name] = np.zeros((self._width, *rows.shape[1:]), rows.dtype)
+            chosen[name][lanes] = rows
+        return chosen
+
+    def _take_chunks(self, keep_open: bool) -> tuple[list[OpenChunk], Fragment | None]:
+        return self.fragment.take(sorted(self.envs.under_way), (), keep_open=keep_open)
