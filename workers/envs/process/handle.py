@@ -77,9 +77,10 @@ class ProcessHandle:
         lifeline, self._lifeline = os.pipe2(os.O_CLOEXEC)
         self._last_words, last_words = os.pipe2(os.O_CLOEXEC)
         output, printed = os.pipe2(os.O_CLOEXEC)
-        told = new_memory("headrace-job")
+        told, bell = new_memory("headrace-job"), os.eventfd(0, os.EFD_CLOEXEC)
         inherited = {
             "socket": theirs.fileno(),
+            "bell": bell,
             "control": control,
             "columns": columns,
             "lifeline": lifeline,
@@ -103,7 +104,7 @@ class ProcessHandle:
                 os.close(descriptor)
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
-        self.channel = DriverEnd(ours)
+        self.channel = DriverEnd(ours, bell)
         self._output = drain.watch(output)
 
     # -- messages -----------------------------------------------------------------------------------------------------

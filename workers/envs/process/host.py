@@ -45,6 +45,7 @@ class HostJob(BaseModel):
     import_path: list[str]
     """`sys.path` of the driver."""
     socket: int
+    bell: int
     control: int
     columns: int
     lifeline: int
