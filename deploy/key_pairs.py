@@ -8,7 +8,15 @@ from pathlib import Path
 import zmq
 
 from headrace.schemas.errors import KeysError
-from headrace.schemas.keys import BROKER, ROLES, key_file, read_broker_keys, read_client_keys, read_key_file
+from headrace.schemas.keys import (
+    BROKER,
+    ROLES,
+    key_file,
+    read_broker_keys,
+    read_client_keys,
+    read_key_file,
+    server_of,
+)
 
 
 def make_keys(folder: Path, *, force: bool = False) -> None:
@@ -43,7 +51,7 @@ def _write_new(path: Path, text: str, mode: int) -> None:
 def what_to_copy(folder: Path) -> str:
     """The folder's use, for people."""
     clients = [role for role in ROLES if role not in (BROKER, "supervisor")]
-    lines = [f"  a {role}'s machine: {role}.secret {BROKER}.public" for role in clients]
+    lines = [f"  a {role}'s machine: {role}.secret {server_of(role)}.public" for role in clients]
     return "\n".join(
         (
             f"made in {folder}: {', '.join(ROLES)}",

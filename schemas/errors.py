@@ -10,6 +10,7 @@
     │   ├── EnvHangError            an env in a process of its own did not answer in time, so that was killed
     │   ├── EnvCrashError           a process of envs ended by itself, or took too much memory
     │   ├── EnvNeighbourError       another env of the same process took it down
+    │   ├── EnvHostLostError        the host of remote envs fell silent, left, or was refused
     │   └── EnvRestartBudgetError   an env kept failing until its rebuild budget was spent
     ├── ModuleError             a policy module could not be built, or answered with the wrong arrays
     │   └── WhichModuleError        a fleet of several modules was asked for one without its name, or for another
@@ -149,6 +150,7 @@ class EnvHangError(EnvError):
         self.env_index = env_index
         self.phase = phase
         self.timeout_s = timeout_s
+        self.setting = setting
         self.stack = stack
         where = f"; it stood at\n{stack.rstrip()}" if stack else ""
         super().__init__(
@@ -163,6 +165,7 @@ class EnvCrashError(EnvError):
     def __init__(self, pid: int, cause: str, during: str, stack: str, output: str) -> None:
         self.pid = pid
         self.cause = cause
+        self.during = during
         self.stack = stack
         self.output = output
         words = [f"the env's process {pid} ended by {cause} {during}"]
@@ -176,7 +179,17 @@ class EnvNeighbourError(EnvError):
 
     def __init__(self, culprit: int, cause: str) -> None:
         self.culprit = culprit
+        self.cause = cause
         super().__init__(f"its process was lost to its neighbour, env {culprit} ({cause})")
+
+
+class EnvHostLostError(EnvError):
+    """Nothing is wrong with this env, but the host it was on is lost; `host` names it."""
+
+    def __init__(self, host: str, reason: str) -> None:
+        self.host = host
+        self.reason = reason
+        super().__init__(f"its host {host} {reason}")
 
 
 class EnvRestartBudgetError(EnvError):
@@ -289,7 +302,7 @@ class EncodeError(WireError):
 
 
 class RefusedError(HeadraceError):
-    """The broker refused this peer; `code` is the wire's word for why."""
+    """The broker, or the worker whom this env host came to, refused this peer; `code` is the wire's word for why."""
 
     exit_code = ExitCode.PROTOCOL
 
@@ -318,13 +331,14 @@ class FencedError(RefusedError):
 
 
 class KeysRefusedError(RefusedError):
-    """The broker at `endpoint` and this peer did not agree about keys, so nothing was ever said between them."""
+    """The broker at `endpoint`, or whatever `server` is there, and this peer did not agree about keys, so nothing was
+    ever said between them."""
 
     exit_code = ExitCode.KEYS
 
-    def __init__(self, endpoint: str, detail: str) -> None:
+    def __init__(self, endpoint: str, detail: str, server: str = "broker") -> None:
         self.endpoint = endpoint
-        super().__init__("keys", f"the broker at {endpoint} {detail}")
+        super().__init__("keys", f"the {server} at {endpoint} {detail}")
 
 
 class UnreachableError(HeadraceError):

@@ -34,11 +34,12 @@ def read_event(frames: Sequence[bytes]) -> tuple[int, int]:
 
 
 class Handshakes:
-    """Those of one client with the broker at `endpoint`, which it showed `keys`."""
+    """Those of one client with the broker, or another `server`, at `endpoint`, which it showed `keys`."""
 
-    def __init__(self, endpoint: str, keys: ClientKeys | None) -> None:
+    def __init__(self, endpoint: str, keys: ClientKeys | None, server: str = BROKER) -> None:
         self.endpoint = endpoint
         self.keys = keys
+        self.server = server
         self.broken_off = 0
         """By the other side, one after another."""
 
@@ -49,20 +50,23 @@ class Handshakes:
         if event == SUCCEEDED:
             self.broken_off = 0
         elif event == AUTH:
-            raise KeysRefusedError(self.endpoint, self._not_let_in())
+            raise self._refused(self._not_let_in())
         elif event == PROTOCOL and value == OTHER_MECHANISM:
-            raise KeysRefusedError(self.endpoint, self._other_mechanism())
+            raise self._refused(self._other_mechanism())
         elif event == BROKEN_OFF:
             self.broken_off += 1
             if self.broken_off == _SAY_AFTER:
-                log.warning("%s", KeysRefusedError(self.endpoint, self._breaks_off()))
+                log.warning("%s", self._refused(self._breaks_off()))
 
     def why_silent(self, deadline_s: float) -> KeysRefusedError | UnreachableError:
         """The error for a broker that has not answered within `deadline_s`. A handshake broken off may be a broker that
         has just died, or a tunnel to one that is not up yet, so only now they count as a refusal."""
         if self.broken_off:
-            return KeysRefusedError(self.endpoint, self._breaks_off())
-        return UnreachableError("broker", self.endpoint, deadline_s)
+            return self._refused(self._breaks_off())
+        return UnreachableError(self.server, self.endpoint, deadline_s)
+
+    def _refused(self, detail: str) -> KeysRefusedError:
+        return KeysRefusedError(self.endpoint, detail, self.server)
 
     def _not_let_in(self) -> str:
         if self.keys is None:
@@ -82,7 +86,7 @@ class Handshakes:
         seen = f"breaks off each handshake ({self.broken_off} so far), as one does that"
         if self.keys is None:
             return f"{seen} asks for keys; name their folder in keys.dir, or check the address"
-        file = self.keys.folder / f"{BROKER}.public"
+        file = self.keys.folder / f"{self.server}.public"
         return (
             f"{seen} has another key than that in {file}, or none; copy it from where this fleet's keys were made, "
             "or check the address"

@@ -29,7 +29,10 @@ ADMITTED: Mapping[str, tuple[str, ...]] = {
 }
 """Port of the broker -> the roles that may come in there; a ZAP domain each."""
 
-ROLES = (BROKER, *sorted({role for roles in ADMITTED.values() for role in roles}))
+ENV_HOST, ENV_PORT = "env-host", "envs"
+"""The role of those who lend a worker their envs, and the ZAP domain of the worker's port for them."""
+
+ROLES = (BROKER, *sorted({role for roles in ADMITTED.values() for role in roles} | {ENV_HOST}))
 DIR_VARIABLE = "HEADRACE_KEYS__DIR"
 
 _Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
@@ -72,6 +75,12 @@ class BrokerKeys:
         }
 
 
+def read_env_port_keys(folder: Path) -> BrokerKeys:
+    """What a worker serves its env hosts with: its own secret, and their public key. Raises `KeysError` likewise."""
+    own, host = read_key_file(folder / "worker.secret"), read_key_file(folder / f"{ENV_HOST}.public")
+    return BrokerKeys(own["secret"].encode(), {host["public"].encode(): ENV_HOST})
+
+
 def client_keys(keys: ClientKeys | str | os.PathLike[str] | None, role: str) -> ClientKeys | None:
     """The keys of `role` in a folder, or those given. None: the folder in the environment's HEADRACE_KEYS__DIR, or no
     keys without one; "" is no keys. Raises `KeysError`."""
@@ -85,8 +94,13 @@ def client_keys(keys: ClientKeys | str | os.PathLike[str] | None, role: str) -> 
 
 def read_client_keys(folder: Path, role: str) -> ClientKeys:
     """The keys of `role`. Raises `KeysError` for a file that is missing, damaged, or a secret that others may read."""
-    own, broker = read_key_file(folder / f"{role}.secret"), read_key_file(folder / f"{BROKER}.public")
+    own, broker = read_key_file(folder / f"{role}.secret"), read_key_file(folder / f"{server_of(role)}.public")
     return ClientKeys(role, own["public"].encode(), own["secret"].encode(), broker["public"].encode(), folder)
+
+
+def server_of(role: str) -> str:
+    """Who serves a peer of this role."""
+    return "worker" if role == ENV_HOST else BROKER
 
 
 def read_broker_keys(folder: Path) -> BrokerKeys:

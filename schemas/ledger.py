@@ -44,6 +44,8 @@ class Discard(StrEnum):
     ENV_CRASH = "env_crash"
     ENV_NEIGHBOUR = "env_neighbour"
     """Another env took down the process that both were in."""
+    ENV_HOST_LOST = "env_host_lost"
+    """The host of remote envs fell silent, left, or was refused."""
 
 
 class Drop(StrEnum):

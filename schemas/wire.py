@@ -56,7 +56,7 @@ Buffer = bytes | bytearray | memoryview
 
 @unique
 class MessageKind(IntEnum):
-    """What a message is; each but BATCH and WEIGHTS has its fields in `messages.py`."""
+    """What a message is; each but BATCH and WEIGHTS has its fields in `messages.py` or `env_messages.py`."""
 
     HELLO = 1
     WELCOME = 2
@@ -78,6 +78,8 @@ class MessageKind(IntEnum):
     SOURCE_START = 18
     SOURCE_GAP = 19
     CHECKPOINT = 20  # of files only: a learner's checkpoint, never sent
+    ENV_ORDERS = 21
+    ENV_ANSWERS = 22
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import numpy as np
 import orjson
 from pydantic import BaseModel
 
+import headrace.schemas.env_messages  # noqa: F401 - its messages have samples too
 from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.chunk import CHUNK_TABLE, EXPLORE, ChunkEnd
 from headrace.schemas.ledger import WorkerTotals
