@@ -213,6 +213,31 @@ def learner(
     start_learner(config, sets, flags, endpoint=endpoint, debug=debug)
 
 
+@app.command(
+    epilog=_examples(
+        "headrace env-host --connect tcp://127.0.0.1:5800 --env CartPole-v1 --num-envs 4",
+        "headrace env-host --connect tcp://WORKER:5800 --env my_envs:make_env --set keys.dir=keys "
+        "--set sampling.envs_per_process=1",
+    )
+)
+def env_host(
+    connect: Annotated[str, typer.Option("--connect", help="tcp://HOST:PORT where the worker listens for env hosts.")],
+    env: Env = None,
+    num_envs: Annotated[int | None, typer.Option("--num-envs", help="Environments to lend, at most.")] = None,
+    config: ConfigPath = None,
+    sets: Sets = None,
+    debug: Debug = False,
+) -> None:
+    """Lend envs of this machine to a worker elsewhere.
+
+    The worker has sampling.env_placement = "remote". Come and go at any time; each time envs start fresh.
+    """
+    from headrace.deploy.roles import start_env_host
+
+    flags = {"sampling.env": env, "sampling.num_envs": num_envs}
+    start_env_host(config, sets, flags, connect=connect, debug=debug)
+
+
 @app.command(epilog=_examples("headrace ps --run-dir runs/default", "headrace ps --json | python -m json.tool"))
 def ps(run_dir: RunDirPath = None, config: ConfigPath = None, as_json: AsJson = False, debug: Debug = False) -> None:
     """Show who runs, and whether they live."""

@@ -1,4 +1,4 @@
-"""`headrace worker | broker | learner`: one role in this process, whether people or the supervisor start it.
+"""`headrace worker | broker | learner | env-host`: one role in this process, whether people or the supervisor start it.
 
 The roles' own modules are imported only here and only when needed: torch alone takes a second or two.
 """
@@ -20,6 +20,7 @@ from headrace.deploy.logs import Identity, set_up_logging
 from headrace.deploy.options import describe_origin, resolve
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import ConfigError, EnvError, HeadraceError, ModuleError, RunDirError
+from headrace.schemas.keys import ENV_HOST, client_keys
 
 log = logging.getLogger("headrace.deploy")
 
@@ -84,6 +85,30 @@ def start_learner(config: Path | None, sets: Sets, flags: Flags, *, endpoint: st
 
     with _no_exit_from(ModuleError, "the module"):
         run_learner(resolved, endpoint=where, run_dir=run_dir)
+
+
+def start_env_host(config: Path | None, sets: Sets, flags: Flags, *, connect: str, debug: bool) -> None:
+    """Lend envs to a worker until told to stop, or refused."""
+    resolved, origin = _resolve(config, sets, flags)
+    if not _ENDPOINT.fullmatch(connect):
+        raise ConfigError(f"should be tcp://HOST:PORT, got {connect!r:.80}", key="--connect")
+    keys = client_keys(resolved.keys.dir or None, ENV_HOST)
+    set_up_logging(Identity(resolved.fleet.fleet_id, ENV_HOST), debug=debug)
+    sampling = resolved.sampling
+    log.info(
+        "headrace %s env-host, %d x %s for the worker at %s; config: %s",
+        version("headrace"),
+        sampling.num_envs,
+        sampling.env,
+        connect,
+        origin,
+    )
+    from headrace.workers.config import EnvRunnerConfig
+    from headrace.workers.env_host.process import run_env_host
+
+    settings = {**sampling.model_dump(), "env_placement": "process", "policies": None, "policy_mapping_fn": None}
+    with _no_exit_from(EnvError, "the env"):
+        run_env_host(EnvRunnerConfig(**settings), connect, keys)
 
 
 @contextmanager

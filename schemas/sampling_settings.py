@@ -91,9 +91,23 @@ class SamplingSettings(Section):
     restart_failed_sub_environments: bool = Field(
         default=True, description="rebuild an env that failed and go on; False raises its error"
     )
-    env_placement: Literal["inline", "process"] = Field(
+    env_placement: Literal["inline", "process", "remote"] = Field(
         default="inline",
-        description="where envs live: in the runner's own process, or in others, where one may hang, crash or leak",
+        description="where envs live: in the runner's own process; in others, where one may hang, crash or leak; or "
+        "with `headrace env-host`s, on whatever machines, that come to this worker",
+    )
+    env_hosts_host: str = Field(
+        default="127.0.0.1",
+        description="remote envs: address where a worker listens for their hosts; off loopback needs [keys]",
+    )
+    env_hosts_port: int = Field(
+        default=0, ge=0, le=65_535, description="port, likewise, plus the worker's slot; 0 takes a free one"
+    )
+    env_hosts_allow_insecure: bool = Field(
+        default=False, description="listen for other machines without keys, unencrypted; warned of at every start"
+    )
+    env_hosts_lease_s: float = Field(
+        default=10.0, ge=1, description="silence after which an env host counts as lost, and its episodes with it"
     )
     envs_per_process: int = Field(
         default=4, ge=1, description="envs that share a process, and its death; cheap ones share the cost of a message"
@@ -155,11 +169,11 @@ class SamplingSettings(Section):
             check_module_ids(self.policies)
             if isinstance(self.policy_mapping_fn, dict):
                 check_mapping_table(self.policy_mapping_fn, self.policies)
-        if self.env_placement == "process" and (self.gym_env_vectorize_mode is not None or self.is_multi_agent):
+        if self.env_placement != "inline" and (self.gym_env_vectorize_mode is not None or self.is_multi_agent):
             other = "policies" if self.gym_env_vectorize_mode is None else "gym_env_vectorize_mode"
             raise ValueError(
-                f"env_placement = 'process' is for envs of one agent, each by itself, and {other} is given; leave one "
-                "of them out"
+                f"env_placement = {self.env_placement!r} is for envs of one agent, each by itself, and {other} is "
+                "given; leave one of them out"
             )
         if self.env_placement == "inline" and self.steps_the_ready:
             other = "double_buffering" if self.double_buffering else "remote_env_batch_wait_ms"

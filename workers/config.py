@@ -40,6 +40,8 @@ class EnvRunnerConfig(SamplingSettings):
     """
     num_envs: int = Field(default=1, ge=1, le=65_536)
     """Environments stepped together by one runner."""
+    env_hosts_keys: str | None = None
+    """Folder of the keys of the port for env hosts; None: that of HEADRACE_KEYS__DIR; "": no keys."""
     num_workers: int = Field(default=1, ge=0)
     """Runners in the fleet; only told to env creators."""
     module: str | Callable[..., Any] = DEFAULT_MODULE

@@ -47,11 +47,19 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
 
     A failing env costs only its own unfinished fragment; what its siblings live through is the same to the bit as
     without the fault. `totals` is true after every poll. `incarnation` and `run_uid` make episode ids and random
-    numbers unlike those of any other runner of the run; with `config.seed` and `run_uid` given, both repeat.
+    numbers unlike those of any other runner of the run; with `config.seed` and `run_uid` given, both repeat. `on_wait`
+    is called now and then while envs on other hosts have no host yet.
     """
 
     def __init__(
-        self, config: EnvRunnerConfig, worker_index: int = 0, *, incarnation: int = 0, run_uid: str = "", **_: Any
+        self,
+        config: EnvRunnerConfig,
+        worker_index: int = 0,
+        *,
+        incarnation: int = 0,
+        run_uid: str = "",
+        on_wait: Callable[[], None] | None = None,
+        **_: Any,
     ) -> None:
         if config.policies is not None or config.policy_mapping_fn is not None:
             raise ConfigError("several policies need MultiAgentEnvRunner; leave it out", key="policies")
@@ -59,7 +67,8 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         self.module: torch.nn.Module | None = None
         self._sampler: VectorSampler | None = None
         self._actor: Actor | None = None
-        if config.env is not None:
+        self._on_wait_for_hosts = on_wait
+        if config.env is not None or config.env_placement == "remote":
             self.make_env()
             self.make_module()
         self._healthy = True
@@ -84,7 +93,8 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         parts = self.config, self.worker_index, self._seeds, self.totals, self.callbacks
         if self.config.steps_the_ready:
             return ReadySampler(self.config, open_ready_envs(*parts), self.totals, self._id_high, self.callbacks)
-        return VectorSampler(self.config, open_envs(*parts), self.totals, self._id_high, self.callbacks)
+        envs = open_envs(*parts, self._on_wait_for_hosts)
+        return VectorSampler(self.config, envs, self.totals, self._id_high, self.callbacks)
 
     def _noise_of(self, streams: Sequence[np.random.Generator], size: int, kind: NoiseKind) -> LaneNoise:
         if not self.config.steps_the_ready:

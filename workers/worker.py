@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.schemas.config import FleetConfig
-from headrace.schemas.errors import CallbackError, EnvError, FencedError, StateError
+from headrace.schemas.errors import CallbackError, EnvError, FencedError, HeadraceError, StateError
 from headrace.schemas.keys import client_keys
 from headrace.schemas.ledger import Discard, Drop
 from headrace.schemas.messages import WorkerHello
@@ -50,12 +50,14 @@ def run_worker(
     worker = Worker(config, endpoint, fleet_id, slot, incarnation)
     with stop_signals() as stopping:
         try:
-            worker.join(recorder_dir)
+            worker.join(recorder_dir, stopping)
             worker.wait_for_weights(stopping)
             while not stopping.is_set():
                 if worker.wait_for_room(stopping):
                     worker.ship(worker.sample())
             worker.drain()
+        except StoppedError:
+            worker.leave()
         except FencedError:
             worker.give_up(Discard.FENCED)
             raise
@@ -64,6 +66,10 @@ def run_worker(
             raise
         finally:
             worker.close()
+
+
+class StoppedError(HeadraceError):
+    """The worker was told to stop before it had any envs."""
 
 
 class Worker:
@@ -98,8 +104,11 @@ class Worker:
 
     # -- joining ------------------------------------------------------------------------------------------------------
 
-    def join(self, recorder_dir: Path) -> None:
-        """Get a place from the broker, build the envs, and tell the broker what they look like."""
+    def join(self, recorder_dir: Path, stopping: threading.Event) -> None:
+        """Get a place from the broker, build the envs, and tell the broker what they look like.
+
+        Raises `StoppedError` when it is stopped while it waits for a first env host.
+        """
         self.link.join(self.config.worker.connect_timeout_s)
         slot, incarnation = self.session.slot or 0, self.session.incarnation
         recorder_dir.mkdir(parents=True, exist_ok=True)
@@ -107,7 +116,13 @@ class Worker:
         self.recorder.touch(BUILD_SILENCE_S)
         log.info("joined fleet %s as slot %d incarnation %d", self.fleet_id, slot, incarnation)
         kind = MultiAgentEnvRunner if self.config.sampling.is_multi_agent else SingleAgentEnvRunner
-        runner: EnvRunner[Any] = kind(runner_config(self.config), slot, incarnation=incarnation, run_uid=self.fleet_id)
+        runner: EnvRunner[Any] = kind(
+            runner_config(self.config),
+            slot,
+            incarnation=incarnation,
+            run_uid=self.fleet_id,
+            on_wait=lambda: self._between_looks_for_hosts(stopping),
+        )
         runner.call_before_rebuilds(lambda: self._recorder.touch(BUILD_SILENCE_S))
         self.shipper = Shipper(self.fleet_id, self.session, self.recorder, runner.totals, runner.take_finished_episodes)
         self.runner, self._batches_a_cut = runner, len(runner.module_spaces)
@@ -115,6 +130,13 @@ class Worker:
         self.recorder.touch()
         self.link.join(self.config.worker.connect_timeout_s)
         self._go_on_counting()
+
+    def _between_looks_for_hosts(self, stopping: threading.Event) -> None:
+        """While no env host has come: the broker, and whoever watches the recorder, know that this worker lives."""
+        self._recorder.touch(BUILD_SILENCE_S)
+        self._pump()
+        if stopping.is_set():
+            raise StoppedError("stopped while it waited for a first env host")
 
     def _go_on_counting(self) -> None:
         """From where the slot's earlier lives were, and tell the broker from now on. Counters stop no worker.
@@ -220,8 +242,11 @@ class Worker:
             self.runner.callbacks.tell("on_chunk_sent", chunk=chunk)
         self.link.wait_until(lambda: not self.session.unaccepted(), self.config.worker.drain_timeout_s)
         self._shipper.record()
+        self.leave(max(1.0, deadline - time.monotonic()))
+
+    def leave(self, left: float = 1.0) -> None:
+        """Say BYE, and wait `left` seconds for the broker to close the books."""
         self.session.leave(Drop.SHUTDOWN)
-        left = max(1.0, deadline - time.monotonic())
         if not self.link.wait_until(lambda: self.session.state is State.LEFT, left):
             log.warning("the broker did not acknowledge the end; the recorder keeps the books for the supervisor")
         self._recorder.settled(self.session.settled, self.session.accepted)
@@ -273,6 +298,7 @@ def runner_config(config: FleetConfig) -> EnvRunnerConfig:
     return EnvRunnerConfig(
         **s.model_dump(),
         num_workers=config.fleet.workers,
+        env_hosts_keys=config.keys.dir,
         module=config.module.build,
         module_config=config.module.config,
     )

@@ -6,7 +6,14 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.schemas.errors import CallbackError, EnvContractError, EnvCrashError, EnvHangError, EnvNeighbourError
+from headrace.schemas.errors import (
+    CallbackError,
+    EnvContractError,
+    EnvCrashError,
+    EnvHangError,
+    EnvHostLostError,
+    EnvNeighbourError,
+)
 from headrace.schemas.ledger import Discard
 from headrace.workers.envs.context import StepFailedRecreateEnv
 
@@ -22,6 +29,7 @@ _REASONS: dict[type[BaseException], Discard] = {
     EnvHangError: Discard.ENV_HANG,
     EnvCrashError: Discard.ENV_CRASH,
     EnvNeighbourError: Discard.ENV_NEIGHBOUR,
+    EnvHostLostError: Discard.ENV_HOST_LOST,
 }
 
 
@@ -47,8 +55,13 @@ class Failure:
 
     @property
     def is_of_env(self) -> bool:
-        """Whether the env is to blame: it did not ask for this, and it was no callback's or neighbour's doing."""
-        return not isinstance(self.error, StepFailedRecreateEnv | CallbackError | EnvNeighbourError)
+        """Whether the env is to blame: it did not ask for this, and nobody else's doing."""
+        return not isinstance(self.error, StepFailedRecreateEnv | CallbackError | EnvNeighbourError | EnvHostLostError)
+
+    @property
+    def is_of_host(self) -> bool:
+        """The env went with its host, which says nothing about how the next one will fare."""
+        return isinstance(self.error, EnvHostLostError)
 
     @property
     def was_asked_for(self) -> bool:
@@ -58,6 +71,11 @@ class Failure:
     def report(self, wait_s: float, attempt: int, attempts: int, *, with_traceback: bool) -> None:
         """Log it: one line, and where the env raised if that was not shown before."""
         error = self.error
+        if self.is_of_host:
+            logger.warning(
+                "env %d is gone: %s; %d steps discarded, waiting for a host", self.lane, error, self.discarded
+            )
+            return
         logger.log(
             logging.INFO if self.was_asked_for else logging.ERROR,
             "env %d failed at %s (%s: %s); %d steps discarded, rebuilding%s (attempt %d of %d)",

@@ -77,7 +77,7 @@ class Lanes(Roster):
                 lane.failures += 1
             if not self._config.restart_failed_sub_environments:
                 raise failure.error
-            wait = lane.budget.spend(failure.error, now)
+            wait = 0.0 if failure.is_of_host else lane.budget.spend(failure.error, now)
             attempt, attempts = lane.budget.in_a_row, self._config.env_restart_attempts
             failure.report(wait, attempt, attempts, with_traceback=lane.failures == 1)
             lane.due_at = now + wait

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
@@ -13,6 +14,7 @@ from headrace.workers.envs.driver import EnvDriver, ReadyDriver
 from headrace.workers.envs.native.vector import NativeVector
 from headrace.workers.envs.process.ready import ReadyVector
 from headrace.workers.envs.process.vector import ProcessVector
+from headrace.workers.envs.remote.vector import RemoteVector
 from headrace.workers.envs.roster import context_of
 from headrace.workers.envs.user_vector import UserVector
 from headrace.workers.envs.vector import EnvVector
@@ -22,9 +24,19 @@ from headrace.workers.totals import RunnerTotals
 
 
 def open_envs(
-    config: EnvRunnerConfig, worker_index: int, seeds: SeedTree, totals: RunnerTotals, callbacks: CallbackList
+    config: EnvRunnerConfig,
+    worker_index: int,
+    seeds: SeedTree,
+    totals: RunnerTotals,
+    callbacks: CallbackList,
+    on_wait: Callable[[], None] | None = None,
 ) -> EnvDriver:
-    """The envs that `config` asks for, built, in the hands of a driver of their kind. Raises what `build` does."""
+    """The envs that `config` asks for, built, in the hands of a driver of their kind. Raises what `build` does.
+
+    `on_wait` is called now and then while nobody has come yet who could build them.
+    """
+    if config.env_placement == "remote":
+        return RemoteVector(config, worker_index, seeds, totals, callbacks, on_wait=on_wait)
     if config.env_placement == "process":
         return ProcessVector(config, worker_index, seeds, totals, callbacks)
     if config.gym_env_vectorize_mode is not None:

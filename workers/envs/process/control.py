@@ -53,10 +53,13 @@ class Control:
         layout: Layout = {
             "commands": (np.dtype(np.uint8), (lanes,)),
             "seeds": (np.dtype(np.int64), (lanes,)),
+            "indices": (np.dtype(np.int64), (lanes,)),
             "notes": (np.dtype(np.int64), (4,)),
         }
         arrays = map_arrays(descriptor, layout, create=create)
         self.commands, self.seeds = arrays["commands"], arrays["seeds"]
+        self.indices = arrays["indices"]
+        """What the creator of each lane's env is told as `vector_index`."""
         # A memoryview's items are read and written faster than an array's.
         self._notes: memoryview[int] = memoryview(arrays["notes"])  # type: ignore[arg-type]
 

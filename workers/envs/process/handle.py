@@ -70,6 +70,7 @@ class ProcessHandle:
         control = new_memory("headrace-control")
         self.control = Control(control, self.lanes, create=True)
         self.control.begin(-1, Phase.CONSTRUCTION)
+        self.control.indices[:] = range(self.first_lane, self.first_lane + self.lanes)
         self._start(job, control, columns, drain)
 
     def _start(self, job: Mapping[str, Any], control: int, columns: int, drain: OutputDrain) -> None:

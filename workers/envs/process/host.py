@@ -35,6 +35,8 @@ class HostJob(BaseModel):
     env_config: dict[str, Any]
     worker_index: int
     num_workers: int
+    num_envs: int
+    """Of the runner; what an env's creator is told, as the two above."""
     first_lane: int
     """Of the process' lanes, which follow one another."""
     lanes: int
@@ -125,8 +127,8 @@ class EnvHost:
             job.env_config,
             worker_index=job.worker_index,
             num_workers=job.num_workers,
-            vector_index=job.first_lane + seat.index,
-            num_envs=job.width,
+            vector_index=int(self._control.indices[seat.index]),
+            num_envs=job.num_envs,
             recreated=recreated,
             seed=None if seed == NO_SEED else seed,
         )

@@ -60,7 +60,7 @@ class EnvProcessPool:
         self._moving: dict[int, int] = {}
         """Lane -> seed of the reset that follows once it is built in its new process."""
         self._layout_of: int | None = None
-        self._processes = Processes(job_of(config, worker_index), self._limits)
+        self._processes = Processes(self._job(config, worker_index), self._limits)
         self._placement = Placement(config, self._processes, seed_for)
         self._stopped = False
         try:
@@ -68,6 +68,9 @@ class EnvProcessPool:
         except BaseException:
             self.stop()
             raise
+
+    def _job(self, config: EnvRunnerConfig, worker_index: int) -> dict[str, Any]:
+        return job_of(config, worker_index)
 
     def _build_all(self) -> None:
         waiting = set(range(self.width))
@@ -86,6 +89,10 @@ class EnvProcessPool:
     def pids(self) -> list[int]:
         """The processes that run now."""
         return [handle.pid for handle in self._processes]
+
+    def has_env(self, lane: int) -> bool:
+        """Whether the lane could be built by now; here all could, or there would be no pool."""
+        return 0 <= lane < self.width
 
     # -- what lanes are to do -----------------------------------------------------------------------------------------
 

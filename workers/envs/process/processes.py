@@ -33,6 +33,10 @@ class Processes:
     def __iter__(self) -> Iterator[ProcessHandle]:
         return iter(self._handles.values())
 
+    def fileno(self) -> int:
+        """Readable when `wait` would return at once, deadlines aside."""
+        return self._epoll.fileno()
+
     def start(self, first_lane: int, lanes: int) -> ProcessHandle:
         """A new process for these lanes; it imports what it needs while nobody waits for it."""
         job = {**self._job, "first_lane": first_lane, "lanes": lanes}

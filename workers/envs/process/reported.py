@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping
+from typing import Any
 
-from headrace.schemas.errors import EnvContractError, EnvRaisedError, UnknownEnvError
+from headrace.schemas.errors import (
+    EnvContractError,
+    EnvCrashError,
+    EnvError,
+    EnvHangError,
+    EnvNeighbourError,
+    EnvRaisedError,
+    UnknownEnvError,
+)
 from headrace.workers.envs.context import StepFailedRecreateEnv
 
 _LONGEST = 20_000
 """Characters of a message or a traceback; more is cut off."""
 
 
-def error_to_json(error: BaseException) -> dict[str, str]:
+_FACTS: dict[str, tuple[type[EnvError], tuple[str, ...]]] = {
+    "hang": (EnvHangError, ("env_index", "phase", "timeout_s", "setting", "stack")),
+    "crash": (EnvCrashError, ("pid", "cause", "during", "stack", "output")),
+    "neighbour": (EnvNeighbourError, ("culprit", "cause")),
+}
+"""What is said of a whole process, which only an env host has to pass on; each from these of its attributes."""
+
+
+def error_to_json(error: BaseException) -> dict[str, Any]:
     """What `error_from_json` makes the same error of, or one that says as much."""
     match error:
         case EnvContractError():
@@ -21,11 +38,14 @@ def error_to_json(error: BaseException) -> dict[str, str]:
             return {"is": "unknown", "env": error.env, "reason": error.reason}
         case StepFailedRecreateEnv():
             return {"is": "recreate", "message": _text(error)}
+    for name, (kind, facts) in _FACTS.items():
+        if isinstance(error, kind):
+            return {"is": name, **{fact: getattr(error, fact) for fact in facts}}
     trace = _plain("".join(traceback.format_exception(error)))
     return {"is": "raised", "kind": type(error).__name__, "message": _text(error), "trace": trace[-_LONGEST:]}
 
 
-def error_from_json(told: Mapping[str, str]) -> Exception:
+def error_from_json(told: Mapping[str, Any]) -> Exception:
     """Errors of Headrace as they were, an env's own as `EnvRaisedError`: its class need not exist here."""
     match told["is"]:
         case "contract":
@@ -34,6 +54,9 @@ def error_from_json(told: Mapping[str, str]) -> Exception:
             return UnknownEnvError(told["env"], told["reason"])
         case "recreate":
             return StepFailedRecreateEnv(told["message"])
+    if told["is"] in _FACTS:
+        kind, facts = _FACTS[told["is"]]
+        return kind(*(told[fact] for fact in facts))
     return EnvRaisedError(told["kind"], told["message"], told["trace"])
 
 

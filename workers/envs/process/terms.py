@@ -29,6 +29,7 @@ def job_of(config: EnvRunnerConfig, worker_index: int) -> dict[str, Any]:
         "env_config": orjson.loads(env_config_json(config.env_config)),
         "worker_index": worker_index,
         "num_workers": config.num_workers,
+        "num_envs": config.num_envs,
         "width": config.num_envs,
         "check_bounds": not config.disable_env_checking,
         "close_timeout_s": config.env_close_timeout_s,

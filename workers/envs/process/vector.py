@@ -1,7 +1,8 @@
-"""Envs in processes of their own as a vector that a sampler steps: all lanes at once, rebuilt in the background."""
+"""Envs in other processes, or on other hosts, as a vector that a sampler steps, rebuilt in the background."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.lanes import Lanes
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.process.answers import Answers
+from headrace.workers.envs.process.contract import EnvPool
 from headrace.workers.envs.process.pool import EnvProcessPool
 from headrace.workers.envs.roster import WAIT_SLICE_S
 from headrace.workers.envs.spaces import to_gym
@@ -27,7 +29,7 @@ from headrace.workers.envs.stepping import Outcome
 
 
 class EnvElsewhere(gym.Env[Any, Any]):
-    """Stands for an env that lives in another process: it has its spaces, and cannot be stepped from here."""
+    """Stands for an env that lives in another process or on another host: has its spaces, and cannot be stepped."""
 
     def __init__(self, index: int, spaces: tuple[Any, Any]) -> None:
         self.observation_space, self.action_space = spaces
@@ -40,17 +42,19 @@ class EnvElsewhere(gym.Env[Any, Any]):
         raise self._error()
 
     def _error(self) -> EnvError:
-        return EnvError(f"env {self._index} lives in another process; take env_placement = 'inline' to reach it")
+        return EnvError(
+            f"env {self._index} lives in another process or on another host; take env_placement = 'inline' to reach it"
+        )
 
 
-class ProcessVector(Lanes):
-    """Lanes of an `EnvProcessPool`. A poll waits for every lane that was sent an action; restarts wait for nobody.
+class ElsewhereVector(Lanes):
+    """Lanes of an `EnvPool`. A poll waits for every lane that was sent an action; restarts wait for nobody.
 
     An env is reset by its process in the step that ends its episode, unless a callback is to be told before.
     """
 
     seeds_every_episode = True
-    _pool: EnvProcessPool | None = None
+    _pool: EnvPool | None = None
 
     def build(self, config: EnvRunnerConfig, first: tuple[Any, EnvContext] | None = None) -> None:
         """See `Roster`."""
@@ -58,7 +62,7 @@ class ProcessVector(Lanes):
         self.stop()
         self._contexts: dict[int, EnvContext] = {}
         """What each lane's creator was told."""
-        pool = self._pool = EnvProcessPool(config, self._worker_index, self._seed_for)
+        pool = self._pool = self._open_pool(config)
         self.spaces: Spaces = pool.spaces
         self.gym_spaces = to_gym(pool.spaces.observation), to_gym(pool.spaces.action)
         self.observations = Observations(
@@ -76,13 +80,21 @@ class ProcessVector(Lanes):
         self._arrived: list[tuple[int, dict[str, Any]]] = []
         for lane in self.lanes:
             lane.due_at = None
-            lane.adopt(EnvElsewhere(lane.index, self.gym_spaces))
+            if pool.has_env(lane.index):
+                lane.adopt(EnvElsewhere(lane.index, self.gym_spaces))
+            else:
+                self._coming[lane.index] = None
         try:
             for lane in self.lanes:
-                self._tell_created(lane, self._contexts[lane.index])
+                if lane.env is not None:
+                    self._tell_created(lane, self._contexts[lane.index])
         except CallbackError:
             self.stop()
             raise
+
+    @abstractmethod
+    def _open_pool(self, config: EnvRunnerConfig) -> EnvPool:
+        """A pool of `config.num_envs` lanes, whose creators are told the seeds that `_seed_for` gives."""
 
     def _seed_for(self, index: int, recreated: bool) -> int:
         context = self._contexts[index] = self._context(index, recreated=recreated)
@@ -90,7 +102,7 @@ class ProcessVector(Lanes):
         return context.seed
 
     @property
-    def _running(self) -> EnvProcessPool:
+    def _running(self) -> EnvPool:
         assert self._pool is not None, "build() starts it"
         return self._pool
 
@@ -296,3 +308,10 @@ class ProcessVector(Lanes):
         self._refresh()
         if self._pool is not None:
             self._pool.stop()
+
+
+class ProcessVector(ElsewhereVector):
+    """Lanes of an `EnvProcessPool`."""
+
+    def _open_pool(self, config: EnvRunnerConfig) -> EnvPool:
+        return EnvProcessPool(config, self._worker_index, self._seed_for)

@@ -1,0 +1,74 @@
+"""The envs of an env host: an order is obeyed once, however often it comes, and what cannot be obeyed is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.schemas.env_messages import NO_SEED, EnvHostWelcome, EnvOrders
+from headrace.schemas.errors import DecodeError
+from headrace.schemas.wire import WireMessage, decode
+from headrace.workers import EnvRunnerConfig
+from headrace.workers.env_host.hosted import HostedEnvs
+from headrace.workers.env_host.process import learn_spaces
+from headrace.workers.envs.process.control import Command
+
+LEFT = {"actions": np.zeros(1, np.int64)}
+
+
+@pytest.fixture(scope="module")
+def envs() -> Iterator[HostedEnvs]:
+    config = EnvRunnerConfig(env="CartPole-v1", num_envs=2, envs_per_process=2, env_placement="process")
+    welcome = EnvHostWelcome(worker_index=0, num_workers=1, num_envs=2, lease_s=10.0, heartbeat_interval_s=1.0)
+    hosted = HostedEnvs(config, "life", welcome, learn_spaces(config))
+    yield hosted
+    hosted.stop()
+
+
+def orders(*rows: tuple[int, int, Command, int]) -> EnvOrders:
+    listed: list[Any] = [(place, number, int(command), seed, place) for place, number, command, seed in rows]
+    return EnvOrders(life="life", orders=listed)
+
+
+def answer(envs: HostedEnvs, wait_for: Callable[..., None]) -> WireMessage:
+    found: list[Any] = []
+    wait_for(lambda: found.append(envs.poll()) or found[-1], what="an answer")
+    return decode(found[-1])
+
+
+def test_an_order_that_comes_again_is_answered_again_and_not_obeyed_again(
+    envs: HostedEnvs, wait_for: Callable[..., None]
+) -> None:
+    build = orders((0, 1, Command.BUILD, NO_SEED))
+    assert envs.obey(build, {}) is None
+    assert envs.under_way() == [(0, 1)]
+    assert envs.obey(build, {}) is None, "it is under way"
+    assert answer(envs, wait_for).header["built"] == [0]
+    envs.obey(orders((0, 2, Command.RESET, 7)), {})
+    began = answer(envs, wait_for)
+    envs.obey(orders((0, 3, Command.STEP, NO_SEED)), LEFT)
+    stepped = answer(envs, wait_for)
+    assert (stepped.header["answers"], stepped.header["stepped"], envs.under_way()) == ([[0, 3]], [0], [])
+    assert not np.array_equal(stepped.arrays["obs"], began.arrays["first"])
+    again = envs.obey(orders((0, 3, Command.STEP, NO_SEED)), LEFT)
+    assert again is not None
+    assert decode(again).header == stepped.header
+    assert decode(again).arrays["obs"].tobytes() == stepped.arrays["obs"].tobytes()
+    assert envs.obey(orders((0, 2, Command.RESET, 7)), {}) is None, "what is older than the newest is over"
+
+
+@pytest.mark.parametrize(
+    ("told", "arrays", "sentence"),
+    [
+        (orders((2, 1, Command.BUILD, NO_SEED)), {}, "an order for place 2 of 2"),
+        (orders((1, 1, Command.STEP, NO_SEED)), LEFT, "a STEP for place 1, which has no env"),
+        (orders((0, 9, Command.STEP, NO_SEED)), {}, "array 'actions' of 1 steps is missing"),
+        (orders((0, 9, Command.STEP, NO_SEED)), {"actions": np.zeros(2)}, "of 1 steps is float64"),
+    ],
+)
+def test_what_cannot_be_obeyed_is_named(envs: HostedEnvs, told: EnvOrders, arrays: Any, sentence: str) -> None:
+    with pytest.raises(DecodeError, match=sentence):
+        envs.obey(told, arrays)

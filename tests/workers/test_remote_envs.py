@@ -1,0 +1,232 @@
+"""Envs on other hosts: the chunks of envs inline, whatever becomes of a host or of the way to it."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from env_hosts import EnvHosts, cable_to, free_port
+from toy_envs import check_books
+
+from headrace.deploy.key_pairs import make_keys
+from headrace.schemas.chunk import EpisodeChunk
+from headrace.schemas.env_messages import EnvHeartbeat, EnvHostHello
+from headrace.schemas.errors import ConfigError, ExitCode
+from headrace.schemas.wire import MessageKind, decode, encode
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+
+WaitFor = Callable[..., None]
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[EnvHosts]:
+    with EnvHosts(tmp_path, free_port()) as started:
+        yield started
+
+
+def runner(
+    hosts: EnvHosts, env: str = "CartPole-v1", placement: str = "remote", on_wait: Any = None, **settings: Any
+) -> SingleAgentEnvRunner:
+    defaults = {"num_envs": 3, "seed": 3, "env_hosts_port": hosts.port, "rollout_fragment_length": 8}
+    config = EnvRunnerConfig(env=env, **{**defaults, "env_placement": placement, **settings})
+    return SingleAgentEnvRunner(config, run_uid="test", on_wait=on_wait)
+
+
+def brief(chunk: EpisodeChunk) -> tuple[Any, ...]:
+    columns = {name: column.tobytes() for name, column in chunk.columns.items()}
+    arrays = (chunk.obs.tobytes(), chunk.actions.tobytes(), chunk.rewards.tobytes())
+    return (chunk.episode_id, chunk.chunk_index, chunk.t_start, chunk.end, chunk.seed, arrays, columns, chunk.infos)
+
+
+def lives(chunks: list[EpisodeChunk]) -> dict[int, dict[tuple[str, int], bytes]]:
+    """By env: what was seen at each time of each episode."""
+    seen: dict[int, dict[tuple[str, int], bytes]] = {}
+    for chunk in chunks:
+        for t in range(len(chunk)):
+            key = (chunk.episode_id, chunk.t_start + t)
+            assert key not in seen.setdefault(chunk.env_index, {}), "delivered twice"
+            seen[chunk.env_index][key] = chunk.obs[t].tobytes() + chunk.actions[t].tobytes()
+    return seen
+
+
+def who_acts(sampler: SingleAgentEnvRunner) -> set[int]:
+    return {chunk.env_index for chunk in sampler.sample_fragment() if len(chunk)}
+
+
+def test_chunks_are_those_of_envs_inline_to_the_bit(hosts: EnvHosts) -> None:
+    """Of envs that show all that their creators are told."""
+    hosts.start(env := "remote_envs:Telling", 3)
+    found = []
+    for placement in ("inline", "remote"):
+        with runner(hosts, env, placement, rollout_fragment_length=40, num_workers=4) as sampler:
+            chunks = [chunk for _ in range(3) for chunk in sampler.sample_fragment()]
+            chunks += sampler.sample(num_episodes=3)
+            chunks += sampler.sample(num_timesteps=20, force_reset=True, random_actions=True)
+            found.append(([brief(chunk) for chunk in chunks], sampler.totals, sampler.get_spaces()))
+            check_books(sampler)
+    assert found[0] == found[1]
+
+
+def test_connections_that_break_within_the_lease_lose_nothing_and_repeat_nothing(hosts: EnvHosts) -> None:
+    with runner(hosts, placement="inline") as sampler:
+        expected = [brief(chunk) for _ in range(16) for chunk in sampler.sample_fragment()]
+    with cable_to(hosts.port) as cable:
+        hosts.start("CartPole-v1", 3, port=cable.port)
+        with runner(hosts, env_hosts_lease_s=20.0) as sampler:
+            found = []
+            for _ in range(16):
+                if cable.pulled < 3:
+                    cable.pull()
+                found += [brief(chunk) for chunk in sampler.sample_fragment()]
+            assert sampler.totals.discarded == {}
+            check_books(sampler)
+        assert cable.pulled == 3
+    assert found == expected
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_lost_host_costs_its_episodes_and_others_go_on(
+    how: signal.Signals, hosts: EnvHosts, wait_for: WaitFor
+) -> None:
+    with runner(hosts, placement="inline") as sampler:
+        sound = lives([chunk for _ in range(60) for chunk in sampler.sample_fragment()])
+    hosts.start("CartPole-v1", 2)
+    with runner(hosts, env_hosts_lease_s=1.5) as sampler:
+        chunks: list[EpisodeChunk] = []
+
+        def acting() -> set[int]:
+            chunks.extend(fragment := list(sampler.sample_fragment()))
+            return {chunk.env_index for chunk in fragment if len(chunk)}
+
+        assert acting() == {0, 1}, "two envs have a host, the third waits"
+        lost = hosts.start("CartPole-v1", 1)
+        wait_for(lambda: acting() == {0, 1, 2}, what="the host that came late")
+        lost.send_signal(how)
+        wait_for(lambda: acting() == {0, 1}, what="the other host's envs alone")
+        assert set(sampler.totals.discarded) <= {"env_host_lost"}
+        if how is signal.SIGSTOP:
+            lost.send_signal(signal.SIGCONT)
+        else:
+            hosts.start("CartPole-v1", 1)
+        wait_for(lambda: acting() == {0, 1, 2}, what="a host in the place of the lost one")
+        check_books(sampler)
+        assert sampler.totals.env_failures == 0
+        assert sampler.totals.env_rebuilds >= 1
+        found = lives(chunks)
+    for lane in (0, 1):
+        alike = sound[lane].keys() & found[lane].keys()
+        assert len(alike) > 100
+        assert all(sound[lane][key] == found[lane][key] for key in alike)
+
+
+def test_a_spare_host_takes_over_from_one_that_leaves(hosts: EnvHosts, wait_for: WaitFor) -> None:
+    first = hosts.start("CartPole-v1", 3)
+    with runner(hosts, env_hosts_lease_s=1.5) as sampler:
+        pool: Any = sampler._vector.envs
+        hosts.start("CartPole-v1", 3)
+        wait_for(lambda: sampler.sample_fragment() and len(pool._pool.hosts) == 2, what="the spare one")
+        first.terminate()
+        wait_for(lambda: who_acts(sampler) == {0, 1, 2} and len(pool._pool.hosts) == 1, what="the spare one's envs")
+        check_books(sampler)
+
+
+@pytest.mark.parametrize(("fault", "reason"), [("segfaults", "env_crash"), ("hangs with the lock", "env_hang")])
+def test_a_fault_of_an_env_is_told_as_if_it_were_near(
+    fault: str, reason: str, hosts: EnvHosts, wait_for: WaitFor
+) -> None:
+    table = f'{{"lane": 2, "faults": {{"step": "{fault}"}}}}'
+    hosts.start("process_envs:Troubled", 3, f"sampling.env_config={table}", "sampling.env_step_timeout_s=1")
+    with runner(hosts, "process_envs:Troubled", env_restart_backoff_s=0.0) as sampler:
+        wait_for(lambda: sampler.sample_fragment() and sampler.totals.discarded.get(reason), what=reason)
+        wait_for(lambda: who_acts(sampler) == {0, 1, 2}, what="all lanes")
+        assert sampler.totals.env_failures == 1
+        check_books(sampler)
+
+
+def test_other_spaces_are_refused_by_name_and_the_worker_goes_on(hosts: EnvHosts) -> None:
+    hosts.start("CartPole-v1", 1)
+    with runner(hosts) as sampler:
+        other = hosts.start("Pendulum-v1", 2)
+        while other.poll() is None:
+            assert who_acts(sampler) == {0}
+        assert other.returncode == ExitCode.PROTOCOL
+        said = hosts.log(1).read_text()
+        assert "refuses this env host: its envs have" in said
+        assert "those of the first env host" in said
+
+
+def test_an_env_that_cannot_be_built_ends_its_host_before_it_comes(hosts: EnvHosts) -> None:
+    host = hosts.start("NoSuchEnv-v0", 1)
+    assert host.wait(30) == ExitCode.ENV
+    assert "NoSuchEnv-v0" in hosts.log(0).read_text()
+
+
+def test_keys_open_the_port_to_env_hosts_only(hosts: EnvHosts, tmp_path: Path) -> None:
+    keys, others = tmp_path / "keys", tmp_path / "others"
+    make_keys(keys)
+    make_keys(others)
+    shutil.copy2(keys / "worker.public", others)
+    refused = [hosts.start("CartPole-v1", 1), hosts.start("CartPole-v1", 1, f"keys.dir={others}")]
+    hosts.start("CartPole-v1", 3, f"keys.dir={keys}")
+    with runner(hosts, env_hosts_keys=str(keys)) as sampler:
+        while refused[1].poll() is None:
+            assert who_acts(sampler) == {0, 1, 2}
+        assert refused[1].returncode == ExitCode.KEYS
+        assert refused[0].poll() in (None, ExitCode.KEYS)
+        assert sampler._vector.envs._pool.hosts[0].endswith("(3 x CartPole-v1)")  # type: ignore[attr-defined]
+
+
+def test_off_loopback_keys_are_required() -> None:
+    with pytest.raises(ConfigError, match="there are no keys"):
+        SingleAgentEnvRunner(EnvRunnerConfig(env_placement="remote", env_hosts_host="0.0.0.0"))
+
+
+def test_garbage_on_the_port_harms_nobody(hosts: EnvHosts) -> None:
+    hosts.start("CartPole-v1", 3)
+    hello = EnvHostHello(life="x", num_envs=1, spaces={"observation": {"kind": "abyss"}})
+    foreign = [bytes(hello.frames()[0][:4]) + b"\x63" + bytes(hello.frames()[0][5:]), hello.frames()[1]]
+    beat, life = EnvHeartbeat(life="nobody"), {"life": "x"}
+    with runner(hosts) as sampler, zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(f"tcp://127.0.0.1:{hosts.port}")
+        socket.send(b"")
+        socket.send_multipart([b"HDRC", b"{}"])
+        for frames in (hello.frames(), foreign, beat.frames(), encode(MessageKind.ENV_ANSWERS, life)):
+            socket.send_multipart(frames)
+        replies = []
+        while len(replies) < 6:
+            assert who_acts(sampler) == {0, 1, 2}
+            while socket.poll(0):
+                replies.append(decode(socket.recv_multipart()))
+        codes = [reply.header.get("code", reply.kind.name) for reply in replies]
+        assert codes == ["frame_count", "bad_tag", "bad_space", "version_mismatch", "FENCED", "FENCED"]
+        assert sampler.totals.discarded == {}
+        check_books(sampler)
+
+
+def test_a_worker_that_waits_for_a_first_host_can_be_stopped(hosts: EnvHosts, caplog: pytest.LogCaptureFixture) -> None:
+    class EnoughError(Exception):
+        pass
+
+    calls = threading.Semaphore(3)
+
+    def on_wait() -> None:
+        if not calls.acquire(blocking=False):
+            raise EnoughError
+
+    with pytest.raises(EnoughError), caplog.at_level("INFO"):
+        runner(hosts, on_wait=on_wait)
+    assert f"waiting for env hosts at tcp://127.0.0.1:{hosts.port}" in caplog.text
+
+
+def test_an_env_host_needs_no_torch() -> None:
+    code = "import sys, headrace.workers.env_host.process, headrace.deploy.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

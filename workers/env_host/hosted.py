@@ -1,0 +1,232 @@
+"""The envs of one life of a host: orders are obeyed once each, and answered as often as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.env_messages import NO_SEED, EnvAnswers, EnvHostWelcome, EnvOrders
+from headrace.schemas.errors import DecodeError
+from headrace.schemas.spaces import Spaces
+from headrace.schemas.wire import Buffer, MessageKind, encode
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.process.answers import Answers
+from headrace.workers.envs.process.control import Command
+from headrace.workers.envs.process.pool import EnvProcessPool
+from headrace.workers.envs.process.reported import error_to_json
+from headrace.workers.envs.process.shared import columns_layout
+from headrace.workers.envs.process.terms import job_of
+
+
+class PlacedPool(EnvProcessPool):
+    """Lanes that are built when, and as whose env, they are told to be."""
+
+    def __init__(self, config: EnvRunnerConfig, welcome: EnvHostWelcome) -> None:
+        self._told_num_envs = welcome.num_envs
+        self._seeds: dict[int, int] = {}
+        self._indices: dict[int, int] = {}
+        told = config.model_copy(update={"num_workers": welcome.num_workers})
+        super().__init__(told, welcome.worker_index, lambda lane, _: self._seeds[lane])
+
+    def _job(self, config: EnvRunnerConfig, worker_index: int) -> dict[str, Any]:
+        return {**job_of(config, worker_index), "num_envs": self._told_num_envs}
+
+    def _build_all(self) -> None:
+        """Nothing yet."""
+
+    def fileno(self) -> int:
+        """Readable when `poll` has something to take in."""
+        return self._processes.fileno()
+
+    def build(self, lane: int, seed: int, index: int, *, again: bool) -> None:
+        """Have the lane's env built as the worker's env `index`. Answers in `built`, or with a failure."""
+        self._seeds[lane], self._indices[lane] = seed, index
+        self._placement.build(lane, Command.REBUILD if again else Command.BUILD)
+        self._tell_index(lane)
+
+    def try_reset(self, lane: int, seed: int) -> None:
+        """See `EnvProcessPool`; where the lane moves, its env is made with the seed of the one before."""
+        super().try_reset(lane, seed)
+        self._tell_index(lane)
+
+    def index_of(self, lane: int) -> int:
+        """The worker's number of this lane's env."""
+        return self._indices.get(lane, lane)
+
+    def _tell_index(self, lane: int) -> None:
+        home = self._placement.home(lane)
+        home.control.indices[lane - home.first_lane] = self._indices[lane]
+
+
+@dataclass(slots=True, eq=False)
+class _Seat:
+    """What one place was last ordered, and what it answered; not the arrays."""
+
+    number: int = 0
+    answered: bool = True
+    is_built: bool = False
+    stepped: bool = False
+    ended: Literal[1, 2] | None = None
+    began: tuple[dict[str, Any] | None] | None = None
+    built: bool = False
+    info: dict[str, Any] | None = None
+    failures: list[Failure] = field(default_factory=list)
+    lost: Failure | None = None
+    """What happened while nothing was ordered: the answer to the next step or reset."""
+
+    def begin(self, number: int) -> None:
+        """Another order."""
+        self.number, self.answered, self.stepped, self.built = number, False, False, False
+        self.ended = self.began = self.info = None
+        self.failures = []
+
+    def fail(self, failure: Failure) -> None:
+        """Answer it so."""
+        self.failures, self.lost, self.answered = [failure], None, True
+
+
+class HostedEnvs:
+    """`config.num_envs` places. Blocks in `stop` only. To be polled when `fileno` is readable, and now and then."""
+
+    def __init__(self, config: EnvRunnerConfig, life: str, welcome: EnvHostWelcome, spaces: Spaces) -> None:
+        self._life = life
+        self._seats = [_Seat() for _ in range(config.num_envs)]
+        self._pool = PlacedPool(config, welcome)
+        layout = columns_layout(spaces, config.num_envs).items()
+        self._actions = {name: np.zeros(shape, dtype) for name, (dtype, shape) in layout if name.startswith("actions")}
+
+    def fileno(self) -> int:
+        """Of the pool."""
+        return self._pool.fileno()
+
+    def under_way(self) -> list[tuple[int, int]]:
+        """(place, number) of each order that is not answered."""
+        return [(place, seat.number) for place, seat in enumerate(self._seats) if not seat.answered]
+
+    def obey(self, told: EnvOrders, arrays: Mapping[str, NDArray[Any]]) -> list[Buffer] | None:
+        """Do what is new; the frames of what can be answered at once. Raises `DecodeError` for what cannot be done."""
+        self._check(told, arrays)
+        at_once: list[int] = []
+        next_seeds: dict[int, int] = {}
+        stepping: list[int] = []
+        row = 0
+        for place, number, code, seed, index in told.orders:
+            command = Command(code)
+            here, row = row, row + (command is Command.STEP)
+            seat = self._seats[place]
+            if number == seat.number and seat.answered:
+                at_once.append(place)  # that answer was lost
+            if number <= seat.number:
+                continue
+            seat.begin(number)
+            if command in (Command.STEP, Command.RESET) and seat.lost is not None:
+                seat.fail(seat.lost)
+                at_once.append(place)
+            elif command is Command.STEP:
+                stepping.append(place)
+                next_seeds |= {place: seed} if seed != NO_SEED else {}
+                for name, column in self._actions.items():
+                    column[place] = arrays[name][here]
+            elif command is Command.RESET:
+                self._pool.try_reset(place, seed)
+            else:
+                seat.is_built, seat.lost = True, None
+                self._pool.build(place, seed, index, again=command is Command.REBUILD)
+        if stepping:
+            self._pool.send_actions(stepping, self._actions, next_seeds=next_seeds)
+        return self._compose(at_once) if at_once else None
+
+    def _check(self, told: EnvOrders, arrays: Mapping[str, NDArray[Any]]) -> None:
+        for place, number, command, _, _ in told.orders:
+            if place >= len(self._seats):
+                raise DecodeError("bad_message", f"an order for place {place} of {len(self._seats)}")
+            seat = self._seats[place]
+            if number > seat.number and not seat.answered:
+                raise DecodeError("bad_message", f"an order for place {place}, which has not answered the one before")
+            usable = seat.is_built or seat.lost is not None
+            if number > seat.number and command in (Command.STEP, Command.RESET) and not usable:
+                raise DecodeError("bad_message", f"a {Command(command).name} for place {place}, which has no env")
+        steps = sum(order[2] == int(Command.STEP) for order in told.orders)
+        for name, column in self._actions.items() if steps else ():
+            given = arrays.get(name)
+            if given is None or given.shape != (steps, *column.shape[1:]) or given.dtype != column.dtype:
+                seen = "missing" if given is None else f"{given.dtype} {given.shape}"
+                raise DecodeError("bad_message", f"array {name!r} of {steps} steps is {seen}")
+
+    def poll(self) -> list[Buffer] | None:
+        """Take in what the envs have done since; the frames of what is answered herewith."""
+        answers = self._pool.poll(0.0)
+        return self._compose(self._note(answers)) if answers else None
+
+    def _note(self, answers: Answers) -> list[int]:
+        """Write down what each place answered; the places that did."""
+        places = {*answers.stepped, *answers.built, *(lane for lane, _ in answers.began)}
+        for lane in answers.stepped:
+            self._seats[lane].stepped = True
+        for lane in answers.built:
+            self._seats[lane].built = True
+        for lane, end in answers.ended:
+            self._seats[lane].ended = 1 if end is ChunkEnd.TERMINATED else 2
+        for lane, info in answers.began:
+            self._seats[lane].began = (info or None,)
+        for lane, info in answers.infos:
+            self._seats[lane].info = info
+        for failure in answers.failures:
+            seat = self._seats[failure.lane]
+            seat.is_built = False
+            if seat.answered and failure.lane not in places:
+                seat.lost = failure
+            else:
+                places.add(failure.lane)
+                seat.failures.append(failure)
+        for place in places:
+            self._seats[place].answered = True
+        return sorted(places)
+
+    def _compose(self, places: Iterable[int]) -> list[Buffer]:
+        seats = [(place, self._seats[place]) for place in places]
+        stepped = [place for place, seat in seats if seat.stepped]
+        began = [place for place, seat in seats if seat.began is not None]
+        header = EnvAnswers(
+            life=self._life,
+            answers=[(place, seat.number) for place, seat in seats],
+            stepped=stepped,
+            ended=[(place, seat.ended) for place, seat in seats if seat.ended is not None],
+            began=[(place, seat.began[0]) for place, seat in seats if seat.began is not None],
+            built=[place for place, seat in seats if seat.built],
+            infos=[(place, seat.info) for place, seat in seats if seat.info],
+            failures=[
+                (place, failure.at, failure.stepped, self._tell(failure.error))
+                for place, seat in seats
+                for failure in seat.failures
+            ],
+        )
+        return encode(MessageKind.ENV_ANSWERS, header.model_dump(), self._rows(stepped, began))
+
+    def _tell(self, error: BaseException) -> dict[str, Any]:
+        """The error as JSON, its envs by the worker's numbers."""
+        told = error_to_json(error)
+        for fact in ("env_index", "culprit"):
+            if fact in told:
+                told[fact] = self._pool.index_of(told[fact])
+        return told
+
+    def _rows(self, stepped: list[int], began: list[int]) -> dict[str, NDArray[Any]]:
+        """What these places saw: it stands in the pool's columns until their next order."""
+        rows: dict[str, NDArray[Any]] = {}
+        if stepped:
+            rows["rewards"] = self._pool.rewards[stepped]
+            rows |= {name: column[stepped] for name, column in self._pool.observations.items()}
+        if began:
+            rows |= {f"first{name[3:]}": column[began] for name, column in self._pool.first.items()}
+        return rows
+
+    def stop(self) -> None:
+        """Close all envs, within `env_close_timeout_s`."""
+        self._pool.stop()

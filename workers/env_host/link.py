@@ -1,0 +1,78 @@
+"""An env host's socket: frames to the worker and back, reconnecting for ever, unless the worker's port refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import zmq
+
+from headrace.schemas import sockets
+from headrace.schemas.handshakes import CLIENT_EVENTS, SUCCEEDED, Handshakes, read_event
+from headrace.schemas.keys import ClientKeys
+from headrace.schemas.messages import Message
+from headrace.schemas.wire import DEFAULT_CAPS, Buffer
+
+_LARGEST_FRAME = DEFAULT_CAPS.payload_bytes + (1 << 20)
+
+
+class WorkerLink:
+    """DEALER to the worker at `endpoint`. For one thread."""
+
+    def __init__(self, endpoint: str, keys: ClientKeys | None) -> None:
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        options = sockets.DEALER | {"MAXMSGSIZE": _LARGEST_FRAME} | (keys.options() if keys is not None else {})
+        for name, value in options.items():
+            self._socket.setsockopt(getattr(zmq, name), value)
+        self._handshakes = Handshakes(endpoint, keys, "worker")
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(CLIENT_EVENTS)
+        self._socket.connect(endpoint)
+        self._poller = zmq.Poller()
+        for socket in (self._socket, self._monitor):
+            self._poller.register(socket, zmq.POLLIN)
+
+    def watch(self, what: Any) -> None:
+        """Have `wait` return when this, which has a `fileno`, is readable too."""
+        self._poller.register(what.fileno(), zmq.POLLIN)
+
+    def forget(self, what: Any) -> None:
+        """Watch it no longer."""
+        self._poller.unregister(what.fileno())
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until something comes; whether that is a new connection.
+
+        Raises `KeysRefusedError` when the worker does not let this host in.
+        """
+        is_new = False
+        for socket, _ in self._poller.poll(max(int(timeout_s * 1000), 1)):
+            if socket is self._monitor:
+                event = self._monitor.recv_multipart()
+                self._handshakes.observe(event)
+                is_new = is_new or read_event(event)[0] == SUCCEEDED
+        return is_new
+
+    def receive(self) -> Iterator[list[bytes]]:
+        """Messages that wait."""
+        while True:
+            try:
+                yield self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+
+    def say(self, message: Message) -> bool:
+        """Send a message without arrays."""
+        return self.send(message.frames())
+
+    def send(self, frames: list[Buffer]) -> bool:
+        """Send without waiting; False without a connection: the message is gone, and will be asked for again."""
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close it; what was sent has a moment to leave."""
+        self._context.destroy(linger=500)

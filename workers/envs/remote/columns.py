@@ -1,0 +1,73 @@
+"""What lanes on other hosts see and do, in columns, and what of it goes through messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.env_messages import EnvAnswers
+from headrace.schemas.errors import DecodeError
+from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves
+
+Rows = list[tuple[NDArray[Any], list[int], NDArray[Any]]]
+"""(column, places, one row for each of them)."""
+
+
+class RemoteColumns:
+    """The columns of `width` lanes; those of observations have the names the policy knows them by."""
+
+    def __init__(self, spaces: Spaces, width: int) -> None:
+        def columns(root: str, space: Any) -> dict[str, NDArray[Any]]:
+            return {
+                name: np.zeros((width, *leaf_shape(leaf)), column_dtype(leaf)) for name, leaf in leaves(space, root)
+            }
+
+        self.observations = columns("obs", spaces.observation)
+        self.first = columns("obs", spaces.observation)
+        self.actions = columns("actions", spaces.action)
+        self.rewards = np.zeros(width, np.float64)
+
+    def write_actions(self, lanes: Sequence[int] | None, columns: Mapping[str, NDArray[Any]], root: str) -> None:
+        """Take over the rows of `lanes`, None for all."""
+        for name, column in self.actions.items():
+            given = columns[root + name.removeprefix("actions")]
+            if lanes is None:
+                column[:] = given
+            else:
+                column[lanes] = given[lanes]
+
+    def action_rows(self, lanes: Sequence[int]) -> dict[str, NDArray[Any]]:
+        """A copy of what `lanes` are to do, in order."""
+        return {name: column[lanes] for name, column in self.actions.items()}
+
+    def check(self, told: EnvAnswers, arrays: Mapping[str, NDArray[Any]]) -> Rows:
+        """The arrays as rows of our columns. Raises `DecodeError` for what does not fit them."""
+        began = [place for place, _ in told.began]
+        rows: Rows = []
+        expected = {"rewards": (self.rewards, told.stepped)} if told.stepped else {}
+        if told.stepped:
+            expected |= {name: (column, told.stepped) for name, column in self.observations.items()}
+        if began:
+            expected |= {f"first{name[3:]}": (column, began) for name, column in self.first.items()}
+        if arrays.keys() != expected.keys():
+            raise DecodeError(
+                "bad_message", f"answers with arrays {sorted(arrays)!r:.200}, not {sorted(expected)!r:.200}"
+            )
+        for name, (column, places) in expected.items():
+            given, shape = arrays[name], (len(places), *column.shape[1:])
+            if given.shape != shape or given.dtype != column.dtype:
+                seen, due = f"{given.dtype} {given.shape}", f"{column.dtype} {shape}"
+                raise DecodeError("bad_message", f"array {name!r:.80} of answers is {seen}, not {due}")
+            rows.append((column, places, given))
+        if told.stepped and not np.isfinite(arrays["rewards"]).all():
+            raise DecodeError("bad_message", "rewards of answers are not finite")
+        return rows
+
+    def write(self, rows: Rows, lanes: Mapping[int, int]) -> None:
+        """Write the rows of the places in `lanes`, each to its lane."""
+        for column, places, given in rows:
+            known = [i for i, place in enumerate(places) if place in lanes]
+            column[[lanes[places[i]] for i in known]] = given[known]

@@ -1,0 +1,144 @@
+"""The port of a worker where env hosts come in: one ROUTER, with keys or without.
+
+libzmq asks for each new CURVE connection whether to let it in (ZAP, ZeroMQ RFC 27), and the worker answers whenever it
+looks at the port. So a handshake takes until the next poll of the envs, and one that takes too long is tried again.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from headrace.schemas import sockets
+from headrace.schemas.config import is_loopback
+from headrace.schemas.errors import ConfigError, PortInUseError
+from headrace.schemas.keys import ENV_PORT, BrokerKeys, client_keys, read_env_port_keys
+from headrace.schemas.ports import quiet_ports
+from headrace.schemas.wire import DEFAULT_CAPS, Buffer
+
+log = logging.getLogger(__name__)
+
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_BURST = 256
+_LARGEST_FRAME = DEFAULT_CAPS.payload_bytes + (1 << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class DoorSettings:
+    """Where to listen, and who may come in."""
+
+    host: str
+    port: int
+    """0 takes a free one."""
+    keys: BrokerKeys | None
+    allow_insecure: bool = False
+
+
+def env_port_keys(folder: str | None) -> BrokerKeys | None:
+    """The keys of the port in `folder`; None: in that of HEADRACE_KEYS__DIR; "" or none there: no keys."""
+    keys = client_keys(folder, "worker") if folder != "" else None
+    return read_env_port_keys(Path(keys.folder)) if keys is not None else None
+
+
+class Door:
+    """One bound socket. `endpoint` is where; raises `ConfigError` and `PortInUseError`. For one thread."""
+
+    def __init__(self, settings: DoorSettings) -> None:
+        _check_host(settings)
+        self._keys = settings.keys
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        try:
+            self._zap = self._open_zap() if self._keys is not None else None
+            self._socket, self.endpoint = self._bind(settings)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._poller.register(self._socket, zmq.POLLIN)
+
+    def _open_zap(self) -> zmq.Socket[bytes]:
+        zap: zmq.Socket[bytes] = self._context.socket(zmq.REP)
+        zap.bind(_ZAP_ENDPOINT)
+        self._poller.register(zap, zmq.POLLIN)
+        return zap
+
+    def _bind(self, settings: DoorSettings) -> tuple[zmq.Socket[bytes], str]:
+        socket = self._context.socket(zmq.ROUTER)
+        keys = settings.keys.options(ENV_PORT) if settings.keys is not None else {}
+        options = sockets.ROUTER | {"MAXMSGSIZE": _LARGEST_FRAME, "IPV6": int(":" in settings.host)}
+        for name, value in (options | keys).items():
+            socket.setsockopt(getattr(zmq, name), value)
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        for candidate in [settings.port] if settings.port else [*quiet_ports(), "*"]:
+            endpoint = f"tcp://{host}:{candidate}"
+            try:
+                socket.bind(endpoint)
+                break
+            except zmq.ZMQError as error:
+                if error.errno != errno.EADDRINUSE:
+                    message = f"{settings.host!r} cannot be bound: {error}"
+                    raise ConfigError(message, key="env_hosts_host") from error
+        else:
+            raise PortInUseError(endpoint)
+        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until somebody speaks, `timeout_s` at most; lets in who may come in."""
+        for socket, _ in self._poller.poll(max(int(timeout_s * 1000), 0)):
+            if self._zap is not None and socket is self._zap:
+                self._admit(self._zap)
+
+    def _admit(self, zap: zmq.Socket[bytes]) -> None:
+        assert self._keys is not None
+        for version, request, _, address, _, mechanism, *shown in _received(zap):
+            public = z85.encode(shown[0]) if mechanism == b"CURVE" and shown else b""
+            if public in self._keys.roles:
+                zap.send_multipart([version, request, b"200", b"OK", self._keys.roles[public].encode(), b""])
+            else:
+                seen = f"{public[:8].decode()}... from {address.decode(errors='replace')}"
+                log.warning("refused at the port for env hosts: an unknown key (%s)", seen)
+                zap.send_multipart([version, request, b"400", b"unknown key", b"", b""])
+
+    def receive(self) -> Iterator[tuple[bytes, list[bytes]]]:
+        """(route, frames) of each message that waits, a burst at most."""
+        for route, *frames in _received(self._socket):
+            yield route, frames
+
+    def send(self, route: bytes, frames: list[Buffer]) -> bool:
+        """Send one message, without waiting; False when nobody is there any more."""
+        try:
+            self._socket.send_multipart([route, *frames], zmq.NOBLOCK, copy=False)
+        except (zmq.Again, zmq.ZMQError):  # EHOSTUNREACH: that connection has ended
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close it; what was sent has a moment to leave."""
+        self._context.destroy(linger=200)
+
+
+def _received(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
+    for _ in range(_BURST):
+        try:
+            yield socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+
+
+def _check_host(settings: DoorSettings) -> None:
+    if settings.keys is not None or is_loopback(settings.host):
+        return
+    if not settings.allow_insecure:
+        raise ConfigError(
+            f"{settings.host} is reachable from other machines, and there are no keys; name their folder in keys.dir "
+            "(`headrace keys init` makes them), listen on loopback, or set env_hosts_allow_insecure = true on a "
+            "network you trust",
+            key="env_hosts_host",
+        )
+    log.warning("serving env hosts on %s without encryption or authentication, as configured", settings.host)

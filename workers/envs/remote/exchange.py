@@ -1,0 +1,68 @@
+"""What passes between a pool and one host: orders out, answers in, lanes on this side and places on that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.env_messages import EnvAnswers
+from headrace.schemas.errors import DecodeError
+from headrace.schemas.wire import Buffer, MessageKind, encode
+from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.process.answers import Answers
+from headrace.workers.envs.process.control import Command
+from headrace.workers.envs.process.reported import error_from_json
+from headrace.workers.envs.remote.columns import RemoteColumns
+from headrace.workers.envs.remote.peer import EnvHostPeer
+
+
+def orders_to(host: EnvHostPeer, places: Sequence[int], columns: RemoteColumns) -> list[Buffer]:
+    """Frames of what is under way at `places`; the same again when they are made again."""
+    orders, stepping = [], []
+    for place in places:
+        order, lane = host.under_way[place], host.lanes[place]
+        assert lane is not None, "only a place with a lane is ordered anything"
+        orders.append((place, order.number, int(order.command), order.seed, lane))
+        if order.command is Command.STEP:
+            stepping.append(lane)
+    header = {"life": host.life, "orders": orders}  # an `EnvOrders`, which is not worth checking on each step
+    return encode(MessageKind.ENV_ORDERS, header, columns.action_rows(stepping) if stepping else None)
+
+
+def take_in(
+    host: EnvHostPeer,
+    told: EnvAnswers,
+    arrays: Mapping[str, NDArray[Any]],
+    columns: RemoteColumns,
+    answers: Answers,
+) -> None:
+    """Add to `answers` what answers an order that is under way; all else was answered before.
+
+    Raises `DecodeError` for what makes no sense; then this host's orders may be settled without an answer.
+    """
+    rows = columns.check(told, arrays)
+    errors = [(place, at, returned, _error(error)) for place, at, returned, error in told.failures]
+    lanes: dict[int, int] = {}
+    for place, number in told.answers:
+        if place < len(host.lanes) and (lane := host.lanes[place]) is not None and host.settle(place, number):
+            lanes[place] = lane
+    columns.write(rows, lanes)
+    failed = {place for place, at, _, _ in errors if at == "step"}
+    answers.stepped += [lanes[place] for place in told.stepped if place in lanes and place not in failed]
+    answers.infos += [(lanes[place], info) for place, info in told.infos if place in lanes and place not in failed]
+    answers.ended += [(lanes[place], ChunkEnd(end)) for place, end in told.ended if place in lanes]
+    answers.began += [(lanes[place], info or {}) for place, info in told.began if place in lanes]
+    answers.built += [lanes[place] for place in told.built if place in lanes]
+    answers.failures += [
+        Failure(lanes[place], error, stepped=returned, at=at) for place, at, returned, error in errors if place in lanes
+    ]
+
+
+def _error(told: Mapping[str, Any]) -> Exception:
+    try:
+        return error_from_json(told)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DecodeError("bad_message", f"a failure that tells no error: {told!r:.200}") from error

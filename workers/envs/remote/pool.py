@@ -1,0 +1,320 @@
+"""Single-agent envs on other hosts, driven from here without ever waiting for a certain one of them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.env_messages import (
+    NO_SEED,
+    EnvAnswers,
+    EnvHeartbeat,
+    EnvHostBye,
+    EnvHostHello,
+    EnvHostWelcome,
+)
+from headrace.schemas.errors import DecodeError, EnvError, EnvHostLostError
+from headrace.schemas.messages import Fenced, Message, Reject, read
+from headrace.schemas.spaces import Spaces, spaces_from_json
+from headrace.schemas.wire import Buffer, MessageKind, WireMessage, decode
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.process.answers import Answers
+from headrace.workers.envs.process.control import Command
+from headrace.workers.envs.process.placement import SeedFor
+from headrace.workers.envs.remote.columns import RemoteColumns
+from headrace.workers.envs.remote.door import Door
+from headrace.workers.envs.remote.exchange import orders_to, take_in
+from headrace.workers.envs.remote.peer import EnvHostPeer
+
+log = logging.getLogger(__name__)
+
+_SLICE_S = 0.02
+_SAY_WAITING_S = 10.0
+
+
+class RemotePool:
+    """`config.num_envs` lanes on whatever hosts come to `door`, as an `EnvPool`. One thread at a time.
+
+    A lane without a host is built as soon as one with a free place comes; hosts beyond what is needed are spare. A lane
+    whose host is lost fails, as `EnvHostLostError`, once for each life of a host.
+    """
+
+    spaces: Spaces
+
+    def __init__(
+        self,
+        config: EnvRunnerConfig,
+        worker_index: int,
+        seed_for: SeedFor,
+        door: Door,
+        on_wait: Callable[[], None] | None = None,
+    ) -> None:
+        """Wait, for as long as it takes, until a first host has come and built what it has places for.
+
+        `on_wait` is called now and then meanwhile. Raises `EnvError` for an env that cannot be built there. The pool
+        closes the door at its end.
+        """
+        self.width = config.num_envs
+        self._config = config
+        self._worker_index = worker_index
+        self._seed_for = seed_for
+        self._door = door
+        self._hosts: dict[str, EnvHostPeer] = {}
+        """By life, in the order in which they came."""
+        self._gone: list[tuple[EnvHostPeer, str]] = []
+        """Lost, and why; their lanes are not told of it yet."""
+        self._homes: list[tuple[EnvHostPeer, int] | None] = [None] * self.width
+        self._wanting = dict.fromkeys(range(self.width), Command.BUILD)
+        """Lanes that wait for a place, and what they are to do there."""
+        self._interval_s = min(config.env_hosts_lease_s / 10, 1.0)
+        self._polled_at = self._judge_at = time.monotonic()
+        self._columns: RemoteColumns | None = None
+        try:
+            self._await_first(on_wait)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _await_first(self, on_wait: Callable[[], None] | None) -> None:
+        log.info("waiting for env hosts at %s: headrace env-host --connect ADDRESS", self._door.endpoint)
+        say_at = time.monotonic() + _SAY_WAITING_S
+        while self._columns is None or len(self._wanting) == self.width or any(h.is_busy for h in self._hosts.values()):
+            for failure in self.poll(_SLICE_S).failures:
+                if not isinstance(failure.error, EnvHostLostError):
+                    message = f"env {failure.lane} could not be built on its host: {failure.error}"
+                    raise EnvError(f"{message}; check env and env_config there") from failure.error
+                self.try_restart(failure.lane)
+            if on_wait is not None:
+                on_wait()
+            if time.monotonic() >= say_at:
+                say_at += _SAY_WAITING_S
+                log.warning("still waiting for an env host at %s", self._door.endpoint)
+
+    # -- what lanes see and do ----------------------------------------------------------------------------------------
+
+    @property
+    def _arrays(self) -> RemoteColumns:
+        assert self._columns is not None, "the first host has told its spaces"
+        return self._columns
+
+    @property
+    def observations(self) -> dict[str, NDArray[Any]]:
+        """ "obs/..." -> (num_envs, *shape): what each lane saw last."""
+        return self._arrays.observations
+
+    @property
+    def first(self) -> dict[str, NDArray[Any]]:
+        """Likewise, the first observation of an episode that `begin` has not begun yet."""
+        return self._arrays.first
+
+    @property
+    def actions(self) -> dict[str, NDArray[Any]]:
+        """ "actions/..." -> (num_envs, *shape), written by `send_actions`."""
+        return self._arrays.actions
+
+    @property
+    def rewards(self) -> NDArray[np.float64]:
+        """(num_envs,): of the last step."""
+        return self._arrays.rewards
+
+    @property
+    def endpoint(self) -> str:
+        """Where env hosts come to."""
+        return self._door.endpoint
+
+    @property
+    def hosts(self) -> list[str]:
+        """Those that are here, spare ones too, by name."""
+        return [host.name for host in self._hosts.values()]
+
+    def has_env(self, lane: int) -> bool:
+        """Whether the lane could be built by now; the others answer in `built` one day, without being asked."""
+        return self._homes[lane] is not None
+
+    def send_actions(
+        self,
+        lanes: Sequence[int] | None,
+        columns: Mapping[str, NDArray[Any]],
+        root: str = "actions",
+        next_seeds: Mapping[int, int] | None = None,
+    ) -> None:
+        """See `EnvProcessPool`. A row stands until its lane has answered: it may have to be sent again."""
+        self._arrays.write_actions(lanes, columns, root)
+        for lane in range(self.width) if lanes is None else lanes:
+            self._ask(lane, Command.STEP, next_seeds.get(lane, NO_SEED) if next_seeds else NO_SEED)
+        self._flush()
+
+    def try_reset(self, lane: int, seed: int) -> None:
+        """Have the lane reset its env. It answers in `Answers.began`, or with a failure."""
+        self._ask(lane, Command.RESET, seed)
+
+    def try_restart(self, lane: int) -> None:
+        """Have the lane's env built anew, on whatever host has a place. It answers in `built`, or with a failure."""
+        if self._homes[lane] is None:
+            self._wanting[lane] = Command.REBUILD
+        else:
+            self._ask(lane, Command.REBUILD, self._seed_for(lane, True))
+
+    def begin(self, lanes: Sequence[int]) -> None:
+        """What these lanes see is now the first observation of their next episode."""
+        for name, column in self.observations.items():
+            column[lanes] = self.first[name][lanes]
+
+    def _ask(self, lane: int, command: Command, seed: int) -> None:
+        home = self._homes[lane]
+        assert home is not None, "a lane that has failed is restarted before it is reset or stepped"
+        home[0].ask(home[1], command, seed)
+
+    # -- what they answer ---------------------------------------------------------------------------------------------
+
+    def poll(self, timeout_s: float = math.inf, batch_wait_s: float = 0.0) -> Answers:
+        """See `EnvProcessPool`. A lane that waits for a host counts as asked."""
+        answers, now = Answers(), time.monotonic()
+        until = now + timeout_s
+        if now - self._polled_at > self._interval_s:  # nobody has listened; what was said meanwhile may still come in
+            self._judge_at = now + self._interval_s
+        while True:
+            self._settle_in()
+            self._flush()
+            busy = bool(self._wanting or self._gone) or any(host.is_busy for host in self._hosts.values())
+            self._listen(answers, min(until, now + self._interval_s) - now if busy else 0.0)
+            self._polled_at = now = time.monotonic()
+            if answers:
+                until = min(until, now + batch_wait_s)
+                busy = any(host.is_awaited for host in self._hosts.values())
+            if not busy or now >= until:
+                self._settle_in()
+                self._flush()
+                return answers
+
+    def _listen(self, answers: Answers, timeout_s: float) -> None:
+        if not answers and self._gone:  # else the next round tells of it: no lane answers and is lost in one breath
+            self._bury(answers)
+            return
+        self._door.wait(timeout_s)
+        for route, frames in self._door.receive():
+            try:
+                self._take(route, decode(frames), answers)
+            except DecodeError as error:
+                log.warning("a message at the port for env hosts is refused: %s", error)
+                fatal = error.reason in ("version_mismatch", "bad_message", "bad_space")
+                self._say(route, Reject(code=error.reason, detail=str(error), fatal=fatal))
+        now = time.monotonic()
+        if now >= self._judge_at:
+            for host in list(self._hosts.values()):
+                if now - host.heard_at > self._config.env_hosts_lease_s:
+                    self._part(host, f"has been silent for {now - host.heard_at:.1f} s")
+
+    def _take(self, route: bytes, message: WireMessage, answers: Answers) -> None:
+        if message.kind is MessageKind.HELLO:
+            self._greet(route, read(EnvHostHello, message.header))
+            return
+        host = self._hosts.get(str(message.header.get("life")))
+        if host is None:
+            if message.kind is not MessageKind.BYE:
+                self._say(route, Fenced(detail="this life of the env host is over, or was begun with another worker"))
+            return
+        now = time.monotonic()
+        host.hear(route, now)
+        match message.kind:
+            case MessageKind.HEARTBEAT:
+                beat = read(EnvHeartbeat, message.header)
+                again = host.to_repeat(beat.under_way, now, 2 * self._interval_s)
+                self._send_orders(host, again)
+                self._say(route, EnvHeartbeat(life=host.life))
+            case MessageKind.ENV_ANSWERS:
+                try:
+                    take_in(host, read(EnvAnswers, message.header), message.arrays, self._arrays, answers)
+                except DecodeError as error:
+                    self._part(host, f"was refused: {error}")
+                    raise
+            case MessageKind.BYE:
+                self._part(host, f"has left ({read(EnvHostBye, message.header).reason})")
+
+    def _greet(self, route: bytes, hello: EnvHostHello) -> None:
+        """A host begins a life, or its welcome was lost. It is refused unless its spaces are those of the first."""
+        host = self._hosts.get(hello.life)
+        if host is not None:
+            host.hear(route, time.monotonic())
+        else:
+            spaces = spaces_from_json(hello.spaces)
+            if self._columns is None:
+                self.spaces, self._columns = spaces, RemoteColumns(spaces, self.width)
+            elif spaces != self.spaces:
+                detail = f"its envs have {spaces!r:.400}, and those of the first env host {self.spaces!r:.400}"
+                log.warning("env host %s/%d is refused: %s", hello.host, hello.pid, detail)
+                self._say(route, Reject(code="other_spaces", detail=detail))
+                return
+            host = self._hosts[hello.life] = EnvHostPeer(hello, route, time.monotonic())
+            log.info("env host %s has come", host.name)
+        config = self._config
+        self._say(
+            route,
+            EnvHostWelcome(
+                worker_index=self._worker_index,
+                num_workers=config.num_workers,
+                num_envs=self.width,
+                lease_s=config.env_hosts_lease_s,
+                heartbeat_interval_s=self._interval_s,
+            ),
+        )
+
+    # -- hosts that come and go ---------------------------------------------------------------------------------------
+
+    def _settle_in(self) -> None:
+        """Give lanes that wait a place, as far as there are any."""
+        for lane in sorted(self._wanting) if self._hosts else ():
+            home = next(((h, place) for h in self._hosts.values() if (place := h.free_place()) is not None), None)
+            if home is None:
+                return
+            host, place = self._homes[lane] = home
+            host.lanes[place] = lane
+            command = self._wanting.pop(lane)
+            host.ask(place, command, self._seed_for(lane, command is Command.REBUILD))
+
+    def _part(self, host: EnvHostPeer, reason: str) -> None:
+        """From now on it is not known here; whatever it still says belongs to a life that is over."""
+        log.warning("env host %s %s; it held envs %s", host.name, reason, [n for n in host.lanes if n is not None])
+        del self._hosts[host.life]
+        self._gone.append((host, reason))
+
+    def _bury(self, answers: Answers) -> None:
+        for host, reason in self._gone:
+            for place, lane in enumerate(host.lanes):
+                if lane is not None:
+                    order = host.under_way.get(place)
+                    at = order.command.name.lower() if order is not None else "no call of its own"
+                    self._homes[lane] = None
+                    answers.failures.append(Failure(lane, EnvHostLostError(host.name, reason), at=at))
+        self._gone.clear()
+
+    def _flush(self) -> None:
+        now = time.monotonic()
+        for host in self._hosts.values():
+            self._send_orders(host, host.take_due(now))
+
+    def _send_orders(self, host: EnvHostPeer, places: Sequence[int]) -> None:
+        """Send, or repeat, what is under way at `places`. What cannot be sent is repeated after a heartbeat."""
+        if not places:
+            return
+        self._send(host.route, orders_to(host, places, self._arrays))
+
+    def _say(self, route: bytes, message: Message) -> None:
+        self._send(route, message.frames())
+
+    def _send(self, route: bytes, frames: list[Buffer]) -> None:
+        self._door.send(route, frames)
+
+    def stop(self) -> None:
+        """Let all hosts go; they close their envs themselves. May be called twice."""
+        for host in self._hosts.values():
+            self._say(host.route, Fenced(detail="the worker has stopped, or begins anew"))
+        self._hosts.clear()
+        self._door.close()
