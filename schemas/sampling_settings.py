@@ -175,10 +175,10 @@ class SamplingSettings(Section):
                 f"env_placement = {self.env_placement!r} is for envs of one agent, each by itself, and {other} is "
                 "given; leave one of them out"
             )
-        if self.env_placement == "inline" and self.steps_the_ready:
+        if self.env_placement != "process" and self.steps_the_ready:
             other = "double_buffering" if self.double_buffering else "remote_env_batch_wait_ms"
             raise ValueError(
-                f"{other} is for envs that are stepped elsewhere, and env_placement is 'inline'; leave it out, or take "
+                f"{other} is for envs in processes, and env_placement is {self.env_placement!r}; leave it out, or take "
                 "env_placement = 'process'"
             )
         if self.double_buffering and self.remote_env_batch_wait_ms is not None:

@@ -146,3 +146,7 @@ class ReadyVector(ProcessVector):
     def _begin(self, lane: Any, episode: Episode, info: dict[str, Any]) -> None:
         super()._begin(lane, episode, info)
         self._show([lane.index])
+
+    def try_render_at(self, index: int) -> NDArray[np.uint8] | None:
+        """See `EnvDriver`; None too for an env that is being stepped."""
+        return None if index in self._waiting else super().try_render_at(index)

@@ -282,16 +282,8 @@ class ElsewhereVector(Lanes):
             self._running.try_reset(lane.index, episode.seed)
 
     def try_render_at(self, index: int) -> NDArray[np.uint8] | None:
-        """See `EnvDriver`. Takes as long as the env does, and a step's deadline at most; then its process is lost."""
-        self._catch_up()
-        if self.lanes[index].env is None or index in self._coming or index in self._lost:
-            return None
-        self._running.try_render(index)
-        while True:
-            answers = self._hear()
-            self._put_aside(answers)
-            if answers.pictures or index in self._lost:
-                return dict(answers.pictures).get(index)
+        """See `EnvDriver`: nothing that is elsewhere can be shown, unless a kind of pool knows how."""
+        return None
 
     def _pause(self) -> None:
         if self._coming:
@@ -315,3 +307,17 @@ class ProcessVector(ElsewhereVector):
 
     def _open_pool(self, config: EnvRunnerConfig) -> EnvPool:
         return EnvProcessPool(config, self._worker_index, self._seed_for)
+
+    def try_render_at(self, index: int) -> NDArray[np.uint8] | None:
+        """See `EnvDriver`. Takes as long as the env does, and a step's deadline at most; then its process is lost."""
+        self._catch_up()
+        if self.lanes[index].env is None or index in self._coming or index in self._lost:
+            return None
+        pool = self._running
+        assert isinstance(pool, EnvProcessPool), "_open_pool() gives one"
+        pool.try_render(index)
+        while True:
+            answers = self._hear()
+            self._put_aside(answers)
+            if answers.pictures or index in self._lost:
+                return dict(answers.pictures).get(index)
