@@ -29,8 +29,9 @@ run: $(READY) ## train CartPole-v1 to a mean return of 475 (about three minutes 
 	$(BIN)/headrace up --env CartPole-v1 --workers 2 --num-envs 8 --seed 0 --until-return 475 --timeout-s 600 \
 		--run-dir runs/cartpole
 
+# Four at a time, also on two cores: most tests wait for processes that are killed and come back.
 test: $(READY) ## all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 lint: $(READY) ## format, lint, types, spelling and layers
 	$(BIN)/ruff format --check .
