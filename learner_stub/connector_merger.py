@@ -14,14 +14,14 @@ speak of the same batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.errors import ConfigError, ConnectorError, HeadraceError
-from headrace.schemas.plugins import load_factory
+from headrace.schemas.errors import ConnectorError, HeadraceError
+from headrace.schemas.plugins import build_piece
 from headrace.schemas.weights import CONNECTORS
 
 State = dict[str, NDArray[Any]]
@@ -29,6 +29,7 @@ Spec = str | Mapping[str, Any] | Callable[[], Any]
 """A connector: "package.module:factory", a table of build and config, or the factory itself."""
 
 
+@runtime_checkable
 class Mergeable(Protocol):
     """What a merger needs of a connector. It is never connected to any spaces, and no row passes it."""
 
@@ -47,7 +48,7 @@ class ConnectorMerger:
         self._pieces: dict[str, Mergeable] = {}
         for pipeline, specs in (("env_to_module", env_to_module), ("module_to_env", module_to_env)):
             for i, spec in enumerate(specs):
-                piece = _build(spec, f"{pipeline}[{i}]")
+                piece: Mergeable = build_piece(spec, f"{pipeline}[{i}]", Mergeable)
                 self._pieces[f"{pipeline}/{i}.{type(piece).__name__}"] = piece
         self._learnt: dict[str, State] = {}
 
@@ -94,19 +95,3 @@ class ConnectorMerger:
         except Exception as error:
             seen = ", ".join(f"{part} {array.dtype} {array.shape}" for part, array in update.items())
             raise ConnectorError(name, f"merge: {type(error).__name__}: {error}", seen) from error
-
-
-def _build(spec: Spec, key: str) -> Mergeable:
-    factory = load_factory(spec, key) if isinstance(spec, str | Mapping) else spec
-    if not callable(factory):
-        raise ConfigError(f"{spec!r:.80} is no factory of a connector, or 'package.module:factory'", key=key)
-    try:
-        piece = factory()
-    except HeadraceError:
-        raise
-    except Exception as error:
-        raise ConnectorError(f"{spec!r:.80} of {key}", f"{type(error).__name__}: {error}") from error
-    if not hasattr(piece, "merge"):
-        raise ConfigError(f"{spec!r:.80} gave a {type(piece).__name__}, not a Connector", key=key)
-    built: Mergeable = piece
-    return built

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from headrace.schemas.errors import ConfigError
+from headrace.schemas.errors import ConfigError, ConnectorError, HeadraceError
 
 
 def load_object(path: str, key: str) -> Any:
@@ -51,4 +51,24 @@ def _callable(path: str, key: str) -> Callable[..., Any]:
     if not callable(factory):
         raise ConfigError(f"{path!r} is a {type(factory).__name__} and cannot be called", key=key)
     built: Callable[..., Any] = factory
+    return built
+
+
+def build_piece(spec: Any, key: str, kind: type) -> Any:
+    """A connector: what `spec` builds, a factory or what `load_factory` takes; sure to be a `kind`, a runtime-checkable
+    protocol.
+
+    Raises `ConfigError` for what builds none, `ConnectorError` when the factory raises.
+    """
+    factory = load_factory(spec, key) if isinstance(spec, str | Mapping) else spec
+    if not callable(factory):
+        raise ConfigError(f"{spec!r:.80} is no connector, factory of one, or 'package.module:factory'", key=key)
+    try:
+        built = factory()
+    except HeadraceError:
+        raise
+    except Exception as error:
+        raise ConnectorError(f"{spec!r:.80} of {key}", f"{type(error).__name__}: {error}") from error
+    if not isinstance(built, kind):
+        raise ConfigError(f"{spec!r:.80} gave a {type(built).__name__}, not a Connector", key=key)
     return built

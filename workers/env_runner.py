@@ -77,8 +77,8 @@ class EnvRunner(RunnerState, Generic[Batch]):
     # -- what the kinds of runner do each in its own way --------------------------------------------------------------
 
     @abstractmethod
-    def make_env(self) -> None:
-        """Build all envs anew from the config, closing what was there. Open episodes are over."""
+    def _make_envs(self) -> None:
+        """Build all envs from the config, or build them anew, and let the module, if there is one, see them."""
 
     @abstractmethod
     def make_module(self) -> None:
@@ -124,6 +124,16 @@ class EnvRunner(RunnerState, Generic[Batch]):
 
     def _abandon(self, reason: Discard) -> None:
         self._vector.abandon(reason)
+
+    def make_env(self) -> None:
+        """Build all envs anew from the config, closing what was there. Open episodes are over.
+
+        Raises `MissingEnvError`, `UnknownEnvError`, or `EnvError` caused by the env's own error; without envs then.
+        """
+        self.callbacks.check_at_rest("make_env()")
+        self._stopped = True
+        self._make_envs()
+        self._stopped = False
 
     # -- sampling -----------------------------------------------------------------------------------------------------
 

@@ -54,10 +54,7 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
-    def make_env(self) -> None:
-        """See `EnvRunner`. Raises `MissingEnvError`, `UnknownEnvError`, or `EnvError` caused by the env's own error."""
-        self.callbacks.check_at_rest("make_env()")
-        self._stopped = True
+    def _make_envs(self) -> None:
         if self._sampler is None:
             envs = MultiAgentVector(
                 self.config, self.worker_index, self._seeds, self.totals, self._policies, self._id_high, self.callbacks
@@ -66,7 +63,6 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         else:
             self._sampler.rebuild(self.config)
         self._sampler.use(self.modules, lambda: self.fleet_steps)
-        self._stopped = False
 
     def make_module(self) -> None:
         """Build all modules anew. A builder that raises NotImplementedError leaves the runner to random actions."""

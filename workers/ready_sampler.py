@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.errors import ConnectorError
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.driver import ReadyDriver
@@ -64,15 +63,8 @@ class ReadySampler(VectorSampler):
         stop_at_episodes: int | None = None,
     ) -> None:
         """Have lanes act that have nothing under way, and take in what is answered; see `VectorSampler.poll`."""
-        envs = self.envs
-        envs.on_wait = on_wait
-        if envs.repairing:
-            envs.wait_for_one(self._start_episodes, on_wait)
-        poll, process, timers = envs.poll, self._process, self._totals.timers
-        if timers.is_due():
-            poll, process = timers.timed("env_step_timer", poll), timers.timed("env_to_module_timer", process)
-            if not self.mode.random_actions:
-                choose_actions = timers.timed("rlmodule_inference_timer", choose_actions)
+        self._repair(on_wait)
+        choose_actions, poll, process = self._timed(choose_actions)
         acting = self._next_to_act()
         if len(acting):
             self._act(acting, choose_actions, weights_seq)
@@ -102,12 +94,7 @@ class ReadySampler(VectorSampler):
         return np.empty(0, np.intp)
 
     def _act(self, acting: Rows, choose_actions: ChooseActions, weights_seq: int) -> None:
-        try:
-            columns = choose_actions(acting)
-        except ConnectorError:
-            if self._memory is not None:
-                self._drop_fragment()  # it remembers a step that will not be taken
-            raise
+        columns = self._choose(choose_actions, acting)
         self.fragment.act(acting, columns, weights_seq)
         self.envs.send_actions_of(acting, columns)
 

@@ -75,10 +75,7 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
-    def make_env(self) -> None:
-        """See `EnvRunner`. Raises `MissingEnvError`, `UnknownEnvError`, or `EnvError` caused by the env's own error."""
-        self.callbacks.check_at_rest("make_env()")
-        self._stopped = True
+    def _make_envs(self) -> None:
         if self._sampler is None:
             self._sampler = self._make_sampler()
         else:
@@ -87,7 +84,6 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         self._random_noise = self._noise_of(self._seeds.random_actions, self._random.noise_size, "uniform")
         if self.module is not None:
             self._make_actor(self.module)
-        self._stopped = False
 
     def _make_sampler(self) -> VectorSampler:
         parts = self.config, self.worker_index, self._seeds, self.totals, self.callbacks

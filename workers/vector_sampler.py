@@ -37,6 +37,9 @@ _NO_STATE: dict[str, NDArray[Any]] = {}
 ChooseActions = Callable[[NDArray[np.intp] | None], Columns]
 """The policy's columns, a row for every lane, of which those of some lanes (None: all) are meant."""
 
+Process = Callable[[NDArray[np.intp] | None, Outcome, Columns], None]
+"""Has what lanes (None: all) see pass env_to_module, with what came of the actions in the columns."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mode:
@@ -147,23 +150,11 @@ class VectorSampler:
         With `stop_at_episodes` none is begun once so many have ended. May sleep while no env is up at all. Raises what
         `EnvDriver.try_restart` raises; the books are right even then, and the next poll goes on.
         """
-        envs, fragment = self.envs, self.fragment
-        envs.on_wait = on_wait
-        if envs.repairing:
-            envs.wait_for_one(self._start_episodes, on_wait)
-        live = envs.live
-        poll, process, timers = envs.poll, self._process, self._totals.timers
-        if timers.is_due():
-            poll, process = timers.timed("env_step_timer", poll), timers.timed("env_to_module_timer", process)
-            if not self.mode.random_actions:
-                choose_actions = timers.timed("rlmodule_inference_timer", choose_actions)
+        self._repair(on_wait)
+        envs, fragment, live = self.envs, self.fragment, self.envs.live
+        choose_actions, poll, process = self._timed(choose_actions)
         fragment.aim(live)
-        try:
-            columns = choose_actions(None)
-        except ConnectorError:
-            if self._memory is not None:
-                self._drop_fragment()  # it remembers a step that will not be taken
-            raise
+        columns = self._choose(choose_actions, None)
         fragment.put(columns)
         envs.send_actions(columns)
         outcome = poll()
@@ -171,12 +162,35 @@ class VectorSampler:
         self.resets += outcome.resets
         self._take_in(outcome, live, columns, process, stop_at_episodes)
 
+    def _repair(self, on_wait: Callable[[], None] | None) -> None:
+        """Bring back what may be brought back; waits while no env is up at all."""
+        self.envs.on_wait = on_wait
+        if self.envs.repairing:
+            self.envs.wait_for_one(self._start_episodes, on_wait)
+
+    def _timed(self, choose_actions: ChooseActions) -> tuple[ChooseActions, Callable[[], Outcome], Process]:
+        """What a poll calls, in the order in which it does; timed if it is this poll's turn."""
+        poll, process, timers = self.envs.poll, self._process, self._totals.timers
+        if timers.is_due():
+            poll, process = timers.timed("env_step_timer", poll), timers.timed("env_to_module_timer", process)
+            if not self.mode.random_actions:
+                choose_actions = timers.timed("rlmodule_inference_timer", choose_actions)
+        return choose_actions, poll, process
+
+    def _choose(self, choose_actions: ChooseActions, acting: NDArray[np.intp] | None) -> Columns:
+        try:
+            return choose_actions(acting)
+        except ConnectorError:
+            if self._memory is not None:
+                self._drop_fragment()  # it remembers a step that will not be taken
+            raise
+
     def _take_in(
         self,
         outcome: Outcome,
         lanes: NDArray[np.intp] | None,
         columns: Columns,
-        process: Callable[[NDArray[np.intp] | None, Outcome, Columns], None],
+        process: Process,
         stop_at_episodes: int | None,
     ) -> None:
         """What came of the actions in `columns` (width, ...) of `lanes` (None: all); rewards stand in the fragment."""

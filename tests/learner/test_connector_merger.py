@@ -207,7 +207,7 @@ def test_a_piece_that_raises_is_named_with_what_it_was_given(make_batch: MakeBat
         ("nowhere", ConfigError, r"env_to_module\[0\]: 'nowhere' is not of the form"),
         ({"build": MEAN_STD, "colour": "red"}, ConfigError, "should be a table of build"),
         ("builtins:dict", ConfigError, "gave a dict, not a Connector"),
-        (3, ConfigError, "3 is no factory of a connector"),
+        (3, ConfigError, "3 is no connector, factory of one"),
         ({"build": MEAN_STD, "config": {"clip": -1.0}}, ConfigError, "clip"),
         (make_broken, ConnectorError, r"make_broken.*env_to_module\[0\] failed: RuntimeError: no luck"),
     ],

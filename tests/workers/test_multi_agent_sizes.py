@@ -225,3 +225,30 @@ def test_policies_may_be_a_set_and_modules_built_anew_do_not_repeat_their_number
             sampler.make_module()
             sampler.make_env()
         assert lives[0] != lives[1] != lives[2] != lives[0]
+
+
+def test_the_info_an_agent_appeared_with_right_at_a_cut_is_in_its_first_chunk() -> None:
+    class Late(Together):
+        """a1 is seen for the first time after the second step, with an info."""
+
+        def reset(self, **given: Any) -> Any:
+            observations, infos = super().reset(**given)
+            self.steps = 0
+            self.waits = observations.pop("a1")
+            return observations, infos
+
+        def step(self, actions: Any) -> Any:
+            late = {} if "a1" in actions else {"a1": 0}
+            observations, rewards, terminateds, truncateds, infos = super().step({**actions, **late})
+            self.steps += 1
+            if self.steps < 2:
+                for part in (observations, rewards):
+                    part.pop("a1", None)
+            if self.steps == 2:
+                infos["a1"] = {"came": True}
+            return observations, rewards, terminateds, truncateds, infos
+
+    with multi_runner(Late, env_config={"lengths": [9, 9]}) as sampler:
+        assert {c.agent_id for c in sampler.sample(num_timesteps=2)} == {"a0"}
+        (chunk,) = (c for c in sampler.sample(num_timesteps=3) if c.agent_id == "a1")
+        assert (chunk.chunk_index, chunk.infos[0]) == (0, {"came": True})

@@ -10,8 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.errors import ConfigError, ConnectorError, HeadraceError
-from headrace.schemas.plugins import load_factory
+from headrace.schemas.plugins import build_piece
 from headrace.schemas.spaces import Spaces
 
 Columns = dict[str, NDArray[Any]]
@@ -85,22 +84,12 @@ class Connector(Protocol):
 
 
 def build_connector(spec: Any, key: str) -> Connector:
-    """A connector of one's own from a connector (copied), a factory, or what `plugins.load_factory` takes.
+    """A connector of one's own from a connector (copied), or by `plugins.build_piece`.
 
     `key` names the setting it stands in. Raises `ConfigError` for what is none of these, `ConnectorError` when the
     factory raises.
     """
     if isinstance(spec, Connector) and not isinstance(spec, type):
         return copy.deepcopy(spec)
-    factory = load_factory(spec, key) if isinstance(spec, str | Mapping) else spec
-    if not callable(factory):
-        raise ConfigError(f"{spec!r:.80} is no connector, factory of one, or 'package.module:factory'", key=key)
-    try:
-        built = factory()
-    except HeadraceError:
-        raise
-    except Exception as error:
-        raise ConnectorError(f"{spec!r:.80} of {key}", f"{type(error).__name__}: {error}") from error
-    if not isinstance(built, Connector):
-        raise ConfigError(f"{spec!r:.80} gave a {type(built).__name__}, not a Connector", key=key)
+    built: Connector = build_piece(spec, key, Connector)
     return built

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,15 @@ from headrace.schemas.spaces import (
     leaves,
 )
 from headrace.workers.bounds import box_bounds
+
+
+def write_actions(
+    into: Mapping[str, NDArray[Any]], lanes: Sequence[int] | None, columns: Mapping[str, NDArray[Any]], root: str
+) -> None:
+    """Write the rows of `lanes` (None: all) of the columns below `root` into those below "actions", (width, ...)."""
+    rows: Any = slice(None) if lanes is None else lanes
+    for name, column in into.items():
+        column[rows] = columns[root + name.removeprefix("actions")][rows]
 
 
 def to_env_form(space: Space, columns: Mapping[str, NDArray[Any]], root: str = "actions") -> list[Any]:

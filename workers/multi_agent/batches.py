@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import overload
 
 import numpy as np
@@ -21,11 +22,15 @@ class ModuleBatches(Sequence[EpisodeChunk]):
 
     def __init__(self, batches: Mapping[str, ChunkBatch]) -> None:
         self.batches = dict(batches)
+
+    @cached_property
+    def _places(self) -> list[tuple[ChunkBatch, int]]:
+        """Of each chunk, in order; found out when somebody looks at chunks, which a worker that ships them does not."""
         places = []
         for batch in self.batches.values():
             ends = batch.table["end"][batch.order] if batch.order is not None else batch.table["end"]
-            places += [(_LAST.get(ChunkEnd(end), 0), batch, i) for i, end in enumerate(ends.tolist())]
-        self._places = [(batch, i) for _, batch, i in sorted(places, key=lambda place: place[0])]
+            places += [(_LAST.get(end, 0), batch, i) for i, end in enumerate(ends.tolist())]
+        return [(batch, i) for _, batch, i in sorted(places, key=lambda place: place[0])]
 
     @property
     def steps(self) -> int:
@@ -33,7 +38,7 @@ class ModuleBatches(Sequence[EpisodeChunk]):
         return sum(batch.steps for batch in self.batches.values())
 
     def __len__(self) -> int:
-        return len(self._places)
+        return sum(map(len, self.batches.values()))
 
     @overload
     def __getitem__(self, index: int) -> EpisodeChunk: ...

@@ -207,6 +207,10 @@ class OpenChunks:
         seats = [seat for e in self.episodes for seat in e.seats.values() if seat.module is module]
         hanging = [seat.row for seat in seats if seat.hangs]
         unfinished = [chunk for chunk in fragment.ended if self._goes_on(chunk)]
+        for seat in seats:
+            chunk = fragment.open[seat.row]
+            if chunk is not None and fragment.cursor(seat.row) == chunk.start:
+                seat.episode.seam_info = chunk.infos.get(0)  # of a chunk without a step yet, which is not cut
         chunks, module.fragment = fragment.take(hanging, unfinished, keep_open=keep_open)
         markers, module.markers = module.markers, []
         batch = cut_seats(fragment, chunks, markers, module.spaces, stamp, module.module_id)

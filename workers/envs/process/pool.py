@@ -15,6 +15,7 @@ from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvError, EnvRaisedError
 from headrace.schemas.spaces import Spaces
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.actions import write_actions
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.process.answers import Answers
 from headrace.workers.envs.process.control import NO_SEED, Command
@@ -107,12 +108,7 @@ class EnvProcessPool:
 
         A lane in `next_seeds` is reset with its seed in the same turn if that ends its episode, unless it must move.
         """
-        for name, column in self.actions.items():
-            given = columns[root + name.removeprefix("actions")]
-            if lanes is None:
-                column[:] = given
-            else:
-                column[lanes] = given[lanes]
+        write_actions(self.actions, lanes, columns, root)
         for lane in range(self.width) if lanes is None else lanes:
             seed = next_seeds.get(lane, NO_SEED) if next_seeds and self._placement.may_stay(lane) else NO_SEED
             self._placement.home(lane).ask(lane, Command.STEP, seed)

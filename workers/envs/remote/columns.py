@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from headrace.schemas.env_messages import EnvAnswers
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves
+from headrace.workers.envs.actions import write_actions
 
 Rows = list[tuple[NDArray[Any], list[int], NDArray[Any]]]
 """(column, places, one row for each of them)."""
@@ -32,12 +33,7 @@ class RemoteColumns:
 
     def write_actions(self, lanes: Sequence[int] | None, columns: Mapping[str, NDArray[Any]], root: str) -> None:
         """Take over the rows of `lanes`, None for all."""
-        for name, column in self.actions.items():
-            given = columns[root + name.removeprefix("actions")]
-            if lanes is None:
-                column[:] = given
-            else:
-                column[lanes] = given[lanes]
+        write_actions(self.actions, lanes, columns, root)
 
     def action_rows(self, lanes: Sequence[int]) -> dict[str, NDArray[Any]]:
         """A copy of what `lanes` are to do, in order."""
