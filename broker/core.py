@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from headrace.broker.acknowledgements import Acknowledgements
 from headrace.broker.holdings import Holdings
 from headrace.broker.learner_desk import LearnerDesk
 from headrace.broker.limits import BrokerLimits, BrokerState
@@ -49,7 +50,8 @@ class BrokerCore:
         self.holdings = Holdings(limits)
         self._outbox = Outbox()
         self._learners = LearnerDesk(fleet_id, self.state, self.holdings, self._outbox)
-        self._workers = WorkerDesk(fleet_id, limits, self.state, self.holdings, self._outbox, self._learners.waits_for)
+        self._acks = Acknowledgements(limits, self.holdings, self._outbox, self._learners.waits_for)
+        self._workers = WorkerDesk(fleet_id, limits, self.state, self.holdings, self._outbox, self._acks)
         self._heartbeat_interval_s = limits.heartbeat_interval_s
         self._started = now
         self._next_heartbeat = now
@@ -127,13 +129,13 @@ class BrokerCore:
 
     def take_outbox(self, now: float = math.inf) -> list[Send]:
         """All messages due by `now`, in order; acknowledgements are gathered into one for each worker."""
-        self._workers.acknowledge(now)
+        self._acks.send(len(self._workers.peers), now)
         return self._outbox.take()
 
     @property
     def next_due(self) -> float:
         """When `take_outbox` has something to give even if nothing comes in; infinity if it has not."""
-        return self._workers.acknowledge_at
+        return self._acks.due_at
 
     @property
     def weights(self) -> Version:

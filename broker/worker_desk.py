@@ -1,11 +1,10 @@
-"""The broker's side towards workers and their supervisors: places, acceptance, credit, fencing, closing the books."""
+"""The broker's side towards workers and their supervisors: places, acceptance, fencing, closing the books."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any
 
+from headrace.broker.acknowledgements import Acknowledgements
 from headrace.broker.holdings import Holdings
 from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.outbox import Outbox
@@ -13,7 +12,6 @@ from headrace.broker.source import Held, Peer, Source
 from headrace.schemas.batch import BatchHeader
 from headrace.schemas.ledger import Discard
 from headrace.schemas.messages import (
-    Ack,
     Bye,
     Fenced,
     Heartbeat,
@@ -31,16 +29,9 @@ from headrace.schemas.wire import Buffer
 FIRST_ASSIGNED_SLOT = 1000
 """Slots below belong to supervisors, who name them; a worker that names none gets one from here on."""
 
-_MOST_CREDIT = 1024
-
-GATHER_S = 0.002
-_GATHER = 8
-"""How long, and for how many batches accepted or settled, an Ack may wait for what the next one would say: each Ack
-wakes four threads, which costs more than all else that is done for a small batch."""
-
 
 class WorkerDesk:
-    """One object a core. `waits_for` says whom a worker without credit waits for."""
+    """One object a core."""
 
     def __init__(
         self,
@@ -49,7 +40,7 @@ class WorkerDesk:
         state: BrokerState,
         holdings: Holdings,
         outbox: Outbox,
-        waits_for: Callable[[], str],
+        acks: Acknowledgements,
     ) -> None:
         self.fleet_id = fleet_id
         self.spaces: dict[str, Any] = {}
@@ -58,11 +49,9 @@ class WorkerDesk:
         self._state = state
         self._holdings = holdings
         self._outbox = outbox
-        self._waits_for = waits_for
+        self._acks = acks
         self._obituaries: dict[tuple[int, int], tuple[Peer, LastWords]] = {}
         self._supervisors: set[Peer] = set()
-        self.acknowledge_at = math.inf
-        """When the next Ack is due, if nothing more changes."""
 
     # -- joining ------------------------------------------------------------------------------------------------------
 
@@ -158,7 +147,7 @@ class WorkerDesk:
             incarnation=source.incarnation,
             accepted=source.accepted,
             settled=source.settled,
-            credit=self._credit(source),
+            credit=self._acks.credit(source, len(self.peers)),
             max_batch_bytes=self._limits.max_batch_bytes,
             lease_s=self._limits.lease_s,
             heartbeat_interval_s=self._limits.heartbeat_interval_s,
@@ -222,17 +211,6 @@ class WorkerDesk:
             self._outbox.ask_hello(peer)
         return None
 
-    def _credit(self, source: Source) -> int:
-        """The highest batch this worker may send: its share of what room is left, and one batch in any case while
-        the broker holds none of its batches, so that whatever is larger than a share gets through too."""
-        if source.ended:
-            return source.accepted
-        if self._limits.overflow == "drop_oldest":
-            return source.accepted + _MOST_CREDIT
-        room = max(0, self._limits.max_held_bytes - self._holdings.nbytes)
-        batches = room // max(1, len(self.peers)) // (source.batch_bytes or self._limits.max_batch_bytes)
-        return source.accepted + max(min(batches, _MOST_CREDIT), 0 if source.held else 1)
-
     # -- leaving ------------------------------------------------------------------------------------------------------
 
     def on_bye(self, peer: Peer, bye: Bye, now: float) -> None:
@@ -268,7 +246,7 @@ class WorkerDesk:
             highest = self._state.incarnations.get(words.slot, 0)
             self._state.incarnations[words.slot] = max(highest, words.incarnation)
             self._holdings.end(source, words.reason)
-        self._outbox.send(peer, self._ack(source))
+        self._outbox.send(peer, self._acks.ack(source, len(self.peers)))
 
     # -- telling ------------------------------------------------------------------------------------------------------
 
@@ -281,32 +259,3 @@ class WorkerDesk:
     def tell_all(self) -> None:
         """Every worker is to hear the cumulative state."""
         self._holdings.changed.update(source.key for source in self.peers.values())
-
-    def acknowledge(self, now: float) -> None:
-        """One Ack to each worker for whom something changed: at once if much did, else within `GATHER_S`."""
-        changed = self._holdings.changed
-        is_due = now >= self.acknowledge_at
-        for source in [self._holdings.sources[key] for key in changed]:
-            if is_due or source.progress() - source.told >= _GATHER:
-                changed.discard(source.key)
-                if source.peer is not None:
-                    self._outbox.send(source.peer, self._ack(source))
-        if is_due or not changed:
-            self.acknowledge_at = math.inf
-        if changed:
-            self.acknowledge_at = min(self.acknowledge_at, now + GATHER_S)
-
-    def _ack(self, source: Source) -> Ack:
-        credit = self._credit(source)
-        source.told = source.progress()
-        return Ack(
-            slot=source.slot,
-            incarnation=source.incarnation,
-            accepted=source.accepted,
-            settled=source.settled,
-            credit=credit,
-            weights=self._holdings.weights,
-            closed=source.closed,
-            steps_elsewhere=self._holdings.steps - source.counted,
-            waiting_for="" if credit > source.accepted else self._waits_for(),
-        )

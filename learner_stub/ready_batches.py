@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from headrace.learner_stub.continuity import SourceEpisodes
 from headrace.learner_stub.module_readers import ModuleReaders
-from headrace.learner_stub.session import Arrival, ArrivalKind, Key, LearnerSession
+from headrace.learner_stub.session import LearnerSession
+from headrace.learner_stub.sources import Arrival, ArrivalKind, Key
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.batch_reader import UnreadBatch
 from headrace.schemas.errors import DecodeError

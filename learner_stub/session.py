@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from headrace.learner_stub.sources import Arrival, ArrivalKind, Key, Source, growth, position_of
 from headrace.schemas.batch import BatchHeader
-from headrace.schemas.ledger import Count, Settled
+from headrace.schemas.ledger import Count
 from headrace.schemas.messages import (
     Commit,
     Fenced,
@@ -30,8 +31,6 @@ from headrace.schemas.messages import (
     Status,
 )
 
-Key = tuple[int, int]
-
 
 class State(Enum):
     """JOINING until the broker's WELCOME; STOPPED after a refusal or a fencing, which `refusal` then holds."""
@@ -39,40 +38,6 @@ class State(Enum):
     JOINING = "joining"
     ACTIVE = "active"
     STOPPED = "stopped"
-
-
-class ArrivalKind(Enum):
-    """What an arrival means to the user's stream."""
-
-    BATCH = "batch"
-    GAP = "gap"
-    END = "end"
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """One thing the user's stream takes, in order: a batch, a hole in a source, or a source's end."""
-
-    kind: ArrivalKind
-    key: Key
-    batch: HeldBatch | None = None
-    content: object = None
-    """Of a batch: what the caller of `receive_batch` handed in."""
-    reason: str = ""
-    lost: dict[str, Count] = field(default_factory=dict)
-    """Of a hole: (steps, chunks) by reason."""
-
-
-@dataclass(slots=True)
-class _Source:
-    received: int = 0
-    """The last batch received, or passed over."""
-    taken: Settled = Settled()
-    """What became of the batches the user has taken."""
-    committed: Settled = Settled()
-    in_hand: deque[HeldBatch] = field(default_factory=deque)
-    """Received and not committed."""
-    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +72,7 @@ class LearnerSession:
         self.redelivered = 0
         self.received_batches = 0
         self.consumed_batches = 0
-        self._sources: dict[Key, _Source] = {}
+        self._sources: dict[Key, Source] = {}
         self._changed: set[Key] = set()
         self._to_tell: set[Key] = set()
         self._outbox: list[Message] = []
@@ -116,7 +81,7 @@ class LearnerSession:
         self._next_send = 0.0
         self._heard = 0.0
         for place in position or []:
-            known = _Source(place.settled.seq, place.settled, place.settled)
+            known = Source(place.settled.seq, place.settled, place.settled)
             self._sources[(place.slot, place.incarnation)] = known
         self._handlers: dict[type, Callable[[Any], None]] = {
             LearnerWelcome: self._on_welcome,
@@ -142,7 +107,7 @@ class LearnerSession:
             return
         self.received_batches += 1
         key = (header.slot, header.incarnation)
-        source = self._sources.setdefault(key, _Source())
+        source = self._sources.setdefault(key, Source())
         if header.seq != source.received + 1:
             self.consumed_batches += 1
             if header.seq <= source.received:
@@ -174,7 +139,7 @@ class LearnerSession:
 
     def position(self) -> list[SourcePosition]:
         """Everything taken so far, as if committed: what belongs into the learner's own checkpoint."""
-        return [_position(key, source.taken) for key, source in self._sources.items() if source.taken.seq]
+        return [position_of(key, source.taken) for key, source in self._sources.items() if source.taken.seq]
 
     def commit(self, now: float, *, at_once: bool = True) -> None:
         """Settle everything taken so far, and tell the broker: now, or by a call of `commit` or `tick` soon."""
@@ -229,7 +194,7 @@ class LearnerSession:
                 token=self.token,
                 channel="stream",
                 epoch=self.epoch,
-                position=[_position(key, settled) for key, settled in committed if settled.seq],
+                position=[position_of(key, settled) for key, settled in committed if settled.seq],
                 held={f"{k[0]}/{k[1]}": list(s.in_hand) for k, s in self._sources.items() if s.in_hand},
                 received_batches=self.received_batches,
                 window_batches=self.limits.window_batches,
@@ -245,7 +210,7 @@ class LearnerSession:
         self._outbox.append(
             Commit(
                 epoch=self.epoch,
-                position=[_position(key, self._sources[key].committed) for key in self._to_tell],
+                position=[position_of(key, self._sources[key].committed) for key in self._to_tell],
                 in_hand=sum(len(source.in_hand) for source in self._sources.values()),
                 consumed_batches=self.consumed_batches,
                 waiting=waiting,
@@ -266,10 +231,10 @@ class LearnerSession:
     def _on_start(self, start: SourceStart) -> None:
         """The batches up to `start.settled.seq` will not come. Those dropped leave a hole in their episodes."""
         key = (start.slot, start.incarnation)
-        source = self._sources.setdefault(key, _Source())
+        source = self._sources.setdefault(key, Source())
         if start.settled.seq <= source.received:
             return
-        lost = _growth(source.taken.dropped, start.settled.dropped)
+        lost = growth(source.taken.dropped, start.settled.dropped)
         source.received = start.settled.seq
         source.taken = source.committed = start.settled
         if lost:
@@ -277,7 +242,7 @@ class LearnerSession:
 
     def _on_gap(self, gap: SourceGap) -> None:
         key = (gap.slot, gap.incarnation)
-        source = self._sources.setdefault(key, _Source())
+        source = self._sources.setdefault(key, Source())
         if gap.batch.seq != source.received + 1:
             return
         source.received = gap.batch.seq
@@ -287,7 +252,7 @@ class LearnerSession:
 
     def _on_end(self, end: SourceEnd) -> None:
         key = (end.slot, end.incarnation)
-        source = self._sources.setdefault(key, _Source())
+        source = self._sources.setdefault(key, Source())
         if not source.ended and end.seq <= source.received:
             source.ended = True
             self.arrivals.append(Arrival(ArrivalKind.END, key, None, None, end.reason))
@@ -301,13 +266,3 @@ class LearnerSession:
         else:
             self.state = State.JOINING
             self._next_send = 0.0
-
-
-def _growth(before: dict[str, Count], after: dict[str, Count]) -> dict[str, Count]:
-    """What was added to each count."""
-    grown = {r: (n[0] - before.get(r, (0, 0))[0], n[1] - before.get(r, (0, 0))[1]) for r, n in after.items()}
-    return {reason: count for reason, count in grown.items() if count != (0, 0)}
-
-
-def _position(key: Key, settled: Settled) -> SourcePosition:
-    return SourcePosition(slot=key[0], incarnation=key[1], settled=settled)

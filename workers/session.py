@@ -7,11 +7,9 @@ forgot or a connection broke. Whoever fills it asks `has_room` first: a full win
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal
+from typing import Any
 
 from headrace.schemas.ledger import Drop, Settled, WorkerTotals
 from headrace.schemas.messages import (
@@ -27,9 +25,8 @@ from headrace.schemas.messages import (
     WorkerHello,
     WorkerWelcome,
 )
-from headrace.schemas.recorder import WINDOW
 from headrace.schemas.runner_counters import Counters, fitting
-from headrace.schemas.wire import Buffer
+from headrace.workers.window import SessionLimits, Shipment, Window
 
 
 class State(Enum):
@@ -43,32 +40,9 @@ class State(Enum):
     REFUSED = "refused"
 
 
-@dataclass(slots=True)
-class Shipment:
-    """A batch in the window. `frames` is None once its bytes are let go while its fate is still open."""
-
-    batch: HeldBatch
-    nbytes: int
-    frames: list[Buffer] | None
-    totals: WorkerTotals
-    reason: str = Drop.BROKER_LOST
-    """What it is skipped for once its bytes are gone."""
-
-
-@dataclass(frozen=True, slots=True)
-class SessionLimits:
-    """The window in batches and bytes, whose receipt frees a batch's bytes, and clocks in seconds."""
-
-    window_batches: int = 16
-    window_bytes: int = 256 << 20
-    ack: Literal["learner", "broker"] = "learner"
-    retry_s: float = 1.0
-    window_steps: int = 0
-    """Batches that have fewer steps than this together leave room for more, however many they are: while envs are down
-    they are small, and a learner that waits for steps needs more of them."""
-
-
 Outgoing = Message | Shipment
+
+_TRIES = 3
 
 
 class WorkerSession:
@@ -95,8 +69,7 @@ class WorkerSession:
         self.read_counters: Callable[[], Counters] = dict
         """Asked for the runner's lifetime counters when a message is to carry them."""
         self._hello = hello
-        self._window: deque[Shipment] = deque()
-        self._window_bytes = 0
+        self._window = Window(limits)
         self._sent = 0
         self._credit = 0
         self._rejected: dict[int, int] = {}
@@ -115,7 +88,7 @@ class WorkerSession:
     @property
     def next_seq(self) -> int:
         """The number the next batch must bear."""
-        return self.settled.seq + len(self._window) + 1
+        return self._window.next_seq
 
     @property
     def over(self) -> bool:
@@ -123,32 +96,21 @@ class WorkerSession:
         return self.state in (State.LEFT, State.FENCED, State.REFUSED)
 
     def has_room(self, batches: int = 1) -> bool:
-        """That many fit the window, which one cut gives; they always fit an empty one.
-
-        What a drain gives besides them must still fit the recorder.
-        """
-        if len(self._window) + 2 * batches > WINDOW:
-            return False
-        limits = self.limits
-        kept = [s.batch.steps for s in self._window if limits.ack == "learner" or s.frames is not None]
-        fits = len(kept) + batches <= limits.window_batches or sum(kept) < limits.window_steps
-        return not kept or (fits and self._window_bytes < limits.window_bytes)
+        """That many fit the window, which one cut gives; see `Window`."""
+        return self._window.has_room(batches)
 
     def submit(self, shipment: Shipment) -> None:
         """Take a batch for delivery; its number must be `next_seq`."""
-        if shipment.batch.seq != self.next_seq:
-            raise ValueError(f"batch {shipment.batch.seq} submitted where {self.next_seq} is next")
-        self._window.append(shipment)
-        self._window_bytes += shipment.nbytes
+        self._window.add(shipment)
         self.totals = shipment.totals
 
     def window(self) -> list[HeldBatch]:
         """Every batch not known to be settled, by its counts."""
-        return [shipment.batch for shipment in self._window]
+        return self._window.held()
 
     def unaccepted(self) -> int:
         """Batches the broker has not accepted."""
-        return self.settled.seq + len(self._window) - self.accepted
+        return self.next_seq - 1 - self.accepted
 
     def introduce(self, spaces: dict[str, Any]) -> None:
         """Tell the broker what the envs look like, now that they stand: a second HELLO, answered by another WELCOME."""
@@ -198,9 +160,9 @@ class WorkerSession:
         out: list[Outgoing] = [*self._control]
         self._control.clear()
         if self.state is State.ACTIVE:
-            last = min(self._credit, self.settled.seq + len(self._window))
+            last = min(self._credit, self.next_seq - 1)
             for seq in range(self._sent + 1, last + 1):
-                out.append(self._outgoing(self._window[seq - self.settled.seq - 1]))
+                out.append(self._outgoing(self._window[seq]))
                 self._sent = seq
         return out
 
@@ -280,25 +242,14 @@ class WorkerSession:
         self.steps_elsewhere = max(self.steps_elsewhere, ack.steps_elsewhere)
         self.waiting_for = ack.waiting_for
         if self.limits.ack == "broker":
-            self._let_go()
+            self._window.let_go(self.accepted)
         if ack.closed and self._bye is not None:
             self.state = State.LEFT
 
     def _settle(self, settled: Settled) -> None:
-        while self._window and self._window[0].batch.seq <= settled.seq:
-            self._window_bytes -= self._window.popleft().nbytes
+        self._window.forget(settled.seq)
         if settled.seq > self.settled.seq:
             self.settled = settled
-
-    def _let_go(self) -> None:
-        """Forget the bytes of accepted batches; their counts stay until they are settled."""
-        for shipment in self._window:
-            if shipment.batch.seq > self.accepted:
-                break
-            if shipment.frames is not None:
-                shipment.frames = None
-                self._window_bytes -= shipment.nbytes
-                shipment.nbytes = 0
 
     def _on_fenced(self, fenced: Fenced, now: float) -> None:
         self._settle(fenced.settled)
@@ -314,13 +265,8 @@ class WorkerSession:
             self._rejoin(now)
 
     def _on_refused_batch(self, reject: Reject) -> None:
-        """A batch the broker cannot read is tried three times, then skipped by name."""
+        """A batch the broker cannot read is tried `_TRIES` times, then skipped by name."""
         self._rejected[reject.seq] = self._rejected.get(reject.seq, 0) + 1
         self._sent = min(self._sent, reject.seq - 1)
-        if self._rejected[reject.seq] < 3:
-            return
-        for shipment in self._window:
-            if shipment.batch.seq == reject.seq and shipment.frames is not None:
-                shipment.frames, shipment.reason = None, Drop.POISON
-                self._window_bytes -= shipment.nbytes
-                shipment.nbytes = 0
+        if self._rejected[reject.seq] >= _TRIES:
+            self._window.skip(reject.seq, Drop.POISON)

@@ -16,8 +16,9 @@ from headrace.schemas.messages import HeldBatch
 from headrace.schemas.recorder import Recorder
 from headrace.schemas.wire import Buffer
 from headrace.workers.multi_agent.batches import ModuleBatches
-from headrace.workers.session import Shipment, WorkerSession
+from headrace.workers.session import WorkerSession
 from headrace.workers.totals import RunnerTotals
+from headrace.workers.window import Shipment
 
 log = logging.getLogger(__name__)
 

@@ -24,10 +24,11 @@ from headrace.workers.env_runner import EnvRunner
 from headrace.workers.link import BrokerLink
 from headrace.workers.multi_agent.policies import PolicyMappingError
 from headrace.workers.multi_agent_env_runner import MultiAgentEnvRunner
-from headrace.workers.session import SessionLimits, State, WorkerSession
+from headrace.workers.session import State, WorkerSession
 from headrace.workers.shipping import Cut, Shipper
 from headrace.workers.single_agent_env_runner import SingleAgentEnvRunner
 from headrace.workers.weights import WeightsReceiver
+from headrace.workers.window import SessionLimits
 
 log = logging.getLogger(__name__)
 

@@ -33,8 +33,9 @@ from headrace.schemas.messages import HeldBatch, WorkerHello
 from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.schemas.wire import Buffer, MessageKind, WireMessage, decode
 from headrace.workers.link import BrokerLink
-from headrace.workers.session import SessionLimits, Shipment, WorkerSession
+from headrace.workers.session import WorkerSession
 from headrace.workers.weights import WeightsReceiver
+from headrace.workers.window import SessionLimits, Shipment
 
 T = TypeVar("T")
 DEADLINE_S = 20.0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from headrace.broker.acknowledgements import GATHER_S
 from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits
-from headrace.broker.worker_desk import GATHER_S
 from headrace.learner_stub.session import LearnerSession, StreamLimits
 from headrace.schemas.batch import BatchHeader
 from headrace.schemas.ledger import WorkerTotals

@@ -15,13 +15,15 @@ from typing import Any
 
 from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits, BrokerState
-from headrace.learner_stub.session import ArrivalKind, LearnerSession, StreamLimits
+from headrace.learner_stub.session import LearnerSession, StreamLimits
 from headrace.learner_stub.session import State as LearnerState
+from headrace.learner_stub.sources import ArrivalKind
 from headrace.schemas.batch import BatchHeader
 from headrace.schemas.ledger import Drop, LedgerRow, Settled, WorkerTotals, plus
 from headrace.schemas.messages import Ack, HeldBatch, Message, Obituary, SourcePosition, SupervisorHello, WorkerHello
-from headrace.workers.session import SessionLimits, Shipment, WorkerSession
 from headrace.workers.session import State as WorkerState
+from headrace.workers.session import WorkerSession
+from headrace.workers.window import SessionLimits, Shipment
 
 FLEET = "simulated"
 LEASE_S = 4.0

@@ -1,0 +1,98 @@
+"""What a learner and the broker say to one another, but for BATCH and the weights."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from headrace.schemas.ledger import Natural, Settled
+from headrace.schemas.message import HeldBatch, Message, Positive, SourcePosition, Version
+from headrace.schemas.wire import MessageKind
+
+
+class LearnerHello(Message):
+    """A learner's stream or publisher (re)connects; both of one process bear the same token."""
+
+    KIND = MessageKind.HELLO
+    role: Literal["learner"] = "learner"
+    fleet_id: str = ""
+    """Empty: whichever fleet this broker serves."""
+    token: str
+    channel: Literal["stream", "publisher"]
+    epoch: Natural = 0
+    """The epoch this process already holds; 0 asks for one."""
+    position: list[SourcePosition] = []
+    held: dict[Annotated[str, Field(pattern=r"^[0-9]{1,18}/[0-9]{1,18}$")], list[HeldBatch]] = {}
+    """Batches received and not yet committed, by "slot/incarnation"."""
+    received_batches: Natural = 0
+    """Batches that ever reached this process, repeated ones too; what the broker counts its credit from."""
+    window_batches: Positive = 64
+    window_bytes: Positive = 256 << 20
+    host: str = ""
+    pid: Natural = 0
+
+
+class LearnerWelcome(Message):
+    """The broker's answer to a learner: its lease, and the spaces once a worker has told them."""
+
+    KIND = MessageKind.WELCOME
+    fleet_id: str
+    epoch: Positive
+    spaces: dict[str, Any] = {}
+    published: Version = (0, 0)
+
+
+class Commit(Message):
+    """Learner to broker, cumulative: its position at each source that changed since the stream began."""
+
+    KIND = MessageKind.COMMIT
+    epoch: Positive
+    position: list[SourcePosition] = []
+    in_hand: Natural = 0
+    """Batches and gaps received and not committed."""
+    consumed_batches: Natural = 0
+    """Of all batches ever received, how many the user has been given."""
+    waiting: bool = False
+
+
+class Status(Message):
+    """Broker to learner: heartbeat with what a learner may want to know."""
+
+    KIND = MessageKind.STATUS
+    epoch: Positive
+    held_batches: Natural = 0
+    workers: Natural = 0
+    workers_blocked: Natural = 0
+    spaces: dict[str, Any] = {}
+    published: Version = (0, 0)
+
+
+class SourceStart(Message):
+    """Broker to learner, before the first batch of an incarnation on a connection: what became of those up to
+    `settled.seq`, which the learner will not be given."""
+
+    KIND = MessageKind.SOURCE_START
+    slot: Natural
+    incarnation: Positive
+    settled: Settled
+
+
+class SourceGap(Message):
+    """Broker to learner, in the place of batch `batch.seq`: it was dropped."""
+
+    KIND = MessageKind.SOURCE_GAP
+    slot: Natural
+    incarnation: Positive
+    batch: HeldBatch
+    reason: str
+
+
+class SourceEnd(Message):
+    """Broker to learner: after batch `seq` nothing more comes from this incarnation; its open episodes are aborted."""
+
+    KIND = MessageKind.SOURCE_END
+    slot: Natural
+    incarnation: Positive
+    seq: Natural
+    reason: str

@@ -1,0 +1,47 @@
+"""Weights on their way from a publisher through the broker to the workers."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from headrace.schemas.ledger import Natural
+from headrace.schemas.message import Message, Version
+from headrace.schemas.wire import MessageKind
+
+
+class WeightsAck(Message):
+    """Broker to publisher: this version stands in the relay."""
+
+    KIND = MessageKind.WEIGHTS_ACK
+    version: Version
+
+
+class WeightsHeader(Message):
+    """Header of a WEIGHTS message. Its arrays are the tensors; over PUB a large version comes without them, as an
+    announcement that it can be pulled."""
+
+    KIND = MessageKind.WEIGHTS
+    fleet_id: str
+    version: Version
+    digest: str
+    """blake2b-128 over names, dtypes, shapes and bytes of the tensors, in hexadecimal."""
+
+
+class WeightsPull(Message):
+    """Worker to broker: send `length` bytes from `offset` of the newest version's blob."""
+
+    KIND = MessageKind.WEIGHTS_PULL
+    offset: Natural
+    length: int = Field(ge=1, le=4 << 20)
+    version: Version = (0, 0)
+    """The version being pulled; at offset 0 whichever is newest."""
+
+
+class WeightsPart(Message):
+    """Header of the answer; its one array `part` (uint8) holds the bytes. The blob is the version's WEIGHTS frames one
+    after another, `frame_sizes` where to cut it. When `version` is another than was asked for, begin anew with it."""
+
+    KIND = MessageKind.WEIGHTS_PART
+    version: Version
+    offset: Natural
+    frame_sizes: list[Natural] = []

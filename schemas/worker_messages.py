@@ -1,0 +1,140 @@
+"""What a worker, or the supervisor that buries it, and the broker say to one another, but for BATCH."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from headrace.schemas.ledger import Natural, Settled, WorkerTotals
+from headrace.schemas.message import HeldBatch, Message, Positive, Version
+from headrace.schemas.runner_counters import Counters
+from headrace.schemas.wire import MessageKind
+
+
+class WorkerHello(Message):
+    """A worker (re)connects. incarnation 0 asks for one. `settled` and `totals` are its latest knowledge."""
+
+    KIND = MessageKind.HELLO
+    role: Literal["worker"] = "worker"
+    fleet_id: str
+    token: str
+    """Random, one a process: tells a reconnect from another process in the same slot."""
+    slot: Natural | None = None
+    incarnation: Natural = 0
+    host: str = ""
+    pid: Natural = 0
+    spaces: dict[str, Any] = {}
+    """Once the envs stand: see `module_spaces.py`."""
+    settled: Settled = Settled()
+    totals: WorkerTotals = WorkerTotals()
+    weights: Version = (0, 0)
+    silence_s: float = Field(default=0.0, ge=0)
+    """How long it may stay silent from now on beyond the usual lease (an env is being built)."""
+
+
+class WorkerWelcome(Message):
+    """The broker's answer to a worker: who it is now and from where to go on."""
+
+    KIND = MessageKind.WELCOME
+    fleet_id: str
+    slot: Natural
+    incarnation: Positive
+    accepted: Natural = 0
+    settled: Settled = Settled()
+    credit: Natural = 0
+    max_batch_bytes: Positive
+    lease_s: float = Field(default=10.0, gt=0)
+    heartbeat_interval_s: float = Field(default=1.0, gt=0)
+    weights_endpoint: str = ""
+    weights: Version = (0, 0)
+    steps_elsewhere: Natural = 0
+    """Env steps that all lives of workers in this fleet but this one have made, as the broker knows by now."""
+    counters: Counters = {}
+    """Of the slot's earlier lives, for the runner to go on from."""
+
+
+class Ack(Message):
+    """Broker to worker, cumulative: batches up to `accepted` need not be sent again on this connection, up to
+    `settled.seq` need not be kept, and up to `credit` may be sent."""
+
+    KIND = MessageKind.ACK
+    slot: Natural = 0
+    incarnation: Natural = 0
+    accepted: Natural = 0
+    settled: Settled = Settled()
+    credit: Natural = 0
+    weights: Version = (0, 0)
+    closed: bool = False
+    """The books of this incarnation are closed: its BYE or obituary has been taken."""
+    steps_elsewhere: Natural = 0
+    """As in the WELCOME, by now."""
+    waiting_for: str = ""
+    """Whom the fleet waits for when there is no credit: "" | "learner" | "broker"."""
+
+
+class Skip(Message):
+    """Worker to broker, in place of batch `seq`: it exists no more, for the reason given (it was poison, or the broker
+    that had it is gone and `ack = "broker"` let the worker forget it)."""
+
+    KIND = MessageKind.SKIP
+    slot: Natural
+    incarnation: Positive
+    batch: HeldBatch
+    reason: str
+    totals: WorkerTotals
+    """As of the moment the batch was cut."""
+
+
+class Heartbeat(Message):
+    """Worker to broker: alive, with full cumulative state."""
+
+    KIND = MessageKind.HEARTBEAT
+    slot: Natural
+    incarnation: Positive
+    totals: WorkerTotals
+    settled: Natural = 0
+    weights: Version = (0, 0)
+    blocked: str = ""
+    counters: Counters = {}
+    """Its runner's, all earlier lives of the slot included."""
+
+
+class LastWords(Message):
+    """What one incarnation leaves behind: its totals, and each batch it cut and did not see settled, with its counts.
+
+    Of these the broker counts as lost, by `reason`, those it never accepted: measured batch by batch, not inferred.
+    Acknowledged by an Ack with `closed`; repeated until then.
+    """
+
+    slot: Natural
+    incarnation: Positive
+    totals: WorkerTotals
+    settled: Settled
+    window: list[HeldBatch] = []
+    reason: str
+
+
+class Bye(LastWords):
+    """Worker to broker: leaving."""
+
+    KIND = MessageKind.BYE
+    reason: str = "shutdown"
+    counters: Counters = {}
+    """As in its last heartbeat, or later ones."""
+
+
+class SupervisorHello(Message):
+    """A supervisor that will report deaths; it asks for nothing."""
+
+    KIND = MessageKind.HELLO
+    role: Literal["supervisor"] = "supervisor"
+    fleet_id: str
+    token: str
+
+
+class Obituary(LastWords):
+    """Supervisor to broker: this incarnation is dead; the rest is what its recorder holds."""
+
+    KIND = MessageKind.OBITUARY
+    reason: str = "worker_killed"
