@@ -198,8 +198,7 @@ class RemotePool:
         if not answers and self._gone:  # else the next round tells of it: no lane answers and is lost in one breath
             self._bury(answers)
             return
-        self._door.wait(timeout_s)
-        for route, frames in self._door.receive():
+        for route, frames in self._door.receive() if self._door.wait(timeout_s) else ():
             try:
                 self._take(route, decode(frames), answers)
             except DecodeError as error:
