@@ -19,10 +19,11 @@ import typer
 from rich.console import Console
 
 from headrace.deploy import keys_command
+from headrace.deploy.last_word import place_for_last_word, say_last_word
 from headrace.deploy.options import AsJson, ConfigPath, Debug, RunDirPath, Sets, describe_origin, resolve
 from headrace.deploy.options import examples as _examples
 from headrace.deploy.streams import make_usable, unread
-from headrace.schemas.errors import HeadraceError
+from headrace.schemas.errors import ExitCode, HeadraceError
 
 app = typer.Typer(
     name="headrace",
@@ -49,6 +50,7 @@ PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show every va
 def main() -> None:
     """Entry point of the console script and of `python -m headrace.deploy`."""
     make_usable()
+    last_word_at = place_for_last_word()
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # `package.module:make_env` from here, as `python -m` finds it
     try:
@@ -58,7 +60,12 @@ def main() -> None:
             traceback.print_exc()
         with unread(sys.stderr):
             print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        say_last_word(last_word_at, error.exit_code, str(error))
         sys.exit(int(error.exit_code))
+    except SystemExit as end:  # how typer ends a command, or one that was not typed right
+        if end.code in (ExitCode.OK, ExitCode.USAGE):
+            say_last_word(last_word_at, int(end.code))
+        raise
 
 
 @app.callback(invoke_without_command=True)

@@ -26,7 +26,7 @@ from headrace.deploy.stop_signals import StopSignals
 from headrace.deploy.supervisor import ProcessSpec, Role, Service, State, Supervisor
 from headrace.deploy.watch import INTERVAL_S, Watch
 from headrace.schemas.config import FleetConfig
-from headrace.schemas.errors import ExitCode, RedisUnavailableError, UnreachableError
+from headrace.schemas.errors import RedisUnavailableError, UnreachableError
 from headrace.schemas.keys import client_keys
 
 log = logging.getLogger("headrace.supervisor")
@@ -240,7 +240,7 @@ class Fleet:
             self._obituaries.tell_again()
         if service.spec.slot is None:
             return
-        reason = reason_of(returncode, ExitCode.FENCED)
+        reason = reason_of(child.last_word)
         obituary = write_obituary(self.run_dir.recorders, service.spec.slot, child.incarnation, reason)
         log.info(
             "worker %d incarnation %d: its recorder shows %d steps, %d open, %d batches unsettled",

@@ -2,7 +2,7 @@
 
     STARTING/RUNNING ── dies ──▶ RESTARTING ── pause ──▶ RUNNING
           │  │                        └── budget spent ──▶ FAILED (CrashLoopError)
-          │  └── exit code that a restart cannot cure ──▶ FAILED (ProcessFailedError)
+          │  └── error that a restart cannot cure, by its last word ──▶ FAILED (ProcessFailedError)
           ├── silent ──▶ replaced at once; the old process lives on as a zombie and is killed later
           └── stop() ──▶ STOPPING ── ends, or is killed after stop_timeout_s ──▶ STOPPED
 
@@ -24,6 +24,7 @@ from typing import Protocol
 
 from headrace.deploy.child import Child, describe_end
 from headrace.deploy.failures import ProcessFailedError
+from headrace.deploy.last_word import LastWord
 from headrace.deploy.loop import Loop, Timer
 from headrace.deploy.restarts import RestartPolicy
 from headrace.schemas.config import SupervisorSection
@@ -214,17 +215,19 @@ class Supervisor:
         self._observer.changed()
 
     def _after_end(self, service: Service, child: Child, returncode: int) -> None:
-        name, end = service.spec.name, describe_end(returncode)
+        name, end, word = service.spec.name, describe_end(returncode), child.last_word
+        if word is None and returncode in INCURABLE:
+            end += ", which it did not announce: an env or module of yours ended it"
         service.last_words = end + _because(child)
         if service.state is State.STOPPING:
             self._cancel(service)
             service.state = State.STOPPED
             log.info("%s stopped with %s", name, end)
-        elif returncode == ExitCode.FENCED and service.spec.role is Role.LEARNER:
+        elif word is not None and returncode == ExitCode.FENCED and service.spec.role is Role.LEARNER:
             service.state = State.FENCED
-            log.warning("%s: %s; the newer learner has the fleet now", name, child.last_error() or "fenced")
-        elif returncode in INCURABLE or (returncode == ExitCode.PORT_IN_USE and service.restarts == 0):
-            sentence = child.last_error() or f"ended with {end}; its log is {child.log_path}"
+            log.warning("%s: %s; the newer learner has the fleet now", name, word.sentence or "fenced")
+        elif word is not None and _is_final(word, service):
+            sentence = word.sentence or f"ended with {end}; its log is {child.log_path}"
             self._fail(service, ProcessFailedError(name, ExitCode(returncode), sentence))
         else:
             log.warning("%s (pid %d) ended with %s%s", name, child.pid, end, _because(child) if returncode > 0 else "")
@@ -269,6 +272,11 @@ class Supervisor:
         if service.timer is not None:
             service.timer.cancel()
             service.timer = None
+
+
+def _is_final(word: LastWord, service: Service) -> bool:
+    """Whether it would end so again. A port that was free before will be so again."""
+    return word.exit_code in INCURABLE or (word.exit_code == ExitCode.PORT_IN_USE and service.restarts == 0)
 
 
 def _because(child: Child) -> str:

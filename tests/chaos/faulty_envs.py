@@ -77,6 +77,16 @@ def fatal_once(context: Any) -> gym.Env[Any, Any]:
     return Deadly(env, 1000, list(FATAL.values())[context.worker_index])
 
 
+def exits_once(context: Any) -> gym.Env[Any, Any]:
+    """CartPole; the first one of worker n calls `os._exit(config["codes"][n])` after 500 steps, once."""
+    env = gym.make("CartPole-v1")
+    mark = Path(context["marks"]) / f"exited-{context.worker_index}"
+    if context.vector_index != 0 or mark.exists():
+        return env
+    mark.touch()
+    return Deadly(env, 500, lambda: os._exit(context["codes"][context.worker_index]))
+
+
 class Sensors(gym.Env[Any, Any]):
     """Dict observations: a vector, a counter, and a nested tuple."""
 
