@@ -109,6 +109,9 @@ class SamplingSettings(Section):
     env_hosts_lease_s: float = Field(
         default=10.0, ge=1, description="silence after which an env host counts as lost, and its episodes with it"
     )
+    env_hosts_timeout_s: float | None = Field(
+        default=None, gt=0, description="how long to wait while no env host at all is there; absent: for ever"
+    )
     envs_per_process: int = Field(
         default=4, ge=1, description="envs that share a process, and its death; cheap ones share the cost of a message"
     )
