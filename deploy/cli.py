@@ -80,6 +80,7 @@ def _root(show_version: Annotated[bool, typer.Option("--version", help="Show the
         "headrace up --env CartPole-v1 --workers 2 --num-envs 8 --seed 0 --until-return 475",
         "headrace up --config deploy/fleet.toml --run-dir runs/a --timeout-s 60 --json",
         "headrace up --workers 1 --until-steps 20000 --set learner.learning_rate=0.0003",
+        "headrace up --env CartPole-v1 --set sampling.env_placement=remote --env-hosts 2 --until-steps 50000",
         "headrace up --config deploy/fleet.toml --print-config",
     )
 )
@@ -87,6 +88,9 @@ def up(
     env: Env = None,
     workers: Annotated[int | None, typer.Option("--workers", help="Sampler processes on this machine.")] = None,
     num_envs: NumEnvs = None,
+    env_hosts: Annotated[
+        int | None, typer.Option("--env-hosts", help="Env hosts on this machine, for sampling.env_placement=remote.")
+    ] = None,
     seed: Seed = None,
     until_return: Annotated[float | None, typer.Option(help="Stop at this mean return of 100 episodes.")] = None,
     until_steps: Annotated[int | None, typer.Option(help="Stop after so many env steps.")] = None,
@@ -111,6 +115,7 @@ def up(
     flags = {
         "sampling.env": env,
         "fleet.workers": workers,
+        "fleet.env_hosts": env_hosts,
         "sampling.num_envs": num_envs,
         "sampling.seed": seed,
         "fleet.until_return": until_return,

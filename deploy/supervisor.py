@@ -56,6 +56,7 @@ class Role(StrEnum):
     BROKER = "broker"
     WORKER = "worker"
     LEARNER = "learner"
+    ENV_HOST = "env-host"
 
 
 class State(StrEnum):
@@ -82,6 +83,8 @@ class ProcessSpec:
     slot: int | None = None
     env: Mapping[str, str] | None = None
     death_signal: signal.Signals = signal.SIGKILL
+    has_port: bool = False
+    """It serves a certain port, which its next life needs: a silent one has no time to wake."""
 
 
 @dataclass
@@ -136,13 +139,14 @@ class Supervisor:
 
     def replace(self, service: Service, why: str) -> None:
         """Give a silent process's place to a new one; the silent one is killed only after `zombie_grace_s`, so that it
-        may wake, find itself fenced and give up in order."""
+        may wake, find itself fenced and give up in order, unless it has what the new one needs."""
         zombie = service.child
         if zombie is None or service.state is not State.RUNNING:
             return
         log.warning("%s (pid %d) %s; a new one takes its place", service.spec.name, zombie.pid, why)
         service.zombies.append(zombie)
-        self._loop.call_later(self._section.zombie_grace_s, lambda: zombie.send(signal.SIGKILL))
+        grace_s = 0.0 if service.spec.has_port else self._section.zombie_grace_s
+        self._loop.call_later(grace_s, lambda: zombie.send(signal.SIGKILL))
         service.child = None
         self._restart(service, time.monotonic() - zombie.started)
 

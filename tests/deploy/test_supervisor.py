@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
 from headrace.deploy.failures import ProcessFailedError
 from headrace.deploy.ps import is_alive
-from headrace.deploy.supervisor import INCURABLE, Role, State
+from headrace.deploy.supervisor import INCURABLE, ProcessSpec, Role, State
+from headrace.schemas.config import SupervisorSection
 from headrace.schemas.errors import CrashLoopError, ExitCode
 
 if TYPE_CHECKING:
@@ -135,6 +137,19 @@ def test_stop_ends_a_stopped_process_as_well(nursery: Nursery) -> None:
     service.child.send(signal.SIGSTOP)
     nursery.supervisor.stop()
     nursery.until(nursery.supervisor.gone)
+
+
+def test_a_replaced_process_that_has_a_port_is_killed_at_once(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = SupervisorSection(restart_backoff_s=0.01, zombie_grace_s=3600.0)
+    monkeypatch.setattr(nursery.supervisor, "_section", section)
+    spec = ProcessSpec("worker-0", Role.WORKER, lambda _: [sys.executable, "-c", DEAF], slot=0, has_port=True)
+    service = nursery.supervisor.start(spec)
+    nursery.until(lambda: nursery.says("worker-0", "up"))
+    nursery.supervisor.replace(service, "has been silent")
+    nursery.until(lambda: nursery.says("worker-0", "up", times=2) and not service.zombies)
+    assert nursery.notes.ends == [("worker-0", 1, -signal.SIGKILL)]
 
 
 def test_a_replaced_process_lives_on_and_is_killed_after_its_grace(nursery: Nursery) -> None:

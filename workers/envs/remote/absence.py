@@ -24,21 +24,24 @@ class Absence:
         self._timeout_s = config.env_hosts_timeout_s
         self._endpoint = endpoint
         self._remedy = f"headrace env-host --connect {_address(endpoint)} --env {config.env or 'ENV'}"
-        self._looked_at = self._since = time.monotonic()
-        self._say_at = self._since + _SAY_WAITING_S
+        self._begin(time.monotonic())
         log.info("waiting for env hosts at %s: %s", endpoint, self._remedy)
+
+    def _begin(self, now: float) -> None:
+        self._since = self._looked_at = now
+        self._say_at = now + _SAY_WAITING_S
 
     def look(self, is_one_here: bool, now: float) -> None:
         """Somebody waits at this moment, in monotonic seconds. Raises `NoEnvHostError` after `env_hosts_timeout_s`."""
         if is_one_here or now - self._looked_at > _PAUSE_S:
-            self._since, self._say_at = now, now + _SAY_WAITING_S
+            self._begin(now)
         self._looked_at = now
         if now >= self._say_at:
             self._say_at += _SAY_WAITING_S
             waited_s = now - self._since
             log.warning("no env host at %s for %.0f s; start one: %s", self._endpoint, waited_s, self._remedy)
         if self._timeout_s is not None and now - self._since >= self._timeout_s:
-            self._since = now
+            self._begin(now)
             raise NoEnvHostError(self._endpoint, self._timeout_s, self._remedy)
 
 
