@@ -228,12 +228,15 @@ def learner(
 @app.command(
     epilog=_examples(
         "headrace env-host --connect tcp://127.0.0.1:5800 --env CartPole-v1 --num-envs 4",
-        "headrace env-host --connect tcp://WORKER:5800 --env my_envs:make_env --set keys.dir=keys "
-        "--set sampling.envs_per_process=1",
+        "headrace env-host --connect tcp://127.0.0.1:5801 --env CartPole-v1   # the worker of slot 1",
+        "headrace env-host --connect tcp://WORKER:5800 --env my_envs:make_env --set keys.dir=keys",
+        "headrace env-host --connect tcp://WORKER:5800 --config hosts.toml --set sampling.envs_per_process=1",
     )
 )
 def env_host(
-    connect: Annotated[str, typer.Option("--connect", help="tcp://HOST:PORT where the worker listens for env hosts.")],
+    connect: Annotated[
+        str, typer.Option("--connect", help="tcp://HOST:PORT of the worker: sampling.env_hosts_port + its slot.")
+    ],
     env: Env = None,
     num_envs: Annotated[int | None, typer.Option("--num-envs", help="Environments to lend, at most.")] = None,
     config: ConfigPath = None,
