@@ -180,6 +180,14 @@ class Worker:
     def sample(self, stopping: threading.Event) -> Cut:
         """One fragment with the newest weights; less of one when it is stopped and its envs keep it waiting."""
         self._apply_weights()
+        try:
+            return self._sample(stopping)
+        except CallbackError as error:
+            if error.samples is not None:
+                self._shipper.ship(error.samples)
+            raise
+
+    def _sample(self, stopping: threading.Event) -> Cut:
         at_random = self._runner.weights_version == (0, 0)
         cut: Cut
         try:
@@ -187,10 +195,6 @@ class Worker:
         except StoppedError as stopped:
             log.info("%s; leaving with what it has", stopped)
             cut = self._runner.cut_fragment()
-        except CallbackError as error:
-            if error.samples is not None:
-                self._shipper.ship(error.samples)
-            raise
         return cut
 
     def ship(self, cut: Cut) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from headrace.schemas.errors import ExitCode
+
 
 class Failing(gym.Wrapper[Any, Any, Any, Any]):
     """Raises in `step` after every `period` steps of its life."""
@@ -63,7 +65,7 @@ def some_crash_and_hang(context: Any) -> gym.Env[Any, Any]:
 FATAL: dict[str, Callable[[], Any]] = {
     "segfaults": lambda: ctypes.string_at(0),
     "hangs": lambda: time.sleep(1000),
-    "exits": lambda: os._exit(99),
+    "exits": lambda: os._exit(ExitCode.RUN_DIR),
 }
 
 
@@ -75,16 +77,6 @@ def fatal_once(context: Any) -> gym.Env[Any, Any]:
         return env
     mark.touch()
     return Deadly(env, 1000, list(FATAL.values())[context.worker_index])
-
-
-def exits_once(context: Any) -> gym.Env[Any, Any]:
-    """CartPole; the first one of worker n calls `os._exit(config["codes"][n])` after 500 steps, once."""
-    env = gym.make("CartPole-v1")
-    mark = Path(context["marks"]) / f"exited-{context.worker_index}"
-    if context.vector_index != 0 or mark.exists():
-        return env
-    mark.touch()
-    return Deadly(env, 500, lambda: os._exit(context["codes"][context.worker_index]))
 
 
 class Sensors(gym.Env[Any, Any]):
