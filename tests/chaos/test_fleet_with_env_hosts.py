@@ -20,7 +20,12 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(150)]
 
 def test_a_host_and_a_worker_that_are_killed_come_back_to_one_another(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
-    settings = {"sampling.env_placement": "remote", "sampling.env_hosts_lease_s": "2", "keys.dir": tmp_path / "keys"}
+    settings = {
+        "sampling.env_placement": "remote",
+        "sampling.env_hosts_lease_s": "2",
+        "sampling.remote_env_batch_wait_ms": "1",
+        "keys.dir": tmp_path / "keys",
+    }
     sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     run_dir = tmp_path / "run"
     with RunningFleet(run_dir, "--workers", "1", "--env-hosts", "2", "--num-envs", "4", *sets) as fleet:
