@@ -138,6 +138,7 @@ class EnvRaisedError(EnvError):
 
     def __init__(self, kind: str, message: str, trace: str) -> None:
         self.kind = kind
+        self.message = message
         self.trace = trace
         super().__init__(f"{kind}: {message}" if message else kind)
         if trace:

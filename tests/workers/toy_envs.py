@@ -6,42 +6,9 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+from counting_envs import Counting
 
 from headrace.workers import EnvContext, EnvRunnerConfig, SingleAgentEnvRunner
-
-
-class Counting(gym.Env[Any, Any]):
-    """Observation: (t, vector index). Reward t. Ends after `length` steps, truncated if `truncate`."""
-
-    observation_space: Any = gym.spaces.Box(0.0, 1e6, (2,), np.float32)
-    action_space: Any = gym.spaces.Discrete(3)
-
-    def __init__(self, config: dict[str, Any] | None = None) -> None:
-        config = config if config is not None else {}
-        self.index = getattr(config, "vector_index", 0)
-        self.config = config
-        self.length = config.get("lengths", {}).get(self.index, config.get("length", 5))
-        self.truncate = config.get("truncate", False)
-        self.seeds: list[int | None] = config.get("seeds", [])
-        self.closed = 0
-        self.t = 0
-
-    def observe(self) -> Any:
-        return np.array([self.t, self.index], np.float32)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.seeds.append(seed)
-        self.t = 0
-        return self.observe(), {}
-
-    def step(self, action: Any) -> tuple[Any, Any, Any, Any, Any]:
-        self.t += 1
-        over = self.t >= self.length
-        return self.observe(), float(self.t), over and not self.truncate, over and self.truncate, {}
-
-    def close(self) -> None:
-        self.closed += 1
 
 
 class Walk(Counting):

@@ -38,6 +38,8 @@ def error_to_json(error: BaseException) -> dict[str, Any]:
             return {"is": "unknown", "env": error.env, "reason": error.reason}
         case StepFailedRecreateEnv():
             return {"is": "recreate", "message": _text(error)}
+        case EnvRaisedError():  # passed on by an env host
+            return {"is": "raised", "kind": error.kind, "message": error.message, "trace": error.trace}
     for name, (kind, facts) in _FACTS.items():
         if isinstance(error, kind):
             return {"is": name, **{fact: getattr(error, fact) for fact in facts}}
