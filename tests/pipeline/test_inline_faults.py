@@ -3,37 +3,20 @@ worker drains, and the books name every step."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import inline_faults
+import inline_faults  # which makes the tests of workers importable
 import pytest
+from fault_runs import brief, check_alike, lives_of
+from fault_table import BAD_DATA, BURDENS
 from parties import BrokerThread, StartBroker, until
-from test_worker import WorkerThread, closed_row
+from test_worker import WorkerThread
 
-from headrace.learner_stub import EpisodeStream
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import EnvError
-from headrace.schemas.ledger import add_up
 
 FAULTY, SIBLINGS = 1, (0, 2)
-ENOUGH = 96
-"""Steps of a lane after which a test has seen enough."""
-
-BAD_DATA = [
-    "NaN reward",
-    "infinite reward",
-    "complex reward",
-    "array reward",
-    "list info",
-    "observation of wrong shape",
-    "observation of wrong dtype",
-    "observation outside",
-    "wrong tuple",
-]
-
 Run = Callable[..., WorkerThread]
 
 
@@ -64,44 +47,6 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     return start
 
 
-def _lives(broker: BrokerThread, worker: WorkerThread, lanes: tuple[int, ...]) -> dict[int, list[EpisodeChunk]]:
-    """All chunks by lane, of a run until each of `lanes` has made enough steps, and of the drain after it."""
-    lives: dict[int, list[EpisodeChunk]] = defaultdict(list)
-    with EpisodeStream(broker.endpoints.learner) as stream, worker:
-
-        def take() -> None:
-            for chunk in stream.next(0.05) or ():
-                lives[chunk.env_index].append(chunk)
-
-        def has_enough() -> bool:
-            take()
-            return all(sum(map(len, lives[lane])) >= ENOUGH for lane in lanes)
-
-        until(has_enough, "enough steps of every env")
-        worker.stopping.set()
-
-        def has_drained() -> bool:
-            take()
-            row = broker.rows()[(0, 1)]
-            return row.closed and row.held == (0, 0)
-
-        until(has_drained, "the end of the worker's books")
-        row = closed_row(broker)
-    assert worker.error is None
-    assert row.totals.open == 0
-    assert add_up(broker.rows()).balance() == 0
-    assert row.settled.committed[0] == sum(len(chunk) for life in lives.values() for chunk in life)
-    return lives
-
-
-def _brief(life: list[EpisodeChunk]) -> list[Any]:
-    return [
-        (c.episode_id, c.chunk_index, c.t_start, c.end, c.obs.tobytes(), c.actions.tobytes(), c.rewards.tobytes())
-        for c in life
-        if c.end is not ChunkEnd.ABORTED
-    ]
-
-
 @pytest.fixture(scope="module")
 def sound() -> dict[int, list[Any]]:
     """What the lanes of the same worker live through without any fault; filled by the first test that needs it."""
@@ -114,8 +59,8 @@ def expected(sound: dict[int, list[Any]], run: Run, start_broker: StartBroker, t
         folder = tmp_path / "sound"
         folder.mkdir()
         broker = start_broker(run_dir=folder)
-        lives = _lives(broker, run(broker, {}, folder), (0, FAULTY, 2))
-        sound.update({lane: _brief(life) for lane, life in lives.items()})
+        lives = lives_of(broker, run(broker, {}, folder), (0, FAULTY, 2))
+        sound.update({lane: brief(life) for lane, life in lives.items()})
         broker.stop()
     return sound
 
@@ -132,8 +77,7 @@ def no_children() -> Iterator[None]:
         *(("step", fault, "env_bad_data") for fault in BAD_DATA),
         ("step", "raises", "env_exception"),
         ("step", "asks", "env_exception"),
-        ("step", "floods", None),
-        ("step", "leaves a child", None),
+        *(("step", burden, None) for burden in BURDENS),
         ("reset", "raises", None),
         ("construction", "raises", "env_exception"),
         ("close", "raises", "env_exception"),
@@ -151,12 +95,9 @@ def test_a_fault_costs_its_env_only_and_has_its_name(
     waits = {"env_restart_backoff_s": 600.0, "env_restart_backoff_max_s": 600.0} if at == "construction" else {}
     comes_back = at != "construction"
     worker = run(broker, _env_config(at, fault, tmp_path), **waits)
-    lives = _lives(broker, worker, (0, FAULTY, 2) if comes_back else SIBLINGS)
+    lives = lives_of(broker, worker, (0, FAULTY, 2) if comes_back else SIBLINGS)
     for lane in SIBLINGS:
-        found = _brief(lives[lane])
-        shorter = min(len(found), len(expected[lane]))
-        assert shorter * 8 >= ENOUGH // 2
-        assert found[:shorter] == expected[lane][:shorter]
+        check_alike(brief(lives[lane]), expected[lane])
     totals = broker.rows()[(0, 1)].totals
     assert set(totals.discarded) <= {reason, "shutdown"}
     assert (totals.env_failures > 0) is ((reason is not None and fault != "asks") or at == "reset")

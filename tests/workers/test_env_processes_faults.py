@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_table import BAD_DATA, DEATHS, HANGS
 from process_driving import Driver, descriptors, is_running, live_inline
 
 from headrace.schemas.errors import EnvCrashError, EnvError, EnvHangError
@@ -63,16 +64,8 @@ def reasons(driver: Driver) -> dict[int, Discard]:
     ("fault", "words"),
     [
         ("raises", "RuntimeError: diverged"),
-        ("NaN reward", r"Reward should be finite scalar, got nan \(<class 'float'>\)"),
-        ("infinite reward", "Reward should be finite scalar"),
-        ("complex reward", "Reward should be finite scalar"),
-        ("array reward", "Reward should be finite scalar"),
-        ("list info", "info should be a dict"),
+        *BAD_DATA.items(),
         ("info that is no JSON", "info should be plain values"),
-        ("observation of wrong shape", r"observation should be float32 \(3,\), got float32 \(2,\)"),
-        ("observation of wrong dtype", "observation should be float32"),
-        ("observation outside", "observation should be within"),
-        ("wrong tuple", "answer of step should be"),
     ],
 )
 def test_what_a_step_may_not_do_is_a_failure_of_that_env_alone(fault: str, words: str) -> None:
@@ -100,7 +93,7 @@ def test_a_reset_that_raises_is_a_failure_of_that_env_alone() -> None:
 
 
 @pytest.mark.parametrize("at", ["reset", "step"])
-@pytest.mark.parametrize("fault", ["hangs", "hangs with the lock"])
+@pytest.mark.parametrize("fault", HANGS)
 def test_a_call_that_does_not_return_is_killed_and_tells_where_it_stood(fault: str, at: str) -> None:
     driver = drive(configure(fault, at, **{f"env_{at}_timeout_s": 1.0}))
     assert reasons(driver) == {FAULTY: Discard.ENV_HANG, NEIGHBOUR: Discard.ENV_NEIGHBOUR}
@@ -112,20 +105,15 @@ def test_a_call_that_does_not_return_is_killed_and_tells_where_it_stood(fault: s
 
 @pytest.mark.parametrize("at", ["reset", "step"])
 @pytest.mark.parametrize(
-    ("fault", "cause", "last_words"),
-    [
-        ("segfaults", "signal SIGSEGV", "in _segfaults"),
-        ("exits", "exit code 7", "so long"),
-        ("is killed", "signal SIGKILL", ""),
-    ],
+    ("fault", "last_words"), [("segfaults", "in _segfaults"), ("exits", "so long"), ("is killed", "")]
 )
-def test_a_crash_is_noticed_at_once_and_says_what_it_was(fault: str, cause: str, last_words: str, at: str) -> None:
+def test_a_crash_is_noticed_at_once_and_says_what_it_was(fault: str, last_words: str, at: str) -> None:
     driver = drive(configure(fault, at))
     assert reasons(driver) == {FAULTY: Discard.ENV_CRASH, NEIGHBOUR: Discard.ENV_NEIGHBOUR}
     (error,) = [failure.error for failure in driver.failures if failure.lane == FAULTY]
     assert isinstance(error, EnvCrashError)
-    assert cause == error.cause
-    assert f"ended by {cause} in {at}" in str(error)
+    assert error.cause == DEATHS[fault]
+    assert f"ended by {error.cause} in {at}" in str(error)
     assert last_words in str(error)
 
 

@@ -1,0 +1,144 @@
+"""Whatever an env does on an env host: it costs that env's own unfinished steps, by name, and the worker goes on.
+
+Each lane has a fault of its own, so that one worker and one host go through many of them at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import remote_faults  # which makes the tests of workers importable
+from env_hosts import EnvHosts, free_port
+from fault_runs import ENOUGH, brief, check_alike, lives_of
+from fault_table import BAD_DATA, BURDENS, DEATHS, HANGS
+from parties import BrokerThread
+from process_driving import is_running
+from test_worker import WorkerThread
+
+from headrace.schemas.chunk import EpisodeChunk
+
+Cell = dict[str, Any]
+Lives = dict[int, list[EpisodeChunk]]
+SOUND: Cell = {}
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EnvHosts]:
+    here, workers = Path(__file__).parent, Path(__file__).parents[1] / "workers"
+    monkeypatch.setenv("PYTHONPATH", f"{here}:{workers}")
+    segments = set(Path("/dev/shm").iterdir())
+    remote_faults.noted.clear()
+    with EnvHosts(tmp_path, free_port()) as started:
+        yield started
+    assert set(Path("/dev/shm").iterdir()) <= segments
+
+
+@pytest.fixture
+def worker_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    def make(broker: BrokerThread, cells: list[Cell], folder: str, **sampling: Any) -> WorkerThread:
+        settings = {"num_envs": len(cells), "rollout_fragment_length": 8, "seed": 5, "env_config": {"cells": cells}}
+        waits = {"env_restart_backoff_s": 600.0, "env_restart_backoff_max_s": 600.0}
+        noting = {"env": "remote_faults:Assigned", "callbacks": ["remote_faults:Noting"]}
+        sections = {
+            "sampling": {**noting, **settings, **waits, **sampling},
+            "worker": {"random_actions_before_weights": True, "drain_timeout_s": 5.0},
+        }
+        return WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path / folder, sections)
+
+    return make
+
+
+def _run(
+    cells: list[Cell], gone: set[int], start_broker: Any, worker_of: Any, hosts: EnvHosts, tmp_path: Path, *sets: str
+) -> Lives:
+    """The lives of all lanes; those in `gone` fail twice and do not come back. What never failed is as inline."""
+    sound_cells = [SOUND] * len(cells)
+    for folder in ("sound", "remote"):
+        (tmp_path / folder).mkdir()
+    broker = start_broker(run_dir=tmp_path / "sound")
+    sound = lives_of(broker, worker_of(broker, sound_cells, "sound"), range(len(cells)))
+    broker.stop()
+    table = str(cells).replace("'", '"').replace("True", "true")
+    host = hosts.start("remote_faults:Assigned", len(cells), f'sampling.env_config={{"cells": {table}}}', *sets)
+    remote = {"env_placement": "remote", "env_hosts_port": hosts.port, "env_hosts_lease_s": 60.0}
+    broker = start_broker(run_dir=tmp_path / "remote")
+
+    def are_gone() -> bool:
+        return all(len(_told(lane)) == 2 for lane in gone)
+
+    back = set(range(len(cells))) - gone
+    lives = lives_of(broker, worker_of(broker, cells, "remote", **remote), back, are_gone)
+    for lane in set(range(len(cells))) - {lane for lane, _ in remote_faults.noted}:
+        check_alike(brief(lives[lane]), brief(sound[lane]))
+    children = _children(host.pid)
+    host.terminate()
+    assert host.wait(30) == 0
+    assert not any(map(is_running, children))
+    return lives
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
+
+
+def _told(lane: int) -> list[str]:
+    return [sentence for index, sentence in remote_faults.noted if index == lane]
+
+
+def test_what_an_env_answers_or_raises_costs_that_env_alone(
+    start_broker: Any, worker_of: Any, hosts: EnvHosts, tmp_path: Path
+) -> None:
+    raised = {"raises": "EnvRaisedError: RuntimeError: diverged", "asks": "StepFailedRecreateEnv"}
+    at_step = {**{fault: f"EnvContractError: {words}" for fault, words in BAD_DATA.items()}, **raised}
+    cells: list[Cell] = [SOUND, *({"faults": {"step": fault}} for fault in at_step)]
+    cells += [{"faults": {"reset": "raises"}}, {"faults": {"step": "raises", "close": "raises"}}]
+    cells += [{"faults": {"step": burden}, "pids": str(tmp_path / "pids")} for burden in BURDENS]
+    cells += [{"faults": {"step": "raises"}, "again": {"construction": "raises"}}, SOUND]
+    gone = len(cells) - 2
+    lives = _run(cells, {gone}, start_broker, worker_of, hosts, tmp_path, "sampling.envs_per_process=6")
+    words = dict(enumerate([*at_step.values(), *[raised["raises"]] * 2], start=1))
+    assert {lane for lane, _ in remote_faults.noted} == {*words, gone}
+    for lane, sentence in words.items():
+        (told,) = _told(lane)
+        assert re.match(sentence, told)
+    assert [told.partition(" (")[0] for told in _told(gone)] == [raised["raises"]] * 2
+    assert sum(map(len, lives[gone])) < ENOUGH
+    left = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert left
+    assert not any(map(is_running, left))
+
+
+def test_what_takes_an_envs_process_along_costs_that_env_alone(
+    start_broker: Any, worker_of: Any, hosts: EnvHosts, tmp_path: Path
+) -> None:
+    places = ("step", "reset", "close", "construction")
+    hangs = [(place, fault) for place in places for fault in HANGS]
+    cells: list[Cell] = [SOUND]
+    for place, fault in hangs:
+        with_it = {"faults": {"step": "raises"}, "again": {place: fault}} if place == "construction" else {}
+        cells.append(with_it or {"faults": {"step": "raises", place: fault}})
+    cells += [{"faults": {"step": fault}} for fault in DEATHS]
+    cells += [{"leaks": True}, SOUND]
+    gone = {1 + n for n, (place, _) in enumerate(hangs) if place == "construction"}
+    limits = {"step": 1.0, "reset": 1.0, "close": 0.5, "construct": 7.0}
+    sets = [f"sampling.env_{name}_timeout_s={limit}" for name, limit in limits.items()]
+    sets += ["sampling.envs_per_process=1", "sampling.env_process_max_rss_mb=200"]
+    lives = _run(cells, gone, start_broker, worker_of, hosts, tmp_path, *sets)
+    raised = r"EnvRaisedError: RuntimeError: diverged"
+    for lane, (place, fault) in enumerate(hangs, start=1):
+        late = f"EnvHangError: env {lane} did not return from {place} within "
+        expected = {"construction": [raised, late], "close": [raised]}.get(place, [late])
+        told = _told(lane)
+        assert len(told) == len(expected), (place, fault, told)
+        assert all(re.match(words, sentence) for words, sentence in zip(expected, told, strict=True)), (fault, told)
+    for lane, cause in enumerate(DEATHS.values(), start=1 + len(hangs)):
+        (sentence,) = _told(lane)
+        assert re.match(f"EnvCrashError: .* ended by {cause} in step", sentence)
+    leaking = len(cells) - 2
+    assert {lane for lane, _ in remote_faults.noted} - {leaking} == set(range(1, leaking))
+    assert all("far above env_process_max_rss_mb = 200" in sentence for sentence in _told(leaking))
+    assert len({info["pid"] for chunk in lives[leaking] for info in chunk.infos if "pid" in info}) > 1
