@@ -148,7 +148,15 @@ class EnvRaisedError(EnvError):
 class EnvHangError(EnvError):
     """An env did not return from `phase` within `timeout_s` seconds; `stack` is where its process stood then."""
 
-    def __init__(self, env_index: int, phase: str, timeout_s: float, setting: str, stack: str) -> None:
+    def __init__(
+        self,
+        env_index: int,
+        phase: str,
+        timeout_s: float,
+        setting: str,
+        stack: str,
+        fate: str = "its process was killed",
+    ) -> None:
         self.env_index = env_index
         self.phase = phase
         self.timeout_s = timeout_s
@@ -156,8 +164,7 @@ class EnvHangError(EnvError):
         self.stack = stack
         where = f"; it stood at\n{stack.rstrip()}" if stack else ""
         super().__init__(
-            f"env {env_index} did not return from {phase} within {setting} = {timeout_s:g} s and its process was "
-            f"killed{where}"
+            f"env {env_index} did not return from {phase} within {setting} = {timeout_s:g} s and {fate}{where}"
         )
 
 

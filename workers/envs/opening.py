@@ -11,6 +11,7 @@ from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.creators import find_creator, naming_what_failed
 from headrace.workers.envs.driver import EnvDriver, ReadyDriver
+from headrace.workers.envs.native.construction import limited_construction
 from headrace.workers.envs.native.vector import NativeVector
 from headrace.workers.envs.process.ready import ReadyProcessVector
 from headrace.workers.envs.process.vector import ProcessVector
@@ -42,7 +43,7 @@ def open_envs(
     if config.gym_env_vectorize_mode is not None:
         return NativeVector(config, worker_index, seeds, totals, callbacks)
     creator, context = find_creator(config.env), context_of(config, worker_index, 0, seeds)
-    with naming_what_failed(config, 0):
+    with naming_what_failed(config, 0), limited_construction(config.env_construct_timeout_s):
         first = creator(context)
     return _kind_of(first)(config, worker_index, seeds, totals, callbacks, (first, context))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,6 +14,7 @@ from headrace.schemas.errors import ConfigError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator, build_env, find_creator, gym_spec
+from headrace.workers.envs.native.construction import build_in_time
 
 
 def vector_creator(config: EnvRunnerConfig) -> EnvCreator:
@@ -31,10 +34,17 @@ def vector_creator(config: EnvRunnerConfig) -> EnvCreator:
         return lambda context: gym.make_vec(
             spec, num_envs=context.num_envs, vectorization_mode="vector_entry_point", **context
         )
-    kind = SyncVectorEnv if mode == "sync" else AsyncVectorEnv
-    return partial(_vector_of, kind, find_creator(config.env))
+    creator = find_creator(config.env)
+    if mode == "sync":
+        return lambda context: SyncVectorEnv(_builders(creator, context), autoreset_mode=AutoresetMode.DISABLED)
+    return partial(_async_vector, creator, config.env_construct_timeout_s)
 
 
-def _vector_of(kind: type[SyncVectorEnv] | type[AsyncVectorEnv], creator: EnvCreator, context: EnvContext) -> Any:
-    builders = [partial(build_env, creator, context.at(index)) for index in range(context.num_envs)]
-    return kind(builders, autoreset_mode=AutoresetMode.DISABLED)
+def _builders(creator: EnvCreator, context: EnvContext) -> list[Callable[[], Any]]:
+    return [partial(build_env, creator, context.at(index)) for index in range(context.num_envs)]
+
+
+def _async_vector(creator: EnvCreator, timeout_s: float, context: EnvContext) -> Any:
+    builders = _builders(creator, context)
+    builders[0] = partial(build_in_time, builders[0], timeout_s, os.getpid())
+    return AsyncVectorEnv(builders, autoreset_mode=AutoresetMode.DISABLED)

@@ -23,7 +23,7 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from headrace.schemas.chunk import UNSEEDED, ChunkEnd
-from headrace.schemas.errors import EnvContractError
+from headrace.schemas.errors import EnvContractError, EnvHangError
 from headrace.schemas.spaces import nest
 from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.checks import take_reset_apart
@@ -40,6 +40,7 @@ from headrace.workers.envs.native.answers import (
 from headrace.workers.envs.native.infos import lanes_with_info
 from headrace.workers.envs.native.kinds import Seeding
 from headrace.workers.envs.native.whole import WholeVector
+from headrace.workers.envs.rendering import picture_of, warn_of
 from headrace.workers.envs.stepping import Outcome
 
 
@@ -81,7 +82,7 @@ class NativeVector(WholeVector):
         if self._broken is not None:
             return self._lost(live, {}, self._broken, stepped=False)
         try:
-            with self._limited("step", self._config.env_step_timeout_s):
+            with self._limited("step", "env_step_timeout_s"):
                 answer = self._env.step(self._actions)
         except Exception as error:  # noqa: BLE001 - a user's env
             return self._lost(live, {}, error, stepped=False)
@@ -154,10 +155,21 @@ class NativeVector(WholeVector):
             outcome.begun = True
         return outcome
 
-    def _limited(self, phase: str, timeout_s: float) -> AbstractContextManager[None]:
+    def _limited(self, phase: str, setting: str) -> AbstractContextManager[None]:
         if self._watchdog is None:
             return nullcontext()
-        return self._watchdog.limited(phase, timeout_s, f"env_{phase}_timeout_s")
+        return self._watchdog.limited(phase, getattr(self._config, setting), setting)
+
+    def try_render_at(self, index: int) -> NDArray[np.uint8] | None:
+        """See `EnvDriver`. A picture that never comes costs the vector, where its envs are in processes."""
+        try:
+            with self._limited("render", "env_step_timeout_s"):
+                return picture_of(self._env, index)
+        except Exception as error:  # noqa: BLE001 - a user's env
+            warn_of(index, f"{type(error).__name__}: {error}")
+            if isinstance(error, EnvHangError):
+                self._broken = error
+            return None
 
     # -- episodes -----------------------------------------------------------------------------------------------------
 
@@ -183,7 +195,7 @@ class NativeVector(WholeVector):
             for episode in episodes:
                 if self.on_episode_created is not None:
                     self.on_episode_created(self.lanes[episode.env_index], episode)
-            with self._limited("reset", self._config.env_reset_timeout_s):
+            with self._limited("reset", "env_reset_timeout_s"):
                 answer = self._env.reset(**argument, **options)
             observations, infos = take_reset_apart(answer)
             for _, problem in self.observations.put_rows(observations):

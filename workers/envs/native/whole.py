@@ -13,6 +13,7 @@ from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import naming_what_failed
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.native.answers import VectorStep
+from headrace.workers.envs.native.construction import limited_construction
 from headrace.workers.envs.native.creators import vector_creator
 from headrace.workers.envs.native.kinds import autoreset_of, check_vector, seeding_of
 from headrace.workers.envs.native.processes import Watchdog, close_vector, processes_of
@@ -41,7 +42,7 @@ class WholeVector(Roster):
         context = self._context(0, recreated=False) if first is None else first[1]
         try:
             with naming_what_failed(config, 0):
-                self._adopt(self._creator(context) if first is None else first[0])
+                self._adopt(self._create(context) if first is None else first[0])
             self.spaces = spaces_of_vector(self._env)
             self.gym_spaces = self._env.single_observation_space, self._env.single_action_space
             check_bounds = not config.disable_env_checking
@@ -50,6 +51,10 @@ class WholeVector(Roster):
         except HeadraceError:
             self.stop()
             raise
+
+    def _create(self, context: EnvContext) -> Any:
+        with limited_construction(self._config.env_construct_timeout_s):
+            return self._creator(context)
 
     def _adopt(self, env: Any) -> None:
         self._env, self._broken = env, None
@@ -140,7 +145,7 @@ class WholeVector(Roster):
             self.on_rebuild()
         context = self._context(0, recreated=True)
         try:
-            self._adopt(self._creator(context))
+            self._adopt(self._create(context))
             spaces = spaces_of_vector(self._env)
             if spaces != self.spaces:
                 raise EnvContractError("spaces of the vector", repr(spaces), f"those it had before, {self.spaces!r}")

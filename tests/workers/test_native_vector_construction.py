@@ -1,0 +1,68 @@
+"""A vector of processes, one of whose envs is never made: it holds up nobody for longer than its deadline."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gymnasium.vector import AutoresetMode
+from native_vectors import vector_of
+from toy_envs import Counting, check_books, runner
+
+from headrace.schemas.errors import EnvHangError, EnvRestartBudgetError
+
+KINDS: dict[str, dict[str, Any]] = {
+    "of ours": {"gym_env_vectorize_mode": "async"},
+    "of the user's": {},
+}
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    yield
+    assert not multiprocessing.active_children()
+
+
+class NeverMade(Counting):
+    """Env `config["index"]` is not made once the file `config["hangs"]` is there. Each raises at its second step."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if self.index == config["index"] and Path(config["hangs"]).exists():
+            threading.Event().wait()
+
+    def step(self, action: Any) -> Any:
+        if self.t == 1:
+            Path(self.config["hangs"]).touch()
+            raise RuntimeError("diverged")
+        return super().step(action)
+
+
+def _runner(kind: str, index: int, hangs: Path, **settings: Any) -> Any:
+    env = NeverMade if kind == "of ours" else vector_of(NeverMade, "async", AutoresetMode.SAME_STEP)
+    config = {"index": index, "hangs": str(hangs)}
+    return runner(env, num_envs=3, env_config=config, env_construct_timeout_s=0.5, **KINDS[kind], **settings)
+
+
+@pytest.mark.parametrize(("kind", "index"), [("of ours", 0), ("of ours", 1), ("of the user's", 1)])
+def test_at_first_it_is_a_typed_error(kind: str, index: int, tmp_path: Path) -> None:
+    hangs = tmp_path / "hangs"
+    hangs.touch()
+    words = "env [0-2] did not return from construction within env_construct_timeout_s = 0.5 s and "
+    with pytest.raises(EnvHangError, match=words + ("its process was killed" if index else "is left alone")):
+        _runner(kind, index, hangs)
+
+
+# Gymnasium's AsyncVectorEnv tells of an env's error by warnings too, before it raises it.
+@pytest.mark.filterwarnings("ignore:.*ERROR:UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_when_it_is_built_anew_that_is_a_failure_like_any_other(kind: str, tmp_path: Path) -> None:
+    with _runner(kind, 1, tmp_path / "hangs", env_restart_attempts=2) as sampler:
+        with pytest.raises(EnvRestartBudgetError, match="did not return from construction"):
+            sampler.sample(num_timesteps=30)
+        assert sampler.totals.env_failures == 3
+        check_books(sampler)
