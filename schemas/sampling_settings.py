@@ -77,6 +77,11 @@ class SamplingSettings(Section):
         description="several agents: one is truncated and its last observation missing: the env has failed, or what "
         "it acted upon is repeated, or its last step is dropped; each is counted",
     )
+    max_idle_env_steps: int = Field(
+        default=10_000,
+        ge=1,
+        description="several agents: env steps in a row in which nobody acts, after which the env counts as failed",
+    )
     infos: Literal["all", "none"] = Field(default="all", description="whether non-empty infos travel with the chunks")
     callbacks: list[str] = Field(
         default=[], description='"package.module:Class" of each callback object, in the order in which they are called'

@@ -98,6 +98,16 @@ def read_step(
     return report
 
 
+def check_idle(episode: MultiAgentEpisode, most: int) -> None:
+    """Raise `EnvContractError` where nobody acts for too long: of such an episode nothing would ever come."""
+    if episode.idle_steps > most:
+        raise EnvContractError(
+            "env steps in a row in which no agent acts",
+            str(episode.idle_steps),
+            f"at most max_idle_env_steps = {most}, after which somebody is observed or the episode ends ({ALL!r})",
+        )
+
+
 def _own_end(agent: Any, terminateds: Mapping[Any, Any], truncateds: Mapping[Any, Any], all_end: ChunkEnd) -> ChunkEnd:
     terminated, truncated = terminateds.get(agent, False), truncateds.get(agent, False)
     if terminated is False and truncated is False:

@@ -70,9 +70,12 @@ class MultiAgentEpisode(Episode):
     """Their ids."""
     is_plain: bool = False
     """An answer with an observation and a reward of just these agents needs no bookkeeping."""
+    idle_steps: int = 0
+    """Env steps in a row after which nobody could act."""
 
     def let_act(self, seats: list[Seat]) -> None:
         """`seats` have an observation, all others wait or are done."""
         self.acting = seats
         self.agents = [seat.agent for seat in seats]
+        self.idle_steps = 0 if seats else self.idle_steps + 1
         self.is_plain = bool(seats) and not any(seat.reward for seat in seats)

@@ -16,7 +16,7 @@ from headrace.workers.envs.creators import EnvCreator
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Lane
 from headrace.workers.envs.lanes import LaneVector
-from headrace.workers.multi_agent.answers import LaneReport, is_plain, read_reset, read_step
+from headrace.workers.multi_agent.answers import LaneReport, check_idle, is_plain, read_reset, read_step
 from headrace.workers.multi_agent.env import build_multi_agent_env, gym_spaces_of, spaces_by_agent
 from headrace.workers.multi_agent.episodes import AgentEpisode, MultiAgentEpisode, Seat
 from headrace.workers.multi_agent.module_seats import ModuleSeats
@@ -163,6 +163,7 @@ class MultiAgentVector(LaneVector):
                 rewards += answer[1].values()
                 continue
             try:
+                check_idle(episode, self._config.max_idle_env_steps)
                 report = read_step(episode, answer, self.agents, self._config.missing_final_observation)
             except EnvContractError as error:
                 gathered.failures.append(Failure(lane.index, error, stepped=True))

@@ -1,0 +1,53 @@
+"""An env in which nobody acts for ever comes to an end that has a name; one that only pauses is let be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from toy_multi_envs import Together, check_books, multi_runner
+
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
+
+
+class Pausing(Together):
+    """Env 0 observes nobody in `config["pause"]` steps after its third one, if ever somebody again."""
+
+    paused = 0
+
+    def reset(self, **settings: Any) -> Any:
+        self.paused = 0
+        return super().reset(**settings)
+
+    def step(self, actions: dict[Any, Any]) -> Any:
+        if self.index == 0 and self.t == 3 and self.paused <= self.config["pause"]:
+            self.paused += 1
+            if self.paused <= self.config["pause"]:
+                return {}, {}, {"__all__": False}, {}, {}
+            seen = {f"a{i}": self.observe(i) for i in range(len(self.lengths))}
+            return seen, {}, {"__all__": False}, {}, {}
+        return super().step(actions)
+
+
+def test_it_is_a_failure_of_that_env_which_comes_to_a_typed_end() -> None:
+    settings = {"num_envs": 2, "max_idle_env_steps": 20, "env_config": {"pause": 10**9}}
+    words = r"env steps in a row in which no agent acts should be at most max_idle_env_steps = 20, .* got 21"
+    with multi_runner(Pausing, env_restart_attempts=2, env_restart_backoff_s=0.0, **settings) as sampler:
+        with pytest.raises(EnvRestartBudgetError, match=words):
+            sampler.sample(num_episodes=1000)
+        assert sampler.totals.env_failures == 3
+        check_books(sampler)
+    with (
+        multi_runner(Pausing, restart_failed_sub_environments=False, **settings) as sampler,
+        pytest.raises(EnvContractError, match=words),
+    ):
+        sampler.sample(num_episodes=1000)
+
+
+def test_a_pause_is_none_and_counts_anew_each_time() -> None:
+    with multi_runner(Pausing, num_envs=1, max_idle_env_steps=20, env_config={"pause": 19}) as sampler:
+        chunks = sampler.sample(num_episodes=3)
+        assert {chunk.end for chunk in chunks} == {ChunkEnd.TERMINATED}
+        assert sampler.totals.env_failures == 0
+        check_books(sampler)
