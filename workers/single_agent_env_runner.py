@@ -20,6 +20,7 @@ from headrace.workers.connectors.vector_connectors import join_states, split_sta
 from headrace.workers.env_runner import EnvRunner, no_module_error
 from headrace.workers.envs.actions import RandomActions
 from headrace.workers.envs.lane import Lane
+from headrace.workers.envs.native.partial import PartialVector
 from headrace.workers.envs.opening import open_envs, open_ready_envs
 from headrace.workers.episode_view import EpisodeView
 from headrace.workers.module_weights import check_weights, read_weights, write_weights
@@ -91,10 +92,12 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
             ready = open_ready_envs(*parts, self._on_wait_for_hosts)
             return ReadySampler(self.config, ready, self.totals, self._id_high, self.callbacks)
         envs = open_envs(*parts, self._on_wait_for_hosts)
+        if isinstance(envs, PartialVector):  # which only its creator knew
+            return ReadySampler(self.config, envs, self.totals, self._id_high, self.callbacks)
         return VectorSampler(self.config, envs, self.totals, self._id_high, self.callbacks)
 
     def _noise_of(self, streams: Sequence[np.random.Generator], size: int, kind: NoiseKind) -> LaneNoise:
-        if not self.config.steps_the_ready:
+        if not isinstance(self._sampler, ReadySampler):
             return NoiseBlocks(streams, size, kind)
         noise = SeatNoise(size, kind)
         noise.add(streams)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from toy_envs import check_books, runner
 
 from headrace.schemas.chunk import ChunkEnd
@@ -54,9 +55,12 @@ def test_a_time_limit_truncates() -> None:
     assert {(len(chunk), chunk.end) for chunk in batch} == {(4, ChunkEnd.TRUNCATED)}
 
 
-def test_answers_of_a_part_of_its_envs_are_refused() -> None:
+def test_answers_of_a_part_of_its_envs_are_not_understood_through_a_wrapper() -> None:
+    def wrapped(context: EnvContext) -> Any:
+        return RecordEpisodeStatistics(_make(context))
+
     with (
-        runner(_make, num_envs=4, env_config={"batch_size": 2}, restart_failed_sub_environments=False) as sampler,
+        runner(wrapped, num_envs=4, env_config={"batch_size": 2}, restart_failed_sub_environments=False) as sampler,
         pytest.raises(EnvContractError, match=r"\(2, 4\)|batch_size"),
     ):
         sampler.sample(num_timesteps=4)

@@ -12,6 +12,7 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.creators import find_creator, naming_what_failed
 from headrace.workers.envs.driver import EnvDriver, ReadyDriver
 from headrace.workers.envs.native.construction import limited_construction
+from headrace.workers.envs.native.partial import PartialVector, answers_in_part
 from headrace.workers.envs.native.vector import NativeVector
 from headrace.workers.envs.process.ready import ReadyProcessVector
 from headrace.workers.envs.process.vector import ProcessVector
@@ -62,7 +63,7 @@ def open_ready_envs(
     return ReadyProcessVector(config, worker_index, seeds, totals, callbacks)
 
 
-def _kind_of(first: Any) -> type[EnvVector] | type[NativeVector]:
+def _kind_of(first: Any) -> type[EnvVector] | type[NativeVector] | type[PartialVector]:
     if isinstance(first, gym.vector.VectorEnv):
-        return NativeVector
+        return PartialVector if answers_in_part(first) else NativeVector
     return UserVector if isinstance(first, VectorEnv) else EnvVector

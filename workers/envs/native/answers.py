@@ -56,7 +56,7 @@ def _flags(name: str, values: Any, width: int) -> NDArray[np.bool_]:
 
 
 def bad_rewards(step: VectorStep, live: NDArray[np.intp] | None, actions: Any) -> dict[int, EnvContractError]:
-    """What is wrong by lane, among those that stepped with `actions`; such a reward becomes 0."""
+    """What is wrong by lane, among those that stepped, with `actions` if these are known; such a reward becomes 0."""
     finite = np.isfinite(step.rewards)
     if finite.all():
         return {}
@@ -64,7 +64,8 @@ def bad_rewards(step: VectorStep, live: NDArray[np.intp] | None, actions: Any) -
     bad = {}
     for lane in lanes.tolist():
         if live is None or lane in live:
-            seen = f"{step.rewards[lane]} ({step.rewards.dtype}). Actions={_row(actions, lane)!r:.200}"
+            did = f". Actions={_row(actions, lane)!r:.200}" if actions is not None else ""
+            seen = f"{step.rewards[lane]} ({step.rewards.dtype}){did}"
             bad[lane] = EnvContractError("Reward", seen, "finite scalar")
     step.rewards = np.where(finite, step.rewards, 0.0)
     return bad

@@ -1,0 +1,216 @@
+"""EnvPool with a batch_size below its num_envs: it answers for those of its envs that are ready, and others go on.
+
+An answer is of `batch_size` envs, and comes when so many are ready: so that nobody waits for ever, all of its envs are
+at work whenever it is asked, stepping or resetting. An env that steps for an episode which was abandoned meanwhile
+finishes that for nobody, and is reset then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.chunk import UNSEEDED, ChunkEnd
+from headrace.schemas.errors import EnvContractError
+from headrace.schemas.spaces import nest
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.actions import action_root
+from headrace.workers.envs.context import EnvContext
+from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.lane import Episode
+from headrace.workers.envs.native.answers import VectorStep, bad_rewards, read_step
+from headrace.workers.envs.native.kinds import Seeding, seeding_of
+from headrace.workers.envs.native.whole import WholeVector
+from headrace.workers.envs.observations import Observations
+from headrace.workers.envs.stepping import Outcome
+
+
+def answers_in_part(env: Any) -> bool:
+    """Whether `env` is an EnvPool, in no wrapper, that answers for a part of its envs at a time."""
+    is_pool = seeding_of(env) is Seeding.NONE and env is env.unwrapped
+    return is_pool and env.config["batch_size"] < env.num_envs
+
+
+class PartialVector(WholeVector):
+    """A `ReadyDriver`. It lives and dies as a whole, like every native vector; its seeds are those it was made with.
+
+    `poll` may block as long as the slowest of the envs that complete a batch; nobody is told meanwhile.
+    """
+
+    steps_to_reset = True
+    seeds_every_episode = False
+
+    def build(self, config: EnvRunnerConfig, first: tuple[Any, EnvContext] | None = None) -> None:
+        """See `Roster`."""
+        super().build(config, first)
+        if not answers_in_part(self._env):
+            self.stop()
+            expected = "below num_envs, as it was when this runner was made; make a new one"
+            raise EnvContractError("batch_size of the vector", "another kind of vector", expected)
+        check_bounds = not config.disable_env_checking
+        batch_size = self._env.config["batch_size"]
+        self._news = Observations(self.spaces.observation, batch_size, check_bounds=check_bounds)
+        self.halves: list[NDArray[np.intp]] = []
+
+    def _take_down(self) -> None:
+        super()._take_down()
+        self._awaited: set[int] = set()
+        """Lanes that are stepping."""
+        self._stale: set[int] = set()
+        """Lanes that are stepping for an episode which is over."""
+        self._coming: dict[int, Episode] = {}
+        """Lanes that are to be reset, or are being reset, and what begins there."""
+        self._arrived: list[int] = []
+        """Of these, which have been."""
+
+    # -- who is up ----------------------------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> NDArray[np.intp] | None:
+        """See `Roster`."""
+        return np.flatnonzero(~self._idle) if self._idle.any() else None
+
+    @property
+    def under_way(self) -> set[int]:
+        """See `ReadyDriver`."""
+        return self._awaited
+
+    @property
+    def repairing(self) -> bool:
+        """See `EnvDriver`."""
+        return self._env is None or bool(self._arrived) or not self._is_up
+
+    @property
+    def _is_up(self) -> bool:
+        return not self._idle.all()
+
+    def end_episodes(self, lanes: Sequence[int]) -> None:
+        """Forget the episodes of `lanes`. A step that is under way for one of them was none."""
+        for index in lanes:
+            self.lanes[index].episode = None
+        self._idle[list(lanes)] = True
+        self._stale |= self._awaited.intersection(lanes)
+        self._awaited.difference_update(lanes)
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def send_actions(self, columns: dict[str, NDArray[Any]]) -> None:
+        """See `EnvDriver`."""
+        self.send_actions_of(np.flatnonzero(~self._idle), columns)
+
+    def send_actions_of(self, lanes: NDArray[np.intp], columns: dict[str, NDArray[Any]]) -> None:
+        """See `ReadyDriver`."""
+        rows = {name: column[lanes] for name, column in columns.items()}
+        actions = nest(self.spaces.action, rows, action_root(rows))
+        self._awaited.update(lanes.tolist())
+        self._try(lambda: self._env.send(actions, lanes.astype(np.int32)))
+
+    def poll(self) -> Outcome:
+        """See `ReadyDriver`."""
+        received = self._receive()
+        if received is None:
+            return self._lost({}, [], {})
+        lanes, step, bad = received
+        place_of = {lane: place for place, lane in enumerate(lanes.tolist()) if lane in self._awaited}
+        bad |= {int(lanes[at]): e for at, e in bad_rewards(step, np.array([*place_of.values()], np.intp), None).items()}
+        done = step.terminated | step.truncated
+        ended = [(lane, step.end_of(place)) for lane, place in place_of.items() if done[place] and lane not in bad]
+        rewards = {lane: float(step.rewards[place]) for lane, place in place_of.items()}
+        if bad:
+            self._broken = next(iter(bad.values()))
+            return self._lost(bad, ended, rewards)
+        answered = np.array(sorted(place_of), np.intp)
+        self._awaited.difference_update(place_of)
+        return Outcome(np.array([rewards[lane] for lane in answered.tolist()]), ended, [], lanes=answered)
+
+    def _receive(self) -> tuple[NDArray[np.intp], VectorStep, dict[int, Exception]] | None:
+        """The next answers: their lanes, and what is wrong by lane. None if there will be none any more."""
+        answer = self._try(self._env.recv) if self._broken is None else None
+        if answer is None:
+            return None
+        try:
+            lanes = np.asarray(answer[4]["env_id"], np.intp)
+            step = read_step((*answer[:4], {}), len(lanes))
+            problems = {int(lanes[place]): error for place, error in self._news.put_rows(step.observations)}
+        except EnvContractError as error:
+            self._broken = error
+            return None
+        for name, column in self._news.columns.items():
+            self.observations.columns[name][lanes] = column
+        stale = self._stale.intersection(lanes.tolist())
+        self._stale -= stale
+        self._arrived += [lane for lane in lanes.tolist() if lane in self._coming and lane not in stale]
+        self._reset([lane for lane in sorted(stale) if lane in self._coming])
+        return lanes, step, {lane: error for lane, error in problems.items() if lane not in stale}
+
+    def _try(self, call: Callable[[], Any]) -> Any:
+        """What `call` gives; None, and the vector is broken, where it raises."""
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001 - a user's env
+            self._broken = error
+            return None
+
+    def _lost(self, bad: dict[int, Exception], ended: list[tuple[int, ChunkEnd]], rewards: dict[int, float]) -> Outcome:
+        """The vector is lost, and with it all open episodes but those in `ended`; `bad` are the lanes to blame.
+
+        `rewards`: of the lanes that have stepped. All that are live were sent an action.
+        """
+        assert self._broken is not None, "there is a reason"
+        lanes = np.flatnonzero(~self._idle)
+        over = {lane for lane, _ in ended}
+        lost = [lane for lane in lanes.tolist() if lane not in over]
+        failures = [Failure(lane, bad.get(lane, self._broken), stepped=lane in rewards) for lane in lost]
+        failures.sort(key=lambda failure: failure.lane not in bad)
+        if not failures:
+            self._failed.append(Failure(next(iter(bad), 0), self._broken, at="reset"))
+        self._awaited.clear()
+        earned = np.array([rewards.get(lane, 0.0) for lane in lanes.tolist()])
+        return Outcome(earned, ended, failures, lanes=lanes, begun=not failures)
+
+    # -- episodes -----------------------------------------------------------------------------------------------------
+
+    def try_reset(self, lanes: Sequence[int]) -> None:
+        """Have an episode begin in each of `lanes` with a later poll, unless one is about to."""
+        if self._env is None or self._broken is not None:
+            return
+        lanes = [index for index in lanes if index not in self._coming]
+        for index in lanes:
+            episode = self.lanes[index].create_episode(UNSEEDED, Episode)
+            try:
+                if self.on_episode_created is not None:
+                    self.on_episode_created(self.lanes[index], episode)
+            except Exception as error:  # noqa: BLE001 - a user's callback
+                self.fail(Failure(index, error, unbegun=episode))
+                return
+            self._coming[index] = episode
+        self._reset([lane for lane in lanes if lane not in self._stale])
+
+    def _reset(self, lanes: Sequence[int]) -> None:
+        if lanes:
+            self._try(lambda: self._env._reset(np.array(lanes, np.int32)))  # its `reset` waits for answers too
+
+    def revive(self) -> None:
+        """Begin the episodes that have arrived; rebuild the vector if its wait is over."""
+        arrived, self._arrived = self._arrived, []
+        for index in arrived:
+            episode = self._coming.pop(index)
+            self.lanes[index].begin_episode(episode, episode.reset_info)
+            self._idle[index] = False
+            self._started.append(index)
+        super().revive()
+
+    def _pause(self) -> None:
+        """Nothing is up: wait for the first resets, or for the time to build anew."""
+        if self._env is None:
+            super()._pause()
+            return
+        received = self._receive()
+        bad = received[2] if received is not None else {}
+        if bad:
+            self._broken = next(iter(bad.values()))
+        if self._broken is not None:
+            self._failed.append(Failure(next(iter(bad), 0), self._broken, at="reset"))
