@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from env_hosts import EnvHosts, free_port
 from toy_envs import check_books, runner
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
@@ -15,6 +16,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "inline": {},
     "process": {"env_placement": "process", "envs_per_process": 2},
     "native": {"gym_env_vectorize_mode": "sync"},
+    "remote": {"env_placement": "remote"},
 }
 NUM_ENVS, FRAGMENT = 2, 16
 
@@ -39,8 +41,9 @@ def _brief(chunk: EpisodeChunk) -> tuple[Any, ...]:
     return (chunk.env_index, chunk.episode_id, chunk.t_start, chunk.end, chunk.seed, arrays, columns)
 
 
-def _sampled(env: str, placement: str) -> list[EpisodeChunk]:
-    with runner(env, num_envs=NUM_ENVS, rollout_fragment_length=FRAGMENT, **PLACEMENTS[placement]) as sampler:
+def _sampled(env: str, placement: str, port: int) -> list[EpisodeChunk]:
+    settings = {"num_envs": NUM_ENVS, "rollout_fragment_length": FRAGMENT, "env_hosts_port": port}
+    with runner(env, **settings, **PLACEMENTS[placement]) as sampler:
         chunks = [chunk for _ in range(3) for chunk in sampler.sample_fragment()]
         check_books(sampler)
         assert sampler.totals.discarded == {}
@@ -49,12 +52,15 @@ def _sampled(env: str, placement: str) -> list[EpisodeChunk]:
     return chunks
 
 
-def test_chunks_are_the_same_to_the_bit_wherever_the_envs_are(env: str) -> None:
-    found = {placement: _sampled(env, placement) for placement in PLACEMENTS}
+def test_chunks_are_the_same_to_the_bit_wherever_the_envs_are(env: str, tmp_path: Path) -> None:
+    with EnvHosts(tmp_path, free_port()) as hosts:
+        hosts.start(env, NUM_ENVS)
+        found = {placement: _sampled(env, placement, hosts.port) for placement in PLACEMENTS}
     expected = [_brief(chunk) for chunk in found["inline"]]
     assert len({chunk.episode_id for chunk in found["inline"]}) > NUM_ENVS, "some episodes ended"
     assert [_brief(chunk) for chunk in found["process"]] == expected
     assert [_brief(chunk) for chunk in found["native"]] == expected
+    assert [_brief(chunk) for chunk in found["remote"]] == expected
     _check_seams(found["process"])
 
 
