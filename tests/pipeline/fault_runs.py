@@ -16,6 +16,9 @@ from headrace.schemas.ledger import add_up
 ENOUGH = 96
 """Steps of a lane after which a test has seen enough."""
 
+LONGEST_S = 60.0
+"""For that, on a machine with much else to do."""
+
 
 def lives_of(
     broker: BrokerThread, worker: WorkerThread, lanes: Iterable[int], has_seen_all: Callable[[], bool] = lambda: True
@@ -33,7 +36,7 @@ def lives_of(
             assert worker.error is None
             return has_seen_all() and all(sum(map(len, lives[lane])) >= ENOUGH for lane in lanes)
 
-        until(has_enough, "enough steps of every env")
+        until(has_enough, "enough steps of every env", LONGEST_S)
         worker.stopping.set()
 
         def has_drained() -> bool:

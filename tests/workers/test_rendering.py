@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,35 +9,14 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
 from native_vectors import EVERY_KIND, vector_of
-from toy_envs import Counting, check_books, runner
+from painters import Painter, TallPainter
+from toy_envs import check_books, runner
 
 from headrace.workers import VectorEnv
 
 
-class Painter(Counting):
-    """A picture of its index and time."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.render_mode = self.config.get("render_mode", "rgb_array")
-
-    def render(self) -> Any:
-        if self.t == 3:
-            raise RuntimeError("no paint")
-        return np.full((2, 3, 3), 10 * self.index + self.t, np.uint8)
-
-
 def _wrapped(context: Any) -> VectorEnv:
     return VectorEnv.wrap(lambda index: Painter(context.at(index)), num_envs=context.num_envs)
-
-
-class TallPainter(Painter):
-    """Lane 1 is painted on too large a wall; lane 2's paint never dries."""
-
-    def render(self) -> Any:
-        if self.index == 2:
-            threading.Event().wait()
-        return np.zeros((3000, 3000, 3) if self.index == 1 else (2, 3, 3), np.uint8)
 
 
 KINDS = [Painter, _wrapped, *(vector_of(Painter, kind, mode) for kind, mode in EVERY_KIND)]
@@ -71,7 +49,7 @@ PROCESSES = {"env_placement": "process", "envs_per_process": 2}
 
 
 def test_an_env_in_a_process_is_shown_as_one_inline(caplog: pytest.LogCaptureFixture) -> None:
-    with runner("test_rendering:Painter", num_envs=3, **PROCESSES) as sampler:
+    with runner("painters:Painter", num_envs=3, **PROCESSES) as sampler:
         sampler.sample(num_timesteps=6)
         for index in (2, 0, 1, 1):
             picture = sampler.try_render_at(index)
@@ -81,7 +59,7 @@ def test_an_env_in_a_process_is_shown_as_one_inline(caplog: pytest.LogCaptureFix
         assert [chunk.obs[0, 0] for chunk in chunks] == [2.0] * 3, "pictures are no steps"
         assert sampler.try_render_at(0) is None
         assert "env 0 could not be rendered (RuntimeError: no paint)" in caplog.text
-    with runner("test_rendering:Painter", env_config={"render_mode": None}, **PROCESSES) as sampler:
+    with runner("painters:Painter", env_config={"render_mode": None}, **PROCESSES) as sampler:
         sampler.sample(num_timesteps=1)
         assert sampler.try_render_at(0) is None
 
@@ -94,7 +72,7 @@ def test_a_picture_too_large_is_none_and_one_that_never_comes_costs_its_process(
     caplog: pytest.LogCaptureFixture, wait_for: Callable[..., None]
 ) -> None:
     settings = {"num_envs": 3, "env_placement": "process", "envs_per_process": 3, "env_step_timeout_s": 1.0}
-    with runner("test_rendering:TallPainter", **settings) as sampler:
+    with runner("painters:TallPainter", **settings) as sampler:
         sampler.sample(num_timesteps=3)
         assert sampler.try_render_at(1) is None
         assert "env 1 could not be rendered (a picture of 27000000 bytes, where 16777216 are the most)" in caplog.text
