@@ -129,7 +129,7 @@ def test_a_crash_is_noticed_at_once_and_says_what_it_was(fault: str, last_words:
 )
 def test_others_go_on_while_an_env_cannot_be_built_again(fault: str, reason: Discard) -> None:
     config = configure(
-        "raises", "step", env_config={"again": {"construction": fault}}, env_construct_timeout_s=2.0, envs_per_process=1
+        "raises", "step", env_config={"again": {"construction": fault}}, env_construct_timeout_s=4.0, envs_per_process=1
     )
     with EnvProcessPool(config) as pool:
         driver = Driver(pool)
@@ -147,12 +147,12 @@ def test_others_go_on_while_an_env_cannot_be_built_again(fault: str, reason: Dis
     [
         ("raises", EnvError, "env 1 .*could not be built: RuntimeError: diverged"),
         ("exits", EnvCrashError, "exit code 7 in construction"),
-        ("hangs with the lock", EnvHangError, "did not return from construction within env_construct_timeout_s = 2 s"),
+        ("hangs with the lock", EnvHangError, "did not return from construction within env_construct_timeout_s = 4 s"),
     ],
 )
 def test_an_env_that_cannot_be_built_at_first_is_a_typed_error(fault: str, kind: type[EnvError], words: str) -> None:
     with pytest.raises(kind, match=words):
-        EnvProcessPool(configure(fault, "construction", env_construct_timeout_s=2.0))
+        EnvProcessPool(configure(fault, "construction", env_construct_timeout_s=4.0))
 
 
 @pytest.mark.parametrize("fault", ["raises", "hangs", "hangs with the lock", "exits", "segfaults"])

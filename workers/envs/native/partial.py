@@ -128,7 +128,7 @@ class PartialVector(WholeVector):
 
     def _receive(self) -> tuple[NDArray[np.intp], VectorStep, dict[int, Exception]] | None:
         """The next answers: their lanes, and what is wrong by lane. None if there will be none any more."""
-        answer = self._try(self._env.recv) if self._broken is None else None
+        answer = self._try(self._env.recv)
         if answer is None:
             return None
         try:
@@ -147,7 +147,9 @@ class PartialVector(WholeVector):
         return lanes, step, {lane: error for lane, error in problems.items() if lane not in stale}
 
     def _try(self, call: Callable[[], Any]) -> Any:
-        """What `call` gives; None, and the vector is broken, where it raises."""
+        """What `call` gives; None where the vector is broken, as it is from now on if this raises."""
+        if self._broken is not None:
+            return None
         try:
             return call()
         except Exception as error:  # noqa: BLE001 - a user's env
@@ -212,5 +214,5 @@ class PartialVector(WholeVector):
         bad = received[2] if received is not None else {}
         if bad:
             self._broken = next(iter(bad.values()))
-        if self._broken is not None:
+        if self._broken is not None and not self._failed:
             self._failed.append(Failure(next(iter(bad), 0), self._broken, at="reset"))
