@@ -52,7 +52,7 @@ class Hosts:
         name = f"counting_envs:{env.__name__}"
         if name not in self._ports:
             self._ports[name] = free_port()
-            self._started.start(name, 4, port=self._ports[name])
+            self._started.start(name, 4, "sampling.envs_per_process=4", port=self._ports[name])
         return self._ports[name]
 
 
