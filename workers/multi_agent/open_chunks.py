@@ -22,11 +22,11 @@ from headrace.workers.multi_agent.batches import ModuleBatches
 from headrace.workers.multi_agent.cutting import cut_seats
 from headrace.workers.multi_agent.episodes import AgentEpisode, MultiAgentEpisode, Seat
 from headrace.workers.multi_agent.fragment import SeatFragment
+from headrace.workers.multi_agent.lanes import MultiAgentLanes
 from headrace.workers.multi_agent.losses import LossCounts, lose_ended, lose_episode
 from headrace.workers.multi_agent.module_seats import ModuleSeats
 from headrace.workers.multi_agent.outcomes import StepOutcome
 from headrace.workers.multi_agent.turns import Turn, parts_of
-from headrace.workers.multi_agent.vector import MultiAgentVector
 from headrace.workers.totals import RunnerTotals
 from headrace.workers.vector_sampler import Mode
 
@@ -37,7 +37,7 @@ class OpenChunks:
     `observed_more`, of the last cut: (agent, module) -> how many more observations than actions it delivered.
     """
 
-    def __init__(self, config: EnvRunnerConfig, envs: MultiAgentVector, totals: RunnerTotals, id_high: int) -> None:
+    def __init__(self, config: EnvRunnerConfig, envs: MultiAgentLanes, totals: RunnerTotals, id_high: int) -> None:
         self.mode = Mode(config.explore, random_actions=False)
         self.losses = LossCounts()
         self.observed_more: dict[tuple[str, str], int] = {}

@@ -16,12 +16,12 @@ from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Lane
 from headrace.workers.episode_events import EpisodeEvents
 from headrace.workers.multi_agent.episodes import MultiAgentEpisode
+from headrace.workers.multi_agent.lanes import MultiAgentLanes
 from headrace.workers.multi_agent.module_seats import ModuleSeats
 from headrace.workers.multi_agent.open_chunks import OpenChunks
 from headrace.workers.multi_agent.outcomes import StepOutcome
 from headrace.workers.multi_agent.policies import PolicyMappingError
 from headrace.workers.multi_agent.turns import Turn
-from headrace.workers.multi_agent.vector import MultiAgentVector
 from headrace.workers.multi_agent.views import MultiAgentEpisodeView
 from headrace.workers.totals import RunnerTotals
 from headrace.workers.vector_sampler import Mode
@@ -33,7 +33,7 @@ class MultiAgentSampler:
     def __init__(
         self,
         config: EnvRunnerConfig,
-        envs: MultiAgentVector,
+        envs: MultiAgentLanes,
         totals: RunnerTotals,
         id_high: int,
         callbacks: CallbackList,
@@ -127,6 +127,7 @@ class MultiAgentSampler:
 
     def _poll(self, weights_seq: int, on_wait: Callable[[], None] | None, stop_at_episodes: int | None) -> None:
         envs = self.envs
+        envs.on_wait = on_wait
         if envs.live_count < self._width:
             envs.wait_for_one(self._start_episodes, on_wait)
         turn = envs.turn()
