@@ -42,8 +42,11 @@ class MultiAgentVector(MultiAgentLanes, LaneVector):
     def _answers(
         self, turn: Turn, actions: Sequence[Any], sent: dict[int, AgentDict], failures: list[Failure]
     ) -> Iterator[tuple[Lane, MultiAgentEpisode, Any]]:
-        for lane, episode, own in turn.of_lanes(actions):
-            sent[lane.index] = own
+        start = 0
+        for lane, episode in turn.lanes:  # as `Turn.of_lanes`, which would cost a hundredth of the speed
+            stop = start + len(episode.agents)
+            sent[lane.index] = own = dict(zip(episode.agents, actions[start:stop], strict=True))
+            start = stop
             try:
                 answer = lane.step(own)  # type: ignore[misc]
             except Exception as error:  # noqa: BLE001 - a user's env
