@@ -174,9 +174,6 @@ class SamplingSettings(Section):
                 f"env_placement = {self.env_placement!r} is for envs each by itself, and gym_env_vectorize_mode is "
                 "given; leave one of them out"
             )
-        if self.is_multi_agent and self.steps_the_ready:
-            other = "double_buffering" if self.double_buffering else "remote_env_batch_wait_ms"
-            raise ValueError(f"{other} is for envs of one agent, and policies for several; leave one of them out")
         if self.env_placement != "process" and self.steps_the_ready:
             other = "double_buffering" if self.double_buffering else "remote_env_batch_wait_ms"
             raise ValueError(

@@ -20,6 +20,8 @@ from headrace.workers.multi_agent.episodes import MultiAgentEpisode
 from headrace.workers.multi_agent.module_states import ByModule, by_module, by_pipeline
 from headrace.workers.multi_agent.opening import open_agents
 from headrace.workers.multi_agent.policies import Policies
+from headrace.workers.multi_agent.ready import ReadyAgents
+from headrace.workers.multi_agent.ready_sampler import ReadyAgentsSampler
 from headrace.workers.multi_agent.sampler import MultiAgentSampler
 from headrace.workers.multi_agent.seat_streams import check_seats, read_seats, write_seats
 from headrace.workers.multi_agent.views import MultiAgentEpisodeView
@@ -67,7 +69,11 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         if self._sampler is None:
             parts = self.config, self.worker_index, self._seeds, self.totals
             envs = open_agents(*parts, self._policies, self._id_high, self.callbacks, self._on_wait_for_hosts)
-            self._sampler = MultiAgentSampler(self.config, envs, self.totals, self._id_high, self.callbacks)
+            sampled = self.totals, self._id_high, self.callbacks
+            if isinstance(envs, ReadyAgents):
+                self._sampler = ReadyAgentsSampler(self.config, envs, *sampled)
+            else:
+                self._sampler = MultiAgentSampler(self.config, envs, *sampled)
         else:
             self._sampler.rebuild(self.config)
         self._sampler.use(self.modules, lambda: self.fleet_steps)

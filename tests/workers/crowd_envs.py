@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import zlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -28,6 +30,7 @@ class Crowd(MultiAgentEnv):
     """Who is seen, rewarded and done is drawn from the seed. Observations and rewards depend on what was done, too.
 
     The first env of a lane does what `config["faults"]` says, {lane: {place: fault}}; "step" is the sixth of all.
+    Each step takes less than `config["late_ms"]`, if that is given.
     """
 
     possible_agents = ("red/1", 3, "blue", "late")
@@ -63,6 +66,10 @@ class Crowd(MultiAgentEnv):
         assert set(actions) == self.waiting - self.done, "those with an observation act, and nobody else"
         self._steps += 1
         self.time += 1
+        if "late_ms" in self.context:
+            time.sleep(
+                zlib.crc32(f"{self.context.vector_index} {self._steps}".encode()) % self.context["late_ms"] / 1e3
+            )
         self.waiting = set()
         self.sum += sum(float(np.sum(action)) for action in actions.values())
         seen, rewards, terminateds, truncateds, infos = {}, {}, {}, {}, {}

@@ -14,6 +14,7 @@ from headrace.workers.envs.process.contract import EnvPool
 from headrace.workers.envs.process.vector import ElsewhereVector, ProcessVector, elsewhere_error
 from headrace.workers.envs.remote.vector import RemoteVector
 from headrace.workers.envs.spaces import to_gym
+from headrace.workers.envs.stepping import Outcome
 from headrace.workers.multi_agent.env import AgentDict, MultiAgentEnv
 from headrace.workers.multi_agent.episodes import MultiAgentEpisode, Seat
 from headrace.workers.multi_agent.lanes import MultiAgentLanes
@@ -63,7 +64,12 @@ class AgentsElsewhere(MultiAgentLanes, ElsewhereVector):
             sent[lane.index] = own
             self._packing.pack_actions(self._actions, lane.index, own)
         self.send_actions(self._actions)
-        outcome = self.poll()
+        yield from self._unpacked(turn, self.poll(), failures)
+
+    def _unpacked(
+        self, turn: Turn, outcome: Outcome, failures: list[Failure]
+    ) -> Iterator[tuple[Lane, MultiAgentEpisode, Any]]:
+        """What came of the step of the lanes of `turn`."""
         failures += outcome.failures
         stepped = {failure.lane: failure.stepped for failure in outcome.failures}
         infos, columns = dict(outcome.infos), self.observations.columns

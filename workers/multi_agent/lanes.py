@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +28,8 @@ from headrace.workers.totals import RunnerTotals
 
 
 @dataclass(slots=True, eq=False)
-class _Gathered:
-    """What all lanes answered in one poll, one after another: plain lanes first, then those with a report."""
+class Gathered:
+    """What lanes answered in one poll, one after another: plain lanes first, then those with a report."""
 
     sent: dict[int, AgentDict] = field(default_factory=dict)
     seats: list[Seat] = field(default_factory=list)
@@ -103,7 +103,12 @@ class MultiAgentLanes(Lanes):
         Raises `PolicyMappingError` for a newcomer that cannot be mapped, and `ConnectorError` for one that a connector
         has no room for; nothing of the poll counts then.
         """
-        gathered = self._step_lanes(turn, actions)
+        gathered = Gathered()
+        answers = self._answers(turn, actions, gathered.sent, gathered.failures)
+        return self._conclude(turn, self._gather(answers, gathered))
+
+    def _conclude(self, turn: Turn, gathered: Gathered) -> StepOutcome:
+        """See `step`: take in what the lanes of `turn` answered."""
         plain, owners = len(gathered.rewards), [seat.episode.env_index for seat in gathered.seats]
         try:
             newcomers = self._seat_newcomers(gathered.reports)
@@ -130,10 +135,9 @@ class MultiAgentLanes(Lanes):
         apply_reports(outcome, zip(gathered.reports, newcomers, strict=True), rewards[plain:].tolist(), bad)
         return outcome
 
-    def _step_lanes(self, turn: Turn, actions: Sequence[Any]) -> _Gathered:
-        gathered = _Gathered()
+    def _gather(self, answers: Iterable[tuple[Lane, MultiAgentEpisode, Any]], gathered: Gathered) -> Gathered:
         seats, observations, rewards = gathered.seats, gathered.observations, gathered.rewards
-        for lane, episode, answer in self._answers(turn, actions, gathered.sent, gathered.failures):
+        for lane, episode, answer in answers:
             episode.t += 1
             if episode.is_plain and is_plain(answer, episode.agents):
                 seats += episode.acting
@@ -184,7 +188,7 @@ class MultiAgentLanes(Lanes):
         return Seat(agent, module, module.row_of(whole.env_index, self.agents[agent]), episode)
 
 
-def _undo(turn: Turn, gathered: _Gathered) -> None:
+def _undo(turn: Turn, gathered: Gathered) -> None:
     """No step of the poll counts: nobody's action hangs that did not before, and no episode is longer."""
     raised = {failure.lane for failure in gathered.failures if not failure.stepped}
     for lane, episode in turn.lanes:

@@ -99,7 +99,7 @@ class OpenChunks:
             seat.fragment.begin(seat.row, seat.episode, self._state_in(seat))
 
     def _state_in(self, seat: Seat) -> dict[str, NDArray[Any]]:
-        return {} if self.mode.random_actions else seat.module.state_in(seat.row, hangs=seat.hangs)
+        return {} if self.mode.random_actions else seat.module.state_in(seat.row, hangs=seat.is_awaited)
 
     def record(self, outcome: StepOutcome) -> None:
         """Write what the last step brought for the seats, as far as they go on or have just begun."""
@@ -205,7 +205,7 @@ class OpenChunks:
 
     def _cut_module(self, module: ModuleSeats, fragment: SeatFragment, stamp: Stamp, keep_open: bool) -> ChunkBatch:
         seats = [seat for e in self.episodes for seat in e.seats.values() if seat.module is module]
-        hanging = [seat.row for seat in seats if seat.hangs]
+        hanging = [seat.row for seat in seats if seat.is_awaited]
         unfinished = [chunk for chunk in fragment.ended if self._goes_on(chunk)]
         for seat in seats:
             chunk = fragment.open[seat.row]
