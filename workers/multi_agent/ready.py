@@ -12,6 +12,7 @@ from headrace.schemas.spaces import Spaces
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.process.ready import ReadyVector
+from headrace.workers.envs.process.vector import ProcessVector
 from headrace.workers.multi_agent.elsewhere import AgentsElsewhere
 from headrace.workers.multi_agent.env import AgentDict
 from headrace.workers.multi_agent.lanes import Gathered
@@ -21,7 +22,10 @@ from headrace.workers.multi_agent.turns import Turn, turn_of
 
 
 class ReadyAgents(AgentsElsewhere, ReadyVector):
-    """`send` has some lanes step, `take` gives what came of any: see `ReadyDriver`, which this is in rows."""
+    """`send` has some lanes step, `take` gives what came of any: see `ReadyDriver`, which this is in rows.
+
+    Which pool they live in, the other base of a subclass says.
+    """
 
     def build(self, config: EnvRunnerConfig, first: tuple[Any, EnvContext] | None = None) -> None:
         """See `Roster`."""
@@ -60,3 +64,7 @@ class ReadyAgents(AgentsElsewhere, ReadyVector):
             episode.under_way = False
         gathered = Gathered(self._sent_last)
         return turn, self._conclude(turn, self._gather(self._unpacked(turn, outcome, gathered.failures), gathered))
+
+
+class ReadyProcessAgents(ReadyAgents, ProcessVector):
+    """Those of an `EnvProcessPool`."""
