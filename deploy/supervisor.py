@@ -7,7 +7,8 @@
           └── stop() ──▶ STOPPING ── ends, or is killed after stop_timeout_s ──▶ STOPPED
 
 Everything happens in the thread that turns the loop. That must be the main thread: children die with the thread that
-started them. Only workers are watched for silence (`silence.py`); a broker or learner that hangs is not noticed here.
+started them. Only workers are watched for silence (`silence.py`); a broker or learner that hangs is not noticed here,
+an env host by its worker alone, which takes its envs elsewhere.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from headrace.schemas.messages import WorkerHello
 from headrace.schemas.module_spaces import module_spaces_to_json
 from headrace.schemas.recorder import Recorder
 from headrace.schemas.stopping import stop_signals
-from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.config import runner_config
 from headrace.workers.env_runner import EnvRunner
 from headrace.workers.link import BrokerLink
 from headrace.workers.multi_agent.policies import PolicyMappingError
@@ -312,15 +312,3 @@ class Worker:
     def _shipper(self) -> Shipper:
         assert self.shipper is not None, "join first"
         return self.shipper
-
-
-def runner_config(config: FleetConfig) -> EnvRunnerConfig:
-    """The runner's settings in a fleet's."""
-    s = config.sampling
-    return EnvRunnerConfig(
-        **s.model_dump(),
-        num_workers=config.fleet.workers,
-        env_hosts_keys=config.keys.dir,
-        module=config.module.build,
-        module_config=config.module.config,
-    )
