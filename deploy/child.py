@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from headrace.deploy import parent_death
+from headrace.deploy.last_word import VARIABLE, LastWord, take_last_word
 from headrace.schemas.errors import ExitCode, RunDirError
 
 _TAIL_BYTES = 16 * 1024
@@ -37,11 +38,19 @@ class Child:
     ) -> None:
         self.log_path = log_path
         self.incarnation = incarnation
+        self._last_word_at = log_path.with_name(f".{log_path.stem}-{incarnation}.end")
+        self.last_word: LastWord | None = None
+        """What it said of its end, once it was reaped; None when it was not the process itself that meant to end so."""
         launcher = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), str(int(death_signal))]
         with _open(log_path) as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
-                [*launcher, *argv], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
+                [*launcher, *argv],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**(os.environ if env is None else env), VARIABLE: str(self._last_word_at.absolute())},
+                start_new_session=True,
             )
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
@@ -70,6 +79,8 @@ class Child:
         returncode = self._process.wait()
         os.close(self.pidfd)
         self.pidfd = -1
+        word = take_last_word(self._last_word_at, self.pid)
+        self.last_word = word if word is not None and word.exit_code == returncode else None
         return returncode
 
     def log_lines(self, count: int) -> list[str]:

@@ -19,10 +19,11 @@ import typer
 from rich.console import Console
 
 from headrace.deploy import keys_command
+from headrace.deploy.last_word import place_for_last_word, say_last_word
 from headrace.deploy.options import AsJson, ConfigPath, Debug, RunDirPath, Sets, describe_origin, resolve
 from headrace.deploy.options import examples as _examples
 from headrace.deploy.streams import make_usable, unread
-from headrace.schemas.errors import HeadraceError
+from headrace.schemas.errors import ExitCode, HeadraceError
 
 app = typer.Typer(
     name="headrace",
@@ -49,6 +50,7 @@ PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show every va
 def main() -> None:
     """Entry point of the console script and of `python -m headrace.deploy`."""
     make_usable()
+    last_word_at = place_for_last_word()
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # `package.module:make_env` from here, as `python -m` finds it
     try:
@@ -58,7 +60,12 @@ def main() -> None:
             traceback.print_exc()
         with unread(sys.stderr):
             print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        say_last_word(last_word_at, error.exit_code, str(error))
         sys.exit(int(error.exit_code))
+    except SystemExit as end:  # how typer ends a command, or one that was not typed right
+        if end.code in (ExitCode.OK, ExitCode.USAGE):
+            say_last_word(last_word_at, int(end.code))
+        raise
 
 
 @app.callback(invoke_without_command=True)
@@ -73,6 +80,7 @@ def _root(show_version: Annotated[bool, typer.Option("--version", help="Show the
         "headrace up --env CartPole-v1 --workers 2 --num-envs 8 --seed 0 --until-return 475",
         "headrace up --config deploy/fleet.toml --run-dir runs/a --timeout-s 60 --json",
         "headrace up --workers 1 --until-steps 20000 --set learner.learning_rate=0.0003",
+        "headrace up --env CartPole-v1 --set sampling.env_placement=remote --env-hosts 2 --until-steps 50000",
         "headrace up --config deploy/fleet.toml --print-config",
     )
 )
@@ -80,6 +88,9 @@ def up(
     env: Env = None,
     workers: Annotated[int | None, typer.Option("--workers", help="Sampler processes on this machine.")] = None,
     num_envs: NumEnvs = None,
+    env_hosts: Annotated[
+        int | None, typer.Option("--env-hosts", help="Env hosts on this machine, for sampling.env_placement=remote.")
+    ] = None,
     seed: Seed = None,
     until_return: Annotated[float | None, typer.Option(help="Stop at this mean return of 100 episodes.")] = None,
     until_steps: Annotated[int | None, typer.Option(help="Stop after so many env steps.")] = None,
@@ -104,6 +115,7 @@ def up(
     flags = {
         "sampling.env": env,
         "fleet.workers": workers,
+        "fleet.env_hosts": env_hosts,
         "sampling.num_envs": num_envs,
         "sampling.seed": seed,
         "fleet.until_return": until_return,
@@ -216,12 +228,15 @@ def learner(
 @app.command(
     epilog=_examples(
         "headrace env-host --connect tcp://127.0.0.1:5800 --env CartPole-v1 --num-envs 4",
-        "headrace env-host --connect tcp://WORKER:5800 --env my_envs:make_env --set keys.dir=keys "
-        "--set sampling.envs_per_process=1",
+        "headrace env-host --connect tcp://127.0.0.1:5801 --env CartPole-v1   # the worker of slot 1",
+        "headrace env-host --connect tcp://WORKER:5800 --env my_envs:make_env --set keys.dir=keys",
+        "headrace env-host --connect tcp://WORKER:5800 --config hosts.toml --set sampling.envs_per_process=1",
     )
 )
 def env_host(
-    connect: Annotated[str, typer.Option("--connect", help="tcp://HOST:PORT where the worker listens for env hosts.")],
+    connect: Annotated[
+        str, typer.Option("--connect", help="tcp://HOST:PORT of the worker: sampling.env_hosts_port + its slot.")
+    ],
     env: Env = None,
     num_envs: Annotated[int | None, typer.Option("--num-envs", help="Environments to lend, at most.")] = None,
     config: ConfigPath = None,

@@ -30,7 +30,15 @@ def worker(
         lambda incarnation: [*argv, "--slot", str(slot), "--incarnation", str(incarnation)],
         slot=slot,
         env=child_environment(config.sampling.torch_threads),
+        has_port=config.sampling.env_placement == "remote",
     )
+
+
+def env_host(config_json: Path, address: str, num_envs: int, fleet_id: str, number: int) -> ProcessSpec:
+    """An env host for the worker at `address`."""
+    argv = _headrace("env-host", config_json, "--connect", address, "--num-envs", str(num_envs))
+    argv += ["--set", f"fleet.fleet_id={fleet_id}"]
+    return ProcessSpec(f"env-host-{number}", Role.ENV_HOST, lambda _: argv, env=child_environment(1))
 
 
 def learner(config: FleetConfig, config_json: Path, run_dir: Path, endpoint: str, fleet_id: str) -> ProcessSpec:

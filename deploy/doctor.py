@@ -85,8 +85,8 @@ def _zmq() -> Check:
 def _keys(config: FleetConfig) -> Check:
     folder = Path(config.keys.dir)
     if not config.keys.dir:
-        if is_loopback(config.broker.host):
-            return Check("keys", Verdict.OK, "none; the broker serves this machine only")
+        if is_loopback(config.broker.host) and is_loopback(config.sampling.env_hosts_host):
+            return Check("keys", Verdict.OK, "none; this machine only is served")
         return Check("keys", Verdict.WARN, "none, and others can come and read along", "headrace keys init")
     try:
         roles = sound_roles(folder)
@@ -106,18 +106,25 @@ def _redis(config: FleetConfig) -> Check:
 
 
 def _ports(config: FleetConfig) -> Iterator[Check]:
-    broker = config.broker
+    broker, sampling = config.broker, config.sampling
     for name in ("worker_port", "learner_port", "weights_port"):
-        port = getattr(broker, name)
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((broker.host, port))
-            except OSError as error:
-                seen = f"{broker.host}:{port} {error.strerror}"
-                yield Check(name, Verdict.FAIL, seen, f"stop who holds it, or choose another broker.{name}")
-                continue
-        yield Check(name, Verdict.OK, f"{broker.host}:{port or 'any free port'}")
+        yield _port(name, broker.host, getattr(broker, name), f"broker.{name}")
+    if sampling.env_placement == "remote":
+        first = sampling.env_hosts_port
+        for slot in range(config.fleet.workers if first else 1):
+            name = f"env hosts {slot}" if first else "env hosts"
+            yield _port(name, sampling.env_hosts_host, first and first + slot, "sampling.env_hosts_port")
+
+
+def _port(name: str, host: str, port: int, setting: str) -> Check:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), port))
+        except OSError as error:
+            seen = f"{host}:{port} {error.strerror}"
+            return Check(name, Verdict.FAIL, seen, f"stop who holds it, or choose another {setting}")
+    return Check(name, Verdict.OK, f"{host}:{port or 'any free port'}")
 
 
 def _disk(run_dir: Path) -> Check:

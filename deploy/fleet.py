@@ -14,6 +14,7 @@ from headrace.broker.state_file import Endpoints, read_broker_file, write_broker
 from headrace.deploy import commands
 from headrace.deploy.book import Book
 from headrace.deploy.child import Child
+from headrace.deploy.env_ports import env_endpoints, own_env_hosts, with_env_ports
 from headrace.deploy.failures import OwnRedisError, StoppedError
 from headrace.deploy.goal import Numbers
 from headrace.deploy.loop import Loop
@@ -26,7 +27,7 @@ from headrace.deploy.stop_signals import StopSignals
 from headrace.deploy.supervisor import ProcessSpec, Role, Service, State, Supervisor
 from headrace.deploy.watch import INTERVAL_S, Watch
 from headrace.schemas.config import FleetConfig
-from headrace.schemas.errors import ExitCode, RedisUnavailableError, UnreachableError
+from headrace.schemas.errors import RedisUnavailableError, UnreachableError
 from headrace.schemas.keys import client_keys
 
 log = logging.getLogger("headrace.supervisor")
@@ -81,7 +82,7 @@ class Fleet:
 
     @property
     def endpoints(self) -> dict[str, str]:
-        """Where the broker serves: worker, learner, weights."""
+        """Where the broker serves: worker, learner, weights; and where env hosts come to each worker."""
         return self.book.page.endpoints
 
     @property
@@ -125,6 +126,8 @@ class Fleet:
         for slot in range(config.fleet.workers):
             spec = commands.worker(config, path, where, self.endpoints["worker"], self.fleet_id, slot)
             self.supervisor.start(spec)
+        for number, (address, num_envs) in enumerate(own_env_hosts(config)):
+            self.supervisor.start(commands.env_host(path, address, num_envs, self.fleet_id, number))
         self._silence = SilenceWatch(
             self.loop, self.supervisor, self.run_dir.recorders, config.broker.lease_s, config.worker.connect_timeout_s
         )
@@ -145,7 +148,7 @@ class Fleet:
                 return
             wait_ready(url, 0.0)
         section = self.config.redis.model_copy(update={"url": url})
-        self.config = self.config.model_copy(update={"redis": section})
+        self.config = with_env_ports(self.config.model_copy(update={"redis": section}))
         write_private(self.run_dir.config_json, orjson.dumps(self.config.model_dump(mode="json")))
         self.book.note(redis_url=url)
         self._watch = Watch(url, self.fleet_id)
@@ -157,7 +160,7 @@ class Fleet:
         self.wait(lambda: _endpoints_of(self.run_dir.broker_json, service) is not None, BROKER_DEADLINE_S)
         endpoints = _endpoints_of(self.run_dir.broker_json, service)
         if endpoints is not None:
-            self.book.note(endpoints=endpoints)
+            self.book.note(endpoints=endpoints | env_endpoints(self.config))
         elif self.supervisor.failure is None and not self.stop_asked:
             raise UnreachableError("broker", f"any endpoint named in {self.run_dir.broker_json}", BROKER_DEADLINE_S)
 
@@ -178,6 +181,7 @@ class Fleet:
         if self._silence is not None:
             self._silence.stop()
         self._stop(Role.WORKER)
+        self._stop(Role.ENV_HOST)
         if self._obituaries is not None:
             self._turn_until(self._obituaries.all_told, OBITUARY_DEADLINE_S)
         if not self.config.learner.enabled:
@@ -240,7 +244,7 @@ class Fleet:
             self._obituaries.tell_again()
         if service.spec.slot is None:
             return
-        reason = reason_of(returncode, ExitCode.FENCED)
+        reason = reason_of(child.last_word)
         obituary = write_obituary(self.run_dir.recorders, service.spec.slot, child.incarnation, reason)
         log.info(
             "worker %d incarnation %d: its recorder shows %d steps, %d open, %d batches unsettled",

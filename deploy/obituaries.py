@@ -15,9 +15,10 @@ from pathlib import Path
 
 import zmq
 
+from headrace.deploy.last_word import LastWord
 from headrace.deploy.loop import Loop, Timer
 from headrace.deploy.recorders import Life, recorder_path, recorders_in
-from headrace.schemas.errors import DecodeError, KeysRefusedError
+from headrace.schemas.errors import DecodeError, ExitCode, KeysRefusedError
 from headrace.schemas.handshakes import CLIENT_EVENTS, Handshakes
 from headrace.schemas.keys import ClientKeys
 from headrace.schemas.ledger import Discard, Drop, Settled, WorkerTotals
@@ -172,11 +173,10 @@ class Obituaries:
             recorder_path(self._recorders, *life).unlink(missing_ok=True)
 
 
-def reason_of(returncode: int, fenced: int) -> str:
-    """The obituary's reason for a worker's return code."""
-    if returncode == 0:
-        return "shutdown"
-    return "fenced" if returncode == fenced else "worker_killed"
+def reason_of(word: LastWord | None) -> str:
+    """The obituary's reason for a worker that said so of its end."""
+    reasons: dict[int, str] = {ExitCode.OK: "shutdown", ExitCode.FENCED: "fenced"}
+    return reasons.get(word.exit_code, "worker_killed") if word is not None else "worker_killed"
 
 
 def _reason_left_over(reading: Reading | None) -> str:

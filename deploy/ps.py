@@ -36,6 +36,9 @@ def table(fleet: FleetFile) -> Table:
     supervisor = f"supervisor pid {fleet.supervisor_pid}" if alive else "no supervisor lives"
     title = f"fleet {fleet.fleet_id}: {fleet.state}, {supervisor}"
     result = Table("name", "role", "inc.", "pid", "age", "restarts", "state", title=title, title_justify="left")
+    ports = [f"{name} {where}" for name, where in fleet.endpoints.items() if name.startswith("envs-")]
+    if ports:
+        result.caption, result.caption_justify = f"env hosts come to {', '.join(ports)}", "left"
     for row in processes(fleet, time.time()):
         age = f"{row['age_s']:.0f} s" if "age_s" in row else "-"
         state = row["state"] if row["alive"] or row["pid"] is None else f"{row['state']}, but gone"

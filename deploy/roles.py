@@ -24,7 +24,8 @@ from headrace.schemas.keys import ENV_HOST, client_keys
 
 log = logging.getLogger("headrace.deploy")
 
-_ENDPOINT = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5}")
+_ENDPOINT = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})")
+_HIGHEST_PORT = 65_535
 
 Sets = Iterable[str] | None
 Flags = Mapping[str, Any]
@@ -90,8 +91,7 @@ def start_learner(config: Path | None, sets: Sets, flags: Flags, *, endpoint: st
 def start_env_host(config: Path | None, sets: Sets, flags: Flags, *, connect: str, debug: bool) -> None:
     """Lend envs to a worker until told to stop, or refused."""
     resolved, origin = _resolve(config, sets, flags)
-    if not _ENDPOINT.fullmatch(connect):
-        raise ConfigError(f"should be tcp://HOST:PORT, got {connect!r:.80}", key="--connect")
+    _check_address(connect, "--connect")
     keys = client_keys(resolved.keys.dir or None, ENV_HOST)
     set_up_logging(Identity(resolved.fleet.fleet_id, ENV_HOST), debug=debug)
     sampling = resolved.sampling
@@ -132,8 +132,7 @@ def _resolve(config: Path | None, sets: Sets, flags: Flags) -> tuple[FleetConfig
 def _place(config: FleetConfig, endpoint: str | None, role: str) -> tuple[str, str]:
     """(fleet id, endpoint) as given, else as they stand in the run directory."""
     if endpoint is not None:
-        if not _ENDPOINT.fullmatch(endpoint):
-            raise ConfigError(f"should be tcp://HOST:PORT, got {endpoint!r:.80}", key="--endpoint")
+        _check_address(endpoint, "--endpoint")
         return config.fleet.fleet_id, endpoint
     fleet_id, endpoints = read_addresses(Path(config.fleet.run_dir))
     if role not in endpoints:
@@ -141,6 +140,12 @@ def _place(config: FleetConfig, endpoint: str | None, role: str) -> tuple[str, s
             config.fleet.run_dir, "no broker has served from it yet; start `headrace up`, or give --endpoint"
         )
     return config.fleet.fleet_id or fleet_id, endpoints[role]
+
+
+def _check_address(address: str, option: str) -> None:
+    matched = _ENDPOINT.fullmatch(address)
+    if matched is None or not 0 < int(matched[1]) <= _HIGHEST_PORT:
+        raise ConfigError(f"should be tcp://HOST:PORT, got {address!r:.80}", key=option)
 
 
 def _folder(path: Path) -> Path:

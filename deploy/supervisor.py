@@ -2,12 +2,13 @@
 
     STARTING/RUNNING ── dies ──▶ RESTARTING ── pause ──▶ RUNNING
           │  │                        └── budget spent ──▶ FAILED (CrashLoopError)
-          │  └── exit code that a restart cannot cure ──▶ FAILED (ProcessFailedError)
+          │  └── error that a restart cannot cure, by its last word ──▶ FAILED (ProcessFailedError)
           ├── silent ──▶ replaced at once; the old process lives on as a zombie and is killed later
           └── stop() ──▶ STOPPING ── ends, or is killed after stop_timeout_s ──▶ STOPPED
 
 Everything happens in the thread that turns the loop. That must be the main thread: children die with the thread that
-started them. Only workers are watched for silence (`silence.py`); a broker or learner that hangs is not noticed here.
+started them. Only workers are watched for silence (`silence.py`); a broker or learner that hangs is not noticed here,
+an env host by its worker alone, which takes its envs elsewhere.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Protocol
 
 from headrace.deploy.child import Child, describe_end
 from headrace.deploy.failures import ProcessFailedError
+from headrace.deploy.last_word import LastWord
 from headrace.deploy.loop import Loop, Timer
 from headrace.deploy.restarts import RestartPolicy
 from headrace.schemas.config import SupervisorSection
@@ -55,6 +57,7 @@ class Role(StrEnum):
     BROKER = "broker"
     WORKER = "worker"
     LEARNER = "learner"
+    ENV_HOST = "env-host"
 
 
 class State(StrEnum):
@@ -81,6 +84,8 @@ class ProcessSpec:
     slot: int | None = None
     env: Mapping[str, str] | None = None
     death_signal: signal.Signals = signal.SIGKILL
+    has_port: bool = False
+    """It serves a certain port, which its next life needs: a silent one has no time to wake."""
 
 
 @dataclass
@@ -135,13 +140,14 @@ class Supervisor:
 
     def replace(self, service: Service, why: str) -> None:
         """Give a silent process's place to a new one; the silent one is killed only after `zombie_grace_s`, so that it
-        may wake, find itself fenced and give up in order."""
+        may wake, find itself fenced and give up in order, unless it has what the new one needs."""
         zombie = service.child
         if zombie is None or service.state is not State.RUNNING:
             return
         log.warning("%s (pid %d) %s; a new one takes its place", service.spec.name, zombie.pid, why)
         service.zombies.append(zombie)
-        self._loop.call_later(self._section.zombie_grace_s, lambda: zombie.send(signal.SIGKILL))
+        grace_s = 0.0 if service.spec.has_port else self._section.zombie_grace_s
+        self._loop.call_later(grace_s, lambda: zombie.send(signal.SIGKILL))
         service.child = None
         self._restart(service, time.monotonic() - zombie.started)
 
@@ -214,17 +220,19 @@ class Supervisor:
         self._observer.changed()
 
     def _after_end(self, service: Service, child: Child, returncode: int) -> None:
-        name, end = service.spec.name, describe_end(returncode)
+        name, end, word = service.spec.name, describe_end(returncode), child.last_word
+        if word is None and returncode in INCURABLE:
+            end += ", which it did not announce: an env or module of yours ended it"
         service.last_words = end + _because(child)
         if service.state is State.STOPPING:
             self._cancel(service)
             service.state = State.STOPPED
             log.info("%s stopped with %s", name, end)
-        elif returncode == ExitCode.FENCED and service.spec.role is Role.LEARNER:
+        elif word is not None and returncode == ExitCode.FENCED and service.spec.role is Role.LEARNER:
             service.state = State.FENCED
-            log.warning("%s: %s; the newer learner has the fleet now", name, child.last_error() or "fenced")
-        elif returncode in INCURABLE or (returncode == ExitCode.PORT_IN_USE and service.restarts == 0):
-            sentence = child.last_error() or f"ended with {end}; its log is {child.log_path}"
+            log.warning("%s: %s; the newer learner has the fleet now", name, word.sentence or "fenced")
+        elif word is not None and _is_final(word, service):
+            sentence = word.sentence or f"ended with {end}; its log is {child.log_path}"
             self._fail(service, ProcessFailedError(name, ExitCode(returncode), sentence))
         else:
             log.warning("%s (pid %d) ended with %s%s", name, child.pid, end, _because(child) if returncode > 0 else "")
@@ -269,6 +277,11 @@ class Supervisor:
         if service.timer is not None:
             service.timer.cancel()
             service.timer = None
+
+
+def _is_final(word: LastWord, service: Service) -> bool:
+    """Whether it would end so again. A port that was free before will be so again."""
+    return word.exit_code in INCURABLE or (word.exit_code == ExitCode.PORT_IN_USE and service.restarts == 0)
 
 
 def _because(child: Child) -> str:

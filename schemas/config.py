@@ -17,6 +17,7 @@ from headrace.schemas.sampling_settings import SamplingSettings
 from headrace.schemas.section import Section
 
 LEAST_WINDOW = 4
+_HIGHEST_PORT = 65_535
 DEFAULT_WINDOW = 16
 """Batches in a worker's window where it is not known how many a learner needs, or how long they are."""
 
@@ -29,6 +30,12 @@ class FleetSection(Section):
         ge=0,
         le=1000,  # the broker gives slots from 1000 on to workers that were started alone
         description="sampler processes `up` starts on this machine",
+    )
+    env_hosts: int = Field(
+        default=0,
+        ge=0,
+        le=1000,
+        description="env hosts `up` starts on this machine too, shared out among the workers; for env_placement remote",
     )
     run_dir: str = Field(
         default="runs/default",
@@ -216,6 +223,7 @@ class FleetConfig(Section):
                 f"broker.host = {host!r} serves other machines: it needs keys.dir (`headrace keys init` makes keys), "
                 "or 127.0.0.1, or broker.allow_insecure = true on a network you trust"
             )
+        self._check_env_hosts()
         policies = sorted(self.sampling.policies or {"default_policy"})
         unknown = sorted(set(self.learner.policies_to_train or policies) - set(policies))
         if unknown:
@@ -227,6 +235,25 @@ class FleetConfig(Section):
                 f"{self.learner.steps_per_update}: everybody would wait; {enough} batches a worker are the least"
             )
         return self
+
+    def _check_env_hosts(self) -> None:
+        hosts, workers, placement = self.fleet.env_hosts, self.fleet.workers, self.sampling.env_placement
+        if hosts and placement != "remote":
+            raise ValueError(
+                f"fleet.env_hosts = {hosts} is for sampling.env_placement = 'remote', which is {placement!r}; leave "
+                "one of them out"
+            )
+        if hosts and not 0 < workers <= hosts:
+            raise ValueError(
+                f"fleet.env_hosts = {hosts} cannot serve fleet.workers = {workers}, since each serves one worker; "
+                f"take {max(workers, 1)} or more of them, or other workers"
+            )
+        port = self.sampling.env_hosts_port
+        if placement == "remote" and port and port + workers - 1 > _HIGHEST_PORT:
+            raise ValueError(
+                f"sampling.env_hosts_port = {port} leaves no port for each of fleet.workers = {workers}: the slot is "
+                f"added to it, up to {_HIGHEST_PORT}; lower it"
+            )
 
     @property
     def _modules(self) -> int:

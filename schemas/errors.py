@@ -29,7 +29,8 @@
     │   ├── FencedError             a newer incarnation or a newer learner has taken this one's place
     │   └── KeysRefusedError        the broker has not let this peer in: its keys are not those asked for
     ├── UnreachableError        a server did not answer within its deadline
-    │   └── RedisUnavailableError   Redis did not answer, or refuses writes
+    │   ├── RedisUnavailableError   Redis did not answer, or refuses writes
+    │   └── NoEnvHostError          no env host was at a worker's port for too long
     ├── PortInUseError          an endpoint is taken
     ├── RunDirError             the run directory cannot be used
     ├── CheckpointError         a learner's checkpoint is torn or corrupt
@@ -365,6 +366,19 @@ class RedisUnavailableError(UnreachableError):
         HeadraceError.__init__(
             self,
             f"Redis at {self.endpoint} cannot be used: {reason}; start it, correct --redis-url, or leave it out",
+        )
+
+
+class NoEnvHostError(UnreachableError):
+    """No env host was at `endpoint`, the port of a worker or runner, for `deadline_s` seconds; `remedy` starts one."""
+
+    def __init__(self, endpoint: str, deadline_s: float, remedy: str) -> None:
+        self.endpoint = endpoint
+        self.deadline_s = deadline_s
+        self.remedy = remedy
+        HeadraceError.__init__(
+            self,
+            f"no env host was at {endpoint} for env_hosts_timeout_s = {deadline_s:g} s; start one: {remedy}",
         )
 
 

@@ -89,6 +89,9 @@ HELLO_BY_ROLE: dict[str, type[Message]] = {
 def read_hello(header: dict[str, Any]) -> Message:
     """A HELLO of whichever role."""
     role = header.get("role")
+    if role == "env-host":
+        where = "a worker's, sampling.env_hosts_port plus its slot (fleet.json has it as envs-SLOT)"
+        raise DecodeError("bad_message", f"this is a port of the broker, and env hosts come to {where}")
     if not isinstance(role, str) or role not in HELLO_BY_ROLE:
         raise DecodeError("bad_message", f"HELLO of unknown role {role!r:.40}")
     return read(HELLO_BY_ROLE[role], header)

@@ -109,18 +109,21 @@ class SamplingSettings(Section):
     env_hosts_lease_s: float = Field(
         default=10.0, ge=1, description="silence after which an env host counts as lost, and its episodes with it"
     )
+    env_hosts_timeout_s: float | None = Field(
+        default=None, gt=0, description="how long to wait while no env host at all is there; absent: for ever"
+    )
     envs_per_process: int = Field(
         default=4, ge=1, description="envs that share a process, and its death; cheap ones share the cost of a message"
     )
     remote_env_batch_wait_ms: float | None = Field(
         default=None,
         ge=0,
-        description="envs with processes: act for those that are ready, having waited so long for more; absent: "
+        description="envs elsewhere: act for those that are ready, having waited so long for more; absent: "
         "for all at once when the last is ready, which cuts the same chunks every time",
     )
     double_buffering: bool = Field(
         default=False,
-        description="envs with processes: act for every other one while its neighbour is stepped, if the policy takes "
+        description="envs elsewhere: act for every other one while its neighbour is stepped, if the policy takes "
         "time; each half waits for its slowest",
     )
     env_construct_timeout_s: float = Field(
@@ -174,11 +177,11 @@ class SamplingSettings(Section):
                 f"env_placement = {self.env_placement!r} is for envs each by itself, and gym_env_vectorize_mode is "
                 "given; leave one of them out"
             )
-        if self.env_placement != "process" and self.steps_the_ready:
+        if self.env_placement == "inline" and self.steps_the_ready:
             other = "double_buffering" if self.double_buffering else "remote_env_batch_wait_ms"
             raise ValueError(
-                f"{other} is for envs in processes, and env_placement is {self.env_placement!r}; leave it out, or take "
-                "env_placement = 'process'"
+                f"{other} is for envs in processes or on other hosts, and env_placement is 'inline'; leave it out, or "
+                "take env_placement = 'process'"
             )
         if self.double_buffering and self.remote_env_batch_wait_ms is not None:
             raise ValueError(

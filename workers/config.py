@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
+from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.sampling_settings import SamplingSettings
 
@@ -75,6 +76,18 @@ class EnvRunnerConfig(SamplingSettings):
             key = str(first["loc"][0]) if first["loc"] else None
             raise ConfigError(f"{first['msg']}, got {first['input']!r:.80}", key=key) from error
         return config
+
+
+def runner_config(config: FleetConfig) -> EnvRunnerConfig:
+    """The runner's settings in a fleet's."""
+    s = config.sampling
+    return EnvRunnerConfig(
+        **s.model_dump(),
+        num_workers=config.fleet.workers,
+        env_hosts_keys=config.keys.dir,
+        module=config.module.build,
+        module_config=config.module.config,
+    )
 
 
 def _unknown(key: Any, known: list[str]) -> str:

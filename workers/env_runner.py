@@ -177,11 +177,18 @@ class EnvRunner(RunnerState, Generic[Batch]):
         self._poll_until(self._enough_steps(steps))
         return self._end_sample(self._deliver(keep_open=False))
 
-    def sample_fragment(self, on_poll: Callable[[], None] | None = None, random_actions: bool = False) -> Batch:
+    def sample_fragment(
+        self,
+        on_poll: Callable[[], None] | None = None,
+        random_actions: bool = False,
+        on_wait: Callable[[], None] | None = None,
+    ) -> Batch:
         """What a worker ships: `rollout_fragment_length` polls, then everything open is cut.
 
         With batch_mode "complete_episodes": polls until `num_envs` episodes have finished, which are delivered; the
-        others stay open. `on_poll` is called after every poll, and now and then while all envs wait to be rebuilt.
+        others stay open. `on_poll` is called after every poll; `on_wait`, or `on_poll` without it, now and then while
+        envs are waited for that are elsewhere or to be rebuilt. Either may break this off by raising; then the next
+        call goes on, or `cut_fragment` takes what is there.
         What connectors learnt comes with the batch of their module; `take_connector_update` will not tell it again.
         """
         self.callbacks.check_at_rest("sample_fragment()")
@@ -189,7 +196,13 @@ class EnvRunner(RunnerState, Generic[Batch]):
         length, width = self.config.rollout_fragment_length, self.config.num_envs
         self._begin(Mode(self.config.explore, random_actions), length, force_reset=False)
         enough = self._enough_episodes(width) if whole else self._enough_steps(length * width)
-        self._poll_until(lambda: enough() or self._waiting is not None, on_poll)  # a batch names one learner epoch
+        one_epoch = lambda: enough() or self._waiting is not None  # noqa: E731 - a batch names one learner epoch
+        self._poll_until(one_epoch, on_poll, on_wait=on_wait)
+        return self.cut_fragment()
+
+    def cut_fragment(self) -> Batch:
+        """The fragment as it stands, after a `sample_fragment` that was broken off; a step under way is not in it."""
+        whole = self.config.batch_mode == "complete_episodes"
         return self._end_sample(self._attach_updates(self._deliver(keep_open=whole)))
 
     def _end_sample(self, samples: Batch) -> Batch:
@@ -215,9 +228,10 @@ class EnvRunner(RunnerState, Generic[Batch]):
         enough: Callable[[], bool],
         on_poll: Callable[[], None] | None = None,
         stop_at_episodes: int | None = None,
+        on_wait: Callable[[], None] | None = None,
     ) -> None:
         while not enough():
-            self._poll(on_poll, stop_at_episodes)
+            self._poll(on_wait or on_poll, stop_at_episodes)
             if on_poll is not None:
                 on_poll()
 

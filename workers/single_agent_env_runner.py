@@ -88,7 +88,8 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
     def _make_sampler(self) -> VectorSampler:
         parts = self.config, self.worker_index, self._seeds, self.totals, self.callbacks
         if self.config.steps_the_ready:
-            return ReadySampler(self.config, open_ready_envs(*parts), self.totals, self._id_high, self.callbacks)
+            ready = open_ready_envs(*parts, self._on_wait_for_hosts)
+            return ReadySampler(self.config, ready, self.totals, self._id_high, self.callbacks)
         envs = open_envs(*parts, self._on_wait_for_hosts)
         return VectorSampler(self.config, envs, self.totals, self._id_high, self.callbacks)
 

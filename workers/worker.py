@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import platform
 import threading
@@ -12,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from headrace.schemas.config import FleetConfig
-from headrace.schemas.errors import CallbackError, EnvError, FencedError, HeadraceError, StateError
+from headrace.schemas.errors import CallbackError, EnvError, FencedError, HeadraceError, NoEnvHostError, StateError
 from headrace.schemas.keys import client_keys
 from headrace.schemas.ledger import Discard, Drop
 from headrace.schemas.messages import WorkerHello
 from headrace.schemas.module_spaces import module_spaces_to_json
 from headrace.schemas.recorder import Recorder
 from headrace.schemas.stopping import stop_signals
-from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.config import runner_config
 from headrace.workers.env_runner import EnvRunner
 from headrace.workers.link import BrokerLink
 from headrace.workers.multi_agent.policies import PolicyMappingError
@@ -39,6 +40,8 @@ BUILD_SILENCE_S = 300.0
 """How long a worker may be silent while it builds its envs."""
 
 _SAY_WAITING_S = 10.0
+_LAST_STEP_S = 1.0
+"""How long a worker that is told to stop still waits for envs."""
 
 
 def run_worker(
@@ -55,14 +58,14 @@ def run_worker(
             worker.wait_for_weights(stopping)
             while not stopping.is_set():
                 if worker.wait_for_room(stopping):
-                    worker.ship(worker.sample())
+                    worker.ship(worker.sample(stopping))
             worker.drain()
         except StoppedError:
             worker.leave()
         except FencedError:
             worker.give_up(Discard.FENCED)
             raise
-        except (EnvError, CallbackError, PolicyMappingError):
+        except (EnvError, NoEnvHostError, CallbackError, PolicyMappingError):
             worker.drain()
             raise
         finally:
@@ -70,7 +73,7 @@ def run_worker(
 
 
 class StoppedError(HeadraceError):
-    """The worker was told to stop before it had any envs."""
+    """The worker was told to stop while it waited for envs."""
 
 
 class Worker:
@@ -102,6 +105,8 @@ class Worker:
         self._told = (self.session.settled, self.session.accepted)
         """As the recorder has it."""
         self._next_pump = 0.0
+        self._leave_at = math.inf
+        """When to wait no longer for any env, in monotonic seconds."""
 
     # -- joining ------------------------------------------------------------------------------------------------------
 
@@ -172,16 +177,24 @@ class Worker:
     def _has_room(self) -> bool:
         return self.session.has_room(self._batches_a_cut)
 
-    def sample(self) -> Cut:
-        """One fragment with the newest weights."""
+    def sample(self, stopping: threading.Event) -> Cut:
+        """One fragment with the newest weights; less of one when it is stopped and its envs keep it waiting."""
         self._apply_weights()
-        random_actions = self._runner.weights_version == (0, 0)
         try:
-            cut: Cut = self._runner.sample_fragment(self._between_polls, random_actions=random_actions)
+            return self._sample(stopping)
         except CallbackError as error:
             if error.samples is not None:
                 self._shipper.ship(error.samples)
             raise
+
+    def _sample(self, stopping: threading.Event) -> Cut:
+        at_random = self._runner.weights_version == (0, 0)
+        cut: Cut
+        try:
+            cut = self._runner.sample_fragment(self._between_polls, at_random, lambda: self._while_waiting(stopping))
+        except StoppedError as stopped:
+            log.info("%s; leaving with what it has", stopped)
+            cut = self._runner.cut_fragment()
         return cut
 
     def ship(self, cut: Cut) -> None:
@@ -200,6 +213,14 @@ class Worker:
             self._next_pump = now + PUMP_INTERVAL_S
             self._pump()
             self._apply_weights()
+
+    def _while_waiting(self, stopping: threading.Event) -> None:
+        """Likewise while envs are waited for, which may take for ever where they are on other hosts."""
+        self._between_polls()
+        if stopping.is_set():
+            self._leave_at = min(self._leave_at, time.monotonic() + _LAST_STEP_S)
+            if time.monotonic() >= self._leave_at:
+                raise StoppedError("stopped while it waited for envs")
 
     def _apply_weights(self) -> bool:
         """Put the newest weights gathered into use; whether any are in use."""
@@ -291,15 +312,3 @@ class Worker:
     def _shipper(self) -> Shipper:
         assert self.shipper is not None, "join first"
         return self.shipper
-
-
-def runner_config(config: FleetConfig) -> EnvRunnerConfig:
-    """The runner's settings in a fleet's."""
-    s = config.sampling
-    return EnvRunnerConfig(
-        **s.model_dump(),
-        num_workers=config.fleet.workers,
-        env_hosts_keys=config.keys.dir,
-        module=config.module.build,
-        module_config=config.module.config,
-    )

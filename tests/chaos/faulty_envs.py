@@ -12,6 +12,8 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from headrace.schemas.errors import ExitCode
+
 
 class Failing(gym.Wrapper[Any, Any, Any, Any]):
     """Raises in `step` after every `period` steps of its life."""
@@ -63,7 +65,7 @@ def some_crash_and_hang(context: Any) -> gym.Env[Any, Any]:
 FATAL: dict[str, Callable[[], Any]] = {
     "segfaults": lambda: ctypes.string_at(0),
     "hangs": lambda: time.sleep(1000),
-    "exits": lambda: os._exit(99),
+    "exits": lambda: os._exit(ExitCode.RUN_DIR),
 }
 
 

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(150)]
 
 
 def test_envs_inline_that_take_their_workers_along_cost_those_lives_by_name(tmp_path: Path) -> None:
-    """One segfaults, one hangs, one calls os._exit."""
+    """One segfaults, one hangs, one calls os._exit with a code that, meant, would end the fleet."""
     env_config = orjson.dumps({"marks": str(tmp_path)}).decode()
     config = {"sampling.env_config": env_config, "broker.lease_s": "2.0", "supervisor.zombie_grace_s": "0.5"}
     settings = [word for key, value in config.items() for word in ("--set", f"{key}={value}")]
@@ -31,6 +31,7 @@ def test_envs_inline_that_take_their_workers_along_cost_those_lives_by_name(tmp_
         result = fleet.finish()
     assert result["returncode"] == 0, result["stderr"]
     assert result["restarts"]["worker"] == 3
+    assert "exit code 7 (RUN_DIR), which it did not announce" in result["stderr"]
     ledger = result["ledger"]
     lost = ledger["discarded"].get("worker_killed", 0) + ledger["dropped"].get("worker_killed", (0, 0))[0]
     late = ledger["discarded"].get("fenced", 0) + ledger["dropped"].get("fenced", (0, 0))[0]

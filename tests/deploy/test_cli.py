@@ -14,7 +14,7 @@ import pytest
 from headrace.deploy.fleet_file import FleetFile, ProcessEntry
 from headrace.schemas.errors import ExitCode
 
-COMMANDS = ("up", "worker", "broker", "learner", "ps", "audit", "doctor")
+COMMANDS = ("up", "worker", "broker", "learner", "env-host", "ps", "audit", "doctor")
 
 
 def headrace(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:

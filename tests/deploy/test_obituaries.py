@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from headrace.deploy.last_word import LastWord
 from headrace.deploy.loop import Loop
 from headrace.deploy.obituaries import Obituaries, reason_of, write_obituary
 from headrace.schemas.ledger import Settled, WorkerTotals
@@ -247,4 +248,5 @@ def test_garbage_from_the_broker_is_survived(
 
 
 def test_reasons() -> None:
-    assert [reason_of(code, 12) for code in (0, 12, -9, 1)] == ["shutdown", "fenced", "worker_killed", "worker_killed"]
+    words = [None, *(LastWord(pid=1, exit_code=code) for code in (0, 12, 1))]
+    assert [reason_of(word) for word in words] == ["worker_killed", "shutdown", "fenced", "worker_killed"]

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
 from headrace.deploy.failures import ProcessFailedError
 from headrace.deploy.ps import is_alive
-from headrace.deploy.supervisor import Role, State
+from headrace.deploy.supervisor import INCURABLE, ProcessSpec, Role, State
+from headrace.schemas.config import SupervisorSection
 from headrace.schemas.errors import CrashLoopError, ExitCode
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import Nursery
 
 SLEEP = "import signal; print('up', flush=True); signal.pause()"
-PORT_TAKEN_ON_RETURN = """
+ENDS = """
+import sys
+from headrace.deploy.last_word import place_for_last_word, say_last_word
+say_last_word(place_for_last_word(), {code}, "no such thing")
+sys.exit({code})
+"""
+PORT_TAKEN_ON_RETURN = f"""
 import os, signal, sys
 if sys.argv[1] == "1": os.kill(os.getpid(), 9)
-if sys.argv[1] == "2": sys.exit(6)
+if sys.argv[1] == "2": exec({ENDS.format(code=6)!r})
 print("up", flush=True)
 signal.pause()
 """
@@ -63,7 +71,7 @@ def test_a_crash_loop_ends_in_a_typed_error_that_shows_the_log(nursery: Nursery)
 def test_an_error_no_restart_can_cure_ends_the_fleet_with_its_own_code_and_sentence(
     nursery: Nursery, code: ExitCode
 ) -> None:
-    service = nursery.start(f"import sys; print('error: no such thing', file=sys.stderr); sys.exit({int(code)})")
+    service = nursery.start(ENDS.format(code=int(code)))
     nursery.until(lambda: nursery.supervisor.failure is not None)
     error = nursery.supervisor.failure
     assert isinstance(error, ProcessFailedError)
@@ -71,18 +79,35 @@ def test_an_error_no_restart_can_cure_ends_the_fleet_with_its_own_code_and_sente
     assert service.restarts == 0
 
 
+@pytest.mark.parametrize("code", [*INCURABLE, ExitCode.PORT_IN_USE, ExitCode.FENCED])
+def test_an_exit_code_that_was_not_announced_is_a_death_like_any_other(nursery: Nursery, code: ExitCode) -> None:
+    service = nursery.start(
+        f"""import os, signal, sys
+if sys.argv[1] == "1":
+    print("error: I am only a print of the env", flush=True)
+    os._exit({int(code)})
+print("up", flush=True)
+signal.pause()""",
+        role=Role.LEARNER,
+    )
+    nursery.until(lambda: nursery.says("child", "up"))
+    assert (service.restarts, nursery.supervisor.failure) == (1, None)
+    if code in INCURABLE:
+        assert "which it did not announce" in service.last_words
+
+
 def test_a_taken_port_is_final_at_the_first_start_only(nursery: Nursery) -> None:
     nursery.start(PORT_TAKEN_ON_RETURN)
     nursery.until(lambda: nursery.says("child", "up"))
     assert nursery.supervisor.failure is None
-    nursery.start("import sys; sys.exit(6)", name="other")
+    nursery.start(ENDS.format(code=6), name="other")
     nursery.until(lambda: nursery.supervisor.failure is not None)
     assert nursery.supervisor.failure is not None
     assert nursery.supervisor.failure.exit_code is ExitCode.PORT_IN_USE
 
 
 def test_a_fenced_learner_is_not_started_again(nursery: Nursery) -> None:
-    service = nursery.start("import sys; sys.exit(12)", name="learner", role=Role.LEARNER)
+    service = nursery.start(ENDS.format(code=12), name="learner", role=Role.LEARNER)
     nursery.until(nursery.supervisor.gone)
     assert (service.state, service.restarts, nursery.supervisor.failure) == (State.FENCED, 0, None)
 
@@ -112,6 +137,19 @@ def test_stop_ends_a_stopped_process_as_well(nursery: Nursery) -> None:
     service.child.send(signal.SIGSTOP)
     nursery.supervisor.stop()
     nursery.until(nursery.supervisor.gone)
+
+
+def test_a_replaced_process_that_has_a_port_is_killed_at_once(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = SupervisorSection(restart_backoff_s=0.01, zombie_grace_s=3600.0)
+    monkeypatch.setattr(nursery.supervisor, "_section", section)
+    spec = ProcessSpec("worker-0", Role.WORKER, lambda _: [sys.executable, "-c", DEAF], slot=0, has_port=True)
+    service = nursery.supervisor.start(spec)
+    nursery.until(lambda: nursery.says("worker-0", "up"))
+    nursery.supervisor.replace(service, "has been silent")
+    nursery.until(lambda: nursery.says("worker-0", "up", times=2) and not service.zombies)
+    assert nursery.notes.ends == [("worker-0", 1, -signal.SIGKILL)]
 
 
 def test_a_replaced_process_lives_on_and_is_killed_after_its_grace(nursery: Nursery) -> None:

@@ -23,6 +23,12 @@ from headrace.schemas.config_loading import build_config
 from headrace.schemas.errors import CrashLoopError, ExitCode, HeadraceError, RedisUnavailableError
 
 PRETEND = str(Path(__file__).with_name("pretend_role.py"))
+ENDS = """
+import sys
+from headrace.deploy.last_word import place_for_last_word, say_last_word
+say_last_word(place_for_last_word(), {code}, "{sentence}")
+sys.exit({code})
+"""
 
 
 def pretend(role: Role, run_dir: Path, slot: int | None = None) -> ProcessSpec:
@@ -206,7 +212,7 @@ def failing(summary: Summary) -> HeadraceError:
 def test_an_error_of_a_role_ends_the_fleet_with_its_code_and_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = "import sys; print('error: environment Nope cannot be found'); sys.exit(4)"
+    script = ENDS.format(code=4, sentence="environment Nope cannot be found")
     spec = ProcessSpec("worker-0", Role.WORKER, lambda _: [sys.executable, "-c", script], slot=0)
     monkeypatch.setattr(commands, "worker", lambda *_: spec)
     error = failing(up(config_for(tmp_path, workers=1), Options(json=True)))
@@ -215,7 +221,7 @@ def test_an_error_of_a_role_ends_the_fleet_with_its_code_and_sentence(
 
 
 def test_a_broker_whose_port_is_taken_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = "import sys; print('error: tcp://127.0.0.1:1 is already in use'); sys.exit(6)"
+    script = ENDS.format(code=6, sentence="tcp://127.0.0.1:1 is already in use")
     spec = ProcessSpec("broker", Role.BROKER, lambda _: [sys.executable, "-c", script])
     monkeypatch.setattr(commands, "broker", lambda *_: spec)
     error = failing(up(config_for(tmp_path), Options(json=True)))

@@ -24,8 +24,8 @@ from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.config_loading import build_config
 from headrace.schemas.redis_keys import RUNNER_STATE, key_name
 from headrace.schemas.weights import CONNECTORS
+from headrace.workers.config import runner_config
 from headrace.workers.single_agent_env_runner import SingleAgentEnvRunner
-from headrace.workers.worker import runner_config
 
 SECTIONS: dict[str, Any] = {
     "sampling": {

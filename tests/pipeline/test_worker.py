@@ -42,6 +42,10 @@ class WorkerThread:
         self._config = build_config(sections)
         self._thread = threading.Thread(target=self._run, name="worker")
 
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def _run(self) -> None:
         try:
             worker_module.run_worker(self._config, slot=0, incarnation=1, **self._arguments)

@@ -94,6 +94,8 @@ def test_hellos_are_told_apart_by_role() -> None:
     for role in (None, "admin", [], 7):
         with pytest.raises(DecodeError, match="HELLO of unknown role"):
             read_hello({"role": role})
+    with pytest.raises(DecodeError, match="env hosts come to a worker's"):
+        read_hello({"role": "env-host"})
 
 
 def test_held_batches_are_listed_by_slot_and_incarnation_only() -> None:

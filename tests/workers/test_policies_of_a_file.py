@@ -13,9 +13,9 @@ from headrace.schemas.config_loading import build_config, parse_text
 from headrace.schemas.errors import ConfigError, ModuleError, WhichModuleError
 from headrace.schemas.weights import join_modules
 from headrace.workers import EnvRunnerConfig, MultiAgentEnv
+from headrace.workers.config import runner_config
 from headrace.workers.modules import actor_critic
 from headrace.workers.multi_agent.policies import PolicyMappingError
-from headrace.workers.worker import runner_config
 
 TWO_CARTS = "headrace.workers.multi_agent.examples:two_carts"
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from crowd_envs import policy_of
+from env_hosts import EnvHosts, free_port
 from toy_multi_envs import check_books
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
@@ -53,6 +55,12 @@ def steps_of(parts: list[EpisodeChunk]) -> list[tuple[Any, ...]]:
     return steps
 
 
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[EnvHosts]:
+    with EnvHosts(tmp_path, free_port()) as started:
+        yield started
+
+
 @pytest.mark.parametrize(
     ("ready", "settings"),
     [
@@ -86,6 +94,21 @@ def test_an_env_that_fails_costs_its_own_steps_and_none_of_others() -> None:
         if parts[0].env_index == 2:
             steps = steps_of(parts)
             assert steps == steps_of(expected[who])[: len(steps)]
+
+
+def test_agents_on_other_hosts_do_too(hosts: EnvHosts) -> None:
+    hosts.start("crowd_envs:Crowd", 2, 'sampling.env_config={"late_ms": 4}')
+    hosts.start("crowd_envs:Crowd", 2, 'sampling.env_config={"late_ms": 12}')
+    with runner("inline", rollout_fragment_length=1) as inline:
+        expected = pieced(chunk for _ in range(150) for chunk in inline.sample_fragment())
+    with runner("at once", env_placement="remote", env_hosts_port=hosts.port) as sampler:
+        found = pieced(chunk for _ in range(9) for chunk in sampler.sample_fragment())
+        check_books(sampler)
+        assert not sampler.totals.discarded
+    for who, parts in found.items():
+        steps = steps_of(parts)
+        assert steps == steps_of(expected[who])[: len(steps)]
+    assert len(found) > 20
 
 
 @pytest.mark.parametrize("ready", READY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from toy_envs import check_books
 from headrace.deploy.key_pairs import make_keys
 from headrace.schemas.chunk import EpisodeChunk
 from headrace.schemas.env_messages import EnvHeartbeat, EnvHostHello
-from headrace.schemas.errors import ConfigError, ExitCode
+from headrace.schemas.errors import ConfigError, ExitCode, PortInUseError
 from headrace.schemas.wire import MessageKind, decode, encode
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 
@@ -187,6 +188,14 @@ def test_keys_open_the_port_to_env_hosts_only(hosts: EnvHosts, tmp_path: Path) -
 def test_off_loopback_keys_are_required() -> None:
     with pytest.raises(ConfigError, match="there are no keys"):
         SingleAgentEnvRunner(EnvRunnerConfig(env_placement="remote", env_hosts_host="0.0.0.0"))
+
+
+def test_a_port_that_is_taken_is_named(hosts: EnvHosts) -> None:
+    with (
+        socket.create_server(("127.0.0.1", hosts.port)),
+        pytest.raises(PortInUseError, match=f":{hosts.port} is already"),
+    ):
+        runner(hosts)
 
 
 def test_garbage_on_the_port_harms_nobody(hosts: EnvHosts) -> None:

@@ -25,8 +25,10 @@ class WorkerLink:
         options = sockets.DEALER | {"MAXMSGSIZE": _LARGEST_FRAME} | (keys.options() if keys is not None else {})
         for name, value in options.items():
             self._socket.setsockopt(getattr(zmq, name), value)
+        self._endpoint = endpoint
+        self._is_connected = False
         self._handshakes = Handshakes(endpoint, keys, "worker")
-        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(CLIENT_EVENTS)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(CLIENT_EVENTS | zmq.EVENT_DISCONNECTED)
         self._socket.connect(endpoint)
         self._poller = zmq.Poller()
         for socket in (self._socket, self._monitor):
@@ -50,8 +52,19 @@ class WorkerLink:
             if socket is self._monitor:
                 event = self._monitor.recv_multipart()
                 self._handshakes.observe(event)
-                is_new = is_new or read_event(event)[0] == SUCCEEDED
+                kind, _ = read_event(event)
+                is_new = is_new or kind == SUCCEEDED
+                self._is_connected = kind == SUCCEEDED or (self._is_connected and kind != zmq.EVENT_DISCONNECTED)
         return is_new
+
+    def why_silent(self, waited_s: float) -> str:
+        """What is known of a worker that has not been heard of for so long."""
+        if not self._is_connected:
+            return str(self._handshakes.why_silent(waited_s))
+        return (
+            f"{self._endpoint} takes the connection and has said nothing for {waited_s:g} s; check that it is a "
+            "worker's port for env hosts, and that the worker is not stopped"
+        )
 
     def receive(self) -> Iterator[list[bytes]]:
         """Messages that wait."""

@@ -96,7 +96,7 @@ class EnvHost:
             self._link.say(EnvHeartbeat(life=self._life, under_way=self._envs.under_way()))
         if now >= self._say_waiting_at:
             self._say_waiting_at = now + _SAY_WAITING_S
-            log.warning("no word from a worker at %s for %.0f s; trying on", self._endpoint, now - self._heard_at)
+            log.warning("%s; trying on", self._link.why_silent(round(now - self._heard_at)))
 
     def _hear(self, frames: list[bytes]) -> None:
         try:

@@ -12,9 +12,9 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.creators import find_creator, naming_what_failed
 from headrace.workers.envs.driver import EnvDriver, ReadyDriver
 from headrace.workers.envs.native.vector import NativeVector
-from headrace.workers.envs.process.ready import ReadyVector
+from headrace.workers.envs.process.ready import ReadyProcessVector
 from headrace.workers.envs.process.vector import ProcessVector
-from headrace.workers.envs.remote.vector import RemoteVector
+from headrace.workers.envs.remote.vector import ReadyRemoteVector, RemoteVector
 from headrace.workers.envs.roster import context_of
 from headrace.workers.envs.user_vector import UserVector
 from headrace.workers.envs.vector import EnvVector
@@ -48,10 +48,17 @@ def open_envs(
 
 
 def open_ready_envs(
-    config: EnvRunnerConfig, worker_index: int, seeds: SeedTree, totals: RunnerTotals, callbacks: CallbackList
+    config: EnvRunnerConfig,
+    worker_index: int,
+    seeds: SeedTree,
+    totals: RunnerTotals,
+    callbacks: CallbackList,
+    on_wait: Callable[[], None] | None = None,
 ) -> ReadyDriver:
     """Likewise, where `config` asks for envs that are stepped each in its own time."""
-    return ReadyVector(config, worker_index, seeds, totals, callbacks)
+    if config.env_placement == "remote":
+        return ReadyRemoteVector(config, worker_index, seeds, totals, callbacks, on_wait=on_wait)
+    return ReadyProcessVector(config, worker_index, seeds, totals, callbacks)
 
 
 def _kind_of(first: Any) -> type[EnvVector] | type[NativeVector]:

@@ -9,7 +9,7 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.multi_agent.elsewhere import ProcessAgents, RemoteAgents
 from headrace.workers.multi_agent.lanes import MultiAgentLanes
 from headrace.workers.multi_agent.policies import Policies
-from headrace.workers.multi_agent.ready import ReadyProcessAgents
+from headrace.workers.multi_agent.ready import ReadyProcessAgents, ReadyRemoteAgents
 from headrace.workers.multi_agent.vector import MultiAgentVector
 from headrace.workers.randomness import SeedTree
 from headrace.workers.totals import RunnerTotals
@@ -27,8 +27,8 @@ def open_agents(
 ) -> MultiAgentLanes:
     """The envs that `config` asks for, built; for `on_wait` and errors see `envs.opening.open_envs`."""
     parts = config, worker_index, seeds, totals, policies, id_high, callbacks
+    if config.env_placement == "remote":
+        return (ReadyRemoteAgents if config.steps_the_ready else RemoteAgents)(*parts, on_wait=on_wait)
     if config.steps_the_ready:
         return ReadyProcessAgents(*parts)
-    if config.env_placement == "remote":
-        return RemoteAgents(*parts, on_wait=on_wait)
     return (ProcessAgents if config.env_placement == "process" else MultiAgentVector)(*parts)

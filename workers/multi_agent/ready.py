@@ -13,6 +13,7 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.process.ready import ReadyVector
 from headrace.workers.envs.process.vector import ProcessVector
+from headrace.workers.envs.remote.vector import RemoteVector
 from headrace.workers.multi_agent.elsewhere import AgentsElsewhere
 from headrace.workers.multi_agent.env import AgentDict
 from headrace.workers.multi_agent.lanes import Gathered
@@ -68,3 +69,7 @@ class ReadyAgents(AgentsElsewhere, ReadyVector):
 
 class ReadyProcessAgents(ReadyAgents, ProcessVector):
     """Those of an `EnvProcessPool`."""
+
+
+class ReadyRemoteAgents(ReadyAgents, RemoteVector):
+    """Those of a `RemotePool`."""

@@ -1,4 +1,4 @@
-"""Envs in processes of their own that are stepped each in its own time: whoever has answered acts again."""
+"""Envs elsewhere that are stepped each in its own time: whoever has answered acts again."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.process.answers import Answers
-from headrace.workers.envs.process.vector import ProcessVector
+from headrace.workers.envs.process.vector import ElsewhereVector, ProcessVector
 from headrace.workers.envs.roster import WAIT_SLICE_S
 from headrace.workers.envs.stepping import Outcome
 
 
-class ReadyVector(ProcessVector):
+class ReadyVector(ElsewhereVector):
     """A `ReadyDriver`. Neither steps, resets nor restarts wait for one another; an abandoned step is awaited.
 
-    Processes write while a policy acts, so that what lanes see is copied from their memory as it is told.
+    A pool writes while a policy acts, so that what lanes see is copied from its columns as it is told. Which pool that
+    is, the other base of a subclass says.
     """
 
     steps_to_reset = True
@@ -41,7 +42,7 @@ class ReadyVector(ProcessVector):
         self._infos: list[tuple[int, dict[str, Any]]] = []
         self._broken: list[Failure] = []
         every = np.arange(len(self.lanes))
-        # Of neighbours, who share a process, one is to act while the other is stepped.
+        # Of neighbours, who share a process or a host, one is to act while the other is stepped.
         self.halves = [every[::2], every[1::2]] if config.double_buffering and len(every) > 1 else []
         self._batch_wait_s = (config.remote_env_batch_wait_ms or 0.0) / 1000.0
         super().build(config, first)
@@ -76,7 +77,8 @@ class ReadyVector(ProcessVector):
 
     def _listen(self, timeout_s: float) -> None:
         wait = self._batch_wait_s
-        self._put_aside(self._running.poll(timeout_s + wait, batch_wait_s=wait))
+        if answers := self._running.poll(timeout_s + wait, batch_wait_s=wait):
+            self._put_aside(answers)
 
     @property
     def _has_news(self) -> bool:
@@ -150,3 +152,7 @@ class ReadyVector(ProcessVector):
     def try_render_at(self, index: int) -> NDArray[np.uint8] | None:
         """See `EnvDriver`; None too for an env that is being stepped."""
         return None if index in self._waiting else super().try_render_at(index)
+
+
+class ReadyProcessVector(ReadyVector, ProcessVector):
+    """Of envs in processes."""

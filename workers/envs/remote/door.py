@@ -88,11 +88,15 @@ class Door:
             raise PortInUseError(endpoint)
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
-    def wait(self, timeout_s: float) -> None:
-        """Sleep until somebody speaks, `timeout_s` at most; lets in who may come in."""
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until somebody speaks, `timeout_s` at most; whether there is a message. Lets in who may come in."""
+        speaking = False
         for socket, _ in self._poller.poll(max(int(timeout_s * 1000), 0)):
             if self._zap is not None and socket is self._zap:
                 self._admit(self._zap)
+            else:
+                speaking = True
+        return speaking
 
     def _admit(self, zap: zmq.Socket[bytes]) -> None:
         assert self._keys is not None

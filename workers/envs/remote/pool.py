@@ -28,6 +28,7 @@ from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.process.answers import Answers
 from headrace.workers.envs.process.control import Command
 from headrace.workers.envs.process.placement import SeedFor
+from headrace.workers.envs.remote.absence import Absence
 from headrace.workers.envs.remote.columns import RemoteColumns
 from headrace.workers.envs.remote.door import Door
 from headrace.workers.envs.remote.exchange import orders_to, take_in
@@ -37,7 +38,6 @@ from headrace.workers.envs.remote.wanted import problem_of
 log = logging.getLogger(__name__)
 
 _SLICE_S = 0.02
-_SAY_WAITING_S = 10.0
 
 
 class RemotePool:
@@ -59,8 +59,8 @@ class RemotePool:
     ) -> None:
         """Wait, for as long as it takes, until a first host has come and built what it has places for.
 
-        `on_wait` is called now and then meanwhile. Raises `EnvError` for an env that cannot be built there. The pool
-        closes the door at its end.
+        `on_wait` is called now and then meanwhile. Raises `EnvError` for an env that cannot be built there, and
+        `NoEnvHostError` as `poll` does. The pool closes the door at its end.
         """
         self.width = config.num_envs
         self._config = config
@@ -77,6 +77,7 @@ class RemotePool:
         self._interval_s = min(config.env_hosts_lease_s / 10, 1.0)
         self._polled_at = self._judge_at = time.monotonic()
         self._columns: RemoteColumns | None = None
+        self._absence = Absence(config, door.endpoint)
         try:
             self._await_first(on_wait)
         except BaseException:
@@ -84,8 +85,6 @@ class RemotePool:
             raise
 
     def _await_first(self, on_wait: Callable[[], None] | None) -> None:
-        log.info("waiting for env hosts at %s: headrace env-host --connect ADDRESS", self._door.endpoint)
-        say_at = time.monotonic() + _SAY_WAITING_S
         while self._columns is None or len(self._wanting) == self.width or any(h.is_busy for h in self._hosts.values()):
             for failure in self.poll(_SLICE_S).failures:
                 if not isinstance(failure.error, EnvHostLostError):
@@ -94,9 +93,6 @@ class RemotePool:
                 self.try_restart(failure.lane)
             if on_wait is not None:
                 on_wait()
-            if time.monotonic() >= say_at:
-                say_at += _SAY_WAITING_S
-                log.warning("still waiting for an env host at %s", self._door.endpoint)
 
     # -- what lanes see and do ----------------------------------------------------------------------------------------
 
@@ -176,7 +172,10 @@ class RemotePool:
     # -- what they answer ---------------------------------------------------------------------------------------------
 
     def poll(self, timeout_s: float = math.inf, batch_wait_s: float = 0.0) -> Answers:
-        """See `EnvProcessPool`. A lane that waits for a host counts as asked."""
+        """See `EnvProcessPool`. A lane that waits for a host counts as asked.
+
+        Raises `NoEnvHostError` when it was called again and again for `env_hosts_timeout_s` and no host was there.
+        """
         answers, now = Answers(), time.monotonic()
         until = now + timeout_s
         if now - self._polled_at > self._interval_s:  # nobody has listened; what was said meanwhile may still come in
@@ -190,6 +189,8 @@ class RemotePool:
             if answers:
                 until = min(until, now + batch_wait_s)
                 busy = any(host.is_awaited for host in self._hosts.values())
+            elif not self._gone:
+                self._absence.look(bool(self._hosts), now)
             if not busy or now >= until:
                 self._settle_in()
                 self._flush()
@@ -199,8 +200,7 @@ class RemotePool:
         if not answers and self._gone:  # else the next round tells of it: no lane answers and is lost in one breath
             self._bury(answers)
             return
-        self._door.wait(timeout_s)
-        for route, frames in self._door.receive():
+        for route, frames in self._door.receive() if self._door.wait(timeout_s) else ():
             try:
                 self._take(route, decode(frames), answers)
             except DecodeError as error:

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from headrace.schemas.errors import ConfigError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.process.contract import EnvPool
+from headrace.workers.envs.process.ready import ReadyVector
 from headrace.workers.envs.process.vector import ElsewhereVector
 from headrace.workers.envs.remote.door import Door, DoorSettings, env_port_keys
 from headrace.workers.envs.remote.pool import RemotePool
@@ -37,3 +38,7 @@ class RemoteVector(ElsewhereVector):
         door = Door(DoorSettings(config.env_hosts_host, self._port, keys, config.env_hosts_allow_insecure))
         self._port = urlsplit(door.endpoint).port or 0
         return RemotePool(config, self._worker_index, self._seed_for, door, self._on_wait_for_first)
+
+
+class ReadyRemoteVector(ReadyVector, RemoteVector):
+    """Of which those lanes act whose hosts have answered: a slow host holds up nobody else's envs."""

@@ -1,0 +1,69 @@
+"""Where env hosts come to each worker of the fleet, and how many envs those lend that the fleet starts itself."""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+from collections.abc import Iterator
+
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.errors import ConfigError, PortInUseError
+from headrace.schemas.ports import HIGHEST, LOWEST, quiet_ports
+
+_ROOM = 2000
+"""Ports kept above the first, for workers that are started alone: the broker gives them slots from 1000 on."""
+_TRIES = 64
+
+
+def with_env_ports(config: FleetConfig) -> FleetConfig:
+    """The same with a port for each worker, so that it is known, and stays, whoever restarts.
+
+    Raises `ConfigError` for a host that cannot be bound, `PortInUseError` where no ports are free side by side.
+    """
+    sampling = config.sampling
+    if sampling.env_placement != "remote" or sampling.env_hosts_port or not config.fleet.workers:
+        return config
+    tries = random.sample(range(LOWEST, HIGHEST - _ROOM), _TRIES)
+    for first in (port for port in [*quiet_ports(), *tries] if port + _ROOM <= HIGHEST):
+        if all(_is_free(sampling.env_hosts_host, first + slot) for slot in range(config.fleet.workers)):
+            found = sampling.model_copy(update={"env_hosts_port": first})
+            return config.model_copy(update={"sampling": found})
+    raise PortInUseError(f"each of {2 * _TRIES} ports tried on {sampling.env_hosts_host} for env hosts")
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return False
+        raise ConfigError(f"{host!r} cannot be bound: {error.strerror}", key="sampling.env_hosts_host") from error
+    return True
+
+
+def env_endpoints(config: FleetConfig) -> dict[str, str]:
+    """ "envs-SLOT" -> where that worker listens for env hosts; none for envs that are not remote."""
+    sampling = config.sampling
+    if sampling.env_placement != "remote":
+        return {}
+    host = f"[{sampling.env_hosts_host}]" if ":" in sampling.env_hosts_host else sampling.env_hosts_host
+    return {f"envs-{slot}": f"tcp://{host}:{sampling.env_hosts_port + slot}" for slot in range(config.fleet.workers)}
+
+
+def own_env_hosts(config: FleetConfig) -> Iterator[tuple[str, int]]:
+    """(address, number of envs) of each env host that the fleet starts: worker after worker has one in turn, and those
+    of one worker share its envs evenly."""
+    hosts, workers = config.fleet.env_hosts, config.fleet.workers
+    for number in range(hosts):
+        slot = number % workers
+        of_this_worker = len(range(slot, hosts, workers))
+        yield _near(env_endpoints(config)[f"envs-{slot}"]), -(-config.sampling.num_envs // of_this_worker)
+
+
+def _near(endpoint: str) -> str:
+    """As it is called on this machine, where a worker may listen at all addresses."""
+    return endpoint.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")

@@ -1,0 +1,50 @@
+"""A fleet that starts its env hosts itself, with keys: they and their worker are killed, and it goes on."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from running_fleet import RunningFleet
+
+from headrace.deploy.fleet_file import read_fleet_file
+from headrace.deploy.key_pairs import make_keys
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(150)]
+
+
+def test_a_host_and_a_worker_that_are_killed_come_back_to_one_another(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    settings = {"sampling.env_placement": "remote", "sampling.env_hosts_lease_s": "2", "keys.dir": tmp_path / "keys"}
+    sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    run_dir = tmp_path / "run"
+    with RunningFleet(run_dir, "--workers", "1", "--env-hosts", "2", "--num-envs", "4", *sets) as fleet:
+        fleet.wait_for(lambda: _accepted(fleet, 0, 1), "the worker delivers")
+        endpoints = read_fleet_file(run_dir / "fleet.json").endpoints
+        assert endpoints["envs-0"].startswith("tcp://127.0.0.1:")
+        fleet.send(signal.SIGKILL, "env-host")
+        fleet.send(signal.SIGKILL, "worker")
+        fleet.wait_for(lambda: _accepted(fleet, 0, 2), "the worker's second life delivers")
+        before = fleet.steps()
+        fleet.wait_for(lambda: fleet.steps() > before + 3_000, "the fleet goes on")
+        page = read_fleet_file(run_dir / "fleet.json")
+        assert page.endpoints == endpoints, "a worker that comes back is found where it was"
+        assert [p.name for p in page.processes if p.role == "env-host"] == ["env-host-0", "env-host-1"]
+        fleet.terminate()
+        result = fleet.finish()
+    assert result["returncode"] == 0, result["stderr"]
+    assert (result["restarts"]["env-host"], result["restarts"]["worker"]) == (1, 1)
+    assert set(result["ledger"]["discarded"]) <= {"env_host_lost", "worker_killed", "shutdown"}
+    assert result["balanced"] is True
+    assert fleet.audit().returncode == 0
+
+
+def _accepted(fleet: RunningFleet, slot: int, incarnation: int) -> bool:
+    snapshot = fleet.snapshot()
+    row = snapshot.rows.get((slot, incarnation)) if snapshot else None
+    return row is not None and row.accepted[0] > 0

@@ -1,0 +1,76 @@
+"""A port for each worker's env hosts, and who of the fleet's own hosts serves whom."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from headrace.deploy.doctor import Verdict, examine
+from headrace.deploy.env_ports import env_endpoints, own_env_hosts, with_env_ports
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.config_loading import build_config
+from headrace.schemas.errors import ConfigError
+
+
+def config(workers: int, env_hosts: int = 0, num_envs: int = 8, **sampling: Any) -> FleetConfig:
+    fleet = {"workers": workers, "env_hosts": env_hosts}
+    return build_config({"fleet": fleet, "sampling": {"env_placement": "remote", "num_envs": num_envs, **sampling}})
+
+
+def test_each_worker_has_a_port_of_its_own_that_stays() -> None:
+    chosen = with_env_ports(config(3))
+    ports = [int(endpoint.rpartition(":")[2]) for endpoint in env_endpoints(chosen).values()]
+    assert list(env_endpoints(chosen)) == ["envs-0", "envs-1", "envs-2"]
+    assert ports == [chosen.sampling.env_hosts_port + slot for slot in range(3)]
+    assert with_env_ports(chosen) == chosen
+
+
+def test_a_port_that_is_taken_is_not_chosen(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
+    with socket.create_server(("127.0.0.1", free_port)):
+        monkeypatch.setattr("headrace.deploy.env_ports.quiet_ports", lambda: [free_port - 1, free_port])
+        assert with_env_ports(config(2)).sampling.env_hosts_port not in (free_port - 1, free_port)
+
+
+def test_a_host_that_is_not_ours_cannot_be_bound() -> None:
+    with pytest.raises(ConfigError, match=r"sampling.env_hosts_host: '192.0.2.1' cannot be bound"):
+        with_env_ports(config(1, env_hosts_host="192.0.2.1"))
+
+
+def test_envs_inline_have_no_ports() -> None:
+    assert env_endpoints(with_env_ports(FleetConfig())) == {}
+
+
+def test_hosts_are_shared_out_among_workers_and_envs_among_hosts() -> None:
+    settings = {"env_hosts_port": 5800, "env_hosts_host": "0.0.0.0", "env_hosts_allow_insecure": True}
+    first, second = "tcp://127.0.0.1:5800", "tcp://127.0.0.1:5801"
+    assert list(own_env_hosts(config(2, 2, **settings))) == [(first, 8), (second, 8)]
+    assert list(own_env_hosts(config(2, 5, **settings))) == [
+        (first, 3),
+        (second, 4),
+        (first, 3),
+        (second, 4),
+        (first, 3),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"fleet": {"env_hosts": 2}}, "env_placement = 'remote', which is 'inline'"),
+        ({"fleet": {"env_hosts": 1, "workers": 2}, "sampling": {"env_placement": "remote"}}, "take 2 or more of them"),
+        ({"fleet": {"env_hosts": 1, "workers": 0}, "sampling": {"env_placement": "remote"}}, "fleet.workers = 0"),
+        ({"sampling": {"env_placement": "remote", "env_hosts_port": 65535}}, "leaves no port for each"),
+    ],
+)
+def test_what_cannot_work_is_refused_and_says_which_two_clash(sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build_config(sections)
+
+
+def test_the_doctor_looks_at_these_ports_too(free_port: int) -> None:
+    with socket.create_server(("127.0.0.1", free_port)):
+        checks = {check.name: check for check in examine(config(1, env_hosts_port=free_port))}
+    assert checks["env hosts 0"].verdict is Verdict.FAIL
+    assert "sampling.env_hosts_port" in checks["env hosts 0"].advice

@@ -1,0 +1,90 @@
+"""A worker whose env hosts are all gone, or have never come, leaves when it is told to, and its books are closed."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parties import BrokerThread, Process, Witness, until
+from test_worker import AT_RANDOM, WorkerThread, closed_row, drain
+
+from headrace.learner_stub import EpisodeStream
+from headrace.schemas.errors import NoEnvHostError
+from headrace.schemas.ledger import add_up
+
+HOST = "import sys; from headrace.deploy.cli import main; sys.argv[0] = 'headrace'; main()"
+
+
+def placed(port: int, **settings: Any) -> dict[str, Any]:
+    sampling = {**AT_RANDOM["sampling"], "env_placement": "remote", "env_hosts_port": port, **settings}
+    return {**AT_RANDOM, "sampling": sampling}
+
+
+def env_host(port: int, log: Path) -> Process:
+    address = f"tcp://127.0.0.1:{port}"
+    return Process(HOST, "env-host", "--connect", address, "--env", "CartPole-v1", "--num-envs", "2", log=log)
+
+
+def test_before_the_first_host_has_come(
+    broker: BrokerThread,
+    free_port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, placed(free_port)) as worker:
+        call = f"headrace env-host --connect tcp://127.0.0.1:{free_port} --env CartPole-v1"
+        until(lambda: call in caplog.text, "a word on whom it waits for")
+        worker.stopping.set()
+        until(lambda: not worker.is_alive, "its end")
+    assert worker.error is None
+    assert closed_row(broker).totals.stepped == 0
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(
+    ("lease_s", "ready"), [(1.0, {}), (60.0, {"remote_env_batch_wait_ms": 0})], ids=["found lost", "silent"]
+)
+def test_after_all_hosts_have_gone(
+    lease_s: float,
+    ready: dict[str, Any],
+    broker: BrokerThread,
+    free_port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    witness = Witness()
+    with ExitStack() as stack:
+        stream = stack.enter_context(EpisodeStream(broker.endpoints.learner))
+        host = stack.enter_context(env_host(free_port, tmp_path / "host.log"))
+        sections = placed(free_port, env_hosts_lease_s=lease_s, **ready)
+        worker = stack.enter_context(WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections))
+        until(lambda: stream.next(0.1), "a first batch", 40.0)
+        host.signal(signal.SIGKILL)
+        host.wait()
+        if lease_s < 2:
+            until(lambda: stream.next(0.1) is None, "the last batch")
+        worker.stopping.set()
+        until(lambda: drain(stream, witness) or not worker.is_alive, "its end")
+        drain(stream, witness)
+        row = closed_row(broker)
+    assert worker.error is None
+    assert row.totals.open == 0
+    assert set(row.totals.discarded) <= ({"env_host_lost"} if lease_s < 2 else set()), "what was done is delivered"
+    assert row.totals.stepped == row.settled.committed[0] + sum(row.totals.discarded.values())
+    assert add_up(broker.rows()).balance() == 0
+
+
+def test_a_wait_may_have_an_end_which_names_the_port_and_what_to_start_there(
+    broker: BrokerThread, free_port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sections = placed(free_port, env_hosts_timeout_s=0.2)
+    with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections) as worker:
+        until(lambda: worker.error, "the end of its patience")
+    assert isinstance(worker.error, NoEnvHostError)
+    assert f"no env host was at tcp://127.0.0.1:{free_port} for env_hosts_timeout_s = 0.2 s" in str(worker.error)
+    assert f"headrace env-host --connect tcp://127.0.0.1:{free_port} --env CartPole-v1" in str(worker.error)

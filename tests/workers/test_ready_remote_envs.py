@@ -1,0 +1,78 @@
+"""Envs on other hosts that are stepped each in its own time: a slow host holds up nobody, and lives stay the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from env_hosts import EnvHosts, free_port
+from test_ready_envs import READY, SETTINGS, life, pieced
+from toy_envs import check_books
+
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+
+WaitFor = Callable[..., None]
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[EnvHosts]:
+    with EnvHosts(tmp_path, free_port()) as started:
+        yield started
+
+
+def runner(hosts: EnvHosts | None, env: str, **settings: Any) -> SingleAgentEnvRunner:
+    placed = {"env_placement": "remote", "env_hosts_port": hosts.port} if hosts is not None else {}
+    defaults = {"num_envs": 4, "seed": 3, "env_restart_backoff_s": 0.0}
+    return SingleAgentEnvRunner(EnvRunnerConfig(env=env, **{**defaults, **placed, **settings}), run_uid="test")
+
+
+@pytest.mark.parametrize("ready", ["at once", "by halves"])
+def test_a_lane_lives_through_the_same_whichever_host_is_ready_when(ready: str, hosts: EnvHosts) -> None:
+    settings = {"rollout_fragment_length": 7, **SETTINGS["memory"]}
+    by_step = {**settings, "rollout_fragment_length": 1, "env_config": {"hurry": True}}
+    with runner(None, "process_envs:Jittery", **by_step) as inline:
+        expected = pieced(chunk for _ in range(120) for chunk in inline.sample_fragment())
+    for _ in range(2):
+        hosts.start("process_envs:Jittery", 2)
+    with runner(hosts, "process_envs:Jittery", **READY[ready], **settings) as sampler:
+        found = pieced(chunk for _ in range(9) for chunk in sampler.sample_fragment())
+        check_books(sampler)
+        assert not sampler.totals.discarded
+    for episode, parts in found.items():
+        assert life(parts) == life(expected[episode])[: sum(map(len, parts))]
+    assert sum(map(len, found)) > 20
+
+
+def test_a_slow_host_holds_up_nobody_and_is_lost_alone(hosts: EnvHosts, wait_for: WaitFor) -> None:
+    slow = hosts.start("process_envs:Slow", 1, 'sampling.env_config={"step_s": 0.25}')
+    settings = {"remote_env_batch_wait_ms": 0, "env_hosts_lease_s": 1, "num_envs": 3}
+    with runner(hosts, "process_envs:Slow", **settings) as sampler:
+        hosts.start("process_envs:Slow", 2, 'sampling.env_config={"step_s": 0.002}')
+
+        def steps() -> list[int]:
+            chunks = sampler.sample(num_timesteps=40)
+            return [sum(len(chunk) for chunk in chunks if chunk.env_index == lane) for lane in range(3)]
+
+        wait_for(lambda: all(steps()[1:]), what="the fast host")
+        first, *others = map(sum, zip(*(steps() for _ in range(3)), strict=True))
+        assert 10 * first < min(others)
+        check_books(sampler)
+        slow.kill()
+        wait_for(lambda: steps() and sampler.totals.env_rebuilds, what="the end of the slow host")
+        assert set(sampler.totals.discarded) <= {"env_host_lost"}
+        check_books(sampler)
+
+
+@pytest.mark.parametrize("settings", [{"double_buffering": True}, {"remote_env_batch_wait_ms": 5}])
+def test_who_waits_for_other_hosts_does_not_spin(settings: dict[str, Any], hosts: EnvHosts) -> None:
+    hosts.start("process_envs:Slow", 2, 'sampling.env_config={"step_s": 0.2}', "sampling.envs_per_process=1")
+    with runner(hosts, "process_envs:Slow", num_envs=2, **settings) as sampler:
+        sampler.sample(num_timesteps=4)
+        wall, cpu = time.perf_counter(), time.process_time()
+        sampler.sample(num_timesteps=10)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    assert wall > 0.8
+    assert cpu < 0.02 * wall
