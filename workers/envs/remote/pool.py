@@ -1,4 +1,4 @@
-"""Single-agent envs on other hosts, driven from here without ever waiting for a certain one of them."""
+"""Envs on other hosts, driven from here without ever waiting for a certain one of them."""
 
 from __future__ import annotations
 
