@@ -177,10 +177,9 @@ class SamplingSettings(Section):
             check_module_ids(self.policies)
             if isinstance(self.policy_mapping_fn, dict):
                 check_mapping_table(self.policy_mapping_fn, self.policies)
-        if self.env_placement != "inline" and (self.gym_env_vectorize_mode is not None or self.is_multi_agent):
-            other = "policies" if self.gym_env_vectorize_mode is None else "gym_env_vectorize_mode"
+        if self.env_placement != "inline" and self.gym_env_vectorize_mode is not None:
             raise ValueError(
-                f"env_placement = {self.env_placement!r} is for envs of one agent, each by itself, and {other} is "
+                f"env_placement = {self.env_placement!r} is for envs each by itself, and gym_env_vectorize_mode is "
                 "given; leave one of them out"
             )
         if self.env_placement == "inline" and self.steps_the_ready:

@@ -18,28 +18,38 @@ from headrace.workers.modules.protocol import build_module
 from headrace.workers.multi_agent.batches import ModuleBatches
 from headrace.workers.multi_agent.episodes import MultiAgentEpisode
 from headrace.workers.multi_agent.module_states import ByModule, by_module, by_pipeline
+from headrace.workers.multi_agent.opening import open_agents
 from headrace.workers.multi_agent.policies import Policies
+from headrace.workers.multi_agent.ready import ReadyAgents
+from headrace.workers.multi_agent.ready_sampler import ReadyAgentsSampler
 from headrace.workers.multi_agent.sampler import MultiAgentSampler
 from headrace.workers.multi_agent.seat_streams import check_seats, read_seats, write_seats
-from headrace.workers.multi_agent.vector import MultiAgentVector
 from headrace.workers.multi_agent.views import MultiAgentEpisodeView
 from headrace.workers.random_streams import check_lanes, read_lanes, write_lanes
 from headrace.workers.runner_state import Version
 
 
 class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
-    """Samples `config.num_envs` multi-agent envs in this process, with one forward pass a poll for each module.
+    """Samples `config.num_envs` multi-agent envs with one forward pass a poll for each module.
 
     A chunk is a part of one agent's episode, and `sample` gives a `ModuleBatches`. A failing env costs only what its
     own agents had open; what its siblings live through is the same to the bit as without the fault. `totals` count
     agent steps, and env steps besides. Weights are mappings by module id; a module that is left out is frozen: it goes
     on acting with those it has. Each module has connectors of its own.
 
-    Raises `NotMultiAgentError` for a config without policies, and `EnvContractError` for a single-agent env.
+    `on_wait`: see `SingleAgentEnvRunner`. Raises `NotMultiAgentError` for a config without policies, and
+    `EnvContractError` for a single-agent env.
     """
 
     def __init__(
-        self, config: EnvRunnerConfig, worker_index: int = 0, *, incarnation: int = 0, run_uid: str = "", **_: Any
+        self,
+        config: EnvRunnerConfig,
+        worker_index: int = 0,
+        *,
+        incarnation: int = 0,
+        run_uid: str = "",
+        on_wait: Callable[[], None] | None = None,
+        **_: Any,
     ) -> None:
         super().__init__(config, worker_index, incarnation, run_uid)
         self._policies = Policies.of(self.config)
@@ -47,7 +57,8 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         self._sampler: MultiAgentSampler | None = None
         self.modules: dict[str, torch.nn.Module | None] = {}
         """The module of each policy; None where its builder raised NotImplementedError."""
-        if config.env is not None:
+        self._on_wait_for_hosts = on_wait
+        if config.env is not None or config.env_placement == "remote":
             self.make_env()
             self.make_module()
         self._healthy = True
@@ -56,10 +67,13 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
 
     def _make_envs(self) -> None:
         if self._sampler is None:
-            envs = MultiAgentVector(
-                self.config, self.worker_index, self._seeds, self.totals, self._policies, self._id_high, self.callbacks
-            )
-            self._sampler = MultiAgentSampler(self.config, envs, self.totals, self._id_high, self.callbacks)
+            parts = self.config, self.worker_index, self._seeds, self.totals
+            envs = open_agents(*parts, self._policies, self._id_high, self.callbacks, self._on_wait_for_hosts)
+            sampled = self.totals, self._id_high, self.callbacks
+            if isinstance(envs, ReadyAgents):
+                self._sampler = ReadyAgentsSampler(self.config, envs, *sampled)
+            else:
+                self._sampler = MultiAgentSampler(self.config, envs, *sampled)
         else:
             self._sampler.rebuild(self.config)
         self._sampler.use(self.modules, lambda: self.fleet_steps)
@@ -270,7 +284,7 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
     def get_spaces(self) -> dict[str, tuple[Any, Any]]:
         """Module id -> (observation space, action space) as the env has them, or as they were given for the policy."""
         envs = self._vector.envs
-        by_kind = {spaces.model_dump_json(): envs.gym_spaces[agent] for agent, spaces in envs.spaces.items()}
+        by_kind = {own.model_dump_json(): envs.agent_gym_spaces[agent] for agent, own in envs.agent_spaces.items()}
         given = {module_id: policy.gym_spaces for module_id, policy in self._policies.specs.items()}
         return {
             module_id: given[module_id] or by_kind[module.env_spaces.model_dump_json()]

@@ -65,7 +65,7 @@ class ReadySampler(VectorSampler):
         """Have lanes act that have nothing under way, and take in what is answered; see `VectorSampler.poll`."""
         self._repair(on_wait)
         choose_actions, poll, process = self._timed(choose_actions)
-        acting = self._next_to_act()
+        acting = next_to_act(self.envs, self._width)
         if len(acting):
             self._act(acting, choose_actions, weights_seq)
         outcome = poll()
@@ -77,21 +77,6 @@ class ReadySampler(VectorSampler):
         self.fragment.answer(answered, outcome.rewards)
         self.answered += len(answered)
         self._take_in(outcome, answered, chosen, process, stop_at_episodes)
-
-    def _next_to_act(self) -> Rows:
-        """Lanes with an episode and nothing under way, in order; with halves, all of the one that has waited longer."""
-        live, halves = np.zeros(self._width, np.bool_), self.envs.halves
-        live[slice(None) if self.envs.live is None else self.envs.live] = True
-        idle = live.copy()
-        idle[list(self.envs.under_way)] = False
-        if not halves:
-            return np.flatnonzero(idle)
-        for place, half in enumerate(halves):
-            up = half[live[half]]
-            if len(up) and idle[up].all():
-                halves.append(halves.pop(place))
-                return up
-        return np.empty(0, np.intp)
 
     def _act(self, acting: Rows, choose_actions: ChooseActions, weights_seq: int) -> None:
         columns = self._choose(choose_actions, acting)
@@ -108,3 +93,19 @@ class ReadySampler(VectorSampler):
 
     def _take_chunks(self, keep_open: bool) -> tuple[list[OpenChunk], Fragment | None]:
         return self.fragment.take(sorted(self.envs.under_way), (), keep_open=keep_open)
+
+
+def next_to_act(envs: ReadyDriver, width: int) -> Rows:
+    """Lanes with an episode and nothing under way, in order; with halves, all of the one that has waited longer."""
+    live, halves = np.zeros(width, np.bool_), envs.halves
+    live[slice(None) if envs.live is None else envs.live] = True
+    idle = live.copy()
+    idle[list(envs.under_way)] = False
+    if not halves:
+        return np.flatnonzero(idle)
+    for place, half in enumerate(halves):
+        up = half[live[half]]
+        if len(up) and idle[up].all():
+            halves.append(halves.pop(place))
+            return up
+    return np.empty(0, np.intp)

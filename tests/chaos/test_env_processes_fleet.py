@@ -1,7 +1,9 @@
-"""A fleet whose envs segfault and hang in processes of their own: no worker is lost, and the books name every step."""
+"""A fleet whose envs crash and hang in processes of their own: no worker is lost, and the books name every step."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -23,4 +25,21 @@ def test_envs_that_segfault_and_hang_cost_no_worker(tmp_path: Path) -> None:
     assert result["returncode"] == 0, result["stderr"]
     assert result["restarts"].get("worker", 0) == 0
     assert {"env_crash", "env_hang"} <= result["ledger"]["discarded"].keys()
+    assert fleet.audit().returncode == 0
+
+
+def test_a_killed_process_of_multi_agent_envs_costs_no_worker(tmp_path: Path) -> None:
+    settings = ('policies={"short": {}, "long": {}}', "env_placement=process", "envs_per_process=2")
+    settings += ("rollout_fragment_length=1000",)  # a kill right after a cut would have nothing to lose
+    words = [word for setting in settings for word in ("--set", f"sampling.{setting}")]
+    arguments = ("--env", "headrace.workers.multi_agent.examples:two_carts", "--workers", "1", "--num-envs", "4")
+    with RunningFleet(tmp_path, *arguments, *words, "--until-steps", "8000") as fleet:
+        fleet.wait_for(lambda: fleet.steps() > 500, "steps")
+        worker = fleet.pid("worker")
+        children = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGKILL)
+        result = fleet.finish()
+    assert result["returncode"] == 0, result["stderr"]
+    assert result["restarts"].get("worker", 0) == 0
+    assert result["ledger"]["discarded"]["env_crash"] > 0
     assert fleet.audit().returncode == 0

@@ -225,8 +225,6 @@ def test_an_env_elsewhere_shows_its_spaces_and_cannot_be_stepped_from_here() -> 
 
 
 def test_placements_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"env_placement = 'process' is for envs of one agent.*policies"):
-        EnvRunnerConfig(env_placement="process", policies=["one"])
     with pytest.raises(ConfigError, match=r"env_placement = 'process' is for .*gym_env_vectorize_mode"):
         EnvRunnerConfig(env_placement="process", gym_env_vectorize_mode="sync")
     with pytest.raises(ConfigError):

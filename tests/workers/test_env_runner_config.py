@@ -94,6 +94,18 @@ def test_env_context_tells_for_whom_the_env_is_built() -> None:
     assert seen[0]["port"] == 9
 
 
+def test_a_function_without_an_argument_for_the_context_gets_the_configs_items() -> None:
+    def create(**items: Any) -> Counting:
+        assert items == {"length": 5}
+        return Counting(EnvContext(items))
+
+    for creator in (create, lambda *, length: create(length=length)):
+        with runner(creator, env_config={"length": 5}):
+            pass
+    with runner(lambda: Counting(EnvContext({}))):
+        pass
+
+
 def test_constructor_that_fails_at_once_is_an_env_error() -> None:
     def create(context: EnvContext) -> Counting:
         raise RuntimeError

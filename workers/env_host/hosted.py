@@ -21,10 +21,16 @@ from headrace.workers.envs.process.control import Command
 from headrace.workers.envs.process.pool import EnvProcessPool
 from headrace.workers.envs.process.reported import error_to_json
 from headrace.workers.envs.process.shared import columns_layout
-from headrace.workers.envs.process.terms import job_of
 
 
-class PlacedPool(EnvProcessPool):
+class AnyEnvPool(EnvProcessPool):
+    """Envs of one agent or of several: a host learns which it has by building one."""
+
+    def _job(self, config: EnvRunnerConfig, worker_index: int) -> dict[str, Any]:
+        return {**super()._job(config, worker_index), "several_agents": None}
+
+
+class PlacedPool(AnyEnvPool):
     """Lanes that are built when, and as whose env, they are told to be."""
 
     def __init__(self, config: EnvRunnerConfig, welcome: EnvHostWelcome) -> None:
@@ -35,7 +41,7 @@ class PlacedPool(EnvProcessPool):
         super().__init__(told, welcome.worker_index, lambda lane, _: self._seeds[lane])
 
     def _job(self, config: EnvRunnerConfig, worker_index: int) -> dict[str, Any]:
-        return {**job_of(config, worker_index), "num_envs": self._told_num_envs}
+        return {**super()._job(config, worker_index), "num_envs": self._told_num_envs}
 
     def _build_all(self) -> None:
         """Nothing yet."""

@@ -17,9 +17,8 @@ from headrace.schemas.spaces import Spaces
 from headrace.schemas.stopping import stop_signals
 from headrace.schemas.wire import Buffer, MessageKind, WireMessage, decode
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.env_host.hosted import HostedEnvs
+from headrace.workers.env_host.hosted import AnyEnvPool, HostedEnvs
 from headrace.workers.env_host.link import WorkerLink
-from headrace.workers.envs.process.pool import EnvProcessPool
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ def run_env_host(config: EnvRunnerConfig, endpoint: str, keys: ClientKeys | None
 
 def learn_spaces(config: EnvRunnerConfig) -> Spaces:
     """The spaces of the envs, of which one is built for it and closed again. Raises as `EnvProcessPool` does."""
-    with EnvProcessPool(config.model_copy(update={"num_envs": 1})) as pool:
+    with AnyEnvPool(config.model_copy(update={"num_envs": 1})) as pool:
         return pool.spaces
 
 

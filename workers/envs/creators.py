@@ -108,10 +108,22 @@ def _of_gym_id(env_id: str) -> EnvCreator:
 
 
 def _of_callable(target: Callable[..., Any]) -> EnvCreator:
-    """A function gets the context. A class gets it too if its constructor asks for it, else the config's items."""
-    if not inspect.isclass(target) or _takes_context(target):
-        return target
-    return lambda context: target(**context)
+    """A function or class gets the context if it takes an argument that could be it, else the config's items.
+
+    So PettingZoo's `env(**kwargs)` can be named as it is.
+    """
+    takes_context = _takes_context(target) if inspect.isclass(target) else _takes_an_argument(target)
+    return target if takes_context else lambda context: target(**context)
+
+
+def _takes_an_argument(function: Callable[..., Any]) -> bool:
+    """Whether one may be given without its name, as far as can be told."""
+    try:
+        kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
+    except ValueError:  # of some that are written in C
+        return True
+    by_name = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+    return not kinds <= by_name
 
 
 def _takes_context(cls: type) -> bool:

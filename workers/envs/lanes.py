@@ -106,9 +106,12 @@ class LaneVector(Lanes):
 
     def build(self, config: EnvRunnerConfig, first: tuple[Any, EnvContext] | None = None) -> None:
         """See `Roster`."""
-        for key, here in (("gym_env_vectorize_mode", None), ("env_placement", "inline")):
+        for key, here, whose in (
+            ("gym_env_vectorize_mode", None, "a SingleAgentEnvRunner"),
+            ("env_placement", "inline", "a runner"),
+        ):
             if (asked := getattr(config, key)) != here:
-                message = f"{asked!r} is for a SingleAgentEnvRunner that had it from the beginning"
+                message = f"{asked!r} is for {whose} that had it from the beginning"
                 raise ConfigError(message, key=key)
         self._config = config
         self._creator = find_creator(config.env)

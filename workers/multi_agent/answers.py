@@ -10,7 +10,7 @@ An agent that acted is in one of four cases after an env step:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -68,15 +68,12 @@ def read_reset(answer: Any, known: Collection[Any]) -> tuple[AgentDict, AgentDic
     """(observations, infos) of a reset; raises `EnvContractError`."""
     observations, infos = take_reset_apart(answer)
     _check_dict("observations of reset", observations)
-    for agent in observations:
-        _check_known(agent, known)
-    return observations, _with_content(infos)
+    check_known(observations, known)
+    return observations, with_content(infos)
 
 
-def read_step(
-    episode: MultiAgentEpisode, answer: Any, known: Collection[Any], missing_final: MissingFinal
-) -> LaneReport:
-    """What `answer` of a step means; raises `EnvContractError`. All seats that acted are marked as hanging."""
+def take_step_apart(answer: Any) -> tuple[AgentDict, AgentDict, AgentDict, AgentDict, AgentDict]:
+    """(observations, rewards, terminateds, truncateds, infos) of a step, dicts all; raises `EnvContractError`."""
     if not isinstance(answer, tuple | list) or len(answer) != len(_PARTS):
         raise EnvContractError("answer of step", f"{answer!r:.120}", f"({', '.join(_PARTS)})")
     for name, part in zip(_PARTS, answer, strict=True):
@@ -84,6 +81,14 @@ def read_step(
     observations, rewards, terminateds, truncateds, infos = answer
     if ALL not in terminateds:
         raise EnvContractError("terminateds", f"{terminateds!r:.120}", f"a dict with {ALL!r} among its keys")
+    return observations, rewards, terminateds, truncateds, infos
+
+
+def read_step(
+    episode: MultiAgentEpisode, answer: Any, known: Collection[Any], missing_final: MissingFinal
+) -> LaneReport:
+    """What `answer` of a step means; raises `EnvContractError`. All seats that acted are marked as hanging."""
+    observations, rewards, terminateds, truncateds, infos = take_step_apart(answer)
     for seat in episode.acting:
         seat.hangs = True
     all_end = end_of(terminateds[ALL], truncateds.get(ALL, False))
@@ -94,7 +99,7 @@ def read_step(
     for seat in episode.seats.values():
         if not seat.done:
             _read_seat(report, seat, ends[seat.agent], seat.agent in observations, missing_final)
-    report.infos = list(_with_content(infos).items())
+    report.infos = list(with_content(infos).items())
     return report
 
 
@@ -122,7 +127,7 @@ def _read_observations(
     for agent, observation in observations.items():
         seat = report.episode.seats.get(agent)
         if seat is None:
-            _check_known(agent, known)
+            check_known([agent], known)
             if ends[agent] is ChunkEnd.ONGOING:  # else it comes and goes without an action
                 report.newcomers.append((agent, observation))
         elif seat.done:
@@ -136,7 +141,7 @@ def _read_rewards(report: LaneReport, rewards: AgentDict, known: Collection[Any]
     for agent, reward in rewards.items():
         seat = report.episode.seats.get(agent)
         if seat is None:
-            _check_known(agent, known)
+            check_known([agent], known)
         if seat is None or not seat.done:
             report.rewards.append((agent, reward))
         elif not _is_zero(reward):  # envs that fill their dicts give zeros for ever
@@ -170,12 +175,15 @@ def _check_dict(name: str, part: Any) -> None:
         raise EnvContractError(name, f"{part!r:.80} ({type(part)})", "a dict by agent id")
 
 
-def _check_known(agent: Any, known: Collection[Any]) -> None:
-    if agent not in known:
-        raise EnvContractError("agent", repr(agent), f"one of possible_agents, {list(known)!r:.200}")
+def check_known(agents: Iterable[Any], known: Collection[Any]) -> None:
+    """Raise `EnvContractError` for an agent that the env has not named beforehand."""
+    for agent in agents:
+        if agent not in known:
+            raise EnvContractError("agent", repr(agent), f"one of possible_agents, {list(known)!r:.200}")
 
 
-def _with_content(infos: AgentDict) -> AgentDict:
+def with_content(infos: AgentDict) -> AgentDict:
+    """Those of `infos` that say something; raises `EnvContractError` for one that is no dict."""
     for agent, info in infos.items():
         if not isinstance(info, dict):
             raise EnvContractError("info", f"{info!r:.80} ({type(info)}) of agent {agent!r}", "a dict")

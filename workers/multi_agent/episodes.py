@@ -41,6 +41,12 @@ class Seat:
     end: ChunkEnd = ChunkEnd.ONGOING
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether its newest action has no answer: it hangs, or the env has not even answered the step."""
+        whole = self.episode.whole
+        return self.hangs or (whole is not None and whole.under_way and self in whole.acting)
+
+    @property
     def done(self) -> bool:
         """Whether it will not be seen in this episode again."""
         return self.end is not ChunkEnd.ONGOING
@@ -68,6 +74,8 @@ class MultiAgentEpisode(Episode):
     """Those with an observation to act upon, in the order in which it was given."""
     agents: list[Any] = field(default_factory=list)
     """Their ids."""
+    under_way: bool = False
+    """They have acted, and the env has not answered; a step that nobody will ask for again was none."""
     is_plain: bool = False
     """An answer with an observation and a reward of just these agents needs no bookkeeping."""
     idle_steps: int = 0

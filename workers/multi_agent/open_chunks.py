@@ -22,11 +22,11 @@ from headrace.workers.multi_agent.batches import ModuleBatches
 from headrace.workers.multi_agent.cutting import cut_seats
 from headrace.workers.multi_agent.episodes import AgentEpisode, MultiAgentEpisode, Seat
 from headrace.workers.multi_agent.fragment import SeatFragment
+from headrace.workers.multi_agent.lanes import MultiAgentLanes
 from headrace.workers.multi_agent.losses import LossCounts, lose_ended, lose_episode
 from headrace.workers.multi_agent.module_seats import ModuleSeats
 from headrace.workers.multi_agent.outcomes import StepOutcome
 from headrace.workers.multi_agent.turns import Turn, parts_of
-from headrace.workers.multi_agent.vector import MultiAgentVector
 from headrace.workers.totals import RunnerTotals
 from headrace.workers.vector_sampler import Mode
 
@@ -37,7 +37,7 @@ class OpenChunks:
     `observed_more`, of the last cut: (agent, module) -> how many more observations than actions it delivered.
     """
 
-    def __init__(self, config: EnvRunnerConfig, envs: MultiAgentVector, totals: RunnerTotals, id_high: int) -> None:
+    def __init__(self, config: EnvRunnerConfig, envs: MultiAgentLanes, totals: RunnerTotals, id_high: int) -> None:
         self.mode = Mode(config.explore, random_actions=False)
         self.losses = LossCounts()
         self.observed_more: dict[tuple[str, str], int] = {}
@@ -99,7 +99,7 @@ class OpenChunks:
             seat.fragment.begin(seat.row, seat.episode, self._state_in(seat))
 
     def _state_in(self, seat: Seat) -> dict[str, NDArray[Any]]:
-        return {} if self.mode.random_actions else seat.module.state_in(seat.row, hangs=seat.hangs)
+        return {} if self.mode.random_actions else seat.module.state_in(seat.row, hangs=seat.is_awaited)
 
     def record(self, outcome: StepOutcome) -> None:
         """Write what the last step brought for the seats, as far as they go on or have just begun."""
@@ -205,7 +205,7 @@ class OpenChunks:
 
     def _cut_module(self, module: ModuleSeats, fragment: SeatFragment, stamp: Stamp, keep_open: bool) -> ChunkBatch:
         seats = [seat for e in self.episodes for seat in e.seats.values() if seat.module is module]
-        hanging = [seat.row for seat in seats if seat.hangs]
+        hanging = [seat.row for seat in seats if seat.is_awaited]
         unfinished = [chunk for chunk in fragment.ended if self._goes_on(chunk)]
         for seat in seats:
             chunk = fragment.open[seat.row]

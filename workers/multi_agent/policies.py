@@ -15,7 +15,7 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.spaces import convert
 from headrace.workers.policy_spec import PolicySpec
 
-_NO_EPISODE = "0" * 32
+NO_EPISODE = "0" * 32
 """Given to the mapping when it is asked which spaces a module is for; no episode has this id."""
 
 
@@ -99,7 +99,7 @@ class Policies:
         asked: dict[str, dict[Any, Spaces]] = {}
         if len(kinds) > 1 and any(spec.spaces is None for spec in self.specs.values()):
             for agent, spaces in by_agent.items():
-                asked.setdefault(self.module_of(agent, _NO_EPISODE), {})[agent] = spaces
+                asked.setdefault(self.module_of(agent, NO_EPISODE), {})[agent] = spaces
         return {
             module: spec.spaces or (kinds[0] if len(kinds) == 1 else _common(module, asked.get(module, {})))
             for module, spec in self.specs.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import ConnectorError, HeadraceError, ModuleError
@@ -16,15 +16,18 @@ from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Lane
 from headrace.workers.episode_events import EpisodeEvents
 from headrace.workers.multi_agent.episodes import MultiAgentEpisode
+from headrace.workers.multi_agent.lanes import MultiAgentLanes
 from headrace.workers.multi_agent.module_seats import ModuleSeats
 from headrace.workers.multi_agent.open_chunks import OpenChunks
 from headrace.workers.multi_agent.outcomes import StepOutcome
 from headrace.workers.multi_agent.policies import PolicyMappingError
 from headrace.workers.multi_agent.turns import Turn
-from headrace.workers.multi_agent.vector import MultiAgentVector
 from headrace.workers.multi_agent.views import MultiAgentEpisodeView
 from headrace.workers.totals import RunnerTotals
 from headrace.workers.vector_sampler import Mode
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class MultiAgentSampler:
@@ -33,7 +36,7 @@ class MultiAgentSampler:
     def __init__(
         self,
         config: EnvRunnerConfig,
-        envs: MultiAgentVector,
+        envs: MultiAgentLanes,
         totals: RunnerTotals,
         id_high: int,
         callbacks: CallbackList,
@@ -126,16 +129,27 @@ class MultiAgentSampler:
             self._drop_fragments()  # a module that remembers may do so of a step which will not be taken
 
     def _poll(self, weights_seq: int, on_wait: Callable[[], None] | None, stop_at_episodes: int | None) -> None:
-        envs = self.envs
-        if envs.live_count < self._width:
-            envs.wait_for_one(self._start_episodes, on_wait)
-        turn = envs.turn()
-        act, step, timers = self._act, envs.step, self._totals.timers
+        self._repair(on_wait)
+        act, step = self._timed(self.envs.step)
+        turn = self.envs.turn()
+        self._take_in(turn, step(turn, act(turn, weights_seq)), stop_at_episodes)
+
+    def _repair(self, on_wait: Callable[[], None] | None) -> None:
+        self.envs.on_wait = on_wait
+        if self.envs.live_count < self._width:
+            self.envs.wait_for_one(self._start_episodes, on_wait)
+
+    def _timed(self, step: Callable[P, R]) -> tuple[Callable[[Turn, int], list[Any]], Callable[P, R]]:
+        """What acts, and `step`; timed in one poll of many."""
+        act, timers = self._act, self._totals.timers
         if timers.is_due():
             step = timers.timed("env_step_timer", step)
             if not self.mode.random_actions:
                 act = timers.timed("rlmodule_inference_timer", act)
-        outcome = step(turn, act(turn, weights_seq))
+        return act, step
+
+    def _take_in(self, turn: Turn, outcome: StepOutcome, stop_at_episodes: int | None) -> None:
+        """What came of the step of the lanes of `turn`."""
         self.chunks.count(turn, outcome)
         for failure in outcome.failures:
             self._abort(failure)
@@ -146,7 +160,7 @@ class MultiAgentSampler:
         if outcome.over:
             self._end_episodes(outcome.over, stop_at_episodes)
         if outcome.failures or outcome.over:
-            self._start_episodes(envs.try_restart)
+            self._start_episodes(self.envs.try_restart)
 
     def _act(self, turn: Turn, weights_seq: int) -> list[Any]:
         """Each module acts once for all its seats; actions in the order of the turn's."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from headrace.workers.envs.lane import Lane
 from headrace.workers.hanging import Rows
+from headrace.workers.multi_agent.env import AgentDict
 from headrace.workers.multi_agent.episodes import MultiAgentEpisode, Seat
 from headrace.workers.multi_agent.module_seats import ModuleSeats
 
@@ -40,6 +41,14 @@ class Turn:
     seats: list[Seat]
     parts: list[Part]
     env_t: NDArray[np.int64]
+
+    def of_lanes(self, actions: Sequence[Any]) -> Iterator[tuple[Lane, MultiAgentEpisode, AgentDict]]:
+        """Each lane, and which of `actions`, one for each of `seats`, its agents do."""
+        start = 0
+        for lane, episode in self.lanes:
+            stop = start + len(episode.agents)
+            yield lane, episode, dict(zip(episode.agents, actions[start:stop], strict=True))
+            start = stop
 
 
 def turn_of(lanes: Sequence[Lane]) -> Turn:

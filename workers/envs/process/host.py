@@ -17,15 +17,15 @@ from headrace.schemas.spaces import Spaces
 from headrace.workers.envs.actions import to_env_form
 from headrace.workers.envs.checks import take_reset_apart
 from headrace.workers.envs.context import EnvContext
-from headrace.workers.envs.creators import build_env, find_creator
+from headrace.workers.envs.creators import find_creator
 from headrace.workers.envs.lane import close_envs
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.process.control import NO_SEED, Command, Control, Phase
 from headrace.workers.envs.process.pictures import picture_to_json
 from headrace.workers.envs.process.reported import error_to_json
 from headrace.workers.envs.process.shared import columns_layout, map_arrays
-from headrace.workers.envs.spaces import spaces_of
 from headrace.workers.envs.stepping import step_all
+from headrace.workers.multi_agent.packed_env import build_any_env
 
 
 class HostJob(BaseModel):
@@ -43,6 +43,8 @@ class HostJob(BaseModel):
     width: int
     """Lanes of the whole pool, and rows of each column."""
     check_bounds: bool
+    several_agents: bool | None
+    """Whether envs are to be multi-agent ones, which are packed then; None: as they come."""
     close_timeout_s: float
     import_path: list[str]
     """`sys.path` of the driver."""
@@ -136,8 +138,7 @@ class EnvHost:
             self._close([seat])
         try:
             with self._control.during(seat.index, Phase.CONSTRUCTION):
-                env = build_env(find_creator(job.env), context)
-                seat.spaces = spaces_of(env)
+                env, seat.spaces = build_any_env(find_creator(job.env), context, job.several_agents)
         except Exception as error:  # noqa: BLE001 - a user's env
             answer.fail(seat.index, "construction", error)
             return

@@ -1,4 +1,4 @@
-"""Single-agent envs in processes of their own, driven from here without ever waiting for a certain one of them."""
+"""Envs in processes of their own, driven from here without ever waiting for a certain one of them."""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ def job_of(config: EnvRunnerConfig, worker_index: int) -> dict[str, Any]:
         "num_envs": config.num_envs,
         "width": config.num_envs,
         "check_bounds": not config.disable_env_checking,
+        "several_agents": config.is_multi_agent,
         "close_timeout_s": config.env_close_timeout_s,
         "import_path": sys.path,
     }

@@ -36,15 +36,17 @@ class EnvElsewhere(gym.Env[Any, Any]):
         self._index = index
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        raise self._error()
+        raise elsewhere_error(self._index)
 
     def step(self, action: Any) -> Any:
-        raise self._error()
+        raise elsewhere_error(self._index)
 
-    def _error(self) -> EnvError:
-        return EnvError(
-            f"env {self._index} lives in another process or on another host; take env_placement = 'inline' to reach it"
-        )
+
+def elsewhere_error(index: int) -> EnvError:
+    """What is raised where somebody reaches for an env that is not here."""
+    return EnvError(
+        f"env {index} lives in another process or on another host; take env_placement = 'inline' to reach it"
+    )
 
 
 class ElsewhereVector(Lanes):
@@ -54,6 +56,7 @@ class ElsewhereVector(Lanes):
     """
 
     seeds_every_episode = True
+    _episode_kind: type[Episode] = Episode
     _pool: EnvPool | None = None
 
     def build(self, config: EnvRunnerConfig, first: tuple[Any, EnvContext] | None = None) -> None:
@@ -63,11 +66,6 @@ class ElsewhereVector(Lanes):
         self._contexts: dict[int, EnvContext] = {}
         """What each lane's creator was told."""
         pool = self._pool = self._open_pool(config)
-        self.spaces: Spaces = pool.spaces
-        self.gym_spaces = to_gym(pool.spaces.observation), to_gym(pool.spaces.action)
-        self.observations = Observations(
-            pool.spaces.observation, pool.width, check_bounds=False, columns=pool.observations
-        )
         self._sent: list[int] = []
         self._resetting: dict[int, Episode] = {}
         self._ahead: dict[int, tuple[int, dict[str, Any]]] = {}
@@ -78,19 +76,32 @@ class ElsewhereVector(Lanes):
         """Lanes that are being rebuilt; the episode that is to begin there, once that is known."""
         self._built: list[int] = []
         self._arrived: list[tuple[int, dict[str, Any]]] = []
-        for lane in self.lanes:
-            lane.due_at = None
-            if pool.has_env(lane.index):
-                lane.adopt(EnvElsewhere(lane.index, self.gym_spaces))
-            else:
-                self._coming[lane.index] = None
         try:
+            self._learn_spaces(pool)
+            for lane in self.lanes:
+                lane.due_at = None
+                if pool.has_env(lane.index):
+                    lane.adopt(self._stand_in(lane.index))
+                else:
+                    self._coming[lane.index] = None
             for lane in self.lanes:
                 if lane.env is not None:
                     self._tell_created(lane, self._contexts[lane.index])
-        except CallbackError:
+        except BaseException:
             self.stop()
             raise
+
+    def _learn_spaces(self, pool: EnvPool) -> None:
+        """The pool is there: this is what its envs see and do."""
+        self.spaces: Spaces = pool.spaces
+        self.gym_spaces = to_gym(pool.spaces.observation), to_gym(pool.spaces.action)
+        self.observations = Observations(
+            pool.spaces.observation, pool.width, check_bounds=False, columns=pool.observations
+        )
+
+    def _stand_in(self, index: int) -> Any:
+        """What is shown to whoever asks for the env."""
+        return EnvElsewhere(index, self.gym_spaces)
 
     @abstractmethod
     def _open_pool(self, config: EnvRunnerConfig) -> EnvPool:
@@ -202,7 +213,7 @@ class ElsewhereVector(Lanes):
 
     def _create_episode(self, lane: Lane) -> Episode | None:
         """The episode that a reset is to begin; None if the lane has failed."""
-        episode = lane.create_episode(lane.seeds.next(), Episode)
+        episode = lane.create_episode(lane.seeds.next(), self._episode_kind)
         failure = self._lost.pop(lane.index, None)
         if failure is None and self.on_episode_created is not None:
             try:
@@ -259,7 +270,7 @@ class ElsewhereVector(Lanes):
         for index in built:
             lane = self.lanes[index]
             if index in self._coming:  # else its process was lost again since
-                lane.adopt(EnvElsewhere(index, self.gym_spaces))
+                lane.adopt(self._stand_in(index))
                 self._reset_rebuilt(lane)
         for index, info in arrived:
             episode = self._coming.pop(index, None)

@@ -1,4 +1,4 @@
-"""Single-agent envs on other hosts, driven from here without ever waiting for a certain one of them."""
+"""Envs on other hosts, driven from here without ever waiting for a certain one of them."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from headrace.workers.envs.remote.columns import RemoteColumns
 from headrace.workers.envs.remote.door import Door
 from headrace.workers.envs.remote.exchange import orders_to, take_in
 from headrace.workers.envs.remote.peer import EnvHostPeer
+from headrace.workers.envs.remote.wanted import problem_of
 
 log = logging.getLogger(__name__)
 
@@ -245,13 +246,12 @@ class RemotePool:
             host.hear(route, time.monotonic())
         else:
             spaces = spaces_from_json(hello.spaces)
-            if self._columns is None:
-                self.spaces, self._columns = spaces, RemoteColumns(spaces, self.width)
-            elif spaces != self.spaces:
-                detail = f"its envs have {spaces!r:.400}, and those of the first env host {self.spaces!r:.400}"
+            if detail := problem_of(spaces, self._config, self.spaces if self._columns is not None else None):
                 log.warning("env host %s/%d is refused: %s", hello.host, hello.pid, detail)
                 self._say(route, Reject(code="other_spaces", detail=detail))
                 return
+            if self._columns is None:
+                self.spaces, self._columns = spaces, RemoteColumns(spaces, self.width)
             host = self._hosts[hello.life] = EnvHostPeer(hello, route, time.monotonic())
             log.info("env host %s has come", host.name)
         config = self._config

@@ -1,0 +1,128 @@
+"""Multi-agent envs that are stepped each in its own time: agents live the same lives, and a cut loses nothing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crowd_envs import policy_of
+from env_hosts import EnvHosts, free_port
+from toy_multi_envs import check_books
+
+from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
+from headrace.schemas.ledger import Discard
+from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner
+
+LSTM = "headrace.workers.modules:lstm_actor_critic"
+READY: dict[str, dict[str, Any]] = {
+    "at once": {"remote_env_batch_wait_ms": 0},
+    "after a wait": {"remote_env_batch_wait_ms": 2},
+    "by halves": {"double_buffering": True},
+}
+Lives = dict[tuple[str, str], list[EpisodeChunk]]
+
+
+def runner(ready: str, **settings: Any) -> MultiAgentEnvRunner:
+    defaults: dict[str, Any] = {"num_envs": 4, "envs_per_process": 2, "seed": 3, "env_restart_backoff_s": 0.0}
+    defaults |= {"env": "crowd_envs:Crowd", "missing_final_observation": "repeat", "rollout_fragment_length": 7}
+    defaults |= {"policies": ["masked", "pushes"], "policy_mapping_fn": policy_of, "env_config": {"late_ms": 4}}
+    placed = {"env_placement": "process", **READY[ready]} if ready != "inline" else {"env_config": {}}
+    return MultiAgentEnvRunner(EnvRunnerConfig(**{**defaults, **placed, **settings}), run_uid="test")
+
+
+def pieced(chunks: Iterable[EpisodeChunk]) -> Lives:
+    """Chunks by episode and agent, in order, without a gap."""
+    lives: Lives = defaultdict(list)
+    for chunk in chunks:
+        lives[chunk.episode_id, chunk.agent_id].append(chunk)
+    for parts in lives.values():
+        to_episode(parts)  # which compares what meets at the seams
+    return lives
+
+
+def steps_of(parts: list[EpisodeChunk]) -> list[tuple[Any, ...]]:
+    """Every step: what was seen, done, got and seen then."""
+    steps = []
+    for chunk in parts:
+        seen = chunk.obs if not isinstance(chunk.obs, dict) else chunk.obs["at"]
+        for t in range(len(chunk)):
+            columns = {name: column[t].tobytes() for name, column in chunk.columns.items()}
+            step = seen[t].tobytes(), chunk.actions[t].tobytes(), chunk.rewards[t], seen[t + 1].tobytes()
+            steps.append((*step, int(chunk.env_t[t]), columns))
+    return steps
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[EnvHosts]:
+    with EnvHosts(tmp_path, free_port()) as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("ready", "settings"),
+    [
+        ("after a wait", {}),
+        ("by halves", {"module": LSTM}),
+        ("at once", {"module": LSTM, "batch_mode": "complete_episodes"}),
+    ],
+)
+def test_agents_live_through_the_same_whoever_is_ready_when(ready: str, settings: dict[str, Any]) -> None:
+    with runner("inline", **settings | {"batch_mode": "truncate_episodes", "rollout_fragment_length": 1}) as inline:
+        expected = pieced(chunk for _ in range(150) for chunk in inline.sample_fragment())
+    with runner(ready, **settings) as sampler:
+        found = pieced(chunk for _ in range(9) for chunk in sampler.sample_fragment())
+        check_books(sampler)
+        assert sampler.totals.delivered == sum(len(chunk) for parts in found.values() for chunk in parts)
+        assert not sampler.totals.discarded
+    for who, parts in found.items():
+        steps = steps_of(parts)
+        assert steps == steps_of(expected[who])[: len(steps)]
+    assert len(found) > 20
+
+
+def test_an_env_that_fails_costs_its_own_steps_and_none_of_others() -> None:
+    faults = {"faults": {"1": {"step": "exits"}, "3": {"step": "NaN reward"}}, "late_ms": 4}
+    with runner("at once", env_config=faults) as sampler, runner("inline", rollout_fragment_length=1) as inline:
+        found = pieced(chunk for _ in range(12) for chunk in sampler.sample_fragment())
+        check_books(sampler)
+        assert {"env_crash", "env_bad_data"} <= sampler.totals.discarded.keys()
+        expected = pieced(chunk for _ in range(200) for chunk in inline.sample_fragment())
+    for who, parts in found.items():
+        if parts[0].env_index == 2:
+            steps = steps_of(parts)
+            assert steps == steps_of(expected[who])[: len(steps)]
+
+
+def test_agents_on_other_hosts_do_too(hosts: EnvHosts) -> None:
+    hosts.start("crowd_envs:Crowd", 2, 'sampling.env_config={"late_ms": 4}')
+    hosts.start("crowd_envs:Crowd", 2, 'sampling.env_config={"late_ms": 12}')
+    with runner("inline", rollout_fragment_length=1) as inline:
+        expected = pieced(chunk for _ in range(150) for chunk in inline.sample_fragment())
+    with runner("at once", env_placement="remote", env_hosts_port=hosts.port) as sampler:
+        found = pieced(chunk for _ in range(9) for chunk in sampler.sample_fragment())
+        check_books(sampler)
+        assert not sampler.totals.discarded
+    for who, parts in found.items():
+        steps = steps_of(parts)
+        assert steps == steps_of(expected[who])[: len(steps)]
+    assert len(found) > 20
+
+
+@pytest.mark.parametrize("ready", READY)
+def test_whole_episodes_and_abandoned_ones_are_told_truly(ready: str) -> None:
+    with runner(ready, rollout_fragment_length=3) as sampler:
+        chunks = list(sampler.sample_fragment())
+        whole = sampler.sample(num_episodes=6)
+        begun = {chunk.episode_id for chunk in chunks}
+        assert len({chunk.episode_id for chunk in whole} - begun) >= 6
+        chunks += whole
+        chunks += sampler.sample(num_timesteps=20, random_actions=True)
+        chunks += sampler.sample(num_timesteps=20)
+        chunks += sampler.discard_open(Discard.SHUTDOWN)
+        check_books(sampler)
+        assert sampler.totals.open == 0
+    for parts in pieced(chunks).values():
+        assert parts[-1].is_done or parts[-1].end is ChunkEnd.ABORTED

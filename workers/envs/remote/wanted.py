@@ -1,0 +1,23 @@
+"""Which envs a worker wants of a host that comes: of its own kind, and like those that are here."""
+
+from __future__ import annotations
+
+from headrace.schemas.spaces import Spaces
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.multi_agent.packing import Packing, is_packed
+
+
+def problem_of(spaces: Spaces, config: EnvRunnerConfig, first: Spaces | None) -> str:
+    """Why envs with `spaces` are not wanted, in words, or nothing; `first` are those of the first host.
+
+    Raises `DecodeError` for spaces that no env can have.
+    """
+    several = config.is_multi_agent
+    if is_packed(spaces) != several:
+        theirs, ours = ("one agent", "several") if several else ("several agents", "one")
+        return f"its envs are of {theirs}, and those of this worker of {ours}, as sampling.policies says"
+    if first is not None and spaces != first:
+        return f"its envs have {spaces!r:.400}, and those of the first env host {first!r:.400}"
+    if several:
+        Packing.of(spaces)
+    return ""

@@ -1,0 +1,42 @@
+"""Stepping multi-agent envs that answer each in its own time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headrace.workers.callbacks import CallbackList
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.multi_agent.ready import ReadyAgents
+from headrace.workers.multi_agent.sampler import MultiAgentSampler
+from headrace.workers.multi_agent.turns import turn_of
+from headrace.workers.ready_sampler import next_to_act
+from headrace.workers.totals import RunnerTotals
+
+
+class ReadyAgentsSampler(MultiAgentSampler):
+    """A `MultiAgentSampler` of which each poll takes those envs that are ready; see `ReadySampler`."""
+
+    envs: ReadyAgents
+
+    def __init__(
+        self, config: EnvRunnerConfig, envs: ReadyAgents, totals: RunnerTotals, id_high: int, callbacks: CallbackList
+    ) -> None:
+        super().__init__(config, envs, totals, id_high, callbacks)
+        self.answered: int = 0
+
+    @property
+    def hangs(self) -> bool:
+        """See `MultiAgentSampler`."""
+        return bool(self.envs.under_way) or super().hangs
+
+    def _poll(self, weights_seq: int, on_wait: Callable[[], None] | None, stop_at_episodes: int | None) -> None:
+        self._repair(on_wait)
+        act, take = self._timed(self.envs.take)
+        acting = next_to_act(self.envs, self._width)
+        if len(acting):
+            turn = turn_of([self.envs.lanes[index] for index in acting.tolist()])
+            self.envs.send(turn, act(turn, weights_seq))
+        turn, outcome = take()
+        if turn.lanes:
+            self.answered += len(turn.lanes)
+            self._take_in(turn, outcome, stop_at_episodes)
