@@ -1,0 +1,111 @@
+"""External envs that count, and some that fail."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from headrace.schemas.episode_errors import EpisodesClosedError
+from headrace.workers.external import ExternalEnv
+
+
+class Serving(ExternalEnv):
+    """Plays one episode of `length` steps after another. Observation: (step, number of the episode); reward: step.
+
+    `config`: "length", "logged": an action that is logged in place of the first and the last one, "threads".
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(gym.spaces.Discrete(100), gym.spaces.Box(0.0, 1e6, (2,), np.float32))
+        self.config = config
+        self.length = config.get("length", 25)
+        self.closed = threading.Event()
+
+    def run(self) -> None:
+        threads = self.config.get("threads", 1)
+        if threads == 1:
+            self.play_on(0)
+        with ThreadPoolExecutor(threads) as pool:
+            for played in [pool.submit(self.play_on, thread) for thread in range(threads)]:
+                played.result()
+
+    def play_on(self, thread: int) -> None:
+        number = thread
+        while True:
+            self.play(number)
+            number += self.config.get("threads", 1)
+
+    def play(self, number: int, **settings: Any) -> list[int]:
+        """One episode; gives its actions."""
+        episode = self.start_episode(**settings)
+        actions = []
+        for t in range(self.length):
+            actions.append(self.act(episode, t, number))
+            self.log_returns(episode, float(t + 1))
+        self.end_episode(episode, self.seen(self.length, number))
+        return actions
+
+    def act(self, episode: str, t: int, number: int) -> int:
+        logged = self.config.get("logged")
+        if logged is not None and t in (0, self.length - 1):
+            self.log_action(episode, self.seen(t, number), logged)
+            return int(logged)
+        return int(self.get_action(episode, self.seen(t, number)))
+
+    def seen(self, t: int, number: int) -> Any:
+        return np.array([t, number], np.float32)
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class Idle(Serving):
+    """Does nothing: a test makes the calls."""
+
+    def run(self) -> None:
+        self.closed.wait()
+
+
+class Failing(Serving):
+    """Ends `run()` by "returning" or "raising" after `config["after"]` steps of its only episode."""
+
+    def run(self) -> None:
+        episode = self.start_episode()
+        for t in range(self.config["after"]):
+            self.get_action(episode, self.seen(t, 0))
+            self.log_returns(episode, 1.0)
+        if self.config["how"] == "raising":
+            raise RuntimeError("the simulator is gone")
+
+
+class CartPoles(ExternalEnv):
+    """CartPoles that step themselves, `config["threads"]` of them, each in a thread."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        like = gym.make("CartPole-v1")
+        super().__init__(like.action_space, like.observation_space)
+        self.threads = config.get("threads", 4)
+
+    def run(self) -> None:
+        with ThreadPoolExecutor(self.threads) as pool:
+            for drive in [pool.submit(self.drive, seed) for seed in range(self.threads)]:
+                drive.result()
+
+    def drive(self, seed: int) -> None:
+        env = gym.make("CartPole-v1")
+        observation, _ = env.reset(seed=seed)
+        while True:
+            episode, over = self.start_episode(), (False, False)
+            try:
+                while not any(over):
+                    action = self.get_action(episode, observation)
+                    observation, reward, *over, _ = env.step(action)
+                    self.log_returns(episode, float(reward))
+                self.end_episode(episode, observation, truncated=not over[0])
+            except EpisodesClosedError:
+                return
+            observation, _ = env.reset()
