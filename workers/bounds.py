@@ -37,6 +37,13 @@ class ActionBounds:
         mapped: NDArray[np.float64] = self._centre + actions * self._half_range
         return mapped
 
+    def squash(self, actions: NDArray[Any]) -> NDArray[np.float64]:
+        """The inverse of `unsquash`; 0 where the bounds leave no choice."""
+        mapped: NDArray[np.float64] = (actions - self._centre) / np.where(
+            self._half_range > 0, self._half_range, np.inf
+        )
+        return mapped
+
     def clip(self, actions: NDArray[Any]) -> NDArray[Any]:
         """Clipped to the bounds, in the env's dtype; rounded first if that is one of integers."""
         clipped: NDArray[Any] = np.clip(np.rint(actions) if self.whole else actions, self._low, self._high)
