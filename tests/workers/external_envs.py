@@ -9,7 +9,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from headrace.schemas.episode_errors import EpisodesClosedError
 from headrace.workers.external import ExternalEnv
 
 
@@ -80,32 +79,3 @@ class Failing(Serving):
             self.log_returns(episode, 1.0)
         if self.config["how"] == "raising":
             raise RuntimeError("the simulator is gone")
-
-
-class CartPoles(ExternalEnv):
-    """CartPoles that step themselves, `config["threads"]` of them, each in a thread."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        like = gym.make("CartPole-v1")
-        super().__init__(like.action_space, like.observation_space)
-        self.threads = config.get("threads", 4)
-
-    def run(self) -> None:
-        with ThreadPoolExecutor(self.threads) as pool:
-            for drive in [pool.submit(self.drive, seed) for seed in range(self.threads)]:
-                drive.result()
-
-    def drive(self, seed: int) -> None:
-        env = gym.make("CartPole-v1")
-        observation, _ = env.reset(seed=seed)
-        while True:
-            episode, over = self.start_episode(), (False, False)
-            try:
-                while not any(over):
-                    action = self.get_action(episode, observation)
-                    observation, reward, *over, _ = env.step(action)
-                    self.log_returns(episode, float(reward))
-                self.end_episode(episode, observation, truncated=not over[0])
-            except EpisodesClosedError:
-                return
-            observation, _ = env.reset()

@@ -141,6 +141,8 @@ def test_ids_that_are_unknown_over_in_use_or_busy_are_refused_by_name() -> None:
             episodes.start("one")
         with pytest.raises(NoFreePlaceError, match="num_envs = 2 episodes are open"):
             episodes.start("three")
+        with pytest.raises(EpisodeError, match="256 are allowed"):
+            episodes.start("x" * 257)
         with pytest.raises(UnknownEpisodeError, match="not found"):
             episodes.ask("three", see(0), answers.append)
         with pytest.raises(NoActionYetError, match="no action yet"):
@@ -278,6 +280,17 @@ def test_a_run_that_ends_is_a_failure_and_is_begun_again_by_the_usual_rules(how:
         with pytest.raises(EnvRestartBudgetError, match=r"4 (failures|times)"):
             sampler.sample()
         assert sampler.totals.env_failures == 4
+
+
+def test_what_run_said_last_is_heard_before_it_counts_as_failed() -> None:
+    class Brief(Serving):
+        def run(self) -> None:
+            self.play(0)
+
+    with runner(Brief, env_config={"length": 1}, num_envs=1, rollout_fragment_length=20) as sampler:
+        chunks = sampler.sample()
+        assert [(len(chunk), chunk.end) for chunk in chunks] == [(1, ChunkEnd.TERMINATED)] * 20
+        assert not sampler.totals.discarded
 
 
 def test_a_run_that_nobody_wrote_says_so() -> None:

@@ -37,8 +37,9 @@ class Drive:
         except Exception as error:  # noqa: BLE001 - a user's env
             self._error = error
         finally:
-            self._ended.set()
+            # In this order, so that who sees the failure finds in the table all that was said before it.
             self.env.episodes.close(f"run() of the env has ended ({type(self._error).__name__}: {self._error})")
+            self._ended.set()
 
     def stop(self, timeout_s: float) -> None:
         """Tell `run()` to end, and wait at most `timeout_s` seconds until it has; a thread cannot be killed."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from headrace.schemas.episode_errors import EpisodesClosedError, EpisodeTimeoutError, NoFreePlaceError
+from headrace.schemas.episode_errors import EpisodeError, EpisodeTimeoutError, NoFreePlaceError
 from headrace.schemas.errors import EnvError
 from headrace.workers.external.calls import Answer, OnAnswer
 from headrace.workers.external.episodes import ExternalEpisodes
@@ -128,5 +128,5 @@ class ExternalEnv:
         """Nobody would ever know whether the action was taken."""
         try:
             self.episodes.abort(episode_id, reason)
-        except EpisodesClosedError:
-            return
+        except EpisodeError:
+            return  # it is over already

@@ -24,6 +24,7 @@ from headrace.schemas.episode_errors import (
     EpisodeAbortedError,
     EpisodeBusyError,
     EpisodeCompletedError,
+    EpisodeError,
     EpisodesClosedError,
     EpisodeStartedError,
     NoActionYetError,
@@ -36,6 +37,9 @@ from headrace.workers.external.calls import Answer, Call, OnAnswer, Place, Row, 
 
 REMEMBERED = 10_000
 """Ids of episodes that are over, which are told so when they are used again; older ones are unknown ids."""
+
+
+MAX_ID_LENGTH = 256
 
 
 class ExternalEpisodes:
@@ -72,9 +76,12 @@ class ExternalEpisodes:
     def start(self, episode_id: str | None = None, *, training_enabled: bool = True) -> str:
         """Open an episode; gives its id, a new one if none is given.
 
-        Raises `EpisodeStartedError`, `EpisodeCompletedError`, `NoFreePlaceError`, `EpisodesClosedError`.
+        Raises `EpisodeStartedError`, `EpisodeCompletedError`, `NoFreePlaceError`, `EpisodesClosedError`, or an
+        `EpisodeError` for an id of more than `MAX_ID_LENGTH` characters.
         """
         episode_id = uuid.uuid4().hex if episode_id is None else episode_id
+        if len(episode_id) > MAX_ID_LENGTH:
+            raise EpisodeError(episode_id, f"has an id of {len(episode_id)} characters; {MAX_ID_LENGTH} are allowed")
         with self._lock:
             if self._closed is not None:
                 raise EpisodesClosedError(episode_id, self._closed)

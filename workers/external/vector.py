@@ -100,10 +100,11 @@ class ExternalVector(WholeExternal):
             time.sleep(min(self.next_due_s() or 0.0, WAIT_SLICE_S))
             return outcome
         self.episodes.wait(WAIT_SLICE_S, self._batch_wait_s)
+        failure = self._drive.failure
         calls, lost = self.episodes.take()
         if calls or lost:
             self.heard_at = time.monotonic()
-        elif (failure := self._drive.failure) is not None:
+        elif failure is not None:
             return self._fail_all(failure)
         rewards: dict[int, float] = {}
         for call in calls:
