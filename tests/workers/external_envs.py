@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import gymnasium as gym
@@ -25,12 +24,7 @@ class Serving(ExternalEnv):
         self.closed = threading.Event()
 
     def run(self) -> None:
-        threads = self.config.get("threads", 1)
-        if threads == 1:
-            self.play_on(0)
-        with ThreadPoolExecutor(threads) as pool:
-            for played in [pool.submit(self.play_on, thread) for thread in range(threads)]:
-                played.result()
+        self.run_in_threads(self.play_on, self.config.get("threads", 1))
 
     def play_on(self, thread: int) -> None:
         number = thread

@@ -282,6 +282,18 @@ def test_a_run_that_ends_is_a_failure_and_is_begun_again_by_the_usual_rules(how:
         assert sampler.totals.env_failures == 4
 
 
+def test_whichever_of_its_threads_ends_ends_run() -> None:
+    class Uneven(Serving):
+        def play_on(self, thread: int) -> None:
+            if thread == 2:
+                raise RuntimeError("the third simulator is gone")
+            super().play_on(thread)
+
+    settings = {"num_envs": 3, "env_config": {"threads": 3}, "restart_failed_sub_environments": False}
+    with runner(Uneven, **settings) as sampler, pytest.raises(RuntimeError, match="the third simulator is gone"):
+        sampler.sample(num_timesteps=1_000_000)
+
+
 def test_what_run_said_last_is_heard_before_it_counts_as_failed() -> None:
     class Brief(Serving):
         def run(self) -> None:
@@ -326,6 +338,31 @@ def test_who_drove_an_episode_and_is_gone_costs_that_episode_only() -> None:
         (chunk,) = sampler.sample_fragment()
         assert chunk.is_terminated
         assert sampler.totals.env_failures == 0
+        check_books(sampler)
+
+
+@pytest.mark.parametrize("vanishes", [True, False])
+def test_an_episode_that_both_sides_give_up_leaves_one_place(vanishes: bool) -> None:
+    with idle() as sampler:
+        episodes, answers = table(sampler), list[Answer]()
+        for t in range(2):
+            if t == 0:
+                episodes.start("one")
+            episodes.ask("one", see(t), answers.append)
+            sampler.sample_fragment()
+        episodes.ask("one", see(2), answers.append)
+        if vanishes:
+            episodes.abort("one", "gone")
+        sampler.discard_open(Discard.SHUTDOWN)
+        assert isinstance(answers[-1].error, EpisodeAbortedError)
+        assert episodes.counts() == {"open": 0, "waiting": 0, "free": 2, "remembered": 1}
+        episodes.start("two")
+        episodes.ask("two", see(7), answers.append)
+        sampler.sample_fragment()
+        episodes.end("two", see(8), answers.append)
+        (chunk,) = sampler.sample_fragment()
+        assert chunk.obs[:, 0].tolist() == [7.0, 8.0]
+        assert len(answers) == 5
         check_books(sampler)
 
 
@@ -395,6 +432,63 @@ def test_a_thread_that_does_not_end_is_abandoned_with_a_warning(caplog: pytest.L
         pass
     release.set()
     assert "run-Stubborn did not end within 0.05 s" in caplog.text
+
+
+class Wild(Serving):
+    """Threads that play, log, go silent, make mistakes and fail."""
+
+    def play_on(self, thread: int) -> None:
+        random = np.random.default_rng(thread)
+        while True:
+            try:
+                self.play_wildly(random, thread)
+            except (EpisodeAbortedError, NoFreePlaceError, EnvContractError):
+                continue
+
+    def play_wildly(self, random: np.random.Generator, number: int) -> None:
+        episode = self.start_episode(training_enabled=random.random() < 0.8)
+        for t in range(int(random.integers(1, 30))):
+            if random.random() < 0.1:
+                self.log_action(episode, self.seen(t, number), int(random.integers(100)))
+            else:
+                self.get_action(episode, self.seen(t, number))
+            self.log_returns(episode, float(t + 1), {"t": t + 1})
+            if (mishap := random.random()) < 0.01:
+                self.episodes.abort(episode, "it vanished")
+            elif mishap < 0.011:
+                raise RuntimeError("the simulator is gone")
+        self.end_episode(episode, self.seen(t + 1, number), truncated=random.random() < 0.5)
+
+
+def test_in_a_storm_nothing_is_lost_without_a_name_and_nothing_grows() -> None:
+    settings = {"env_restart_attempts": 10_000, "max_env_restarts_per_window": 10_000, "external_start_timeout_s": 0.2}
+    random, chunks = np.random.default_rng(0), list[EpisodeChunk]()
+    with runner(Wild, num_envs=6, env_config={"threads": 9}, rollout_fragment_length=20, **settings) as sampler:
+        weights = sampler.get_state("rl_module")["rl_module"]
+        for turn in range(40):
+            if random.random() < 0.15:
+                sampler.set_weights(weights, seq=1, learner_epoch=turn)
+            whim = random.random()
+            if whim < 0.2:
+                chunks += sampler.sample(num_timesteps=40, force_reset=whim < 0.1)
+            else:
+                chunks += sampler.sample(num_episodes=4) if whim < 0.3 else sampler.sample_fragment()
+            check_books(sampler)
+            counts = table(sampler).counts()
+            assert counts["waiting"] <= counts["open"] <= 6
+        chunks += sampler.discard_open(Discard.SHUTDOWN)
+        assert sampler.totals.open == 0
+        assert sampler.totals.delivered == sum(map(len, chunks))
+        named = {"client_lost", "training_disabled", "env_exception", "reset", "shutdown"}
+        assert set(sampler.totals.discarded) <= named
+    for parts in pieced(chunks).values():
+        assert parts[-1].end is not ChunkEnd.ONGOING
+        for chunk in parts:
+            times = np.arange(chunk.t_start, chunk.t_start + len(chunk) + 1)
+            if len(chunk):
+                assert chunk.obs[:, 0].tolist() == times.tolist()
+                assert chunk.rewards.tolist() == times[1:].tolist()
+                assert [info["t"] for info in chunk.infos[1:]] == times[1:].tolist()
 
 
 # -- time ----------------------------------------------------------------------------------------------------------

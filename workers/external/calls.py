@@ -59,6 +59,8 @@ class Place:
     call: Call | None = None
     """The one that is not answered yet."""
     has_acted: bool = False
+    released: bool = False
+    """The episode is over, and the lane may be another's by now."""
     reward: float = 0.0
     info: dict[str, Any] = field(default_factory=dict)
 

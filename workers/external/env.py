@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import gymnasium as gym
 
-from headrace.schemas.episode_errors import EpisodeError, EpisodeTimeoutError, NoFreePlaceError
+from headrace.schemas.episode_errors import EpisodeError, EpisodeTimeoutError, NoFreePlaceError, RunReturnedError
 from headrace.schemas.errors import EnvError
 from headrace.workers.external.calls import Answer, OnAnswer
 from headrace.workers.external.episodes import ExternalEpisodes
@@ -97,6 +98,26 @@ class ExternalEnv:
     def end_episode(self, episode_id: str, observation: Any, truncated: bool = False) -> None:
         """The episode has ended with this observation. Does not block; its place is free once that was taken in."""
         self.episodes.end(episode_id, observation, lambda _: None, truncated=truncated)
+
+    def run_in_threads(self, drive: Callable[[int], None], threads: int) -> NoReturn:
+        """For `run`: call drive(0), ... drive(threads - 1), each in a thread, and raise what ends the first of them.
+
+        The others then end with their next call. Raises `RunReturnedError` for one that returned.
+        """
+        ended: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+
+        def run(number: int) -> None:
+            try:
+                drive(number)
+            except Exception as error:  # noqa: BLE001 - a user's env
+                ended.put(error)
+            else:
+                ended.put(RunReturnedError(f"thread {number} of {type(self).__name__}"))
+
+        for number in range(threads):
+            name = f"run-{type(self).__name__}-{number}"
+            threading.Thread(target=run, args=(number,), name=name, daemon=True).start()
+        raise ended.get()
 
     # -- what drives it -----------------------------------------------------------------------------------------------
 

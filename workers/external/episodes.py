@@ -235,7 +235,13 @@ class ExternalEpisodes:
 
     def _vacate(self, place: Place, aborted: str | None) -> None:
         with self._lock:
+            if place.released:  # both sides may give an episode up
+                return
+            place.released = True
             self._forget(place, aborted)
+            if place.call is not None:
+                self._calls = [call for call in self._calls if call.place is not place]
+            self._lost = [(other, error) for other, error in self._lost if other is not place]
             heapq.heappush(self._free, place.lane)
             self._freed.notify()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import gymnasium as gym
 
 from headrace.workers.envs.context import EnvContext
@@ -21,9 +19,7 @@ class CartPoles(ExternalEnv):
 
     def run(self) -> None:
         """Play until the env is closed; what ends one of the threads ends all of them."""
-        with ThreadPoolExecutor(self._games) as pool:
-            for game in [pool.submit(self._play, number) for number in range(self._games)]:
-                game.result()
+        self.run_in_threads(self._play, self._games)
 
     def _play(self, number: int) -> None:
         env = gym.make("CartPole-v1")
