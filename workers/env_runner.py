@@ -132,6 +132,10 @@ class EnvRunner(RunnerState, Generic[Batch]):
         """Whether a fragment is to be cut although it is not full."""
         return False
 
+    @property
+    def _hangs(self) -> bool:
+        return self._sampler is not None and self._sampler.hangs
+
     def _abandon(self, reason: Discard) -> None:
         self._vector.abandon(reason)
 

@@ -562,6 +562,28 @@ def test_every_action_comes_from_the_newest_weights_and_every_step_says_which() 
         assert to_episode(chunks).actions.tolist() == [answer.action for answer in answers[:4]]
 
 
+def test_no_step_bears_the_number_of_one_learner_and_the_epoch_of_another() -> None:
+    """An action that another learner's weights chose is not answered when the new ones come: its episode is over."""
+    with idle() as sampler:
+        episodes, answers = table(sampler), list[Answer]()
+        weights = sampler.get_state("rl_module")["rl_module"]
+        sampler.set_weights(weights, seq=7, learner_epoch=1)
+        episodes.start("one")
+        for t in range(2):
+            episodes.ask("one", see(t), answers.append)
+            sampler.sample_fragment()
+        sampler.set_weights(weights, seq=1, learner_epoch=2)
+        episodes.ask("one", see(2), answers.append)
+        (marker,) = sampler.sample_fragment()
+        assert marker.end_reason == "reset"
+        assert isinstance(answers[-1].error, EpisodeAbortedError)
+        assert sampler.weights_version == (2, 1)
+        episodes.start("two")
+        episodes.ask("two", see(0), answers.append)
+        sampler.sample_fragment()
+        assert answers[-1].weights == (2, 1)
+
+
 def test_episodes_that_are_not_to_be_trained_on_are_counted_and_kept_back() -> None:
     class Mixed(Serving):
         def play_on(self, thread: int) -> None:
