@@ -1,14 +1,19 @@
-"""External envs that count, and some that fail."""
+"""External envs that count, and some that fail; and what tests of them have in common."""
 
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
+from toy_envs import runner
 
-from headrace.workers.external import ExternalEnv
+from headrace.schemas.chunk import EpisodeChunk, to_episode
+from headrace.workers import SingleAgentEnvRunner
+from headrace.workers.external import ExternalEnv, ExternalEpisodes
 
 
 class Serving(ExternalEnv):
@@ -73,3 +78,30 @@ class Failing(Serving):
             self.log_returns(episode, 1.0)
         if self.config["how"] == "raising":
             raise RuntimeError("the simulator is gone")
+
+
+def table(sampler: SingleAgentEnvRunner) -> ExternalEpisodes:
+    """What stands between the runner and who drives its episodes."""
+    vector: Any = sampler._vector
+    episodes: ExternalEpisodes = vector.envs.episodes
+    return episodes
+
+
+def see(t: float, number: int = 0) -> Any:
+    """An observation."""
+    return np.array([t, number], np.float32)
+
+
+def idle(**settings: Any) -> SingleAgentEnvRunner:
+    """A runner whose episodes the test drives; a fragment is cut soon."""
+    return runner(Idle, **{"external_fragment_max_age_s": 0.05, "num_envs": 2, **settings})
+
+
+def pieced(chunks: Iterable[EpisodeChunk]) -> dict[str, list[EpisodeChunk]]:
+    """Chunks by episode, in order, without a gap."""
+    parts: dict[str, list[EpisodeChunk]] = defaultdict(list)
+    for chunk in chunks:
+        parts[chunk.episode_id].append(chunk)
+    for episode in parts.values():
+        to_episode(episode)
+    return parts
