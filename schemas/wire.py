@@ -56,7 +56,7 @@ Buffer = bytes | bytearray | memoryview
 
 @unique
 class MessageKind(IntEnum):
-    """What a message is; each but BATCH and WEIGHTS has its fields in `messages.py` or `env_messages.py`."""
+    """What a message is; each but BATCH and WEIGHTS has its fields in a file of messages."""
 
     HELLO = 1
     WELCOME = 2
@@ -80,6 +80,10 @@ class MessageKind(IntEnum):
     CHECKPOINT = 20  # of files only: a learner's checkpoint, never sent
     ENV_ORDERS = 21
     ENV_ANSWERS = 22
+    EPISODE_START = 40  # from here on: between a policy server and its clients
+    EPISODE_STEP = 41
+    EPISODE_ABORT = 42
+    EPISODE_ANSWER = 43
 
 
 @dataclass(frozen=True, slots=True)
