@@ -123,7 +123,7 @@ def test_doctor_says_whether_the_keys_are_there_and_sound(tmp_path: Path) -> Non
         f"keys: {folder} cannot be used: there is no such folder; headrace keys init --dir {folder}",
     )
     make_keys(folder)
-    assert verdict() == ("ok", f"{folder}: broker, env-host, learner, supervisor, worker")
+    assert verdict() == ("ok", f"{folder}: broker, client, env-host, learner, supervisor, worker")
     for path in folder.iterdir():  # what a machine of workers has
         if path.name not in ("worker.secret", "broker.public"):
             path.unlink()

@@ -8,14 +8,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from plain_episodes import PlainEpisodes, rule
 
 from headrace.schemas.messages import Message
 from headrace.schemas.serving_messages import (
@@ -28,10 +27,6 @@ from headrace.schemas.serving_messages import (
     EpisodeStep,
 )
 from headrace.workers.serving.sessions import Reply, ServingLimits, Sessions
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from plain_episodes import PlainEpisodes, rule
 
 LIMITS = ServingLimits(lease_s=5.0, max_sessions=8, max_episodes=3, remembered_episodes=4)
 RETRY_S = 0.5

@@ -6,6 +6,7 @@ sampler. Needs no gymnasium: client and server both use it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -126,3 +127,14 @@ def _parts(space: Space, value: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from _parts(sub, value[index], f"{name}/{index}")
     else:
         yield name, value
+
+
+def check_reward(reward: Any) -> float:
+    """A finite real number."""
+    try:
+        checked = float(reward)
+    except (TypeError, ValueError) as error:
+        raise EnvContractError("reward", f"{reward!r:.80} ({type(reward)})", "a finite number") from error
+    if not math.isfinite(checked):
+        raise EnvContractError("reward", str(checked), "a finite number")
+    return checked
