@@ -36,6 +36,8 @@ CLIENT, CLIENT_PORT = "client", "clients"
 """The role of those who have a worker's policy act for them, and the ZAP domain of the worker's port for them."""
 
 ROLES = (BROKER, *sorted({role for roles in ADMITTED.values() for role in roles} | {ENV_HOST, CLIENT}))
+TOKEN_FILE = "http.token"
+"""Of the same folder: one word, which clients of a policy server show when they come by HTTP; mode 0600."""
 DIR_VARIABLE = "HEADRACE_KEYS__DIR"
 
 _Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")

@@ -118,6 +118,7 @@ class Asked:
     session: _Session
     id: str
     episode: _Episode
+    tells_action: bool
     ends: bool
 
 
@@ -177,7 +178,7 @@ class Sessions:
             message = EpisodeAnswer(
                 request=episode.asked_as, episode=asked.id, next_step=episode.step, weights=answer.weights
             )
-            episode.last = Reply(message, answer.action)
+            episode.last = Reply(message, answer.action if asked.tells_action else None)
             if asked.ends:
                 self._end(asked.session, asked.id, "")
         self._outbox.append((address, episode.last))
@@ -297,12 +298,14 @@ class Sessions:
 
     def _give(self, session: _Session, episode: _Episode, step: EpisodeStep, observation: Any, action: Any) -> None:
         """To the sampler, which answers in time."""
-        on_answer = partial(self._post, Asked(session, step.episode, episode, step.end != "no"))
+        ends = step.end != "no"
+        asked = Asked(session, step.episode, episode, tells_action=not (ends or step.off_policy), ends=ends)
+        on_answer = partial(self._post, asked)
         try:
             if episode.paid <= step.step and (step.reward or step.info):
                 self._episodes.log_returns(step.episode, step.reward, step.info)
             episode.paid = step.step + 1
-            if step.end != "no":
+            if ends:
                 self._episodes.end(step.episode, observation, on_answer, truncated=step.end == "truncated")
             elif step.off_policy:
                 self._episodes.log_action(step.episode, observation, action, on_answer)
