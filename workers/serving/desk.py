@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import threading
@@ -61,14 +60,15 @@ class Desk:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._door.watch(self._bell)
         self._slice_s = min(limits.lease_s / 10, 1.0)
-        self._stopping = self._closed = False
+        self._stopping = self._closed = self._rung = False
         self._lock = threading.Lock()
 
     def post(self, event: Event) -> None:
         """Have the desk's thread do this soon. For any thread; does not wait, and does nothing after `close`."""
         self._mail.append(event)
-        with self._lock, contextlib.suppress(BlockingIOError):  # it rings already
-            if not self._closed:
+        with self._lock:
+            if not (self._closed or self._rung):  # who rang is not heard yet, and then all mail is looked through
+                self._rung = True
                 os.eventfd_write(self._bell, 1)
 
     def stop(self) -> None:
@@ -95,8 +95,10 @@ class Desk:
             os.close(self._bell)
 
     def _open_mail(self, now: float) -> None:
-        with contextlib.suppress(BlockingIOError):  # before looking: what comes later rings again
-            os.eventfd_read(self._bell)
+        with self._lock:
+            if self._rung:
+                os.eventfd_read(self._bell)
+                self._rung = False  # before looking: what comes later rings again
         while self._mail:
             self._mail.popleft()(self._sessions, now)
 
