@@ -16,7 +16,7 @@ from headrace.workers.envs.remote.door import Door, DoorSettings
 from headrace.workers.serving.desk import Desk, SpaceValues
 from headrace.workers.serving.frames import FramesDoor
 from headrace.workers.serving.http_way import HttpWay
-from headrace.workers.serving.sessions import ServingLimits
+from headrace.workers.serving.records import ServingLimits
 
 LIMITS = ServingLimits(lease_s=10.0, max_sessions=50, max_episodes=20, max_message_bytes=1 << 16)
 

@@ -22,7 +22,7 @@ from headrace.schemas.errors import ConfigError, KeysRefusedError, UnreachableEr
 from headrace.schemas.keys import read_client_port_keys
 from headrace.schemas.spaces import Box, Dict, Discrete, MultiBinary, Spaces, Tuple
 from headrace.workers.policy_client import PolicyClient
-from headrace.workers.serving.sessions import ServingLimits
+from headrace.workers.serving.records import ServingLimits
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "workers"))
 

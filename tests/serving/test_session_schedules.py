@@ -26,7 +26,8 @@ from headrace.schemas.serving_messages import (
     EpisodeStart,
     EpisodeStep,
 )
-from headrace.workers.serving.sessions import Reply, ServingLimits, Sessions
+from headrace.workers.serving.records import Reply, ServingLimits
+from headrace.workers.serving.sessions import Sessions
 
 LIMITS = ServingLimits(lease_s=5.0, max_sessions=8, max_episodes=3, remembered_episodes=4)
 RETRY_S = 0.5

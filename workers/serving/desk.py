@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from headrace.schemas.spaces import Spaces
 from headrace.workers.serving.episodes import Answer, Episodes
-from headrace.workers.serving.sessions import Asked, ServingLimits, Sessions
+from headrace.workers.serving.records import Asked, ServingLimits
+from headrace.workers.serving.sessions import Sessions
 from headrace.workers.serving.values import Values
 
 Event = Callable[[Sessions, float], None]

@@ -11,7 +11,8 @@ from headrace.schemas.serving_messages import REQUESTS, EpisodeStep
 from headrace.schemas.wire import Buffer, Caps, WireMessage, decode, encode
 from headrace.workers.envs.remote.door import Door
 from headrace.workers.serving.desk import SpaceValues
-from headrace.workers.serving.sessions import Reply, Sessions, refusal_of
+from headrace.workers.serving.records import Reply, refusal_of
+from headrace.workers.serving.sessions import Sessions
 
 
 @dataclass(frozen=True, slots=True)

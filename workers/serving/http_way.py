@@ -45,7 +45,8 @@ from headrace.schemas.serving_messages import (
 )
 from headrace.schemas.wire import DEFAULT_CAPS, PROTOCOL_MAJOR, PROTOCOL_MINOR, is_deeper
 from headrace.workers.serving.desk import Desk, SpaceValues
-from headrace.workers.serving.sessions import Reply, ServingLimits, Sessions
+from headrace.workers.serving.records import Reply, ServingLimits
+from headrace.workers.serving.sessions import Sessions
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from headrace.workers.external.env import ExternalEnv
 from headrace.workers.serving.bearer_token import read_token
 from headrace.workers.serving.desk import Desk, SpaceValues
 from headrace.workers.serving.frames import FramesDoor
-from headrace.workers.serving.sessions import ServingLimits
+from headrace.workers.serving.records import ServingLimits
 
 log = logging.getLogger(__name__)
 

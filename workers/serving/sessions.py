@@ -11,20 +11,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from headrace.schemas.episode_errors import (
     EpisodeAbortedError,
     EpisodeCompletedError,
-    EpisodeError,
     EpisodesClosedError,
     EpisodeStartedError,
     UnknownEpisodeError,
 )
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.messages import Message
 from headrace.schemas.serving_errors import (
     BadRequestError,
     ServerFullError,
@@ -32,15 +29,12 @@ from headrace.schemas.serving_errors import (
     StepOrderError,
     SupersededError,
     UnknownSessionError,
-    code_of,
-    facts_of,
 )
 from headrace.schemas.serving_messages import (
     ClientAck,
     ClientBye,
     ClientHeartbeat,
     ClientHello,
-    ClientReject,
     ClientRequest,
     ClientWelcome,
     EpisodeAbort,
@@ -49,6 +43,17 @@ from headrace.schemas.serving_messages import (
     EpisodeStep,
 )
 from headrace.workers.serving.episodes import Answer, Episodes
+from headrace.workers.serving.records import (
+    Address,
+    Asked,
+    EpisodeRecord,
+    Reply,
+    ServingLimits,
+    SessionRecord,
+    find,
+    over_error,
+    refusal_of,
+)
 
 CLIENT_LOST, CLIENT_LEFT = "client_lost", "client_left"
 """Why episodes are aborted: the client was silent for its lease, or ended its session."""
@@ -56,70 +61,6 @@ CLIENT_LOST, CLIENT_LEFT = "client_lost", "client_left"
 
 _GONE = (EpisodeAbortedError, EpisodeCompletedError, EpisodesClosedError, UnknownEpisodeError)
 """What the table says of an episode that it has lost, or given up by itself."""
-
-
-class Address(Protocol):
-    """Where to send what is said to one request; equal ones lead to the same place."""
-
-    def send(self, reply: Reply) -> None:
-        """Send it, without waiting; nobody may be there any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A message, and the action that goes with it, in the nesting of its space."""
-
-    message: Message
-    action: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class ServingLimits:
-    """What clients may take of the server; beyond that they are refused."""
-
-    lease_s: float = 30.0
-    """Silence after which a session has ended."""
-    max_sessions: int = 1024
-    max_episodes: int = 1024
-    """Open ones of a session."""
-    remembered_episodes: int = 64
-    """Finished ones of a session, whose last request may still come again."""
-    max_message_bytes: int = 16 << 20
-
-
-@dataclass(slots=True, eq=False)
-class _Episode:
-    training_enabled: bool
-    step: int = 0
-    """The next one."""
-    paid: int = 0
-    """Steps whose reward is in the sampler's books; it is to be there once though the step may be refused after it."""
-    asked_at: Address | None = None
-    """Where the next step is to be answered; None: it is not under way."""
-    asked_as: int = 0
-    last: Reply | None = None
-    """To the step before."""
-    over: str | None = None
-    """None: it is open; "": it has ended; else why it was aborted."""
-
-
-@dataclass(slots=True, eq=False)
-class _Session:
-    token: str
-    heard_at: float
-    open: dict[str, _Episode] = field(default_factory=dict)
-    ended: OrderedDict[str, _Episode] = field(default_factory=OrderedDict)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Asked:
-    """A step that the sampler has been given."""
-
-    session: _Session
-    id: str
-    episode: _Episode
-    tells_action: bool
-    ends: bool
 
 
 class Sessions:
@@ -136,7 +77,7 @@ class Sessions:
         self._episodes = episodes
         self._spaces = spaces
         self._post = post
-        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+        self._sessions: OrderedDict[str, SessionRecord] = OrderedDict()
         """The one that has been silent for longest first."""
         self._outbox: list[tuple[Address, Reply]] = []
         self._ticked_at: float | None = None
@@ -233,7 +174,7 @@ class Sessions:
         if hello.session not in self._sessions:
             if len(self._sessions) >= self.limits.max_sessions:
                 raise ServerFullError(f"all {len(self._sessions)} sessions are taken; come again later")
-            self._sessions[hello.session] = _Session(hello.token, now)
+            self._sessions[hello.session] = SessionRecord(hello.token, now)
         session = self._session_of(hello, now)
         return Reply(
             ClientWelcome(
@@ -245,7 +186,7 @@ class Sessions:
             )
         )
 
-    def _session_of(self, request: ClientRequest, now: float) -> _Session:
+    def _session_of(self, request: ClientRequest, now: float) -> SessionRecord:
         session = self._sessions.get(request.session)
         if session is None:
             raise UnknownSessionError(
@@ -261,28 +202,28 @@ class Sessions:
         self._sessions.move_to_end(request.session)
         return session
 
-    def _start(self, session: _Session, start: EpisodeStart) -> Reply:
+    def _start(self, session: SessionRecord, start: EpisodeStart) -> Reply:
         episode = session.open.get(start.episode)
         if episode is None:
             if start.episode in session.ended:
-                raise _over(start.episode, session.ended[start.episode].over)
+                raise over_error(start.episode, session.ended[start.episode].over)
             if len(session.open) >= self.limits.max_episodes:
                 raise ServerFullError(f"this session has {len(session.open)} open episodes, the most it may have")
             self._episodes.start(start.episode, training_enabled=start.training_enabled)
-            session.open[start.episode] = _Episode(start.training_enabled)
+            session.open[start.episode] = EpisodeRecord(start.training_enabled)
         elif episode.step or episode.asked_at is not None or episode.training_enabled != start.training_enabled:
             raise EpisodeStartedError(start.episode)
         return Reply(EpisodeAnswer(request=start.request, episode=start.episode, next_step=0))
 
     def _step(
-        self, session: _Session, step: EpisodeStep, address: Address, observation: Any, action: Any
+        self, session: SessionRecord, step: EpisodeStep, address: Address, observation: Any, action: Any
     ) -> Reply | None:
-        episode = _find(session, step.episode)
+        episode = find(session, step.episode)
         if step.step == episode.step - 1 and episode.last is not None:
             repeated = episode.last.message.model_copy(update={"request": step.request})
             return Reply(repeated, episode.last.action)
         if episode.over is not None:
-            raise _over(step.episode, episode.over)
+            raise over_error(step.episode, episode.over)
         if step.step != episode.step:
             raise StepOrderError(
                 f"step {step.step} of episode {step.episode!r} is not the next one, which is {episode.step}"
@@ -296,7 +237,9 @@ class Sessions:
             self._outbox.append((earlier, refusal_of(SupersededError(detail), earlier_as)))
         return None
 
-    def _give(self, session: _Session, episode: _Episode, step: EpisodeStep, observation: Any, action: Any) -> None:
+    def _give(
+        self, session: SessionRecord, episode: EpisodeRecord, step: EpisodeStep, observation: Any, action: Any
+    ) -> None:
         """To the sampler, which answers in time."""
         ends = step.end != "no"
         asked = Asked(session, step.episode, episode, tells_action=not (ends or step.off_policy), ends=ends)
@@ -317,8 +260,8 @@ class Sessions:
                 self._end(session, step.episode, str(error))
             raise
 
-    def _abort(self, session: _Session, abort: EpisodeAbort) -> None:
-        episode = _find(session, abort.episode)
+    def _abort(self, session: SessionRecord, abort: EpisodeAbort) -> None:
+        episode = find(session, abort.episode)
         if episode.over == "":
             raise EpisodeCompletedError(abort.episode)
         if episode.over is None:
@@ -328,7 +271,7 @@ class Sessions:
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def _end(self, session: _Session, id: str, reason: str) -> None:
+    def _end(self, session: SessionRecord, id: str, reason: str) -> None:
         episode = session.open.pop(id)
         episode.over = reason
         session.ended[id] = episode
@@ -339,25 +282,9 @@ class Sessions:
         for id, episode in self._sessions.pop(name).open.items():
             self._give_up(id, episode, reason)
 
-    def _give_up(self, id: str, episode: _Episode, reason: str) -> None:
+    def _give_up(self, id: str, episode: EpisodeRecord, reason: str) -> None:
         with suppress(HeadraceError):  # the sampler may have lost it already
             self._episodes.abort(id, reason)
         if episode.asked_at is not None:
             self._outbox.append((episode.asked_at, refusal_of(EpisodeAbortedError(id, reason), episode.asked_as)))
             episode.asked_at = None
-
-
-def refusal_of(error: HeadraceError, request: int = 0) -> Reply:
-    """How an error is told to a client."""
-    return Reply(ClientReject(request=request, error=code_of(error), message=str(error), facts=facts_of(error)))
-
-
-def _find(session: _Session, id: str) -> _Episode:
-    episode = session.open.get(id) or session.ended.get(id)
-    if episode is None:
-        raise UnknownEpisodeError(id)
-    return episode
-
-
-def _over(id: str, reason: str | None) -> EpisodeError:
-    return EpisodeAbortedError(id, reason) if reason else EpisodeCompletedError(id)
