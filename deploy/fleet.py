@@ -14,6 +14,7 @@ from headrace.broker.state_file import Endpoints, read_broker_file, write_broker
 from headrace.deploy import commands
 from headrace.deploy.book import Book
 from headrace.deploy.child import Child
+from headrace.deploy.client_ports import client_endpoints
 from headrace.deploy.env_ports import env_endpoints, own_env_hosts, with_env_ports
 from headrace.deploy.failures import OwnRedisError, StoppedError
 from headrace.deploy.goal import Numbers
@@ -160,7 +161,7 @@ class Fleet:
         self.wait(lambda: _endpoints_of(self.run_dir.broker_json, service) is not None, BROKER_DEADLINE_S)
         endpoints = _endpoints_of(self.run_dir.broker_json, service)
         if endpoints is not None:
-            self.book.note(endpoints=endpoints | env_endpoints(self.config))
+            self.book.note(endpoints=endpoints | env_endpoints(self.config) | client_endpoints(self.config))
         elif self.supervisor.failure is None and not self.stop_asked:
             raise UnreachableError("broker", f"any endpoint named in {self.run_dir.broker_json}", BROKER_DEADLINE_S)
 

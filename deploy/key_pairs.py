@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 import zmq
@@ -11,6 +12,7 @@ from headrace.schemas.errors import KeysError
 from headrace.schemas.keys import (
     BROKER,
     ROLES,
+    TOKEN_FILE,
     key_file,
     read_broker_keys,
     read_client_keys,
@@ -28,7 +30,7 @@ def make_keys(folder: Path, *, force: bool = False) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if (mode := folder.stat().st_mode & 0o777) & 0o077:
             raise KeysError(str(folder), f"others may look into it (mode {mode:04o}); chmod 700 {folder}")
-        paths = [folder / f"{role}.{half}" for role in ROLES for half in ("secret", "public")]
+        paths = [folder / f"{role}.{half}" for role in ROLES for half in ("secret", "public")] + [folder / TOKEN_FILE]
         there = [path.name for path in paths if path.exists()]
         if there and not force:
             raise KeysError(str(folder / there[0]), "it is there already; --force replaces it and all others")
@@ -38,6 +40,7 @@ def make_keys(folder: Path, *, force: bool = False) -> None:
             public, secret = zmq.curve_keypair()
             _write_new(folder / f"{role}.secret", key_file(role, public, secret), 0o600)
             _write_new(folder / f"{role}.public", key_file(role, public), 0o644)
+        _write_new(folder / TOKEN_FILE, f"{secrets.token_urlsafe(32)}\n", 0o600)
     except OSError as error:
         raise KeysError(str(error.filename or folder), f"it cannot be written: {error.strerror}") from error
 
@@ -62,6 +65,7 @@ def what_to_copy(folder: Path) -> str:
             "as in",
             f"  ssh HOST mkdir -m 700 keys && scp -p {folder}/{{worker.secret,{BROKER}.public}} HOST:keys/",
             "",
+            f"Clients of a policy server by HTTP show what stands in {TOKEN_FILE}.",
             "Whoever has a .secret file is of that role: keep them out of repositories and images.",
         )
     )

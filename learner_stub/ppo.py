@@ -4,6 +4,8 @@ Schulman et al., Proximal Policy Optimization Algorithms (2017). The choices tha
 
 - Importance ratios are taken against the log-probs the sampler stored, since the policy that acted is some versions
   older than the one in training: the ratio is right however stale a step is, and the clip bounds what staleness can do.
+- Actions that an external env logged are nobody's sample: they are left out, and what was before and after them is
+  trained on as chunks of their own.
 - Values are computed anew by the module as it is now, not read from the `values` column: an old value function's error
   would go into advantages and returns alike, and one forward pass is a small part of an update.
 - A module that remembers is trained on whole chunks, each from the state that was stored with it.

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.learner_stub.on_policy import on_policy
 from headrace.schemas.batch import STATE_IN, ChunkBatch
 from headrace.schemas.chunk import RANDOM_ACTIONS, ChunkEnd
 from headrace.schemas.errors import ModuleError
@@ -58,8 +59,8 @@ class Rollout:
 def join(batches: Sequence[ChunkBatch]) -> Rollout | None:
     """The steps of `batches` that a policy chose, or None when there are none.
 
-    End markers have no steps and random actions no policy whose ratio could be taken, so both are left out. Raises
-    `ModuleError` when steps have no `logp`, or batches not the same columns.
+    End markers have no steps, random and logged actions no policy whose ratio could be taken, so all are left out.
+    Raises `ModuleError` when steps have no `logp`, or batches not the same columns.
     """
     chosen = [batch for batch in map(_chosen, batches) if len(batch)]
     if not chosen:
@@ -97,9 +98,9 @@ def _check_alike(batches: Sequence[ChunkBatch]) -> None:
 
 
 def _chosen(batch: ChunkBatch) -> ChunkBatch:
-    """`batch` without end markers and random actions."""
+    """`batch` without end markers, random actions and logged ones."""
     keep = (batch.table["length"] > 0) & (batch.table["flags"] & RANDOM_ACTIONS == 0)
-    return batch if keep.all() else batch.select(keep)
+    return on_policy(batch if keep.all() else batch.select(keep))
 
 
 def _needed(batch: ChunkBatch) -> list[str]:

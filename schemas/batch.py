@@ -39,6 +39,11 @@ STATE_IN = "state_in/"
 """Prefix of state columns, which have one row for each chunk with steps."""
 
 
+OFF_POLICY = "off_policy"
+"""Column of batches of external envs, bool (T,): the action was not asked of the policy but logged. Its `logp` is what
+the policy would have given it, or NaN, and is no sample of that policy."""
+
+
 CONNECTOR_UPDATE = "_connectors/"
 """Prefix on the wire of the arrays of `ChunkBatch.connector_update`."""
 

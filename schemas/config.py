@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from headrace.schemas.recorder import WINDOW
 from headrace.schemas.sampling_settings import SamplingSettings
 from headrace.schemas.section import Section
+from headrace.schemas.serving_settings import ServingSection
 
 LEAST_WINDOW = 4
 _HIGHEST_PORT = 65_535
@@ -214,6 +215,7 @@ class FleetConfig(Section):
     redis: RedisSection = RedisSection()
     keys: KeysSection = KeysSection()
     supervisor: SupervisorSection = SupervisorSection()
+    serving: ServingSection = ServingSection()
 
     @model_validator(mode="after")
     def _check(self) -> FleetConfig:

@@ -11,7 +11,10 @@
     │   ├── EnvCrashError           a process of envs ended by itself, or took too much memory
     │   ├── EnvNeighbourError       another env of the same process took it down
     │   ├── EnvHostLostError        the host of remote envs fell silent, left, or was refused
-    │   └── EnvRestartBudgetError   an env kept failing until its rebuild budget was spent
+    │   ├── EnvRestartBudgetError   an env kept failing until its rebuild budget was spent
+    │   └── (external ones)         RunReturnedError, ClientLostError and ExternalSilenceError of episode_errors.py
+    ├── EpisodeError            a call about an external episode cannot be done: episode_errors.py has its kinds
+    ├── EpisodeTimeoutError     such a call was not answered within its deadline
     ├── ModuleError             a policy module could not be built, or answered with the wrong arrays
     │   └── WhichModuleError        a fleet of several modules was asked for one without its name, or for another
     ├── CallbackError           a user's callback raised

@@ -32,7 +32,12 @@ ADMITTED: Mapping[str, tuple[str, ...]] = {
 ENV_HOST, ENV_PORT = "env-host", "envs"
 """The role of those who lend a worker their envs, and the ZAP domain of the worker's port for them."""
 
-ROLES = (BROKER, *sorted({role for roles in ADMITTED.values() for role in roles} | {ENV_HOST}))
+CLIENT, CLIENT_PORT = "client", "clients"
+"""The role of those who have a worker's policy act for them, and the ZAP domain of the worker's port for them."""
+
+ROLES = (BROKER, *sorted({role for roles in ADMITTED.values() for role in roles} | {ENV_HOST, CLIENT}))
+TOKEN_FILE = "http.token"
+"""Of the same folder: one word, which clients of a policy server show when they come by HTTP; mode 0600."""
 DIR_VARIABLE = "HEADRACE_KEYS__DIR"
 
 _Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
@@ -81,6 +86,12 @@ def read_env_port_keys(folder: Path) -> BrokerKeys:
     return BrokerKeys(own["secret"].encode(), {host["public"].encode(): ENV_HOST})
 
 
+def read_client_port_keys(folder: Path) -> BrokerKeys:
+    """What a worker serves clients of its policy with, likewise."""
+    own, client = read_key_file(folder / "worker.secret"), read_key_file(folder / f"{CLIENT}.public")
+    return BrokerKeys(own["secret"].encode(), {client["public"].encode(): CLIENT})
+
+
 def client_keys(keys: ClientKeys | str | os.PathLike[str] | None, role: str) -> ClientKeys | None:
     """The keys of `role` in a folder, or those given. None: the folder in the environment's HEADRACE_KEYS__DIR, or no
     keys without one; "" is no keys. Raises `KeysError`."""
@@ -100,7 +111,7 @@ def read_client_keys(folder: Path, role: str) -> ClientKeys:
 
 def server_of(role: str) -> str:
     """Who serves a peer of this role."""
-    return "worker" if role == ENV_HOST else BROKER
+    return "worker" if role in (ENV_HOST, CLIENT) else BROKER
 
 
 def read_broker_keys(folder: Path) -> BrokerKeys:

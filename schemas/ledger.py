@@ -46,6 +46,10 @@ class Discard(StrEnum):
     """Another env took down the process that both were in."""
     ENV_HOST_LOST = "env_host_lost"
     """The host of remote envs fell silent, left, or was refused."""
+    CLIENT_LOST = "client_lost"
+    """Whoever drove an external episode is gone."""
+    TRAINING_DISABLED = "training_disabled"
+    """Steps of external episodes that were not to be trained on."""
 
 
 class Drop(StrEnum):

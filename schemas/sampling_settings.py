@@ -124,7 +124,7 @@ class SamplingSettings(Section):
         default=None,
         ge=0,
         description="envs elsewhere: act for those that are ready, having waited so long for more; absent: "
-        "for all at once when the last is ready, which cuts the same chunks every time",
+        "for all at once when the last is ready, which cuts the same chunks every time; external envs act so always",
     )
     double_buffering: bool = Field(
         default=False,
@@ -145,6 +145,21 @@ class SamplingSettings(Section):
     )
     env_process_max_episodes: int | None = Field(
         default=None, ge=1, description="episodes after which a process of envs is replaced as its episodes end"
+    )
+    external_start_timeout_s: float = Field(
+        default=60.0, gt=0, description="external envs: how long start_episode() may wait for one of num_envs places"
+    )
+    external_action_timeout_s: float = Field(
+        default=300.0, gt=0, description="how long get_action() may wait for the sampler, likewise"
+    )
+    external_log_timeout_s: float = Field(
+        default=60.0, gt=0, description="how long log_action() may wait for the sampler, likewise"
+    )
+    external_fragment_max_age_s: float = Field(
+        default=5.0, gt=0, description="a worker ships what external envs have given after so long, if few they are"
+    )
+    external_silence_timeout_s: float = Field(
+        default=300.0, gt=0, description="how long sample() waits for external envs of which nobody says anything"
     )
     env_close_timeout_s: float = Field(
         default=5.0, gt=0, description="how long an env's close() may take before it is abandoned with a warning"
@@ -168,8 +183,9 @@ class SamplingSettings(Section):
 
     @property
     def steps_the_ready(self) -> bool:
-        """Whether envs are stepped each in its own time."""
-        return self.double_buffering or self.remote_env_batch_wait_ms is not None
+        """Whether envs that are elsewhere are stepped each in its own time."""
+        asked = self.double_buffering or self.remote_env_batch_wait_ms is not None
+        return asked and self.env_placement != "inline"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -182,16 +198,21 @@ class SamplingSettings(Section):
                 f"env_placement = {self.env_placement!r} is for envs each by itself, and gym_env_vectorize_mode is "
                 "given; leave one of them out"
             )
-        if self.env_placement == "inline" and self.steps_the_ready:
-            other = "double_buffering" if self.double_buffering else "remote_env_batch_wait_ms"
+        if self.env_placement == "inline" and self.double_buffering:
             raise ValueError(
-                f"{other} is for envs in processes or on other hosts, and env_placement is 'inline'; leave it out, or "
-                "take env_placement = 'process'"
+                "double_buffering is for envs in processes or on other hosts, and env_placement is 'inline'; leave it "
+                "out, or take env_placement = 'process'"
             )
         if self.double_buffering and self.remote_env_batch_wait_ms is not None:
             raise ValueError(
                 f"remote_env_batch_wait_ms = {self.remote_env_batch_wait_ms:g} acts for whoever is ready, and "
                 "double_buffering = true waits for one half of the envs; leave one of them out"
+            )
+        if self.external_fragment_max_age_s >= self.external_silence_timeout_s:
+            raise ValueError(
+                f"external_fragment_max_age_s = {self.external_fragment_max_age_s:g} is no less than "
+                f"external_silence_timeout_s = {self.external_silence_timeout_s:g}, after which a worker "
+                "whose clients only pause would end; lower it or raise the other"
             )
         if self.env_restart_backoff_s > self.env_restart_backoff_max_s:
             raise ValueError(

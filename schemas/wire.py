@@ -56,7 +56,7 @@ Buffer = bytes | bytearray | memoryview
 
 @unique
 class MessageKind(IntEnum):
-    """What a message is; each but BATCH and WEIGHTS has its fields in `messages.py` or `env_messages.py`."""
+    """What a message is; each but BATCH and WEIGHTS has its fields in a file of messages."""
 
     HELLO = 1
     WELCOME = 2
@@ -80,6 +80,10 @@ class MessageKind(IntEnum):
     CHECKPOINT = 20  # of files only: a learner's checkpoint, never sent
     ENV_ORDERS = 21
     ENV_ANSWERS = 22
+    EPISODE_START = 40  # from here on: between a policy server and its clients
+    EPISODE_STEP = 41
+    EPISODE_ABORT = 42
+    EPISODE_ANSWER = 43
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,17 +222,20 @@ def _load_header(body: bytes, caps: Caps) -> dict[str, Any]:
         raise DecodeError("bad_header", f"header is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise DecodeError("bad_header", f"header is a JSON {type(header).__name__}, not an object")
-    if body.count(b"[") + body.count(b"{") > caps.header_depth and _is_deeper(header, caps.header_depth):
+    if body.count(b"[") + body.count(b"{") > caps.header_depth and is_deeper(header, caps.header_depth):
         raise DecodeError("bad_header", f"header is nested deeper than {caps.header_depth} levels")
     return header
 
 
-def _is_deeper(value: Any, depth: int) -> bool:
-    """orjson reads a thousand levels, but writes a quarter of them; `repr` and pydantic fail in ways of their own."""
+def is_deeper(value: Any, depth: int) -> bool:
+    """Whether JSON is nested deeper than that.
+
+    orjson reads a thousand levels, but writes a quarter of them; `repr` and pydantic fail in ways of their own.
+    """
     if not isinstance(value, dict | list):
         return False
     return depth == 0 or any(
-        _is_deeper(sub, depth - 1) for sub in (value.values() if isinstance(value, dict) else value)
+        is_deeper(sub, depth - 1) for sub in (value.values() if isinstance(value, dict) else value)
     )
 
 

@@ -71,7 +71,8 @@ def test_no_module_bears_a_name_of_the_standard_library(root: Path) -> None:
 
 def test_the_wheel_holds_every_module_and_data_file(root: Path, wheel: Path, project: dict[str, Any]) -> None:
     wanted = {path.relative_to(root).as_posix() for name in FOLDERS for path in (root / name).rglob("*.py")}
-    wanted |= {f"{name}/py.typed" for name in FOLDERS} | {"deploy/fleet.toml"}
+    wanted |= {f"{name}/py.typed" for name in FOLDERS} | {"deploy/fleet.toml", "workers/serving/protocol.md"}
+    wanted |= {"deploy/clients/http_client.c", "deploy/clients/http_client.mjs"}
     with zipfile.ZipFile(wheel) as archive:
         held = {name.removeprefix("headrace/") for name in archive.namelist() if name.startswith("headrace/")}
         [metadata] = [archive.read(n).decode() for n in archive.namelist() if n.endswith(".dist-info/METADATA")]

@@ -1,4 +1,4 @@
-"""The bounds of a Box, element by element, and how an action gets inside them."""
+"""The bounds of a leaf, element by element, and how an action gets inside those of a Box."""
 
 from __future__ import annotations
 
@@ -7,12 +7,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.spaces import Box, column_dtype, leaf_size
+from headrace.schemas.spaces import Box, Discrete, Leaf, MultiDiscrete, column_dtype, leaf_shape, leaf_size
 
 
 def box_bounds(leaf: Box) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Lowest and highest value of each element: float64 of the leaf's shape, infinite where there is none."""
     return _row(leaf, leaf.low, -np.inf), _row(leaf, leaf.high, np.inf)
+
+
+def leaf_bounds(leaf: Leaf) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
+    """Both bounds of any leaf, in the shape of a row, None where every value of the dtype is inside."""
+    shape, dtype = leaf_shape(leaf), column_dtype(leaf)
+    low: NDArray[Any]
+    high: NDArray[Any]
+    if isinstance(leaf, Box):
+        low, high = box_bounds(leaf)
+        if dtype.kind == "f":  # a float32 bound comes back exactly, and comparing it then needs no conversion
+            low, high = low.astype(dtype), high.astype(dtype)
+    elif isinstance(leaf, MultiDiscrete):
+        low = np.array(leaf.start).reshape(shape)
+        high = low + np.array(leaf.nvec).reshape(shape) - 1
+    else:
+        start, n = (leaf.start, leaf.n) if isinstance(leaf, Discrete) else (0, 2)
+        low, high = np.full(shape, start), np.full(shape, start + n - 1)
+    whole = (np.iinfo(dtype).min, np.iinfo(dtype).max) if dtype.kind in "iu" else (-np.inf, np.inf)
+    return (None if (low <= whole[0]).all() else low), (None if (high >= whole[1]).all() else high)
 
 
 def bounded_box(low: NDArray[np.float64], high: NDArray[np.float64], dtype: str) -> Box:
@@ -35,6 +54,13 @@ class ActionBounds:
     def unsquash(self, actions: NDArray[Any]) -> NDArray[np.float64]:
         """Mapped from [-1, 1] to the bounds where both are finite, as it is elsewhere; what was outside stays so."""
         mapped: NDArray[np.float64] = self._centre + actions * self._half_range
+        return mapped
+
+    def squash(self, actions: NDArray[Any]) -> NDArray[np.float64]:
+        """The inverse of `unsquash`; 0 where the bounds leave no choice."""
+        mapped: NDArray[np.float64] = (actions - self._centre) / np.where(
+            self._half_range > 0, self._half_range, np.inf
+        )
         return mapped
 
     def clip(self, actions: NDArray[Any]) -> NDArray[Any]:

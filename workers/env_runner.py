@@ -122,6 +122,20 @@ class EnvRunner(RunnerState, Generic[Batch]):
     def _vector(self) -> Sampler:
         """The sampler; raises `MissingEnvError` before `make_env`."""
 
+    @property
+    def _resets_envs(self) -> bool:
+        """Whether whole episodes are sampled from a reset of all envs on: not where nobody can reset them."""
+        return True
+
+    @property
+    def _is_overdue(self) -> bool:
+        """Whether a fragment is to be cut although it is not full."""
+        return False
+
+    @property
+    def _hangs(self) -> bool:
+        return self._sampler is not None and self._sampler.hangs
+
     def _abandon(self, reason: Discard) -> None:
         self._vector.abandon(reason)
 
@@ -151,12 +165,14 @@ class EnvRunner(RunnerState, Generic[Batch]):
         `num_timesteps` n polls all envs ceil(n / num_envs) times and goes on with the episodes of the call before:
         without failures n to n + num_envs - 1 steps; as many in all, but not of each env, where those are stepped that
         are ready. `num_episodes` m resets all envs first and gives m to m + num_envs - 1 episodes; whatever was begun
-        besides is dropped. Without a size, `config.batch_mode` decides.
+        besides is dropped. External envs, which nobody can reset, go on instead, and what they have begun stays open.
+        Without a size, `config.batch_mode` decides.
         Episodes left behind, of which a part was given out before, are told by an ABORTED chunk of no steps, last.
 
         Raises `SampleSizeError` for a size that makes no sense, `EnvRestartBudgetError` when an env failed too often,
-        `ModuleError` when the policy fails, `RunnerStoppedError` after `stop`, `RunnerBusyError` within most callbacks,
-        and `CallbackError` when on_sample_end does; it has the `samples`.
+        `ExternalSilenceError` when nobody drives external envs, `ModuleError` when the policy fails,
+        `RunnerStoppedError` after `stop`, `RunnerBusyError` within most callbacks, and `CallbackError` when
+        on_sample_end does; it has the `samples`.
         """
         self.callbacks.check_at_rest("sample()")
         check_size(num_timesteps, num_episodes)
@@ -168,10 +184,11 @@ class EnvRunner(RunnerState, Generic[Batch]):
             num_timesteps, num_episodes = (None, width) if whole else (length * width, None)
         mode = Mode(self.config.explore if explore is None else explore, random_actions)
         if num_episodes is not None:
-            self._begin(mode, length, force_reset=True)
+            self._begin(mode, length, force_reset or self._resets_envs)
             self._poll_until(self._enough_episodes(num_episodes), stop_at_episodes=num_episodes)
-            self._vector.abandon(Discard.RESET)
-            return self._end_sample(self._deliver(keep_open=False))
+            if self._resets_envs:
+                self._vector.abandon(Discard.RESET)
+            return self._end_sample(self._deliver(keep_open=not self._resets_envs))
         steps = num_timesteps or 0
         self._begin(mode, -(-steps // width), force_reset)
         self._poll_until(self._enough_steps(steps))
@@ -186,18 +203,19 @@ class EnvRunner(RunnerState, Generic[Batch]):
         """What a worker ships: `rollout_fragment_length` polls, then everything open is cut.
 
         With batch_mode "complete_episodes": polls until `num_envs` episodes have finished, which are delivered; the
-        others stay open. `on_poll` is called after every poll; `on_wait`, or `on_poll` without it, now and then while
-        envs are waited for that are elsewhere or to be rebuilt. Either may break this off by raising; then the next
-        call goes on, or `cut_fragment` takes what is there.
-        What connectors learnt comes with the batch of their module; `take_connector_update` will not tell it again.
+        others stay open. Of external envs, what has come within `external_fragment_max_age_s`. `on_poll` is called
+        after every poll; `on_wait`, or `on_poll` without it, now and then while envs are waited for that are elsewhere
+        or to be rebuilt. Either may break this off by raising; then the next call goes on, or `cut_fragment` takes what
+        is there. What connectors learnt comes with the batch of their module; `take_connector_update` will not tell it
+        again.
         """
         self.callbacks.check_at_rest("sample_fragment()")
         whole = self.config.batch_mode == "complete_episodes"
         length, width = self.config.rollout_fragment_length, self.config.num_envs
         self._begin(Mode(self.config.explore, random_actions), length, force_reset=False)
         enough = self._enough_episodes(width) if whole else self._enough_steps(length * width)
-        one_epoch = lambda: enough() or self._waiting is not None  # noqa: E731 - a batch names one learner epoch
-        self._poll_until(one_epoch, on_poll, on_wait=on_wait)
+        # A batch names one learner epoch.
+        self._poll_until(lambda: enough() or self._waiting is not None or self._is_overdue, on_poll, on_wait=on_wait)
         return self.cut_fragment()
 
     def cut_fragment(self) -> Batch:

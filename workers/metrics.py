@@ -47,6 +47,9 @@ RESERVED = frozenset(
         "episode_len_min",
         "episode_len_max",
         "episode_duration_sec_mean",
+        "num_untrained_episodes_lifetime",
+        "untrained_episode_return_mean",
+        "untrained_episode_len_mean",
         "agent_episode_returns_mean",
         "agent_steps",
         "module_episode_returns_mean",
@@ -71,6 +74,7 @@ _LOSS_COUNTERS = (
     "num_agent_rewards_lost_lifetime",
     "num_final_observations_repeated_lifetime",
     "num_final_steps_dropped_lifetime",
+    "num_untrained_episodes_lifetime",
 )
 _NAMED_COUNTERS = (
     "num_agent_steps_sampled_lifetime",
@@ -98,6 +102,9 @@ class RunnerMetrics:
         self._durations: deque[float] = deque(maxlen=self._window)
         self._by_name: dict[Path, deque[Any]] = {}
         self._steps: dict[Path, int] = {}
+        self._untrained = 0
+        self._untrained_returns: deque[float] = deque(maxlen=self._window)
+        self._untrained_lengths: deque[int] = deque(maxlen=self._window)
         self._episodes = 0
         self._episodes_lifetime = 0
         self._reported_steps = 0
@@ -123,6 +130,12 @@ class RunnerMetrics:
         self._window_of("agent_episode_returns_mean", agent).extend(returns)
         self._window_of("agent_steps", agent).extend(lengths)
         self._window_of("module_episode_returns_mean", module).extend(returns)
+
+    def add_untrained(self, episode_return: float, length: int) -> None:
+        """An episode has ended that is not to be trained on, and so is in no other figure."""
+        self._untrained += 1
+        self._untrained_returns.append(episode_return)
+        self._untrained_lengths.append(length)
 
     def count_steps(self, agents: Mapping[str, int], modules: Mapping[str, int], actions: Mapping[str, int]) -> None:
         """So many observations of these agents and modules, and actions of agents, were delivered."""
@@ -195,6 +208,7 @@ class RunnerMetrics:
             "num_env_step_failures_lifetime": totals.env_failures,
             "num_env_rebuilds_lifetime": totals.env_rebuilds,
             "num_env_steps_discarded_lifetime": totals.env_steps_discarded,
+            **({"num_untrained_episodes_lifetime": self._untrained} if self._untrained else {}),
             **self.count_losses(),
         }
 
@@ -258,5 +272,7 @@ class RunnerMetrics:
             for name, values in (("episode_return", self._returns), ("episode_len", self._lengths))
             for reduce in ("mean", "min", "max")
         ]
+        figures.append(Window(("untrained_episode_return_mean",), "mean", self._untrained_returns))
+        figures.append(Window(("untrained_episode_len_mean",), "mean", self._untrained_lengths))
         figures.append(Window(("episode_duration_sec_mean",), "mean", self._durations))
         return figures + [Window(path, "mean", values) for path, values in self._by_name.items()]

@@ -70,6 +70,11 @@ class RunnerState(ABC):
     def _abandon(self, reason: Discard) -> None:
         """Every open episode is over."""
 
+    @property
+    @abstractmethod
+    def _hangs(self) -> bool:
+        """Whether some action waits for its answer: a step of the weights that chose it, although none is open."""
+
     @abstractmethod
     def _write_weights(self, state: Mapping[str, Any]) -> None:
         """Put `state` into the policy, all of it or, with a typed error, nothing; see `set_weights`."""
@@ -114,7 +119,7 @@ class RunnerState(ABC):
         if problem := _problem("weights", state):
             raise ModuleError(problem)
         version = Version(learner_epoch, seq, digest)
-        if learner_epoch != self._version.learner_epoch and self.totals.open:
+        if learner_epoch != self._version.learner_epoch and (self.totals.open or self._hangs):
             self._waiting = (state, version)
         else:
             self._apply(state, version)

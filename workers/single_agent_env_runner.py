@@ -23,6 +23,8 @@ from headrace.workers.envs.lane import Lane
 from headrace.workers.envs.native.partial import PartialVector
 from headrace.workers.envs.opening import open_envs, open_ready_envs
 from headrace.workers.episode_view import EpisodeView
+from headrace.workers.external.sampler import ExternalSampler
+from headrace.workers.external.vector import ExternalVector
 from headrace.workers.module_weights import check_weights, read_weights, write_weights
 from headrace.workers.modules.acting import Actor, Columns
 from headrace.workers.modules.protocol import build_module
@@ -94,6 +96,9 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         envs = open_envs(*parts, self._on_wait_for_hosts)
         if isinstance(envs, PartialVector):  # which only its creator knew
             return ReadySampler(self.config, envs, self.totals, self._id_high, self.callbacks)
+        if isinstance(envs, ExternalVector):
+            envs.read_version = lambda: self.weights_version
+            return ExternalSampler(self.config, envs, self.totals, self._id_high, self.callbacks)
         return VectorSampler(self.config, envs, self.totals, self._id_high, self.callbacks)
 
     def _noise_of(self, streams: Sequence[np.random.Generator], size: int, kind: NoiseKind) -> LaneNoise:
@@ -119,6 +124,8 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         columns = self._vector.connectors.columns
         self._actor = Actor(module, self.spaces, columns, lambda: self.fleet_steps)
         self._vector.use_memory(self._actor.memory)
+        if isinstance(self._sampler, ExternalSampler):
+            self._sampler.module = module
         self._policy_noise = self._noise_of(self._seeds.policy, module.noise_size, module.noise_kind)
 
     @property
@@ -146,6 +153,14 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         """See `EnvRunner`."""
         self._vector.envs.on_rebuild = on_rebuild
 
+    @property
+    def _resets_envs(self) -> bool:
+        return not isinstance(self._sampler, ExternalSampler)
+
+    @property
+    def _is_overdue(self) -> bool:
+        return isinstance(self._sampler, ExternalSampler) and self._sampler.is_overdue
+
     # -- one poll and one cut, for the loop of `EnvRunner` ------------------------------------------------------------
 
     def _check_can_act(self) -> None:
@@ -170,6 +185,9 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
             version.learner_epoch, version.digest, self.worker_index, self.incarnation, keep_open=keep_open
         )
         self._metrics.add(chunks, batch)
+        if isinstance(self._sampler, ExternalSampler):
+            for episode_return, length in self._sampler.take_untrained():
+                self._metrics.add_untrained(episode_return, length)
         return batch
 
     # -- weights and state --------------------------------------------------------------------------------------------

@@ -20,13 +20,14 @@ import env_processes
 import multi_agent
 import pipeline
 import sampler
+import serving
 import transport
 from processes import ONE_THREAD, SPAWN
 from table import Row, show
 
 WIDTHS = [1, 8, 64]
 NATIVE_WIDTHS = [64, 512]
-BENCHES = ["sampler", "native", "multi_agent", "processes", "halves", "pipeline", "transport"]
+BENCHES = ["sampler", "native", "multi_agent", "processes", "halves", "pipeline", "transport", "serving"]
 
 
 def main() -> None:
@@ -41,6 +42,7 @@ def main() -> None:
         "halves": lambda quick: double_buffering.measure(*((1.0, 2) if quick else (2.0, 5))),
         "pipeline": lambda quick: pipeline.measure(*((2.0, 3) if quick else (4.0, 7))),
         "transport": lambda quick: transport.measure(*((1.0, 3) if quick else (2.0, 7))),
+        "serving": lambda quick: serving.measure(*((1.0, 3) if quick else (2.0, 7))),
     }
     rows: list[Row] = []
     for name in args.only or benches:

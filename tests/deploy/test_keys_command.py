@@ -37,8 +37,10 @@ def test_init_makes_keys_for_all_roles_and_says_what_to_copy_where(tmp_path: Pat
     keys = tmp_path / "keys"
     assert mode(keys) == 0o700
     assert {path.name for path in keys.iterdir()} == {
-        f"{role}.{half}" for role in ROLES for half in ("secret", "public")
+        *(f"{role}.{half}" for role in ROLES for half in ("secret", "public")),
+        "http.token",
     }
+    assert mode(keys / "http.token") == 0o600
     assert {mode(path) for path in keys.glob("*.secret")} == {0o600}
     for words in (f"keys.dir={keys}", "worker's machine: worker.secret broker.public", "learner.secret broker.public"):
         assert words in result.stdout
@@ -81,9 +83,10 @@ def test_a_secret_is_never_readable_by_others_not_even_while_it_is_made(
     finally:
         os.umask(old)
     assert {name for name, _ in seen} == {
-        str(tmp_path / f"{role}.{half}") for role in ROLES for half in ("secret", "public")
+        *(str(tmp_path / f"{role}.{half}") for role in ROLES for half in ("secret", "public")),
+        str(tmp_path / "http.token"),
     }
-    assert {bits for name, bits in seen if name.endswith(".secret")} == {0o600}
+    assert {bits for name, bits in seen if not name.endswith(".public")} == {0o600}
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -123,7 +126,7 @@ def test_doctor_says_whether_the_keys_are_there_and_sound(tmp_path: Path) -> Non
         f"keys: {folder} cannot be used: there is no such folder; headrace keys init --dir {folder}",
     )
     make_keys(folder)
-    assert verdict() == ("ok", f"{folder}: broker, env-host, learner, supervisor, worker")
+    assert verdict() == ("ok", f"{folder}: broker, client, env-host, learner, supervisor, worker")
     for path in folder.iterdir():  # what a machine of workers has
         if path.name not in ("worker.secret", "broker.public"):
             path.unlink()

@@ -18,7 +18,8 @@ import numpy as np
 import orjson
 from pydantic import BaseModel
 
-import headrace.schemas.env_messages  # noqa: F401 - its messages have samples too
+import headrace.schemas.env_messages
+import headrace.schemas.serving_messages  # noqa: F401 - messages of both have samples too
 from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.chunk import CHUNK_TABLE, EXPLORE, ChunkEnd
 from headrace.schemas.ledger import WorkerTotals

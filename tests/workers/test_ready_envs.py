@@ -246,8 +246,8 @@ def test_who_waits_for_envs_does_not_spin(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("settings", [{"double_buffering": True}, {"remote_env_batch_wait_ms": 0}])
 def test_envs_inline_cannot_be_stepped_meanwhile(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"{next(iter(settings))} is for envs in processes"):
-        EnvRunnerConfig(env="CartPole-v1", **settings)
+    with pytest.raises(ConfigError, match=rf"{next(iter(settings))}:? is for envs in processes"):
+        SingleAgentEnvRunner(EnvRunnerConfig(env="CartPole-v1", **settings))
 
 
 def test_one_half_and_whoever_is_ready_are_not_to_be_had_together() -> None:

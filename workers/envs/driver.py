@@ -3,7 +3,8 @@
     while sampling:   send_actions(columns) ── poll() ── try_reset(lanes that ended) ── try_restart() if some failed
 
 The kinds there are: envs of their own in this process (`vector.py`) or in other ones (`process/`), all of them behind
-one object that a user wrote (`user_vector.py`), and one native vector of gymnasium's kind (`native/`).
+one object that a user wrote (`user_vector.py`), one native vector of gymnasium's kind (`native/`), and episodes that
+drive themselves (`workers/external/`).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from headrace.schemas.episode_errors import ClientLostError, EpisodeAbortedError
 from headrace.schemas.errors import (
     CallbackError,
     EnvContractError,
@@ -30,6 +31,7 @@ _REASONS: dict[type[BaseException], Discard] = {
     EnvCrashError: Discard.ENV_CRASH,
     EnvNeighbourError: Discard.ENV_NEIGHBOUR,
     EnvHostLostError: Discard.ENV_HOST_LOST,
+    ClientLostError: Discard.CLIENT_LOST,
 }
 
 
@@ -56,7 +58,9 @@ class Failure:
     @property
     def is_of_env(self) -> bool:
         """Whether the env is to blame: it did not ask for this, and nobody else's doing."""
-        return not isinstance(self.error, StepFailedRecreateEnv | CallbackError | EnvNeighbourError | EnvHostLostError)
+        innocent = StepFailedRecreateEnv | CallbackError | EnvNeighbourError | EnvHostLostError | ClientLostError
+        innocent |= EpisodeAbortedError  # what `run()` of an external env was told, and did not catch
+        return not isinstance(self.error, innocent)
 
     @property
     def is_of_host(self) -> bool:

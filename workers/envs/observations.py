@@ -14,19 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import EnvContractError
-from headrace.schemas.spaces import (
-    Box,
-    Dict,
-    Discrete,
-    Leaf,
-    MultiDiscrete,
-    Space,
-    Tuple,
-    column_dtype,
-    leaf_shape,
-    leaves,
-)
-from headrace.workers.bounds import box_bounds
+from headrace.schemas.spaces import Dict, Leaf, Space, Tuple, column_dtype, leaf_shape, leaves
+from headrace.workers.bounds import leaf_bounds
 
 Lanes = NDArray[np.intp] | None
 """Envs of a vector by index; None is all of them."""
@@ -180,27 +169,8 @@ def _unbatch(space: Space, batch: Any, width: int) -> list[Any]:
 
 
 def _leaf(name: str, path: tuple[str | int, ...], leaf: Leaf, check_bounds: bool) -> _Leaf:
-    low, high = _bounds(leaf) if check_bounds else (None, None)
+    low, high = leaf_bounds(leaf) if check_bounds else (None, None)
     return _Leaf(name, path, leaf_shape(leaf), column_dtype(leaf), low, high)
-
-
-def _bounds(leaf: Leaf) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
-    """Both bounds in the shape of a row, None where every value of the dtype is inside."""
-    shape, dtype = leaf_shape(leaf), column_dtype(leaf)
-    low: NDArray[Any]
-    high: NDArray[Any]
-    if isinstance(leaf, Box):
-        low, high = box_bounds(leaf)
-        if dtype.kind == "f":  # a float32 bound comes back exactly, and comparing it then needs no conversion
-            low, high = low.astype(dtype), high.astype(dtype)
-    elif isinstance(leaf, MultiDiscrete):
-        low = np.array(leaf.start).reshape(shape)
-        high = low + np.array(leaf.nvec).reshape(shape) - 1
-    else:
-        start, n = (leaf.start, leaf.n) if isinstance(leaf, Discrete) else (0, 2)
-        low, high = np.full(shape, start), np.full(shape, start + n - 1)
-    whole = (np.iinfo(dtype).min, np.iinfo(dtype).max) if dtype.kind in "iu" else (-np.inf, np.inf)
-    return (None if (low <= whole[0]).all() else low), (None if (high >= whole[1]).all() else high)
 
 
 def _paths(space: Space, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import gymnasium as gym
 
+from headrace.schemas.errors import ConfigError
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.creators import find_creator, naming_what_failed
@@ -21,6 +22,8 @@ from headrace.workers.envs.roster import context_of
 from headrace.workers.envs.user_vector import UserVector
 from headrace.workers.envs.vector import EnvVector
 from headrace.workers.envs.vector_env import VectorEnv
+from headrace.workers.external.env import ExternalEnv
+from headrace.workers.external.vector import ExternalVector
 from headrace.workers.randomness import SeedTree
 from headrace.workers.totals import RunnerTotals
 
@@ -46,6 +49,9 @@ def open_envs(
     creator, context = find_creator(config.env), context_of(config, worker_index, 0, seeds)
     with naming_what_failed(config, 0), limited_construction(config.env_construct_timeout_s):
         first = creator(context)
+    if config.remote_env_batch_wait_ms is not None and not isinstance(first, ExternalEnv):
+        message = "is for envs in processes and external ones; leave it out, or take env_placement = 'process'"
+        raise ConfigError(message, key="remote_env_batch_wait_ms")
     return _kind_of(first)(config, worker_index, seeds, totals, callbacks, (first, context))
 
 
@@ -63,7 +69,9 @@ def open_ready_envs(
     return ReadyProcessVector(config, worker_index, seeds, totals, callbacks)
 
 
-def _kind_of(first: Any) -> type[EnvVector] | type[NativeVector] | type[PartialVector]:
+def _kind_of(first: Any) -> type[EnvVector] | type[NativeVector] | type[PartialVector] | type[ExternalVector]:
+    if isinstance(first, ExternalEnv):
+        return ExternalVector
     if isinstance(first, gym.vector.VectorEnv):
         return PartialVector if answers_in_part(first) else NativeVector
     return UserVector if isinstance(first, VectorEnv) else EnvVector

@@ -115,6 +115,10 @@ class ActorCritic(nn.Module):
         tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
         return self.distribution.nest(tensors)
 
+    def policy_actions(self, env_actions: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """What the policy would have had to choose for the env to get these columns "actions/..."."""
+        return self.distribution.policy_actions(env_actions)
+
     def logp(self, dist_inputs: torch.Tensor, actions: Any) -> torch.Tensor:
         """Log-probability (rows,) of `actions`, nested as the action space is."""
         return self.distribution.logp(dist_inputs, actions)

@@ -8,6 +8,7 @@ stand side by side in one row.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -42,6 +43,7 @@ class _Part(Protocol):
 
     def act(self, inputs: Array, noise: Array | None) -> tuple[Array, Array]: ...
     def for_env(self, actions: Array) -> Array: ...
+    def from_env(self, actions: Array) -> Array: ...
     def logp(self, inputs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor: ...
     def entropy(self, inputs: torch.Tensor) -> torch.Tensor: ...
 
@@ -82,6 +84,10 @@ class Categoricals:
 
     def for_env(self, actions: Array) -> Array:
         """The env gets what was chosen."""
+        return actions
+
+    def from_env(self, actions: Array) -> Array:
+        """What was chosen is what the env got."""
         return actions
 
     def logp(self, inputs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
@@ -142,6 +148,10 @@ class Gaussian:
         """What the env gets in place of `actions`."""
         return self._bounds.clip(self._bounds.unsquash(actions))
 
+    def from_env(self, actions: Array) -> Array:
+        """An action for which `for_env` gives `actions`."""
+        return self._bounds.squash(actions).astype(self._dtype)
+
     def logp(self, inputs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         """Log-density (rows,) of actions (rows, *shape)."""
         mean, log_std = torch.split(inputs, self._size, dim=-1)
@@ -188,6 +198,10 @@ class ActionDistribution:
         columns["logp"] = (logps[0] if len(logps) == 1 else np.sum(logps, axis=0)).astype(np.float32, copy=False)
         columns["action_dist_inputs"] = inputs
         return columns
+
+    def policy_actions(self, env_actions: Mapping[str, Array]) -> dict[str, Array]:
+        """Columns "actions/..." for which the env would have got `env_actions`, named likewise."""
+        return {name: part.from_env(env_actions[name]) for name, part in zip(self._names, self._parts, strict=True)}
 
     def logp(self, inputs: torch.Tensor, actions: Any) -> torch.Tensor:
         """Log-probability (rows,) of `actions`, nested as the action space is."""

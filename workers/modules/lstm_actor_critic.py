@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
@@ -77,6 +78,10 @@ class LstmActorCritic(nn.Module):
         unpacked, _ = pad_packed_sequence(remembered, batch_first=True)
         rows = torch.cat([unpacked[i, :length] for i, length in enumerate(lengths.tolist())])
         return self.heads.forward_train({"obs": rows})
+
+    def policy_actions(self, env_actions: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """What the policy would have had to choose for the env to get these columns "actions/..."."""
+        return self.heads.policy_actions(env_actions)
 
     def logp(self, dist_inputs: torch.Tensor, actions: Any) -> torch.Tensor:
         """Log-probability (rows,) of `actions`, nested as the action space is."""

@@ -33,6 +33,10 @@ class PolicyModule(Protocol):
     `forward_inference` on arrays, reading the parameters in place. It is not told "t": a module that
     reads "t" has none.
 
+    With `logp(dist_inputs, actions)`, as learners need it, and "action_dist_inputs" in its answers, actions that an
+    external env logs get a log-prob too; where it answers "actions_for_env", it needs `policy_actions(env_actions)` for
+    that: columns "actions/..." for which the env would have got those.
+
     Workers act on the CPU, where an env's step takes as long as the pass and a GPU's latency would be longer than both;
     `forward_train` runs wherever the learner put the module.
     """

@@ -1,4 +1,4 @@
-"""The port of a worker where env hosts come in: one ROUTER, with keys or without.
+"""The port of a worker where env hosts, or clients, come in: one ROUTER, with keys or without.
 
 libzmq asks for each new CURVE connection whether to let it in (ZAP, ZeroMQ RFC 27), and the worker answers whenever it
 looks at the port. So a handshake takes until the next poll of the envs, and one that takes too long is tried again.
@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _BURST = 256
-_LARGEST_FRAME = DEFAULT_CAPS.payload_bytes + (1 << 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +37,12 @@ class DoorSettings:
     """0 takes a free one."""
     keys: BrokerKeys | None
     allow_insecure: bool = False
+    domain: str = ENV_PORT
+    """The ZAP domain, which is one role's."""
+    who: str = "env hosts"
+    setting: str = "env_hosts"
+    """What settings of the port begin with."""
+    largest_frame: int = DEFAULT_CAPS.payload_bytes + (1 << 20)
 
 
 def env_port_keys(folder: str | None) -> BrokerKeys | None:
@@ -52,6 +57,7 @@ class Door:
     def __init__(self, settings: DoorSettings) -> None:
         _check_host(settings)
         self._keys = settings.keys
+        self._who = settings.who
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         try:
@@ -70,8 +76,8 @@ class Door:
 
     def _bind(self, settings: DoorSettings) -> tuple[zmq.Socket[bytes], str]:
         socket = self._context.socket(zmq.ROUTER)
-        keys = settings.keys.options(ENV_PORT) if settings.keys is not None else {}
-        options = sockets.ROUTER | {"MAXMSGSIZE": _LARGEST_FRAME, "IPV6": int(":" in settings.host)}
+        keys = settings.keys.options(settings.domain) if settings.keys is not None else {}
+        options = sockets.ROUTER | {"MAXMSGSIZE": settings.largest_frame, "IPV6": int(":" in settings.host)}
         for name, value in (options | keys).items():
             socket.setsockopt(getattr(zmq, name), value)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -83,10 +89,14 @@ class Door:
             except zmq.ZMQError as error:
                 if error.errno != errno.EADDRINUSE:
                     message = f"{settings.host!r} cannot be bound: {error}"
-                    raise ConfigError(message, key="env_hosts_host") from error
+                    raise ConfigError(message, key=f"{settings.setting}_host") from error
         else:
             raise PortInUseError(endpoint)
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    def watch(self, fd: int) -> None:
+        """Have `wait` return when this is readable too."""
+        self._poller.register(fd, zmq.POLLIN)
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until somebody speaks, `timeout_s` at most; whether there is a message. Lets in who may come in."""
@@ -106,7 +116,7 @@ class Door:
                 zap.send_multipart([version, request, b"200", b"OK", self._keys.roles[public].encode(), b""])
             else:
                 seen = f"{public[:8].decode()}... from {address.decode(errors='replace')}"
-                log.warning("refused at the port for env hosts: an unknown key (%s)", seen)
+                log.warning("refused at the port for %s: an unknown key (%s)", self._who, seen)
                 zap.send_multipart([version, request, b"400", b"unknown key", b"", b""])
 
     def receive(self) -> Iterator[tuple[bytes, list[bytes]]]:
@@ -141,8 +151,8 @@ def _check_host(settings: DoorSettings) -> None:
     if not settings.allow_insecure:
         raise ConfigError(
             f"{settings.host} is reachable from other machines, and there are no keys; name their folder in keys.dir "
-            "(`headrace keys init` makes them), listen on loopback, or set env_hosts_allow_insecure = true on a "
-            "network you trust",
-            key="env_hosts_host",
+            "(`headrace keys init` makes them), listen on loopback, or set "
+            f"{settings.setting}_allow_insecure = true on a network you trust",
+            key=f"{settings.setting}_host",
         )
-    log.warning("serving env hosts on %s without encryption or authentication, as configured", settings.host)
+    log.warning("serving %s on %s without encryption or authentication, as configured", settings.who, settings.host)

@@ -1,0 +1,71 @@
+"""A client of a policy server in Python's standard library alone: plays episodes of a small game by HTTP.
+
+    python http_client.py URL EPISODES [TOKEN]
+
+The game: a counter goes from 0 to 4, and each step pays what the counter was. Prints one line of JSON an episode.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+
+class PolicyServer:
+    """Sends a request again until it is answered: the server takes no step twice."""
+
+    def __init__(self, url: str, token: str | None = None) -> None:
+        self.session = f"{url}/v1/sessions/python-{secrets.token_hex(8)}"
+        self._headers = {"Headrace-Client": secrets.token_hex(16), "Content-Type": "application/json"}
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
+
+    def ask(self, method: str, url: str, body: dict[str, Any] | None = None, timeout_s: float = 60.0) -> Any:
+        """The answer; raises RuntimeError when the server refuses."""
+        data = json.dumps(body or {}).encode()
+        until = time.monotonic() + timeout_s
+        while True:
+            request = urllib.request.Request(url, data, self._headers, method=method)
+            try:
+                with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                    return json.load(answer)
+            except urllib.error.HTTPError as refusal:
+                told = json.load(refusal)
+                if told["error"] not in ("not_yet", "no_place") or time.monotonic() > until:
+                    raise RuntimeError(f"{told['error']}: {told['message']}") from refusal
+            except OSError:
+                if time.monotonic() > until:
+                    raise
+            time.sleep(0.1)
+
+
+def play(server: PolicyServer, name: str) -> list[Any]:
+    """One episode; gives the actions."""
+    episode = f"{server.session}/episodes/{name}"
+    server.ask("PUT", episode, {"training_enabled": True})
+    actions = []
+    for counter in range(4):
+        reward = counter - 1 if counter else 0
+        step = {"observation": [counter, 1], "reward": reward}
+        actions.append(server.ask("PUT", f"{episode}/steps/{counter}", step)["action"])
+    server.ask("PUT", f"{episode}/steps/4", {"observation": [4, 1], "reward": 3, "end": "terminated"})
+    return actions
+
+
+def main(url: str, episodes: str, token: str | None = None) -> None:
+    """Open a session, play, and end it."""
+    server = PolicyServer(url, token)
+    server.ask("PUT", server.session)
+    for number in range(int(episodes)):
+        name = f"python-{secrets.token_hex(8)}"
+        sys.stdout.write(json.dumps({"episode": name, "number": number, "actions": play(server, name)}) + "\n")
+    server.ask("DELETE", server.session)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,163 @@
+"""What is wrong with a call about an external episode, and why an external env, or a client of one, cannot go on.
+
+    EpisodeError            `code` is one word for a wire, `episode_id` whose it was
+    ├── UnknownEpisodeError     no such episode is open
+    ├── EpisodeStartedError     the id is in use
+    ├── EpisodeCompletedError   the episode has ended
+    ├── EpisodeAbortedError     the episode was given up, for `reason`
+    ├── EpisodeBusyError        the call before is not answered yet
+    ├── NoActionYetError        a reward before the first action
+    ├── NoFreePlaceError        as many episodes are open as there may be
+    ├── CannotLogError          an action of the env's is nothing that a policy behind connectors could have chosen
+    └── EpisodesClosedError     the env is over, and with it all its episodes
+    EpisodeTimeoutError     a call was not answered within its deadline
+    ExternalSilenceError    `sample()` heard from nobody within its deadline
+    RunReturnedError        `run()` of an external env returned
+    ClientLostError         whoever drove an episode is gone
+
+`EpisodeError`s are ValueErrors, as RLlib's `ExternalEnv` raises.
+"""
+
+from __future__ import annotations
+
+from headrace.schemas.errors import EnvError, HeadraceError
+
+
+class EpisodeError(HeadraceError, ValueError):
+    """A call about the episode `episode_id` cannot be done; the state of that and of all others is as before."""
+
+    code = "episode_error"
+
+    def __init__(self, episode_id: str, problem: str) -> None:
+        self.episode_id = episode_id
+        super().__init__(f"episode {episode_id!r:.80} {problem}")
+
+
+class UnknownEpisodeError(EpisodeError, LookupError):
+    """No such episode is open."""
+
+    code = "unknown_episode"
+
+    def __init__(self, episode_id: str) -> None:
+        super().__init__(episode_id, "was not found: it was never started here, or ended long ago; start it first")
+
+
+class EpisodeStartedError(EpisodeError):
+    """The id is in use."""
+
+    code = "already_started"
+
+    def __init__(self, episode_id: str) -> None:
+        super().__init__(episode_id, "is already started; give each episode an id of its own, or none")
+
+
+class EpisodeCompletedError(EpisodeError):
+    """The episode has ended."""
+
+    code = "already_completed"
+
+    def __init__(self, episode_id: str) -> None:
+        super().__init__(episode_id, "has already completed; start another one")
+
+
+class EpisodeAbortedError(EpisodeError):
+    """The episode was given up, for `reason`; its unfinished steps are in the books under a name."""
+
+    code = "aborted"
+
+    def __init__(self, episode_id: str, reason: str) -> None:
+        self.reason = reason
+        super().__init__(episode_id, f"was aborted: {reason}; start another one")
+
+
+class EpisodeBusyError(EpisodeError):
+    """An episode is to be used by one caller at a time."""
+
+    code = "busy"
+
+    def __init__(self, episode_id: str) -> None:
+        super().__init__(episode_id, "waits for the answer to an earlier call; make one call after the other")
+
+
+class NoActionYetError(EpisodeError):
+    """A reward came before the first action."""
+
+    code = "no_action"
+
+    def __init__(self, episode_id: str) -> None:
+        super().__init__(episode_id, "has no action yet that a reward could be for; get or log an action first")
+
+
+class NoFreePlaceError(EpisodeError):
+    """As many episodes are open as there may be."""
+
+    code = "no_place"
+
+    def __init__(self, episode_id: str, capacity: int, waited_s: float | None = None) -> None:
+        self.capacity = capacity
+        waited = "" if waited_s is None else f" within external_start_timeout_s = {waited_s:g}"
+        super().__init__(
+            episode_id, f"found no free place{waited}: num_envs = {capacity} episodes are open; end one, or raise it"
+        )
+
+
+class CannotLogError(EpisodeError):
+    """What was logged is the env's action, and module_to_env has pieces that nobody can run backwards."""
+
+    code = "cannot_log"
+
+    def __init__(self, episode_id: str) -> None:
+        super().__init__(
+            episode_id, "cannot have actions logged, since module_to_env has pieces between policy and env; remove them"
+        )
+
+
+class EpisodesClosedError(EpisodeError):
+    """The env, or the worker, is over; `reason` says why."""
+
+    code = "closed"
+
+    def __init__(self, episode_id: str, reason: str) -> None:
+        self.reason = reason
+        super().__init__(episode_id, f"cannot go on: {reason}")
+
+
+class EpisodeTimeoutError(HeadraceError, TimeoutError):
+    """`call` was not answered within `timeout_s` seconds, so that its episode was given up."""
+
+    def __init__(self, episode_id: str, call: str, setting: str, timeout_s: float) -> None:
+        self.episode_id = episode_id
+        self.call = call
+        self.timeout_s = timeout_s
+        super().__init__(
+            f"{call} of episode {episode_id!r:.80} waited for the sampler, which did not answer within "
+            f"{setting} = {timeout_s:g} s; the episode was given up. Does anybody sample, and does its learner train?"
+        )
+
+
+class ExternalSilenceError(EnvError, TimeoutError):
+    """`sample()` waited for external episodes, and nobody said anything for `timeout_s` seconds."""
+
+    def __init__(self, timeout_s: float, open_episodes: int) -> None:
+        self.timeout_s = timeout_s
+        self.open_episodes = open_episodes
+        super().__init__(
+            f"sample() heard of no external episode for external_silence_timeout_s = {timeout_s:g} s "
+            f"({open_episodes} are open); what was sampled is kept for the next call"
+        )
+
+
+class RunReturnedError(EnvError):
+    """`run()` is to drive episodes until the env is closed."""
+
+    def __init__(self, env: str) -> None:
+        super().__init__(f"run() of {env} returned; it is to drive episodes for as long as it is not told to stop")
+
+
+class ClientLostError(EnvError):
+    """Whoever drove the episode is gone, for `reason`."""
+
+    def __init__(self, episode_id: str, reason: str) -> None:
+        self.episode_id = episode_id
+        self.reason = reason
+        super().__init__(f"whoever drove episode {episode_id!r:.80} is gone: {reason}")

@@ -1,0 +1,143 @@
+"""What a client of a policy server may be told, besides the errors of `episode_errors.py`.
+
+    ServingError
+    ├── UnknownSessionError     the session was never opened, has ended, or was silent for too long
+    ├── SessionTakenError       another client has a session of that name
+    ├── ServerFullError         no place for another session, or another episode of this one
+    ├── StepOrderError          another step than the one that is due
+    ├── MessageTooLargeError    more bytes than the server takes
+    ├── BadRequestError         a request that cannot be read
+    ├── UnauthorizedError       no token, or a wrong one
+    ├── NotYetError             no answer so far: the same request may be repeated
+    └── SupersededError         the same request came again, and is answered there
+
+On the wire an error is its `code`, its sentence and its facts, and a client in Python raises the same class again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from headrace.schemas.episode_errors import EpisodeError
+from headrace.schemas.errors import DecodeError, EnvContractError, ExitCode, HeadraceError
+
+
+class ServingError(HeadraceError):
+    """A client of a policy server is refused what it asked for; `code` is the wire's word for why."""
+
+    exit_code = ExitCode.PROTOCOL
+    code: ClassVar[str] = "failed"
+
+
+class UnknownSessionError(ServingError):
+    """The session was never opened, has ended, or was silent for too long."""
+
+    code = "unknown_session"
+
+
+class SessionTakenError(ServingError):
+    """Another client has a session of that name."""
+
+    code = "session_taken"
+
+
+class ServerFullError(ServingError):
+    """There is no place for another session, or another episode of this one."""
+
+    code = "server_full"
+
+
+class StepOrderError(ServingError):
+    """A step was asked for that is not the next one of its episode."""
+
+    code = "step_order"
+
+
+class MessageTooLargeError(ServingError):
+    """A message of more bytes than the server takes."""
+
+    code = "too_large"
+
+
+class BadRequestError(ServingError):
+    """A request that cannot be read."""
+
+    code = "bad_request"
+
+
+class UnauthorizedError(ServingError):
+    """No token, or a wrong one."""
+
+    code = "unauthorized"
+
+
+class NotYetError(ServingError):
+    """There is no answer so far: the same request may be repeated, and takes no second step."""
+
+    code = "not_yet"
+
+
+class SupersededError(ServingError):
+    """The same request came again, and is answered there."""
+
+    code = "superseded"
+
+
+HTTP_STATUS: Mapping[str, int] = {
+    "bad_request": 400,
+    "unauthorized": 401,
+    "unknown_session": 404,
+    "unknown_episode": 404,
+    "session_taken": 409,
+    "step_order": 409,
+    "superseded": 409,
+    "already_started": 409,
+    "already_completed": 409,
+    "busy": 409,
+    "no_action": 409,
+    "cannot_log": 409,
+    "aborted": 410,
+    "too_large": 413,
+    "not_in_space": 422,
+    "server_full": 503,
+    "no_place": 503,
+    "closed": 503,
+    "not_yet": 503,
+}
+"""By code; 500 for any other."""
+
+
+def code_of(error: HeadraceError) -> str:
+    """The wire's word for an error."""
+    if isinstance(error, ServingError | EpisodeError):
+        return error.code
+    if isinstance(error, EnvContractError):
+        return "not_in_space"
+    return "bad_request" if isinstance(error, DecodeError) else "failed"
+
+
+def facts_of(error: HeadraceError) -> dict[str, Any]:
+    """The attributes of an error that JSON can carry."""
+    return {name: value for name, value in vars(error).items() if isinstance(value, str | int | float | None)}
+
+
+def error_of(code: str, message: str, facts: Mapping[str, Any]) -> HeadraceError:
+    """The error a server told of, with its own sentence; one of an unknown code is a `ServingError`."""
+    cls = _BY_CODE.get(code, ServingError)
+    error = cls.__new__(cls)
+    HeadraceError.__init__(error, message)
+    vars(error).update(facts)
+    return error
+
+
+def _tree(root: Any) -> Iterator[Any]:
+    for cls in root.__subclasses__():
+        yield cls
+        yield from _tree(cls)
+
+
+_BY_CODE: dict[str, type[HeadraceError]] = {
+    "not_in_space": EnvContractError,
+    **{cls.code: cls for root in (ServingError, EpisodeError) for cls in _tree(root)},
+}

@@ -1,0 +1,146 @@
+"""What a policy server and its clients say to one another over ZeroMQ, and, as JSON, over HTTP.
+
+                   client                        policy server
+    HELLO           ─────────────────────────────▶      a session begins, or goes on after a reconnect
+    WELCOME         ◀─────────────────────────────      spaces, limits, episodes that are open
+    EPISODE_START   ─────────────────────────────▶
+    EPISODE_STEP    ─────────────────────────────▶      what is seen, and the reward since the step before
+    EPISODE_ABORT   ─────────────────────────────▶
+    EPISODE_ANSWER  ◀─────────────────────────────      to each of the three
+    HEARTBEAT, BYE  ─────────────────────────────▶
+    ACK             ◀─────────────────────────────      to these two
+    REJECT          ◀─────────────────────────────      in place of any answer
+
+Steps of an episode are numbered from 0, and a client sends one when the one before is answered. So any message may be
+lost or come twice: who has no answer sends the same again, gets the same answer, and has taken one step. `request` is
+the client's own number, told again in the answer. Clients of a fleet need neither an address nor a connection of their
+own for a session: it is told by its name, and by a token that only this client knows.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from headrace.schemas.ledger import Natural
+from headrace.schemas.messages import Message, Positive, Version
+from headrace.schemas.wire import MessageKind
+
+Name = Annotated[str, Field(min_length=1, max_length=64)]
+EpisodeId = Annotated[str, Field(min_length=1, max_length=128)]
+Reason = Annotated[str, Field(max_length=200)]
+End = Literal["no", "terminated", "truncated"]
+
+
+class ClientRequest(Message):
+    """What every request of a client bears."""
+
+    request: Natural = 0
+    session: Name
+    token: Name
+    """Random, one a client: two that chose the same name for their session are told apart by it."""
+
+
+class ClientHello(ClientRequest):
+    """Open the session, or go on with it."""
+
+    KIND = MessageKind.HELLO
+    role: Literal["client"] = "client"
+
+
+class EpisodeStart(ClientRequest):
+    """Begin an episode."""
+
+    KIND = MessageKind.EPISODE_START
+    episode: EpisodeId
+    training_enabled: bool = True
+    """False: the episode is counted, and no learner gets it."""
+
+
+class EpisodeStep(ClientRequest):
+    """Header of one step; arrays "obs..." are what is seen, "actions..." what was done where the client chose it."""
+
+    KIND = MessageKind.EPISODE_STEP
+    episode: EpisodeId
+    step: Natural
+    reward: float = 0.0
+    """Of all that happened since the step before."""
+    info: dict[str, Any] | None = None
+    """Likewise."""
+    off_policy: bool = False
+    """The client has acted by itself, and says how."""
+    end: End = "no"
+    """Otherwise what is seen is the episode's last."""
+
+
+class EpisodeAbort(ClientRequest):
+    """The episode will never finish."""
+
+    KIND = MessageKind.EPISODE_ABORT
+    episode: EpisodeId
+    reason: Reason = ""
+
+
+class ClientHeartbeat(ClientRequest):
+    """Alive; any other request says so too."""
+
+    KIND = MessageKind.HEARTBEAT
+
+
+class ClientBye(ClientRequest):
+    """The session ends, and open episodes are aborted."""
+
+    KIND = MessageKind.BYE
+
+
+class ClientWelcome(Message):
+    """The session is open."""
+
+    KIND = MessageKind.WELCOME
+    request: Natural = 0
+    spaces: dict[str, Any]
+    """As `schemas/spaces.py` writes them."""
+    lease_s: float = Field(gt=0)
+    """Silence after which the session ends."""
+    max_message_bytes: Positive
+    """What is larger is not to be sent: over ZeroMQ it would cost the connection."""
+    episodes: dict[str, Natural] = Field(default={})
+    """Those that are open: which step is next."""
+
+
+class EpisodeAnswer(Message):
+    """Header of an answer; arrays "actions..." are what to do, unless the client chose it or the episode is over."""
+
+    KIND = MessageKind.EPISODE_ANSWER
+    request: Natural = 0
+    episode: EpisodeId
+    next_step: Natural
+    weights: Version = (0, 0)
+    """(learner_epoch, seq) by which the action was chosen."""
+
+
+class ClientAck(Message):
+    """Heard."""
+
+    KIND = MessageKind.ACK
+    request: Natural = 0
+
+
+class ClientReject(Message):
+    """The request is refused, and nothing came of it."""
+
+    KIND = MessageKind.REJECT
+    request: Natural = 0
+    error: str
+    """Its code, as in `serving_errors.py` and `episode_errors.py`."""
+    message: str
+    facts: dict[str, Any] = Field(default={})
+
+
+REQUESTS: dict[MessageKind, type[ClientRequest]] = {
+    cls.KIND: cls for cls in (ClientHello, EpisodeStart, EpisodeStep, EpisodeAbort, ClientHeartbeat, ClientBye)
+}
+ANSWERS: dict[MessageKind, type[Message]] = {
+    cls.KIND: cls for cls in (ClientWelcome, EpisodeAnswer, ClientAck, ClientReject)
+}

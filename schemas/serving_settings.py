@@ -1,0 +1,50 @@
+"""A policy server inside each worker: where clients come in, and what they may take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, field_validator, model_validator
+
+from headrace.schemas.section import Section
+
+HIGHEST_PORT = 65_535
+
+
+class ServingSection(Section):
+    """Clients drive the episodes. sampling.env is not stepped: its spaces are what clients send and get."""
+
+    enabled: bool = Field(
+        default=False, description="clients elsewhere drive the episodes, at most sampling.num_envs at once a worker"
+    )
+    host: str = Field(default="127.0.0.1", min_length=1, description="address to bind; off loopback needs [keys]")
+    port: int = Field(
+        default=0, ge=0, le=HIGHEST_PORT, description="for ZeroMQ, plus the worker's slot; 0 takes a free one"
+    )
+    http_port: int | None = Field(
+        default=None, ge=0, le=HIGHEST_PORT, description="for HTTP, likewise; absent: no HTTP"
+    )
+    http_token: str = Field(
+        default="",
+        description="file, readable by its owner only, with the token HTTP clients show; empty: http.token of keys.dir",
+    )
+    allow_insecure: bool = Field(
+        default=False, description="serve other machines without keys or token; warned of at every start"
+    )
+    lease_s: float = Field(default=30.0, ge=0.2, description="silence after which a client's episodes are aborted")
+    max_sessions: int = Field(default=1024, ge=1, description="clients at once")
+    max_message_bytes: int = Field(default=16 << 20, ge=1 << 12, le=1 << 28, description="largest message of a client")
+
+    @field_validator("http_token")
+    @classmethod
+    def _absolute(cls, file: str) -> str:
+        """The same file for every process of the fleet, whatever its working directory."""
+        return str(Path(file).expanduser().absolute()) if file else ""
+
+    @model_validator(mode="after")
+    def _check(self) -> ServingSection:
+        if self.port and self.port == self.http_port:
+            raise ValueError(f"port = {self.port} and http_port = {self.http_port} must differ")
+        if self.http_token and self.http_port is None:
+            raise ValueError("http_token is for HTTP, and http_port is absent; give a port (0: a free one)")
+        return self

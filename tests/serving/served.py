@@ -1,0 +1,88 @@
+"""A policy server of its own in this process, over the plain table, with a thread that plays the sampler."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from types import TracebackType
+from typing import Self
+
+from plain_episodes import SPACES, PlainEpisodes
+
+from headrace.schemas.keys import CLIENT_PORT, BrokerKeys
+from headrace.schemas.spaces import Spaces
+from headrace.workers.envs.remote.door import Door, DoorSettings
+from headrace.workers.serving.desk import Desk, SpaceValues
+from headrace.workers.serving.frames import FramesDoor
+from headrace.workers.serving.http_way import HttpWay
+from headrace.workers.serving.records import ServingLimits
+
+LIMITS = ServingLimits(lease_s=10.0, max_sessions=50, max_episodes=20, max_message_bytes=1 << 16)
+
+
+class Served:
+    """`endpoint` is for ZeroMQ, `url` for HTTP; `episodes` is what became of it all."""
+
+    def __init__(
+        self,
+        limits: ServingLimits = LIMITS,
+        *,
+        capacity: int = 100,
+        port: int = 0,
+        keys: BrokerKeys | None = None,
+        token: str | None = None,
+        spaces: Spaces = SPACES,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self.episodes = PlainEpisodes(capacity)
+        values = SpaceValues.of(spaces)
+        settings = DoorSettings(
+            host,
+            port,
+            keys,
+            domain=CLIENT_PORT,
+            who="clients",
+            setting="serving",
+            largest_frame=limits.max_message_bytes,
+        )
+        self._door = Door(settings)
+        self.endpoint = self._door.endpoint
+        self.desk = Desk(self.episodes, values, limits, FramesDoor(self._door, values, limits.max_message_bytes))
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._http = HttpWay(self.desk, values, limits, listener, token)
+        self.hold = threading.Event()
+        """While it is set, nobody is answered."""
+        self._stopping = threading.Event()
+        self._threads = [threading.Thread(target=self.desk.serve), threading.Thread(target=self._sample)]
+        for thread in self._threads:
+            thread.start()
+
+    def _sample(self) -> None:
+        while not self._stopping.wait(0.001):
+            if not self.hold.is_set():
+                self.episodes.answer_all()
+
+    def counts(self) -> dict[str, int]:
+        """Of the sessions, told by the desk's thread."""
+        told: queue.SimpleQueue[dict[str, int]] = queue.SimpleQueue()
+        self.desk.post(lambda sessions, now: told.put(sessions.counts()))
+        return told.get(timeout=10)
+
+    def close(self) -> None:
+        self._http.stop()
+        self.desk.stop()
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(10)
+        self.desk.close()
+        self._door.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,291 @@
+"""What a client does wrong is told to it by name, over both ways in, and harms nobody else."""
+
+from __future__ import annotations
+
+import random
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import orjson
+import pytest
+import zmq
+from plain_episodes import rule
+from served import LIMITS, Served
+
+from headrace.schemas.episode_errors import (
+    EpisodeCompletedError,
+    EpisodeStartedError,
+    NoActionYetError,
+    UnknownEpisodeError,
+)
+from headrace.schemas.errors import EnvContractError, HeadraceError
+from headrace.schemas.serving_errors import (
+    BadRequestError,
+    MessageTooLargeError,
+    SessionTakenError,
+    StepOrderError,
+    error_of,
+)
+from headrace.schemas.serving_messages import (
+    ANSWERS,
+    ClientHello,
+    ClientReject,
+    EpisodeAbort,
+    EpisodeStart,
+    EpisodeStep,
+)
+from headrace.schemas.wire import decode, encode
+from headrace.workers.policy_client import PolicyClient
+
+
+class Way(Protocol):
+    """Says one thing as client `token` of session `session`; gives the answer's fields, or raises what it is told."""
+
+    def open(self) -> Any: ...
+    def start(self, episode: str, **body: Any) -> Any: ...
+    def step(self, episode: str, step: Any, observation: Any, **body: Any) -> Any: ...
+    def abort(self, episode: str) -> Any: ...
+    def close(self) -> None: ...
+
+
+class ByZmq:
+    def __init__(self, server: Served, token: str, session: str = "s") -> None:
+        self._who = {"session": session, "token": token}
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.connect(server.endpoint)
+
+    def say(self, frames: Any) -> Any:
+        self._socket.send_multipart(frames)
+        assert self._socket.poll(10_000), "no answer"
+        message = decode(self._socket.recv_multipart())
+        assert message.kind in ANSWERS
+        if message.kind is ClientReject.KIND:
+            header = message.header
+            raise error_of(header["error"], header["message"], header["facts"])
+        return message.header | {name: array.tolist() for name, array in message.arrays.items()}
+
+    def open(self) -> Any:
+        return self.say(ClientHello(**self._who).frames())
+
+    def start(self, episode: str, **body: Any) -> Any:
+        return self.say(encode(EpisodeStart.KIND, {**self._who, "episode": episode, **body}))
+
+    def step(self, episode: str, step: Any, observation: Any, **body: Any) -> Any:
+        arrays = {"obs": np.asarray(observation, np.float32)}
+        if "action" in body:
+            arrays["actions"], body["off_policy"] = np.asarray(body.pop("action")), True
+        header = {**self._who, "episode": episode, "step": step, **body}
+        return self.say(encode(EpisodeStep.KIND, header, arrays))
+
+    def abort(self, episode: str) -> Any:
+        return self.say(EpisodeAbort(**self._who, episode=episode).frames())
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+class ByHttp:
+    def __init__(self, server: Served, token: str, session: str = "s") -> None:
+        self.url, self._path = server.url, f"/v1/sessions/{session}"
+        self.headers = {"Headrace-Client": token}
+
+    def say(self, method: str, path: str, body: Any = b"") -> Any:
+        data = body if isinstance(body, bytes) else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        request = urllib.request.Request(self.url + path, data, self.headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                return orjson.loads(answer.read())
+        except urllib.error.HTTPError as refusal:
+            told = orjson.loads(refusal.read())
+            refusal.close()
+            assert set(told) == {"error", "message", "facts"}
+            error = error_of(told["error"], told["message"], told["facts"])
+            error.add_note(str(refusal.code))
+            raise error from None
+
+    def open(self) -> Any:
+        return self.say("PUT", self._path)
+
+    def start(self, episode: str, **body: Any) -> Any:
+        return self.say("PUT", f"{self._path}/episodes/{episode}", body)
+
+    def step(self, episode: str, step: Any, observation: Any, **body: Any) -> Any:
+        return self.say("PUT", f"{self._path}/episodes/{episode}/steps/{step}", {"observation": observation, **body})
+
+    def abort(self, episode: str) -> Any:
+        return self.say("DELETE", f"{self._path}/episodes/{episode}")
+
+    def close(self) -> None:
+        """Each request had a connection of its own."""
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Served]:
+    with Served() as served:
+        yield served
+
+
+@pytest.fixture(params=[ByZmq, ByHttp])
+def way(request: pytest.FixtureRequest, shared: Served) -> Iterator[Any]:
+    """A session with an episode, which is unharmed at the end: it goes on to its third step."""
+    name = f"{request.param.__name__}-{random.getrandbits(40):x}"
+    way = request.param(shared, "own-token", name)
+    way.open()
+    way.start(name)
+    way.step(name, 0, [1, 2])
+    way.name = name
+    yield way
+    answer = way.step(name, 1, [2, 2], reward=1.0)
+    assert answer.get("action", answer.get("actions")) == rule([2, 2])
+    way.step(name, 2, [3, 2], reward=2.0, end="terminated")
+    assert shared.episodes.episodes[name].rewards == [0, 1, 2]
+    way.close()
+
+
+def test_an_episode_that_was_never_started_is_unknown(way: Any) -> None:
+    with pytest.raises(UnknownEpisodeError, match="'nobody' was not found"):
+        way.step("nobody", 0, [1, 2])
+    with pytest.raises(UnknownEpisodeError):
+        way.abort("nobody")
+
+
+def test_an_episode_that_has_ended_takes_no_step(way: Any) -> None:
+    over = f"{way.name}-over"
+    way.start(over)
+    way.step(over, 0, [0, 0], end="truncated")
+    for step in (1, 7):
+        with pytest.raises(EpisodeCompletedError, match="has already completed"):
+            way.step(over, step, [0, 0])
+    with pytest.raises(EpisodeCompletedError):
+        way.start(over)
+
+
+def test_an_episode_is_not_started_twice(way: Any, shared: Served) -> None:
+    with pytest.raises(EpisodeStartedError, match="already started"):
+        way.start(way.name)
+    elsewhere = type(way)(shared, "t", f"{way.name}-2")
+    elsewhere.open()
+    with pytest.raises(EpisodeStartedError):
+        elsewhere.start(way.name)
+    elsewhere.close()
+
+
+def test_a_step_out_of_order_is_refused(way: Any) -> None:
+    with pytest.raises(StepOrderError, match="is not the next one, which is 1"):
+        way.step(way.name, 5, [1, 2])
+
+
+@pytest.mark.parametrize("observation", [[1], [[1, 2]], [1, 2, 3], [1, 1e9], []])
+def test_an_observation_that_is_not_of_its_space_is_refused(way: Any, observation: Any) -> None:
+    with pytest.raises(EnvContractError, match="obs should be"):
+        way.step(way.name, 1, observation)
+
+
+@pytest.mark.parametrize("action", [1000, -1, [1, 2], 2.5])
+def test_an_action_that_is_not_of_its_space_is_refused(way: Any, action: Any) -> None:
+    with pytest.raises(EnvContractError, match="actions should be"):
+        way.step(way.name, 1, [1, 2], action=action)
+
+
+@pytest.mark.parametrize("body", [{"reward": None}, {"reward": "3"}, {"end": "perhaps"}, {"info": [1]}])
+def test_a_step_of_wrong_fields_is_refused_by_the_fields_name(way: Any, body: dict[str, Any]) -> None:
+    with pytest.raises(BadRequestError, match=next(iter(body))):
+        way.step(way.name, 1, [1, 2], **body)
+
+
+def test_nan_is_no_reward(shared: Served) -> None:
+    way = ByHttp(shared, "t", "nan")
+    way.open()
+    way.start("nan")
+    with pytest.raises(BadRequestError, match="not JSON"):
+        way.say("PUT", "/v1/sessions/nan/episodes/nan/steps/0", b'{"observation": [1, 2], "reward": NaN}')
+    with PolicyClient(shared.endpoint) as client:
+        episode = client.start_episode()
+        with pytest.raises(NoActionYetError):
+            client.log_returns(episode, 1.0)
+        client.get_action(episode, [1, 2])
+        for reward in (float("nan"), float("inf"), "much", None):
+            with pytest.raises(EnvContractError, match="reward should be a finite number"):
+                client.log_returns(episode, reward)  # type: ignore[arg-type]
+        client.end_episode(episode, [1, 3])
+
+
+def test_two_clients_with_one_session_id_are_told_apart(way: Any, shared: Served) -> None:
+    other = type(way)(shared, "another-token", way.name)
+    for say in (other.open, lambda: other.step(way.name, 1, [9, 9]), lambda: other.abort(way.name)):
+        with pytest.raises(SessionTakenError, match="belongs to another client"):
+            say()
+    other.close()
+
+
+def test_a_message_over_the_cap_is_refused_before_it_is_sent_or_read(way: Any, shared: Served) -> None:
+    info = {"text": "x" * LIMITS.max_message_bytes}
+    with PolicyClient(shared.endpoint) as client:
+        episode = client.start_episode()
+        client.get_action(episode, [0, 0])
+        client.log_returns(episode, 0.0, info)
+        with pytest.raises(MessageTooLargeError, match="the server takes 65536"):
+            client.get_action(episode, [0, 0])
+        client.log_returns(episode, 0.0, {})
+        client.end_episode(episode, [0, 0])
+    if isinstance(way, ByHttp):
+        with pytest.raises(MessageTooLargeError, match="more than 65536 bytes"):
+            way.step(way.name, 1, [1, 2], info=info)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("GET", "/v2", b"", "404"),
+        ("POST", "/v1/sessions/s", b"", "405"),
+        ("PUT", "/v1/sessions/s/episodes/e/steps/x", b"{}", "404"),
+        ("PUT", "/v1/sessions/s/episodes/e/steps/0", b"{}", "400"),
+        ("PUT", "/v1/sessions/s/episodes/e/steps/0", b"[" * 5000 + b"]" * 5000, "400"),
+        ("PUT", "/v1/sessions/s/episodes/e/steps/0", b'{"a":' * 900 + b"1" + b"}" * 900, "400"),
+        ("PUT", "/v1/sessions/s/episodes/e/steps/0", b"\xff\x00garbage", "400"),
+        ("PUT", f"/v1/sessions/{'s' * 100}", b"", "400"),
+        ("PUT", "/v1/sessions/nobody/episodes/e", b"", "404"),
+    ],
+)
+def test_what_is_no_request_is_refused_with_its_status(
+    shared: Served, method: str, path: str, body: bytes, status: str
+) -> None:
+    with pytest.raises(HeadraceError) as refused:
+        ByHttp(shared, "t").say(method, path, body)
+    assert refused.value.__notes__ == [status]
+
+
+def test_garbage_on_either_port_harms_nobody(way: Any, shared: Served) -> None:
+    """Frames of valid requests with bytes of them changed, cut or doubled, and bytes of no protocol at all."""
+    rng = random.Random(4)
+    step = EpisodeStep(session=way.name, token="own-token", episode=way.name, step=1)
+    good = [bytes(f) for f in encode(step.KIND, step.model_dump(), {"obs": np.ones(2, np.float32)})]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
+        sock.linger = 0
+        sock.connect(shared.endpoint)
+        for _ in range(300):
+            frames = [bytearray(frame) for frame in good]
+            frame = rng.choice(frames)
+            for _ in range(rng.randrange(1, 4)):
+                frame[rng.randrange(len(frame))] = rng.randrange(256)
+            if rng.random() < 0.2:
+                frames.append(bytearray(rng.randbytes(20)))
+            if rng.random() < 0.2:
+                del frames[rng.randrange(1, len(frames)) :]
+            if [bytes(frame) for frame in frames] == good:
+                continue
+            sock.send_multipart(frames)
+            assert sock.poll(10_000), "no answer"
+            told = decode(sock.recv_multipart())
+            assert told.kind is ClientReject.KIND, told
+            assert told.header["error"] in ("bad_request", "not_in_space")
+        sock.send(b"x" * 2 * LIMITS.max_message_bytes)  # libzmq ends this connection
+    for port in (shared.endpoint.rsplit(":", 1)[1], shared.url.rsplit(":", 1)[1]):
+        for _ in range(5):
+            with socket.create_connection(("127.0.0.1", int(port))) as raw:
+                raw.sendall(rng.randbytes(300))

@@ -1,0 +1,184 @@
+"""The client in Python: many threads, lost connections, a server that begins anew, keys."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from plain_episodes import SPACES, rule
+from served import LIMITS, Served
+
+from headrace.deploy.key_pairs import make_keys
+from headrace.schemas.episode_errors import EpisodeAbortedError, NoFreePlaceError
+from headrace.schemas.errors import ConfigError, KeysRefusedError, UnreachableError
+from headrace.schemas.keys import read_client_port_keys
+from headrace.schemas.spaces import Box, Dict, Discrete, MultiBinary, Spaces, Tuple
+from headrace.workers.policy_client import PolicyClient
+from headrace.workers.serving.records import ServingLimits
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "workers"))
+
+from env_hosts import cable_to
+
+
+@pytest.fixture
+def server() -> Iterator[Served]:
+    with Served() as served:
+        yield served
+
+
+def play(client: PolicyClient, steps: int = 5, **start: Any) -> str:
+    """One episode; gives its id."""
+    episode = client.start_episode(**start)
+    for step in range(steps):
+        assert client.get_action(episode, [step, 1]) == rule([step, 1])
+        client.log_returns(episode, step / 2)
+        client.log_returns(episode, step / 2, {"step": step})
+    client.end_episode(episode, np.array([steps, 1], np.float32), truncated=True)
+    return episode
+
+
+def test_an_episode_is_what_the_client_lived_through(server: Served) -> None:
+    with PolicyClient(server.endpoint) as client:
+        assert client.spaces == SPACES
+        kept = server.episodes.episodes[play(client, training_enabled=False)]
+    assert kept.seen == [0, 1, 2, 3, 4, 5]
+    assert kept.rewards == [0, 0, 1, 2, 3, 4]
+    assert kept.infos == [{"step": step} for step in range(5)]
+    assert (kept.end, kept.training_enabled) == ("truncated", False)
+
+
+def test_an_action_of_the_clients_own_is_logged(server: Served) -> None:
+    with PolicyClient(server.endpoint) as client:
+        episode = client.start_episode("mine")
+        client.log_action(episode, [1, 1], 42)
+        client.get_action(episode, [2, 1])
+        client.end_episode(episode, [3, 1])
+    assert server.episodes.episodes["mine"].actions == [42, rule([2, 1])]
+
+
+def test_threads_of_one_client_wait_side_by_side(server: Served, wait_for: Callable[..., None]) -> None:
+    with PolicyClient(server.endpoint) as client:
+        server.hold.set()
+        threads = [threading.Thread(target=play, args=(client,)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: len(server.episodes.waiting) == 8, what="eight requests at once")
+        server.hold.clear()
+        for thread in threads:
+            thread.join(20)
+        assert [episode.end for episode in server.episodes.episodes.values()] == ["truncated"] * 8
+
+
+def test_connections_that_break_cost_nothing(server: Served) -> None:
+    with cable_to(int(urlsplit(server.endpoint).port or 0)) as cable:
+        with PolicyClient(f"tcp://127.0.0.1:{cable.port}", timeout_s=30) as client:
+            stop = threading.Event()
+            puller = threading.Thread(target=lambda: [cable.pull() for _ in iter(lambda: stop.wait(0.2), True)])
+            puller.start()
+            try:
+                episodes = [play(client, 99) for _ in range(8)]
+            finally:
+                stop.set()
+                puller.join()
+        assert cable.pulled > 2
+    for kept in (server.episodes.episodes[id] for id in episodes):
+        assert kept.seen == list(range(100))
+        assert kept.rewards == [0, *range(99)]
+
+
+def test_a_server_that_began_anew_aborts_episodes_and_takes_new_ones(free_port: int) -> None:
+    with Served(port=free_port) as first:
+        client = PolicyClient(first.endpoint, timeout_s=20)
+        episode = client.start_episode()
+        client.get_action(episode, [1, 1])
+    with Served(port=free_port) as second:
+        with pytest.raises(EpisodeAbortedError, match="open it, and start episodes anew"):
+            client.get_action(episode, [2, 1])
+        assert second.episodes.episodes[play(client)].end == "truncated"
+        client.close()
+
+
+def test_a_client_that_vanishes_loses_its_episodes_after_its_lease(wait_for: Callable[..., None]) -> None:
+    script = (
+        "import os, sys; from headrace.workers.policy_client import PolicyClient\n"
+        "client = PolicyClient(sys.argv[1]); client.get_action(client.start_episode('lost'), [1, 1])\n"
+        "print(sorted(m for m in ('torch', 'gymnasium') if m in sys.modules), flush=True); os._exit(9)"
+    )
+    with Served(replace(LIMITS, lease_s=0.5)) as server:
+        result = subprocess.run([sys.executable, "-c", script, server.endpoint], capture_output=True, text=True)
+        assert (result.returncode, result.stdout) == (9, "[]\n"), result.stderr
+        wait_for(lambda: server.episodes.episodes["lost"].end == "client_lost", what="the end of the lease")
+        assert server.counts() == {"sessions": 0, "episodes": 0, "remembered": 0}
+
+
+def test_a_simulator_may_take_longer_for_a_step_than_the_lease(wait_for: Callable[..., None]) -> None:
+    with Served(replace(LIMITS, lease_s=0.5)) as server, PolicyClient(server.endpoint) as client:
+        episode = client.start_episode()
+        beyond = threading.Event()
+        timer = threading.Timer(1.5, beyond.set)
+        timer.start()
+        assert beyond.wait(10)
+        timer.join()
+        client.get_action(episode, [1, 1])
+
+
+def test_start_waits_for_a_place(server: Served) -> None:
+    with Served(capacity=1) as small, PolicyClient(small.endpoint, timeout_s=0.3) as client:
+        episode = client.start_episode()
+        with pytest.raises(NoFreePlaceError, match="1 episodes are open"):
+            client.start_episode()
+        threading.Timer(0.1, client.abort_episode, (episode, "enough")).start()
+        client.end_episode(client.start_episode(), [0, 0])
+        assert small.episodes.episodes[episode].end == "enough"
+
+
+def test_nobody_there_is_said_within_the_deadline(free_port: int) -> None:
+    with pytest.raises(UnreachableError, match="no policy server answers"):
+        PolicyClient(f"tcp://127.0.0.1:{free_port}", connect_timeout_s=0.2)
+
+
+def test_keys_let_in_clients_only(tmp_path: Path) -> None:
+    keys, others = tmp_path / "keys", tmp_path / "others"
+    make_keys(keys)
+    make_keys(others)
+    (others / "worker.public").write_bytes((keys / "worker.public").read_bytes())
+    with Served(keys=read_client_port_keys(keys)) as server:
+        with PolicyClient(server.endpoint, keys=str(keys)) as client:
+            play(client)
+        with pytest.raises(KeysRefusedError, match="does not let in the client key"):
+            PolicyClient(server.endpoint, keys=str(others), connect_timeout_s=10)
+
+
+def test_off_loopback_keys_are_required() -> None:
+    with pytest.raises(ConfigError, match="serving_allow_insecure"):
+        Served(host="0.0.0.0")
+
+
+def test_nested_spaces_keep_their_nesting_and_dtypes() -> None:
+    nested = Spaces(
+        observation=Dict(
+            spaces={"arm": Tuple(spaces=(Box(shape=(2,), dtype="<f4"), Discrete(n=3))), "a/b": MultiBinary(shape=(2,))}
+        ),
+        action=Discrete(n=1000),
+    )
+    with Served(ServingLimits(), spaces=nested) as server, PolicyClient(server.endpoint) as client:
+        seen: list[Any] = []
+        server.episodes._settle = lambda episode, observation: seen.append(observation)  # type: ignore[method-assign]
+        episode = client.start_episode()
+        client.log_action(episode, {"arm": [[0.5, 1], 2], "a/b": [1, 0]}, 5)
+        client.abort_episode(episode)
+    assert list(seen[0]) == ["arm", "a/b"]
+    assert [(part.dtype.str, part.tolist()) for part in (*seen[0]["arm"], seen[0]["a/b"])] == [
+        ("<f4", [0.5, 1.0]),
+        ("<i8", 2),
+        ("|i1", [1, 0]),
+    ]

@@ -1,0 +1,160 @@
+"""A real runner whose episodes are those of clients elsewhere, and what the learner would get of them."""
+
+from __future__ import annotations
+
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from headrace.deploy.key_pairs import make_keys
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.episode_errors import EpisodeAbortedError
+from headrace.schemas.errors import ConfigError, KeysError, PortInUseError
+from headrace.schemas.keys import TOKEN_FILE
+from headrace.schemas.serving_settings import ServingSection
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.workers.policy_client import PolicyClient
+from headrace.workers.serving.bearer_token import read_token
+from headrace.workers.serving.served_env import ServedEnv, ServedEnvs
+
+
+def serving(**changes: Any) -> ServingSection:
+    return ServingSection(**{"enabled": True, "http_port": 0, "lease_s": 5.0, **changes})
+
+
+@contextmanager
+def runner(settings: ServingSection | None = None, **changes: Any) -> Iterator[tuple[SingleAgentEnvRunner, ServedEnv]]:
+    served: list[ServedEnv] = []
+    creator = ServedEnvs(settings or serving(), "CartPole-v1", "")
+    config = {"num_envs": 4, "seed": 1, "rollout_fragment_length": 8, "external_fragment_max_age_s": 0.2, **changes}
+
+    def make(context: Any) -> ServedEnv:
+        served.append(creator(context))
+        return served[-1]
+
+    sampler = SingleAgentEnvRunner(EnvRunnerConfig(env=make, **config))
+    try:
+        yield sampler, served[0]
+    finally:
+        sampler.stop()
+
+
+def play(endpoint: str, seed: int, steps: int) -> tuple[list[Any], list[int]]:
+    """CartPole, stepped by a client; gives what was seen and done."""
+    env = gym.make("CartPole-v1")
+    observation, _ = env.reset(seed=seed)
+    seen, done = [observation], []
+    with PolicyClient(endpoint, timeout_s=30) as client:
+        episode = client.start_episode(f"cart-{seed}")
+        for _ in range(steps):
+            action = int(client.get_action(episode, observation))
+            observation, reward, terminated, truncated, _ = env.step(action)
+            seen.append(observation)
+            done.append(action)
+            client.log_returns(episode, float(reward))
+            if terminated or truncated:
+                break
+        client.end_episode(episode, observation, truncated=not terminated)
+    env.close()
+    return seen, done
+
+
+@contextmanager
+def sampling(sampler: SingleAgentEnvRunner) -> Iterator[list[Any]]:
+    """Fragments, gathered in a thread as a worker would."""
+    chunks: list[Any] = []
+    stop = threading.Event()
+
+    def gather() -> None:
+        while not stop.is_set():
+            chunks.extend(sampler.sample_fragment())
+
+    thread = threading.Thread(target=gather)
+    thread.start()
+    try:
+        yield chunks
+    finally:
+        stop.set()
+        thread.join(20)
+
+
+def test_what_clients_live_through_is_what_the_learner_gets() -> None:
+    with runner() as (sampler, served):
+        with sampling(sampler) as chunks, ThreadPoolExecutor(4) as pool:
+            played = list(pool.map(lambda seed: play(served.endpoint, seed, 30), range(8)))
+        episodes: dict[str, list[Any]] = {}
+        for chunk in chunks:
+            episodes.setdefault(chunk.episode_id, []).append(chunk)
+        assert len(episodes) == len(played)
+        lived = sorted((np.array(seen).tobytes(), done) for seen, done in played)
+        told = []
+        for parts in episodes.values():
+            obs = np.concatenate([*(part.obs[:-1] for part in parts), parts[-1].obs[-1:]])
+            told.append((obs.tobytes(), np.concatenate([part.actions for part in parts]).tolist()))
+            assert parts[-1].end in (ChunkEnd.TERMINATED, ChunkEnd.TRUNCATED)
+            assert all((part.rewards == 1).all() for part in parts)
+        assert sorted(told) == lived
+
+
+def test_a_client_that_vanishes_leaves_an_aborted_marker(wait_for: Callable[..., None]) -> None:
+    with runner(serving(lease_s=0.4), rollout_fragment_length=2) as (sampler, served):
+        with sampling(sampler) as chunks:
+            url = f"{served.url}/v1/sessions/gone"
+            for path, body in (("", b""), ("/episodes/e", b""), *((f"/episodes/e/steps/{n}", BODY) for n in range(4))):
+                request = urllib.request.Request(url + path, body, {"Headrace-Client": "t"}, method="PUT")
+                urllib.request.urlopen(request, timeout=20).close()
+            wait_for(lambda: any(chunk.end is ChunkEnd.ABORTED for chunk in chunks), what="the marker")
+        totals = sampler.totals
+        assert totals.stepped == 3 == sum(len(chunk) for chunk in chunks) + sum(totals.discarded.values())
+
+
+BODY = b'{"observation": [0, 0, 0, 0], "reward": 0}'
+
+
+def test_a_runner_that_stops_tells_its_clients(wait_for: Callable[..., None]) -> None:
+    with runner() as (sampler, served):
+        client = PolicyClient(served.endpoint, timeout_s=2)
+        with sampling(sampler):
+            episode = client.start_episode()
+            client.get_action(episode, np.zeros(4))
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(client.get_action, episode, np.zeros(4))
+            wait_for(lambda: served.episodes.counts()["waiting"] == 1, what="the request")
+            sampler.stop()
+            with pytest.raises(Exception, match="cannot go on") as refused:
+                asked.result(20)
+            assert not isinstance(refused.value, EpisodeAbortedError)
+        client.close()
+
+
+def test_ports_follow_the_slot_and_a_taken_one_is_said(free_port: int) -> None:
+    with runner(serving(port=free_port, http_port=None)) as (_, served):
+        assert served.endpoint == f"tcp://127.0.0.1:{free_port}"
+        assert served.url == ""
+        with pytest.raises(PortInUseError, match=str(free_port)), runner(serving(port=free_port)):
+            pass
+
+
+def test_off_loopback_keys_and_a_token_are_required(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there are no keys"), runner(serving(host="0.0.0.0", http_port=None)):
+        pass
+    open_token = tmp_path / "token"
+    open_token.write_text("a-token-of-some-length\n")
+    open_token.chmod(0o644)
+    with pytest.raises(KeysError, match="others may read it"), runner(serving(http_token=str(open_token))):
+        pass
+    open_token.chmod(0o600)
+    assert read_token(open_token) == "a-token-of-some-length"
+    open_token.write_text("short")
+    with pytest.raises(KeysError, match="one word of at least 16"):
+        read_token(open_token)
+    make_keys(tmp_path / "keys")
+    assert len(read_token(tmp_path / "keys" / TOKEN_FILE)) > 30

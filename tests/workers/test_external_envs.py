@@ -1,0 +1,201 @@
+"""Envs that drive themselves: their episodes are sampled like any other, and what is said about them is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from external_envs import Idle, Serving, idle, pieced, see, table
+from toy_envs import check_books, runner
+
+from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
+from headrace.schemas.episode_errors import (
+    EpisodeAbortedError,
+    EpisodeBusyError,
+    EpisodeCompletedError,
+    EpisodeError,
+    EpisodeStartedError,
+    NoActionYetError,
+    NoFreePlaceError,
+    UnknownEpisodeError,
+)
+from headrace.schemas.errors import EnvContractError
+from headrace.schemas.spaces import Spaces
+from headrace.workers.envs.spaces import convert
+from headrace.workers.external import Answer, ExternalEpisodes
+from headrace.workers.external.episodes import REMEMBERED
+
+
+def test_fragments_have_the_steps_they_were_asked_for_and_whole_episodes_all_of_theirs() -> None:
+    """An env of 25 steps, fragments of 40: 40, 40, 40; whole episodes: 50, 50, 50."""
+    with runner(Serving, num_envs=1, rollout_fragment_length=40) as sampler:
+        chunks = []
+        for _ in range(3):
+            cut = sampler.sample()
+            assert sum(map(len, cut)) == 40
+            chunks += cut
+        check_books(sampler)
+    for parts in pieced(chunks).values():
+        whole = to_episode(parts)
+        assert whole.rewards.tolist() == [float(t + 1) for t in range(len(whole))]
+        assert whole.obs[:, 0].tolist() == list(range(len(whole) + 1))
+        assert len(set(whole.obs[:, 1])) == 1
+    with runner(Serving, num_envs=2, rollout_fragment_length=40, batch_mode="complete_episodes") as sampler:
+        for _ in range(3):
+            cut = sampler.sample()
+            assert [len(chunk) for chunk in cut] == [25, 25]
+            assert all(chunk.is_terminated and chunk.t_start == 0 for chunk in cut)
+        check_books(sampler)
+
+
+def test_a_logged_action_stands_where_it_was_taken() -> None:
+    """42 first and last, in each episode, and marked."""
+    with runner(Serving, num_envs=1, env_config={"logged": 42}) as sampler:
+        for chunk in sampler.sample(num_episodes=3):
+            off_policy = chunk.columns["off_policy"]
+            assert off_policy.dtype == np.bool_
+            assert np.flatnonzero(off_policy).tolist() == [0, 24]
+            assert chunk.actions[[0, 24]].tolist() == [42, 42]
+
+
+def test_of_five_open_episodes_any_two_may_go_on_in_a_round() -> None:
+    class Multi(Serving):
+        def run(self) -> None:
+            random = np.random.default_rng(5)
+            steps = {self.start_episode(): 0 for _ in range(5)}
+            while True:
+                for episode in random.choice(list(steps), 2, replace=False).tolist():
+                    t = steps[episode]
+                    if t == self.length:
+                        self.end_episode(episode, self.seen(t, 0))
+                        del steps[episode]
+                        steps[self.start_episode()] = 0
+                        continue
+                    self.get_action(episode, self.seen(t, 0))
+                    self.log_returns(episode, float(t + 1))
+                    steps[episode] = t + 1
+
+    with runner(Multi, num_envs=5, rollout_fragment_length=20) as sampler:
+        chunks = [chunk for _ in range(4) for chunk in sampler.sample()]
+        check_books(sampler)
+        assert sampler.totals.delivered == sum(map(len, chunks)) == 400
+    found = pieced(chunks)
+    assert sum(parts[-1].is_terminated for parts in found.values()) >= 10
+    for parts in found.values():
+        whole = to_episode(parts)
+        assert whole.rewards.tolist() == whole.obs[1:, 0].tolist()
+
+
+def test_ids_that_are_unknown_over_in_use_or_busy_are_refused_by_name() -> None:
+    with idle() as sampler:
+        episodes, answers = table(sampler), list[Answer]()
+        assert episodes.start("one") == "one"
+        assert len(episodes.start()) == 32
+        with pytest.raises(EpisodeStartedError, match="is already started"):
+            episodes.start("one")
+        with pytest.raises(NoFreePlaceError, match="num_envs = 2 episodes are open"):
+            episodes.start("three")
+        with pytest.raises(EpisodeError, match="256 are allowed"):
+            episodes.start("x" * 257)
+        with pytest.raises(UnknownEpisodeError, match="not found"):
+            episodes.ask("three", see(0), answers.append)
+        with pytest.raises(NoActionYetError, match="no action yet"):
+            episodes.log_returns("one", 1.0)
+        episodes.ask("one", see(0), answers.append)
+        for call in (episodes.ask, episodes.end):
+            with pytest.raises(EpisodeBusyError, match="earlier call"):
+                call("one", see(0), answers.append)
+        with pytest.raises(EpisodeBusyError):
+            episodes.log_returns("one", 1.0)
+        sampler.sample_fragment()
+        assert answers[0].action in range(100)
+        episodes.end("one", see(1), answers.append)
+        (chunk,) = sampler.sample_fragment()
+        assert chunk.end is ChunkEnd.TERMINATED
+        for again in (episodes.start, lambda name: episodes.ask(name, see(0), answers.append)):
+            with pytest.raises(EpisodeCompletedError, match="has already completed"):
+                again("one")
+        assert [answer.error for answer in answers] == [None, None]
+        episodes.start("three")
+
+
+@pytest.mark.parametrize(
+    ("say", "sentence"),
+    [
+        (lambda e: e.ask("one", np.zeros(3, np.float32), print), r"observation should be .* got float32 \(3,\)"),
+        (lambda e: e.ask("one", np.zeros(2), print), "observation should be .* got float64"),
+        (lambda e: e.ask("one", see(-1), print), r"observation should be within \[0"),
+        (lambda e: e.ask("one", see(np.nan), print), "observation should be free of NaN"),
+        (lambda e: e.end("one", None, print), "observation should be"),
+        (lambda e: e.log_action("one", see(0), 100, print), r"action should be within \[0"),
+        (lambda e: e.log_action("one", see(0), 1.5, print), "action should be int64"),
+        (lambda e: e.log_returns("one", float("nan")), "finite scalar, got nan"),
+        (lambda e: e.log_returns("one", np.ones(2)), "finite scalar"),
+        (lambda e: [e.log_returns("one", 1e308) for _ in range(2)], "sum of rewards"),
+        (lambda e: e.log_returns("one", 0.0, ["no dict"]), "a dict"),
+    ],
+)
+def test_bad_data_is_an_error_of_who_gave_it_and_changes_nothing(say: Callable[..., None], sentence: str) -> None:
+    with idle() as sampler:
+        episodes, answers = table(sampler), list[Answer]()
+        episodes.start("one")
+        episodes.ask("one", see(0), answers.append)
+        sampler.sample_fragment()
+        with pytest.raises(EnvContractError, match=sentence):
+            say(episodes)
+        episodes.end("one", see(1), answers.append)
+        (chunk,) = sampler.sample_fragment()
+        assert len(chunk) == 1
+        assert chunk.rewards[0] in (0.0, 1e308)
+        assert sampler.totals.env_failures == 0
+
+
+def test_rewards_add_up_between_actions_and_are_none_if_nobody_tells_any() -> None:
+    with idle() as sampler:
+        episodes = table(sampler)
+        episodes.start("one")
+        earned: list[list[float]] = [[1.0, 2.5], [], [-1.0]]
+        for t, rewards in enumerate(earned):
+            episodes.ask("one", see(t), lambda _: None)
+            sampler.sample_fragment()
+            for reward in rewards:
+                episodes.log_returns("one", reward)
+        episodes.end("one", see(3), lambda _: None, truncated=True)
+        (last,) = sampler.sample_fragment()
+        assert last.end is ChunkEnd.TRUNCATED
+        assert last.rewards.tolist() == [-1.0]
+        assert (last.episode_return, last.episode_length) == (2.5, 3)
+
+
+def test_an_info_belongs_to_one_observation_only() -> None:
+    """The reference keeps the last one for ever."""
+    with idle() as sampler:
+        episodes, chunks = table(sampler), list[EpisodeChunk]()
+        episodes.start("one")
+        for t in range(5):
+            if t == 2:
+                episodes.log_returns("one", 0.0, {"first": 1})
+                episodes.log_returns("one", 0.0, {"second": 2})
+            episodes.ask("one", see(t), lambda _: None)
+            chunks += sampler.sample_fragment()
+        episodes.end("one", see(5), lambda _: None)
+        chunks += sampler.sample_fragment()
+        assert to_episode(chunks).infos == [{}, {}, {"second": 2}, {}, {}, {}]
+
+
+def test_ids_that_are_over_are_forgotten_one_day_and_nothing_grows() -> None:
+    """The reference remembers all of them."""
+    like = Idle({})
+    spaces = Spaces(observation=convert(like.observation_space, ""), action=convert(like.action_space, ""))
+    episodes = ExternalEpisodes(spaces, 3)
+    for number in range(REMEMBERED + 50):
+        episodes.start(str(number))
+        episodes.ask(str(number), see(0), lambda _: None)
+        episodes.abort(str(number), "gone")
+        for place, error in episodes.take()[1]:
+            episodes.release(place, error.reason)
+    assert episodes.counts() == {"open": 0, "waiting": 0, "free": 3, "remembered": REMEMBERED}
+    with pytest.raises(EpisodeAbortedError, match="was aborted: gone"):
+        episodes.start("60")
+    episodes.start("0")

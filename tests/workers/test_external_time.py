@@ -1,0 +1,69 @@
+"""External envs of whom nobody knows when they will say something."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from external_envs import Idle, idle, see, table
+
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.episode_errors import (
+    ExternalSilenceError,
+)
+from headrace.schemas.errors import ConfigError
+from headrace.workers import EnvRunnerConfig
+
+WaitFor = Callable[..., None]
+
+
+def test_what_comes_slowly_is_shipped_all_the_same() -> None:
+    with idle(rollout_fragment_length=1000) as sampler:
+        assert list(sampler.sample_fragment()) == []
+        episodes = table(sampler)
+        episodes.start("one")
+        for t in range(2):
+            episodes.ask("one", see(t), lambda _: None)
+            chunks = sampler.sample_fragment()
+        (chunk,) = chunks
+        assert (len(chunk), chunk.end) == (1, ChunkEnd.ONGOING)
+
+
+def test_sample_does_not_wait_for_ever_for_nobody() -> None:
+    with pytest.raises(ConfigError, match=r"external_fragment_max_age_s = 5 .*external_silence_timeout_s = 1,"):
+        EnvRunnerConfig(env=Idle, external_silence_timeout_s=1)
+    with idle(external_silence_timeout_s=0.1) as sampler:
+        table(sampler).start()
+        with pytest.raises(ExternalSilenceError, match=r"external_silence_timeout_s = 0.1 s \(1 are open\)"):
+            sampler.sample(num_timesteps=1)
+
+
+def test_waiting_takes_next_to_no_time_of_a_core() -> None:
+    with idle(external_fragment_max_age_s=1.0) as sampler:
+        sampler.sample_fragment()
+        cpu, wall = time.process_time(), time.perf_counter()
+        sampler.sample_fragment()
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        assert wall >= 1.0
+        assert cpu < 0.02 * wall
+
+
+def test_episodes_that_ask_within_the_wait_are_answered_by_one_forward_pass() -> None:
+    with idle(remote_env_batch_wait_ms=10_000, num_envs=4) as sampler:
+        episodes, passes = table(sampler), list[int]()
+        answered: Any = sampler._vector
+        act, order = answered.envs.send_actions_of, [str(n) for n in range(3)]
+        answered.envs.send_actions_of = lambda lanes, columns: (passes.append(len(lanes)), act(lanes, columns))
+        for name in order:
+            episodes.start(name)
+        asking = threading.Thread(
+            target=lambda: [episodes.ask(name, see(0), lambda _: None) for name in order], daemon=True
+        )
+        asking.start()
+        while not passes:
+            sampler.sample_fragment()
+        asking.join(20)
+        assert passes == [3]

@@ -1,0 +1,91 @@
+"""What is said about an external episode, as it stands until the sampler takes it in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from numpy.typing import NDArray
+
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.errors import EnvContractError, HeadraceError
+from headrace.schemas.spaces import Space
+from headrace.workers.envs.checks import check_rewards
+from headrace.workers.envs.observations import Observations
+
+Row = Mapping[str, NDArray[Any]]
+"""A value of a space by column name, each leaf without a leading axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of a call: an action in the space's own nesting, chosen by weights of that version; or an `error`.
+
+    The answer to a logged action repeats it, that to the end of an episode has none.
+    """
+
+    action: Any = None
+    weights: tuple[int, int] = (0, 0)
+    """(learner_epoch, seq)."""
+    error: HeadraceError | None = None
+
+
+OnAnswer = Callable[[Answer], None]
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """An observation, what was earned since the action before it, and what is to follow: an action, or the end."""
+
+    place: Place
+    row: Row
+    on_answer: OnAnswer
+    reward: float
+    info: dict[str, Any]
+    logged: Row | None = None
+    """The action that was taken already, by columns "actions/..."."""
+    end: ChunkEnd = ChunkEnd.ONGOING
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """One open episode. `lane` is its row in the sampler's columns."""
+
+    lane: int
+    episode_id: str
+    training_enabled: bool
+    call: Call | None = None
+    """The one that is not answered yet."""
+    has_acted: bool = False
+    released: bool = False
+    """The episode is over, and the lane may be another's by now."""
+    reward: float = 0.0
+    info: dict[str, Any] = field(default_factory=dict)
+
+    def earn(self, reward: Any) -> None:
+        """Add to the reward since the last action; raises `EnvContractError` unless it and the sum are finite."""
+        checked, problems = check_rewards([reward], [0], ["not known here"])
+        if problems:
+            raise problems[0][1]
+        total = self.reward + float(checked[0])
+        if not math.isfinite(total):
+            raise EnvContractError("sum of rewards since the last action", str(total), "finite")
+        self.reward = total
+
+
+class RowReader:
+    """Checks values of one space and makes rows of them. One thread at a time."""
+
+    def __init__(self, space: Space, root: str, what: str, *, check_bounds: bool) -> None:
+        self._checker = Observations(space, 1, check_bounds=check_bounds)
+        self._root, self._what = root, what
+
+    def read(self, value: Any) -> dict[str, NDArray[Any]]:
+        """The row of `value`, a copy; raises `EnvContractError` for what is not in the space."""
+        problems = self._checker.put(None, [value])
+        if problems:
+            error = problems[0][1]
+            raise EnvContractError(error.what.replace("observation", self._what, 1), error.seen, error.expected)
+        return {self._root + name.removeprefix("obs"): c[0].copy() for name, c in self._checker.columns.items()}

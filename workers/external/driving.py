@@ -1,0 +1,57 @@
+"""The thread in which a user's `run()` drives episodes, and how it ends."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from headrace.schemas.episode_errors import RunReturnedError
+from headrace.workers.envs.lane import close_envs
+from headrace.workers.external.env import ExternalEnv
+
+logger = logging.getLogger(__name__)
+
+
+class Drive:
+    """Runs `env`, which is attached, from `start` on. Once `run()` has ended its table accepts nothing more."""
+
+    def __init__(self, env: ExternalEnv) -> None:
+        self.env = env
+        self._error: BaseException = RunReturnedError(type(env).__name__)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"run-{type(env).__name__}", daemon=True)
+
+    def start(self) -> None:
+        """Call `run()` in the thread."""
+        self._thread.start()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended `run()`; None while it goes on."""
+        return self._error if self._ended.is_set() else None
+
+    def _run(self) -> None:
+        try:
+            self.env.run()
+        except Exception as error:  # noqa: BLE001 - a user's env
+            self._error = error
+        finally:
+            # In this order, so that who sees the failure finds in the table all that was said before it.
+            self.env.episodes.close(f"run() of the env has ended ({type(self._error).__name__}: {self._error})")
+            self._ended.set()
+
+    def stop(self, timeout_s: float) -> None:
+        """Tell `run()` to end, and wait at most `timeout_s` seconds until it has; a thread cannot be killed."""
+        deadline = time.monotonic() + timeout_s
+        self.env.episodes.close("the env was closed")
+        self.env.episodes.release_all()
+        close_envs([self.env], timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(max(deadline - time.monotonic(), 0.0))
+        if self._thread.is_alive():
+            logger.warning(
+                "%s did not end within %g s; it is abandoned, and all it may ask for is refused",
+                self._thread.name,
+                timeout_s,
+            )

@@ -1,0 +1,264 @@
+"""The table of open episodes between those who drive them and the sampler that answers them.
+
+    drivers, any thread                                          the sampler's thread
+    start ── ask or log_action, log_returns, ask, ... ── end     wait ── take ── (act) ── answer
+                                             or abort            release, give_up, close
+
+A call is one observation. It stays in its episode's place until it is answered, so that an episode has one call at a
+time and nothing here can grow: not with calls, nor with episodes, nor, since ids that are over are forgotten in the
+order in which they ended, with the past.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+import uuid
+from typing import Any
+
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.episode_errors import (
+    CannotLogError,
+    ClientLostError,
+    EpisodeAbortedError,
+    EpisodeBusyError,
+    EpisodeCompletedError,
+    EpisodeError,
+    EpisodesClosedError,
+    EpisodeStartedError,
+    NoActionYetError,
+    NoFreePlaceError,
+    UnknownEpisodeError,
+)
+from headrace.schemas.spaces import Spaces
+from headrace.workers.envs.checks import check_info
+from headrace.workers.external.calls import Answer, Call, OnAnswer, Place, Row, RowReader
+
+REMEMBERED = 10_000
+"""Ids of episodes that are over, which are told so when they are used again; older ones are unknown ids."""
+
+
+MAX_ID_LENGTH = 256
+
+
+class ExternalEpisodes:
+    """At most `capacity` open episodes with these `spaces`, the env's own.
+
+    The first group of methods is for any thread and never blocks; what it refuses is a typed error and changes
+    nothing. `on_answer` is called exactly once for each call that was accepted, on the sampler's thread, and must
+    return at once. The second group is the sampler's.
+    """
+
+    def __init__(self, spaces: Spaces, capacity: int, *, check_bounds: bool = True, takes_logged: bool = True) -> None:
+        self.spaces = spaces
+        self.capacity = capacity
+        self._takes_logged = takes_logged
+        self._lock = threading.Lock()
+        self._news = threading.Condition(self._lock)
+        self._freed = threading.Condition(self._lock)
+        self._observations = RowReader(spaces.observation, "obs", "observation", check_bounds=check_bounds)
+        self._actions = RowReader(spaces.action, "actions", "action", check_bounds=True)
+        self._open: dict[str, Place] = {}
+        self._free = list(range(capacity))
+        self._calls: list[Call] = []
+        """Accepted, and not taken by the sampler."""
+        self._lost: list[tuple[Place, ClientLostError]] = []
+        """Aborted, and not taken."""
+        self._waiting = 0
+        """Calls that are not answered."""
+        self._over: dict[str, str | None] = {}
+        """Ids of the newest that are over: None, or why they were aborted."""
+        self._closed: str | None = None
+
+    # -- for whoever drives episodes ----------------------------------------------------------------------------------
+
+    def start(self, episode_id: str | None = None, *, training_enabled: bool = True) -> str:
+        """Open an episode; gives its id, a new one if none is given.
+
+        Raises `EpisodeStartedError`, `EpisodeCompletedError`, `NoFreePlaceError`, `EpisodesClosedError`, or an
+        `EpisodeError` for an id of more than `MAX_ID_LENGTH` characters.
+        """
+        episode_id = uuid.uuid4().hex if episode_id is None else episode_id
+        if len(episode_id) > MAX_ID_LENGTH:
+            raise EpisodeError(episode_id, f"has an id of {len(episode_id)} characters; {MAX_ID_LENGTH} are allowed")
+        with self._lock:
+            if self._closed is not None:
+                raise EpisodesClosedError(episode_id, self._closed)
+            if episode_id in self._open:
+                raise EpisodeStartedError(episode_id)
+            self._check_not_over(episode_id)
+            if not self._free:
+                raise NoFreePlaceError(episode_id, self.capacity)
+            self._open[episode_id] = Place(heapq.heappop(self._free), episode_id, training_enabled)
+        return episode_id
+
+    def ask(self, episode_id: str, observation: Any, on_answer: OnAnswer) -> None:
+        """Have the current policy choose an action.
+
+        Raises `EnvContractError` for an observation outside its space, else an `EpisodeError`.
+        """
+        self._accept(episode_id, observation, on_answer)
+
+    def log_action(self, episode_id: str, observation: Any, action: Any, on_answer: OnAnswer) -> None:
+        """Tell an action that was taken without asking; it is answered when it is taken in. Raises as `ask` does."""
+        if not self._takes_logged:
+            raise CannotLogError(episode_id)
+        self._accept(episode_id, observation, on_answer, action=(action,))
+
+    def log_returns(self, episode_id: str, reward: float, info: dict[str, Any] | None = None) -> None:
+        """Add `reward` to what the last action has earned; `info`, if given, replaces that of this step.
+
+        Raises `EnvContractError` for a reward that is no finite number or an info that is no dict; `NoActionYetError`.
+        """
+        if info is not None:
+            check_info(info)
+        with self._lock:
+            place = self._find(episode_id)
+            if not place.has_acted:
+                raise NoActionYetError(episode_id)
+            place.earn(reward)
+            if info is not None:
+                place.info = dict(info)
+
+    def end(self, episode_id: str, observation: Any, on_answer: OnAnswer, *, truncated: bool = False) -> None:
+        """The episode has ended with this observation. Raises as `ask` does; answered when it is taken in."""
+        end = ChunkEnd.TRUNCATED if truncated else ChunkEnd.TERMINATED
+        self._accept(episode_id, observation, on_answer, end=end)
+
+    def abort(self, episode_id: str, reason: str) -> None:
+        """Whoever drove the episode is gone: it will never end. A call that is not answered is told so."""
+        with self._lock:
+            place = self._find(episode_id, idle=False)
+            error = ClientLostError(episode_id, reason)
+            self._calls = [call for call in self._calls if call.place is not place]
+            self._forget(place, reason)
+            self._lost.append((place, error))
+            self._news.notify()
+
+    def wait_for_place(self, timeout_s: float) -> bool:
+        """Block until a place is free or the table closed, at most so long; whether that came true."""
+        with self._freed:
+            return self._freed.wait_for(lambda: bool(self._free) or self._closed is not None, timeout_s)
+
+    def counts(self) -> dict[str, int]:
+        """What is held: open episodes, calls that wait for an answer, places that are free, ids remembered."""
+        with self._lock:
+            sizes = len(self._open), self._waiting, len(self._free), len(self._over)
+        return dict(zip(("open", "waiting", "free", "remembered"), sizes, strict=True))
+
+    def _accept(
+        self,
+        episode_id: str,
+        observation: Any,
+        on_answer: OnAnswer,
+        *,
+        action: tuple[Any] | None = None,
+        end: ChunkEnd = ChunkEnd.ONGOING,
+    ) -> None:
+        with self._lock:
+            place = self._find(episode_id)
+            row = self._observations.read(observation)
+            logged: Row | None = self._actions.read(action[0]) if action is not None else None
+            place.call = Call(place, row, on_answer, place.reward, place.info, logged, end)
+            place.reward, place.info = 0.0, {}
+            self._calls.append(place.call)
+            self._waiting += 1
+            self._news.notify()
+
+    def _find(self, episode_id: str, *, idle: bool = True) -> Place:
+        place = self._open.get(episode_id)
+        if place is None:
+            self._check_not_over(episode_id)
+            if self._closed is not None:
+                raise EpisodesClosedError(episode_id, self._closed)
+            raise UnknownEpisodeError(episode_id)
+        if self._closed is not None:
+            raise EpisodesClosedError(episode_id, self._closed)
+        if idle and place.call is not None:
+            raise EpisodeBusyError(episode_id)
+        return place
+
+    def _check_not_over(self, episode_id: str) -> None:
+        if episode_id in self._over:
+            reason = self._over[episode_id]
+            raise EpisodeCompletedError(episode_id) if reason is None else EpisodeAbortedError(episode_id, reason)
+
+    def _forget(self, place: Place, reason: str | None) -> None:
+        """The episode is over; its place is not free yet."""
+        if self._open.pop(place.episode_id, None) is not None:
+            self._over[place.episode_id] = reason
+            if len(self._over) > REMEMBERED:
+                del self._over[next(iter(self._over))]
+
+    # -- for the sampler ----------------------------------------------------------------------------------------------
+
+    def wait(self, timeout_s: float, batch_wait_s: float = 0.0) -> None:
+        """Block until something is there to `take`, at most `timeout_s`; then `batch_wait_s` for more.
+
+        No longer than until every open episode waits for its answer.
+        """
+        with self._news:
+            self._news.wait_for(self._has_news, timeout_s)
+            until = time.monotonic() + batch_wait_s
+            while self._calls and self._waiting < len(self._open) and (left := until - time.monotonic()) > 0:
+                self._news.wait(left)
+
+    def _has_news(self) -> bool:
+        return bool(self._calls or self._lost) or self._closed is not None
+
+    def take(self) -> tuple[list[Call], list[tuple[Place, ClientLostError]]]:
+        """Calls in the order in which they came, and the places of episodes that were aborted since the last time."""
+        with self._lock:
+            calls, self._calls = self._calls, []
+            lost, self._lost = self._lost, []
+        return calls, lost
+
+    def answer(self, place: Place, answer: Answer) -> None:
+        """Answer the call of `place`, if there is one."""
+        with self._lock:
+            call, place.call = place.call, None
+            if call is None:
+                return
+            self._waiting -= 1
+            place.has_acted = True
+        call.on_answer(answer)
+
+    def release(self, place: Place, aborted: str | None = None) -> None:
+        """The episode is over, by its end or for the reason `aborted`, and its place free for another.
+
+        A call of it is answered, with an error if it was aborted.
+        """
+        self._vacate(place, aborted)
+        error = None if aborted is None else EpisodeAbortedError(place.episode_id, aborted)
+        self.answer(place, Answer(error=error))
+
+    def _vacate(self, place: Place, aborted: str | None) -> None:
+        with self._lock:
+            if place.released:  # both sides may give an episode up
+                return
+            place.released = True
+            self._forget(place, aborted)
+            if place.call is not None:
+                self._calls = [call for call in self._calls if call.place is not place]
+            self._lost = [(other, error) for other, error in self._lost if other is not place]
+            heapq.heappush(self._free, place.lane)
+            self._freed.notify()
+
+    def close(self, reason: str) -> None:
+        """Accept nothing from now on. What was accepted may still be taken, and `release` answers the rest."""
+        with self._lock:
+            if self._closed is None:
+                self._closed = reason
+            self._news.notify_all()
+            self._freed.notify_all()
+
+    def release_all(self) -> None:
+        """Answer all calls there are, each with an error: the sampler will not come again. After `close`."""
+        with self._lock:
+            places = [*self._open.values(), *(place for place, _ in self._lost)]
+            reason = self._closed or "nobody samples any more"
+            self._calls, self._lost = [], []
+        for place in places:
+            self._vacate(place, reason)
+            self.answer(place, Answer(error=EpisodesClosedError(place.episode_id, reason)))

@@ -1,0 +1,122 @@
+"""Sampling episodes that drive themselves: what is logged is recorded, what is not to be trained on kept back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.batch import OFF_POLICY
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.episode_errors import ExternalSilenceError
+from headrace.schemas.ledger import Discard
+from headrace.workers.callbacks import CallbackList
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.lane import Episode
+from headrace.workers.external.logged import put_logged
+from headrace.workers.external.vector import ExternalEpisode, ExternalVector
+from headrace.workers.fragment import Fragment, OpenChunk
+from headrace.workers.modules.acting import Columns
+from headrace.workers.ready_sampler import ReadySampler
+from headrace.workers.totals import RunnerTotals
+from headrace.workers.vector_sampler import ChooseActions, Mode
+
+
+class ExternalSampler(ReadySampler):
+    """A `ReadySampler` of an `ExternalVector`. Its chunks always have the column "off_policy", bool (T,).
+
+    True there is a step whose action was logged, not asked for: `actions` has what was done, and `logp` what the policy
+    would have given for it, or NaN where the module cannot tell.
+    """
+
+    envs: ExternalVector
+
+    def __init__(
+        self,
+        config: EnvRunnerConfig,
+        envs: ExternalVector,
+        totals: RunnerTotals,
+        id_high: int,
+        callbacks: CallbackList,
+    ) -> None:
+        super().__init__(config, envs, totals, id_high, callbacks)
+        self.module: Any = None
+        """What acts, if anything does."""
+        self._max_age_s = config.external_fragment_max_age_s
+        self._silence_s = config.external_silence_timeout_s
+        self._begun_at = time.monotonic()
+        self._untrained: list[tuple[float, int]] = []
+
+    def begin(self, mode: Mode, capacity: int, *, force_reset: bool) -> None:
+        """See `VectorSampler`."""
+        super().begin(mode, capacity, force_reset=force_reset)
+        self._begun_at = self.envs.heard_at = time.monotonic()
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether what was gathered is to be shipped, for others may come late or never."""
+        return time.monotonic() - self._begun_at >= self._max_age_s
+
+    @property
+    def episodes_ended(self) -> int:
+        """See `VectorSampler`; of those that will be delivered."""
+        return sum(_trains(chunk.episode) for chunk in self.fragment.ended)
+
+    def poll(
+        self,
+        choose_actions: ChooseActions,
+        weights_seq: int,
+        *,
+        on_wait: Callable[[], None] | None = None,
+        stop_at_episodes: int | None = None,
+    ) -> None:
+        """See `ReadySampler`. Returns after a moment, whether anybody came or not.
+
+        Raises `ExternalSilenceError` when nobody has since `begin`, or for as long.
+        """
+        if time.monotonic() - self.envs.heard_at > self._silence_s:
+            raise ExternalSilenceError(self._silence_s, self.envs.episodes.counts()["open"])
+        super().poll(choose_actions, weights_seq, on_wait=on_wait, stop_at_episodes=stop_at_episodes)
+
+    def _act(self, acting: NDArray[np.intp], choose_actions: ChooseActions, weights_seq: int) -> None:
+        columns: Columns = dict(self._choose(choose_actions, acting))
+        logged = self.envs.logged(acting)
+        if logged:
+            module = None if self.mode.random_actions else self.module
+            columns = put_logged(columns, logged, module, self.envs.spaces.action)
+        columns[OFF_POLICY] = np.isin(np.arange(self._width), list(logged))
+        self.fragment.act(acting, columns, weights_seq)
+        self.envs.send_actions_of(acting, columns)
+
+    # -- what is not to be trained on ---------------------------------------------------------------------------------
+
+    def _take_chunks(self, keep_open: bool) -> tuple[list[OpenChunk], Fragment | None]:
+        fragment = self.fragment
+        chunks, moved = super()._take_chunks(keep_open)
+        for chunk in chunks:
+            if not _trains(chunk.episode):
+                self._keep_back(chunk, fragment.columns["rewards"][chunk.lane, chunk.start : chunk.stop])
+        return [chunk for chunk in chunks if _trains(chunk.episode)], moved
+
+    def _keep_back(self, chunk: OpenChunk, rewards: NDArray[np.float64]) -> None:
+        episode, steps = chunk.episode, len(rewards)
+        episode.steps += steps
+        episode.episode_return += float(rewards.sum())
+        self._totals.open -= steps
+        self._totals.discard(Discard.TRAINING_DISABLED, steps)
+        self.envs.lanes[chunk.lane].budget.delivered()
+        if chunk.end is not ChunkEnd.ONGOING:
+            self._untrained.append((episode.episode_return, episode.steps))
+
+    def take_untrained(self) -> list[tuple[float, int]]:
+        """(return, length) of each episode without training that has ended since the last call."""
+        untrained, self._untrained = self._untrained, []
+        return untrained
+
+
+def _trains(episode: Episode) -> bool:
+    assert isinstance(episode, ExternalEpisode), "an ExternalVector begins them"
+    return episode.trains

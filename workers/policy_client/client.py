@@ -1,0 +1,239 @@
+"""A client of a policy server: the simulator is here, the policy there."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+from numpy.typing import NDArray
+
+from headrace.schemas.episode_errors import EpisodeAbortedError, NoActionYetError, NoFreePlaceError, UnknownEpisodeError
+from headrace.schemas.errors import HeadraceError, UnreachableError
+from headrace.schemas.keys import CLIENT, ClientKeys, client_keys
+from headrace.schemas.serving_errors import UnknownSessionError
+from headrace.schemas.serving_messages import (
+    ClientBye,
+    ClientHeartbeat,
+    ClientHello,
+    ClientRequest,
+    ClientWelcome,
+    EpisodeAbort,
+    EpisodeAnswer,
+    EpisodeStart,
+    EpisodeStep,
+)
+from headrace.schemas.spaces import Spaces, nest, spaces_from_json
+from headrace.workers.policy_client.connection import Connection
+from headrace.workers.serving.values import Values, check_reward
+
+_BEFORE_WELCOME_BYTES = 4096
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Episode:
+    step: int = 0
+    reward: float = 0.0
+    info: dict[str, Any] | None = None
+
+
+class PolicyClient:
+    """Drives episodes for which a policy server chooses the actions.
+
+    Any number of threads may call, each episode by one at a time. Calls block until they are answered, `timeout_s` at
+    most, whatever becomes of the connection meanwhile: what is asked again is answered alike and is one step. Raises
+    what the server refuses a call with, by the same class (`schemas/serving_errors.py`, `schemas/episode_errors.py`),
+    and `UnreachableError`. A server that has begun anew knows no episode of before: `EpisodeAbortedError`, once each.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        session: str | None = None,
+        keys: ClientKeys | str | None = None,
+        timeout_s: float = 300.0,
+        connect_timeout_s: float = 60.0,
+    ) -> None:
+        """Open a session at `endpoint`, "tcp://host:port". `session` is its name, for the server's log; None takes a
+        random one. `keys` is a folder with client.secret and worker.public; None: that of HEADRACE_KEYS__DIR."""
+        self.session = session or f"client-{secrets.token_hex(8)}"
+        self._token = secrets.token_hex(16)
+        self._endpoint, self._keys = endpoint, client_keys(keys, CLIENT)
+        self._timeout_s = timeout_s
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._connections: list[Connection] = []
+        """Idle ones; each call takes one, so that calls of several threads wait side by side."""
+        self._episodes: dict[str, _Episode] = {}
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._max_message_bytes = _BEFORE_WELCOME_BYTES
+        try:
+            welcome = self._open(connect_timeout_s)
+        except BaseException:
+            self._disconnect()
+            raise
+        self.spaces: Spaces = spaces_from_json(welcome.spaces)
+        self._observations = Values(self.spaces.observation, "obs")
+        self._actions = Values(self.spaces.action, "actions")
+        self._beats = threading.Thread(target=self._beat, args=(welcome.lease_s / 4,), name="beats", daemon=True)
+        self._beats.start()
+
+    # -- episodes -----------------------------------------------------------------------------------------------------
+
+    def start_episode(self, episode_id: str | None = None, training_enabled: bool = True) -> str:
+        """Open an episode and give its id. Waits for a free place; raises `NoFreePlaceError` after `timeout_s`."""
+        episode_id = episode_id or uuid.uuid4().hex
+        until = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                self._ask(EpisodeStart, episode=episode_id, training_enabled=training_enabled)
+                break
+            except NoFreePlaceError:
+                if time.monotonic() >= until or self._closing.wait(0.1):
+                    raise
+        with self._lock:
+            self._episodes[episode_id] = _Episode()
+        return episode_id
+
+    def get_action(self, episode_id: str, observation: Any) -> Any:
+        """What the current policy does, in the nesting of the action space; arrays are read-only."""
+        _, arrays = self._step(episode_id, observation)
+        return nest(self.spaces.action, arrays, "actions")
+
+    def log_action(self, episode_id: str, observation: Any, action: Any) -> None:
+        """Tell an action that was not asked for."""
+        self._step(episode_id, observation, self._actions.arrays(self._actions.read(action)), off_policy=True)
+
+    def log_returns(self, episode_id: str, reward: float, info: dict[str, Any] | None = None) -> None:
+        """Add to the reward since the last action; goes out with the next call. Raises `EnvContractError` for one that
+        is no finite number, `NoActionYetError` before the first action."""
+        episode = self._find(episode_id)
+        if not episode.step:
+            raise NoActionYetError(episode_id)
+        episode.reward = check_reward(episode.reward + check_reward(reward))
+        episode.info = info if info is not None else episode.info
+
+    def end_episode(self, episode_id: str, observation: Any, truncated: bool = False) -> None:
+        """The episode has ended with this observation."""
+        self._step(episode_id, observation, end="truncated" if truncated else "terminated")
+        self._forget(episode_id)
+
+    def abort_episode(self, episode_id: str, reason: str = "") -> None:
+        """The episode will never finish."""
+        self._find(episode_id)
+        self._forget(episode_id)
+        self._ask(EpisodeAbort, episode=episode_id, reason=reason[:200])
+
+    def _step(
+        self, episode_id: str, observation: Any, arrays: Mapping[str, NDArray[Any]] | None = None, **fields: Any
+    ) -> tuple[EpisodeAnswer, dict[str, NDArray[Any]]]:
+        episode = self._find(episode_id)
+        arrays = {**self._observations.arrays(self._observations.read(observation)), **(arrays or {})}
+        fields |= {"episode": episode_id, "step": episode.step, "reward": episode.reward, "info": episode.info}
+        try:
+            answer, found = self._ask(EpisodeStep, arrays, **fields)
+        except (EpisodeAbortedError, UnknownEpisodeError, UnknownSessionError) as error:
+            self._forget(episode_id)
+            if isinstance(error, EpisodeAbortedError):
+                raise
+            raise EpisodeAbortedError(episode_id, str(error)) from error
+        assert isinstance(answer, EpisodeAnswer)
+        episode.step, episode.reward, episode.info = answer.next_step, 0.0, None
+        return answer, found
+
+    def _find(self, episode_id: str) -> _Episode:
+        episode = self._episodes.get(episode_id)
+        if episode is None:
+            raise UnknownEpisodeError(episode_id)
+        return episode
+
+    def _forget(self, episode_id: str) -> None:
+        with self._lock:
+            self._episodes.pop(episode_id, None)
+
+    # -- the session --------------------------------------------------------------------------------------------------
+
+    def _ask(
+        self, kind: type[ClientRequest], arrays: Mapping[str, NDArray[Any]] | None = None, **fields: Any
+    ) -> tuple[Any, dict[str, NDArray[Any]]]:
+        request = kind(session=self.session, token=self._token, **fields)
+        try:
+            return self._say(request, self._timeout_s, arrays)
+        except UnknownSessionError:
+            self._open(self._timeout_s)
+            if not isinstance(request, EpisodeStart):
+                raise
+            return self._say(request, self._timeout_s)
+
+    def _open(self, timeout_s: float) -> ClientWelcome:
+        hello = ClientHello(session=self.session, token=self._token)
+        welcome, _ = self._say(hello, timeout_s)
+        assert isinstance(welcome, ClientWelcome)
+        self._max_message_bytes = welcome.max_message_bytes
+        return welcome
+
+    def _say(
+        self, request: ClientRequest, timeout_s: float, arrays: Mapping[str, NDArray[Any]] | None = None
+    ) -> tuple[Any, dict[str, NDArray[Any]]]:
+        with self._connection() as connection:
+            return connection.ask(request, timeout_s, arrays, self._max_message_bytes)
+
+    @contextmanager
+    def _connection(self) -> Iterator[Connection]:
+        with self._lock:
+            connection = self._connections.pop() if self._connections else None
+        if connection is None:
+            connection = Connection(self._context, self._endpoint, self._keys)
+        try:
+            yield connection
+        finally:
+            with self._lock:
+                self._connections.append(connection)
+
+    def _beat(self, interval_s: float) -> None:
+        """The simulator may take longer for a step than the server would wait for a sign of life."""
+        heartbeat = ClientHeartbeat(session=self.session, token=self._token)
+        while not self._closing.wait(interval_s):
+            try:
+                self._say(heartbeat, interval_s)
+            except UnknownSessionError:
+                with suppress(HeadraceError):
+                    self._open(interval_s)
+            except UnreachableError as error:
+                log.warning("%s; trying on", error)
+            except HeadraceError as error:
+                log.error("no heartbeats any more: %s", error)
+                return
+
+    # -- leaving ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the session; episodes that are open are aborted. Call it when no other call is under way."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._beats.join()
+        with suppress(HeadraceError):  # a server that is gone has ended it already
+            self._say(ClientBye(session=self.session, token=self._token), 1.0)
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        self._context.destroy(linger=200)  # what was sent has a moment to leave
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,100 @@
+"""One connection to a policy server: says a thing again and again until it is answered, or its time is up."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import zmq
+from numpy.typing import NDArray
+
+from headrace.schemas import sockets
+from headrace.schemas.errors import DecodeError
+from headrace.schemas.handshakes import CLIENT_EVENTS, SUCCEEDED, Handshakes, read_event
+from headrace.schemas.keys import ClientKeys
+from headrace.schemas.messages import Message, read
+from headrace.schemas.serving_errors import MessageTooLargeError, error_of
+from headrace.schemas.serving_messages import ANSWERS, ClientReject, ClientRequest
+from headrace.schemas.wire import DEFAULT_CAPS, Buffer, decode, encode
+
+SERVER = "policy server"
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 4.0
+_LOOK_AGAIN_S = 0.02
+"""Without a connection."""
+_numbers = itertools.count(1)
+
+
+class Connection:
+    """DEALER to a policy server, reconnecting by itself. For one thread at a time; it ends with `context`."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ClientKeys | None) -> None:
+        self._endpoint = endpoint
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        options = sockets.DEALER | {"MAXMSGSIZE": DEFAULT_CAPS.payload_bytes} | (keys.options() if keys else {})
+        for name, value in options.items():
+            self._socket.setsockopt(getattr(zmq, name), value)
+        self._handshakes = Handshakes(endpoint, keys, SERVER)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(CLIENT_EVENTS)
+        self._socket.connect(endpoint)
+        self._poller = zmq.Poller()
+        for socket in (self._socket, self._monitor):
+            self._poller.register(socket, zmq.POLLIN)
+
+    def ask(
+        self,
+        request: ClientRequest,
+        timeout_s: float,
+        arrays: Mapping[str, NDArray[Any]] | None = None,
+        max_message_bytes: int = DEFAULT_CAPS.payload_bytes,
+    ) -> tuple[Message, dict[str, NDArray[Any]]]:
+        """The answer to a request, which may go out several times.
+
+        Raises what the server refuses it with, `KeysRefusedError`, `UnreachableError` after `timeout_s`, and
+        `MessageTooLargeError`: what is too large for the server would cost the connection, and be sent for ever.
+        """
+        number = next(_numbers)
+        frames = encode(request.KIND, request.model_copy(update={"request": number}).model_dump(), arrays)
+        size = sum(map(len, frames))
+        if size > max_message_bytes:
+            raise MessageTooLargeError(f"a message of {size} bytes, and the server takes {max_message_bytes}")
+        now = time.monotonic()
+        until, retry_at, retry_s = now + timeout_s, now, _FIRST_RETRY_S
+        while now < until:
+            if now >= retry_at:
+                if self._send(frames):
+                    retry_at, retry_s = now + retry_s, min(2 * retry_s, _LONGEST_RETRY_S)
+                else:
+                    retry_at = now + _LOOK_AGAIN_S
+            for socket, _ in self._poller.poll(max(1, math.ceil((min(until, retry_at) - now) * 1000))):
+                if socket is self._monitor:
+                    event = self._monitor.recv_multipart()
+                    self._handshakes.observe(event)
+                    if read_event(event)[0] == SUCCEEDED:  # what went down with the old connection is said at once
+                        retry_at = 0.0
+                else:
+                    answer = self._read(self._socket.recv_multipart(), number)
+                    if answer is not None:
+                        return answer
+            now = time.monotonic()
+        raise self._handshakes.why_silent(timeout_s)
+
+    def _send(self, frames: list[Buffer]) -> bool:
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:  # no connection yet
+            return False
+        return True
+
+    def _read(self, frames: list[bytes], number: int) -> tuple[Message, dict[str, NDArray[Any]]] | None:
+        """None for what answers an earlier request, which came again."""
+        message = decode(frames)
+        kind = ANSWERS.get(message.kind)
+        if kind is None:
+            raise DecodeError("bad_message", f"{message.kind.name} is nothing that a policy server says")
+        answer = read(kind, message.header)
+        if isinstance(answer, ClientReject) and answer.request in (number, 0):
+            raise error_of(answer.error, answer.message, answer.facts)
+        return (answer, message.arrays) if getattr(answer, "request", None) == number else None

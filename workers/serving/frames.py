@@ -1,0 +1,79 @@
+"""The way in by ZeroMQ: frames of clients to requests, and replies to frames."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headrace.schemas.errors import HeadraceError, WireError
+from headrace.schemas.messages import read
+from headrace.schemas.serving_errors import BadRequestError, MessageTooLargeError
+from headrace.schemas.serving_messages import REQUESTS, EpisodeStep
+from headrace.schemas.wire import Buffer, Caps, WireMessage, decode, encode
+from headrace.workers.envs.remote.door import Door
+from headrace.workers.serving.desk import SpaceValues
+from headrace.workers.serving.records import Reply, refusal_of
+from headrace.workers.serving.sessions import Sessions
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A connection, as an address."""
+
+    route: bytes
+    way: FramesDoor = field(compare=False, repr=False)
+
+    def send(self, reply: Reply) -> None:
+        """See `Address`."""
+        self.way.send(self.route, reply)
+
+
+class FramesDoor:
+    """Clients at a ROUTER. For the desk's thread."""
+
+    def __init__(self, door: Door, values: SpaceValues, max_message_bytes: int) -> None:
+        self._door = door
+        self._values = values
+        self._caps = Caps(payload_bytes=max_message_bytes, frames=16)
+
+    def watch(self, fd: int) -> None:
+        """See `desk.Door`."""
+        self._door.watch(fd)
+
+    def wait(self, timeout_s: float) -> None:
+        """See `desk.Door`."""
+        self._door.wait(timeout_s)
+
+    def take_in(self, sessions: Sessions, now: float) -> None:
+        """Each message is a request, or is refused where it came from."""
+        for route, frames in self._door.receive():
+            address, request = Route(route, self), 0
+            try:
+                message = decode(frames, self._caps)
+                number = message.header.get("request")
+                request = number if type(number) is int and 0 <= number < 1 << 63 else 0
+                self._hear(message, address, sessions, now)
+            except HeadraceError as error:
+                self.send(route, refusal_of(error, request))
+
+    def _hear(self, message: WireMessage, address: Route, sessions: Sessions, now: float) -> None:
+        kind = REQUESTS.get(message.kind)
+        if kind is None:
+            raise BadRequestError(f"{message.kind.name} is nothing that a client says")
+        request = read(kind, message.header)
+        observation = action = None
+        if isinstance(request, EpisodeStep):
+            observation = self._values.observation.of_arrays(message.arrays)
+            if request.off_policy:
+                action = self._values.action.of_arrays(message.arrays)
+        sessions.receive(request, address, now, observation, action)
+
+    def send(self, route: bytes, reply: Reply) -> None:
+        """Send it, unless nobody is there any more: then it will be asked for again."""
+        self._door.send(route, self._frames(reply))
+
+    def _frames(self, reply: Reply) -> list[Buffer]:
+        arrays = {} if reply.action is None else self._values.action.arrays(reply.action)
+        try:
+            return encode(reply.message.KIND, reply.message.model_dump(), arrays)
+        except WireError as error:
+            return refusal_of(MessageTooLargeError(f"the answer cannot be sent: {error}")).message.frames()

@@ -1,0 +1,104 @@
+"""What a policy server remembers of its clients, and what it says to them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from headrace.schemas.episode_errors import (
+    EpisodeAbortedError,
+    EpisodeCompletedError,
+    EpisodeError,
+    UnknownEpisodeError,
+)
+from headrace.schemas.errors import HeadraceError
+from headrace.schemas.messages import Message
+from headrace.schemas.serving_errors import code_of, facts_of
+from headrace.schemas.serving_messages import ClientReject
+
+
+class Address(Protocol):
+    """Where to send what is said to one request; equal ones lead to the same place."""
+
+    def send(self, reply: Reply) -> None:
+        """Send it, without waiting; nobody may be there any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A message, and the action that goes with it, in the nesting of its space."""
+
+    message: Message
+    action: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServingLimits:
+    """What clients may take of the server; beyond that they are refused."""
+
+    lease_s: float = 30.0
+    """Silence after which a session has ended."""
+    max_sessions: int = 1024
+    max_episodes: int = 1024
+    """Open ones of a session."""
+    remembered_episodes: int = 64
+    """Finished ones of a session, whose last request may still come again."""
+    max_message_bytes: int = 16 << 20
+
+
+@dataclass(slots=True, eq=False)
+class EpisodeRecord:
+    """One episode of a session."""
+
+    training_enabled: bool
+    step: int = 0
+    """The next one."""
+    paid: int = 0
+    """Steps whose reward is in the sampler's books; it is to be there once though the step may be refused after it."""
+    asked_at: Address | None = None
+    """Where the next step is to be answered; None: it is not under way."""
+    asked_as: int = 0
+    last: Reply | None = None
+    """To the step before."""
+    over: str | None = None
+    """None: it is open; "": it has ended; else why it was aborted."""
+
+
+@dataclass(slots=True, eq=False)
+class SessionRecord:
+    """One client, from its first word to its end."""
+
+    token: str
+    heard_at: float
+    open: dict[str, EpisodeRecord] = field(default_factory=dict)
+    ended: OrderedDict[str, EpisodeRecord] = field(default_factory=OrderedDict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """A step that the sampler has been given."""
+
+    session: SessionRecord
+    id: str
+    episode: EpisodeRecord
+    tells_action: bool
+    ends: bool
+
+
+def refusal_of(error: HeadraceError, request: int = 0) -> Reply:
+    """How an error is told to a client."""
+    return Reply(ClientReject(request=request, error=code_of(error), message=str(error), facts=facts_of(error)))
+
+
+def find(session: SessionRecord, id: str) -> EpisodeRecord:
+    """An episode of the session, open or over; raises `UnknownEpisodeError`."""
+    episode = session.open.get(id) or session.ended.get(id)
+    if episode is None:
+        raise UnknownEpisodeError(id)
+    return episode
+
+
+def over_error(id: str, reason: str | None) -> EpisodeError:
+    """What is said of an episode that is over."""
+    return EpisodeAbortedError(id, reason) if reason else EpisodeCompletedError(id)

@@ -1,0 +1,290 @@
+"""Sessions of a policy server's clients: who may do what, and what becomes of requests that come twice. Does no I/O.
+
+A request goes in with the time and the address to answer at; answers come out of `take_outbox`. Each step of an episode
+goes to the sampler once, however often it is asked for and on whatever connection: while it is under way the newest
+request is the one that is answered, and afterwards the answer is remembered until the next step is taken. A session
+that was silent for its lease has ended, and its episodes are aborted. All that is remembered is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from headrace.schemas.episode_errors import (
+    EpisodeAbortedError,
+    EpisodeCompletedError,
+    EpisodesClosedError,
+    EpisodeStartedError,
+    UnknownEpisodeError,
+)
+from headrace.schemas.errors import HeadraceError
+from headrace.schemas.serving_errors import (
+    BadRequestError,
+    ServerFullError,
+    SessionTakenError,
+    StepOrderError,
+    SupersededError,
+    UnknownSessionError,
+)
+from headrace.schemas.serving_messages import (
+    ClientAck,
+    ClientBye,
+    ClientHeartbeat,
+    ClientHello,
+    ClientRequest,
+    ClientWelcome,
+    EpisodeAbort,
+    EpisodeAnswer,
+    EpisodeStart,
+    EpisodeStep,
+)
+from headrace.workers.serving.episodes import Answer, Episodes
+from headrace.workers.serving.records import (
+    Address,
+    Asked,
+    EpisodeRecord,
+    Reply,
+    ServingLimits,
+    SessionRecord,
+    find,
+    over_error,
+    refusal_of,
+)
+
+CLIENT_LOST, CLIENT_LEFT = "client_lost", "client_left"
+"""Why episodes are aborted: the client was silent for its lease, or ended its session."""
+
+
+_GONE = (EpisodeAbortedError, EpisodeCompletedError, EpisodesClosedError, UnknownEpisodeError)
+"""What the table says of an episode that it has lost, or given up by itself."""
+
+
+class Sessions:
+    """All sessions of one server. `post` brings an answer of the sampler to the thread that calls `answered`."""
+
+    def __init__(
+        self,
+        episodes: Episodes,
+        spaces: dict[str, Any],
+        post: Callable[[Asked, Answer], None],
+        limits: ServingLimits | None = None,
+    ) -> None:
+        self.limits = limits or ServingLimits()
+        self._episodes = episodes
+        self._spaces = spaces
+        self._post = post
+        self._sessions: OrderedDict[str, SessionRecord] = OrderedDict()
+        """The one that has been silent for longest first."""
+        self._outbox: list[tuple[Address, Reply]] = []
+        self._ticked_at: float | None = None
+        self._judge_at = 0.0
+
+    def counts(self) -> dict[str, int]:
+        """What is held: sessions, their open episodes, and finished ones that are remembered."""
+        sessions = self._sessions.values()
+        return {
+            "sessions": len(self._sessions),
+            "episodes": sum(len(session.open) for session in sessions),
+            "remembered": sum(len(session.ended) for session in sessions),
+        }
+
+    # -- in and out ---------------------------------------------------------------------------------------------------
+
+    def receive(
+        self, request: ClientRequest, address: Address, now: float, observation: Any = None, action: Any = None
+    ) -> None:
+        """Do what is asked. `observation` and `action`, of a step, are values of their spaces."""
+        try:
+            reply = self._do(request, address, now, observation, action)
+        except HeadraceError as error:
+            reply = refusal_of(error, request.request)
+        if reply is not None:
+            self._outbox.append((address, reply))
+
+    def answered(self, asked: Asked, answer: Answer) -> None:
+        """The sampler has said what comes of a step."""
+        episode = asked.episode
+        address, episode.asked_at = episode.asked_at, None
+        if address is None or asked.session.open.get(asked.id) is not episode:
+            return
+        episode.step += 1
+        if answer.error is not None:
+            episode.last = refusal_of(answer.error, episode.asked_as)
+            self._end(asked.session, asked.id, str(answer.error))
+        else:
+            message = EpisodeAnswer(
+                request=episode.asked_as, episode=asked.id, next_step=episode.step, weights=answer.weights
+            )
+            episode.last = Reply(message, answer.action if asked.tells_action else None)
+            if asked.ends:
+                self._end(asked.session, asked.id, "")
+        self._outbox.append((address, episode.last))
+
+    def tick(self, now: float) -> None:
+        """End the sessions that were silent for too long. After a pause in which nobody called, all get some time: what
+        they said meanwhile may still lie in a socket."""
+        pause = self.limits.lease_s / 4
+        if self._ticked_at is not None and now - self._ticked_at > pause:
+            self._judge_at = now + pause
+        self._ticked_at = now
+        while self._sessions and now >= self._judge_at:
+            name, session = next(iter(self._sessions.items()))
+            if now - session.heard_at <= self.limits.lease_s:
+                return
+            self._close(name, CLIENT_LOST)
+
+    def close(self) -> None:
+        """End all sessions, as when their clients leave."""
+        for name in list(self._sessions):
+            self._close(name, CLIENT_LEFT)
+
+    def take_outbox(self) -> list[tuple[Address, Reply]]:
+        """What is to be sent now, and where."""
+        taken, self._outbox = self._outbox, []
+        return taken
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def _do(self, request: ClientRequest, address: Address, now: float, observation: Any, action: Any) -> Reply | None:
+        if isinstance(request, ClientHello):
+            return self._open(request, now)
+        if isinstance(request, ClientBye) and request.session not in self._sessions:
+            return Reply(ClientAck(request=request.request))  # it came again
+        session = self._session_of(request, now)
+        match request:
+            case EpisodeStart():
+                return self._start(session, request)
+            case EpisodeStep():
+                return self._step(session, request, address, observation, action)
+            case EpisodeAbort():
+                self._abort(session, request)
+            case ClientBye():
+                self._close(request.session, CLIENT_LEFT)
+            case ClientHeartbeat():
+                pass
+            case _:
+                raise BadRequestError(f"{type(request).__name__} is no request of a client")
+        return Reply(ClientAck(request=request.request))
+
+    def _open(self, hello: ClientHello, now: float) -> Reply:
+        if hello.session not in self._sessions:
+            if len(self._sessions) >= self.limits.max_sessions:
+                raise ServerFullError(f"all {len(self._sessions)} sessions are taken; come again later")
+            self._sessions[hello.session] = SessionRecord(hello.token, now)
+        session = self._session_of(hello, now)
+        return Reply(
+            ClientWelcome(
+                request=hello.request,
+                spaces=self._spaces,
+                lease_s=self.limits.lease_s,
+                max_message_bytes=self.limits.max_message_bytes,
+                episodes={id: episode.step for id, episode in session.open.items()},
+            )
+        )
+
+    def _session_of(self, request: ClientRequest, now: float) -> SessionRecord:
+        session = self._sessions.get(request.session)
+        if session is None:
+            raise UnknownSessionError(
+                f"session {request.session!r} is not open; it may have been silent for {self.limits.lease_s:g} s, or "
+                "the server has begun anew: open it, and start episodes anew"
+            )
+        if session.token != request.token:
+            raise SessionTakenError(
+                f"session {request.session!r} belongs to another client; take another name, or wait until it has been "
+                f"silent for {self.limits.lease_s:g} s"
+            )
+        session.heard_at = now
+        self._sessions.move_to_end(request.session)
+        return session
+
+    def _start(self, session: SessionRecord, start: EpisodeStart) -> Reply:
+        episode = session.open.get(start.episode)
+        if episode is None:
+            if start.episode in session.ended:
+                raise over_error(start.episode, session.ended[start.episode].over)
+            if len(session.open) >= self.limits.max_episodes:
+                raise ServerFullError(f"this session has {len(session.open)} open episodes, the most it may have")
+            self._episodes.start(start.episode, training_enabled=start.training_enabled)
+            session.open[start.episode] = EpisodeRecord(start.training_enabled)
+        elif episode.step or episode.asked_at is not None or episode.training_enabled != start.training_enabled:
+            raise EpisodeStartedError(start.episode)
+        return Reply(EpisodeAnswer(request=start.request, episode=start.episode, next_step=0))
+
+    def _step(
+        self, session: SessionRecord, step: EpisodeStep, address: Address, observation: Any, action: Any
+    ) -> Reply | None:
+        episode = find(session, step.episode)
+        if step.step == episode.step - 1 and episode.last is not None:
+            repeated = episode.last.message.model_copy(update={"request": step.request})
+            return Reply(repeated, episode.last.action)
+        if episode.over is not None:
+            raise over_error(step.episode, episode.over)
+        if step.step != episode.step:
+            raise StepOrderError(
+                f"step {step.step} of episode {step.episode!r} is not the next one, which is {episode.step}"
+            )
+        earlier, episode.asked_at = episode.asked_at, address
+        earlier_as, episode.asked_as = episode.asked_as, step.request
+        if earlier is None:
+            self._give(session, episode, step, observation, action)
+        elif earlier != address:
+            detail = f"step {step.step} of episode {step.episode!r} was asked for again, and is answered there"
+            self._outbox.append((earlier, refusal_of(SupersededError(detail), earlier_as)))
+        return None
+
+    def _give(
+        self, session: SessionRecord, episode: EpisodeRecord, step: EpisodeStep, observation: Any, action: Any
+    ) -> None:
+        """To the sampler, which answers in time."""
+        ends = step.end != "no"
+        asked = Asked(session, step.episode, episode, tells_action=not (ends or step.off_policy), ends=ends)
+        on_answer = partial(self._post, asked)
+        try:
+            if episode.paid <= step.step and (step.reward or step.info):
+                self._episodes.log_returns(step.episode, step.reward, step.info)
+            episode.paid = step.step + 1
+            if ends:
+                self._episodes.end(step.episode, observation, on_answer, truncated=step.end == "truncated")
+            elif step.off_policy:
+                self._episodes.log_action(step.episode, observation, action, on_answer)
+            else:
+                self._episodes.ask(step.episode, observation, on_answer)
+        except HeadraceError as error:
+            episode.asked_at = None
+            if isinstance(error, _GONE):
+                self._end(session, step.episode, str(error))
+            raise
+
+    def _abort(self, session: SessionRecord, abort: EpisodeAbort) -> None:
+        episode = find(session, abort.episode)
+        if episode.over == "":
+            raise EpisodeCompletedError(abort.episode)
+        if episode.over is None:
+            reason = abort.reason or CLIENT_LEFT
+            self._give_up(abort.episode, episode, reason)
+            self._end(session, abort.episode, reason)
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def _end(self, session: SessionRecord, id: str, reason: str) -> None:
+        episode = session.open.pop(id)
+        episode.over = reason
+        session.ended[id] = episode
+        if len(session.ended) > self.limits.remembered_episodes:
+            session.ended.popitem(last=False)
+
+    def _close(self, name: str, reason: str) -> None:
+        for id, episode in self._sessions.pop(name).open.items():
+            self._give_up(id, episode, reason)
+
+    def _give_up(self, id: str, episode: EpisodeRecord, reason: str) -> None:
+        with suppress(HeadraceError):  # the sampler may have lost it already
+            self._episodes.abort(id, reason)
+        if episode.asked_at is not None:
+            self._outbox.append((episode.asked_at, refusal_of(EpisodeAbortedError(id, reason), episode.asked_as)))
+            episode.asked_at = None

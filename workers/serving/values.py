@@ -1,0 +1,140 @@
+"""Observations and actions of clients: as JSON, as arrays of a message, and in the nesting of their space.
+
+Whatever arrives is checked against the space, since a client's mistake is the client's to hear of, not a failure of the
+sampler. Needs no gymnasium: client and server both use it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.errors import EnvContractError
+from headrace.schemas.spaces import Dict, Leaf, Space, Tuple, column_dtype, leaf_shape, leaves, nest
+from headrace.workers.bounds import leaf_bounds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Leaf:
+    title: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    low: NDArray[Any] | None
+    high: NDArray[Any] | None
+
+    def check(self, array: NDArray[Any]) -> NDArray[Any]:
+        if array.shape != self.shape:
+            raise self.refused(f"shape {array.shape}", f"{self.dtype} {self.shape}")
+        if self.dtype.kind == "f" and np.isnan(array).any():
+            raise self.refused("NaN", "free of NaN")
+        if (self.low is not None and not (array >= self.low).all()) or (
+            self.high is not None and not (array <= self.high).all()
+        ):
+            raise self.refused(f"values from {array.min()} to {array.max()}", f"within {self.low} and {self.high}")
+        return array
+
+    def refused(self, seen: str, expected: str) -> EnvContractError:
+        return EnvContractError(self.title, f"{seen:.200}", f"{expected:.200}")
+
+
+class Values:
+    """Those of one space. `root` is "obs" or "actions", by which their arrays are named.
+
+    What is given out is the reader's own to keep. All raise `EnvContractError`.
+    """
+
+    def __init__(self, space: Space, root: str, *, check_bounds: bool = True) -> None:
+        self.space = space
+        self.root = root
+        self._leaves = {name: _leaf(name, leaf, check_bounds) for name, leaf in leaves(space, root)}
+
+    def read(self, value: Any) -> Any:
+        """From lists, numbers and arrays, into the dtypes of the space; a Tuple may be a list."""
+        return self._read(self.space, value, self.root)
+
+    def of_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> Any:
+        """From the arrays of a message, which must have the very dtypes of the space."""
+        found = {name: array for name, array in arrays.items() if name.split("/", 1)[0] == self.root}
+        if found.keys() != self._leaves.keys():
+            raise EnvContractError(self.root, f"{sorted(found)!r:.200}", f"{sorted(self._leaves)!r:.200}")
+        for name, leaf in self._leaves.items():
+            if found[name].dtype != leaf.dtype:
+                raise leaf.refused(f"{found[name].dtype}", f"{leaf.dtype} {leaf.shape}")
+            leaf.check(found[name])
+        return nest(self.space, {name: array.copy() for name, array in found.items()}, self.root)
+
+    def arrays(self, value: Any) -> dict[str, NDArray[Any]]:
+        """The arrays of a message for a value in the nesting of the space."""
+        return {name: np.asarray(part, self._leaves[name].dtype) for name, part in _parts(self.space, value, self.root)}
+
+    def json(self, value: Any) -> Any:
+        """Lists and numbers for a value in the nesting of the space."""
+        if isinstance(value, dict):
+            return {key: self.json(part) for key, part in value.items()}
+        if isinstance(value, tuple):
+            return [self.json(part) for part in value]
+        return np.asarray(value).tolist()
+
+    def _read(self, space: Space, value: Any, name: str) -> Any:
+        if isinstance(space, Dict):
+            if not isinstance(value, dict) or value.keys() != space.spaces.keys():
+                raise EnvContractError(name, f"{value!r:.100}", f"an object of {list(space.spaces)!r:.200}")
+            return {key: self._read(sub, value[key], f"{name}/{key}") for key, sub in space.spaces.items()}
+        if isinstance(space, Tuple):
+            if not isinstance(value, list | tuple) or len(value) != len(space.spaces):
+                raise EnvContractError(name, f"{value!r:.100}", f"a list of {len(space.spaces)}")
+            return tuple(self._read(sub, value[i], f"{name}/{i}") for i, sub in enumerate(space.spaces))
+        return _array(self._leaves[name], value)
+
+
+def _array(leaf: _Leaf, value: Any) -> NDArray[Any]:
+    try:
+        array = np.asarray(value)
+    except ValueError as error:  # lists of different lengths
+        raise leaf.refused("lists of different lengths", f"{leaf.dtype} {leaf.shape}") from error
+    if array.size == 0 and not leaf.shape.count(0):
+        raise leaf.refused(f"shape {array.shape}", f"{leaf.dtype} {leaf.shape}")
+    if array.dtype.kind not in ("biuf" if leaf.dtype.kind == "f" else "biu"):
+        raise leaf.refused(f"{array.dtype} {array.shape}", f"{leaf.dtype} {leaf.shape}")
+    if leaf.dtype.kind in "iub" and array.size:
+        span = np.iinfo(leaf.dtype) if leaf.dtype.kind != "b" else None
+        lowest, highest = (span.min, span.max) if span is not None else (0, 1)
+        if array.min() < lowest or array.max() > highest:
+            raise leaf.refused(f"values from {array.min()} to {array.max()}", f"{leaf.dtype} {leaf.shape}")
+    with np.errstate(over="ignore"):
+        row = array.astype(leaf.dtype)
+    if leaf.dtype.kind == "f" and (np.isinf(row) > np.isinf(array)).any():
+        raise leaf.refused(f"values from {array.min()} to {array.max()}", f"{leaf.dtype} {leaf.shape}")
+    return leaf.check(row)
+
+
+def _leaf(name: str, leaf: Leaf, check_bounds: bool) -> _Leaf:
+    low, high = leaf_bounds(leaf) if check_bounds else (None, None)
+    return _Leaf(name, leaf_shape(leaf), column_dtype(leaf), low, high)
+
+
+def _parts(space: Space, value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(space, Dict):
+        for key, sub in space.spaces.items():
+            yield from _parts(sub, value[key], f"{name}/{key}")
+    elif isinstance(space, Tuple):
+        for index, sub in enumerate(space.spaces):
+            yield from _parts(sub, value[index], f"{name}/{index}")
+    else:
+        yield name, value
+
+
+def check_reward(reward: Any) -> float:
+    """A finite real number."""
+    try:
+        checked = float(reward)
+    except (TypeError, ValueError) as error:
+        raise EnvContractError("reward", f"{reward!r:.80} ({type(reward)})", "a finite number") from error
+    if not math.isfinite(checked):
+        raise EnvContractError("reward", str(checked), "a finite number")
+    return checked
