@@ -89,6 +89,11 @@ class VectorSampler:
         """Episodes that finished in the fragment."""
         return len(self.fragment.ended)
 
+    @property
+    def blocks(self) -> list[NDArray[np.intp]]:
+        """Lanes of which all that can act do so together; none: whoever acts, a forward pass is of all lanes."""
+        return []
+
     answered: int | None = None
     """Steps that came back, where a poll may step some lanes only; None where each steps all."""
 
