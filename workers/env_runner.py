@@ -18,11 +18,11 @@ from headrace.schemas.spaces import Spaces
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.metrics import RunnerMetrics
+from headrace.workers.mode import Mode
 from headrace.workers.randomness import SeedTree, episode_id_high
 from headrace.workers.runner_state import RunnerState, Version
 from headrace.workers.sample_size import check_size
 from headrace.workers.totals import RunnerTotals
-from headrace.workers.vector_sampler import Mode
 
 Batch = TypeVar("Batch", bound=Sequence[EpisodeChunk])
 """What one cut gives."""
