@@ -290,6 +290,15 @@ class EnvRunner(RunnerState, Generic[Batch]):
         if not getattr(self, "_healthy", False) or self._stopped:
             raise AssertionError("the runner was not built to its end, or was stopped")
 
+    def _make_parts(self) -> None:
+        """Envs and module; where they cannot all be made no env stays open, nor a process of envs."""
+        try:
+            self.make_env()
+            self.make_module()
+        except BaseException:
+            self.stop()
+            raise
+
     def stop(self) -> None:
         """Close all envs. May be called twice, and on a runner that has none; `make_env` builds them anew."""
         self.callbacks.check_at_rest("stop()")

@@ -69,8 +69,7 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         self._actor: Actor | BlockActor | None = None
         self._on_wait_for_hosts = on_wait
         if config.env is not None or config.env_placement == "remote":
-            self.make_env()
-            self.make_module()
+            self._make_parts()
         self._healthy = True
 
     # -- parts --------------------------------------------------------------------------------------------------------

@@ -6,13 +6,15 @@ import os
 import select
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from process_driving import POLL_S
 
-from headrace.workers import EnvRunnerConfig
+from headrace.schemas.errors import ModuleError
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.process.control import SLOTS
 from headrace.workers.envs.process.pool import EnvProcessPool
 from headrace.workers.envs.process.quorum import Quorum, answered
@@ -131,3 +133,16 @@ def test_infos_of_any_length_arrive_with_their_step() -> None:
             infos = dict(pool.poll(POLL_S, batch_wait_s=POLL_S).infos)
             assert infos[1] == {"said": "so"}
             assert infos.get(0) == ({"said": "so" * length**20} if length else None)
+
+
+def test_a_runner_whose_policy_cannot_be_built_leaves_no_process() -> None:
+    config = EnvRunnerConfig(env="CartPole-v1", env_placement="process", module="json:JSONDecoder")
+    before = children()
+    with pytest.raises(ModuleError):
+        SingleAgentEnvRunner(config)
+    assert children() <= before
+
+
+def children() -> set[int]:
+    listed = (task.read_text().split() for task in Path("/proc/self/task").glob("*/children"))
+    return {int(pid) for pids in listed for pid in pids}
