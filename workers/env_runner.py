@@ -18,11 +18,11 @@ from headrace.schemas.spaces import Spaces
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.metrics import RunnerMetrics
+from headrace.workers.mode import Mode
 from headrace.workers.randomness import SeedTree, episode_id_high
 from headrace.workers.runner_state import RunnerState, Version
 from headrace.workers.sample_size import check_size
 from headrace.workers.totals import RunnerTotals
-from headrace.workers.vector_sampler import Mode
 
 Batch = TypeVar("Batch", bound=Sequence[EpisodeChunk])
 """What one cut gives."""
@@ -321,6 +321,15 @@ class EnvRunner(RunnerState, Generic[Batch]):
         """Raise AssertionError unless construction went through to its end."""
         if not getattr(self, "_healthy", False) or self._stopped:
             raise AssertionError("the runner was not built to its end, or was stopped")
+
+    def _make_parts(self) -> None:
+        """Envs and module; where they cannot all be made no env stays open, nor a process of envs."""
+        try:
+            self.make_env()
+            self.make_module()
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self) -> None:
         """Close all envs. May be called twice, and on a runner that has none; `make_env` builds them anew."""

@@ -59,8 +59,7 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         """The module of each policy; None where its builder raised NotImplementedError."""
         self._on_wait_for_hosts = on_wait
         if config.env is not None or config.env_placement == "remote":
-            self.make_env()
-            self.make_module()
+            self._make_parts()
         self._healthy = True
 
     # -- parts --------------------------------------------------------------------------------------------------------

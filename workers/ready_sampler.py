@@ -46,6 +46,11 @@ class ReadySampler(VectorSampler):
         """See `VectorSampler`."""
         return bool(self.envs.under_way)
 
+    @property
+    def blocks(self) -> list[Rows]:
+        """See `VectorSampler`."""
+        return list(self.envs.halves)
+
     def _new_fragment(self, capacity: int) -> HangingFragment:
         return HangingFragment(self._width, capacity, self.connectors.columns)
 

@@ -26,7 +26,7 @@ from headrace.workers.episode_view import EpisodeView
 from headrace.workers.external.sampler import ExternalSampler
 from headrace.workers.external.vector import ExternalVector
 from headrace.workers.module_weights import check_weights, read_weights, write_weights
-from headrace.workers.modules.acting import Actor, Columns
+from headrace.workers.modules.acting import Actor, BlockActor, Columns
 from headrace.workers.modules.protocol import build_module
 from headrace.workers.multi_agent.noise import SeatNoise
 from headrace.workers.random_streams import (
@@ -69,11 +69,10 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         super().__init__(config, worker_index, incarnation, run_uid)
         self.module: torch.nn.Module | None = None
         self._sampler: VectorSampler | None = None
-        self._actor: Actor | None = None
+        self._actor: Actor | BlockActor | None = None
         self._on_wait_for_hosts = on_wait
         if config.env is not None or config.env_placement == "remote":
-            self.make_env()
-            self.make_module()
+            self._make_parts()
         self._healthy = True
 
     # -- parts --------------------------------------------------------------------------------------------------------
@@ -121,8 +120,9 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         self._make_actor(module)
 
     def _make_actor(self, module: Any) -> None:
-        columns = self._vector.connectors.columns
-        self._actor = Actor(module, self.spaces, columns, lambda: self.fleet_steps)
+        parts = module, self.spaces, self._vector.connectors.columns, lambda: self.fleet_steps
+        blocks = self._vector.blocks
+        self._actor = BlockActor(*parts, blocks) if blocks else Actor(*parts)
         self._vector.use_memory(self._actor.memory)
         if isinstance(self._sampler, ExternalSampler):
             self._sampler.module = module

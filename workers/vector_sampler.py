@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.chunk import EXPLORE, RANDOM_ACTIONS, ChunkEnd
+from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import ConnectorError
 from headrace.schemas.ledger import Discard
 from headrace.workers.callbacks import CallbackList
@@ -24,8 +23,10 @@ from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.stepping import Outcome
 from headrace.workers.episode_events import EpisodeEvents
+from headrace.workers.episode_starts import EpisodeStarts
 from headrace.workers.episode_view import EpisodeView, OpenRows
 from headrace.workers.fragment import Fragment, OpenChunk
+from headrace.workers.mode import Mode
 from headrace.workers.modules.acting import Columns
 from headrace.workers.modules.recurrent import Memory
 from headrace.workers.totals import RunnerTotals
@@ -39,19 +40,6 @@ ChooseActions = Callable[[NDArray[np.intp] | None], Columns]
 
 Process = Callable[[NDArray[np.intp] | None, Outcome, Columns], None]
 """Has what lanes (None: all) see pass env_to_module, with what came of the actions in the columns."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """How actions are chosen; the same for all steps of a fragment."""
-
-    explore: bool
-    random_actions: bool
-
-    @property
-    def flags(self) -> int:
-        """As they stand in the chunk table."""
-        return EXPLORE * self.explore | RANDOM_ACTIONS * self.random_actions
 
 
 class VectorSampler:
@@ -75,6 +63,7 @@ class VectorSampler:
         self.resets = 0
         """Times that a poll was no step for a lane, since its env used it for a reset."""
         self._events = EpisodeEvents(callbacks, self.look)
+        self._start_episodes = EpisodeStarts(envs, self._events, self._open_chunks, self._abort)
         envs.on_episode_created = self._events.created if self._events.watches_created else None
         envs.on_failure = self._events.failed if self._events.watches_failures else None
 
@@ -88,6 +77,11 @@ class VectorSampler:
     def episodes_ended(self) -> int:
         """Episodes that finished in the fragment."""
         return len(self.fragment.ended)
+
+    @property
+    def blocks(self) -> list[NDArray[np.intp]]:
+        """Lanes of which all that can act do so together; none: whoever acts, a forward pass is of all lanes."""
+        return []
 
     answered: int | None = None
     """Steps that came back, where a poll may step some lanes only; None where each steps all."""
@@ -292,41 +286,17 @@ class VectorSampler:
         if stop_at_episodes is None or self.episodes_ended < stop_at_episodes:
             self._totals.timers.timed("env_reset_timer", self.envs.try_reset)(lanes)
 
-    def _start_episodes(self, bring_back: Callable[[], None]) -> None:
-        """Bring back failed envs, and open a chunk for each episode that has begun, also when bringing back raises."""
-        refused = True
-        while refused:
-            try:
-                bring_back()
-            finally:
-                # A lane may have begun twice, when it failed in between; what it sees is of its last beginning.
-                started = [i for i in dict.fromkeys(self.envs.take_started()) if self.envs.lanes[i].episode is not None]
-                refused = bool(started) and self._open_chunks(started)
-            bring_back = self.envs.try_restart
-
-    def _open_chunks(self, started: list[int]) -> bool:
-        """Whether a callback's error has ended an episode at its start."""
+    def _open_chunks(self, started: Sequence[Lane]) -> None:
+        indices = [lane.index for lane in started]
         with self._dropping():
-            self.connectors.started(started)
+            self.connectors.started(indices)
         if self._memory is not None:
-            self._memory.reset(started)
-        for index in started:
-            episode = self.envs.lanes[index].episode
-            assert episode is not None, "only lanes with an episode have started"
-            self.fragment.begin(index, episode, self._state_in(index))
-            if episode.reset_info and self._keeps_infos:
-                self.fragment.add_info(index, episode.reset_info)
-        return self._events.watches_starts and self._tell_starts(started)
-
-    def _tell_starts(self, started: list[int]) -> bool:
-        refused = False
-        for index in started:
-            lane = self.envs.lanes[index]
-            error = self._events.started(lane, lane.episode) if lane.episode is not None else None
-            if error is not None:
-                self._abort(Failure(index, error, stepped=True))
-                refused = True
-        return refused
+            self._memory.reset(indices)
+        for lane in started:
+            assert lane.episode is not None, "only lanes with an episode have started"
+            self.fragment.begin(lane.index, lane.episode, self._state_in(lane.index))
+            if lane.episode.reset_info and self._keeps_infos:
+                self.fragment.add_info(lane.index, lane.episode.reset_info)
 
     # -- the end of a fragment ----------------------------------------------------------------------------------------
 

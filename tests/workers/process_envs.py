@@ -88,6 +88,14 @@ class Jittery(Troubled):
         return (*super().step(action)[:4], {"time": self._time})
 
 
+class Wordy(Troubled):
+    """Its infos are as long as its action says: nothing, a few words, or more than a socket holds at once."""
+
+    def step(self, action: Any) -> Any:
+        answer = super().step(action)
+        return (*answer[:4], {"said": "so" * (int(action) ** 20)} if action else {})
+
+
 class Unsound(gym.Env[Any, Any]):
     """Observes its time; raises, dies or answers nonsense at a chance that follows from its seed."""
 

@@ -19,10 +19,11 @@ from headrace.workers.envs.lane import Episode
 from headrace.workers.external.logged import put_logged
 from headrace.workers.external.vector import ExternalEpisode, ExternalVector
 from headrace.workers.fragment import Fragment, OpenChunk
+from headrace.workers.mode import Mode
 from headrace.workers.modules.acting import Columns
 from headrace.workers.ready_sampler import ReadySampler
 from headrace.workers.totals import RunnerTotals
-from headrace.workers.vector_sampler import ChooseActions, Mode
+from headrace.workers.vector_sampler import ChooseActions
 
 
 class ExternalSampler(ReadySampler):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,19 +21,32 @@ Columns = dict[str, NDArray[Any]]
 class Actor:
     """Calls `module` with the observations in `columns` (width, ...), which it reads anew at each call.
 
-    `count_steps` says how many steps the fleet has made, when a module without `numpy_act` explores.
-    Gives flat column names ("actions/arm/0"). Raises `ModuleError` when the module raises or answers the wrong shapes.
+    `count_steps` says how many steps the fleet has made, when a module without `numpy_act` explores. It acts for all
+    lanes, or for `lanes` alone, whose rows of `memory` it then moves on. Gives flat column names ("actions/arm/0").
+    Raises `ModuleError` when the module raises or answers the wrong shapes.
     """
 
     def __init__(
-        self, module: Any, spaces: Spaces, columns: Mapping[str, NDArray[Any]], count_steps: Callable[[], int]
+        self,
+        module: Any,
+        spaces: Spaces,
+        columns: Mapping[str, NDArray[Any]],
+        count_steps: Callable[[], int],
+        lanes: NDArray[np.intp] | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self._module = module
         self._spaces = spaces
+        self._everybody = columns
+        self._lanes = lanes
+        if lanes is not None:
+            columns = {name: column[lanes] for name, column in columns.items()}
         self._columns = columns
         self._count_steps = count_steps
         self._width = len(next(iter(columns.values())))
-        self.memory = Memory(module, self._width) if hasattr(module, "initial_state") else None
+        if lanes is None and hasattr(module, "initial_state"):
+            memory = Memory(module, self._width)
+        self.memory = memory
         """What a recurrent module remembers, by lane; moved on by each call."""
         fast = self.memory is None and hasattr(module, "numpy_act")
         self._act = module.numpy_act() if fast else None
@@ -47,6 +60,9 @@ class Actor:
 
         All rows are computed; where only those of `acting` are meant, the memory of the others stays as it is.
         """
+        if self._lanes is not None:
+            for name, rows in self._columns.items():
+                rows[...] = self._everybody[name][self._lanes]
         try:
             columns = self._act(self._columns, noise) if self._act is not None else self._forward(noise, acting)
         except ModuleError:
@@ -62,7 +78,7 @@ class Actor:
     def _forward(self, noise: NDArray[np.float32] | None, acting: NDArray[np.intp] | None) -> Columns:
         batch: dict[str, Any] = {"obs": self._batch_obs}
         if self.memory is not None:
-            batch["state_in"] = self.memory.tensors()
+            batch["state_in"] = self.memory.tensors(self._lanes)
         with torch.inference_mode():
             if noise is None:
                 answer = self._module.forward_inference(batch)
@@ -72,7 +88,7 @@ class Actor:
         if not isinstance(answer, dict) or "actions" not in answer:
             raise ModuleError(f"the policy answered {answer!r:.80}; it must be a dict with 'actions'")
         if self.memory is not None:
-            self.memory.take(answer.get("state_out"), acting)
+            self.memory.take(answer.get("state_out"), acting, self._lanes)
         columns: Columns = {}
         for name, value in answer.items():
             if name == "state_out":
@@ -96,6 +112,42 @@ class Actor:
                 raise ModuleError(f"the policy's column {name!r} has a name that is the runner's own; choose another")
             if column.ndim == 0 or len(column) != self._width:
                 raise ModuleError(f"the policy's column {name!r} has shape {column.shape}, not {self._width} rows")
+
+
+class BlockActor:
+    """Passes over `blocks` of lanes, which are disjoint and all lanes together: half the lanes cost half a pass.
+
+    How a pass is rounded depends on its number of rows. So a block always passes whole, by place and not by who of it
+    can act, and what a lane lives through does not depend on who is ready when.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        spaces: Spaces,
+        columns: Mapping[str, NDArray[Any]],
+        count_steps: Callable[[], int],
+        blocks: Sequence[NDArray[np.intp]],
+    ) -> None:
+        self._width = len(next(iter(columns.values())))
+        self.memory = Memory(module, self._width) if hasattr(module, "initial_state") else None
+        self._blocks = [(lanes, Actor(module, spaces, columns, count_steps, lanes, self.memory)) for lanes in blocks]
+        self._block_of = np.empty(self._width, np.intp)
+        for block, lanes in enumerate(blocks):
+            self._block_of[lanes] = block
+
+    def __call__(self, noise: NDArray[np.float32] | None, acting: NDArray[np.intp] | None = None) -> Columns:
+        """See `Actor`: columns (width, ...), of which the rows of `acting` (None: all) mean something."""
+        columns: Columns = {}
+        acting = np.arange(self._width) if acting is None else acting
+        for block in np.unique(self._block_of[acting]).tolist():
+            lanes, actor = self._blocks[block]
+            there = acting[self._block_of[acting] == block]
+            for name, rows in actor(None if noise is None else noise[lanes], there).items():
+                if name not in columns:
+                    columns[name] = np.zeros((self._width, *rows.shape[1:]), rows.dtype)
+                columns[name][lanes] = rows
+        return columns
 
 
 def _flatten(space: Space, value: Any, root: str) -> dict[str, Any]:

@@ -51,21 +51,27 @@ class Memory:
         """What the lane remembers now, or did `before` its last step; a copy."""
         return {name: rows[lane].copy() for name, rows in (self._before if before else self.rows).items()}
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """`rows` as tensors of the same memory."""
-        return {name: torch.from_numpy(rows) for name, rows in self.rows.items()}
+    def tensors(self, lanes: NDArray[np.intp] | None = None) -> dict[str, torch.Tensor]:
+        """`rows` as tensors of the same memory, or a copy of those of `lanes`."""
+        return {name: torch.from_numpy(rows if lanes is None else rows[lanes]) for name, rows in self.rows.items()}
 
-    def take(self, state_out: Any, acting: NDArray[np.intp] | None = None) -> None:
-        """Remember what a forward pass answered as "state_out"; lanes that are not `acting` (None: all) are as before.
+    def take(
+        self, state_out: Any, acting: NDArray[np.intp] | None = None, lanes: NDArray[np.intp] | None = None
+    ) -> None:
+        """Remember what a forward pass of `lanes` (None: all) answered as "state_out".
 
-        Raises `ModuleError` for other names or shapes.
+        Of them only those that are `acting` (None: all) remember it. Raises `ModuleError` for other names or shapes.
         """
         seen = {n: tuple(t.shape) for n, t in state_out.items()} if isinstance(state_out, dict) else state_out
-        wanted = {name: rows.shape for name, rows in self.rows.items()}
+        count = len(next(iter(self.rows.values()))) if lanes is None else len(lanes)
+        wanted = {name: (count, *rows.shape[1:]) for name, rows in self.rows.items()}
         if seen != wanted:
             raise ModuleError(f"the policy's 'state_out' should have the shapes {wanted}, and has {seen!r:.200}")
         # New arrays: the module may have answered its old state, or the new one, as a column too.
         new = {name: state_out[name].detach().cpu().numpy().astype(rows.dtype) for name, rows in self.rows.items()}
+        if lanes is not None:
+            acting = lanes if acting is None else acting
+            new = {name: _spread(part, lanes, self.rows[name]) for name, part in new.items()}
         if acting is None:
             self._before, self.rows = self.rows, new
         else:
@@ -81,6 +87,12 @@ def _with(
     for name, part in mixed.items():
         part[lanes] = others[name][lanes]
     return mixed
+
+
+def _spread(part: NDArray[Any], lanes: NDArray[np.intp], rows: NDArray[Any]) -> NDArray[Any]:
+    whole = np.empty_like(rows)
+    whole[lanes] = part
+    return whole
 
 
 def sequences(batch: ChunkBatch) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.cutting import Marker, Stamp
 from headrace.workers.envs.failures import Failure
 from headrace.workers.fragment import OpenChunk
+from headrace.workers.mode import Mode
 from headrace.workers.multi_agent.batches import ModuleBatches
 from headrace.workers.multi_agent.cutting import cut_seats
 from headrace.workers.multi_agent.episodes import AgentEpisode, MultiAgentEpisode, Seat
@@ -28,7 +29,6 @@ from headrace.workers.multi_agent.module_seats import ModuleSeats
 from headrace.workers.multi_agent.outcomes import StepOutcome
 from headrace.workers.multi_agent.turns import Turn, parts_of
 from headrace.workers.totals import RunnerTotals
-from headrace.workers.vector_sampler import Mode
 
 
 class OpenChunks:

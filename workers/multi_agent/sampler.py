@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
 
 from headrace.schemas.chunk import ChunkEnd
@@ -15,6 +16,8 @@ from headrace.workers.envs.actions import to_env_form
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Lane
 from headrace.workers.episode_events import EpisodeEvents
+from headrace.workers.episode_starts import EpisodeStarts
+from headrace.workers.mode import Mode
 from headrace.workers.multi_agent.episodes import MultiAgentEpisode
 from headrace.workers.multi_agent.lanes import MultiAgentLanes
 from headrace.workers.multi_agent.module_seats import ModuleSeats
@@ -24,7 +27,6 @@ from headrace.workers.multi_agent.policies import PolicyMappingError
 from headrace.workers.multi_agent.turns import Turn
 from headrace.workers.multi_agent.views import MultiAgentEpisodeView
 from headrace.workers.totals import RunnerTotals
-from headrace.workers.vector_sampler import Mode
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,6 +50,8 @@ class MultiAgentSampler:
         self._id_high = id_high
         self._width = config.num_envs
         self._events = EpisodeEvents(callbacks, self.look)
+        refuse = partial(self._abort, recorded=True)
+        self._start_episodes = EpisodeStarts(envs, self._events, self._open_chunks, refuse)
         envs.on_episode_created = self._events.created if self._events.watches_created else None
         envs.on_failure = self._events.failed if self._events.watches_failures else None
 
@@ -221,36 +225,14 @@ class MultiAgentSampler:
         self.envs.end_episodes([failure.lane])
         self.envs.fail(failure)
 
-    def _start_episodes(self, bring_back: Callable[[], None]) -> None:
-        """Bring back failed envs, and open a chunk for each agent that has begun, also when bringing back raises."""
-        refused = True
-        while refused:
-            try:
-                bring_back()
-            finally:
-                # A lane may have begun twice, when it failed in between; what it sees is of its last beginning.
-                started = [self.envs.lanes[index] for index in dict.fromkeys(self.envs.take_started())]
-                refused = self._open_chunks([lane for lane in started if lane.episode is not None])
-            bring_back = self.envs.try_restart
-
-    def _open_chunks(self, started: Sequence[Lane]) -> bool:
-        """Whether a callback's error has ended an episode at its start."""
+    def _open_chunks(self, started: Sequence[Lane]) -> None:
+        """For each agent that has begun."""
         episodes = [cast(MultiAgentEpisode, lane.episode) for lane in started]
         self.chunks.begin([seat for episode in episodes for seat in episode.acting])
         for episode in episodes:
             for seat in episode.acting:
                 if seat.agent in episode.reset_info:
                     self.chunks.take_info(seat, episode.reset_info[seat.agent])
-        return self._events.watches_starts and self._tell_starts(started)
-
-    def _tell_starts(self, started: Sequence[Lane]) -> bool:
-        refused = False
-        for lane in started:
-            error = self._events.started(lane, lane.episode) if lane.episode is not None else None
-            if error is not None:
-                self._abort(Failure(lane.index, error, stepped=True), recorded=True)
-                refused = True
-        return refused
 
     # -- when all begins anew, or ends --------------------------------------------------------------------------------
 

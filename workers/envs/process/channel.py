@@ -1,11 +1,13 @@
-"""A bell and a socket between a driver and one process of envs.
+"""Bells and a socket between a driver and one process of envs.
 
-    to the process     an eventfd, to which RING (look at your commands) or STOP is added
-    from the process   length of what follows: uint32, little-endian; then JSON, or nothing when there is nothing to add
+    to the process     `bell`, an eventfd: each order that was written adds RING, STOP asks for the end
+    from the process   `told`, an eventfd: each order that was obeyed adds one, in their order; then the quorum's
+                       a socket, for answers in JSON that are too long for their place in shared memory:
+                       length of what follows: uint32, little-endian; then that, all of it before `told` is rung
 
-All that is large is in shared memory. What an env says of itself (infos, errors, spaces) is JSON.
+All that is large is in shared memory, and what was written there before a bell is seen by whoever has heard it.
 
-The bell is no socket, since a socket's wake-up tells the scheduler that the sender is about to sleep: it then puts the
+Bells are no sockets, since a socket's wake-up tells the scheduler that the sender is about to sleep: it then puts the
 process that wakes onto the driver's core, though the driver has others to wake and another core is idle.
 """
 
@@ -14,23 +16,21 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from typing import Any
 
-import orjson
+from headrace.workers.envs.process.quorum import answered
 
 RING, STOP = 1, 1 << 32
 
 _LENGTH = struct.Struct("<I")
 _READ = 1 << 16
-_NOTHING = _LENGTH.pack(0)
 
 
 class DriverEnd:
     """The driver's end. Never blocks."""
 
-    def __init__(self, sock: socket.socket, bell: int) -> None:
+    def __init__(self, sock: socket.socket, bell: int, told: int) -> None:
         sock.setblocking(False)
-        self._sock, self._bell = sock, bell
+        self._sock, self._bell, self.told = sock, bell, told
         self._buffer = bytearray()
         self.is_over = False
         """The process has ended, or closed its end, and everything was read."""
@@ -42,46 +42,55 @@ class DriverEnd:
         """RING or STOP. A process that has ended is no error: its end is noticed by its pidfd."""
         os.eventfd_write(self._bell, signal)
 
-    def receive(self) -> dict[str, Any] | None:
-        """The answer, {} for an empty one; None while it is not complete: then ask again when there is more to read."""
-        buffer = self._buffer
+    def answers(self) -> int:
+        """How many more orders were obeyed."""
         try:
-            part = self._sock.recv(_READ)
-            self.is_over = not part
-            buffer += part
+            return os.eventfd_read(self.told)
+        except BlockingIOError:
+            return 0
+
+    def listen(self) -> None:
+        """Read what the socket holds, so that the process can send the rest."""
+        try:
+            while not self.is_over:
+                part = self._sock.recv(_READ)
+                self.is_over = not part
+                self._buffer += part
         except BlockingIOError:
             pass
         except ConnectionResetError:
             self.is_over = True
-        if len(buffer) < _LENGTH.size:
-            return None
-        (size,) = _LENGTH.unpack_from(buffer)
-        if len(buffer) < _LENGTH.size + size:
-            return None
-        body = bytes(buffer[_LENGTH.size : _LENGTH.size + size])
-        del buffer[: _LENGTH.size + size]
-        answer: dict[str, Any] = orjson.loads(body) if body else {}
-        return answer
+
+    def message(self) -> bytes:
+        """The next one that came by the socket; only for an order that was obeyed, for then it is there."""
+        self.listen()
+        (size,) = _LENGTH.unpack_from(self._buffer)
+        body = bytes(self._buffer[_LENGTH.size : _LENGTH.size + size])
+        del self._buffer[: _LENGTH.size + size]
+        return body
 
     def close(self) -> None:
         self._sock.close()
         os.close(self._bell)
+        os.close(self.told)
 
 
 class ProcessEnd:
     """The end of the process of envs. Blocks."""
 
-    def __init__(self, sock: socket.socket, bell: int) -> None:
-        self._sock, self._bell = sock, bell
+    def __init__(self, sock: socket.socket, bell: int, told: int, quorum: tuple[int, int]) -> None:
+        self._sock, self._bell, self._told, self._quorum = sock, bell, told, quorum
 
-    def wait(self) -> bool:
-        """Whether there are commands; False is the end that was asked for. A driver that is gone ends it otherwise."""
-        return os.eventfd_read(self._bell) < STOP
+    def wait(self) -> int:
+        """How many more orders there are; 0 is the end that was asked for. A driver that is gone ends it otherwise."""
+        rung = os.eventfd_read(self._bell)
+        return rung if rung < STOP else 0
 
-    def answer(self, what: dict[str, Any]) -> None:
-        """Say that all commands were obeyed, and what else there is to say."""
-        if not what:
-            self._sock.sendall(_NOTHING)
-            return
-        body = orjson.dumps(what)
+    def send(self, body: bytes) -> None:
+        """What is to be told with the next answer."""
         self._sock.sendall(_LENGTH.pack(len(body)) + body)
+
+    def answer(self) -> None:
+        """Say that one more order was obeyed."""
+        os.eventfd_write(self._told, 1)
+        answered(*self._quorum)

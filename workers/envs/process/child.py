@@ -7,6 +7,7 @@ is told to, or with its driver.
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import signal
 import socket
@@ -30,20 +31,22 @@ def main(job_descriptor: int) -> None:
     with open(job_descriptor, "rb") as file:
         job = HostJob.model_validate_json(file.read())
     tie_group(job.lifeline)
-    for descriptor in (job.socket, job.bell, job.control, job.columns, job.lifeline, job.last_words):
+    for descriptor in job.descriptors:
         os.set_inheritable(descriptor, False)  # none of an env's own children is to hold them
     faulthandler.enable(job.last_words)
     faulthandler.register(STACK_SIGNAL, job.last_words)
     sys.path[:] = job.import_path
     control = Control(job.control, job.lanes, create=False)
     host = EnvHost(job, control)
-    channel = ProcessEnd(socket.socket(fileno=job.socket), job.bell)
+    channel = ProcessEnd(socket.socket(fileno=job.socket), job.bell, job.told, (job.quorum_tokens, job.quorum_bell))
     memory = _Memory(control)
     control.end()  # of its start, which the driver has noted
-    while channel.wait():
-        told = host.obey()
-        memory.note()
-        channel.answer(told)
+    slots = itertools.cycle(control.slots)
+    while posted := channel.wait():
+        for slot in itertools.islice(slots, posted):
+            host.obey(slot, channel)
+            memory.note()
+            channel.answer()
     host.close()
 
 

@@ -1,7 +1,13 @@
-"""What a process of envs is told to do, and the notes it keeps of what it does: both in shared memory.
+"""What a process of envs is told to do, what came of it, and the notes it keeps meanwhile: all in shared memory.
 
-The parent writes commands and rings; it writes no more until the process has answered. The notes are there to be read
-at any time, most of all when the process answers no more: they say which env it was that did not return.
+Orders are obeyed one after the other. Each stands in a slot, a command for every lane, and so does its answer; the
+driver may write the next order while the process is busy with one, so that it need not wait to hear of it.
+
+    slot 0   commands ▮▮▮▮  seeds ▮▮▮▮  outcomes ▮▮▮▮  words "..."     order 0, SLOTS, 2 * SLOTS, ...
+    slot 1   commands ▮▮▮▮  seeds ▮▮▮▮  outcomes ▮▮▮▮  words "..."     order 1, ...
+
+The notes are there to be read at any time, most of all when the process answers no more: they say which env it was that
+did not return.
 """
 
 from __future__ import annotations
@@ -9,13 +15,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.workers.envs.process.shared import Layout, map_arrays
 
 NO_SEED = -1
+SLOTS = 8
+"""Orders of a process that can be under way at once."""
+ENDS, BEGAN = 0x0F, 0x10
+"""In an outcome: bits of the `ChunkEnd` of a step that ended the episode; that the env was reset."""
+
+_WORDS = 4096
+"""Bytes of JSON that stand in a slot; more goes by the socket."""
 
 
 class Command(IntEnum):
@@ -46,21 +61,41 @@ class Phase(IntEnum):
     RENDER = 5
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot:
+    """One order and its answer, by lane of the process, from 0."""
+
+    commands: NDArray[np.uint8]
+    seeds: NDArray[np.int64]
+    outcomes: NDArray[np.uint8]
+    words: NDArray[np.uint8]
+    """What else there is to tell, as JSON, if it fits in here."""
+    counts: memoryview[int]
+    """How many outcomes are not zero, and the bytes of what is told; more than `words` holds came by the socket."""
+
+
 class Control:
-    """Commands and seeds by lane of this process, from 0; and the notes."""
+    """Orders and answers by slot, and the notes."""
 
     def __init__(self, descriptor: int, lanes: int, *, create: bool) -> None:
         layout: Layout = {
-            "commands": (np.dtype(np.uint8), (lanes,)),
-            "seeds": (np.dtype(np.int64), (lanes,)),
+            "commands": (np.dtype(np.uint8), (SLOTS, lanes)),
+            "seeds": (np.dtype(np.int64), (SLOTS, lanes)),
+            "outcomes": (np.dtype(np.uint8), (SLOTS, lanes)),
+            "words": (np.dtype(np.uint8), (SLOTS, _WORDS)),
+            "counts": (np.dtype(np.int64), (SLOTS, 2)),
             "indices": (np.dtype(np.int64), (lanes,)),
             "notes": (np.dtype(np.int64), (4,)),
         }
         arrays = map_arrays(descriptor, layout, create=create)
-        self.commands, self.seeds = arrays["commands"], arrays["seeds"]
+        commands, seeds, outcomes, words = (arrays[name] for name in ("commands", "seeds", "outcomes", "words"))
+        self.slots = [
+            # A memoryview's items are read and written faster than an array's.
+            Slot(commands[i], seeds[i], outcomes[i], words[i], memoryview(arrays["counts"][i]))
+            for i in range(SLOTS)
+        ]
         self.indices = arrays["indices"]
         """What the creator of each lane's env is told as `vector_index`."""
-        # A memoryview's items are read and written faster than an array's.
         self._notes: memoryview[int] = memoryview(arrays["notes"])  # type: ignore[arg-type]
 
     def begin(self, lane: int, phase: Phase) -> None:

@@ -10,22 +10,28 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
 from headrace.workers.envs.process.channel import RING, STOP, DriverEnd
 from headrace.workers.envs.process.child import STACK_SIGNAL
-from headrace.workers.envs.process.control import NO_SEED, Command, Control, Phase
+from headrace.workers.envs.process.control import NO_SEED, SLOTS, Command, Control, Phase, Slot
+from headrace.workers.envs.process.endings import Call, Ending, describe_end, read_stack
 from headrace.workers.envs.process.host import HostJob
 from headrace.workers.envs.process.output import OutputDrain
+from headrace.workers.envs.process.quorum import Quorum
 from headrace.workers.envs.process.shared import new_memory
 
 _STACK_S = 0.2
 """How long a process that is to be killed has to write down where it stands."""
 _LAST_OUTPUT_S = 0.2
-_STACK_BYTES = 1 << 16
 
 
 class State(Enum):
@@ -40,22 +46,39 @@ class State(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """What a process was doing; `lane` is one of the pool, or None."""
+class Order:
+    """What a process was told to do at once, with lanes of the pool."""
 
-    lane: int | None
-    phase: Phase
+    stepping: Sequence[int]
+    is_awaited: bool
+    """Whether there is a step or a reset in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """That it has done so: what was written into the slot, and what was said besides."""
+
+    order: Order
+    slot: Slot
+    told: dict[str, Any]
 
 
 class ProcessHandle:
     """One process, with the lanes `first_lane` and following. Nothing here blocks but `bury`, for a moment."""
 
-    def __init__(self, job: Mapping[str, Any], limits: Mapping[Phase, float], columns: int, drain: OutputDrain) -> None:
+    def __init__(
+        self,
+        job: Mapping[str, Any],
+        limits: Mapping[Phase, float],
+        columns: int,
+        drain: OutputDrain,
+        quorum: Quorum,
+    ) -> None:
         self.first_lane, self.lanes = int(job["first_lane"]), int(job["lanes"])
         self.members: set[int] = set()
         """Lanes of the pool that live here."""
-        self.asked: dict[int, Command] = {}
-        """What each lane was told, for as long as that is not answered."""
+        self.awaited = 0
+        """Of the orders that are not answered, those with a step or a reset."""
         self.episodes = 0
         self.state = State.SERVING
         self.overdue: Call | None = None
@@ -64,6 +87,10 @@ class ProcessHandle:
         self._limits = limits
         self._shortest_s = min(limits.values())
         self._queue: dict[int, tuple[Command, int]] = {}
+        self._asked: deque[Order] = deque()
+        """Orders that are not answered, the oldest first."""
+        self._posted = self._answered = 0
+        self._step_all = Order(range(self.first_lane, self.first_lane + self.lanes), is_awaited=True)
         self._asked_at = time.monotonic()
         self.check_at = self._asked_at + limits[Phase.CONSTRUCTION]
         """When `enforce` may have something to do, in monotonic seconds; never too late."""
@@ -71,41 +98,45 @@ class ProcessHandle:
         self.control = Control(control, self.lanes, create=True)
         self.control.begin(-1, Phase.CONSTRUCTION)
         self.control.indices[:] = range(self.first_lane, self.first_lane + self.lanes)
-        self._start(job, control, columns, drain)
+        self._start(job, control, columns, drain, quorum)
 
-    def _start(self, job: Mapping[str, Any], control: int, columns: int, drain: OutputDrain) -> None:
+    def _start(self, job: Mapping[str, Any], control: int, columns: int, drain: OutputDrain, quorum: Quorum) -> None:
         ours, theirs = socket.socketpair()
         lifeline, self._lifeline = os.pipe2(os.O_CLOEXEC)
         self._last_words, last_words = os.pipe2(os.O_CLOEXEC)
         output, printed = os.pipe2(os.O_CLOEXEC)
-        told, bell = new_memory("headrace-job"), os.eventfd(0, os.EFD_CLOEXEC)
+        written = new_memory("headrace-job")
+        bell, told = os.eventfd(0, os.EFD_CLOEXEC), os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         inherited = {
             "socket": theirs.fileno(),
             "bell": bell,
+            "told": told,
+            "quorum_tokens": quorum.tokens,
+            "quorum_bell": quorum.bell,
             "control": control,
             "columns": columns,
             "lifeline": lifeline,
             "last_words": last_words,
         }
-        os.pwrite(told, HostJob(**job, **inherited).model_dump_json().encode(), 0)
+        os.pwrite(written, HostJob(**job, **inherited).model_dump_json().encode(), 0)
         # -P: no module beside the current folder's files is to be taken for one of ours before the path is set.
-        command = [sys.executable, "-P", "-m", "headrace.workers.envs.process.child", str(told)]
+        command = [sys.executable, "-P", "-m", "headrace.workers.envs.process.child", str(written)]
         try:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=printed,
-                pass_fds=[told, *inherited.values()],
+                pass_fds=[written, *inherited.values()],
                 start_new_session=True,
             )
         finally:
             theirs.close()
-            for descriptor in (control, lifeline, last_words, printed, told):
+            for descriptor in (control, lifeline, last_words, printed, written):
                 os.close(descriptor)
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
-        self.channel = DriverEnd(ours, bell)
+        self.channel = DriverEnd(ours, bell, told)
         self._output = drain.watch(output)
 
     # -- messages -----------------------------------------------------------------------------------------------------
@@ -114,31 +145,64 @@ class ProcessHandle:
         """Have the lane do this with the next `flush`."""
         self._queue[lane] = command, seed
 
+    def step_all(self, seeds: NDArray[np.int64]) -> None:
+        """Have every lane step, now if that can be; `seeds` (lanes,): what `Command.STEP` says of them."""
+        if self._queue or not self._takes_orders:
+            for lane, seed in zip(self._step_all.stepping, seeds.tolist(), strict=True):
+                self.ask(lane, Command.STEP, seed)
+            return
+        slot = self.control.slots[self._posted % SLOTS]
+        slot.commands[:], slot.seeds[:] = Command.STEP, seeds
+        self._post(self._step_all)
+
     def flush(self) -> None:
-        """Send what was asked, unless an answer is still to come; then it is sent after that."""
-        if not self._queue or self.asked or self.state is not State.SERVING:
+        """Order what was asked, unless too many orders are under way; then it is ordered after the next answer."""
+        if not self._queue or not self._takes_orders:
             return
         commands, seeds = [int(Command.NONE)] * self.lanes, [NO_SEED] * self.lanes
         for lane, (command, seed) in self._queue.items():
             commands[lane - self.first_lane], seeds[lane - self.first_lane] = command, seed
-            self.asked[lane] = command
-        self.control.commands[:], self.control.seeds[:] = commands, seeds
+        slot = self.control.slots[self._posted % SLOTS]
+        slot.commands[:], slot.seeds[:] = commands, seeds
+        stepping = [lane for lane, (command, _) in self._queue.items() if command is Command.STEP]
+        resetting = any(command is Command.RESET for command, _ in self._queue.values())
         self._queue.clear()
-        self._asked_at = time.monotonic()
-        self.check_at = self._asked_at + self._shortest_s
+        self._post(Order(stepping, is_awaited=bool(stepping) or resetting))
+
+    @property
+    def _takes_orders(self) -> bool:
+        return len(self._asked) < SLOTS and self.state is State.SERVING
+
+    def _post(self, order: Order) -> None:
+        if not self._asked:
+            self._asked_at = time.monotonic()
+            self.check_at = self._asked_at + self._shortest_s
+        self._asked.append(order)
+        self._posted += 1
+        self.awaited += order.is_awaited
         self.channel.send(RING)
 
-    def receive(self) -> tuple[dict[int, Command], dict[str, Any]] | None:
-        """(what each lane was told, the answer), once it is complete; call it when the channel is readable."""
-        answer = self.channel.receive()
-        if answer is None:
-            if not self.channel.is_over:
-                self._asked_at = time.monotonic()  # a large one that takes its time; it is not the env that is late
-            return None
-        asked, self.asked = self.asked, {}
-        if self.state is State.SERVING:
-            self.check_at = math.inf
-        return asked, answer
+    def receive(self) -> list[Answer]:
+        """What was answered since the last call, in the order in which it was asked."""
+        answers = []
+        for _ in range(self.channel.answers()):
+            order = self._asked.popleft()
+            slot = self.control.slots[self._answered % SLOTS]
+            self._answered += 1
+            self.awaited -= order.is_awaited
+            size, told = slot.counts[1], {}
+            if size:
+                told = orjson.loads(bytes(slot.words[:size]) if size <= len(slot.words) else self.channel.message())
+            answers.append(Answer(order, slot, told))
+        if self.state is State.SERVING and answers:
+            self._asked_at = time.monotonic()
+            self.check_at = self._asked_at + self._shortest_s if self._asked else math.inf
+        return answers
+
+    def listen(self) -> None:
+        """Read what comes by the socket. A large answer takes its time; it is not the env that is late."""
+        self.channel.listen()
+        self._asked_at = time.monotonic()
 
     def stop(self, deadline: float) -> None:
         """Have it close its envs and end by `deadline`, in monotonic seconds, or be killed."""
@@ -149,17 +213,12 @@ class ProcessHandle:
     @property
     def is_busy(self) -> bool:
         """Whether it was asked for something that is not answered."""
-        return self.state is not State.STOPPING and bool(self.asked or self._queue)
+        return self.state is not State.STOPPING and bool(self._asked or self._queue)
 
     @property
     def is_trusted(self) -> bool:
         """Whether what it says still counts; once it is condemned, all that it did is lost."""
         return self.state is State.SERVING
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether an answer to a step or a reset is to come."""
-        return any(command in (Command.STEP, Command.RESET) for command in self.asked.values())
 
     # -- deadlines ----------------------------------------------------------------------------------------------------
 
@@ -171,7 +230,7 @@ class ProcessHandle:
             self.kill()
             return
         lane, phase, since = self.control.doing
-        if not self.asked and phase is not Phase.CONSTRUCTION:
+        if not self._asked and phase is not Phase.CONSTRUCTION:
             self.check_at = math.inf
             return
         self.check_at = max(since, self._asked_at) + self._limits[phase]
@@ -198,7 +257,7 @@ class ProcessHandle:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         returncode = self._process.wait()
-        stack = _read_stack(self._last_words)
+        stack = read_stack(self._last_words)
         self._output.finished.wait(_LAST_OUTPUT_S)
         lane, phase, _ = self.control.doing
         self.channel.close()
@@ -207,29 +266,3 @@ class ProcessHandle:
         doing = Call(self.first_lane + lane if lane >= 0 else None, phase)
         cause, late = self.fate or describe_end(returncode), self.overdue is not None
         return Ending(self.pid, cause, self.overdue or doing, late, stack, self._output.text())
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a process ended, in what call, and its last words."""
-
-    pid: int
-    cause: str
-    call: Call
-    was_late: bool
-    """It was killed because that call did not return."""
-    stack: str
-    output: str
-
-
-def describe_end(returncode: int) -> str:
-    """A return code in words: "signal SIGKILL", "exit code 4"."""
-    return f"exit code {returncode}" if returncode >= 0 else f"signal {signal.Signals(-returncode).name}"
-
-
-def _read_stack(pipe: int) -> str:
-    os.set_blocking(pipe, False)
-    try:
-        return os.read(pipe, _STACK_BYTES).decode(errors="replace")
-    except BlockingIOError:  # something that escaped holds the other end
-        return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import gymnasium as gym
 import numpy as np
@@ -20,7 +20,7 @@ from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import find_creator
 from headrace.workers.envs.lane import close_envs
 from headrace.workers.envs.observations import Observations
-from headrace.workers.envs.process.control import NO_SEED, Command, Control, Phase
+from headrace.workers.envs.process.control import BEGAN, NO_SEED, Command, Control, Phase, Slot
 from headrace.workers.envs.process.pictures import picture_to_json
 from headrace.workers.envs.process.reported import error_to_json
 from headrace.workers.envs.process.shared import columns_layout, map_arrays
@@ -50,11 +50,26 @@ class HostJob(BaseModel):
     """`sys.path` of the driver."""
     socket: int
     bell: int
+    told: int
+    quorum_tokens: int
+    quorum_bell: int
     control: int
     columns: int
     lifeline: int
     last_words: int
     """Where the Python stack goes in a crash, or when the driver asks for it."""
+
+    @property
+    def descriptors(self) -> list[int]:
+        """All that are inherited."""
+        bells = [self.bell, self.told, self.quorum_tokens, self.quorum_bell]
+        return [self.socket, *bells, self.control, self.columns, self.lifeline, self.last_words]
+
+
+class Sends(Protocol):
+    """What sends a body that is told with the next answer."""
+
+    def send(self, body: bytes) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -69,35 +84,61 @@ class _Seat:
 class _Answer:
     """What is told besides the columns; lanes are the process' own, from 0."""
 
+    slot: Slot
     built: list[tuple[int, Any]] = field(default_factory=list)
     began: list[tuple[int, Any]] = field(default_factory=list)
-    ended: list[tuple[int, int]] = field(default_factory=list)
+    """Infos of resets that have any."""
     infos: list[tuple[int, Any]] = field(default_factory=list)
     failures: list[tuple[int, str, bool, Any]] = field(default_factory=list)
     pictures: list[tuple[int, Any]] = field(default_factory=list)
 
+    def mark(self, lane: int, outcome: int) -> None:
+        """Note an outcome, beside those that the lane has already."""
+        self.slot.counts[0] += not self.slot.outcomes[lane]
+        self.slot.outcomes[lane] |= outcome
+
     def fail(self, lane: int, at: str, error: BaseException, *, stepped: bool = False) -> None:
         self.failures.append((lane, at, stepped, error_to_json(error)))
 
-    def as_json(self) -> dict[str, Any]:
-        return {name: value for name in self.__slots__ if (value := getattr(self, name))}
+    def write(self, socket: Sends) -> None:
+        """Into the slot; what has no place there goes by the socket."""
+        told = {name: value for name in self.__slots__[1:] if (value := getattr(self, name))}
+        if not told:
+            return
+        body = orjson.dumps(told)
+        self.slot.counts[1] = len(body)
+        if len(body) <= len(self.slot.words):
+            self.slot.words[: len(body)] = np.frombuffer(body, np.uint8)
+        else:
+            socket.send(body)
 
 
 class EnvHost:
-    """`obey` does what the commands say. Whatever a user's env raises or answers amiss is told, and ends nothing."""
+    """`obey` does what an order says. Whatever a user's env raises or answers amiss is told, and ends nothing."""
 
     def __init__(self, job: HostJob, control: Control) -> None:
         self._job = job
         self._control = control
         self._seats = [_Seat(index) for index in range(job.lanes)]
+        self._all_step = bytes([Command.STEP] * job.lanes)
         self._rewards: NDArray[np.float64] | None = None
 
-    def obey(self) -> dict[str, Any]:
-        """Do what each lane is commanded; the answer."""
+    def obey(self, slot: Slot, socket: Sends) -> None:
+        """Do what each lane is commanded, and write the answer."""
+        if slot.counts[0]:
+            slot.outcomes[:] = 0
+        slot.counts[0] = slot.counts[1] = 0
+        answer = _Answer(slot)
+        if slot.commands.tobytes() == self._all_step:
+            self._step(self._seats, answer)
+        else:
+            self._obey_each(slot, answer)
+        answer.write(socket)
+
+    def _obey_each(self, slot: Slot, answer: _Answer) -> None:
         by_command: dict[int, list[_Seat]] = {}
-        for seat, command in zip(self._seats, self._control.commands.tolist(), strict=True):
+        for seat, command in zip(self._seats, slot.commands.tolist(), strict=True):
             by_command.setdefault(command, []).append(seat)
-        answer = _Answer()
         for seat in by_command.get(Command.CLOSE, ()):
             self._close([seat])
         for command in (Command.BUILD, Command.REBUILD):
@@ -110,7 +151,6 @@ class EnvHost:
         for seat in by_command.get(Command.RENDER, ()):
             with self._control.during(seat.index, Phase.RENDER):
                 answer.pictures.append((seat.index, picture_to_json(seat.env, seat.index)))
-        return answer.as_json()
 
     def close(self) -> None:
         """Close all envs, within one time limit for all of them."""
@@ -124,7 +164,7 @@ class EnvHost:
             close_envs(envs, self._job.close_timeout_s)
 
     def _build(self, seat: _Seat, answer: _Answer, *, recreated: bool) -> None:
-        job, seed = self._job, int(self._control.seeds[seat.index])
+        job, seed = self._job, int(answer.slot.seeds[seat.index])
         context = EnvContext(
             job.env_config,
             worker_index=job.worker_index,
@@ -160,7 +200,7 @@ class EnvHost:
         if self._rewards is None:
             self._map(seats[0])
         done, values = [], []
-        for seat, seed in zip(seats, self._control.seeds[[seat.index for seat in seats]].tolist(), strict=True):
+        for seat, seed in zip(seats, answer.slot.seeds[[seat.index for seat in seats]].tolist(), strict=True):
             assert seat.env is not None, "the driver resets what was built"
             try:
                 with self._control.during(seat.index, Phase.RESET):
@@ -176,7 +216,9 @@ class EnvHost:
             if position in problems:
                 answer.fail(index, "reset", problems[position])
             else:
-                answer.began.append((index, written))
+                answer.mark(index, BEGAN)
+                if written is not None:
+                    answer.began.append((index, written))
 
     def _map(self, seat: _Seat) -> None:
         """Map the columns. The driver has compared the spaces of the env that is reset first with those of all."""
@@ -206,12 +248,15 @@ class EnvHost:
             self._rewards[[seat.index for seat in seats]] = outcome.rewards
         for failure in outcome.failures:
             answer.fail(failure.lane, "step", failure.error, stepped=failure.stepped)
-        spoilt = self._tell_infos(outcome.infos, answer)
-        if outcome.ended:
-            answer.ended = [(lane, int(end)) for lane, end in outcome.ended if lane not in spoilt]
-            again = [lane for lane, _ in answer.ended if self._control.seeds[lane] != NO_SEED]
-            if again:
-                self._reset([self._seats[lane] for lane in again], answer)
+        spoilt = self._tell_infos(outcome.infos, answer) if outcome.infos else ()
+        again = []
+        for lane, end in outcome.ended:
+            if lane not in spoilt:
+                answer.mark(lane, end)
+                if answer.slot.seeds[lane] != NO_SEED:
+                    again.append(self._seats[lane])
+        if again:
+            self._reset(again, answer)
 
     def _tell_infos(self, infos: Sequence[tuple[int, dict[str, Any]]], answer: _Answer) -> set[int]:
         """The lanes whose info cannot be told, which is a failure of theirs."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from headrace.schemas.errors import EnvCrashError, EnvError, EnvHangError, EnvNeighbourError
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.process.control import Phase
-from headrace.workers.envs.process.handle import Ending
+from headrace.workers.envs.process.endings import Ending
 from headrace.workers.envs.process.terms import SETTINGS
 
 

@@ -40,6 +40,10 @@ class Placement:
         """Whether the lane's next episode can be in the same process."""
         return self._homes[lane] is self._newest.get(lane - lane % self._config.envs_per_process)
 
+    def is_whole(self, handle: ProcessHandle) -> bool:
+        """Whether all lanes of the process live there, and may stay."""
+        return len(handle.members) == handle.lanes and self._is_newest(handle)
+
     def build(self, lane: int, command: Command) -> None:
         """Have an env built for the lane where it is to live now; an env it has elsewhere is closed."""
         first = lane - lane % self._config.envs_per_process
@@ -73,8 +77,11 @@ class Placement:
 
     def weigh(self, handle: ProcessHandle) -> None:
         """Replace a process that has served long enough or grown too large; kill one that is far too large."""
-        config, size = self._config, handle.control.rss_bytes / _MB
+        config = self._config
         most_episodes, most_mb = config.env_process_max_episodes, config.env_process_max_rss_mb
+        if most_episodes is None and most_mb is None:
+            return
+        size = handle.control.rss_bytes / _MB
         if most_mb is not None and size > _PATIENCE * most_mb:
             handle.kill(f"SIGKILL, since its {size:.0f} MB are far above env_process_max_rss_mb = {most_mb},")
             return

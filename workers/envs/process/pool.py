@@ -18,8 +18,8 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import write_actions
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.process.answers import Answers
-from headrace.workers.envs.process.control import NO_SEED, Command
-from headrace.workers.envs.process.handle import ProcessHandle
+from headrace.workers.envs.process.control import BEGAN, ENDS, NO_SEED, Command
+from headrace.workers.envs.process.handle import Answer, ProcessHandle
 from headrace.workers.envs.process.losses import failures_of
 from headrace.workers.envs.process.pictures import picture_from_json
 from headrace.workers.envs.process.placement import Placement, SeedFor
@@ -109,10 +109,26 @@ class EnvProcessPool:
         A lane in `next_seeds` is reset with its seed in the same turn if that ends its episode, unless it must move.
         """
         write_actions(self.actions, lanes, columns, root)
-        for lane in range(self.width) if lanes is None else lanes:
-            seed = next_seeds.get(lane, NO_SEED) if next_seeds and self._placement.may_stay(lane) else NO_SEED
-            self._placement.home(lane).ask(lane, Command.STEP, seed)
+        if lanes is None:
+            self._step_all(next_seeds or {})
+            return
+        for lane in lanes:
+            self._ask_step(lane, next_seeds or {})
         self._flush()
+
+    def _step_all(self, next_seeds: Mapping[int, int]) -> None:
+        seeds = np.array([next_seeds.get(lane, NO_SEED) for lane in range(self.width)], np.int64)
+        for handle in self._processes:
+            if self._placement.is_whole(handle):
+                handle.step_all(seeds[handle.first_lane : handle.first_lane + handle.lanes])
+            else:
+                for lane in handle.members:
+                    self._ask_step(lane, next_seeds)
+                handle.flush()
+
+    def _ask_step(self, lane: int, next_seeds: Mapping[int, int]) -> None:
+        seed = next_seeds.get(lane, NO_SEED) if self._placement.may_stay(lane) else NO_SEED
+        self._placement.home(lane).ask(lane, Command.STEP, seed)
 
     def try_reset(self, lane: int, seed: int) -> None:
         """Have the lane reset its env. It answers in `Answers.began`, or with a failure."""
@@ -144,26 +160,32 @@ class EnvProcessPool:
         `timeout_s` at most; returns at once when nothing was asked.
         """
         answers, until = Answers(), time.monotonic() + timeout_s
+        together = batch_wait_s >= timeout_s  # then nothing is to be done about the first before the last
         self._flush()
         while True:
             busy = any(handle.is_busy for handle in self._processes)
-            lost = self._take(answers, until if busy else 0.0)
+            awaited = self._awaited if together or answers else 1
+            lost = self._take(answers, until if busy else 0.0, awaited)
             now = time.monotonic()
             if answers:
                 if lost:
                     return answers
                 until = min(until, now + batch_wait_s)
-                busy = any(handle.is_awaited for handle in self._processes)
+                busy = self._awaited > 0
             if not busy or now >= until:
                 return answers
+
+    @property
+    def _awaited(self) -> int:
+        return sum(handle.awaited for handle in self._processes if handle.is_trusted)
 
     def _flush(self) -> None:
         for handle in self._processes:
             handle.flush()
 
-    def _take(self, answers: Answers, until: float) -> bool:
-        """Hear who speaks; whether a process has ended."""
-        speaking, ended = self._processes.wait(until)
+    def _take(self, answers: Answers, until: float, awaited: int) -> bool:
+        """Hear who speaks, once `awaited` have answered; whether a process has ended."""
+        speaking, ended = self._processes.wait(until, awaited)
         for handle in speaking:
             self._hear(handle, answers)
         if not answers:  # else the next poll tells of it: no lane has answered and is lost in the same breath
@@ -175,31 +197,37 @@ class EnvProcessPool:
         return bool(ended)
 
     def _hear(self, handle: ProcessHandle, answers: Answers) -> None:
-        message = handle.receive()
-        if message is None:
-            if handle.channel.is_over:
-                self._processes.hush(handle)
-            return
-        if not handle.is_trusted:
-            return
-        asked, told = message
-        stepped = [lane for lane, command in asked.items() if command is Command.STEP]
-        if told:
-            stepped = self._read(handle, told, stepped, answers)
-        answers.stepped += stepped
+        for answer in handle.receive():
+            if not handle.is_trusted:
+                return
+            stepped = answer.order.stepping
+            if answer.told:
+                stepped = self._read(handle, answer.told, stepped, answers)
+            answers.stepped += stepped
+            if answer.slot.counts[0]:
+                self._read_outcomes(handle, answer, answers)
         self._placement.weigh(handle)
 
-    def _read(self, handle: ProcessHandle, told: dict[str, Any], stepped: list[int], answers: Answers) -> list[int]:
+    def _read_outcomes(self, handle: ProcessHandle, answer: Answer, answers: Answers) -> None:
+        """Of each lane, whether its episode ended, and another one began."""
+        infos = dict(answer.told.get("began", ()))
+        outcomes = answer.slot.outcomes.tolist()
+        for index, outcome in enumerate(outcomes):
+            if outcome & ENDS:
+                answers.ended.append((handle.first_lane + index, ChunkEnd(outcome & ENDS)))
+            if outcome & BEGAN:
+                answers.began.append((handle.first_lane + index, infos.get(index, {})))
+                handle.episodes += 1
+
+    def _read(
+        self, handle: ProcessHandle, told: dict[str, Any], stepped: Sequence[int], answers: Answers
+    ) -> Sequence[int]:
         """Take in what was said besides the columns; of the lanes that `stepped`, those that did not fail."""
         first = handle.first_lane
         for index, at, returned, error in told.get("failures", ()):
             self._fail(Failure(first + index, error_from_json(error), stepped=returned, at=at), answers)
         failed = {failure.lane for failure in answers.failures if failure.at == "step"}
         answers.infos += [(first + i, info) for i, info in told.get("infos", ()) if first + i not in failed]
-        answers.ended += [(first + index, ChunkEnd(end)) for index, end in told.get("ended", ())]
-        began = [(first + index, info or {}) for index, info in told.get("began", ())]
-        answers.began += began
-        handle.episodes += len(began)
         answers.pictures += [(first + i, picture_from_json(shown, first + i)) for i, shown in told.get("pictures", ())]
         for index, spaces in told.get("built", ()):
             self._welcome(first + index, Spaces.model_validate(spaces), answers)

@@ -11,8 +11,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headrace.workers.envs.process.control import Phase
-from headrace.workers.envs.process.handle import Ending, ProcessHandle, State
+from headrace.workers.envs.process.endings import Ending
+from headrace.workers.envs.process.handle import ProcessHandle, State
 from headrace.workers.envs.process.output import OutputDrain
+from headrace.workers.envs.process.quorum import Quorum
 from headrace.workers.envs.process.shared import new_memory
 
 logger = logging.getLogger(__name__)
@@ -28,7 +30,12 @@ class Processes:
         self._by_descriptor: dict[int, ProcessHandle] = {}
         self.memory = new_memory("headrace-columns")
         self._drain = OutputDrain()
+        self._quorum = Quorum()
         self._epoll = select.epoll()
+        """What wakes the driver: the quorum's bell, ends of processes, and sockets."""
+        self._epoll.register(self._quorum.bell, select.EPOLLIN)
+        self._told = select.epoll()
+        """Who has answered, which is looked at only."""
 
     def __iter__(self) -> Iterator[ProcessHandle]:
         return iter(self._handles.values())
@@ -40,25 +47,45 @@ class Processes:
     def start(self, first_lane: int, lanes: int) -> ProcessHandle:
         """A new process for these lanes; it imports what it needs while nobody waits for it."""
         job = {**self._job, "first_lane": first_lane, "lanes": lanes}
-        handle = ProcessHandle(job, self._limits, self.memory, self._drain)
+        handle = ProcessHandle(job, self._limits, self.memory, self._drain, self._quorum)
         self._handles[handle.pid] = handle
         for descriptor in (handle.channel.fileno(), handle.pidfd):
             self._by_descriptor[descriptor] = handle
             self._epoll.register(descriptor, select.EPOLLIN)
+        self._by_descriptor[handle.channel.told] = handle
+        self._told.register(handle.channel.told, select.EPOLLIN)
         return handle
 
-    def wait(self, until: float) -> tuple[list[ProcessHandle], list[ProcessHandle]]:
-        """Those that have something to say, and those that have ended, once there are any or `until` has come.
+    def wait(self, until: float, answers: int = 1) -> tuple[list[ProcessHandle], list[ProcessHandle]]:
+        """Those that have answered, and those that have ended, once there are so many answers or `until` has come.
 
-        Sleeps; in monotonic seconds. Returns earlier, with nothing, when there may be a deadline to enforce.
+        Sleeps; in monotonic seconds. Returns earlier, maybe with nothing, when some have answered since the last call,
+        one has ended, or there may be a deadline to enforce.
         """
         timeout = max(min([until, *(handle.check_at for handle in self)]) - time.monotonic(), 0.0)
-        speaking: list[ProcessHandle] = []
         ended: list[ProcessHandle] = []
-        for descriptor, _ in self._epoll.poll(timeout if timeout != math.inf else None):
-            handle = self._by_descriptor[descriptor]
-            (ended if descriptor == handle.pidfd else speaking).append(handle)
-        return speaking, ended
+        for descriptor in self._sleep(timeout, answers):
+            handle = self._by_descriptor.get(descriptor)
+            if handle is not None and descriptor == handle.pidfd:
+                ended.append(handle)
+            elif handle is not None:
+                handle.listen()
+                if handle.channel.is_over:
+                    self._hush(handle)
+        return [self._by_descriptor[descriptor] for descriptor, _ in self._told.poll(0)], ended
+
+    def _sleep(self, timeout_s: float, answers: int) -> list[int]:
+        """The descriptors that have woken us, if any; who answers from now on rings."""
+        if timeout_s:
+            self._quorum.call(answers)
+        try:
+            woken = [descriptor for descriptor, _ in self._epoll.poll(timeout_s if timeout_s != math.inf else None)]
+        except BaseException:  # a signal's handler has raised
+            self._quorum.dismiss()
+            self._quorum.ring()  # for those who have answered in silence
+            raise
+        self._quorum.dismiss()
+        return woken
 
     def enforce(self) -> None:
         """Kill what is late. Only to be called after `wait` and what it gave was read: an answer may have come."""
@@ -66,8 +93,8 @@ class Processes:
         for handle in self:
             handle.enforce(now)
 
-    def hush(self, handle: ProcessHandle) -> None:
-        """Its channel is over; there is nothing to wait for but its end."""
+    def _hush(self, handle: ProcessHandle) -> None:
+        """Its socket is over; there is nothing to wait for but its end."""
         del self._by_descriptor[handle.channel.fileno()]
         self._epoll.unregister(handle.channel.fileno())
 
@@ -76,6 +103,8 @@ class Processes:
         for descriptor in (handle.channel.fileno(), handle.pidfd):
             if self._by_descriptor.pop(descriptor, None) is not None:
                 self._epoll.unregister(descriptor)
+        del self._by_descriptor[handle.channel.told]
+        self._told.unregister(handle.channel.told)
         del self._handles[handle.pid]
         return handle.bury()
 
@@ -85,12 +114,9 @@ class Processes:
         for handle in self:
             handle.stop(deadline)
         while self._handles:
-            speaking, ended = self.wait(math.inf)
-            for handle in speaking:
+            for handle in (waited := self.wait(math.inf))[0]:
                 handle.receive()
-                if handle.channel.is_over:
-                    self.hush(handle)
-            for handle in ended:
+            for handle in waited[1]:
                 if handle.state is State.KILLED:
                     lanes = f"{handle.first_lane} to {handle.first_lane + handle.lanes - 1}"
                     logger.warning("the process of envs %s did not end within %g s and was killed", lanes, timeout_s)
@@ -98,4 +124,6 @@ class Processes:
             self.enforce()
         self._drain.stop()
         self._epoll.close()
+        self._told.close()
+        self._quorum.close()
         os.close(self.memory)

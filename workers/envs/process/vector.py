@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Container, Sequence
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,30 +22,10 @@ from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.process.answers import Answers
 from headrace.workers.envs.process.contract import EnvPool
 from headrace.workers.envs.process.pool import EnvProcessPool
+from headrace.workers.envs.process.stand_in import EnvElsewhere
 from headrace.workers.envs.roster import WAIT_SLICE_S
 from headrace.workers.envs.spaces import to_gym
 from headrace.workers.envs.stepping import Outcome
-
-
-class EnvElsewhere(gym.Env[Any, Any]):
-    """Stands for an env that lives in another process or on another host: has its spaces, and cannot be stepped."""
-
-    def __init__(self, index: int, spaces: tuple[Any, Any]) -> None:
-        self.observation_space, self.action_space = spaces
-        self._index = index
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        raise elsewhere_error(self._index)
-
-    def step(self, action: Any) -> Any:
-        raise elsewhere_error(self._index)
-
-
-def elsewhere_error(index: int) -> EnvError:
-    """What is raised where somebody reaches for an env that is not here."""
-    return EnvError(
-        f"env {index} lives in another process or on another host; take env_placement = 'inline' to reach it"
-    )
 
 
 class ElsewhereVector(Lanes):

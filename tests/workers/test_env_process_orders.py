@@ -1,0 +1,148 @@
+"""Orders and answers between a driver and its processes of envs: written ahead, told at once, and none of them lost."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from process_driving import POLL_S
+
+from headrace.schemas.errors import ModuleError
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.workers.envs.process.control import SLOTS
+from headrace.workers.envs.process.pool import EnvProcessPool
+from headrace.workers.envs.process.quorum import Quorum, answered
+
+
+@pytest.fixture
+def quorum() -> Iterator[Quorum]:
+    made = Quorum()
+    yield made
+    made.close()
+
+
+def rings(quorum: Quorum) -> bool:
+    return bool(select.select([quorum.bell], [], [], 0)[0])
+
+
+def test_the_bell_is_rung_by_the_last_who_was_called(quorum: Quorum) -> None:
+    quorum.call(3)
+    for rung in (False, False, True):
+        answered(quorum.tokens, quorum.bell)
+        assert rings(quorum) is rung
+
+
+def test_after_a_dismissal_every_answer_rings(quorum: Quorum) -> None:
+    """However many of those who were called had answered."""
+    for came in range(4):
+        quorum.call(3)
+        for _ in range(came):
+            answered(quorum.tokens, quorum.bell)
+        quorum.dismiss()
+        assert not rings(quorum)
+        answered(quorum.tokens, quorum.bell)
+        assert rings(quorum)
+        quorum.dismiss()
+
+
+def test_calls_that_nobody_dismissed_add_up(quorum: Quorum) -> None:
+    """As when a signal's handler raises while the driver sleeps."""
+    quorum.call(3)
+    quorum.call(2)
+    quorum.dismiss()
+    answered(quorum.tokens, quorum.bell)
+    assert rings(quorum)
+
+
+def test_an_answer_is_heard_after_a_poll_that_was_broken_off() -> None:
+    def raises(*_: Any) -> None:
+        raise InterruptedError("a signal")
+
+    before = signal.signal(signal.SIGALRM, raises)
+    with pool_of("Slow", 2, 1, step_s=0.3) as pool:
+        pool.send_actions(None, pool.actions)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(InterruptedError):
+            pool.poll(POLL_S, batch_wait_s=POLL_S)
+        assert sorted(pool.poll(POLL_S, batch_wait_s=POLL_S).stepped) == [0, 1]
+    signal.signal(signal.SIGALRM, before)
+
+
+def pool_of(env: str, num_envs: int, in_process: int, **env_config: float) -> EnvProcessPool:
+    config = EnvRunnerConfig(env=f"process_envs:{env}", num_envs=num_envs, envs_per_process=in_process)
+    pool = EnvProcessPool(config.model_copy(update={"env_config": env_config}))
+    for lane in range(num_envs):
+        pool.try_reset(lane, lane)
+    began: list[int] = []
+    while len(began) < num_envs:
+        began += [lane for lane, _ in pool.poll(POLL_S).began]
+    pool.begin(range(num_envs))
+    return pool
+
+
+def test_a_process_goes_on_with_its_next_order_without_its_driver(wait_for: Callable[..., None]) -> None:
+    with pool_of("Slow", 2, 2, step_s=0.1) as pool:
+        before = pool.observations["obs"].copy()
+        pool.send_actions([0], pool.actions)
+        pool.send_actions([1], pool.actions)
+        wait_for(lambda: (pool.observations["obs"] != before).all(), what="both steps, though nobody listens")
+        assert pool.poll(POLL_S, batch_wait_s=POLL_S).stepped == [0, 1]
+
+
+def test_more_orders_than_there_is_room_for_wait_for_it() -> None:
+    lanes = 2 * SLOTS + 1
+    with pool_of("Slow", lanes, lanes, step_s=0.02, lane=0) as pool:
+        for lane in range(lanes):
+            pool.send_actions([lane], pool.actions)
+        stepped: list[int] = []
+        while len(stepped) < lanes:
+            stepped += pool.poll(POLL_S).stepped
+    assert sorted(stepped) == list(range(lanes))
+
+
+def test_a_poll_for_all_returns_when_the_last_has_answered_and_one_for_any_with_the_first() -> None:
+    with pool_of("Slow", 3, 1, step_s=0.3, lane=1) as pool:
+        pool.send_actions(None, pool.actions)
+        assert sorted(pool.poll(POLL_S, batch_wait_s=POLL_S).stepped) == [0, 1, 2]
+        pool.send_actions(None, pool.actions)
+        assert 1 not in pool.poll(POLL_S).stepped
+
+
+def test_the_end_of_a_process_is_heard_while_others_are_awaited() -> None:
+    with pool_of("Slow", 3, 1, step_s=0.3, lane=1) as pool:
+        pool.send_actions(None, pool.actions)
+        os.kill(pool.pids[2], 9)
+        stepped, failed = [], []
+        while len(stepped) + len(failed) < 3:
+            answers = pool.poll(POLL_S, batch_wait_s=POLL_S)
+            stepped += answers.stepped
+            failed += [failure.lane for failure in answers.failures]
+    assert (sorted(stepped), failed) in (([0, 1], [2]), ([0, 1, 2], []))
+
+
+def test_infos_of_any_length_arrive_with_their_step() -> None:
+    with pool_of("Wordy", 2, 2) as pool:
+        for length in (0, 1, 2, 1, 2):
+            pool.send_actions(None, {"actions": np.array([length, 1])})
+            infos = dict(pool.poll(POLL_S, batch_wait_s=POLL_S).infos)
+            assert infos[1] == {"said": "so"}
+            assert infos.get(0) == ({"said": "so" * length**20} if length else None)
+
+
+def test_a_runner_whose_policy_cannot_be_built_leaves_no_process() -> None:
+    config = EnvRunnerConfig(env="CartPole-v1", env_placement="process", module="json:JSONDecoder")
+    before = children()
+    with pytest.raises(ModuleError):
+        SingleAgentEnvRunner(config)
+    assert children() <= before
+
+
+def children() -> set[int]:
+    listed = (task.read_text().split() for task in Path("/proc/self/task").glob("*/children"))
+    return {int(pid) for pids in listed for pid in pids}

@@ -1,0 +1,46 @@
+"""How a process of envs ended, and what it was doing."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+
+from headrace.workers.envs.process.control import Phase
+
+_STACK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a process was doing; `lane` is one of the pool, or None."""
+
+    lane: int | None
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a process ended, in what call, and its last words."""
+
+    pid: int
+    cause: str
+    call: Call
+    was_late: bool
+    """It was killed because that call did not return."""
+    stack: str
+    output: str
+
+
+def describe_end(returncode: int) -> str:
+    """A return code in words: "signal SIGKILL", "exit code 4"."""
+    return f"exit code {returncode}" if returncode >= 0 else f"signal {signal.Signals(-returncode).name}"
+
+
+def read_stack(pipe: int) -> str:
+    """What stands in a pipe for last words; "" if nothing does."""
+    os.set_blocking(pipe, False)
+    try:
+        return os.read(pipe, _STACK_BYTES).decode(errors="replace")
+    except BlockingIOError:  # something that escaped holds the other end
+        return ""
