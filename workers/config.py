@@ -83,6 +83,9 @@ def runner_config(config: FleetConfig) -> EnvRunnerConfig:
     s = config.sampling
     settings = s.model_dump()
     if config.serving.enabled:
+        if s.is_multi_agent:
+            message = "a policy server serves episodes of one agent, and sampling has policies; leave one of them out"
+            raise ConfigError(message, key="serving.enabled")
         from headrace.workers.serving.served_env import ServedEnvs  # which reads this module
 
         settings["env"] = ServedEnvs(config.serving, s.env, config.keys.dir, check_bounds=not s.disable_env_checking)

@@ -13,15 +13,15 @@ from headrace.workers.config import EnvRunnerConfig, MissingEnvError
 from headrace.workers.connectors.connector import State
 from headrace.workers.connectors.vector_connectors import join_states, split_states
 from headrace.workers.env_runner import EnvRunner, no_module_error
+from headrace.workers.external.agents import ExternalAgents
+from headrace.workers.external.agents_sampler import ExternalAgentsSampler
 from headrace.workers.module_weights import check_weights, read_weights, weights_by_module, write_weights
 from headrace.workers.modules.protocol import build_module
 from headrace.workers.multi_agent.batches import ModuleBatches
 from headrace.workers.multi_agent.episodes import MultiAgentEpisode
 from headrace.workers.multi_agent.module_states import ByModule, by_module, by_pipeline
-from headrace.workers.multi_agent.opening import open_agents
+from headrace.workers.multi_agent.opening import open_agents, sampler_of
 from headrace.workers.multi_agent.policies import Policies
-from headrace.workers.multi_agent.ready import ReadyAgents
-from headrace.workers.multi_agent.ready_sampler import ReadyAgentsSampler
 from headrace.workers.multi_agent.sampler import MultiAgentSampler
 from headrace.workers.multi_agent.seat_streams import check_seats, read_seats, write_seats
 from headrace.workers.multi_agent.views import MultiAgentEpisodeView
@@ -68,11 +68,9 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         if self._sampler is None:
             parts = self.config, self.worker_index, self._seeds, self.totals
             envs = open_agents(*parts, self._policies, self._id_high, self.callbacks, self._on_wait_for_hosts)
-            sampled = self.totals, self._id_high, self.callbacks
-            if isinstance(envs, ReadyAgents):
-                self._sampler = ReadyAgentsSampler(self.config, envs, *sampled)
-            else:
-                self._sampler = MultiAgentSampler(self.config, envs, *sampled)
+            if isinstance(envs, ExternalAgents):
+                envs.read_version = lambda: self.weights_version
+            self._sampler = sampler_of(envs, self.config, self.totals, self._id_high, self.callbacks)
         else:
             self._sampler.rebuild(self.config)
         self._sampler.use(self.modules, lambda: self.fleet_steps)
@@ -119,6 +117,14 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         """See `EnvRunner`."""
         self._vector.envs.on_rebuild = on_rebuild
 
+    @property
+    def _resets_envs(self) -> bool:
+        return not isinstance(self._sampler, ExternalAgentsSampler)
+
+    @property
+    def _is_overdue(self) -> bool:
+        return isinstance(self._sampler, ExternalAgentsSampler) and self._sampler.patience.is_overdue
+
     # -- one poll and one cut, for the loop of `EnvRunner` ------------------------------------------------------------
 
     def _check_can_act(self) -> None:
@@ -152,6 +158,9 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
             agents[own.agent] = own.episode_return, own.steps
             modules[module_id] = modules.get(module_id, 0.0) + own.episode_return
         whole = sum(r for r, _ in agents.values())
+        if not episode.trains:
+            self._metrics.add_untrained(whole, episode.t)
+            return
         self._metrics.add_episode(whole, episode.t, episode.duration_s, agents, modules)
 
     # -- weights and what else one may ask ----------------------------------------------------------------------------

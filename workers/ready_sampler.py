@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,7 +100,18 @@ class ReadySampler(VectorSampler):
         return self.fragment.take(sorted(self.envs.under_way), (), keep_open=keep_open)
 
 
-def next_to_act(envs: ReadyDriver, width: int) -> Rows:
+class WhoIsReady(Protocol):
+    """Of a `ReadyDriver` what says who may act."""
+
+    @property
+    def halves(self) -> list[Rows]: ...
+    @property
+    def live(self) -> Rows | None: ...
+    @property
+    def under_way(self) -> set[int]: ...
+
+
+def next_to_act(envs: WhoIsReady, width: int) -> Rows:
     """Lanes with an episode and nothing under way, in order; with halves, all of the one that has waited longer."""
     live, halves = np.zeros(width, np.bool_), envs.halves
     live[slice(None) if envs.live is None else envs.live] = True

@@ -159,7 +159,7 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
 
     @property
     def _is_overdue(self) -> bool:
-        return isinstance(self._sampler, ExternalSampler) and self._sampler.is_overdue
+        return isinstance(self._sampler, ExternalSampler) and self._sampler.patience.is_overdue
 
     # -- one poll and one cut, for the loop of `EnvRunner` ------------------------------------------------------------
 

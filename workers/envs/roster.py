@@ -79,12 +79,21 @@ class Roster(ABC):
 
     @property
     @abstractmethod
+    def repairing(self) -> bool:
+        """Whether `wait_for_one` is to be called before the next poll."""
+
+    @property
+    @abstractmethod
     def _is_up(self) -> bool:
         """Whether anything can be stepped."""
 
     @abstractmethod
     def try_reset(self, lanes: Sequence[int]) -> None:
         """Begin an episode in each of `lanes`, each with its next seed. Failures wait for `try_restart`."""
+
+    @abstractmethod
+    def end_episodes(self, lanes: Sequence[int]) -> None:
+        """Forget the episodes of `lanes`: they are over, or abandoned."""
 
     @abstractmethod
     def try_restart(self) -> None:

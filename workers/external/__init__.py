@@ -1,7 +1,9 @@
 """Envs that nobody steps: they drive themselves, ask for actions, and tell what came of them."""
 
+from headrace.workers.external.agent_episodes import ExternalAgentEpisodes
+from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.calls import Answer
 from headrace.workers.external.env import ExternalEnv
 from headrace.workers.external.episodes import ExternalEpisodes
 
-__all__ = ["Answer", "ExternalEnv", "ExternalEpisodes"]
+__all__ = ["Answer", "ExternalAgentEpisodes", "ExternalEnv", "ExternalEpisodes", "ExternalMultiAgentEnv"]

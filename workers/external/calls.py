@@ -23,7 +23,8 @@ Row = Mapping[str, NDArray[Any]]
 class Answer:
     """What came of a call: an action in the space's own nesting, chosen by weights of that version; or an `error`.
 
-    The answer to a logged action repeats it, that to the end of an episode has none.
+    Of several agents, the actions of those who act, by agent. The answer to a logged action repeats it, that to the end
+    of an episode has none.
     """
 
     action: Any = None
@@ -35,18 +36,24 @@ class Answer:
 OnAnswer = Callable[[Answer], None]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Call:
-    """An observation, what was earned since the action before it, and what is to follow: an action, or the end."""
+    """Something was seen, and an action is to follow, or the end. `info` is of the action before."""
 
     place: Place
-    row: Row
     on_answer: OnAnswer
+    info: dict[Any, Any]
+    end: ChunkEnd = ChunkEnd.ONGOING
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class SoloCall(Call):
+    """One agent's: the `row` that it sees, and what it has earned since the action before."""
+
+    row: Row
     reward: float
-    info: dict[str, Any]
     logged: Row | None = None
     """The action that was taken already, by columns "actions/..."."""
-    end: ChunkEnd = ChunkEnd.ONGOING
 
 
 @dataclass(slots=True, eq=False)
@@ -61,18 +68,29 @@ class Place:
     has_acted: bool = False
     released: bool = False
     """The episode is over, and the lane may be another's by now."""
+
+
+@dataclass(slots=True, eq=False)
+class SoloPlace(Place):
+    """One agent's episode, and what was said since its last action."""
+
     reward: float = 0.0
     info: dict[str, Any] = field(default_factory=dict)
 
     def earn(self, reward: Any) -> None:
         """Add to the reward since the last action; raises `EnvContractError` unless it and the sum are finite."""
-        checked, problems = check_rewards([reward], [0], ["not known here"])
-        if problems:
-            raise problems[0][1]
-        total = self.reward + float(checked[0])
-        if not math.isfinite(total):
-            raise EnvContractError("sum of rewards since the last action", str(total), "finite")
-        self.reward = total
+        self.reward = add_reward(self.reward, reward)
+
+
+def add_reward(total: float, reward: Any) -> float:
+    """Their sum; raises `EnvContractError` unless it and `reward` are finite."""
+    checked, problems = check_rewards([reward], [0], ["not known here"])
+    if problems:
+        raise problems[0][1]
+    total += float(checked[0])
+    if not math.isfinite(total):
+        raise EnvContractError("sum of rewards since the last action", str(total), "finite")
+    return total
 
 
 class RowReader:

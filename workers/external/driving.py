@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from typing import Any
 
 from headrace.schemas.episode_errors import RunReturnedError
 from headrace.workers.envs.lane import close_envs
-from headrace.workers.external.env import ExternalEnv
+from headrace.workers.external.self_driven import SelfDrivenEnv
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +17,7 @@ logger = logging.getLogger(__name__)
 class Drive:
     """Runs `env`, which is attached, from `start` on. Once `run()` has ended its table accepts nothing more."""
 
-    def __init__(self, env: ExternalEnv) -> None:
+    def __init__(self, env: SelfDrivenEnv[Any]) -> None:
         self.env = env
         self._error: BaseException = RunReturnedError(type(env).__name__)
         self._ended = threading.Event()

@@ -15,7 +15,8 @@ import heapq
 import threading
 import time
 import uuid
-from typing import Any
+from abc import ABC, abstractmethod
+from typing import Any, Generic, TypeVar
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.episode_errors import (
@@ -33,7 +34,7 @@ from headrace.schemas.episode_errors import (
 )
 from headrace.schemas.spaces import Spaces
 from headrace.workers.envs.checks import check_info
-from headrace.workers.external.calls import Answer, Call, OnAnswer, Place, Row, RowReader
+from headrace.workers.external.calls import Answer, Call, OnAnswer, Place, RowReader, SoloCall, SoloPlace
 
 REMEMBERED = 10_000
 """Ids of episodes that are over, which are told so when they are used again; older ones are unknown ids."""
@@ -42,28 +43,28 @@ REMEMBERED = 10_000
 MAX_ID_LENGTH = 256
 
 
-class ExternalEpisodes:
-    """At most `capacity` open episodes with these `spaces`, the env's own.
+AnyPlace = TypeVar("AnyPlace", bound=Place)
+
+
+class EpisodeTable(ABC, Generic[AnyPlace]):
+    """At most `capacity` open episodes.
 
     The first group of methods is for any thread and never blocks; what it refuses is a typed error and changes
     nothing. `on_answer` is called exactly once for each call that was accepted, on the sampler's thread, and must
     return at once. The second group is the sampler's.
     """
 
-    def __init__(self, spaces: Spaces, capacity: int, *, check_bounds: bool = True, takes_logged: bool = True) -> None:
-        self.spaces = spaces
+    def __init__(self, capacity: int, *, takes_logged: bool) -> None:
         self.capacity = capacity
         self._takes_logged = takes_logged
         self._lock = threading.Lock()
         self._news = threading.Condition(self._lock)
         self._freed = threading.Condition(self._lock)
-        self._observations = RowReader(spaces.observation, "obs", "observation", check_bounds=check_bounds)
-        self._actions = RowReader(spaces.action, "actions", "action", check_bounds=True)
-        self._open: dict[str, Place] = {}
+        self._open: dict[str, AnyPlace] = {}
         self._free = list(range(capacity))
         self._calls: list[Call] = []
         """Accepted, and not taken by the sampler."""
-        self._lost: list[tuple[Place, ClientLostError]] = []
+        self._lost: list[tuple[AnyPlace, ClientLostError]] = []
         """Aborted, and not taken."""
         self._waiting = 0
         """Calls that are not answered."""
@@ -90,7 +91,7 @@ class ExternalEpisodes:
             self._check_not_over(episode_id)
             if not self._free:
                 raise NoFreePlaceError(episode_id, self.capacity)
-            self._open[episode_id] = Place(heapq.heappop(self._free), episode_id, training_enabled)
+            self._open[episode_id] = self._new_place(heapq.heappop(self._free), episode_id, training_enabled)
         return episode_id
 
     def ask(self, episode_id: str, observation: Any, on_answer: OnAnswer) -> None:
@@ -105,21 +106,6 @@ class ExternalEpisodes:
         if not self._takes_logged:
             raise CannotLogError(episode_id)
         self._accept(episode_id, observation, on_answer, action=(action,))
-
-    def log_returns(self, episode_id: str, reward: float, info: dict[str, Any] | None = None) -> None:
-        """Add `reward` to what the last action has earned; `info`, if given, replaces that of this step.
-
-        Raises `EnvContractError` for a reward that is no finite number or an info that is no dict; `NoActionYetError`.
-        """
-        if info is not None:
-            check_info(info)
-        with self._lock:
-            place = self._find(episode_id)
-            if not place.has_acted:
-                raise NoActionYetError(episode_id)
-            place.earn(reward)
-            if info is not None:
-                place.info = dict(info)
 
     def end(self, episode_id: str, observation: Any, on_answer: OnAnswer, *, truncated: bool = False) -> None:
         """The episode has ended with this observation. Raises as `ask` does; answered when it is taken in."""
@@ -158,15 +144,12 @@ class ExternalEpisodes:
     ) -> None:
         with self._lock:
             place = self._find(episode_id)
-            row = self._observations.read(observation)
-            logged: Row | None = self._actions.read(action[0]) if action is not None else None
-            place.call = Call(place, row, on_answer, place.reward, place.info, logged, end)
-            place.reward, place.info = 0.0, {}
+            place.call = self._new_call(place, observation, on_answer, action, end)
             self._calls.append(place.call)
             self._waiting += 1
             self._news.notify()
 
-    def _find(self, episode_id: str, *, idle: bool = True) -> Place:
+    def _find(self, episode_id: str, *, idle: bool = True) -> AnyPlace:
         place = self._open.get(episode_id)
         if place is None:
             self._check_not_over(episode_id)
@@ -178,6 +161,19 @@ class ExternalEpisodes:
         if idle and place.call is not None:
             raise EpisodeBusyError(episode_id)
         return place
+
+    @abstractmethod
+    def _new_place(self, lane: int, episode_id: str, training_enabled: bool) -> AnyPlace:
+        """For an episode that begins."""
+
+    @abstractmethod
+    def _new_call(
+        self, place: AnyPlace, observation: Any, on_answer: OnAnswer, action: tuple[Any] | None, end: ChunkEnd
+    ) -> Call:
+        """What is said now and was said since the call before, checked: raises `EnvContractError`, changing nothing.
+
+        `action` is in a tuple, for None may be one.
+        """
 
     def _check_not_over(self, episode_id: str) -> None:
         if episode_id in self._over:
@@ -207,7 +203,7 @@ class ExternalEpisodes:
     def _has_news(self) -> bool:
         return bool(self._calls or self._lost) or self._closed is not None
 
-    def take(self) -> tuple[list[Call], list[tuple[Place, ClientLostError]]]:
+    def take(self) -> tuple[list[Call], list[tuple[AnyPlace, ClientLostError]]]:
         """Calls in the order in which they came, and the places of episodes that were aborted since the last time."""
         with self._lock:
             calls, self._calls = self._calls, []
@@ -262,3 +258,39 @@ class ExternalEpisodes:
         for place in places:
             self._vacate(place, reason)
             self.answer(place, Answer(error=EpisodesClosedError(place.episode_id, reason)))
+
+
+class ExternalEpisodes(EpisodeTable[SoloPlace]):
+    """Those of one agent, with these `spaces`, the env's own."""
+
+    def __init__(self, spaces: Spaces, capacity: int, *, check_bounds: bool = True, takes_logged: bool = True) -> None:
+        super().__init__(capacity, takes_logged=takes_logged)
+        self.spaces = spaces
+        self._observations = RowReader(spaces.observation, "obs", "observation", check_bounds=check_bounds)
+        self._actions = RowReader(spaces.action, "actions", "action", check_bounds=True)
+
+    def log_returns(self, episode_id: str, reward: float, info: dict[str, Any] | None = None) -> None:
+        """Add `reward` to what the last action has earned; `info`, if given, replaces that of this step.
+
+        Raises `EnvContractError` for a reward that is no finite number or an info that is no dict; `NoActionYetError`.
+        """
+        if info is not None:
+            check_info(info)
+        with self._lock:
+            place = self._find(episode_id)
+            if not place.has_acted:
+                raise NoActionYetError(episode_id)
+            place.earn(reward)
+            if info is not None:
+                place.info = dict(info)
+
+    def _new_place(self, lane: int, episode_id: str, training_enabled: bool) -> SoloPlace:
+        return SoloPlace(lane, episode_id, training_enabled)
+
+    def _new_call(
+        self, place: SoloPlace, observation: Any, on_answer: OnAnswer, action: tuple[Any] | None, end: ChunkEnd
+    ) -> Call:
+        row = self._observations.read(observation)
+        logged = self._actions.read(action[0]) if action is not None else None
+        earned, place.reward, info, place.info = place.reward, 0.0, place.info, {}
+        return SoloCall(place=place, on_answer=on_answer, info=info, end=end, row=row, reward=earned, logged=logged)

@@ -1,11 +1,13 @@
-"""An external env to try things with: CartPoles that step themselves, each in a thread of its own."""
+"""External envs to try things with: games that step themselves, each in a thread of its own."""
 
 from __future__ import annotations
 
 import gymnasium as gym
 
 from headrace.workers.envs.context import EnvContext
+from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.env import ExternalEnv
+from headrace.workers.multi_agent.examples import TwoCarts
 
 
 class CartPoles(ExternalEnv):
@@ -32,3 +34,31 @@ class CartPoles(ExternalEnv):
                 observation, reward, terminated, truncated, _ = env.step(self.get_action(episode, observation))
                 self.log_returns(episode, float(reward))
             self.end_episode(episode, observation, truncated=truncated and not terminated)
+
+
+class PairsOfCarts(ExternalMultiAgentEnv):
+    """`TwoCarts`, as many at once as the runner has places; the policies of "short" and "long" may be two."""
+
+    def __init__(self, context: EnvContext) -> None:
+        like = TwoCarts()
+        super().__init__(like.action_spaces, like.observation_spaces)
+        self._pairs = context.num_envs
+        self._seed = context.seed
+
+    def run(self) -> None:
+        """Play until the env is closed; what ends one of the threads ends all of them."""
+        self.run_in_threads(self._play, self._pairs)
+
+    def _play(self, number: int) -> None:
+        env = TwoCarts()
+        seed = None if self._seed is None else (self._seed + number) % 2**31
+        while True:
+            observations, _ = env.reset(seed=seed)
+            seed = None
+            episode, over = self.start_episode(), False
+            while not over:
+                actions = self.get_action(episode, observations)
+                observations, rewards, terminateds, truncateds, _ = env.step(actions)
+                over = terminateds.pop("__all__")
+                self.log_returns(episode, rewards, None, terminateds, truncateds)
+            self.end_episode(episode, observations)

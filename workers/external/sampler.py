@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +10,12 @@ from numpy.typing import NDArray
 
 from headrace.schemas.batch import OFF_POLICY
 from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.episode_errors import ExternalSilenceError
 from headrace.schemas.ledger import Discard
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.lane import Episode
 from headrace.workers.external.logged import put_logged
+from headrace.workers.external.patience import Patience
 from headrace.workers.external.vector import ExternalEpisode, ExternalVector
 from headrace.workers.fragment import Fragment, OpenChunk
 from headrace.workers.mode import Mode
@@ -46,20 +45,13 @@ class ExternalSampler(ReadySampler):
         super().__init__(config, envs, totals, id_high, callbacks)
         self.module: Any = None
         """What acts, if anything does."""
-        self._max_age_s = config.external_fragment_max_age_s
-        self._silence_s = config.external_silence_timeout_s
-        self._begun_at = time.monotonic()
+        self.patience = Patience(config, envs)
         self._untrained: list[tuple[float, int]] = []
 
     def begin(self, mode: Mode, capacity: int, *, force_reset: bool) -> None:
         """See `VectorSampler`."""
         super().begin(mode, capacity, force_reset=force_reset)
-        self._begun_at = self.envs.heard_at = time.monotonic()
-
-    @property
-    def is_overdue(self) -> bool:
-        """Whether what was gathered is to be shipped, for others may come late or never."""
-        return time.monotonic() - self._begun_at >= self._max_age_s
+        self.patience.begin()
 
     @property
     def episodes_ended(self) -> int:
@@ -78,8 +70,7 @@ class ExternalSampler(ReadySampler):
 
         Raises `ExternalSilenceError` when nobody has since `begin`, or for as long.
         """
-        if time.monotonic() - self.envs.heard_at > self._silence_s:
-            raise ExternalSilenceError(self._silence_s, self.envs.episodes.counts()["open"])
+        self.patience.check()
         super().poll(choose_actions, weights_seq, on_wait=on_wait, stop_at_episodes=stop_at_episodes)
 
     def _act(self, acting: NDArray[np.intp], choose_actions: ChooseActions, weights_seq: int) -> None:

@@ -4,30 +4,49 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from headrace.schemas.errors import ConfigError, EnvContractError, HeadraceError
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.errors import HeadraceError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import find_creator, naming_what_failed
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.roster import Roster
-from headrace.workers.envs.spaces import spaces_of
 from headrace.workers.external.calls import Place
 from headrace.workers.external.driving import Drive
-from headrace.workers.external.env import Deadlines, ExternalEnv
-from headrace.workers.external.episodes import ExternalEpisodes
+from headrace.workers.external.episodes import EpisodeTable
+from headrace.workers.external.self_driven import Deadlines, SelfDrivenEnv
 
 logger = logging.getLogger(__name__)
 
 
 class WholeExternal(Roster):
-    """Lanes of one `ExternalEnv`, which is the env of each of them. A lane is a place for one open episode."""
+    """Lanes of one external env, which is the env of each of them. A lane is a place for one open episode."""
 
     _drive: Drive | None = None
     """The env that is up; None while it waits to be built again."""
+
+    # -- what the kinds of external env do each in their own way ------------------------------------------------------
+
+    @abstractmethod
+    def _checked(self, env: Any) -> SelfDrivenEnv[Any]:
+        """Raise unless `env` is an external one of this kind, whose constructor was called."""
+
+    @abstractmethod
+    def _learn_spaces(self, env: Any) -> None:
+        """This is the first env since `build`."""
+
+    @abstractmethod
+    def _check_spaces(self, env: Any) -> None:
+        """Raise `EnvContractError` unless they are those of the env before this one."""
+
+    @abstractmethod
+    def _new_table(self) -> EpisodeTable[Any]:
+        """For the episodes of an env of these spaces."""
+
+    # -- one env after another ----------------------------------------------------------------------------------------
 
     def build(self, config: EnvRunnerConfig, first: tuple[Any, EnvContext] | None = None) -> None:
         """See `Roster`."""
@@ -39,23 +58,17 @@ class WholeExternal(Roster):
         context = self._context(0, recreated=False) if first is None else first[1]
         try:
             with naming_what_failed(config, 0):
-                env = _checked(self._creator(context) if first is None else first[0])
-            self.spaces: Spaces = spaces_of(env)  # type: ignore[arg-type]
-            self.gym_spaces = env.observation_space, env.action_space
+                env = self._checked(self._creator(context) if first is None else first[0])
+            self._learn_spaces(env)
             self._adopt(env, context)
         except HeadraceError:
             self.stop()
             raise
 
-    def _adopt(self, env: ExternalEnv, context: EnvContext) -> None:
+    def _adopt(self, env: SelfDrivenEnv[Any], context: EnvContext) -> None:
         """Set `env` going, with a table of its own: whoever still drives the one before it has a closed one."""
         config = self._config
-        self.episodes = ExternalEpisodes(
-            self.spaces,
-            len(self.lanes),
-            check_bounds=not config.disable_env_checking,
-            takes_logged=not config.module_to_env,
-        )
+        self.episodes = self._new_table()
         deadlines = Deadlines(
             config.external_start_timeout_s, config.external_action_timeout_s, config.external_log_timeout_s
         )
@@ -130,37 +143,24 @@ class WholeExternal(Roster):
         first.report(wait, lane.budget.in_a_row, self._config.env_restart_attempts, with_traceback=lane.failures == 1)
         lane.due_at = now + wait
         if wait <= 0:
-            self._rebuild()
+            self._build_anew()
 
     def revive(self) -> None:
         """Rebuild the env if its wait is over, and see to what has failed."""
         due_at = self.lanes[0].due_at
         if due_at is not None and due_at <= time.monotonic():
-            self._rebuild()
+            self._build_anew()
         self.try_restart()
 
-    def _rebuild(self) -> None:
+    def _build_anew(self) -> None:
         self.lanes[0].due_at = None
         self._totals.env_rebuilds += 1
         if self.on_rebuild is not None:
             self.on_rebuild()
         context = self._context(0, recreated=True)
         try:
-            env = _checked(self._creator(context))
-            spaces = spaces_of(env)  # type: ignore[arg-type]
-            if spaces != self.spaces:
-                raise EnvContractError("spaces of the env", repr(spaces), f"those it had before, {self.spaces!r}")
+            env = self._checked(self._creator(context))
+            self._check_spaces(env)
             self._adopt(env, context)
         except Exception as error:  # noqa: BLE001 - a user's env
             self._failed.append(Failure(0, error, at="construction"))
-
-
-def _checked(env: Any) -> ExternalEnv:
-    """Raises unless `env` is an external one, whose constructor was called."""
-    if not isinstance(env, ExternalEnv):
-        raise EnvContractError("environment", f"{type(env).__module__}.{type(env).__qualname__}", "an ExternalEnv")
-    if not hasattr(env, "action_space"):
-        raise ConfigError(
-            f"{type(env).__name__} must call super().__init__(action_space, observation_space)", key="env"
-        )
-    return env

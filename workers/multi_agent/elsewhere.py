@@ -17,7 +17,7 @@ from headrace.workers.envs.remote.vector import RemoteVector
 from headrace.workers.envs.spaces import to_gym
 from headrace.workers.envs.stepping import Outcome
 from headrace.workers.multi_agent.env import AgentDict, MultiAgentEnv
-from headrace.workers.multi_agent.episodes import MultiAgentEpisode, Seat
+from headrace.workers.multi_agent.episodes import MultiAgentEpisode
 from headrace.workers.multi_agent.lanes import MultiAgentLanes
 from headrace.workers.multi_agent.packing import Packing
 from headrace.workers.multi_agent.turns import Turn
@@ -89,17 +89,13 @@ class AgentsElsewhere(MultiAgentLanes, ElsewhereVector):
         Raises `PolicyMappingError`, and `ConnectorError` for an agent that a connector has no room for.
         """
         started = sorted(set(super().take_started()))
-        seats: list[Seat] = []
-        seen: list[Any] = []
-        for index in started:
-            episode = self.lanes[index].episode
-            if isinstance(episode, MultiAgentEpisode):
-                first = self._packing.unpack_observations(self.observations.columns, index)
-                episode.let_act([self._seat(episode, agent) for agent in first])
-                episode.seats = {seat.agent: seat for seat in episode.acting}
-                seats += episode.acting
-                seen += first.values()
-        self._take_in(seats, seen)
+        begun = ((index, self.lanes[index].episode) for index in started)
+        columns = self.observations.columns
+        self._seat_first(
+            (episode, self._packing.unpack_observations(columns, index))
+            for index, episode in begun
+            if isinstance(episode, MultiAgentEpisode)
+        )
         return started
 
 

@@ -78,6 +78,8 @@ class MultiAgentEpisode(Episode):
     """They have acted, and the env has not answered; a step that nobody will ask for again was none."""
     is_plain: bool = False
     """An answer with an observation and a reward of just these agents needs no bookkeeping."""
+    trains: bool = True
+    """False: it is counted, and no learner gets it."""
     idle_steps: int = 0
     """Env steps in a row after which nobody could act."""
 

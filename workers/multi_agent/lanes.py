@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +17,13 @@ from headrace.workers.envs.checks import check_rewards
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Lane
 from headrace.workers.envs.lanes import Lanes
+from headrace.workers.envs.roster import Roster
 from headrace.workers.multi_agent.answers import LaneReport, check_idle, is_plain, read_step
 from headrace.workers.multi_agent.env import AgentDict
 from headrace.workers.multi_agent.episodes import AgentEpisode, MultiAgentEpisode, Seat
 from headrace.workers.multi_agent.module_seats import ModuleSeats
 from headrace.workers.multi_agent.outcomes import StepOutcome, apply_reports
-from headrace.workers.multi_agent.policies import Policies, PolicyMappingError
+from headrace.workers.multi_agent.policies import NO_EPISODE, Policies, PolicyMappingError
 from headrace.workers.multi_agent.turns import Turn, parts_of, turn_of
 from headrace.workers.randomness import SeedTree
 from headrace.workers.totals import RunnerTotals
@@ -39,7 +41,7 @@ class Gathered:
     failures: list[Failure] = field(default_factory=list)
 
 
-class MultiAgentLanes(Lanes):
+class AgentSeats(Roster):
     """Lanes of multi-agent envs. `modules` hold what their seats see; `policies` say who plays whom."""
 
     def __init__(
@@ -55,7 +57,6 @@ class MultiAgentLanes(Lanes):
     ) -> None:
         self.policies = policies
         self._seeds, self._id_high = seeds, id_high
-        self._turn: Turn | None = None
         super().__init__(config, worker_index, seeds, totals, callbacks, **further)
 
     def _learn_agents(
@@ -81,34 +82,14 @@ class MultiAgentLanes(Lanes):
             for agent, own in self.agent_spaces.items()
         }
 
-    def _blank(self, lane: Lane) -> None:
-        for module in self.modules.values():
-            module.blank(lane.index)
-
-    def turn(self) -> Turn:
-        """Who acts in the next poll."""
-        if self._turn is None:
-            self._turn = turn_of(self._live)
-        return self._turn
-
-    def _refresh(self) -> None:
-        super()._refresh()
-        self._turn = None
-
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def step(self, turn: Turn, actions: Sequence[Any]) -> StepOutcome:
-        """Step every live lane with the actions of its seats (in the order of `turn.seats`) and take in the answers.
+    def _conclude(self, turn: Turn, gathered: Gathered) -> StepOutcome:
+        """Take in what the lanes of `turn` answered.
 
         Raises `PolicyMappingError` for a newcomer that cannot be mapped, and `ConnectorError` for one that a connector
         has no room for; nothing of the poll counts then.
         """
-        gathered = Gathered()
-        answers = self._answers(turn, actions, gathered.sent, gathered.failures)
-        return self._conclude(turn, self._gather(answers, gathered))
-
-    def _conclude(self, turn: Turn, gathered: Gathered) -> StepOutcome:
-        """See `step`: take in what the lanes of `turn` answered."""
         plain, owners = len(gathered.rewards), [seat.episode.env_index for seat in gathered.seats]
         try:
             newcomers = self._seat_newcomers(gathered.reports)
@@ -124,10 +105,6 @@ class MultiAgentLanes(Lanes):
         bad: dict[int, Exception] = {owners[place]: error for place, error in reversed(problems)}
         bad |= self._take_in(gathered.seats, gathered.observations)
         gathered.failures += [Failure(lane, error, stepped=True) for lane, error in bad.items()]
-        if gathered.reports or gathered.failures:
-            self._turn = None
-        else:
-            turn.env_t += 1
         outcome = StepOutcome(gathered.seats[:plain], rewards[:plain], gathered.failures)
         if bad:
             good = [i for i, seat in enumerate(outcome.answered) if seat.episode.env_index not in bad]
@@ -153,15 +130,6 @@ class MultiAgentLanes(Lanes):
             gathered.reports.append(report)
         return gathered
 
-    @abstractmethod
-    def _answers(
-        self, turn: Turn, actions: Sequence[Any], sent: dict[int, AgentDict], failures: list[Failure]
-    ) -> Iterator[tuple[Lane, MultiAgentEpisode, Any]]:
-        """Step each lane of `turn`; what those answered that did. `failures` gets what became of the others.
-
-        `sent` gets what each lane's agents do. A lane that was stepped and failed all the same has its `t` counted.
-        """
-
     def _take_in(self, seats: Sequence[Seat], observations: Sequence[Any]) -> dict[int, Exception]:
         """Write what the seats see; gives what is wrong by lane."""
         bad: dict[int, Exception] = {}
@@ -171,6 +139,31 @@ class MultiAgentLanes(Lanes):
         return bad
 
     # -- episodes -----------------------------------------------------------------------------------------------------
+
+    def _make_rows(self) -> None:
+        """Each agent has its rows from the beginning, as far as the mapping knows it before any episode.
+
+        Else the width of a pass, and so how it rounds, would depend on who was ready first.
+        """
+        for agent, index in self.agents.items():
+            with suppress(PolicyMappingError):
+                module_id = self.policies.module_of(agent, NO_EPISODE)
+                if module_id in self._may_play[agent]:
+                    self.modules[module_id].row_of(0, index)
+
+    def _seat_first(self, begun: Iterable[tuple[MultiAgentEpisode, AgentDict]]) -> None:
+        """Seat those who are seen first in episodes that have begun: which, and what they see.
+
+        Raises `PolicyMappingError`, and `ConnectorError` for an agent that a connector has no room for.
+        """
+        seats: list[Seat] = []
+        seen: list[Any] = []
+        for episode, first in begun:
+            episode.let_act([self._seat(episode, agent) for agent in first])
+            episode.seats = {seat.agent: seat for seat in episode.acting}
+            seats += episode.acting
+            seen += first.values()
+        self._take_in(seats, seen)
 
     def _seat_newcomers(self, reports: Sequence[LaneReport]) -> list[list[Seat]]:
         return [[self._seat(report.episode, agent) for agent, _ in report.newcomers] for report in reports]
@@ -187,6 +180,49 @@ class MultiAgentLanes(Lanes):
             whole.env_index, whole.number, whole.seed, {}, whole.started_at, agent=str(agent), whole=whole
         )
         return Seat(agent, module, module.row_of(whole.env_index, self.agents[agent]), episode)
+
+
+class MultiAgentLanes(AgentSeats, Lanes):
+    """Those whose envs can be stepped all at once, and fail each by itself."""
+
+    _turn: Turn | None = None
+
+    def _blank(self, lane: Lane) -> None:
+        for module in self.modules.values():
+            module.blank(lane.index)
+
+    def turn(self) -> Turn:
+        """Who acts in the next poll."""
+        if self._turn is None:
+            self._turn = turn_of(self._live)
+        return self._turn
+
+    def _refresh(self) -> None:
+        super()._refresh()
+        self._turn = None
+
+    def step(self, turn: Turn, actions: Sequence[Any]) -> StepOutcome:
+        """Step every live lane with the actions of its seats (in the order of `turn.seats`) and take in the answers.
+
+        Raises as `_conclude` does.
+        """
+        gathered = Gathered()
+        answers = self._answers(turn, actions, gathered.sent, gathered.failures)
+        outcome = self._conclude(turn, self._gather(answers, gathered))
+        if gathered.reports or gathered.failures:
+            self._turn = None
+        else:
+            turn.env_t += 1
+        return outcome
+
+    @abstractmethod
+    def _answers(
+        self, turn: Turn, actions: Sequence[Any], sent: dict[int, AgentDict], failures: list[Failure]
+    ) -> Iterator[tuple[Lane, MultiAgentEpisode, Any]]:
+        """Step each lane of `turn`; what those answered that did. `failures` gets what became of the others.
+
+        `sent` gets what each lane's agents do. A lane that was stepped and failed all the same has its `t` counted.
+        """
 
 
 def _undo(turn: Turn, gathered: Gathered) -> None:

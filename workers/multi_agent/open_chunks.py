@@ -23,7 +23,7 @@ from headrace.workers.multi_agent.batches import ModuleBatches
 from headrace.workers.multi_agent.cutting import cut_seats
 from headrace.workers.multi_agent.episodes import AgentEpisode, MultiAgentEpisode, Seat
 from headrace.workers.multi_agent.fragment import SeatFragment
-from headrace.workers.multi_agent.lanes import MultiAgentLanes
+from headrace.workers.multi_agent.lanes import AgentSeats
 from headrace.workers.multi_agent.losses import LossCounts, lose_ended, lose_episode
 from headrace.workers.multi_agent.module_seats import ModuleSeats
 from headrace.workers.multi_agent.outcomes import StepOutcome
@@ -37,7 +37,7 @@ class OpenChunks:
     `observed_more`, of the last cut: (agent, module) -> how many more observations than actions it delivered.
     """
 
-    def __init__(self, config: EnvRunnerConfig, envs: MultiAgentLanes, totals: RunnerTotals, id_high: int) -> None:
+    def __init__(self, config: EnvRunnerConfig, envs: AgentSeats, totals: RunnerTotals, id_high: int) -> None:
         self.mode = Mode(config.explore, random_actions=False)
         self.losses = LossCounts()
         self.observed_more: dict[tuple[str, str], int] = {}
@@ -192,7 +192,10 @@ class OpenChunks:
         over, self.over = self.over, []
         open_episodes = [] if keep_open else list(self.episodes)
         for episode in (*over, *open_episodes):
-            self._totals.env_steps_delivered += episode.t - episode.t_cut
+            if episode.trains:
+                self._totals.env_steps_delivered += episode.t - episode.t_cut
+            else:
+                self._totals.discard(Discard.TRAINING_DISABLED, 0, episode.t - episode.t_cut)
             episode.t_cut = episode.t
         batches = {}
         self.observed_more = {}
@@ -211,7 +214,8 @@ class OpenChunks:
             chunk = fragment.open[seat.row]
             if chunk is not None and fragment.cursor(seat.row) == chunk.start:
                 seat.episode.seam_info = chunk.infos.get(0)  # of a chunk without a step yet, which is not cut
-        chunks, module.fragment = fragment.take(hanging, unfinished, keep_open=keep_open)
+        taken, module.fragment = fragment.take(hanging, unfinished, keep_open=keep_open)
+        chunks = self._to_deliver(fragment, taken)
         markers, module.markers = module.markers, []
         batch = cut_seats(fragment, chunks, markers, module.spaces, stamp, module.module_id)
         self._totals.open -= batch.steps
@@ -222,6 +226,22 @@ class OpenChunks:
             chunk.episode.seam_info = chunk.infos.get(chunk.stop - chunk.start)
             self._count_observations(module, cast(AgentEpisode, chunk.episode))
         return batch
+
+    def _to_deliver(self, fragment: SeatFragment, chunks: Sequence[OpenChunk]) -> list[OpenChunk]:
+        """Those of `chunks` that a learner is to have; what is in the others is counted."""
+        delivered = []
+        for chunk in chunks:
+            episode = cast(AgentEpisode, chunk.episode)
+            if episode.whole is None or episode.whole.trains:
+                delivered.append(chunk)
+                continue
+            steps = chunk.stop - chunk.start
+            episode.steps += steps
+            episode.episode_return += float(fragment.columns["rewards"][chunk.lane, chunk.start : chunk.stop].sum())
+            self._totals.open -= steps
+            self._totals.discard(Discard.TRAINING_DISABLED, steps, env_steps=0)
+            self._envs.lanes[episode.env_index].budget.delivered()
+        return delivered
 
     def _count_observations(self, module: ModuleSeats, episode: AgentEpisode) -> None:
         if episode.observed_more:

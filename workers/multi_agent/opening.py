@@ -1,4 +1,4 @@
-"""Where a config wants its multi-agent envs."""
+"""Which kind of multi-agent envs a config asks for, and what samples them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ from collections.abc import Callable
 
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.creators import find_creator, naming_what_failed
+from headrace.workers.envs.roster import context_of
+from headrace.workers.external.agents import ExternalAgents
+from headrace.workers.external.agents_env import ExternalMultiAgentEnv
+from headrace.workers.external.agents_sampler import ExternalAgentsSampler
 from headrace.workers.multi_agent.elsewhere import ProcessAgents, RemoteAgents
 from headrace.workers.multi_agent.lanes import MultiAgentLanes
 from headrace.workers.multi_agent.policies import Policies
-from headrace.workers.multi_agent.ready import ReadyProcessAgents, ReadyRemoteAgents
+from headrace.workers.multi_agent.ready import ReadyAgents, ReadyProcessAgents, ReadyRemoteAgents
+from headrace.workers.multi_agent.ready_sampler import ReadyAgentsSampler
+from headrace.workers.multi_agent.sampler import LockStepAgentsSampler, MultiAgentSampler
 from headrace.workers.multi_agent.vector import MultiAgentVector
 from headrace.workers.randomness import SeedTree
 from headrace.workers.totals import RunnerTotals
@@ -24,11 +31,32 @@ def open_agents(
     id_high: int,
     callbacks: CallbackList,
     on_wait: Callable[[], None] | None = None,
-) -> MultiAgentLanes:
+) -> MultiAgentLanes | ExternalAgents:
     """The envs that `config` asks for, built; for `on_wait` and errors see `envs.opening.open_envs`."""
     parts = config, worker_index, seeds, totals, policies, id_high, callbacks
     if config.env_placement == "remote":
         return (ReadyRemoteAgents if config.steps_the_ready else RemoteAgents)(*parts, on_wait=on_wait)
     if config.steps_the_ready:
         return ReadyProcessAgents(*parts)
-    return (ProcessAgents if config.env_placement == "process" else MultiAgentVector)(*parts)
+    if config.env_placement == "process":
+        return ProcessAgents(*parts)
+    creator, context = find_creator(config.env), context_of(config, worker_index, 0, seeds)
+    with naming_what_failed(config, 0):
+        first = creator(context)
+    kind = ExternalAgents if isinstance(first, ExternalMultiAgentEnv) else MultiAgentVector
+    return kind(*parts, first=(first, context))
+
+
+def sampler_of(
+    envs: MultiAgentLanes | ExternalAgents,
+    config: EnvRunnerConfig,
+    totals: RunnerTotals,
+    id_high: int,
+    callbacks: CallbackList,
+) -> MultiAgentSampler:
+    """What steps `envs`, or answers them, poll by poll."""
+    if isinstance(envs, ExternalAgents):
+        return ExternalAgentsSampler(config, envs, totals, id_high, callbacks)
+    if isinstance(envs, ReadyAgents):
+        return ReadyAgentsSampler(config, envs, totals, id_high, callbacks)
+    return LockStepAgentsSampler(config, envs, totals, id_high, callbacks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from headrace.workers.multi_agent.elsewhere import AgentsElsewhere
 from headrace.workers.multi_agent.env import AgentDict
 from headrace.workers.multi_agent.lanes import Gathered
 from headrace.workers.multi_agent.outcomes import StepOutcome
-from headrace.workers.multi_agent.policies import NO_EPISODE, PolicyMappingError
 from headrace.workers.multi_agent.turns import Turn, turn_of
 
 
@@ -37,16 +35,8 @@ class ReadyAgents(AgentsElsewhere, ReadyVector):
     def _learn_agents(
         self, spaces: Mapping[Any, Spaces], gym_spaces: Mapping[Any, tuple[Any, Any]], *, check_bounds: bool
     ) -> None:
-        """Each agent has its rows from the beginning, as far as the mapping knows it before any episode.
-
-        Else the width of a pass, and so how it rounds, would depend on who was ready first.
-        """
         super()._learn_agents(spaces, gym_spaces, check_bounds=check_bounds)
-        for agent, index in self.agents.items():
-            with suppress(PolicyMappingError):
-                module_id = self.policies.module_of(agent, NO_EPISODE)
-                if module_id in self._may_play[agent]:
-                    self.modules[module_id].row_of(0, index)
+        self._make_rows()
 
     def send(self, turn: Turn, actions: list[Any]) -> None:
         """Have the lanes of `turn`, live and not under way, step. Returns at once."""

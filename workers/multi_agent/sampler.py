@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
@@ -18,13 +19,14 @@ from headrace.workers.envs.lane import Lane
 from headrace.workers.episode_events import EpisodeEvents
 from headrace.workers.episode_starts import EpisodeStarts
 from headrace.workers.mode import Mode
+from headrace.workers.modules.acting import Columns
 from headrace.workers.multi_agent.episodes import MultiAgentEpisode
-from headrace.workers.multi_agent.lanes import MultiAgentLanes
+from headrace.workers.multi_agent.lanes import AgentSeats, MultiAgentLanes
 from headrace.workers.multi_agent.module_seats import ModuleSeats
 from headrace.workers.multi_agent.open_chunks import OpenChunks
 from headrace.workers.multi_agent.outcomes import StepOutcome
 from headrace.workers.multi_agent.policies import PolicyMappingError
-from headrace.workers.multi_agent.turns import Turn
+from headrace.workers.multi_agent.turns import Part, Turn
 from headrace.workers.multi_agent.views import MultiAgentEpisodeView
 from headrace.workers.totals import RunnerTotals
 
@@ -32,13 +34,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class MultiAgentSampler:
+class MultiAgentSampler(ABC):
     """A vector, and in `chunks` what its agents lived through and no cut has delivered yet."""
 
     def __init__(
         self,
         config: EnvRunnerConfig,
-        envs: MultiAgentLanes,
+        envs: AgentSeats,
         totals: RunnerTotals,
         id_high: int,
         callbacks: CallbackList,
@@ -66,8 +68,8 @@ class MultiAgentSampler:
 
     @property
     def episodes_ended(self) -> int:
-        """Episodes that finished since the last cut."""
-        return len(self.chunks.over)
+        """Episodes that finished since the last cut, and will be delivered."""
+        return sum(episode.trains for episode in self.chunks.over)
 
     answered: int | None = None
     resets = 0
@@ -132,15 +134,13 @@ class MultiAgentSampler:
         elif isinstance(error, ConnectorError) or any(module.memory is not None for module in self.modules):
             self._drop_fragments()  # a module that remembers may do so of a step which will not be taken
 
+    @abstractmethod
     def _poll(self, weights_seq: int, on_wait: Callable[[], None] | None, stop_at_episodes: int | None) -> None:
-        self._repair(on_wait)
-        act, step = self._timed(self.envs.step)
-        turn = self.envs.turn()
-        self._take_in(turn, step(turn, act(turn, weights_seq)), stop_at_episodes)
+        """See `poll`."""
 
     def _repair(self, on_wait: Callable[[], None] | None) -> None:
         self.envs.on_wait = on_wait
-        if self.envs.live_count < self._width:
+        if self.envs.repairing:
             self.envs.wait_for_one(self._start_episodes, on_wait)
 
     def _timed(self, step: Callable[P, R]) -> tuple[Callable[[Turn, int], list[Any]], Callable[P, R]]:
@@ -171,7 +171,7 @@ class MultiAgentSampler:
         actions: list[Any] = [None] * len(turn.seats)
         for part in turn.parts:
             module, rows = part.module, part.rows
-            columns = module.act(rows, explore=self.mode.explore, random_actions=self.mode.random_actions)
+            columns = self._choose(turn, part)
             assert module.fragment is not None, "begin() opens fragments"
             module.fragment.act_at(rows, columns, weights_seq, part.of_array(turn.env_t))
             root = "actions_for_env" if any(name.startswith("actions_for_env") for name in columns) else "actions"
@@ -182,6 +182,10 @@ class MultiAgentSampler:
             for place, action in zip(part.places.tolist(), formed, strict=True):
                 actions[place] = action
         return actions
+
+    def _choose(self, turn: Turn, part: Part) -> Columns:
+        """What the module of `part` has its seats do, in columns with a row for each of its seats."""
+        return part.module.act(part.rows, explore=self.mode.explore, random_actions=self.mode.random_actions)
 
     def _tell_steps(self, turn: Turn, outcome: StepOutcome) -> None:
         """Callbacks of steps and ends; one that raises makes a failure of its lane."""
@@ -269,3 +273,25 @@ class MultiAgentSampler:
     def _drop_fragments(self) -> None:
         self.abandon(Discard.RESET)
         self.chunks.lose_over(Discard.RESET)
+
+
+class LockStepAgentsSampler(MultiAgentSampler):
+    """One of which each poll steps every env that is up."""
+
+    envs: MultiAgentLanes
+
+    def __init__(
+        self,
+        config: EnvRunnerConfig,
+        envs: MultiAgentLanes,
+        totals: RunnerTotals,
+        id_high: int,
+        callbacks: CallbackList,
+    ) -> None:
+        super().__init__(config, envs, totals, id_high, callbacks)
+
+    def _poll(self, weights_seq: int, on_wait: Callable[[], None] | None, stop_at_episodes: int | None) -> None:
+        self._repair(on_wait)
+        act, step = self._timed(self.envs.step)
+        turn = self.envs.turn()
+        self._take_in(turn, step(turn, act(turn, weights_seq)), stop_at_episodes)

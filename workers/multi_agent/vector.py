@@ -72,7 +72,7 @@ class MultiAgentVector(MultiAgentLanes, LaneVector):
                 self._failed.append(Failure(index, error, unbegun=episode))
                 continue
             begun.append((lane, episode))
-            self._seat_first(begun, first)
+            self._seat_newest(begun, first)
             seats += episode.acting
             observations += first.values()
         bad = self._take_in(seats, observations)
@@ -85,7 +85,7 @@ class MultiAgentVector(MultiAgentLanes, LaneVector):
             self._started.append(lane.index)
         self._refresh()
 
-    def _seat_first(self, begun: Sequence[tuple[Lane, MultiAgentEpisode]], agents: Iterable[Any]) -> None:
+    def _seat_newest(self, begun: Sequence[tuple[Lane, MultiAgentEpisode]], agents: Iterable[Any]) -> None:
         """Seat those who were observed by the newest reset. After an error all that was begun is there to abandon."""
         _, newest = begun[-1]
         try:

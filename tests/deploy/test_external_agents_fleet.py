@@ -1,0 +1,43 @@
+"""`headrace up` with multi-agent envs that nobody steps: two policies learn, and books balance."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+
+pytestmark = pytest.mark.slow
+
+POLICIES = ("--set", 'sampling.policies={"short": {}, "long": {}}')
+BREAKING = """
+import random
+
+from headrace.workers.external.examples import PairsOfCarts
+
+
+class Breaking(PairsOfCarts):
+    def log_returns(self, episode_id, *said):
+        if random.random() < 0.002:
+            raise RuntimeError("the simulator is gone")
+        super().log_returns(episode_id, *said)
+"""
+
+
+def test_two_policies_learn_and_books_balance_though_run_ends_in_the_middle_of_episodes(tmp_path: Path) -> None:
+    (tmp_path / "breaking_carts.py").write_text(BREAKING)
+    command = [
+        *(sys.executable, "-m", "headrace.deploy", "up", "--run-dir", str(tmp_path / "run"), "--json"),
+        *("--timeout-s", "100", "--workers", "1", "--num-envs", "8", "--seed", "0", *POLICIES),
+        *("--env", "breaking_carts:Breaking", "--set", "sampling.env_restart_backoff_s=0", "--until-return", "120"),
+    ]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=110)
+    assert result.returncode == 0, result.stderr
+    found = orjson.loads(result.stdout)
+    assert (found["goal_reached"], found["balanced"]) == (True, True)
+    assert found["restarts"]["worker"] == 0
+    assert found["env_steps"] < found["steps"]
+    assert found["ledger"]["discarded"]["env_exception"] > 0
+    assert set(found["ledger"]["discarded"]) <= {"env_exception", "shutdown"}

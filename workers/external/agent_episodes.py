@@ -1,0 +1,202 @@
+"""The table of open episodes of several agents, and what may be said of whom.
+
+A call says what agents see; who of them is not done acts. Between two calls rewards, infos and ends gather by agent.
+All of it is checked when it is said, so that the sampler has nothing to refuse, and who drives hears of mistakes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.episode_errors import NoActionYetError
+from headrace.schemas.errors import EnvContractError
+from headrace.schemas.spaces import Spaces, nest
+from headrace.workers.external.calls import Call, OnAnswer, Place, Row, RowReader, add_reward
+from headrace.workers.external.episodes import EpisodeTable
+
+ALL = "__all__"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class AgentsCall(Call):
+    """Dicts by agent: what is seen, what was earned, whose end it is, and what was done already, if that is logged."""
+
+    seen: dict[Any, Any]
+    rewards: dict[Any, float]
+    """Of those who are seen, in their order, and then of others."""
+    done: dict[Any, ChunkEnd]
+    logged: dict[Any, Row] | None = None
+
+    @property
+    def answer(self) -> tuple[dict[Any, Any], ...]:
+        """The same as a step of a multi-agent env answers it."""
+        ends = {**self.done, ALL: self.end}
+        terminateds = {agent: end is ChunkEnd.TERMINATED for agent, end in ends.items()}
+        truncateds = {agent: end is ChunkEnd.TRUNCATED for agent, end in ends.items()}
+        return self.seen, self.rewards, terminateds, truncateds, self.info
+
+
+@dataclass(slots=True, eq=False)
+class AgentsPlace(Place):
+    """One episode, and what was said since the call before."""
+
+    playing: set[Any] = field(default_factory=set)
+    """Agents that have acted and are not done."""
+    gone: set[Any] = field(default_factory=set)
+    """Those that will not be seen any more."""
+    rewards: dict[Any, float] = field(default_factory=dict)
+    infos: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    done: dict[Any, ChunkEnd] = field(default_factory=dict)
+    """Who is to have a last observation now, or never, and how it ended."""
+
+
+class ExternalAgentEpisodes(EpisodeTable[AgentsPlace]):
+    """Those of agents with these `spaces`. `needs_final`: a truncated agent has to be seen once more."""
+
+    def __init__(
+        self,
+        spaces: Mapping[Any, Spaces],
+        capacity: int,
+        *,
+        check_bounds: bool = True,
+        takes_logged: bool = True,
+        needs_final: bool = True,
+    ) -> None:
+        super().__init__(capacity, takes_logged=takes_logged)
+        self.spaces = dict(spaces)
+        self._needs_final = needs_final
+        self._observations = {
+            agent: RowReader(own.observation, "obs", f"observation of agent {agent!r}", check_bounds=check_bounds)
+            for agent, own in spaces.items()
+        }
+        self._actions = {
+            agent: RowReader(own.action, "actions", f"action of agent {agent!r}", check_bounds=True)
+            for agent, own in spaces.items()
+        }
+
+    # -- between two calls --------------------------------------------------------------------------------------------
+
+    def log_returns(
+        self,
+        episode_id: str,
+        rewards: Mapping[Any, float],
+        infos: Mapping[Any, dict[str, Any]] | None = None,
+        terminateds: Mapping[Any, bool] | None = None,
+        truncateds: Mapping[Any, bool] | None = None,
+    ) -> None:
+        """Add `rewards` to what agents have earned; their `infos` replace those of this step; who is done stays so.
+
+        Raises `EnvContractError`, and then nothing of it counts; `NoActionYetError`.
+        """
+        with self._lock:
+            place = self._find(episode_id)
+            if not place.has_acted:
+                raise NoActionYetError(episode_id)
+            self._check_agents("rewards", rewards)
+            earned = {agent: _earn(place, agent, reward) for agent, reward in rewards.items()}
+            told = self._read_each("info", {} if infos is None else infos, dict)
+            ends = self._read_ends(terminateds, ChunkEnd.TERMINATED)
+            ends = self._read_ends(truncateds, ChunkEnd.TRUNCATED) | ends
+            place.rewards |= {agent: total for agent, total in earned.items() if agent not in place.gone}
+            place.infos |= {agent: dict(info) for agent, info in told.items()}
+            place.done = {agent: end for agent, end in ends.items() if agent not in place.gone} | place.done
+
+    def _read_ends(self, dones: Mapping[Any, bool] | None, end: ChunkEnd) -> dict[Any, ChunkEnd]:
+        read = self._read_each(end.name.lower(), _without_all({} if dones is None else dones), bool)
+        return {agent: end for agent, is_done in read.items() if is_done}
+
+    def _read_each(self, what: str, by_agent: Any, kind: type) -> Mapping[Any, Any]:
+        self._check_agents(what, by_agent)
+        for agent, value in by_agent.items():
+            if not isinstance(value, kind):
+                raise EnvContractError(what, f"{value!r:.80} ({type(value)}) of agent {agent!r}", f"a {kind.__name__}")
+        checked: Mapping[Any, Any] = by_agent
+        return checked
+
+    def _check_agents(self, what: str, by_agent: Any) -> None:
+        if not isinstance(by_agent, Mapping):
+            raise EnvContractError(what, f"{by_agent!r:.80} ({type(by_agent)})", "a dict by agent id")
+        for agent in by_agent:
+            if agent not in self.spaces:
+                raise EnvContractError("agent", f"{agent!r:.80} in {what}", f"one of {list(self.spaces)!r:.200}")
+
+    # -- one call -----------------------------------------------------------------------------------------------------
+
+    def _new_place(self, lane: int, episode_id: str, training_enabled: bool) -> AgentsPlace:
+        return AgentsPlace(lane, episode_id, training_enabled)
+
+    def _new_call(
+        self, place: AgentsPlace, observation: Any, on_answer: OnAnswer, action: tuple[Any] | None, end: ChunkEnd
+    ) -> Call:
+        self._check_seen(place, observation, end)
+        seen = {
+            agent: nest(self.spaces[agent].observation, self._observations[agent].read(own), "obs")
+            for agent, own in observation.items()
+        }
+        acting = [agent for agent in seen if agent not in place.done]
+        logged = self._read_logged(acting, action[0]) if action is not None else None
+        call = AgentsCall(
+            place=place,
+            on_answer=on_answer,
+            info={agent: info for agent, info in place.infos.items() if info},
+            end=end,
+            seen=seen,
+            rewards={agent: place.rewards.pop(agent, 0.0) for agent in seen} | place.rewards,
+            done=place.done,
+            logged=logged,
+        )
+        place.playing = place.playing.union(acting).difference(place.done)
+        place.gone.update(place.done)
+        place.rewards, place.infos, place.done = {}, {}, {}
+        return call
+
+    def _check_seen(self, place: AgentsPlace, observations: Any, end: ChunkEnd) -> None:
+        self._check_agents("observations", observations)
+        for agent in observations:
+            if agent in place.gone:
+                seen = f"one of agent {agent!r}, which is done"
+                raise EnvContractError("observations", seen, "of agents that are not")
+        if end is ChunkEnd.ONGOING and place.done.keys() >= observations.keys():
+            raise EnvContractError(
+                "observations",
+                f"those of {list(observations)!r:.80}, none of whom is to act",
+                "of somebody who is; the last ones of who is done go with them, or with the end of the episode",
+            )
+        unseen = place.playing.difference(observations)
+        missing = [agent for agent in unseen if place.done.get(agent, end) is ChunkEnd.TRUNCATED]
+        if self._needs_final and missing:
+            raise EnvContractError(
+                "observations",
+                f"none of {sorted(map(str, missing))!r:.80}, who are truncated",
+                "their final ones too, from which a learner bootstraps (missing_final_observation = 'repeat' or 'drop' "
+                "lets such agents pass)",
+            )
+
+    def _read_logged(self, acting: list[Any], actions: Any) -> dict[Any, Row]:
+        self._check_agents("actions", actions)
+        if set(actions) != set(acting):
+            seen = f"those of {list(actions)!r:.100}"
+            raise EnvContractError("actions", seen, f"one of each agent that is to act, {acting!r:.100}")
+        return {agent: self._actions[agent].read(action) for agent, action in actions.items()}
+
+
+def _earn(place: AgentsPlace, agent: Any, reward: Any) -> float:
+    try:
+        total = add_reward(place.rewards.get(agent, 0.0), reward)
+    except EnvContractError as error:
+        raise EnvContractError(f"{error.what} of agent {agent!r}", error.seen, error.expected) from error
+    if total and agent in place.gone:  # envs that fill their dicts give zeros for ever
+        raise EnvContractError("rewards", f"{reward!r:.40} of agent {agent!r}, which is done", "of others")
+    return total
+
+
+def _without_all(dones: Any) -> Any:
+    """What is said of agents; that the episode goes on besides is no news, and that it is over is said elsewhere."""
+    if not isinstance(dones, Mapping) or ALL not in dones:
+        return dones
+    if dones[ALL] is not False:
+        raise EnvContractError("done", f"{ALL!r}: {dones[ALL]!r:.40}", "agents' own; end_episode() ends the episode")
+    return {agent: done for agent, done in dones.items() if agent != ALL}

@@ -1,0 +1,84 @@
+"""What a user writes whose multi-agent env cannot be stepped: as `env.py`, in dicts by agent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium as gym
+
+from headrace.schemas.errors import EnvContractError
+from headrace.workers.external.agent_episodes import ExternalAgentEpisodes
+from headrace.workers.external.self_driven import SelfDrivenEnv
+
+AgentDict = Mapping[Any, Any]
+
+
+class ExternalMultiAgentEnv(SelfDrivenEnv[ExternalAgentEpisodes]):
+    """Base class: give the spaces of all agents there may be, by agent, and override `run`, which gets its own thread.
+
+        def run(self):
+            while True:
+                episode = self.start_episode()
+                observations = simulator.reset()
+                while not simulator.over:
+                    actions = self.get_action(episode, observations)
+                    observations, rewards, dones = simulator.step(actions)
+                    self.log_returns(episode, rewards, multiagent_done_dict=dones)
+                self.end_episode(episode, observations)
+
+    Who is observed acts, and who is not waits: agents may appear late, pause and return. Policies and their mapping are
+    as for envs that are stepped. For episodes and errors see `ExternalEnv`; `EnvContractError` also for an agent that
+    is not known, or that is done.
+    """
+
+    def __init__(
+        self, action_space: Mapping[Any, gym.Space[Any]], observation_space: Mapping[Any, gym.Space[Any]]
+    ) -> None:
+        for name, spaces in (("action_space", action_space), ("observation_space", observation_space)):
+            if not isinstance(spaces, Mapping | gym.spaces.Dict) or not spaces:
+                raise EnvContractError(name, f"{spaces!r:.120}", "a dict by agent id, of at least one agent")
+        if set(action_space) != set(observation_space):
+            seen = f"{list(action_space)!r:.120}"
+            raise EnvContractError("agents of action_space", seen, f"{list(observation_space)!r:.120}")
+        self.possible_agents = list(observation_space)
+        self.observation_spaces = dict(observation_space.items())
+        self.action_spaces = dict(action_space.items())
+
+    def get_action(self, episode_id: str, observation_dict: AgentDict) -> dict[Any, Any]:
+        """What the current policies have each observed agent do that is not done.
+
+        At least one has to act. Blocks until all answers are there, at most `external_action_timeout_s`.
+        """
+        actions: dict[Any, Any] = self._ask(episode_id, observation_dict)
+        return actions
+
+    def log_action(self, episode_id: str, observation_dict: AgentDict, action_dict: AgentDict) -> None:
+        """Tell actions that were not asked for, one for each observed agent that is not done.
+
+        Blocks until they are taken in, at most `external_log_timeout_s`.
+        """
+        self._log(episode_id, observation_dict, action_dict)
+
+    def log_returns(
+        self,
+        episode_id: str,
+        reward_dict: AgentDict,
+        info_dict: AgentDict | None = None,
+        multiagent_done_dict: AgentDict | None = None,
+        multiagent_truncated_dict: AgentDict | None = None,
+    ) -> None:
+        """Add to each agent's reward since its last action, also for one that was not observed since, or not yet.
+
+        Infos go with the agents' next observations, if those come with the next call. Who is done, or truncated, may be
+        observed once more by that call, and not after it. "__all__" cannot be done here: `end_episode` says that.
+        """
+        self.episodes.log_returns(episode_id, reward_dict, info_dict, multiagent_done_dict, multiagent_truncated_dict)
+
+    def end_episode(self, episode_id: str, observation_dict: AgentDict, truncated: bool = False) -> None:
+        """The episode has ended for all agents, with these observations. Does not block.
+
+        Who is not observed keeps the observation it acted upon as its last one, where that is right: a truncated agent
+        needs its final one, unless `missing_final_observation` lets it do without.
+        """
+        self._end(episode_id, observation_dict, truncated)

@@ -1,0 +1,33 @@
+"""How long a sampler of external envs waits: for more, before it ships what came, and for anybody at all."""
+
+from __future__ import annotations
+
+import time
+
+from headrace.schemas.episode_errors import ExternalSilenceError
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.external.lanes import ExternalLanes
+
+
+class Patience:
+    """That of one sampler of `envs`, from `begin` on."""
+
+    def __init__(self, config: EnvRunnerConfig, envs: ExternalLanes) -> None:
+        self._envs = envs
+        self._max_age_s = config.external_fragment_max_age_s
+        self._silence_s = config.external_silence_timeout_s
+        self._begun_at = time.monotonic()
+
+    def begin(self) -> None:
+        """A fragment begins."""
+        self._begun_at = self._envs.heard_at = time.monotonic()
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether what was gathered is to be shipped, for others may come late or never."""
+        return time.monotonic() - self._begun_at >= self._max_age_s
+
+    def check(self) -> None:
+        """Raise `ExternalSilenceError` when nobody has come since `begin`, or for as long."""
+        if time.monotonic() - self._envs.heard_at > self._silence_s:
+            raise ExternalSilenceError(self._silence_s, self._envs.episodes.counts()["open"])

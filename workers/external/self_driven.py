@@ -1,0 +1,127 @@
+"""What external envs of one agent and of several have in common: `run()`, its threads, and how its calls wait."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, TypeVar
+
+from headrace.schemas.episode_errors import EpisodeError, EpisodeTimeoutError, NoFreePlaceError, RunReturnedError
+from headrace.schemas.errors import EnvError
+from headrace.workers.external.calls import Answer, OnAnswer
+from headrace.workers.external.episodes import EpisodeTable
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """How long calls may block, in seconds: the settings "external_..._timeout_s"."""
+
+    start_s: float
+    action_s: float
+    log_s: float
+
+
+AnyTable = TypeVar("AnyTable", bound=EpisodeTable[Any])
+
+
+class SelfDrivenEnv(Generic[AnyTable]):
+    """An env that nobody steps: `run` has a thread of its own, and drives the episodes of a table."""
+
+    _episodes: AnyTable | None = None
+
+    # -- what users override ------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Drive episodes, for ever. To return, or to raise, is a failure: the env is built anew, by the usual rules."""
+        raise NotImplementedError(f"{type(self).__name__} must override run(), which drives its episodes")
+
+    def close(self) -> None:
+        """The env is over: have whatever `run` waits for outside come to an end. Called by another thread."""
+
+    # -- what `run` calls ---------------------------------------------------------------------------------------------
+
+    def start_episode(self, episode_id: str | None = None, training_enabled: bool = True) -> str:
+        """Open an episode and give its id. Waits until there is a place for it, at most `external_start_timeout_s`.
+
+        Of one without `training_enabled` nothing goes to the learner. Raises `NoFreePlaceError` after the wait.
+        """
+        episodes, deadlines = self.episodes, self._deadlines
+        until = time.monotonic() + deadlines.start_s
+        while True:
+            try:
+                return episodes.start(episode_id, training_enabled=training_enabled)
+            except NoFreePlaceError as error:
+                if not episodes.wait_for_place(max(until - time.monotonic(), 0.0)):
+                    raise NoFreePlaceError(error.episode_id, error.capacity, deadlines.start_s) from error
+
+    def run_in_threads(self, drive: Callable[[int], None], threads: int) -> NoReturn:
+        """For `run`: call drive(0), ... drive(threads - 1), each in a thread, and raise what ends the first of them.
+
+        The others then end with their next call. Raises `RunReturnedError` for one that returned.
+        """
+        ended: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+
+        def run(number: int) -> None:
+            try:
+                drive(number)
+            except Exception as error:  # noqa: BLE001 - a user's env
+                ended.put(error)
+            else:
+                ended.put(RunReturnedError(f"thread {number} of {type(self).__name__}"))
+
+        for number in range(threads):
+            name = f"run-{type(self).__name__}-{number}"
+            threading.Thread(target=run, args=(number,), name=name, daemon=True).start()
+        raise ended.get()
+
+    # -- what drives it -----------------------------------------------------------------------------------------------
+
+    def attach(self, episodes: AnyTable, deadlines: Deadlines) -> None:
+        """From now on calls go to `episodes`. Before `run` is."""
+        self._episodes, self._deadlines = episodes, deadlines
+
+    @property
+    def episodes(self) -> AnyTable:
+        """The table behind these methods, for who would rather not block. Raises `EnvError` before `run` is called."""
+        if self._episodes is None:
+            raise EnvError(f"{type(self).__name__} is in no runner yet; drive episodes in run(), which a runner calls")
+        return self._episodes
+
+    def _ask(self, episode_id: str, observation: Any) -> Any:
+        def ask(on_answer: OnAnswer) -> None:
+            self.episodes.ask(episode_id, observation, on_answer)
+
+        deadline = self._deadlines.action_s
+        return self._wait(episode_id, ask, "get_action()", "external_action_timeout_s", deadline)
+
+    def _log(self, episode_id: str, observation: Any, action: Any) -> None:
+        def log(on_answer: OnAnswer) -> None:
+            self.episodes.log_action(episode_id, observation, action, on_answer)
+
+        self._wait(episode_id, log, "log_action()", "external_log_timeout_s", self._deadlines.log_s)
+
+    def _end(self, episode_id: str, observation: Any, truncated: bool) -> None:
+        self.episodes.end(episode_id, observation, lambda _: None, truncated=truncated)
+
+    def _wait(self, episode_id: str, say: Callable[[OnAnswer], None], call: str, setting: str, timeout_s: float) -> Any:
+        answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        say(answers.put)
+        try:
+            answer = answers.get(timeout=timeout_s)
+        except queue.Empty:
+            error = EpisodeTimeoutError(episode_id, call, setting, timeout_s)
+            self._give_up(episode_id, str(error))
+            raise error from None
+        if answer.error is not None:
+            raise answer.error
+        return answer.action
+
+    def _give_up(self, episode_id: str, reason: str) -> None:
+        """Nobody would ever know whether the action was taken."""
+        try:
+            self.episodes.abort(episode_id, reason)
+        except EpisodeError:
+            return  # it is over already
