@@ -253,6 +253,50 @@ def env_host(
     start_env_host(config, sets, flags, connect=connect, debug=debug)
 
 
+@app.command(
+    epilog=_examples(
+        "headrace serve --checkpoint runs/default --http 8080",
+        "headrace serve --checkpoint runs/default/learner.checkpoint --port 5900 --num-envs 64 --json",
+        "headrace serve --checkpoint best.checkpoint --env my_game:Game --config fleet.toml --http 8080",
+        "headrace serve --checkpoint redis://127.0.0.1:6379 --fleet-id demo --env CartPole-v1 --explore",
+    )
+)
+def serve(
+    checkpoint: Annotated[
+        str, typer.Option("--checkpoint", help="A run directory, a learner.checkpoint, or redis://HOST:PORT.")
+    ],
+    http: Annotated[
+        int | None, typer.Option("--http", help="Port for HTTP; 0: a free one. Without it, no HTTP.")
+    ] = None,
+    port: Annotated[int | None, typer.Option("--port", help="Port for ZeroMQ; default: a free one.")] = None,
+    host: Annotated[str | None, typer.Option("--host", help="Address to bind; off loopback needs keys.")] = None,
+    env: Env = None,
+    num_envs: Annotated[int | None, typer.Option("--num-envs", help="Episodes that may be open at once.")] = None,
+    explore: Annotated[bool, typer.Option("--explore/--no-explore", help="Sample actions, or take the best.")] = False,
+    fleet_id: FleetId = None,
+    config: ConfigPath = None,
+    sets: Sets = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Serve a trained policy to clients.
+
+    For evaluation and deployment tests: no broker, no learner. Episodes are summed up and go nowhere. SIGTERM drains.
+    """
+    from headrace.deploy.serve import serve as serve_policy
+
+    flags = {
+        "sampling.env": env,
+        "sampling.num_envs": num_envs,
+        "sampling.explore": explore,
+        "serving.http_port": http,
+        "serving.port": port,
+        "serving.host": host,
+        "fleet.fleet_id": fleet_id,
+    }
+    serve_policy(config, sets, flags, checkpoint=checkpoint, as_json=as_json, debug=debug)
+
+
 @app.command(epilog=_examples("headrace ps --run-dir runs/default", "headrace ps --json | python -m json.tool"))
 def ps(run_dir: RunDirPath = None, config: ConfigPath = None, as_json: AsJson = False, debug: Debug = False) -> None:
     """Show who runs, and whether they live."""

@@ -55,7 +55,7 @@ def start_worker(
     from headrace.workers.worker import run_worker
 
     gc.freeze()  # torch and its like live as long as this process: no collection of garbage need look through them
-    with _no_exit_from(EnvError, "the env or the module"):
+    with no_exit_from(EnvError, "the env or the module"):
         run_worker(
             resolved, endpoint=where, fleet_id=fleet_id, slot=slot, incarnation=incarnation, recorder_dir=recorders
         )
@@ -84,7 +84,7 @@ def start_learner(config: Path | None, sets: Sets, flags: Flags, *, endpoint: st
     log.info("headrace %s learner at %s; config: %s", version("headrace"), where, origin)
     from headrace.learner_stub.training import run_learner
 
-    with _no_exit_from(ModuleError, "the module"):
+    with no_exit_from(ModuleError, "the module"):
         run_learner(resolved, endpoint=where, run_dir=run_dir)
 
 
@@ -107,12 +107,12 @@ def start_env_host(config: Path | None, sets: Sets, flags: Flags, *, connect: st
     from headrace.workers.env_host.process import run_env_host
 
     settings = {**sampling.model_dump(), "env_placement": "process", "policies": None, "policy_mapping_fn": None}
-    with _no_exit_from(EnvError, "the env"):
+    with no_exit_from(EnvError, "the env"):
         run_env_host(EnvRunnerConfig(**settings), connect, keys)
 
 
 @contextmanager
-def _no_exit_from(error_type: type[HeadraceError], whose: str) -> Iterator[None]:
+def no_exit_from(error_type: type[HeadraceError], whose: str) -> Iterator[None]:
     """User code that calls sys.exit would end the process with a code that means something else to us."""
     try:
         yield

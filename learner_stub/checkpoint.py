@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.schemas.errors import CheckpointError, DecodeError, FencedError, RunDirError
+from headrace.schemas.weights import CONNECTORS, join_modules, split_modules
 from headrace.schemas.wire import Buffer, Caps, MessageKind, decode, encode
 
 log = logging.getLogger("headrace.learner")
@@ -29,6 +30,8 @@ log = logging.getLogger("headrace.learner")
 MAGIC = b"HDRCCKPT"
 _LENGTH = struct.Struct("<Q")
 _FRAMES = 1 << 20
+_MODULE = "module/"
+"""Before the names of a module's weights, beside those of its optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,7 @@ def load_checkpoint(path: Path) -> Checkpoint | None:
 
 def training_arrays(module: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     """Both state dicts' tensors as arrays by name, sharing their memory. Hyperparameters are the config's, not kept."""
-    tensors = {f"module/{name}": tensor for name, tensor in module.items()}
+    tensors = {f"{_MODULE}{name}": tensor for name, tensor in module.items()}
     for index, moments in optimizer["state"].items():
         tensors |= {f"optimizer/{index}/{name}": tensor for name, tensor in moments.items()}
     return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
@@ -118,6 +121,15 @@ def training_tensors(arrays: Mapping[str, NDArray[Any]]) -> tuple[dict[str, Tens
             index, _, moment = rest.partition("/")
             optimizer.setdefault(int(index), {})[moment] = tensor
     return module, optimizer
+
+
+def published_arrays(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Of a checkpoint's arrays those by which its policy acts: weights and connector state, as they were published."""
+    by_module = split_modules(arrays)
+    if by_module is not None:
+        return join_modules({module_id: published_arrays(own) for module_id, own in by_module.items()})
+    kept = {name: array for name, array in arrays.items() if name.startswith((_MODULE, CONNECTORS))}
+    return {name.removeprefix(_MODULE): array for name, array in kept.items()}
 
 
 def _write(path: Path, frames: list[Buffer]) -> None:

@@ -416,13 +416,14 @@ class RunDirError(HeadraceError):
 
 
 class CheckpointError(HeadraceError):
-    """The checkpoint at `path` is torn, corrupt, or of another module."""
+    """The checkpoint at `path` is not there, torn, corrupt, or of another module; `advice` is what to do."""
 
     exit_code = ExitCode.RUN_DIR
 
-    def __init__(self, path: str, reason: str) -> None:
+    def __init__(self, path: str, reason: str, advice: str = "move it away to train from the start") -> None:
         self.path = path
-        super().__init__(f"checkpoint {path} cannot be used: {reason}; move it away to train from the start")
+        self.reason = reason
+        super().__init__(f"checkpoint {path} cannot be used: {reason}; {advice}")
 
 
 class CrashLoopError(HeadraceError):

@@ -71,6 +71,8 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
         self._over: dict[str, str | None] = {}
         """Ids of the newest that are over: None, or why they were aborted."""
         self._closed: str | None = None
+        self._full: str | None = None
+        """Why no episode may begin any more, while those that are open go on."""
 
     # -- for whoever drives episodes ----------------------------------------------------------------------------------
 
@@ -84,8 +86,8 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
         if len(episode_id) > MAX_ID_LENGTH:
             raise EpisodeError(episode_id, f"has an id of {len(episode_id)} characters; {MAX_ID_LENGTH} are allowed")
         with self._lock:
-            if self._closed is not None:
-                raise EpisodesClosedError(episode_id, self._closed)
+            if (reason := self._closed or self._full) is not None:
+                raise EpisodesClosedError(episode_id, reason)
             if episode_id in self._open:
                 raise EpisodeStartedError(episode_id)
             self._check_not_over(episode_id)
@@ -125,7 +127,7 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
     def wait_for_place(self, timeout_s: float) -> bool:
         """Block until a place is free or the table closed, at most so long; whether that came true."""
         with self._freed:
-            return self._freed.wait_for(lambda: bool(self._free) or self._closed is not None, timeout_s)
+            return self._freed.wait_for(lambda: bool(self._free or self._closed or self._full), timeout_s)
 
     def counts(self) -> dict[str, int]:
         """What is held: open episodes, calls that wait for an answer, places that are free, ids remembered."""
@@ -240,6 +242,12 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
             self._lost = [(other, error) for other, error in self._lost if other is not place]
             heapq.heappush(self._free, place.lane)
             self._freed.notify()
+
+    def admit_no_more(self, reason: str) -> None:
+        """Open no episode from now on; those that are open go on."""
+        with self._lock:
+            self._full = reason
+            self._freed.notify_all()
 
     def close(self, reason: str) -> None:
         """Accept nothing from now on. What was accepted may still be taken, and `release` answers the rest."""

@@ -1,0 +1,76 @@
+"""`headrace serve`: a policy server from a checkpoint, without broker and learner."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from headrace.deploy.logs import Identity, set_up_logging
+from headrace.deploy.options import describe_origin, resolve
+from headrace.deploy.roles import Flags, Sets, no_exit_from
+from headrace.deploy.saved_policy import SavedPolicy, config_beside, find_policy
+from headrace.deploy.streams import unread
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.errors import ConfigError, ConnectorError, EnvError, ModuleError
+from headrace.schemas.stopping import stop_signals
+
+log = logging.getLogger("headrace.deploy")
+
+
+def serve(config: Path | None, sets: Sets, flags: Flags, *, checkpoint: str, as_json: bool, debug: bool) -> None:
+    """Serve the policy at `checkpoint` until SIGTERM or Ctrl-C, then let episodes end, and say what came of them all.
+
+    Settings are those that stand beside the checkpoint, unless another file is named.
+    """
+    config = config or config_beside(checkpoint)
+    resolved, origins = resolve(config, sets, flags)
+    set_up_logging(Identity(resolved.fleet.fleet_id, "serve"), debug=debug)
+    if resolved.sampling.is_multi_agent:
+        raise ConfigError("serve answers for envs of one agent; leave it out", key="sampling.policies")
+    policy = find_policy(checkpoint, resolved.fleet.fleet_id)
+    with no_exit_from(EnvError, "the env or the module"):
+        told = _serve(resolved, policy, describe_origin(config, origins))
+    with unread(sys.stdout):
+        print(orjson.dumps(told).decode() if as_json else _in_words(told), flush=True)  # noqa: T201
+
+
+def _serve(config: FleetConfig, policy: SavedPolicy, origin: str) -> dict[str, Any]:
+    from headrace.workers.serving.alone import LoneServer
+
+    try:
+        server = LoneServer(config, policy.arrays, policy.version)
+    except (ModuleError, ConnectorError) as error:
+        raise ModuleError(
+            f"{policy.source} is of another policy than {config.module.build} for {config.sampling.env} ({error}); "
+            "name its env and module with --env and --set module.build=..., or its fleet.toml with --config"
+        ) from error
+    try:
+        log.info(
+            "headrace %s serves %s for %s, explore %s, at %s; config: %s",
+            version("headrace"),
+            policy.source,
+            config.sampling.env,
+            "on" if config.sampling.explore else "off",
+            " and ".join(filter(None, (server.env.endpoint, server.env.url))),
+            origin,
+        )
+        with stop_signals() as stopping:
+            server.serve(stopping)
+    finally:
+        server.close()
+    return {"source": policy.source, "weights": policy.version, **server.sums.as_json()}
+
+
+def _in_words(told: dict[str, Any]) -> str:
+    gone = f"; {told['aborted']} aborted" if told["aborted"] else ""
+    if not told["episodes"]:
+        return f"no episode has ended{gone}"
+    return (
+        f"{told['episodes']:,} episodes, {told['steps']:,} steps: return {told['mean_return']:.2f} on average "
+        f"({told['min_return']:g} to {told['max_return']:g}), length {told['mean_length']:.1f}{gone}"
+    )

@@ -1,0 +1,188 @@
+"""`headrace serve`: a real process that answers by a checkpoint, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import orjson
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from headrace.deploy.cli import app
+from headrace.deploy.clients import http_client
+from headrace.deploy.saved_policy import find_policy
+from headrace.learner_stub.checkpoint import Checkpoint, save_checkpoint, training_arrays
+from headrace.schemas.episode_errors import EpisodesClosedError
+from headrace.schemas.errors import CheckpointError, ConfigError, ExitCode, ModuleError, PortInUseError
+from headrace.schemas.spaces import Spaces
+from headrace.schemas.weights import CONNECTORS, join_modules
+from headrace.workers.connectors import MeanStd
+from headrace.workers.envs.spaces import spaces_of
+from headrace.workers.modules import actor_critic
+from headrace.workers.policy_client import PolicyClient
+
+MEAN, COUNT = np.array([0.2, -0.2, 0.1, 0.2]), 1_000_000
+CONFIG = '[sampling]\nenv = "CartPole-v1"\nnum_envs = 4\nenv_to_module = ["headrace.workers.connectors:MeanStd"]\n'
+
+
+def cart_spaces(env_id: str = "CartPole-v1") -> Spaces:
+    env = gym.make(env_id)
+    env.close()
+    return spaces_of(env)
+
+
+@cache
+def policy() -> torch.nn.Module:
+    torch.manual_seed(7)
+    connector = MeanStd()
+    module = actor_critic(connector.connect(cart_spaces(), 1))
+    with torch.no_grad():  # at first all actions are nearly alike to it
+        for parameter in module.parameters():
+            parameter.mul_(3)
+    return module
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """As a learner leaves it whose connectors have learnt."""
+    moments = {"count": np.full(1, float(COUNT)), "mean": MEAN, "m2": np.full(4, 0.01 * COUNT)}
+    learnt = {f"{CONNECTORS}env_to_module/0.MeanStd/obs/{name}": np.asarray(part) for name, part in moments.items()}
+    arrays = {**training_arrays(policy().state_dict(), {"state": {0: {"exp_avg": torch.ones(3)}}}), **learnt}
+    save_checkpoint(tmp_path / "learner.checkpoint", Checkpoint(2, [], {"updates": 9}, arrays))
+    (tmp_path / "config.json").write_bytes(orjson.dumps({"sampling": {"env": "CartPole-v1", "num_envs": 4}}))
+    (tmp_path / "fleet.toml").write_text(CONFIG)
+    return tmp_path
+
+
+def expected(observation: np.ndarray) -> int:
+    """The best action by hand. What a MeanStd sees besides `COUNT` rows moves its scale by nothing."""
+    scaled = torch.from_numpy(((observation - MEAN) / 0.1).astype(np.float32))[None]
+    with torch.inference_mode():
+        answer = policy().eval().forward_inference({"obs": scaled})  # type: ignore[operator]
+    return int(answer["action_dist_inputs"].argmax())
+
+
+@contextmanager
+def serving(folder: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "headrace.deploy", "serve", "--checkpoint", str(folder), *options]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, cwd=folder)
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def played(client: PolicyClient, seed: int) -> int:
+    """CartPole for some steps; gives how many."""
+    env = gym.make("CartPole-v1")
+    observation, _ = env.reset(seed=seed)
+    episode, steps, over = client.start_episode(training_enabled=seed % 2 == 0), 0, False
+    while not over:
+        action = int(client.get_action(episode, observation))
+        observation, reward, terminated, _, _ = env.step(action)
+        client.log_returns(episode, float(reward))
+        steps, over = steps + 1, terminated or steps == 20
+    client.end_episode(episode, observation, truncated=not terminated)
+    env.close()
+    return steps
+
+
+def test_a_checkpoint_answers_over_both_ways_and_a_stop_lets_episodes_end(
+    run_dir: Path, free_port: int, wait_for: Callable[..., None]
+) -> None:
+    options = ("--config", str(run_dir / "fleet.toml"), "--port", str(free_port), "--http", "0", "--json")
+    endpoint = f"tcp://127.0.0.1:{free_port}"
+    with serving(run_dir, *options) as process, PolicyClient(endpoint, timeout_s=30) as client:
+        lengths = [played(client, seed) for seed in range(4)]
+        probe = client.start_episode()
+        for seen in np.random.default_rng(0).normal(MEAN, 0.2, (40, 4)):
+            observation = np.clip(seen, -0.4, 0.4).astype(np.float32)
+            assert client.get_action(probe, observation) == expected(observation)
+        log = (run_dir / "log").read_text()
+        assert "update 9 of learner epoch 2" in log
+        assert "explore off" in log
+        address = re.search(r"http://127.0.0.1:(\d+)", log)
+        assert address is not None
+        over_http = http_client.PolicyServer(address[0])
+        walk = f"{over_http.session}/episodes/walk"
+        for url in (over_http.session, walk):
+            over_http.ask("PUT", url)
+        answer = over_http.ask("PUT", f"{walk}/steps/0", {"observation": MEAN.tolist()})
+        assert answer["action"] == expected(MEAN)
+
+        process.send_signal(signal.SIGTERM)
+        wait_for(lambda: _is_closed(client), what="the end of admission")
+        client.log_returns(probe, 3.0)
+        client.end_episode(probe, observation)
+        over_http.ask("PUT", f"{walk}/steps/1", {"observation": MEAN.tolist(), "end": "terminated"})
+        told, _ = process.communicate(timeout=30)
+    found = orjson.loads(told)
+    assert process.returncode == 0
+    assert (found["episodes"], found["aborted"], found["weights"]) == (6, 0, [2, 9])
+    assert found["steps"] == sum(lengths) + 40 + 1
+    assert found["mean_return"] == pytest.approx((sum(lengths) + 3.0) / 6)
+    assert found["min_return"] == 0
+
+
+def _is_closed(client: PolicyClient) -> bool:
+    try:
+        client.abort_episode(client.start_episode())
+    except EpisodesClosedError:
+        return True
+    return False
+
+
+def refusal(*arguments: str) -> BaseException:
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    assert result.exception is not None, result.output
+    return result.exception
+
+
+def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "nothing.checkpoint"):
+        error = refusal("--checkpoint", str(place))
+        assert isinstance(error, CheckpointError)
+        assert error.exit_code is ExitCode.RUN_DIR
+        assert "there is none" in str(error)
+        assert "name a run directory" in str(error)
+    (tmp_path / "torn").write_bytes(b"HDRCCKPT\x09")
+    with pytest.raises(CheckpointError, match="it ends within frame 0"):
+        find_policy(str(tmp_path / "torn"), "")
+    two = join_modules({"a": {"module/w": np.ones(2)}, "b": {"module/w": np.ones(2)}})
+    save_checkpoint(tmp_path / "two", Checkpoint(1, [], {}, two))
+    with pytest.raises(ConfigError, match=r"policies \['a', 'b'\], and one is served"):
+        find_policy(str(tmp_path / "two"), "")
+
+
+def test_other_spaces_other_modules_and_missing_connectors_are_said(run_dir: Path) -> None:
+    toml = ("--config", str(run_dir / "fleet.toml"))
+    for other in (("--env", "Acrobot-v1"), ("--set", 'module.config={"hidden": [8]}')):
+        error = refusal("--checkpoint", str(run_dir), *toml, *other)
+        assert isinstance(error, ModuleError | ConfigError), repr(error)
+    error = refusal("--checkpoint", str(run_dir), *toml, "--env", "Acrobot-v1")
+    assert "of another policy than headrace.workers.modules:actor_critic for Acrobot-v1" in str(error)
+    assert "name its env and module" in str(error)
+    error = refusal("--checkpoint", str(run_dir))  # config.json beside it knows of no connectors
+    assert "0.MeanStd" in str(error)
+
+
+def test_a_taken_port_and_an_open_address_without_keys_are_refused(run_dir: Path) -> None:
+    toml = ("--checkpoint", str(run_dir), "--config", str(run_dir / "fleet.toml"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert isinstance(refusal(*toml, "--http", port), PortInUseError)
+        assert isinstance(refusal(*toml, "--port", port), PortInUseError)
+    assert "there are no keys" in str(refusal(*toml, "--host", "0.0.0.0"))

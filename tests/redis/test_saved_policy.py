@@ -1,0 +1,33 @@
+"""What `headrace serve` finds in Redis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.broker.redis_weights import WeightsShelf
+from headrace.deploy.fleet_file import FleetFile
+from headrace.deploy.saved_policy import find_policy
+from headrace.schemas.errors import CheckpointError, ConfigError, RedisUnavailableError
+from headrace.schemas.weights import encode_weights
+
+
+def test_weights_are_found_by_the_fleets_name_and_by_its_run_directory(
+    client: Any, fleet_id: str, url: str, tmp_path: Any, free_port: int
+) -> None:
+    arrays = {"w": np.arange(3.0)}
+    assert WeightsShelf(client, fleet_id).store((3, 5), encode_weights(fleet_id, (3, 5), arrays)) == "flipped"
+    FleetFile(fleet_id=fleet_id, redis_url=url).write(tmp_path / "fleet.json")
+    for where, name in ((url, fleet_id), (str(tmp_path), "")):
+        found = find_policy(where, name)
+        assert found.version == (3, 5)
+        np.testing.assert_array_equal(found.arrays["w"], arrays["w"])
+        assert "weights 3/5" in found.source
+    with pytest.raises(ConfigError, match="--fleet-id"):
+        find_policy(url, "")
+    with pytest.raises(CheckpointError, match=r"no weights are there"):
+        find_policy(url, f"{fleet_id}-other")
+    with pytest.raises(RedisUnavailableError):
+        find_policy(f"redis://127.0.0.1:{free_port}", "any")
