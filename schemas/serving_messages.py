@@ -7,8 +7,11 @@
     EPISODE_STEP    ─────────────────────────────▶      what is seen, and the reward since the step before
     EPISODE_ABORT   ─────────────────────────────▶
     EPISODE_ANSWER  ◀─────────────────────────────      to each of the three
+    WEIGHTS_PULL    ─────────────────────────────▶      from here on of a client that acts by itself
+    WEIGHTS_PART    ◀─────────────────────────────
+    EPISODE_CHUNKS  ─────────────────────────────▶      what it has cut
     HEARTBEAT, BYE  ─────────────────────────────▶
-    ACK             ◀─────────────────────────────      to these two
+    ACK             ◀─────────────────────────────      to these three
     REJECT          ◀─────────────────────────────      in place of any answer
 
 Steps of an episode are numbered from 0, and a client sends one when the one before is answered. So any message may be
@@ -82,6 +85,29 @@ class EpisodeAbort(ClientRequest):
     reason: Reason = ""
 
 
+class ClientPull(ClientRequest):
+    """A piece of the newest weights is asked for. When `version` is still the newest it begins at `offset`, all bytes
+    that the client has of it; else at the beginning of the newest."""
+
+    KIND = MessageKind.WEIGHTS_PULL
+    version: Version = (0, 0)
+    offset: Natural = 0
+
+
+class ChunkShipment(ClientRequest):
+    """Chunks that the client has cut, as the array "batch", uint8: a BATCH message's frames one after another.
+
+    Shipments of a session are numbered from 1, and the next goes out when the last is answered.
+    """
+
+    KIND = MessageKind.EPISODE_CHUNKS
+    number: Positive
+    frame_sizes: list[Natural] = Field(default=[], max_length=64)
+    """Where to cut the array; none where there are no chunks and no array, only counts."""
+    discarded: dict[str, Natural] = Field(default={}, max_length=64)
+    """Steps that will never be in a chunk, by reason, since the shipment before."""
+
+
 class ClientHeartbeat(ClientRequest):
     """Alive; any other request says so too."""
 
@@ -120,6 +146,18 @@ class EpisodeAnswer(Message):
     """(learner_epoch, seq) by which the action was chosen."""
 
 
+class ClientPart(Message):
+    """Header of a piece of weights, the array "part", uint8; empty where the client has all. The bytes of a version are
+    those of a WEIGHTS message's frames one after another, `frame_sizes` where to cut them."""
+
+    KIND = MessageKind.WEIGHTS_PART
+    request: Natural = 0
+    version: Version
+    """(0, 0): there are no weights yet."""
+    offset: Natural
+    frame_sizes: list[Natural] = []
+
+
 class ClientAck(Message):
     """Heard."""
 
@@ -139,8 +177,18 @@ class ClientReject(Message):
 
 
 REQUESTS: dict[MessageKind, type[ClientRequest]] = {
-    cls.KIND: cls for cls in (ClientHello, EpisodeStart, EpisodeStep, EpisodeAbort, ClientHeartbeat, ClientBye)
+    cls.KIND: cls
+    for cls in (
+        ClientHello,
+        EpisodeStart,
+        EpisodeStep,
+        EpisodeAbort,
+        ClientPull,
+        ChunkShipment,
+        ClientHeartbeat,
+        ClientBye,
+    )
 }
 ANSWERS: dict[MessageKind, type[Message]] = {
-    cls.KIND: cls for cls in (ClientWelcome, EpisodeAnswer, ClientAck, ClientReject)
+    cls.KIND: cls for cls in (ClientWelcome, EpisodeAnswer, ClientPart, ClientAck, ClientReject)
 }

@@ -35,6 +35,10 @@ class ServingSection(Section):
     max_sessions: int = Field(default=1024, ge=1, description="clients at once")
     max_message_bytes: int = Field(default=16 << 20, ge=1 << 12, le=1 << 28, description="largest message of a client")
 
+    client_inference: bool = Field(
+        default=False, description="clients may pull the weights, act by themselves and ship chunks"
+    )
+
     @field_validator("http_token")
     @classmethod
     def _absolute(cls, file: str) -> str:

@@ -84,6 +84,7 @@ class MessageKind(IntEnum):
     EPISODE_STEP = 41
     EPISODE_ABORT = 42
     EPISODE_ANSWER = 43
+    EPISODE_CHUNKS = 44
 
 
 @dataclass(frozen=True, slots=True)

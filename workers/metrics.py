@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.chunk import ChunkEnd
@@ -119,17 +120,22 @@ class RunnerMetrics:
     def add(self, chunks: Sequence[OpenChunk], batch: ChunkBatch) -> None:
         """`chunks` of one agent were delivered as the first rows of `batch`."""
         table = batch.table[: len(chunks)]
-        done = (table["end"] == ChunkEnd.TERMINATED) | (table["end"] == ChunkEnd.TRUNCATED)
+        if self.add_table(table, batch):
+            self._durations.extend(chunks[i].episode.duration_s for i in np.flatnonzero(_done(table)).tolist())
+
+    def add_table(self, table: NDArray[np.void], batch: ChunkBatch) -> int:
+        """Likewise of chunks of which only the rows of `batch` are known; how many episodes have ended in them."""
+        done = _done(table)
         returns, lengths = table["episode_return"][done].tolist(), table["episode_length"][done].tolist()
         agent, module = batch.agents[0], batch.modules[0]
         self.count_steps({agent: batch.steps}, {module: batch.steps}, {agent: batch.steps})
         if not returns:
-            return
-        self._durations.extend(chunks[i].episode.duration_s for i in np.flatnonzero(done).tolist())
+            return 0
         self._add_episodes(returns, lengths)
         self._window_of("agent_episode_returns_mean", agent).extend(returns)
         self._window_of("agent_steps", agent).extend(lengths)
         self._window_of("module_episode_returns_mean", module).extend(returns)
+        return len(returns)
 
     def add_untrained(self, episode_return: float, length: int) -> None:
         """An episode has ended that is not to be trained on, and so is in no other figure."""
@@ -276,3 +282,8 @@ class RunnerMetrics:
         figures.append(Window(("untrained_episode_len_mean",), "mean", self._untrained_lengths))
         figures.append(Window(("episode_duration_sec_mean",), "mean", self._durations))
         return figures + [Window(path, "mean", values) for path, values in self._by_name.items()]
+
+
+def _done(table: NDArray[np.void]) -> NDArray[np.bool_]:
+    """Which chunks are the last of an episode that has ended."""
+    return np.asarray((table["end"] == ChunkEnd.TERMINATED) | (table["end"] == ChunkEnd.TRUNCATED))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.errors import ConfigError, ModuleError
+from headrace.schemas.ledger import Discard
 from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.spaces import Spaces
 from headrace.workers.config import EnvRunnerConfig, MissingEnvError
@@ -189,6 +190,22 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
             for episode_return, length in self._sampler.take_untrained():
                 self._metrics.add_untrained(episode_return, length)
         return batch
+
+    def take_over(self, batch: ChunkBatch | None, discarded: Mapping[Discard, int]) -> None:
+        """Have steps that others took and cut, and those that they `discarded`, in this runner's totals and metrics.
+
+        Its worker ships the batch as one of its own.
+        """
+        totals = self.totals
+        for reason, steps in discarded.items():
+            totals.stepped += steps
+            totals.discard(reason, steps)
+        if batch is not None:
+            totals.stepped += batch.steps
+            totals.delivered += batch.steps
+            totals.delivered_chunks += len(batch)
+            totals.episodes += self._metrics.add_table(batch.table, batch)
+        totals.env_steps, totals.env_steps_delivered = totals.stepped, totals.delivered
 
     # -- weights and state --------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from headrace.schemas.errors import CallbackError, EnvError, FencedError, Headra
 from headrace.schemas.keys import client_keys
 from headrace.schemas.ledger import Discard, Drop
 from headrace.schemas.messages import WorkerHello
-from headrace.schemas.module_spaces import module_spaces_to_json
+from headrace.schemas.module_spaces import DEFAULT_MODULE_ID, module_spaces_to_json
 from headrace.schemas.recorder import Recorder
 from headrace.schemas.stopping import stop_signals
 from headrace.workers.config import runner_config
@@ -25,6 +25,8 @@ from headrace.workers.env_runner import EnvRunner
 from headrace.workers.link import BrokerLink
 from headrace.workers.multi_agent.policies import PolicyMappingError
 from headrace.workers.multi_agent_env_runner import MultiAgentEnvRunner
+from headrace.workers.serving.exchange import Delivery, Exchange
+from headrace.workers.serving.served_env import ServedEnvs
 from headrace.workers.session import State, WorkerSession
 from headrace.workers.shipping import Cut, Shipper
 from headrace.workers.single_agent_env_runner import SingleAgentEnvRunner
@@ -101,6 +103,8 @@ class Worker:
         self.runner: EnvRunner[Any] | None = None
         self.recorder: Recorder | None = None
         self.shipper: Shipper | None = None
+        self._exchange: Exchange | None = None
+        """With clients that act by themselves, where there may be any."""
         self._batches_a_cut = 1
         self._told = (self.session.settled, self.session.accepted)
         """As the recorder has it."""
@@ -132,6 +136,9 @@ class Worker:
         runner.call_before_rebuilds(lambda: self._recorder.touch(BUILD_SILENCE_S))
         self.shipper = Shipper(self.fleet_id, self.session, self.recorder, runner.totals, runner.take_finished_episodes)
         self.runner, self._batches_a_cut = runner, len(runner.module_spaces)
+        if isinstance(runner.config.env, ServedEnvs) and (exchange := runner.config.env.exchange) is not None:
+            exchange.open(runner.module_spaces[DEFAULT_MODULE_ID], runner.config.num_envs)
+            self._exchange = exchange
         self.session.introduce(module_spaces_to_json(runner.module_spaces))
         self.recorder.touch()
         self.link.join(self.config.worker.connect_timeout_s)
@@ -213,6 +220,22 @@ class Worker:
             self._next_pump = now + PUMP_INTERVAL_S
             self._pump()
             self._apply_weights()
+            self._ship_of_clients()
+
+    def _ship_of_clients(self) -> None:
+        """What clients have cut, as far as there is room for it beside the runner's own."""
+        while self._exchange is not None and self.session.has_room(self._batches_a_cut + 1):
+            delivery = self._exchange.take()
+            if delivery is None:
+                return
+            self._take_over(delivery)
+
+    def _take_over(self, delivery: Delivery) -> None:
+        assert isinstance(self.runner, SingleAgentEnvRunner), "clients have one agent"
+        self.runner.take_over(delivery.batch, delivery.discarded)
+        if delivery.batch is not None:
+            self._shipper.ship(delivery.batch)
+        delivery.done()
 
     def _while_waiting(self, stopping: threading.Event) -> None:
         """Likewise while envs are waited for, which may take for ever where they are on other hosts."""
@@ -228,6 +251,8 @@ class Worker:
         if newer is not None and newer.version > self.session.weights:
             self._runner.set_weights(newer.arrays, newer.version[1], newer.version[0], newer.digest)
             self.session.weights = newer.version
+            if self._exchange is not None:
+                self._exchange.offer(newer.version, newer.arrays, newer.digest)
         return self.session.weights != (0, 0)
 
     def _pump(self, wait_s: float = 0.0) -> None:
@@ -258,6 +283,8 @@ class Worker:
         deadline = time.monotonic() + self.config.worker.drain_timeout_s
         if self.runner is None or self.recorder is None:
             return
+        for delivery in self._exchange.end(Discard.SHUTDOWN) if self._exchange is not None else ():
+            self._take_over(delivery)
         last = self._discard_open(Discard.SHUTDOWN)
         self._shipper.ship(last)
         for chunk in last if self.runner.callbacks.wants("on_chunk_sent") else ():

@@ -14,6 +14,7 @@ from headrace.schemas.keys import CLIENT_PORT, BrokerKeys
 from headrace.schemas.spaces import Spaces
 from headrace.workers.envs.remote.door import Door, DoorSettings
 from headrace.workers.serving.desk import Desk, SpaceValues
+from headrace.workers.serving.exchange import Exchange
 from headrace.workers.serving.frames import FramesDoor
 from headrace.workers.serving.http_way import HttpWay
 from headrace.workers.serving.records import ServingLimits
@@ -48,7 +49,10 @@ class Served:
         )
         self._door = Door(settings)
         self.endpoint = self._door.endpoint
-        self.desk = Desk(self.episodes, values, limits, FramesDoor(self._door, values, limits.max_message_bytes))
+        self.exchange = Exchange(limits.max_message_bytes)
+        self.exchange.open(spaces, capacity)
+        way = FramesDoor(self._door, values, limits.max_message_bytes)
+        self.desk = Desk(self.episodes, values, limits, way, self.exchange)
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._http = HttpWay(self.desk, values, limits, listener, token)
@@ -63,6 +67,8 @@ class Served:
         while not self._stopping.wait(0.001):
             if not self.hold.is_set():
                 self.episodes.answer_all()
+                while (delivery := self.exchange.take()) is not None:
+                    delivery.done()
 
     def counts(self) -> dict[str, int]:
         """Of the sessions, told by the desk's thread."""

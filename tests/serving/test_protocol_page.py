@@ -59,7 +59,7 @@ def parse(line: str) -> tuple[MessageKind, dict[str, Any], dict[str, Any]]:
     """KIND {header} name=<dtype values ..."""
     kind, rest = line.split(" ", 1)
     header, end = json.JSONDecoder().raw_decode(rest)
-    arrays = re.findall(r"(\w+)=(<\w\d) ?(\[[^]]*\]|\d+)", rest[end:])
+    arrays = re.findall(r"(\w+)=([<|]\w\d) ?(\[[^]]*\]|\d+)", rest[end:])
     return MessageKind[kind], header, {name: np.array(json.loads(value), dtype) for name, dtype, value in arrays}
 
 

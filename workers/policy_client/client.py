@@ -161,14 +161,33 @@ class PolicyClient:
         with self._lock:
             self._episodes.pop(episode_id, None)
 
+    def ask(
+        self,
+        kind: type[ClientRequest],
+        arrays: Mapping[str, NDArray[Any]] | None = None,
+        *,
+        timeout_s: float | None = None,
+        **fields: Any,
+    ) -> tuple[Any, dict[str, NDArray[Any]]]:
+        """Any request of this session's, answered: (message, arrays). For clients that are built on this one.
+
+        Raises as other calls do; an `UnknownSessionError` when the session has ended, which by then is open anew.
+        """
+        return self._ask(kind, arrays, timeout_s=timeout_s, **fields)
+
     # -- the session --------------------------------------------------------------------------------------------------
 
     def _ask(
-        self, kind: type[ClientRequest], arrays: Mapping[str, NDArray[Any]] | None = None, **fields: Any
+        self,
+        kind: type[ClientRequest],
+        arrays: Mapping[str, NDArray[Any]] | None = None,
+        *,
+        timeout_s: float | None = None,
+        **fields: Any,
     ) -> tuple[Any, dict[str, NDArray[Any]]]:
         request = kind(session=self.session, token=self._token, **fields)
         try:
-            return self._say(request, self._timeout_s, arrays)
+            return self._say(request, timeout_s or self._timeout_s, arrays)
         except UnknownSessionError:
             self._open(self._timeout_s)
             if not isinstance(request, EpisodeStart):

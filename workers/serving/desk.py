@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headrace.schemas.spaces import Spaces
+from headrace.workers.serving.acting_clients import ActingClients
 from headrace.workers.serving.episodes import Answer, Episodes
-from headrace.workers.serving.records import Asked, ServingLimits
+from headrace.workers.serving.exchange import Exchange
+from headrace.workers.serving.records import Address, Asked, Reply, ServingLimits
 from headrace.workers.serving.sessions import Sessions
 from headrace.workers.serving.values import Values
 
@@ -53,9 +55,15 @@ class Desk:
     """Serves in the thread that calls `serve`; everybody else posts. `close` once, when that has returned."""
 
     def __init__(
-        self, episodes: Episodes, values: SpaceValues, limits: ServingLimits, door: Door | None = None
+        self,
+        episodes: Episodes,
+        values: SpaceValues,
+        limits: ServingLimits,
+        door: Door | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
-        self._sessions = Sessions(episodes, values.spaces.model_dump(mode="json"), self._post_answer, limits)
+        acting = ActingClients(exchange, self._post_shipped) if exchange is not None else None
+        self._sessions = Sessions(episodes, values.spaces.model_dump(mode="json"), self._post_answer, limits, acting)
         self._door = door or _NoDoor()
         self._mail: deque[Event] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -109,6 +117,9 @@ class Desk:
 
     def _post_answer(self, asked: Asked, answer: Answer) -> None:
         self.post(lambda sessions, now: sessions.answered(asked, answer))
+
+    def _post_shipped(self, tell: Callable[[], tuple[Address, Reply] | None]) -> None:
+        self.post(lambda sessions, now: sessions.say(tell()))
 
 
 class _NoDoor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from headrace.schemas.errors import HeadraceError, WireError
 from headrace.schemas.messages import read
 from headrace.schemas.serving_errors import BadRequestError, MessageTooLargeError
-from headrace.schemas.serving_messages import REQUESTS, EpisodeStep
+from headrace.schemas.serving_messages import REQUESTS, ChunkShipment, EpisodeStep
 from headrace.schemas.wire import Buffer, Caps, WireMessage, decode, encode
 from headrace.workers.envs.remote.door import Door
 from headrace.workers.serving.desk import SpaceValues
@@ -65,6 +65,8 @@ class FramesDoor:
             observation = self._values.observation.of_arrays(message.arrays)
             if request.off_policy:
                 action = self._values.action.of_arrays(message.arrays)
+        elif isinstance(request, ChunkShipment):
+            observation = message.arrays.get("batch")
         sessions.receive(request, address, now, observation, action)
 
     def send(self, route: bytes, reply: Reply) -> None:
@@ -74,6 +76,6 @@ class FramesDoor:
     def _frames(self, reply: Reply) -> list[Buffer]:
         arrays = {} if reply.action is None else self._values.action.arrays(reply.action)
         try:
-            return encode(reply.message.KIND, reply.message.model_dump(), arrays)
+            return encode(reply.message.KIND, reply.message.model_dump(), {**arrays, **reply.arrays})
         except WireError as error:
             return refusal_of(MessageTooLargeError(f"the answer cannot be sent: {error}")).message.frames()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from numpy.typing import NDArray
 
 from headrace.schemas.episode_errors import (
     EpisodeAbortedError,
@@ -31,6 +34,8 @@ class Reply:
 
     message: Message
     action: Any = None
+    arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Besides the action's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,11 @@ class SessionRecord:
     heard_at: float
     open: dict[str, EpisodeRecord] = field(default_factory=dict)
     ended: OrderedDict[str, EpisodeRecord] = field(default_factory=OrderedDict)
+    shipped: int = 0
+    """Shipments of chunks that were taken."""
+    ships_at: Address | None = None
+    """Where the next is to be answered; None: none is under way."""
+    ships_as: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

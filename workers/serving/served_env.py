@@ -20,6 +20,7 @@ from headrace.workers.envs.remote.door import Door, DoorSettings
 from headrace.workers.external.env import ExternalEnv
 from headrace.workers.serving.bearer_token import read_token
 from headrace.workers.serving.desk import Desk, SpaceValues
+from headrace.workers.serving.exchange import Exchange
 from headrace.workers.serving.frames import FramesDoor
 from headrace.workers.serving.records import ServingLimits
 
@@ -45,6 +46,8 @@ class ServedEnvs:
         self._keys_dir = keys_dir
         self._check_bounds = check_bounds
         self._ports: tuple[int, int] | None = None
+        self.exchange = Exchange(settings.max_message_bytes) if settings.client_inference else None
+        """With clients that act by themselves, if there may be any. It outlives each env."""
 
     def __call__(self, context: EnvContext) -> ServedEnv:
         """Bind the ports. Raises `ConfigError`, `KeysError`, `PortInUseError`, and what the env's creator raises."""
@@ -61,7 +64,7 @@ class ServedEnvs:
         except BaseException:
             door.close()
             raise
-        env = ServedEnv(*spaces, self._settings, door, listener, token, check_bounds=self._check_bounds)
+        env = ServedEnv(*spaces, self._settings, door, listener, token, self.exchange, check_bounds=self._check_bounds)
         self._ports = env.ports
         return env
 
@@ -138,12 +141,14 @@ class ServedEnv(ExternalEnv):
         door: Door,
         listener: socket.socket | None,
         token: str | None,
+        exchange: Exchange | None,
         *,
         check_bounds: bool,
     ) -> None:
         super().__init__(action_space, observation_space)
         self._settings = settings
         self._door, self._listener, self._token = door, listener, token
+        self._exchange = exchange
         self._check_bounds = check_bounds
         self._lock = threading.Lock()
         self._desk: Desk | None = None
@@ -169,7 +174,8 @@ class ServedEnv(ExternalEnv):
         with self._lock:
             if self._closed:
                 return
-            self._desk = Desk(self.episodes, values, limits, FramesDoor(self._door, values, s.max_message_bytes))
+            door = FramesDoor(self._door, values, s.max_message_bytes)
+            self._desk = Desk(self.episodes, values, limits, door, self._exchange)
         try:
             self._serve(self._desk, values, limits)
         finally:

@@ -31,10 +31,12 @@ from headrace.schemas.serving_errors import (
     UnknownSessionError,
 )
 from headrace.schemas.serving_messages import (
+    ChunkShipment,
     ClientAck,
     ClientBye,
     ClientHeartbeat,
     ClientHello,
+    ClientPull,
     ClientRequest,
     ClientWelcome,
     EpisodeAbort,
@@ -42,6 +44,7 @@ from headrace.schemas.serving_messages import (
     EpisodeStart,
     EpisodeStep,
 )
+from headrace.workers.serving.acting_clients import ActingClients
 from headrace.workers.serving.episodes import Answer, Episodes
 from headrace.workers.serving.records import (
     Address,
@@ -72,11 +75,13 @@ class Sessions:
         spaces: dict[str, Any],
         post: Callable[[Asked, Answer], None],
         limits: ServingLimits | None = None,
+        acting: ActingClients | None = None,
     ) -> None:
         self.limits = limits or ServingLimits()
         self._episodes = episodes
         self._spaces = spaces
         self._post = post
+        self._acting = acting
         self._sessions: OrderedDict[str, SessionRecord] = OrderedDict()
         """The one that has been silent for longest first."""
         self._outbox: list[tuple[Address, Reply]] = []
@@ -97,7 +102,8 @@ class Sessions:
     def receive(
         self, request: ClientRequest, address: Address, now: float, observation: Any = None, action: Any = None
     ) -> None:
-        """Do what is asked. `observation` and `action`, of a step, are values of their spaces."""
+        """Do what is asked. `observation` and `action`, of a step, are values of their spaces; of a shipment of chunks
+        `observation` is the array "batch"."""
         try:
             reply = self._do(request, address, now, observation, action)
         except HeadraceError as error:
@@ -123,6 +129,11 @@ class Sessions:
             if asked.ends:
                 self._end(asked.session, asked.id, "")
         self._outbox.append((address, episode.last))
+
+    def say(self, told: tuple[Address, Reply] | None) -> None:
+        """Have this sent with what else is to be sent; None: nothing."""
+        if told is not None:
+            self._outbox.append(told)
 
     def tick(self, now: float) -> None:
         """End the sessions that were silent for too long. After a pause in which nobody called, all get some time: what
@@ -164,6 +175,12 @@ class Sessions:
                 self._abort(session, request)
             case ClientBye():
                 self._close(request.session, CLIENT_LEFT)
+            case ClientPull() | ChunkShipment():
+                if self._acting is None:
+                    raise BadRequestError("clients do not act by themselves here; set serving.client_inference = true")
+                if isinstance(request, ClientPull):
+                    return self._acting.part(request)
+                return self._acting.ship(session, request, address, observation)
             case ClientHeartbeat():
                 pass
             case _:
@@ -279,8 +296,11 @@ class Sessions:
             session.ended.popitem(last=False)
 
     def _close(self, name: str, reason: str) -> None:
-        for id, episode in self._sessions.pop(name).open.items():
+        session = self._sessions.pop(name)
+        for id, episode in session.open.items():
             self._give_up(id, episode, reason)
+        if self._acting is not None:
+            self._acting.gone(session)
 
     def _give_up(self, id: str, episode: EpisodeRecord, reason: str) -> None:
         with suppress(HeadraceError):  # the sampler may have lost it already

@@ -1,0 +1,65 @@
+"""`headrace up` whose episodes are driven, and acted in, by other programs; one of them is killed while it plays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import orjson
+import pytest
+
+pytestmark = pytest.mark.slow
+
+CARTS = """
+import sys
+import gymnasium
+from headrace.workers import EnvRunnerConfig
+from headrace.workers.acting_client import ActingClient
+
+config = EnvRunnerConfig(num_envs=2, rollout_fragment_length=16, external_fragment_max_age_s=0.2)
+client = ActingClient(sys.argv[1], config, index=int(sys.argv[2]), update_interval_s=0.1)
+env = gymnasium.make("CartPole-v1")
+while True:
+    (observation, _), episode, over = env.reset(), client.start_episode(), False
+    while not over:
+        observation, reward, terminated, truncated, _ = env.step(int(client.get_action(episode, observation)))
+        client.log_returns(episode, float(reward))
+        over = terminated or truncated
+    client.end_episode(episode, observation, truncated=not terminated)
+    print("played", flush=True)
+"""
+
+
+def test_what_clients_have_cut_is_trained_on_and_the_books_balance_though_one_is_killed(
+    tmp_path: Path, free_port: int, wait_for: Callable[..., None]
+) -> None:
+    command = [sys.executable, "-m", "headrace.deploy", "up", "--run-dir", str(tmp_path), "--env", "CartPole-v1"]
+    command += ["--workers", "1", "--num-envs", "2", "--until-steps", "600", "--timeout-s", "80", "--json"]
+    settings = ("enabled=true", f"port={free_port}", "lease_s=2", "client_inference=true")
+    for setting in (*(f"serving.{each}" for each in settings), "learner.steps_per_update=128"):
+        command += ["--set", setting]
+    endpoint = f"tcp://127.0.0.1:{free_port}"
+    clients = [
+        subprocess.Popen([sys.executable, "-c", CARTS, endpoint, str(index)], stdout=subprocess.PIPE)
+        for index in range(2)
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as fleet:
+        try:
+            for client in clients:
+                assert client.stdout is not None
+                assert client.stdout.readline() == b"played\n"
+            clients[0].kill()
+            told, _ = fleet.communicate(timeout=100)
+        finally:
+            fleet.terminate()
+            for client in clients:
+                with client:
+                    client.kill()
+    found = orjson.loads(told)
+    assert (found["exit_code"], found["goal_reached"], found["balanced"]) == (0, True, True)
+    assert found["ledger"]["stepped"] == found["env_steps"] >= 600
+    assert found["ledger"]["committed"][0] > 0
+    assert found["episodes"] > 5
+    assert found["weights_seq"] > 1

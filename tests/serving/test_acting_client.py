@@ -1,0 +1,286 @@
+"""A client that acts by itself: its chunks are those a worker would have cut, each is taken once, none is left open."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
+from headrace.schemas.episode_errors import EpisodeAbortedError, EpisodesClosedError
+from headrace.schemas.errors import DecodeError
+from headrace.schemas.ledger import Discard, WorkerTotals
+from headrace.schemas.serving_errors import BadRequestError, ServingError, StepOrderError
+from headrace.schemas.serving_messages import ChunkShipment, ClientPull
+from headrace.schemas.serving_settings import ServingSection
+from headrace.schemas.weights import weights_digest
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.workers.acting_client import ActingClient
+from headrace.workers.module_weights import read_weights
+from headrace.workers.policy_client import PolicyClient
+from headrace.workers.serving.served_env import ServedEnv, ServedEnvs
+
+SETTINGS: dict[str, Any] = {
+    "num_envs": 4,
+    "seed": 3,
+    "rollout_fragment_length": 8,
+    "external_fragment_max_age_s": 200.0,
+    "infos": "all",
+    "episode_lookback_horizon": 2,
+}
+
+
+class Harbour:
+    """A runner that serves, with a thread that does what a worker does for clients of both kinds."""
+
+    def __init__(self, lease_s: float = 20.0, **changes: Any) -> None:
+        settings = ServingSection(enabled=True, lease_s=lease_s, client_inference=True, max_message_bytes=1 << 20)
+        self.creator = ServedEnvs(settings, "CartPole-v1", "")
+        self.runner = SingleAgentEnvRunner(EnvRunnerConfig(env=self.creator, **{**SETTINGS, **changes}))
+        env: Any = self.runner.env
+        assert isinstance(env, ServedEnv)
+        self.endpoint = env.endpoint
+        assert self.creator.exchange is not None
+        self.exchange = self.creator.exchange
+        self.exchange.open(self.runner.spaces, self.runner.config.num_envs)
+        self.publish(1)
+        self.chunks: list[EpisodeChunk] = []
+        self.held = threading.Event()
+        """While it is set, nothing of clients is taken."""
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def publish(self, seq: int) -> None:
+        arrays = read_weights(self.runner.module)  # type: ignore[arg-type]
+        digest = weights_digest(arrays)
+        self.runner.set_weights(arrays, seq, 1, digest)
+        self.exchange.offer((1, seq), arrays, digest)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self.chunks += self.runner.sample_fragment(self._between_polls)
+            except InterruptedError:
+                self.chunks += self.runner.cut_fragment()
+
+    def _between_polls(self) -> None:
+        while not self.held.is_set() and (delivery := self.exchange.take()) is not None:
+            self._deliver(delivery)
+        if self._stopping.is_set():
+            raise InterruptedError
+
+    def _deliver(self, delivery: Any) -> None:
+        self.runner.take_over(delivery.batch, delivery.discarded)
+        self.chunks += delivery.batch or ()
+        delivery.done()
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._thread.join(20)
+        for delivery in self.exchange.end(Discard.SHUTDOWN):
+            self._deliver(delivery)
+        self.chunks += self.runner.discard_open(Discard.SHUTDOWN)
+        self.runner.stop()
+        totals = self.runner.totals
+        assert totals.stepped == sum(map(len, self.chunks)) + sum(totals.discarded.values())
+        check_whole(self.chunks)
+
+
+def check_whole(chunks: list[EpisodeChunk]) -> None:
+    """Each episode's chunks follow on one another to an end, and no two open ones have one place."""
+    places: dict[int, str] = {}
+    seen: dict[str, int] = {}
+    steps: dict[str, int] = {}
+    for chunk in chunks:
+        id = chunk.episode_id
+        assert (chunk.chunk_index, chunk.t_start) == (seen.get(id, 0), steps.get(id, 0))
+        assert places.setdefault(chunk.env_index, id) == id
+        seen[id], steps[id] = seen.get(id, 0) + 1, chunk.t_start + len(chunk)
+        if chunk.end is not ChunkEnd.ONGOING:
+            del places[chunk.env_index]
+    assert not places, "an episode was left open"
+
+
+@contextmanager
+def harbour(**changes: Any) -> Iterator[Harbour]:
+    made = Harbour(**changes)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def acting(endpoint: str, **changes: Any) -> ActingClient:
+    config = EnvRunnerConfig(**{**SETTINGS, **changes})
+    return ActingClient(endpoint, config, timeout_s=30, connect_timeout_s=30, update_interval_s=0.05)
+
+
+def play(client: Any, steps: int, episodes: int = 3) -> None:
+    """CartPole, one episode after another; the second has an action of the client's own in each third step."""
+    env = gym.make("CartPole-v1")
+    for number in range(episodes):
+        observation, _ = env.reset(seed=number)
+        episode, over = client.start_episode(), False
+        for t in range(steps):
+            if number == 1 and t % 3 == 0:
+                action = t % 2
+                client.log_action(episode, observation, action)
+            else:
+                action = int(client.get_action(episode, observation))
+            observation, reward, over, _, _ = env.step(action)
+            client.log_returns(episode, float(reward), {"t": t})
+            if over:
+                break
+        client.end_episode(episode, observation, truncated=not over)
+    env.close()
+
+
+def by_episode(chunks: list[EpisodeChunk]) -> list[list[EpisodeChunk]]:
+    found: dict[str, list[EpisodeChunk]] = {}
+    for chunk in chunks:
+        found.setdefault(chunk.episode_id, []).append(chunk)
+    return list(found.values())
+
+
+def test_chunks_are_the_same_to_the_bit_whoever_infers() -> None:
+    with harbour() as there, PolicyClient(there.endpoint, timeout_s=30) as client:
+        play(client, 45)
+    with harbour() as here, acting(here.endpoint) as client:
+        play(client, 45)
+    served, acted = by_episode(there.chunks), by_episode(here.chunks)
+    assert len(served) == len(acted) == 3
+    assert max(map(len, served)) > 1, "some episode is cut"
+    for ours, theirs in zip(acted, served, strict=True):
+        assert len(ours) == len(theirs)
+        for a, b in zip(ours, theirs, strict=True):
+            assert_alike(a, b)
+
+
+def assert_alike(a: EpisodeChunk, b: EpisodeChunk) -> None:
+    for name in ("chunk_index", "t_start", "end", "end_reason", "infos", "agent_id", "module_id", "seed", "explore"):
+        assert getattr(a, name) == getattr(b, name), name
+    for name in ("random_actions", "learner_epoch", "weights_digest", "episode_return", "episode_length"):
+        assert getattr(a, name) == getattr(b, name), name
+    for name in ("obs", "actions", "rewards", "weights_seq", "env_t"):
+        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), strict=True)
+    assert a.columns.keys() == b.columns.keys() >= {"logp", "off_policy", "action_dist_inputs"}
+    for name, column in a.columns.items():
+        np.testing.assert_array_equal(column, b.columns[name], strict=True)
+    assert (a.lookback is None) == (b.lookback is None)
+    if a.lookback is not None and b.lookback is not None:
+        np.testing.assert_array_equal(a.lookback.obs, b.lookback.obs, strict=True)
+
+
+def test_newer_weights_act_and_are_named_and_two_clients_keep_apart(wait_for: Callable[..., None]) -> None:
+    with harbour(external_fragment_max_age_s=0.1) as there:
+        with acting(there.endpoint, external_fragment_max_age_s=0.1) as one, acting(there.endpoint, seed=4) as two:
+            play(one, 20, 1)
+            there.publish(2)
+            played = threading.Thread(target=play, args=(two, 10, 2))
+            played.start()
+            wait_for(lambda: (play(one, 5, 1), one._runner.weights_version)[1] == (1, 2), what="the newer weights")
+            play(one, 12, 1)
+            played.join(20)
+        versions = {seq for chunk in there.chunks for seq in chunk.weights_seq.tolist()}
+        assert versions == {1, 2}
+    assert there.runner.get_metrics()["num_episodes_lifetime"] >= 5
+
+
+def test_who_vanishes_leaves_markers_and_hears_of_it_on_return(wait_for: Callable[..., None]) -> None:
+    quick = {"external_fragment_max_age_s": 0.1}
+    with harbour(lease_s=1.0, **quick) as there, acting(there.endpoint, **quick) as client:
+        episode = client.start_episode()
+        for _ in range(3):
+            client.get_action(episode, np.zeros(4))
+        wait_for(lambda: there.chunks, what="a first chunk")
+        sessions: list[Any] = []
+        desk: Any = there.runner.env._desk  # type: ignore[union-attr]
+        desk.post(lambda s, now: (s._close(client._link.session, "client_lost"), sessions.append(s)))
+        wait_for(lambda: any(c.end is ChunkEnd.ABORTED for c in there.chunks), what="the marker")
+        assert there.chunks[-1].end_reason == "client_lost"
+        with pytest.raises(EpisodeAbortedError):
+            wait_for(lambda: client.get_action(episode, np.zeros(4)) is None, what="the end of the episode")
+        play(client, 5, 1)
+
+
+class Shipper:
+    """Ships by hand what a client might."""
+
+    def __init__(self, there: Harbour, link: PolicyClient) -> None:
+        self._there, self._link = there, link
+        config = EnvRunnerConfig(env="CartPole-v1", **{**SETTINGS, "episode_lookback_horizon": 0})
+        self._runner = SingleAgentEnvRunner(config)
+        arrays = read_weights(there.runner.module)  # type: ignore[arg-type]
+        self._runner.set_weights(arrays, 1, 1, weights_digest(arrays))
+
+    def batch(self) -> ChunkBatch:
+        return self._runner.sample_fragment()
+
+    def ship(self, batch: ChunkBatch, number: int, discarded: dict[str, int] | None = None, spoil: int = 0) -> None:
+        header = BatchHeader(
+            fleet_id="",
+            slot=0,
+            incarnation=0,
+            seq=number,
+            steps=batch.steps,
+            chunks=len(batch),
+            learner_epoch=batch.learner_epoch,
+            weights_digest=batch.weights_digest,
+            reasons=list(batch.reasons),
+            totals=WorkerTotals(),
+        )
+        frames = encode_batch(batch, header)
+        array = np.frombuffer(b"".join(frames), np.uint8).copy()
+        array[spoil] ^= spoil > 0
+        sizes = [len(frame) for frame in frames]
+        fields = {"number": number, "frame_sizes": sizes, "discarded": discarded or {}}
+        self._link.ask(ChunkShipment, {"batch": array}, timeout_s=5, **fields)
+
+    def close(self) -> None:
+        self._runner.stop()
+
+
+def test_a_shipment_that_comes_again_is_taken_once_and_bad_ones_change_nothing() -> None:
+    with harbour() as there, PolicyClient(there.endpoint, timeout_s=10) as link:
+        shipper = Shipper(there, link)
+        first, second = shipper.batch(), shipper.batch()
+        shipper.ship(first, 1, {"training_disabled": 5})
+        taken = len(there.chunks)
+        shipper.ship(first, 1, {"training_disabled": 5})
+        assert len(there.chunks) == taken == len(first)
+        assert there.runner.totals.discarded == {"training_disabled": 5}
+        with pytest.raises(StepOrderError, match="not the next one, which is 2"):
+            shipper.ship(second, 4)
+        with pytest.raises(BadRequestError, match="is due"):
+            shipper.ship(first, 2)
+        with pytest.raises(BadRequestError, match="a reason that nobody knows"):
+            shipper.ship(second, 2, {"laziness": 1})
+        with pytest.raises((ServingError, DecodeError)):
+            shipper.ship(second, 2, spoil=400)
+        strange = second.columns["weights_seq"].copy()
+        second.columns["weights_seq"][:] = 9
+        with pytest.raises(BadRequestError, match="not given out here"):
+            shipper.ship(second, 2)
+        second.columns["weights_seq"][:] = strange
+        shipper.ship(second, 2)
+        assert len(there.chunks) == taken + len(second)
+        shipper.close()
+
+
+def test_a_server_that_has_not_agreed_to_it_says_so() -> None:
+    settings = ServingSection(enabled=True)
+    with SingleAgentEnvRunner(EnvRunnerConfig(env=ServedEnvs(settings, "CartPole-v1", ""), num_envs=2)) as runner:
+        env: Any = runner.env
+        with acting(env.endpoint) as client:
+            with pytest.raises(EpisodesClosedError, match="client_inference = true"):
+                client.get_action(client.start_episode(), np.zeros(4))
+            assert isinstance(client.failure, BadRequestError)
+        with PolicyClient(env.endpoint) as link, pytest.raises(BadRequestError, match="client_inference"):
+            link.ask(ClientPull)

@@ -1,0 +1,235 @@
+"""A client of a policy server that acts by itself: only weights come from there, and whole chunks go back.
+
+The episodes go through the very table, sampler and cutting that a worker has, in this process, so chunks are the same.
+Needs torch; `policy_client` has the client that needs neither torch nor the policy.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.errors import ConfigError, HeadraceError, UnreachableError
+from headrace.schemas.keys import ClientKeys
+from headrace.schemas.ledger import Discard, WorkerTotals
+from headrace.schemas.serving_errors import NotYetError, StepOrderError, UnknownSessionError
+from headrace.schemas.serving_messages import ChunkShipment
+from headrace.schemas.spaces import Spaces
+from headrace.workers.acting_client.pulling import WeightsPuller
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.spaces import to_gym
+from headrace.workers.external.env import ExternalEnv
+from headrace.workers.policy_client import PolicyClient
+from headrace.workers.serving.values import Values
+from headrace.workers.single_agent_env_runner import SingleAgentEnvRunner
+
+log = logging.getLogger(__name__)
+
+_ONE_TRY_S = 5.0
+"""How long one request for a shipment is waited for; `close` waits no longer for a server that is gone."""
+
+
+class _ClosingError(HeadraceError):
+    """The client closes while a fragment is being gathered."""
+
+
+class _Here(ExternalEnv):
+    """Whoever calls the client drives the episodes."""
+
+    def __init__(self, spaces: Spaces) -> None:
+        super().__init__(to_gym(spaces.action), to_gym(spaces.observation))
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        """Nothing is driven from here."""
+        self._over.wait()
+
+    def close(self) -> None:
+        """See `ExternalEnv`."""
+        self._over.set()
+
+
+class ActingClient:
+    """Drives episodes by a policy that is here, with the newest weights of a policy server; see `PolicyClient`.
+
+    `config` is the worker's: module, connectors, fragment length and the rest must be the same there; `env` is left
+    out. `index` tells apart clients with one seed. The server's config has serving.client_inference = true. Calls are
+    those of `ExternalEnv`, with its deadlines and errors; before the first weights have come they wait. What a server
+    has not taken when it ends, or when it forgets a client that was silent, is lost and logged; open episodes are then
+    aborted, and their next call is an `EpisodeAbortedError`. What ends the client itself is raised by its next calls as
+    `EpisodesClosedError`, and stands in `failure`.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        config: EnvRunnerConfig,
+        *,
+        index: int = 0,
+        session: str | None = None,
+        keys: ClientKeys | str | None = None,
+        timeout_s: float = 300.0,
+        connect_timeout_s: float = 60.0,
+        update_interval_s: float = 1.0,
+    ) -> None:
+        """Open a session; raises what `PolicyClient` does, and what building module and connectors raises."""
+        if config.env is not None:
+            raise ConfigError("the episodes of an ActingClient are its caller's; leave it out", key="env")
+        self._timeout_s = timeout_s
+        self._link = PolicyClient(
+            endpoint, session=session, keys=keys, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s
+        )
+        self.spaces: Spaces = self._link.spaces
+        self._observations = Values(self.spaces.observation, "obs")
+        self._actions = Values(self.spaces.action, "actions")
+        self._env = _Here(self.spaces)
+        try:
+            here = config.model_copy(update={"env": lambda context: self._env, "env_placement": "inline"})
+            self._runner = SingleAgentEnvRunner(here, index, run_uid=secrets.token_hex(8))
+        except BaseException:
+            self._link.close()
+            raise
+        self.start_episode = self._env.start_episode
+        self.log_returns = self._env.log_returns
+        self.failure: HeadraceError | None = None
+        self._number = 0
+        self._told: dict[str, int] = {}
+        self._closing = threading.Event()
+        self._puller = WeightsPuller(self._link, update_interval_s)
+        self._thread = threading.Thread(target=self._run, name="acting", daemon=True)
+        self._thread.start()
+
+    def get_action(self, episode_id: str, observation: Any) -> Any:
+        """See `ExternalEnv`; what is seen may be lists and numbers too."""
+        return self._env.get_action(episode_id, self._observations.read(observation))
+
+    def log_action(self, episode_id: str, observation: Any, action: Any) -> None:
+        """See `ExternalEnv`, and `get_action`."""
+        self._env.log_action(episode_id, self._observations.read(observation), self._actions.read(action))
+
+    def end_episode(self, episode_id: str, observation: Any, truncated: bool = False) -> None:
+        """The episode has ended with this observation. Blocks until that is taken in, so that its place is free."""
+        taken = threading.Event()
+        last = self._observations.read(observation)
+        self._env.episodes.end(episode_id, last, lambda _: taken.set(), truncated=truncated)
+        taken.wait(self._timeout_s)
+
+    def abort_episode(self, episode_id: str, reason: str = "given up") -> None:
+        """The episode will never finish."""
+        self._env.episodes.abort(episode_id, reason)
+
+    def close(self) -> None:
+        """Ship what has ended, end the session, and abort episodes that are open. When no other call is under way."""
+        self._closing.set()
+        self._thread.join()
+        self._puller.stop()
+        self._link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- the thread that acts -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._wait_for_weights()
+            while not self._closing.is_set():
+                self._ship(self._gather())
+            self._ship(self._runner.discard_open(Discard.CLIENT_LOST))
+        except _ClosingError:
+            pass
+        except HeadraceError as error:
+            self.failure = error
+            log.error("the client ends: %s", error)
+            self._env.episodes.close(f"the client has ended ({error})")
+        finally:
+            self._runner.stop()
+
+    def _wait_for_weights(self) -> None:
+        while not self._puller.arrived.wait(0.05):
+            self._stop_if_closing()
+        self._between_polls()
+
+    def _gather(self) -> ChunkBatch:
+        try:
+            return self._runner.sample_fragment(self._between_polls)
+        except _ClosingError:
+            return self._runner.cut_fragment()
+
+    def _between_polls(self) -> None:
+        pulled = self._puller.take()
+        if pulled is not None and pulled.version > self._runner.weights_version:
+            epoch, seq = pulled.version
+            self._runner.set_weights(pulled.arrays, seq, epoch, pulled.digest)
+        if self._puller.failure is not None:
+            raise self._puller.failure
+        self._stop_if_closing()
+
+    def _stop_if_closing(self) -> None:
+        if self._closing.is_set():
+            raise _ClosingError
+
+    def _ship(self, batch: ChunkBatch) -> None:
+        """Blocks until the server has it in its stream: while nobody trains, nobody acts."""
+        discarded = self._discarded()
+        if not len(batch) and not discarded:
+            return
+        frames = encode_batch(batch, self._header(batch)) if len(batch) else []
+        arrays = {"batch": np.frombuffer(b"".join(frames), np.uint8)} if frames else {}
+        sizes = [len(frame) for frame in frames]
+        try:
+            self._ask(arrays, number=self._number + 1, frame_sizes=sizes, discarded=discarded)
+            self._number += 1
+        except (UnknownSessionError, StepOrderError) as error:
+            self._begin_anew(batch, error)
+
+    def _ask(self, arrays: dict[str, Any], **fields: Any) -> None:
+        until = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                self._link.ask(ChunkShipment, arrays, timeout_s=_ONE_TRY_S, **fields)
+                return
+            except (NotYetError, UnreachableError):
+                if self._closing.wait(0.1) or time.monotonic() >= until:
+                    raise
+
+    def _begin_anew(self, batch: ChunkBatch, error: HeadraceError) -> None:
+        """The server knows nothing of what was shipped before: nothing may go on from it."""
+        lost = self._runner.discard_open(Discard.RESET)
+        log.warning("%s; %d steps that it may not have taken are lost", error, batch.steps + lost.steps)
+        self._discarded()
+        self._number = 0
+
+    def _discarded(self) -> dict[str, int]:
+        """By reason, since the last call."""
+        now, before = dict(self._runner.totals.discarded), self._told
+        self._told = now
+        return {reason: steps - before.get(reason, 0) for reason, steps in now.items() if steps > before.get(reason, 0)}
+
+    def _header(self, batch: ChunkBatch) -> BatchHeader:
+        return BatchHeader(
+            fleet_id="",
+            slot=0,
+            incarnation=0,
+            seq=self._number + 1,
+            steps=batch.steps,
+            chunks=len(batch),
+            learner_epoch=batch.learner_epoch,
+            weights_digest=batch.weights_digest,
+            agents=list(batch.agents),
+            modules=list(batch.modules),
+            reasons=list(batch.reasons),
+            totals=WorkerTotals(),
+        )

@@ -1,0 +1,160 @@
+"""Between a worker and its clients that act by themselves: weights go out, chunks come in.
+
+clients, the desk's thread                            the worker's thread
+weights                      ◀── newest version ───   offer
+accept, lost ── chunks, end markers, in order ───▶    take ── (into the stream) ── delivery.done
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headrace.schemas.batch import ChunkBatch, read_batch_header
+from headrace.schemas.batch_reader import BatchReader, UnreadBatch
+from headrace.schemas.ledger import Discard
+from headrace.schemas.messages import Version
+from headrace.schemas.serving_errors import BadRequestError, NotYetError
+from headrace.schemas.serving_messages import ChunkShipment
+from headrace.schemas.spaces import Spaces
+from headrace.schemas.weights import Arrays, encode_weights
+from headrace.schemas.wire import Buffer, Caps, MessageKind, decode_header
+from headrace.workers.serving.client_episodes import ClientEpisodes
+
+_KNOWN_VERSIONS = 4096
+"""Of which the digest is remembered; chunks by older weights are refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsBlob:
+    """The frames of a WEIGHTS message one after another."""
+
+    version: Version = (0, 0)
+    bytes: bytes = b""
+    frame_sizes: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Chunks for the stream, None where there are only counts; call `done` once they have a number there."""
+
+    batch: ChunkBatch | None
+    discarded: Mapping[Discard, int]
+    done: Callable[[], None]
+
+
+class Exchange:
+    """For any thread; nothing blocks. Until `open`, and after `end`, no chunks are taken."""
+
+    def __init__(self, max_message_bytes: int) -> None:
+        self._caps = Caps(payload_bytes=max_message_bytes)
+        self._lock = threading.Lock()
+        self._offered: tuple[Version, Arrays] | None = None
+        self._blob = WeightsBlob()
+        self._digests: OrderedDict[Version, str] = OrderedDict()
+        self._deliveries: deque[Delivery] = deque()
+        self._reader: BatchReader | None = None
+        self._episodes: ClientEpisodes | None = None
+
+    # -- the worker's side --------------------------------------------------------------------------------------------
+
+    def open(self, spaces: Spaces, places: int) -> None:
+        """Take chunks with these `spaces`, the module's. The worker's own envs have the first `places` env indices."""
+        with self._lock:
+            self._reader = BatchReader(spaces.observation, spaces.action, self._caps)
+            self._episodes = self._episodes or ClientEpisodes(places)
+
+    def offer(self, version: Version, arrays: Arrays, digest: str) -> None:
+        """These are the newest weights. `arrays` are never to change."""
+        with self._lock:
+            self._offered = version, arrays
+            self._digests[version] = digest
+            if len(self._digests) > _KNOWN_VERSIONS:
+                self._digests.popitem(last=False)
+
+    def take(self) -> Delivery | None:
+        """What came first of what waits."""
+        with self._lock:
+            return self._deliveries.popleft() if self._deliveries else None
+
+    def end(self, reason: Discard) -> list[Delivery]:
+        """Take nothing more: what still waits, and end markers of all episodes that clients have shipped a part of."""
+        with self._lock:
+            self._reader = None
+            markers = self._episodes.lost_all(reason) if self._episodes is not None else []
+            left = [*self._deliveries, *(Delivery(batch, {}, _nobody_waits) for batch in markers)]
+            self._deliveries.clear()
+        return left
+
+    # -- the clients' side --------------------------------------------------------------------------------------------
+
+    def weights(self) -> WeightsBlob:
+        """The newest, encoded when somebody first asks for them."""
+        with self._lock:
+            offered = self._offered
+        if offered is not None and offered[0] != self._blob.version:
+            frames = encode_weights("", *offered)
+            self._blob = WeightsBlob(offered[0], b"".join(frames), [len(frame) for frame in frames])
+        return self._blob
+
+    def accept(self, owner: object, shipment: ChunkShipment, array: Any, done: Callable[[], None]) -> None:
+        """Take a shipment, all of it or nothing. Raises `BadRequestError` and `DecodeError` for what could be no chunks
+        of this policy that go on where `owner` has stopped; `NotYetError` while nothing is taken."""
+        discarded = _reasons(shipment.discarded)
+        with self._lock:
+            if self._reader is None or self._episodes is None:
+                raise NotYetError("the server takes no chunks now; send the same again")
+            batch = None
+            if shipment.frame_sizes:
+                batch = self._read(self._reader, _frames(array, shipment.frame_sizes))
+                self._check_label(batch)
+                batch = self._episodes.take(owner, batch)
+            self._deliveries.append(Delivery(batch, discarded, done))
+
+    def lost(self, owner: object) -> None:
+        """Whoever shipped is gone: what it has begun ends by markers."""
+        with self._lock:
+            markers = self._episodes.lost(owner, Discard.CLIENT_LOST) if self._episodes is not None else None
+            if markers is not None and self._reader is not None:
+                self._deliveries.append(Delivery(markers, {}, _nobody_waits))
+
+    def _read(self, reader: BatchReader, frames: list[Buffer]) -> ChunkBatch:
+        kind, raw = decode_header(frames, self._caps)
+        if kind is not MessageKind.BATCH:
+            raise BadRequestError(f"a {kind.name} message was shipped; chunks are in a BATCH")
+        return reader.read(UnreadBatch(read_batch_header(raw), raw, frames))
+
+    def _check_label(self, batch: ChunkBatch) -> None:
+        """Chunks bear weights that were given out here."""
+        seqs = batch.columns["weights_seq"]
+        version = batch.learner_epoch, int(seqs.max(initial=1))
+        if len(seqs) and (
+            int(seqs.min()) < 1 or version not in self._digests or batch.weights_digest not in self._digests.values()
+        ):
+            raise BadRequestError(f"chunks by the weights {version}, which were not given out here, or not as they are")
+
+
+def _reasons(discarded: Mapping[str, int]) -> dict[Discard, int]:
+    try:
+        return {Discard(reason): steps for reason, steps in discarded.items()}
+    except ValueError as error:
+        raise BadRequestError(f"steps were discarded for a reason that nobody knows: {error}") from error
+
+
+def _frames(array: Any, sizes: list[int]) -> list[Buffer]:
+    if array is None or array.dtype != np.uint8 or array.ndim != 1 or array.nbytes != sum(sizes):
+        raise BadRequestError(f'the array "batch" should be uint8 and {sum(sizes)} long, which frame_sizes add up to')
+    view, start, frames = memoryview(array), 0, list[Buffer]()
+    for size in sizes:
+        frames.append(view[start : start + size])
+        start += size
+    return frames
+
+
+def _nobody_waits() -> None:
+    """Markers are the server's own."""
