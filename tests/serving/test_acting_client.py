@@ -16,7 +16,7 @@ from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.episode_errors import EpisodeAbortedError, EpisodesClosedError
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.ledger import Discard, WorkerTotals
-from headrace.schemas.serving_errors import BadRequestError, ServingError, StepOrderError
+from headrace.schemas.serving_errors import BadRequestError, NotYetError, ServingError, StepOrderError
 from headrace.schemas.serving_messages import ChunkShipment, ClientPull
 from headrace.schemas.serving_settings import ServingSection
 from headrace.schemas.weights import weights_digest
@@ -39,8 +39,10 @@ SETTINGS: dict[str, Any] = {
 class Harbour:
     """A runner that serves, with a thread that does what a worker does for clients of both kinds."""
 
-    def __init__(self, lease_s: float = 20.0, **changes: Any) -> None:
-        settings = ServingSection(enabled=True, lease_s=lease_s, client_inference=True, max_message_bytes=1 << 20)
+    def __init__(self, lease_s: float = 20.0, port: int = 0, **changes: Any) -> None:
+        settings = ServingSection(
+            enabled=True, port=port, lease_s=lease_s, client_inference=True, max_message_bytes=1 << 20
+        )
         self.creator = ServedEnvs(settings, "CartPole-v1", "")
         self.runner = SingleAgentEnvRunner(EnvRunnerConfig(env=self.creator, **{**SETTINGS, **changes}))
         env: Any = self.runner.env
@@ -210,6 +212,23 @@ def test_who_vanishes_leaves_markers_and_hears_of_it_on_return(wait_for: Callabl
         play(client, 5, 1)
 
 
+def test_a_server_that_begins_anew_gets_new_episodes_only(free_port: int, wait_for: Callable[..., None]) -> None:
+    quick = {"external_fragment_max_age_s": 0.1}
+    with harbour(port=free_port, **quick) as before:
+        client = acting(before.endpoint, **quick)
+        play(client, 20, 2)
+        episode = client.start_episode()
+        client.get_action(episode, np.zeros(4))
+    with harbour(port=free_port, **quick) as after, client:
+        after.publish(2)
+        with pytest.raises(EpisodeAbortedError):
+            wait_for(lambda: client.get_action(episode, np.zeros(4)) is None, what="the end of the episode")
+        play(client, 20, 2)
+    assert client.failure is None
+    assert after.chunks
+    assert not {chunk.episode_id for chunk in before.chunks} & {chunk.episode_id for chunk in after.chunks}
+
+
 class Shipper:
     """Ships by hand what a client might."""
 
@@ -264,11 +283,12 @@ def test_a_shipment_that_comes_again_is_taken_once_and_bad_ones_change_nothing()
             shipper.ship(second, 2, {"laziness": 1})
         with pytest.raises((ServingError, DecodeError)):
             shipper.ship(second, 2, spoil=400)
-        strange = second.columns["weights_seq"].copy()
-        second.columns["weights_seq"][:] = 9
-        with pytest.raises(BadRequestError, match="not given out here"):
-            shipper.ship(second, 2)
-        second.columns["weights_seq"][:] = strange
+        seqs = second.columns["weights_seq"]
+        for strange, refusal in ((9, NotYetError), (0, BadRequestError)):
+            seqs[:] = strange
+            with pytest.raises(refusal, match="chunks by the weights"):
+                shipper.ship(second, 2)
+        seqs[:] = 1
         shipper.ship(second, 2)
         assert len(there.chunks) == taken + len(second)
         shipper.close()

@@ -7,6 +7,7 @@ Needs torch; `policy_client` has the client that needs neither torch nor the pol
 from __future__ import annotations
 
 import logging
+import queue
 import secrets
 import threading
 import time
@@ -16,15 +17,17 @@ from typing import Any, Self
 import numpy as np
 
 from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.episode_errors import EpisodeTimeoutError
 from headrace.schemas.errors import ConfigError, HeadraceError, UnreachableError
 from headrace.schemas.keys import ClientKeys
 from headrace.schemas.ledger import Discard, WorkerTotals
-from headrace.schemas.serving_errors import NotYetError, StepOrderError, UnknownSessionError
+from headrace.schemas.serving_errors import NotYetError, UnknownSessionError
 from headrace.schemas.serving_messages import ChunkShipment
 from headrace.schemas.spaces import Spaces
 from headrace.workers.acting_client.pulling import WeightsPuller
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.spaces import to_gym
+from headrace.workers.external.calls import Answer
 from headrace.workers.external.env import ExternalEnv
 from headrace.workers.policy_client import PolicyClient
 from headrace.workers.serving.values import Values
@@ -36,8 +39,8 @@ _ONE_TRY_S = 5.0
 """How long one request for a shipment is waited for; `close` waits no longer for a server that is gone."""
 
 
-class _ClosingError(HeadraceError):
-    """The client closes while a fragment is being gathered."""
+class _BrokenOffError(HeadraceError):
+    """The client closes, or its session has ended, while a fragment is being gathered."""
 
 
 class _Here(ExternalEnv):
@@ -84,7 +87,12 @@ class ActingClient:
             raise ConfigError("the episodes of an ActingClient are its caller's; leave it out", key="env")
         self._timeout_s = timeout_s
         self._link = PolicyClient(
-            endpoint, session=session, keys=keys, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s
+            endpoint,
+            session=session,
+            keys=keys,
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            reopens=False,  # a shipment whose answer was lost must not be taken again by a session of the same name
         )
         self.spaces: Spaces = self._link.spaces
         self._observations = Values(self.spaces.observation, "obs")
@@ -116,10 +124,15 @@ class ActingClient:
 
     def end_episode(self, episode_id: str, observation: Any, truncated: bool = False) -> None:
         """The episode has ended with this observation. Blocks until that is taken in, so that its place is free."""
-        taken = threading.Event()
+        answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         last = self._observations.read(observation)
-        self._env.episodes.end(episode_id, last, lambda _: taken.set(), truncated=truncated)
-        taken.wait(self._timeout_s)
+        self._env.episodes.end(episode_id, last, answers.put, truncated=truncated)
+        try:
+            answer = answers.get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise EpisodeTimeoutError(episode_id, "end_episode()", "timeout_s", self._timeout_s) from None
+        if answer.error is not None:
+            raise answer.error
 
     def abort_episode(self, episode_id: str, reason: str = "given up") -> None:
         """The episode will never finish."""
@@ -148,7 +161,7 @@ class ActingClient:
             while not self._closing.is_set():
                 self._ship(self._gather())
             self._ship(self._runner.discard_open(Discard.CLIENT_LOST))
-        except _ClosingError:
+        except _BrokenOffError:
             pass
         except HeadraceError as error:
             self.failure = error
@@ -159,31 +172,37 @@ class ActingClient:
 
     def _wait_for_weights(self) -> None:
         while not self._puller.arrived.wait(0.05):
-            self._stop_if_closing()
-        self._between_polls()
+            if self._closing.is_set():
+                raise _BrokenOffError
+            if self._puller.lost.is_set():
+                self._open_anew()
+        self._apply_newest()
 
     def _gather(self) -> ChunkBatch:
         try:
             return self._runner.sample_fragment(self._between_polls)
-        except _ClosingError:
+        except _BrokenOffError:
             return self._runner.cut_fragment()
 
     def _between_polls(self) -> None:
+        self._apply_newest()
+        if self._closing.is_set() or self._puller.lost.is_set():
+            raise _BrokenOffError
+
+    def _apply_newest(self) -> None:
         pulled = self._puller.take()
         if pulled is not None and pulled.version > self._runner.weights_version:
             epoch, seq = pulled.version
             self._runner.set_weights(pulled.arrays, seq, epoch, pulled.digest)
         if self._puller.failure is not None:
             raise self._puller.failure
-        self._stop_if_closing()
-
-    def _stop_if_closing(self) -> None:
-        if self._closing.is_set():
-            raise _ClosingError
 
     def _ship(self, batch: ChunkBatch) -> None:
         """Blocks until the server has it in its stream: while nobody trains, nobody acts."""
         discarded = self._discarded()
+        if self._puller.lost.is_set():
+            self._begin_anew(batch)
+            return
         if not len(batch) and not discarded:
             return
         frames = encode_batch(batch, self._header(batch)) if len(batch) else []
@@ -192,8 +211,8 @@ class ActingClient:
         try:
             self._ask(arrays, number=self._number + 1, frame_sizes=sizes, discarded=discarded)
             self._number += 1
-        except (UnknownSessionError, StepOrderError) as error:
-            self._begin_anew(batch, error)
+        except UnknownSessionError:
+            self._begin_anew(batch)
 
     def _ask(self, arrays: dict[str, Any], **fields: Any) -> None:
         until = time.monotonic() + self._timeout_s
@@ -205,12 +224,18 @@ class ActingClient:
                 if self._closing.wait(0.1) or time.monotonic() >= until:
                     raise
 
-    def _begin_anew(self, batch: ChunkBatch, error: HeadraceError) -> None:
+    def _begin_anew(self, batch: ChunkBatch) -> None:
         """The server knows nothing of what was shipped before: nothing may go on from it."""
-        lost = self._runner.discard_open(Discard.RESET)
-        log.warning("%s; %d steps that it may not have taken are lost", error, batch.steps + lost.steps)
+        lost = batch.steps + self._runner.discard_open(Discard.RESET).steps
+        log.warning("the server has begun anew, or ended this silent session; %d cut steps may be lost with it", lost)
         self._discarded()
         self._number = 0
+        if not self._closing.is_set():
+            self._open_anew()
+
+    def _open_anew(self) -> None:
+        self._link.open_anew(self._timeout_s)
+        self._puller.lost.clear()
 
     def _discarded(self) -> dict[str, int]:
         """By reason, since the last call."""

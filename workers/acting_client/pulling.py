@@ -42,6 +42,8 @@ class WeightsPuller:
         """Set once there are any, or none will ever come."""
         self.failure: HeadraceError | None = None
         """Why none come any more."""
+        self.lost = threading.Event()
+        """Set when the session has ended, which nobody else may notice for long; cleared by who opens another."""
         self._thread = threading.Thread(target=self._pull, name="weights", daemon=True)
         self._thread.start()
 
@@ -60,7 +62,9 @@ class WeightsPuller:
             try:
                 while self._ask() and not self._stopping.is_set():
                     pass
-            except (UnreachableError, UnknownSessionError) as error:
+            except UnknownSessionError:
+                self.lost.set()
+            except UnreachableError as error:
                 log.warning("%s; acting by the weights there are", error)
             except HeadraceError as error:
                 self.failure = error

@@ -63,11 +63,14 @@ class PolicyClient:
         keys: ClientKeys | str | None = None,
         timeout_s: float = 300.0,
         connect_timeout_s: float = 60.0,
+        reopens: bool = True,
     ) -> None:
         """Open a session at `endpoint`, "tcp://host:port". `session` is its name, for the server's log; None takes a
-        random one. `keys` is a folder with client.secret and worker.public; None: that of HEADRACE_KEYS__DIR."""
+        random one. `keys` is a folder with client.secret and worker.public; None: that of HEADRACE_KEYS__DIR.
+        Without `reopens` a session that has ended stays so until `open_anew`."""
         self.session = session or f"client-{secrets.token_hex(8)}"
         self._token = secrets.token_hex(16)
+        self._reopens = reopens
         self._endpoint, self._keys = endpoint, client_keys(keys, CLIENT)
         self._timeout_s = timeout_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -171,9 +174,14 @@ class PolicyClient:
     ) -> tuple[Any, dict[str, NDArray[Any]]]:
         """Any request of this session's, answered: (message, arrays). For clients that are built on this one.
 
-        Raises as other calls do; an `UnknownSessionError` when the session has ended, which by then is open anew.
+        Raises as other calls do; an `UnknownSessionError` when the session has ended.
         """
         return self._ask(kind, arrays, timeout_s=timeout_s, **fields)
+
+    def open_anew(self, timeout_s: float) -> None:
+        """Open another session, of which nothing that was said in this one can become a part."""
+        self.session, self._token = f"client-{secrets.token_hex(8)}", secrets.token_hex(16)
+        self._open(timeout_s)
 
     # -- the session --------------------------------------------------------------------------------------------------
 
@@ -189,6 +197,8 @@ class PolicyClient:
         try:
             return self._say(request, timeout_s or self._timeout_s, arrays)
         except UnknownSessionError:
+            if not self._reopens:
+                raise
             self._open(self._timeout_s)
             if not isinstance(request, EpisodeStart):
                 raise
@@ -221,13 +231,13 @@ class PolicyClient:
 
     def _beat(self, interval_s: float) -> None:
         """The simulator may take longer for a step than the server would wait for a sign of life."""
-        heartbeat = ClientHeartbeat(session=self.session, token=self._token)
         while not self._closing.wait(interval_s):
             try:
-                self._say(heartbeat, interval_s)
+                self._say(ClientHeartbeat(session=self.session, token=self._token), interval_s)
             except UnknownSessionError:
                 with suppress(HeadraceError):
-                    self._open(interval_s)
+                    if self._reopens:
+                        self._open(interval_s)
             except UnreachableError as error:
                 log.warning("%s; trying on", error)
             except HeadraceError as error:

@@ -8,7 +8,7 @@ accept, lost ── chunks, end markers, in order ───▶    take ── (i
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +25,6 @@ from headrace.schemas.spaces import Spaces
 from headrace.schemas.weights import Arrays, encode_weights
 from headrace.schemas.wire import Buffer, Caps, MessageKind, decode_header
 from headrace.workers.serving.client_episodes import ClientEpisodes
-
-_KNOWN_VERSIONS = 4096
-"""Of which the digest is remembered; chunks by older weights are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,8 @@ class Exchange:
         self._lock = threading.Lock()
         self._offered: tuple[Version, Arrays] | None = None
         self._blob = WeightsBlob()
-        self._digests: OrderedDict[Version, str] = OrderedDict()
+        self._digest = ""
+        """Of what is offered."""
         self._deliveries: deque[Delivery] = deque()
         self._reader: BatchReader | None = None
         self._episodes: ClientEpisodes | None = None
@@ -73,9 +71,7 @@ class Exchange:
         """These are the newest weights. `arrays` are never to change."""
         with self._lock:
             self._offered = version, arrays
-            self._digests[version] = digest
-            if len(self._digests) > _KNOWN_VERSIONS:
-                self._digests.popitem(last=False)
+            self._digest = digest
 
     def take(self) -> Delivery | None:
         """What came first of what waits."""
@@ -103,8 +99,11 @@ class Exchange:
         return self._blob
 
     def accept(self, owner: object, shipment: ChunkShipment, array: Any, done: Callable[[], None]) -> None:
-        """Take a shipment, all of it or nothing. Raises `BadRequestError` and `DecodeError` for what could be no chunks
-        of this policy that go on where `owner` has stopped; `NotYetError` while nothing is taken."""
+        """Take a shipment, all of it or nothing.
+
+        Raises `BadRequestError` and `DecodeError` for what could be no chunks of this policy that go on where `owner`
+        has stopped; `NotYetError` while nothing, or nothing so new, is taken.
+        """
         discarded = _reasons(shipment.discarded)
         with self._lock:
             if self._reader is None or self._episodes is None:
@@ -130,13 +129,16 @@ class Exchange:
         return reader.read(UnreadBatch(read_batch_header(raw), raw, frames))
 
     def _check_label(self, batch: ChunkBatch) -> None:
-        """Chunks bear weights that were given out here."""
+        """Chunks bear weights that may have been given out: here, or by an earlier life of this worker."""
+        if self._offered is None:
+            raise NotYetError("the server has no weights yet, by which chunks could be told; send the same again")
+        newest, digest = self._offered[0], self._digest
         seqs = batch.columns["weights_seq"]
-        version = batch.learner_epoch, int(seqs.max(initial=1))
-        if len(seqs) and (
-            int(seqs.min()) < 1 or version not in self._digests or batch.weights_digest not in self._digests.values()
-        ):
-            raise BadRequestError(f"chunks by the weights {version}, which were not given out here, or not as they are")
+        version = batch.learner_epoch, int(seqs.max(initial=0))
+        if version > newest:
+            raise NotYetError(f"chunks by the weights {version}, and here are {newest}; send the same again")
+        if len(seqs) and (int(seqs.min()) < 1 or (version == newest and batch.weights_digest != digest)):
+            raise BadRequestError(f"chunks by the weights {version}, which were not given out, or not as they are")
 
 
 def _reasons(discarded: Mapping[str, int]) -> dict[Discard, int]:
