@@ -268,7 +268,9 @@ def serve(
     http: Annotated[
         int | None, typer.Option("--http", help="Port for HTTP; 0: a free one. Without it, no HTTP.")
     ] = None,
-    port: Annotated[int | None, typer.Option("--port", help="Port for ZeroMQ; default: a free one.")] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", help="Port for ZeroMQ; default: as configured, or a free one.")
+    ] = None,
     host: Annotated[str | None, typer.Option("--host", help="Address to bind; off loopback needs keys.")] = None,
     env: Env = None,
     num_envs: Annotated[int | None, typer.Option("--num-envs", help="Episodes that may be open at once.")] = None,
