@@ -81,6 +81,7 @@ def _root(show_version: Annotated[bool, typer.Option("--version", help="Show the
         "headrace up --config deploy/fleet.toml --run-dir runs/a --timeout-s 60 --json",
         "headrace up --workers 1 --until-steps 20000 --set learner.learning_rate=0.0003",
         "headrace up --env CartPole-v1 --set sampling.env_placement=remote --env-hosts 2 --until-steps 50000",
+        "headrace up --env CartPole-v1 --workers 1 --serve --set serving.port=5900 --until-return 475",
         "headrace up --config deploy/fleet.toml --print-config",
     )
 )
@@ -90,6 +91,10 @@ def up(
     num_envs: NumEnvs = None,
     env_hosts: Annotated[
         int | None, typer.Option("--env-hosts", help="Env hosts on this machine, for sampling.env_placement=remote.")
+    ] = None,
+    serve: Annotated[
+        bool | None,
+        typer.Option("--serve", help="Clients elsewhere drive the episodes; fleet.json says where they come."),
     ] = None,
     seed: Seed = None,
     until_return: Annotated[float | None, typer.Option(help="Stop at this mean return of 100 episodes.")] = None,
@@ -116,6 +121,7 @@ def up(
         "sampling.env": env,
         "fleet.workers": workers,
         "fleet.env_hosts": env_hosts,
+        "serving.enabled": serve,
         "sampling.num_envs": num_envs,
         "sampling.seed": seed,
         "fleet.until_return": until_return,

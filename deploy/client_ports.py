@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from headrace.deploy.free_ports import first_of_free
 from headrace.schemas.config import FleetConfig
 
 
+def with_client_ports(config: FleetConfig) -> FleetConfig:
+    """The same with ports for each worker that serves clients, so that they are known, and stay, whoever restarts.
+
+    Raises `ConfigError` for a host that cannot be bound, `PortInUseError` where no ports are free side by side.
+    """
+    serving, workers = config.serving, config.fleet.workers
+    if not serving.enabled or not workers:
+        return config
+    port, http_port = serving.port, serving.http_port
+    if not port:
+        port = first_of_free(serving.host, workers, "clients", "serving.host", never=http_port or 0)
+    if http_port == 0:
+        http_port = first_of_free(serving.host, workers, "clients by HTTP", "serving.host", never=port)
+    found = serving.model_copy(update={"port": port, "http_port": http_port})
+    return config.model_copy(update={"serving": found})
+
+
 def client_endpoints(config: FleetConfig) -> dict[str, str]:
-    """ "clients-SLOT" and "http-SLOT" -> where that worker serves clients; none for a port that it takes by itself."""
+    """ "clients-SLOT" and "http-SLOT" -> where that worker serves clients."""
     serving = config.serving
     if not serving.enabled:
         return {}

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-import random
-import socket
 from collections.abc import Iterator
 
+from headrace.deploy.free_ports import first_of_free
 from headrace.schemas.config import FleetConfig
-from headrace.schemas.errors import ConfigError, PortInUseError
-from headrace.schemas.ports import HIGHEST, LOWEST, quiet_ports
-
-_ROOM = 2000
-"""Ports kept above the first, for workers that are started alone: the broker gives them slots from 1000 on."""
-_TRIES = 64
 
 
 def with_env_ports(config: FleetConfig) -> FleetConfig:
@@ -24,25 +16,9 @@ def with_env_ports(config: FleetConfig) -> FleetConfig:
     sampling = config.sampling
     if sampling.env_placement != "remote" or sampling.env_hosts_port or not config.fleet.workers:
         return config
-    tries = random.sample(range(LOWEST, HIGHEST - _ROOM), _TRIES)
-    for first in (port for port in [*quiet_ports(), *tries] if port + _ROOM <= HIGHEST):
-        if all(_is_free(sampling.env_hosts_host, first + slot) for slot in range(config.fleet.workers)):
-            found = sampling.model_copy(update={"env_hosts_port": first})
-            return config.model_copy(update={"sampling": found})
-    raise PortInUseError(f"each of {2 * _TRIES} ports tried on {sampling.env_hosts_host} for env hosts")
-
-
-def _is_free(host: str, port: int) -> bool:
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return False
-        raise ConfigError(f"{host!r} cannot be bound: {error.strerror}", key="sampling.env_hosts_host") from error
-    return True
+    host, workers = sampling.env_hosts_host, config.fleet.workers
+    first = first_of_free(host, workers, "env hosts", "sampling.env_hosts_host")
+    return config.model_copy(update={"sampling": sampling.model_copy(update={"env_hosts_port": first})})
 
 
 def env_endpoints(config: FleetConfig) -> dict[str, str]:

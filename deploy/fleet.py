@@ -14,7 +14,7 @@ from headrace.broker.state_file import Endpoints, read_broker_file, write_broker
 from headrace.deploy import commands
 from headrace.deploy.book import Book
 from headrace.deploy.child import Child
-from headrace.deploy.client_ports import client_endpoints
+from headrace.deploy.client_ports import client_endpoints, with_client_ports
 from headrace.deploy.env_ports import env_endpoints, own_env_hosts, with_env_ports
 from headrace.deploy.failures import OwnRedisError, StoppedError
 from headrace.deploy.goal import Numbers
@@ -83,7 +83,7 @@ class Fleet:
 
     @property
     def endpoints(self) -> dict[str, str]:
-        """Where the broker serves: worker, learner, weights; and where env hosts come to each worker."""
+        """Where the broker serves: worker, learner, weights; and where env hosts and clients come to each worker."""
         return self.book.page.endpoints
 
     @property
@@ -149,7 +149,7 @@ class Fleet:
                 return
             wait_ready(url, 0.0)
         section = self.config.redis.model_copy(update={"url": url})
-        self.config = with_env_ports(self.config.model_copy(update={"redis": section}))
+        self.config = with_client_ports(with_env_ports(self.config.model_copy(update={"redis": section})))
         write_private(self.run_dir.config_json, orjson.dumps(self.config.model_dump(mode="json")))
         self.book.note(redis_url=url)
         self._watch = Watch(url, self.fleet_id)

@@ -7,40 +7,52 @@ The game: a counter goes from 0 to 4, and each step pays what the counter was. P
 
 from __future__ import annotations
 
+import http.client
 import json
 import secrets
 import sys
 import time
-import urllib.error
-import urllib.request
+import urllib.parse
 from typing import Any
 
 
+class RefusedError(RuntimeError):
+    """The server refuses a request; `code` is its word for why."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+
+
 class PolicyServer:
-    """Sends a request again until it is answered: the server takes no step twice."""
+    """One connection, for one thread. Sends a request again until it is answered: the server takes no step twice."""
 
     def __init__(self, url: str, token: str | None = None) -> None:
-        self.session = f"{url}/v1/sessions/python-{secrets.token_hex(8)}"
+        address = urllib.parse.urlsplit(url)
+        connect = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+        self._connection = connect(address.hostname or "", address.port, timeout=60)
+        self.session = f"/v1/sessions/python-{secrets.token_hex(8)}"
         self._headers = {"Headrace-Client": secrets.token_hex(16), "Content-Type": "application/json"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
 
-    def ask(self, method: str, url: str, body: dict[str, Any] | None = None, timeout_s: float = 60.0) -> Any:
-        """The answer; raises RuntimeError when the server refuses."""
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = 60.0) -> Any:
+        """The answer; raises `RefusedError`, and OSError when nobody answers for so long."""
         data = json.dumps(body or {}).encode()
         until = time.monotonic() + timeout_s
         while True:
-            request = urllib.request.Request(url, data, self._headers, method=method)
             try:
-                with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-                    return json.load(answer)
-            except urllib.error.HTTPError as refusal:
-                told = json.load(refusal)
+                self._connection.request(method, path, data, self._headers)
+                with self._connection.getresponse() as response:
+                    told = json.load(response)
+                if response.status == 200:
+                    return told
                 if told["error"] not in ("not_yet", "no_place") or time.monotonic() > until:
-                    raise RuntimeError(f"{told['error']}: {told['message']}") from refusal
-            except OSError:
+                    raise RefusedError(told["error"], told["message"])
+            except (OSError, http.client.HTTPException) as error:
+                self._connection.close()  # the next request opens it again
                 if time.monotonic() > until:
-                    raise
+                    raise ConnectionError(f"no answer from {self._connection.host}: {error}") from error
             time.sleep(0.1)
 
 

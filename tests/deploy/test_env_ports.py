@@ -29,7 +29,7 @@ def test_each_worker_has_a_port_of_its_own_that_stays() -> None:
 
 def test_a_port_that_is_taken_is_not_chosen(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
     with socket.create_server(("127.0.0.1", free_port)):
-        monkeypatch.setattr("headrace.deploy.env_ports.quiet_ports", lambda: [free_port - 1, free_port])
+        monkeypatch.setattr("headrace.deploy.free_ports.quiet_ports", lambda: [free_port - 1, free_port])
         assert with_env_ports(config(2)).sampling.env_hosts_port not in (free_port - 1, free_port)
 
 

@@ -1,0 +1,103 @@
+"""One episode after another at a policy server, by ZeroMQ or by HTTP, for a simulator that sees no difference."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any, Protocol
+
+from headrace.deploy.clients.http_client import PolicyServer, RefusedError
+from headrace.schemas.episode_errors import EpisodeAbortedError, EpisodesClosedError
+from headrace.workers.policy_client import PolicyClient
+
+PATIENCE_S = 60.0
+"""For a server that does not answer: it may be about to begin anew."""
+
+
+class LostError(Exception):
+    """The server knows nothing of this episode any more; the next one may go well."""
+
+
+class Games(Protocol):
+    """One episode after another. All raise `LostError`, and another error when nobody is there."""
+
+    def start(self) -> None:
+        """Begin an episode."""
+
+    def act(self, observation: Any, reward: float) -> int:
+        """What to do, seeing this; `reward` is what the action before has earned, 0 at first."""
+
+    def end(self, observation: Any, reward: float, *, truncated: bool) -> None:
+        """This is what was seen last."""
+
+
+class ByZmq:
+    """Several may share a client, which is one session."""
+
+    def __init__(self, client: PolicyClient) -> None:
+        self._client = client
+        self._episode, self._steps = "", 0
+
+    def start(self) -> None:
+        """See `Games`."""
+        try:
+            self._episode, self._steps = self._client.start_episode(), 0
+        except EpisodesClosedError as error:
+            raise LostError from error
+
+    def act(self, observation: Any, reward: float) -> int:
+        """See `Games`."""
+        try:
+            self._earn(reward)
+            action = self._client.get_action(self._episode, observation)
+        except (EpisodeAbortedError, EpisodesClosedError) as error:
+            raise LostError from error
+        self._steps += 1
+        return int(action)
+
+    def end(self, observation: Any, reward: float, *, truncated: bool) -> None:
+        """See `Games`."""
+        try:
+            self._earn(reward)
+            self._client.end_episode(self._episode, observation, truncated=truncated)
+        except (EpisodeAbortedError, EpisodesClosedError) as error:
+            raise LostError from error
+
+    def _earn(self, reward: float) -> None:
+        if self._steps:
+            self._client.log_returns(self._episode, reward)
+
+
+class ByHttp:
+    """Each has a session, and a connection that stays."""
+
+    def __init__(self, server: PolicyServer) -> None:
+        self._server = server
+        self._episode, self._steps = "", 0
+
+    def start(self) -> None:
+        """See `Games`."""
+        self._ask(self._server.session)
+        self._episode, self._steps = f"{self._server.session}/episodes/cart-{secrets.token_hex(8)}", 0
+        self._ask(self._episode)
+
+    def act(self, observation: Any, reward: float) -> int:
+        """See `Games`."""
+        return int(self._step(observation, reward)["action"])
+
+    def end(self, observation: Any, reward: float, *, truncated: bool) -> None:
+        """See `Games`."""
+        self._step(observation, reward, end="truncated" if truncated else "terminated")
+
+    def _step(self, observation: Any, reward: float, **more: Any) -> Any:
+        body = {"observation": observation.tolist(), "reward": reward, **more}
+        answer = self._ask(f"{self._episode}/steps/{self._steps}", body)
+        self._steps += 1
+        return answer
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        try:
+            return self._server.ask("PUT", path, body, PATIENCE_S)
+        except RefusedError as refusal:
+            if refusal.code in ("aborted", "unknown_session", "unknown_episode", "closed"):
+                raise LostError from refusal
+            raise

@@ -1,0 +1,55 @@
+"""Ports where clients come to each worker are chosen before the workers are started."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from headrace.deploy.client_ports import client_endpoints, with_client_ports
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.config_loading import build_config
+from headrace.schemas.errors import ConfigError
+
+
+def config(workers: int, **serving: Any) -> FleetConfig:
+    return build_config({"fleet": {"workers": workers}, "serving": {"enabled": True, **serving}})
+
+
+def port_of(endpoint: str) -> int:
+    return int(endpoint.rpartition(":")[2])
+
+
+def test_each_worker_has_ports_of_its_own_that_stay() -> None:
+    chosen = with_client_ports(config(3, http_port=0))
+    endpoints = client_endpoints(chosen)
+    assert list(endpoints) == [f"{way}-{slot}" for slot in range(3) for way in ("clients", "http")]
+    assert len({port_of(endpoint) for endpoint in endpoints.values()}) == 6
+    assert port_of(endpoints["clients-2"]) == port_of(endpoints["clients-0"]) + 2
+    assert with_client_ports(chosen) == chosen
+
+
+def test_ports_of_both_ways_do_not_meet(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
+    monkeypatch.setattr("headrace.deploy.free_ports.quiet_ports", lambda: [free_port])
+    endpoints = client_endpoints(with_client_ports(config(2, http_port=free_port + 1)))
+    assert not {free_port, free_port + 1} & {port_of(endpoints["clients-0"]), port_of(endpoints["clients-1"])}
+
+
+def test_without_http_there_is_no_port_for_it_and_a_taken_one_is_not_chosen(
+    monkeypatch: pytest.MonkeyPatch, free_port: int
+) -> None:
+    with socket.create_server(("127.0.0.1", free_port)):
+        monkeypatch.setattr("headrace.deploy.free_ports.quiet_ports", lambda: [free_port])
+        endpoints = client_endpoints(with_client_ports(config(1)))
+    assert list(endpoints) == ["clients-0"]
+    assert port_of(endpoints["clients-0"]) != free_port
+
+
+def test_a_host_that_is_not_ours_cannot_be_bound() -> None:
+    with pytest.raises(ConfigError, match=r"serving.host: '192.0.2.1' cannot be bound"):
+        with_client_ports(config(1, host="192.0.2.1"))
+
+
+def test_who_serves_no_clients_has_no_ports() -> None:
+    assert client_endpoints(with_client_ports(FleetConfig())) == {}
