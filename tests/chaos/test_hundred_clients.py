@@ -1,0 +1,44 @@
+"""A hundred clients of a policy server, of whom some are killed, repeat themselves or are slow, harm nobody else."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from storm_of_clients import Storm
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(150)]
+
+
+def test_a_hundred_clients_of_whom_twenty_are_killed(tmp_path: Path) -> None:
+    with Storm(tmp_path) as storm:
+        storm.begin()
+        before = storm.sizes()
+        for kill in range(1, 6):
+            storm.kill_one()
+            storm.fleet.wait_for(lambda: storm.episodes() >= 80 * kill, f"{80 * kill} episodes")  # noqa: B023
+        after = storm.sizes()
+        told = storm.end_clients()
+        storm.fleet.wait_for(lambda: storm.sizes()["sessions"] == 0, "the end of the last lease")
+        empty = storm.sizes()
+        storm.fleet.terminate()
+        result = storm.fleet.finish()
+        audit = storm.fleet.audit()
+    assert [(process["lost"], process["failures"]) for process in told] == [(0, [])] * len(told)
+    assert min(episodes for process in told for episodes in process["clients"]) > 0
+    assert storm.killed == 40
+    assert (result["returncode"], result["balanced"]) == (0, True), result["stderr"]
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+    assert result["restarts"] == {"worker": 0, "broker": 0, "learner": 0, "redis": 0}
+    ledger = result["ledger"]
+    assert set(ledger["discarded"]) <= {"client_lost", "shutdown"}
+    assert ledger["discarded"]["client_lost"] > 0
+    assert ledger["dropped"] == {}
+    assert sum(process["steps"] for process in told) <= ledger["committed"][0]
+    assert after["threads"] == before["threads"] == empty["threads"]
+    assert (empty["sessions"], empty["episodes"], empty["remembered"]) == (0, 0, 0)
+    assert empty["files"] < before["files"]
