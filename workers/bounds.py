@@ -1,4 +1,4 @@
-"""The bounds of a leaf, element by element, and how an action gets inside those of a Box."""
+"""The bounds of a leaf, element by element, how an action gets inside those of a Box, and those of a reward."""
 
 from __future__ import annotations
 
@@ -8,6 +8,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.spaces import Box, Discrete, Leaf, MultiDiscrete, column_dtype, leaf_shape, leaf_size
+
+LARGEST_REWARD = float(np.finfo(np.float32).max)
+"""In either direction. What is beyond is infinite to most learners, and sums of such rewards are to everybody."""
+_SQUARE = LARGEST_REWARD**2
+_NOWHERE = np.empty(0, np.intp)
+
+
+def unsound_rewards(rewards: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Positions of those that are not finite, or beyond `LARGEST_REWARD`."""
+    if np.vdot(rewards, rewards) <= _SQUARE:  # one pass, and the usual case; false for NaN
+        return _NOWHERE
+    return np.flatnonzero(~(np.abs(rewards) <= LARGEST_REWARD))
+
+
+def reward_due(seen: float) -> str:
+    """What a reward should have been that was not sound."""
+    return f"within {LARGEST_REWARD:.3g}" if np.isfinite(seen) else "finite scalar"
 
 
 def box_bounds(leaf: Box) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -248,6 +248,7 @@ def test_a_failure_is_logged_with_all_that_one_wants_to_know(caplog: pytest.LogC
             lambda a: (a[0], float("nan"), *a[2:]),
             r"Reward should be finite scalar, got nan \(<class 'float'>\)\. Actions=",
         ),
+        (lambda a: (a[0], 1e308, *a[2:]), r"Reward should be within 3.4e\+38, got 1e\+308"),
         (lambda a: (a[0], np.array([1.0]), *a[2:]), "Reward should be finite scalar"),
         (lambda a: (a[0], 1j, *a[2:]), "Reward should be finite scalar"),
         (lambda a: (a[0], "1", *a[2:]), "Reward should be finite scalar"),

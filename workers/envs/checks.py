@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
+from headrace.workers.bounds import LARGEST_REWARD, reward_due, unsound_rewards
 
 _BOOLS = (bool, np.bool_)
 
@@ -17,14 +19,17 @@ _BOOLS = (bool, np.bool_)
 def check_rewards(
     rewards: Sequence[Any], lanes: Sequence[int], actions: Sequence[Any]
 ) -> tuple[NDArray[np.float64], list[tuple[int, EnvContractError]]]:
-    """Rewards as float64, and (position, what is wrong) for each that is no finite real scalar; those become 0."""
+    """Rewards as float64, and (position, what is wrong) for each that is no finite real scalar; those become 0.
+
+    One beyond `LARGEST_REWARD` is none either.
+    """
     try:
         array = np.array(rewards)
     except ValueError:  # ragged
         return _check_each_reward(rewards, lanes, actions)
     if array.dtype.kind in "fiub" and array.ndim == 1:
         checked = array.astype(np.float64, copy=False)
-        if np.count_nonzero(np.isfinite(checked)) == len(rewards):
+        if not len(unsound_rewards(checked)):
             return checked, []
     return _check_each_reward(rewards, lanes, actions)
 
@@ -35,13 +40,21 @@ def _check_each_reward(
     checked = np.zeros(len(rewards))
     problems = []
     for position, reward in enumerate(rewards):
-        array = np.asarray(reward) if isinstance(reward, bool | int | float | np.generic | np.ndarray) else None
-        if array is not None and array.ndim == 0 and array.dtype.kind in "fiub" and np.isfinite(array):
-            checked[position] = float(array)
+        number = _real_scalar(reward)
+        if abs(number) <= LARGEST_REWARD:
+            checked[position] = number
         else:
             seen = f"{reward!r:.80} ({type(reward)}). Actions={actions[lanes[position]]!r:.200}"
-            problems.append((position, EnvContractError("Reward", seen, "finite scalar")))
+            problems.append((position, EnvContractError("Reward", seen, reward_due(number))))
     return checked, problems
+
+
+def _real_scalar(reward: Any) -> float:
+    """NaN for what is none."""
+    if not isinstance(reward, bool | int | float | np.generic | np.ndarray):
+        return math.nan
+    array = np.asarray(reward)
+    return float(array) if array.ndim == 0 and array.dtype.kind in "fiub" else math.nan
 
 
 def check_info(info: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, HeadraceError
 from headrace.schemas.spaces import Space
+from headrace.workers.bounds import LARGEST_REWARD
 from headrace.workers.envs.checks import check_rewards
 from headrace.workers.envs.observations import Observations
 
@@ -78,18 +78,18 @@ class SoloPlace(Place):
     info: dict[str, Any] = field(default_factory=dict)
 
     def earn(self, reward: Any) -> None:
-        """Add to the reward since the last action; raises `EnvContractError` unless it and the sum are finite."""
+        """Add to the reward since the last action; raises `EnvContractError` unless it and the sum are sound."""
         self.reward = add_reward(self.reward, reward)
 
 
 def add_reward(total: float, reward: Any) -> float:
-    """Their sum; raises `EnvContractError` unless it and `reward` are finite."""
+    """Their sum; raises `EnvContractError` unless it and `reward` are sound."""
     checked, problems = check_rewards([reward], [0], ["not known here"])
     if problems:
         raise problems[0][1]
     total += float(checked[0])
-    if not math.isfinite(total):
-        raise EnvContractError("sum of rewards since the last action", str(total), "finite")
+    if not abs(total) <= LARGEST_REWARD:
+        raise EnvContractError("sum of rewards since the last action", str(total), f"within {LARGEST_REWARD:.3g}")
     return total
 
 

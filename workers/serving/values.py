@@ -6,7 +6,6 @@ sampler. Needs no gymnasium: client and server both use it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.spaces import Dict, Leaf, Space, Tuple, column_dtype, leaf_shape, leaves, nest
-from headrace.workers.bounds import leaf_bounds
+from headrace.workers.bounds import LARGEST_REWARD, leaf_bounds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,11 +129,11 @@ def _parts(space: Space, value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def check_reward(reward: Any) -> float:
-    """A finite real number."""
+    """A finite real number, in the bounds of any reward."""
     try:
         checked = float(reward)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise EnvContractError("reward", f"{reward!r:.80} ({type(reward)})", "a finite number") from error
-    if not math.isfinite(checked):
-        raise EnvContractError("reward", str(checked), "a finite number")
+    if not abs(checked) <= LARGEST_REWARD:
+        raise EnvContractError("reward", str(checked), f"a finite number within {LARGEST_REWARD:.3g}")
     return checked

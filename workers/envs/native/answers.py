@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
+from headrace.workers.bounds import reward_due, unsound_rewards
 from headrace.workers.envs.checks import check_info
 from headrace.workers.envs.native.infos import info_of
 
@@ -57,17 +58,17 @@ def _flags(name: str, values: Any, width: int) -> NDArray[np.bool_]:
 
 def bad_rewards(step: VectorStep, live: NDArray[np.intp] | None, actions: Any) -> dict[int, EnvContractError]:
     """What is wrong by lane, among those that stepped, with `actions` if these are known; such a reward becomes 0."""
-    finite = np.isfinite(step.rewards)
-    if finite.all():
-        return {}
-    lanes = np.flatnonzero(~finite)
-    bad = {}
+    lanes = unsound_rewards(step.rewards)
+    bad: dict[int, EnvContractError] = {}
+    if not len(lanes):
+        return bad
     for lane in lanes.tolist():
         if live is None or lane in live:
             did = f". Actions={_row(actions, lane)!r:.200}" if actions is not None else ""
             seen = f"{step.rewards[lane]} ({step.rewards.dtype}){did}"
-            bad[lane] = EnvContractError("Reward", seen, "finite scalar")
-    step.rewards = np.where(finite, step.rewards, 0.0)
+            bad[lane] = EnvContractError("Reward", seen, reward_due(step.rewards[lane]))
+    step.rewards = step.rewards.copy()  # it may be the vector's own
+    step.rewards[lanes] = 0.0
     return bad
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from headrace.schemas.env_messages import EnvAnswers
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves
+from headrace.workers.bounds import unsound_rewards
 from headrace.workers.envs.actions import write_actions
 
 Rows = list[tuple[NDArray[Any], list[int], NDArray[Any]]]
@@ -58,8 +59,8 @@ class RemoteColumns:
                 seen, due = f"{given.dtype} {given.shape}", f"{column.dtype} {shape}"
                 raise DecodeError("bad_message", f"array {name!r:.80} of answers is {seen}, not {due}")
             rows.append((column, places, given))
-        if told.stepped and not np.isfinite(arrays["rewards"]).all():
-            raise DecodeError("bad_message", "rewards of answers are not finite")
+        if told.stepped and len(unsound_rewards(arrays["rewards"])):
+            raise DecodeError("bad_message", "rewards of answers are not finite, or too large")
         return rows
 
     def write(self, rows: Rows, lanes: Mapping[int, int]) -> None:
