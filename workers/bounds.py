@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.spaces import Box, Discrete, Leaf, MultiDiscrete, column_dtype, leaf_shape, leaf_size
+from headrace.schemas.spaces import Box, Discrete, Leaf, MultiDiscrete, column_dtype, leaf_shape
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """In either direction. What is beyond is infinite to most learners, and sums of such rewards are to everybody."""
@@ -87,8 +87,9 @@ class ActionBounds:
 
 
 def _row(leaf: Box, bound: Any, absent: float) -> NDArray[np.float64]:
-    flat = bound if isinstance(bound, tuple) else [bound] * leaf_size(leaf)
-    return np.array([absent if b is None else b for b in flat], np.float64).reshape(leaf.shape)
+    if not isinstance(bound, tuple):
+        return np.full(leaf.shape, absent if bound is None else bound, np.float64)
+    return np.array([absent if b is None else b for b in bound], np.float64).reshape(leaf.shape)
 
 
 def _shared(bound: NDArray[np.float64]) -> float | tuple[float | None, ...] | None:

@@ -22,6 +22,9 @@ from headrace.schemas.wire import DEFAULT_CAPS, Buffer, decode, encode
 
 SERVER = "policy server"
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 4.0
+_SLOW_BYTES_S = 10_000_000
+"""So slowly may a message arrive: one that comes again before it is answered has to be read again too, and makes all
+later ones later. What a broken connection has lost is told by its successor, not by this."""
 _LOOK_AGAIN_S = 0.02
 """Without a connection."""
 _numbers = itertools.count(1)
@@ -61,11 +64,11 @@ class Connection:
         if size > max_message_bytes:
             raise MessageTooLargeError(f"a message of {size} bytes, and the server takes {max_message_bytes}")
         now = time.monotonic()
-        until, retry_at, retry_s = now + timeout_s, now, _FIRST_RETRY_S
+        until, retry_at, retry_s = now + timeout_s, now, _FIRST_RETRY_S + size / _SLOW_BYTES_S
         while now < until:
             if now >= retry_at:
                 if self._send(frames):
-                    retry_at, retry_s = now + retry_s, min(2 * retry_s, _LONGEST_RETRY_S)
+                    retry_at, retry_s = now + retry_s, max(retry_s, min(2 * retry_s, _LONGEST_RETRY_S))
                 else:
                     retry_at = now + _LOOK_AGAIN_S
             for socket, _ in self._poller.poll(max(1, math.ceil((min(until, retry_at) - now) * 1000))):
