@@ -18,7 +18,7 @@ _NAMED = sorted({name for row in _ROWS for name in re.findall(r"`([\w/]+\.py(?::
 
 def test_every_behaviour_and_every_defect_has_its_row() -> None:
     wanted = [str(number) for number in range(1, 129)]
-    wanted += [f"D{number}" for number in (*range(1, 20), 22, 23, 24, 25)]
+    wanted += [f"D{number}" for number in range(1, 26)]
     assert [row[0] for row in _ROWS] == wanted
 
 

@@ -1,0 +1,113 @@
+"""Thousands of requests that say anything, on both ways in: each is answered, by name where it is refused."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from urllib.parse import urlsplit
+
+import numpy as np
+import orjson
+import pytest
+import zmq
+from hostile_requests import Hostile
+from plain_episodes import rule
+from served import LIMITS, Served
+
+from headrace.schemas.serving_errors import HTTP_STATUS
+from headrace.schemas.serving_messages import ANSWERS
+from headrace.schemas.spaces import Box, Discrete, Spaces
+from headrace.schemas.wire import decode, encode
+from headrace.workers.policy_client import PolicyClient
+
+MESSAGES = 3000
+
+
+@contextmanager
+def somebody_else(server: Served) -> Iterator[Callable[[], None]]:
+    """Another client's episode, of which a call takes a step; at the end it is what that client lived through."""
+    with PolicyClient(server.endpoint, timeout_s=30) as client:
+        episode, steps = client.start_episode(), 0
+
+        def go_on() -> None:
+            nonlocal steps
+            assert client.get_action(episode, [steps % 50, 1]) == rule([steps % 50, 1])
+            client.log_returns(episode, 1.0)
+            steps += 1
+
+        go_on()
+        yield go_on
+        client.end_episode(episode, [0, 1])
+    kept = server.episodes.episodes[episode]
+    assert kept.seen == [float(step % 50) for step in range(steps)] + [0.0]
+    assert kept.rewards == [0.0] + [1.0] * steps
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_sealed_messages_that_say_anything_are_answered_by_name(seed: int) -> None:
+    hostile, told = Hostile(seed, "own-session"), Counter[str]()
+    with Served() as server, somebody_else(server) as go_on, zmq.Context() as context:
+        with context.socket(zmq.DEALER) as sock:
+            sock.linger = 0
+            sock.connect(server.endpoint)
+            for number in range(MESSAGES // 2):
+                kind, header, arrays = hostile.message()
+                sock.send_multipart(encode(kind, header, arrays))
+                assert sock.poll(20_000), f"no answer to {kind.name} {header}"
+                answer = decode(sock.recv_multipart())
+                assert answer.kind in ANSWERS
+                hostile.heard(answer.header)
+                told[answer.header.get("error", "")] += 1
+                if number % 100 == 0:
+                    go_on()
+        assert threading.active_count() < 12
+    assert set(told) <= {"", *HTTP_STATUS}
+    assert min(told[code] for code in ("", "bad_request", "not_in_space", "unknown_episode", "step_order")) > 0
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_json_that_says_anything_is_answered_by_name(seed: int) -> None:
+    hostile, told = Hostile(seed, "own-session"), Counter[str]()
+    with Served() as server, somebody_else(server) as go_on:
+        address = urlsplit(server.url)
+        connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=20)
+        for number in range(MESSAGES // 2):
+            connection.request(*hostile.request())
+            with connection.getresponse() as response:
+                answer = orjson.loads(response.read())
+            hostile.heard(answer)
+            assert response.status < 500 or HTTP_STATUS.get(answer["error"]) == response.status, answer
+            told[answer.get("error", "")] += 1
+            if number % 100 == 0:
+                go_on()
+        connection.close()
+    assert set(told) <= {"", *HTTP_STATUS}
+    assert min(told[code] for code in ("", "bad_request", "not_in_space", "unknown_episode", "step_order")) > 0
+
+
+def test_a_message_nearly_as_large_as_the_cap_is_taken() -> None:
+    with Served() as server, PolicyClient(server.endpoint) as client:
+        episode = client.start_episode()
+        for step, size in enumerate((0, 1 << 15, LIMITS.max_message_bytes - 1024, 0)):
+            if step:
+                client.log_returns(episode, 1.0, {"text": "x" * size})
+            assert client.get_action(episode, [step, 1]) == rule([step, 1])
+        client.end_episode(episode, [9, 1])
+    assert [len(info["text"]) for info in server.episodes.episodes[episode].infos] == [1 << 15, 65536 - 1024, 0]
+
+
+def test_an_observation_of_more_bytes_than_eight_digits_count_is_one_step() -> None:
+    """Where the reference loses its place in the stream: its header has eight decimal digits for the length."""
+    spaces = Spaces(observation=Box(shape=(12_500_001,), dtype="<f8"), action=Discrete(n=1000))
+    limits = replace(LIMITS, max_message_bytes=1 << 27)
+    with Served(limits, spaces=spaces) as server, PolicyClient(server.endpoint) as client:
+        episode, seen = client.start_episode(), np.zeros(12_500_001)
+        for step in range(2):
+            seen[1] = step
+            assert client.get_action(episode, seen) == step
+        client.abort_episode(episode)
+    assert server.episodes.episodes[episode].actions == [0, 1]
