@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 from types import TracebackType
 from typing import Self
@@ -17,6 +16,7 @@ from headrace.workers.serving.desk import Desk, SpaceValues
 from headrace.workers.serving.exchange import Exchange
 from headrace.workers.serving.frames import FramesDoor
 from headrace.workers.serving.http_way import HttpWay
+from headrace.workers.serving.listening import listen
 from headrace.workers.serving.records import ServingLimits
 
 LIMITS = ServingLimits(lease_s=10.0, max_sessions=50, max_episodes=20, max_message_bytes=1 << 16)
@@ -53,7 +53,7 @@ class Served:
         self.exchange.open(spaces, capacity)
         way = FramesDoor(self._door, values, limits.max_message_bytes)
         self.desk = Desk(self.episodes, values, limits, way, self.exchange)
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._http = HttpWay(self.desk, values, limits, listener, token)
         self.hold = threading.Event()

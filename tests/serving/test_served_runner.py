@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from headrace.schemas.serving_settings import ServingSection
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.policy_client import PolicyClient
 from headrace.workers.serving.bearer_token import read_token
+from headrace.workers.serving.listening import listen
 from headrace.workers.serving.served_env import ServedEnv, ServedEnvs
 
 
@@ -133,6 +135,14 @@ def test_a_runner_that_stops_tells_its_clients(wait_for: Callable[..., None]) ->
                 asked.result(20)
             assert not isinstance(refused.value, EpisodeAbortedError)
         client.close()
+
+
+def test_who_connects_before_the_server_serves_is_answered_without_delay() -> None:
+    """A connection that was made too early once waited 40 ms for each answer, as long as it lasted."""
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_ports_follow_the_slot_and_a_taken_one_is_said(free_port: int) -> None:

@@ -78,7 +78,7 @@ def _settle(future: asyncio.Future[Any], value: Any) -> None:
 
 
 class HttpWay:
-    """Serves on `listener`, a bound socket, until `stop`."""
+    """Serves on `listener`, a socket of `listen`, until `stop`."""
 
     def __init__(
         self, desk: Desk, values: SpaceValues, limits: ServingLimits, listener: socket.socket, token: str | None
@@ -89,9 +89,6 @@ class HttpWay:
         self._token = token
         self._wait_s = min(limits.lease_s / 3, 30.0)
         self._listener = listener
-        # Connections inherit it. asyncio sees to it only where the protocol of the socket is spelt out; without it each
-        # answer to a client that keeps its connection waits 40 ms for the client's kernel.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         config = uvicorn.Config(
             Starlette(routes=self._routes(), exception_handlers={HTTPException: _no_such_thing}),
             log_config=None,

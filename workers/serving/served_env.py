@@ -22,6 +22,7 @@ from headrace.workers.serving.bearer_token import read_token
 from headrace.workers.serving.desk import Desk, SpaceValues
 from headrace.workers.serving.exchange import Exchange
 from headrace.workers.serving.frames import FramesDoor
+from headrace.workers.serving.listening import listen
 from headrace.workers.serving.records import ServingLimits
 
 log = logging.getLogger(__name__)
@@ -114,8 +115,7 @@ class ServedEnvs:
                 raise ConfigError(message, key="serving.host")
             log.warning("serving HTTP clients on %s without a token, as configured", s.host)
         try:
-            family = socket.AF_INET6 if ":" in s.host else socket.AF_INET
-            return socket.create_server((s.host, port), family=family)
+            return listen(s.host, port)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise PortInUseError(f"http://{s.host}:{port}") from error
