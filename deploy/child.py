@@ -15,6 +15,7 @@ from typing import BinaryIO
 from headrace.deploy import parent_death
 from headrace.deploy.last_word import VARIABLE, LastWord, take_last_word
 from headrace.schemas.errors import ExitCode, RunDirError
+from headrace.schemas.signal_names import signal_name
 
 _TAIL_BYTES = 16 * 1024
 _SENTENCE = 1000
@@ -113,6 +114,6 @@ def _open(log_path: Path) -> BinaryIO:
 def describe_end(returncode: int) -> str:
     """A return code in words: "signal SIGKILL", "exit code 4 (ENV)"."""
     if returncode < 0:
-        return f"signal {signal.Signals(-returncode).name}"
+        return f"signal {signal_name(-returncode)}"
     names = [code.name for code in ExitCode if code == returncode]
     return f"exit code {returncode} ({names[0]})" if names else f"exit code {returncode}"

@@ -112,5 +112,6 @@ def test_children_die_with_their_parent(tmp_path: Path, number: signal.Signals) 
 
 def test_ends_are_described_in_words() -> None:
     assert describe_end(-9) == "signal SIGKILL"
+    assert describe_end(-40) == "signal 40"
     assert describe_end(4) == "exit code 4 (ENV)"
     assert describe_end(77) == "exit code 77"

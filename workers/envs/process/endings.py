@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 from dataclasses import dataclass
 
+from headrace.schemas.signal_names import signal_name
 from headrace.workers.envs.process.control import Phase
 
 _STACK_BYTES = 1 << 16
@@ -34,7 +34,7 @@ class Ending:
 
 def describe_end(returncode: int) -> str:
     """A return code in words: "signal SIGKILL", "exit code 4"."""
-    return f"exit code {returncode}" if returncode >= 0 else f"signal {signal.Signals(-returncode).name}"
+    return f"exit code {returncode}" if returncode >= 0 else f"signal {signal_name(-returncode)}"
 
 
 def read_stack(pipe: int) -> str:
