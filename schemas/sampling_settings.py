@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from headrace.schemas.module_spaces import check_mapping_table, check_module_ids
 from headrace.schemas.section import Section
+
+LONGEST_S = 1_000_000.0
+"""Seconds of any wait, eleven days; the kernel's own calls can sleep for no more than twice that."""
+Seconds = Annotated[float, Field(le=LONGEST_S)]
 
 Piece = str | dict[str, Any]
 """What builds a connector: see `plugins.load_factory`."""
@@ -111,10 +115,10 @@ class SamplingSettings(Section):
     env_hosts_allow_insecure: bool = Field(
         default=False, description="listen for other machines without keys, unencrypted; warned of at every start"
     )
-    env_hosts_lease_s: float = Field(
+    env_hosts_lease_s: Seconds = Field(
         default=10.0, ge=1, description="silence after which an env host counts as lost, and its episodes with it"
     )
-    env_hosts_timeout_s: float | None = Field(
+    env_hosts_timeout_s: Seconds | None = Field(
         default=None, gt=0, description="how long to wait while no env host at all is there; absent: for ever"
     )
     envs_per_process: int = Field(
@@ -123,6 +127,7 @@ class SamplingSettings(Section):
     remote_env_batch_wait_ms: float | None = Field(
         default=None,
         ge=0,
+        le=LONGEST_S * 1000,
         description="envs elsewhere: act for those that are ready, having waited so long for more; absent: "
         "for all at once when the last is ready, which cuts the same chunks every time; external envs act so always",
     )
@@ -131,13 +136,13 @@ class SamplingSettings(Section):
         description="envs elsewhere: act for every other one while its neighbour is stepped, if the policy takes "
         "time; each half waits for its slowest",
     )
-    env_construct_timeout_s: float = Field(
+    env_construct_timeout_s: Seconds = Field(
         default=120.0, gt=0, description="how long the start of an env's process, and its construction, may each take"
     )
-    env_reset_timeout_s: float = Field(
+    env_reset_timeout_s: Seconds = Field(
         default=60.0, gt=0, description="how long reset() may take where envs have processes, which are killed then"
     )
-    env_step_timeout_s: float = Field(default=60.0, gt=0, description="how long step() may take, likewise")
+    env_step_timeout_s: Seconds = Field(default=60.0, gt=0, description="how long step() may take, likewise")
     env_process_max_rss_mb: int | None = Field(
         default=None,
         ge=1,
@@ -146,35 +151,35 @@ class SamplingSettings(Section):
     env_process_max_episodes: int | None = Field(
         default=None, ge=1, description="episodes after which a process of envs is replaced as its episodes end"
     )
-    external_start_timeout_s: float = Field(
+    external_start_timeout_s: Seconds = Field(
         default=60.0, gt=0, description="external envs: how long start_episode() may wait for one of num_envs places"
     )
-    external_action_timeout_s: float = Field(
+    external_action_timeout_s: Seconds = Field(
         default=300.0, gt=0, description="how long get_action() may wait for the sampler, likewise"
     )
-    external_log_timeout_s: float = Field(
+    external_log_timeout_s: Seconds = Field(
         default=60.0, gt=0, description="how long log_action() may wait for the sampler, likewise"
     )
-    external_fragment_max_age_s: float = Field(
+    external_fragment_max_age_s: Seconds = Field(
         default=5.0, gt=0, description="a worker ships what external envs have given after so long, if few they are"
     )
-    external_silence_timeout_s: float = Field(
+    external_silence_timeout_s: Seconds = Field(
         default=300.0, gt=0, description="how long sample() waits for external envs of which nobody says anything"
     )
-    env_close_timeout_s: float = Field(
+    env_close_timeout_s: Seconds = Field(
         default=5.0, gt=0, description="how long an env's close() may take before it is abandoned with a warning"
     )
     env_restart_attempts: int = Field(
         default=8, ge=1, description="failures in a row, nothing delivered between them, that one env is forgiven"
     )
-    env_restart_backoff_s: float = Field(
+    env_restart_backoff_s: Seconds = Field(
         default=0.05, ge=0, description="wait before the second rebuild in a row; doubles with each further one"
     )
-    env_restart_backoff_max_s: float = Field(default=5.0, ge=0, description="longest such wait")
+    env_restart_backoff_max_s: Seconds = Field(default=5.0, ge=0, description="longest such wait")
     max_env_restarts_per_window: int = Field(
         default=600, ge=1, description="rebuilds of one env that a window may see, delivered or not"
     )
-    env_restart_window_s: float = Field(default=60.0, gt=0, description="length of that window")
+    env_restart_window_s: Seconds = Field(default=60.0, gt=0, description="length of that window")
 
     @property
     def is_multi_agent(self) -> bool:

@@ -128,6 +128,28 @@ def test_space_without_a_column_is_refused_with_advice() -> None:
         runner(Text)
 
 
+@pytest.mark.parametrize(
+    ("space", "words"),
+    [
+        (gym.spaces.Dict({}), "observation space should be of one space or more"),
+        (gym.spaces.Dict({"a": gym.spaces.Discrete(2), "b": gym.spaces.Tuple(())}), "got an empty Tuple"),
+        (gym.spaces.Box(0, 1, (3, 0)), r"shape of observation space should be of one element .* got \(3, 0\)"),
+    ],
+)
+def test_a_space_without_anything_in_it_is_refused(space: gym.Space[Any], words: str) -> None:
+    class Void(Counting):
+        observation_space = space
+
+    with pytest.raises(EnvContractError, match=words):
+        runner(Void)
+
+
+@pytest.mark.parametrize("setting", ["env_step_timeout_s", "env_close_timeout_s", "env_hosts_timeout_s"])
+def test_a_wait_longer_than_the_kernel_can_sleep_is_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match="less than or equal to 1000000"):
+        EnvRunnerConfig(env="CartPole-v1", **{setting: 1e7})
+
+
 def test_envs_of_one_vector_must_share_their_spaces() -> None:
     class Uneven(Counting):
         def __init__(self, config: EnvContext) -> None:

@@ -33,6 +33,12 @@ def spaces_of_vector(env: Any) -> Spaces:
 def convert(space: Any, where: str) -> Space:
     """Box, Discrete, MultiDiscrete, MultiBinary, and Dict and Tuple of them; `where` names the space in errors."""
     match space:
+        case gym.spaces.Box() | gym.spaces.MultiDiscrete() | gym.spaces.MultiBinary() if 0 in space.shape:
+            raise EnvContractError(
+                f"shape of {where}", str(space.shape), "of one element or more (leave an empty one out)"
+            )
+        case gym.spaces.Dict() | gym.spaces.Tuple() if not len(space.spaces):
+            raise EnvContractError(where, f"an empty {type(space).__name__}", "of one space or more (leave it out)")
         case gym.spaces.Box():
             low, high = _bound(space.low), _bound(space.high)
             return Box(shape=space.shape, dtype=_dtype(space, where), low=low, high=high)
