@@ -156,6 +156,21 @@ class Nested(gym.Env[Any, Any]):
         return {"seed": self._seed, "echo": action["push"]}, float(action["gear"]), False, False, {}
 
 
+class Touchy:
+    """Raises whatever it is asked, as a tensor on its way through autograd does."""
+
+    shape = (3,)
+
+    def __array__(self, *arguments: Any, **more: Any) -> Any:
+        raise RuntimeError("no array of mine")
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("no parts of mine")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no words of mine")
+
+
 def _raises(answer: Any, config: Any) -> Any:
     raise RuntimeError("diverged")
 
@@ -184,6 +199,21 @@ def _exits(answer: Any, config: Any) -> Any:
 
 def _is_killed(answer: Any, config: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_signalled(answer: Any, config: Any) -> Any:
+    os.kill(os.getpid(), 40)
+
+
+def _forks(answer: Any, config: Any) -> Any:
+    os.fork()
+    return answer
+
+
+def _forks_and_raises(answer: Any, config: Any) -> Any:
+    if os.fork() == 0:
+        raise RuntimeError("I am a copy")
+    return answer
 
 
 def _leaks(answer: Any, config: Any) -> Any:
@@ -216,6 +246,9 @@ FAULTS: dict[str, Callable[[Any, Any], Any]] = {
     "segfaults": _segfaults,
     "exits": _exits,
     "is killed": _is_killed,
+    "is signalled": _is_signalled,
+    "forks": _forks,
+    "forks and raises": _forks_and_raises,
     "leaks": _leaks,
     "floods": _floods,
     "leaves a child": _leaves_a_child,
@@ -228,5 +261,10 @@ FAULTS: dict[str, Callable[[Any, Any], Any]] = {
     "observation of wrong shape": lambda a, _: (a[0][:2], *a[1:]),
     "observation of wrong dtype": lambda a, _: (a[0].astype(np.float64), *a[1:]),
     "observation outside": lambda a, _: (a[0] + np.float32(1e6), *a[1:]),
+    "info without words": lambda a, _: (*a[:4], {"made": Touchy()}),
+    "ragged observation": lambda a, _: ([[1.0], [2.0, 3.0]], *a[1:]),
+    "observation that raises": lambda a, _: (Touchy(), *a[1:]),
+    "reward that raises": lambda a, _: (a[0], Touchy(), *a[2:]),
+    "answer that raises": lambda a, _: Touchy(),
     "wrong tuple": lambda a, _: a[:4],
 }

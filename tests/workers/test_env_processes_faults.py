@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import re
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,7 @@ def reasons(driver: Driver) -> dict[int, Discard]:
         ("raises", "RuntimeError: diverged"),
         *BAD_DATA.items(),
         ("info that is no JSON", "info should be plain values"),
+        ("info without words", "info should be plain values"),
     ],
 )
 def test_what_a_step_may_not_do_is_a_failure_of_that_env_alone(fault: str, words: str) -> None:
@@ -105,7 +108,8 @@ def test_a_call_that_does_not_return_is_killed_and_tells_where_it_stood(fault: s
 
 @pytest.mark.parametrize("at", ["reset", "step"])
 @pytest.mark.parametrize(
-    ("fault", "last_words"), [("segfaults", "in _segfaults"), ("exits", "so long"), ("is killed", "")]
+    ("fault", "last_words"),
+    [("segfaults", "in _segfaults"), ("exits", "so long"), ("is killed", ""), ("is signalled", "")],
 )
 def test_a_crash_is_noticed_at_once_and_says_what_it_was(fault: str, last_words: str, at: str) -> None:
     driver = drive(configure(fault, at))
@@ -182,6 +186,25 @@ def test_a_leak_is_stopped_at_its_cap() -> None:
 
 def test_a_flood_of_output_blocks_nobody() -> None:
     drive(configure("floods", "step"), until_failed=False)
+
+
+@pytest.mark.parametrize("fault", ["forks", "forks and raises"])
+def test_a_copy_that_an_env_forks_off_answers_nobody(fault: str) -> None:
+    driver = drive(configure(fault, "step"), until_failed=False)
+    for lane in (FAULTY, NEIGHBOUR):
+        assert driver.lives[lane] == live_inline(plain(), lane, len(driver.lives[lane]))
+
+
+def test_no_room_for_another_process_is_a_typed_error_and_leaves_none() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    in_use = {int(path.name) for path in Path("/proc/self/fd").iterdir()}
+    unused = (number for number in itertools.count() if number not in in_use)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(unused, 20, None)), limits[1]))
+    try:
+        with pytest.raises(EnvError, match=r"no process could be started for envs \d+ to .*ulimit -n"):
+            EnvProcessPool(configure("raises", "step", num_envs=30, envs_per_process=1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_what_an_env_has_started_ends_with_its_process(tmp_path: Path, wait_for: Callable[..., None]) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.bounds import LARGEST_REWARD, reward_due, unsound_rewards
+from headrace.workers.envs.words import brief
 
 _BOOLS = (bool, np.bool_)
 
@@ -25,7 +26,7 @@ def check_rewards(
     """
     try:
         array = np.array(rewards)
-    except ValueError:  # ragged
+    except Exception:  # noqa: BLE001 - ragged, or a user's class that is no number
         return _check_each_reward(rewards, lanes, actions)
     if array.dtype.kind in "fiub" and array.ndim == 1:
         checked = array.astype(np.float64, copy=False)
@@ -44,7 +45,7 @@ def _check_each_reward(
         if abs(number) <= LARGEST_REWARD:
             checked[position] = number
         else:
-            seen = f"{reward!r:.80} ({type(reward)}). Actions={actions[lanes[position]]!r:.200}"
+            seen = f"{brief(reward)} ({type(reward)}). Actions={actions[lanes[position]]!r:.200}"
             problems.append((position, EnvContractError("Reward", seen, reward_due(number))))
     return checked, problems
 
@@ -60,13 +61,13 @@ def _real_scalar(reward: Any) -> float:
 def check_info(info: Any) -> None:
     """An info is a dict, or the env is at fault."""
     if not isinstance(info, dict):
-        raise EnvContractError("info", f"{info!r:.80} ({type(info)})", "a dict")
+        raise EnvContractError("info", f"{brief(info)} ({type(info)})", "a dict")
 
 
 def end_of(terminated: Any, truncated: Any) -> ChunkEnd:
     """How a step ended, if it did; terminated wins when it is both, for then there is nothing to bootstrap from."""
     if not isinstance(terminated, _BOOLS) or not isinstance(truncated, _BOOLS):
-        seen = f"{terminated!r:.40} ({type(terminated)}) and {truncated!r:.40} ({type(truncated)})"
+        seen = f"{brief(terminated, 40)} ({type(terminated)}) and {brief(truncated, 40)} ({type(truncated)})"
         raise EnvContractError("terminated and truncated", seen, "bools")
     if terminated:
         return ChunkEnd.TERMINATED
@@ -77,12 +78,12 @@ def take_apart(answer: Any, error: Exception) -> EnvContractError:
     """What was wrong with an answer of `step` that raised `error` while it was read."""
     if isinstance(error, EnvContractError):
         return error
-    return EnvContractError("answer of step", f"{answer!r:.120}", "(obs, reward, terminated, truncated, info)")
+    return EnvContractError("answer of step", brief(answer, 120), "(obs, reward, terminated, truncated, info)")
 
 
 def take_reset_apart(answer: Any) -> tuple[Any, dict[str, Any]]:
     """(observation, info) of a reset."""
     if not isinstance(answer, tuple) or len(answer) != 2:
-        raise EnvContractError("answer of reset", f"{answer!r:.120}", "(obs, info)")
+        raise EnvContractError("answer of reset", brief(answer, 120), "(obs, info)")
     check_info(answer[1])
     return answer[0], answer[1]

@@ -15,6 +15,7 @@ from gymnasium.envs.registration import EnvSpec
 from headrace.schemas.errors import EnvContractError, EnvError, HeadraceError, UnknownEnvError
 from headrace.workers.config import EnvRunnerConfig, MissingEnvError
 from headrace.workers.envs.context import EnvContext
+from headrace.workers.envs.words import message_of
 
 EnvCreator = Callable[[EnvContext], Any]
 
@@ -58,7 +59,7 @@ def naming_what_failed(config: EnvRunnerConfig, index: int) -> Iterator[None]:
         raise
     except Exception as error:
         what = f"env {index} ({config.env!r}) could not be built"
-        raise EnvError(f"{what}: {type(error).__name__}: {error}; check env and env_config") from error
+        raise EnvError(f"{what}: {type(error).__name__}: {message_of(error)}; check env and env_config") from error
 
 
 def build_env(creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:

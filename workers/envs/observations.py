@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.spaces import Dict, Leaf, Space, Tuple, column_dtype, leaf_shape, leaves
 from headrace.workers.bounds import leaf_bounds
+from headrace.workers.envs.words import brief
 
 Lanes = NDArray[np.intp] | None
 """Envs of a vector by index; None is all of them."""
@@ -117,12 +118,10 @@ class Observations:
     def _put_one(self, lane: int | np.intp, observation: Any) -> EnvContractError | None:
         for leaf in self._leaves:
             try:
-                value = leaf.of([observation])[0]
-            except (KeyError, IndexError, TypeError) as error:
-                return EnvContractError(
-                    "observation", f"{observation!r:.80} ({error!r})", f"nested as {self.space!r:.120}"
-                )
-            array = np.asarray(value)
+                array = np.asarray(leaf.of([observation])[0])
+            except Exception as error:  # noqa: BLE001 - ragged, nested otherwise, or a user's class
+                expected = f"nested as {self.space!r:.120}" if leaf.path else f"{leaf.dtype} {leaf.shape}"
+                return EnvContractError("observation", f"{brief(observation)} ({brief(error)})", expected)
             if array.shape != leaf.shape or not _castable(array, leaf):
                 seen = f"{array.dtype} {array.shape}"
                 return EnvContractError(_title(leaf), seen, f"{leaf.dtype} {leaf.shape}")
@@ -148,7 +147,7 @@ def _join(leaf: _Leaf, observations: Sequence[Any], target: NDArray[Any]) -> boo
         if scalars.ndim != 1 or scalars.dtype.kind not in ("iu" if leaf.dtype.kind in "iu" else "fiu"):
             return False
         target[...] = scalars
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError):
+    except Exception:  # noqa: BLE001 - what a user's env observes has methods of its own
         return False
     return True
 

@@ -9,6 +9,8 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.workers.envs.words import message_of
+
 logger = logging.getLogger(__name__)
 
 
@@ -20,7 +22,7 @@ def render_at(env: Any, index: int) -> NDArray[np.uint8] | None:
     try:
         return picture_of(env, index)
     except Exception as error:  # noqa: BLE001 - a user's env
-        warn_of(index, f"{type(error).__name__}: {error}")
+        warn_of(index, f"{type(error).__name__}: {message_of(error)}")
         return None
 
 

@@ -6,6 +6,7 @@ from collections import deque
 
 from headrace.schemas.errors import EnvRestartBudgetError
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.words import message_of
 
 
 class RestartBudget:
@@ -40,5 +41,5 @@ class RestartBudget:
 
     def _exhausted(self, error: BaseException, failures: int, now: float, setting: str) -> EnvRestartBudgetError:
         first = self._recent[-min(failures, len(self._recent))]
-        last = f"{type(error).__name__}: {error}"
+        last = f"{type(error).__name__}: {message_of(error)}"
         return EnvRestartBudgetError(self._env_index, failures, round(max(now - first, 0.001), 3), last, setting)

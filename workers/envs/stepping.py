@@ -65,7 +65,7 @@ def step_all(live: Sequence[Steppable], actions: Sequence[Any], into: Observatio
                 end = end_of(terminated, truncated)
                 if end is not ChunkEnd.ONGOING:
                     ended.append((index, end))
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001 - what a user's env answers has methods of its own
             failures.append(Failure(index, take_apart(answer, error), stepped=True))
             continue
         observations.append(observation)

@@ -19,6 +19,7 @@ import numpy as np
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.envs.checks import end_of, take_reset_apart
+from headrace.workers.envs.words import brief
 from headrace.workers.multi_agent.env import ALL, AgentDict
 from headrace.workers.multi_agent.episodes import MultiAgentEpisode, Seat
 
@@ -60,7 +61,7 @@ def is_plain(answer: Any, agents: list[Any]) -> bool:
             and not any(truncateds.values())
             and not any(infos.values())
         )
-    except (ValueError, TypeError, AttributeError):
+    except Exception:  # noqa: BLE001 - what a user's env answers has methods of its own
         return False
 
 
@@ -75,12 +76,12 @@ def read_reset(answer: Any, known: Collection[Any]) -> tuple[AgentDict, AgentDic
 def take_step_apart(answer: Any) -> tuple[AgentDict, AgentDict, AgentDict, AgentDict, AgentDict]:
     """(observations, rewards, terminateds, truncateds, infos) of a step, dicts all; raises `EnvContractError`."""
     if not isinstance(answer, tuple | list) or len(answer) != len(_PARTS):
-        raise EnvContractError("answer of step", f"{answer!r:.120}", f"({', '.join(_PARTS)})")
+        raise EnvContractError("answer of step", brief(answer, 120), f"({', '.join(_PARTS)})")
     for name, part in zip(_PARTS, answer, strict=True):
         _check_dict(name, part)
     observations, rewards, terminateds, truncateds, infos = answer
     if ALL not in terminateds:
-        raise EnvContractError("terminateds", f"{terminateds!r:.120}", f"a dict with {ALL!r} among its keys")
+        raise EnvContractError("terminateds", brief(terminateds, 120), f"a dict with {ALL!r} among its keys")
     return observations, rewards, terminateds, truncateds, infos
 
 
@@ -145,7 +146,7 @@ def _read_rewards(report: LaneReport, rewards: AgentDict, known: Collection[Any]
         if seat is None or not seat.done:
             report.rewards.append((agent, reward))
         elif not _is_zero(reward):  # envs that fill their dicts give zeros for ever
-            raise EnvContractError("rewards", f"{reward!r:.40} of agent {agent!r}, which is done", "of others")
+            raise EnvContractError("rewards", f"{brief(reward, 40)} of agent {agent!r}, which is done", "of others")
 
 
 def _read_seat(report: LaneReport, seat: Seat, end: ChunkEnd, observed: bool, missing_final: MissingFinal) -> None:
@@ -172,7 +173,7 @@ def _read_seat(report: LaneReport, seat: Seat, end: ChunkEnd, observed: bool, mi
 
 def _check_dict(name: str, part: Any) -> None:
     if not isinstance(part, dict):
-        raise EnvContractError(name, f"{part!r:.80} ({type(part)})", "a dict by agent id")
+        raise EnvContractError(name, f"{brief(part)} ({type(part)})", "a dict by agent id")
 
 
 def check_known(agents: Iterable[Any], known: Collection[Any]) -> None:
@@ -186,7 +187,7 @@ def with_content(infos: AgentDict) -> AgentDict:
     """Those of `infos` that say something; raises `EnvContractError` for one that is no dict."""
     for agent, info in infos.items():
         if not isinstance(info, dict):
-            raise EnvContractError("info", f"{info!r:.80} ({type(info)}) of agent {agent!r}", "a dict")
+            raise EnvContractError("info", f"{brief(info)} ({type(info)}) of agent {agent!r}", "a dict")
     return {agent: info for agent, info in infos.items() if info}
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.schemas.chunk import format_episode_id
-from headrace.schemas.errors import ConnectorError, EnvContractError
+from headrace.schemas.errors import ConnectorError
 from headrace.schemas.spaces import Spaces
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.envs.checks import check_rewards
+from headrace.workers.envs.checks import check_rewards, take_apart
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Lane
 from headrace.workers.envs.lanes import Lanes
@@ -124,8 +124,8 @@ class AgentSeats(Roster):
             try:
                 check_idle(episode, self._config.max_idle_env_steps)
                 report = read_step(episode, answer, self.agents, self._config.missing_final_observation)
-            except EnvContractError as error:
-                gathered.failures.append(Failure(lane.index, error, stepped=True))
+            except Exception as error:  # noqa: BLE001 - what a user's env answers has methods of its own
+                gathered.failures.append(Failure(lane.index, take_apart(answer, error), stepped=True))
                 continue
             gathered.reports.append(report)
         return gathered

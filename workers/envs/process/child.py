@@ -37,6 +37,7 @@ def main(job_descriptor: int) -> None:
     faulthandler.register(STACK_SIGNAL, job.last_words)
     sys.path[:] = job.import_path
     control = Control(job.control, job.lanes, create=False)
+    control.end_copies()
     host = EnvHost(job, control)
     channel = ProcessEnd(socket.socket(fileno=job.socket), job.bell, job.told, (job.quorum_tokens, job.quorum_bell))
     memory = _Memory(control)

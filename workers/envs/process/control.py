@@ -12,6 +12,7 @@ did not return.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,6 +98,14 @@ class Control:
         self.indices = arrays["indices"]
         """What the creator of each lane's env is told as `vector_index`."""
         self._notes: memoryview[int] = memoryview(arrays["notes"])  # type: ignore[arg-type]
+        self._is_copied = False
+
+    def end_copies(self) -> None:
+        """Have a copy of this process, which an env has forked, end as soon as its call returns: it has no driver."""
+        os.register_at_fork(after_in_child=self._note_copy)
+
+    def _note_copy(self) -> None:
+        self._is_copied = True
 
     def begin(self, lane: int, phase: Phase) -> None:
         """A call begins now that may not return; `lane` -1 is none in particular."""
@@ -106,6 +115,8 @@ class Control:
 
     def end(self) -> None:
         """It has returned."""
+        if self._is_copied:
+            os._exit(0)
         self._notes[1] = Phase.IDLE
 
     @contextmanager

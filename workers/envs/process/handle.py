@@ -64,7 +64,10 @@ class Answer:
 
 
 class ProcessHandle:
-    """One process, with the lanes `first_lane` and following. Nothing here blocks but `bury`, for a moment."""
+    """One process, with the lanes `first_lane` and following. Nothing here blocks but `bury`, for a moment.
+
+    Raises `OSError` where the system has no room for another process or its descriptors.
+    """
 
     def __init__(
         self,
@@ -101,27 +104,31 @@ class ProcessHandle:
         self._start(job, control, columns, drain, quorum)
 
     def _start(self, job: Mapping[str, Any], control: int, columns: int, drain: OutputDrain, quorum: Quorum) -> None:
-        ours, theirs = socket.socketpair()
-        lifeline, self._lifeline = os.pipe2(os.O_CLOEXEC)
-        self._last_words, last_words = os.pipe2(os.O_CLOEXEC)
-        output, printed = os.pipe2(os.O_CLOEXEC)
-        written = new_memory("headrace-job")
-        bell, told = os.eventfd(0, os.EFD_CLOEXEC), os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        inherited = {
-            "socket": theirs.fileno(),
-            "bell": bell,
-            "told": told,
-            "quorum_tokens": quorum.tokens,
-            "quorum_bell": quorum.bell,
-            "control": control,
-            "columns": columns,
-            "lifeline": lifeline,
-            "last_words": last_words,
-        }
-        os.pwrite(written, HostJob(**job, **inherited).model_dump_json().encode(), 0)
-        # -P: no module beside the current folder's files is to be taken for one of ours before the path is set.
-        command = [sys.executable, "-P", "-m", "headrace.workers.envs.process.child", str(written)]
-        try:
+        with contextlib.ExitStack() as given, contextlib.ExitStack() as kept:
+            # What is given is closed here once the process has it; what is kept, only where it cannot be started.
+            given.callback(os.close, control)
+            ours, theirs = socket.socketpair()
+            kept.callback(ours.close), given.callback(theirs.close)
+            lifeline, self._lifeline = _closing(os.pipe2(os.O_CLOEXEC), given, kept)
+            self._last_words, last_words = _closing(os.pipe2(os.O_CLOEXEC), kept, given)
+            output, printed = _closing(os.pipe2(os.O_CLOEXEC), kept, given)
+            (written,) = _closing([new_memory("headrace-job")], given)
+            (bell,) = _closing([os.eventfd(0, os.EFD_CLOEXEC)], kept)
+            (told,) = _closing([os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)], kept)
+            inherited = {
+                "socket": theirs.fileno(),
+                "bell": bell,
+                "told": told,
+                "quorum_tokens": quorum.tokens,
+                "quorum_bell": quorum.bell,
+                "control": control,
+                "columns": columns,
+                "lifeline": lifeline,
+                "last_words": last_words,
+            }
+            os.pwrite(written, HostJob(**job, **inherited).model_dump_json().encode(), 0)
+            # -P: no module beside the current folder's files is to be taken for one of ours before the path is set.
+            command = [sys.executable, "-P", "-m", "headrace.workers.envs.process.child", str(written)]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -130,12 +137,9 @@ class ProcessHandle:
                 pass_fds=[written, *inherited.values()],
                 start_new_session=True,
             )
-        finally:
-            theirs.close()
-            for descriptor in (control, lifeline, last_words, printed, written):
-                os.close(descriptor)
-        self.pid = self._process.pid
-        self.pidfd = os.pidfd_open(self.pid)
+            self.pid = self._process.pid
+            self.pidfd = os.pidfd_open(self.pid)
+            kept.pop_all()
         self.channel = DriverEnd(ours, bell, told)
         self._output = drain.watch(output)
 
@@ -266,3 +270,10 @@ class ProcessHandle:
         doing = Call(self.first_lane + lane if lane >= 0 else None, phase)
         cause, late = self.fate or describe_end(returncode), self.overdue is not None
         return Ending(self.pid, cause, self.overdue or doing, late, stack, self._output.text())
+
+
+def _closing(descriptors: Sequence[int], *stacks: contextlib.ExitStack) -> Sequence[int]:
+    """Have each closed with its stack."""
+    for descriptor, stack in zip(descriptors, stacks, strict=True):
+        stack.callback(os.close, descriptor)
+    return descriptors

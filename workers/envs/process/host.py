@@ -25,6 +25,7 @@ from headrace.workers.envs.process.pictures import picture_to_json
 from headrace.workers.envs.process.reported import error_to_json
 from headrace.workers.envs.process.shared import columns_layout, map_arrays
 from headrace.workers.envs.stepping import step_all
+from headrace.workers.envs.words import brief
 from headrace.workers.multi_agent.packed_env import build_any_env
 
 
@@ -190,9 +191,10 @@ class EnvHost:
 
         def noted(action: Any) -> Any:
             begin(lane, Phase.STEP)
-            answer = step(action)  # if it raises, the next call or answer is noted soon enough
-            end()
-            return answer
+            try:
+                return step(action)
+            finally:
+                end()
 
         return noted
 
@@ -278,4 +280,4 @@ def _info_json(info: dict[str, Any]) -> orjson.Fragment | None:
         return orjson.Fragment(orjson.dumps(info, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS))
     except TypeError as error:
         expected = "plain values and arrays, as JSON can hold"
-        raise EnvContractError("info", f"{info!r:.80} ({error})", expected) from error
+        raise EnvContractError("info", f"{brief(info)} ({error})", expected) from error

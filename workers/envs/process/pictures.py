@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.workers.envs.rendering import picture_of, warn_of
+from headrace.workers.envs.words import message_of
 
 LARGEST = 16 << 20
 """Bytes of a picture; more would hold up the other envs of its process for too long."""
@@ -20,7 +21,7 @@ def picture_to_json(env: Any, lane: int) -> dict[str, Any]:
     try:
         picture = picture_of(env, lane)
     except Exception as error:  # noqa: BLE001 - a user's env
-        return {"problem": f"{type(error).__name__}: {error}"}
+        return {"problem": f"{type(error).__name__}: {message_of(error)}"}
     if picture is None:
         return {}
     if picture.nbytes > LARGEST:

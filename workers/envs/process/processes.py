@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from headrace.schemas.errors import EnvError
 from headrace.workers.envs.process.control import Phase
 from headrace.workers.envs.process.endings import Ending
 from headrace.workers.envs.process.handle import ProcessHandle, State
@@ -45,9 +46,19 @@ class Processes:
         return self._epoll.fileno()
 
     def start(self, first_lane: int, lanes: int) -> ProcessHandle:
-        """A new process for these lanes; it imports what it needs while nobody waits for it."""
+        """A new process for these lanes; it imports what it needs while nobody waits for it.
+
+        Raises `EnvError` where the system has no room for it.
+        """
         job = {**self._job, "first_lane": first_lane, "lanes": lanes}
-        handle = ProcessHandle(job, self._limits, self.memory, self._drain, self._quorum)
+        try:
+            handle = ProcessHandle(job, self._limits, self.memory, self._drain, self._quorum)
+        except OSError as error:
+            raise EnvError(
+                f"no process could be started for envs {first_lane} to {first_lane + lanes - 1}: {error}; raise the "
+                "limit it names (`ulimit -n` for open files, 8 of each process; `ulimit -u` for processes), or "
+                "envs_per_process"
+            ) from error
         self._handles[handle.pid] = handle
         for descriptor in (handle.channel.fileno(), handle.pidfd):
             self._by_descriptor[descriptor] = handle

@@ -16,6 +16,7 @@ from headrace.schemas.errors import (
     UnknownEnvError,
 )
 from headrace.workers.envs.context import StepFailedRecreateEnv
+from headrace.workers.envs.words import message_of, plain
 
 _LONGEST = 20_000
 """Characters of a message or a traceback; more is cut off."""
@@ -37,14 +38,19 @@ def error_to_json(error: BaseException) -> dict[str, Any]:
         case UnknownEnvError():
             return {"is": "unknown", "env": error.env, "reason": error.reason}
         case StepFailedRecreateEnv():
-            return {"is": "recreate", "message": _text(error)}
+            return {"is": "recreate", "message": message_of(error)[:_LONGEST]}
         case EnvRaisedError():  # passed on by an env host
             return {"is": "raised", "kind": error.kind, "message": error.message, "trace": error.trace}
     for name, (kind, facts) in _FACTS.items():
         if isinstance(error, kind):
             return {"is": name, **{fact: getattr(error, fact) for fact in facts}}
-    trace = _plain("".join(traceback.format_exception(error)))
-    return {"is": "raised", "kind": type(error).__name__, "message": _text(error), "trace": trace[-_LONGEST:]}
+    trace = plain("".join(traceback.format_exception(error)))
+    return {
+        "is": "raised",
+        "kind": type(error).__name__,
+        "message": message_of(error)[:_LONGEST],
+        "trace": trace[-_LONGEST:],
+    }
 
 
 def error_from_json(told: Mapping[str, Any]) -> Exception:
@@ -60,15 +66,3 @@ def error_from_json(told: Mapping[str, Any]) -> Exception:
         kind, facts = _FACTS[told["is"]]
         return kind(*(told[fact] for fact in facts))
     return EnvRaisedError(told["kind"], told["message"], told["trace"])
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return _plain(str(error)[:_LONGEST])
-    except Exception as broken:  # noqa: BLE001 - an error of the user's own class, whose __str__ raises
-        return f"(its message cannot be read: {type(broken).__name__})"
-
-
-def _plain(text: str) -> str:
-    """Without lone surrogates, which are no JSON."""
-    return text.encode(errors="replace").decode()
