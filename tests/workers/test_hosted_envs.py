@@ -36,16 +36,17 @@ def orders(*rows: tuple[int, int, Command, int]) -> EnvOrders:
 def answer(envs: HostedEnvs, wait_for: Callable[..., None]) -> WireMessage:
     found: list[Any] = []
     wait_for(lambda: found.append(envs.poll()) or found[-1], what="an answer")
-    return decode(found[-1])
+    (message,) = found[-1]
+    return decode(message)
 
 
 def test_an_order_that_comes_again_is_answered_again_and_not_obeyed_again(
     envs: HostedEnvs, wait_for: Callable[..., None]
 ) -> None:
     build = orders((0, 1, Command.BUILD, NO_SEED))
-    assert envs.obey(build, {}) is None
+    assert envs.obey(build, {}) == []
     assert envs.under_way() == [(0, 1)]
-    assert envs.obey(build, {}) is None, "it is under way"
+    assert envs.obey(build, {}) == [], "it is under way"
     assert answer(envs, wait_for).header["built"] == [0]
     envs.obey(orders((0, 2, Command.RESET, 7)), {})
     began = answer(envs, wait_for)
@@ -53,11 +54,10 @@ def test_an_order_that_comes_again_is_answered_again_and_not_obeyed_again(
     stepped = answer(envs, wait_for)
     assert (stepped.header["answers"], stepped.header["stepped"], envs.under_way()) == ([[0, 3]], [0], [])
     assert not np.array_equal(stepped.arrays["obs"], began.arrays["first"])
-    again = envs.obey(orders((0, 3, Command.STEP, NO_SEED)), LEFT)
-    assert again is not None
+    (again,) = envs.obey(orders((0, 3, Command.STEP, NO_SEED)), LEFT)
     assert decode(again).header == stepped.header
     assert decode(again).arrays["obs"].tobytes() == stepped.arrays["obs"].tobytes()
-    assert envs.obey(orders((0, 2, Command.RESET, 7)), {}) is None, "what is older than the newest is over"
+    assert envs.obey(orders((0, 2, Command.RESET, 7)), {}) == [], "what is older than the newest is over"
 
 
 @pytest.mark.parametrize(
@@ -72,3 +72,23 @@ def test_an_order_that_comes_again_is_answered_again_and_not_obeyed_again(
 def test_what_cannot_be_obeyed_is_named(envs: HostedEnvs, told: EnvOrders, arrays: Any, sentence: str) -> None:
     with pytest.raises(DecodeError, match=sentence):
         envs.obey(told, arrays)
+
+
+def test_an_answer_that_no_message_holds_is_a_failure_of_that_env_alone(wait_for: Callable[..., None]) -> None:
+    config = EnvRunnerConfig(env="process_envs:Wordy", num_envs=2, envs_per_process=2, env_placement="process")
+    welcome = EnvHostWelcome(worker_index=0, num_workers=1, num_envs=2, lease_s=10.0, heartbeat_interval_s=1.0)
+    hosted = HostedEnvs(config, "life", welcome, learn_spaces(config))
+    try:
+        for number, command in enumerate((Command.BUILD, Command.RESET), start=1):
+            hosted.obey(orders((0, number, command, 7), (1, number, command, 7)), {})
+            answer(hosted, wait_for)
+        hosted.obey(orders((0, 3, Command.STEP, 7), (1, 3, Command.STEP, 7)), {"actions": np.array([2, 1])})
+        found: list[Any] = []
+        wait_for(lambda: found.extend(hosted.poll()) or len(found) == 2, what="both answers")
+        wordy, other = (decode(message).header for message in found)
+    finally:
+        hosted.stop()
+    ((place, at, returned, error),) = wordy["failures"]
+    assert (place, at, returned, wordy["stepped"]) == (0, "step", True, [])
+    assert "no larger than a message" in error["expected"]
+    assert (other["stepped"], other["failures"]) == ([1], [])

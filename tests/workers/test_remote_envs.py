@@ -21,8 +21,10 @@ from headrace.deploy.key_pairs import make_keys
 from headrace.schemas.chunk import EpisodeChunk
 from headrace.schemas.env_messages import EnvHeartbeat, EnvHostHello
 from headrace.schemas.errors import ConfigError, ExitCode, PortInUseError
+from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.schemas.wire import MessageKind, decode, encode
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.workers.envs.remote.wanted import problem_of
 
 WaitFor = Callable[..., None]
 
@@ -162,6 +164,13 @@ def test_other_spaces_are_refused_by_name_and_the_worker_goes_on(hosts: EnvHosts
         said = hosts.log(1).read_text()
         assert "refuses this env host: its envs have" in said
         assert "those of the first env host" in said
+
+
+@pytest.mark.parametrize("shape", [(1 << 20, 1 << 10), (3, 0)])
+def test_observations_that_no_message_can_hold_are_refused_of_the_first_host_too(shape: tuple[int, ...]) -> None:
+    spaces = Spaces(observation=Box(shape=shape, dtype="<f4"), action=Discrete(n=2))
+    config = EnvRunnerConfig(env="CartPole-v1", env_placement="remote")
+    assert problem_of(spaces, config, None).endswith("bytes; 1 to 268435456 can be sent")
 
 
 def test_an_env_that_cannot_be_built_ends_its_host_before_it_comes(hosts: EnvHosts) -> None:

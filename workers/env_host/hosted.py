@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.env_messages import NO_SEED, EnvAnswers, EnvHostWelcome, EnvOrders
-from headrace.schemas.errors import DecodeError
+from headrace.schemas.errors import DecodeError, EncodeError, EnvContractError
 from headrace.schemas.spaces import Spaces
-from headrace.schemas.wire import Buffer, MessageKind, encode
+from headrace.schemas.wire import DEFAULT_CAPS, Buffer, MessageKind, encode, is_deeper
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.process.answers import Answers
@@ -21,6 +21,9 @@ from headrace.workers.envs.process.control import Command
 from headrace.workers.envs.process.pool import EnvProcessPool
 from headrace.workers.envs.process.reported import error_to_json
 from headrace.workers.envs.process.shared import columns_layout
+
+_INFO_DEPTH = DEFAULT_CAPS.header_depth - 3
+"""Levels of an info, which stands in a row of a list of the header."""
 
 
 class AnyEnvPool(EnvProcessPool):
@@ -115,8 +118,11 @@ class HostedEnvs:
         """(place, number) of each order that is not answered."""
         return [(place, seat.number) for place, seat in enumerate(self._seats) if not seat.answered]
 
-    def obey(self, told: EnvOrders, arrays: Mapping[str, NDArray[Any]]) -> list[Buffer] | None:
-        """Do what is new; the frames of what can be answered at once. Raises `DecodeError` for what cannot be done."""
+    def obey(self, told: EnvOrders, arrays: Mapping[str, NDArray[Any]]) -> list[list[Buffer]]:
+        """Do what is new; the messages of what can be answered at once.
+
+        Raises `DecodeError` for what cannot be done.
+        """
         self._check(told, arrays)
         at_once: list[int] = []
         next_seeds: dict[int, int] = {}
@@ -146,7 +152,7 @@ class HostedEnvs:
                 self._pool.build(place, seed, index, again=command is Command.REBUILD)
         if stepping:
             self._pool.send_actions(stepping, self._actions, next_seeds=next_seeds)
-        return self._compose(at_once) if at_once else None
+        return self._compose(at_once)
 
     def _check(self, told: EnvOrders, arrays: Mapping[str, NDArray[Any]]) -> None:
         for place, number, command, _, _ in told.orders:
@@ -165,10 +171,10 @@ class HostedEnvs:
                 seen = "missing" if given is None else f"{given.dtype} {given.shape}"
                 raise DecodeError("bad_message", f"array {name!r} of {steps} steps is {seen}")
 
-    def poll(self) -> list[Buffer] | None:
-        """Take in what the envs have done since; the frames of what is answered herewith."""
+    def poll(self) -> list[list[Buffer]]:
+        """Take in what the envs have done since; the messages of what is answered herewith."""
         answers = self._pool.poll(0.0)
-        return self._compose(self._note(answers)) if answers else None
+        return self._compose(self._note(answers)) if answers else []
 
     def _note(self, answers: Answers) -> list[int]:
         """Write down what each place answered; the places that did."""
@@ -195,7 +201,29 @@ class HostedEnvs:
             self._seats[place].answered = True
         return sorted(places)
 
-    def _compose(self, places: Iterable[int]) -> list[Buffer]:
+    def _compose(self, places: Sequence[int]) -> list[list[Buffer]]:
+        """One message, or more if that would be too large; an env whose answer is too large by itself has failed."""
+        if not places:
+            return []
+        try:
+            return [self._encode(places)]
+        except EncodeError as error:
+            if len(places) > 1:
+                half = len(places) // 2
+                return self._compose(places[:half]) + self._compose(places[half:])
+            self._spoil(places[0], error)
+            return [self._encode(places)]
+
+    def _spoil(self, place: int, error: EncodeError) -> None:
+        seat = self._seats[place]
+        at = "step" if seat.stepped else "reset"
+        told = EnvContractError(f"answer of {at}", str(error), "no larger than a message, infos above all")
+        failure = Failure(place, told, stepped=seat.stepped, at=at)
+        seat.begin(seat.number)
+        seat.is_built = False
+        seat.fail(failure)
+
+    def _encode(self, places: Sequence[int]) -> list[Buffer]:
         seats = [(place, self._seats[place]) for place in places]
         stepped = [place for place, seat in seats if seat.stepped]
         began = [place for place, seat in seats if seat.began is not None]
@@ -213,7 +241,13 @@ class HostedEnvs:
                 for failure in seat.failures
             ],
         )
-        return encode(MessageKind.ENV_ANSWERS, header.model_dump(), self._rows(stepped, began))
+        if any(is_deeper(info, _INFO_DEPTH) for _, info in (*header.infos, *header.began) if info):
+            raise EncodeError(f"infos of ENV_ANSWERS are nested deeper than {_INFO_DEPTH} levels")
+        rows = self._rows(stepped, began)
+        size = sum(array.nbytes for array in rows.values())
+        if size > DEFAULT_CAPS.payload_bytes:
+            raise EncodeError(f"arrays of ENV_ANSWERS have {size} bytes; {DEFAULT_CAPS.payload_bytes} are allowed")
+        return encode(MessageKind.ENV_ANSWERS, header.model_dump(), rows)
 
     def _tell(self, error: BaseException) -> dict[str, Any]:
         """The error as JSON, its envs by the worker's numbers."""

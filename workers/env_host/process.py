@@ -134,8 +134,8 @@ class EnvHost:
                 if reject.fatal:
                     raise refusal(reject.code, f"the worker at {self._endpoint} refuses this env host: {reject.detail}")
 
-    def _answer(self, frames: list[Buffer] | None) -> None:
-        if frames is not None:
+    def _answer(self, messages: list[list[Buffer]]) -> None:
+        for frames in messages:
             self._link.send(frames)
 
     def _end_life(self) -> None:
