@@ -21,6 +21,7 @@ from process_envs import Troubled
 
 from headrace.schemas.errors import ConfigError, EnvContractError, UnknownEnvError
 from headrace.workers import EnvContext, EnvRunnerConfig, register_env
+from headrace.workers.envs.process.lifeline import tie_group
 from headrace.workers.envs.process.naming import name_env
 from headrace.workers.envs.process.pool import EnvProcessPool
 
@@ -206,6 +207,20 @@ def test_processes_and_what_they_started_die_with_their_parent(tmp_path: Path, w
         assert all(is_running(pid) for pid in pids)
         parent.send_signal(signal.SIGKILL)
     wait_for(lambda: not any(is_running(pid) for pid in pids), what="the end of all")
+
+
+def test_a_process_that_is_stopped_as_it_starts_dies_with_its_parent_too() -> None:
+    lifeline, ours = os.pipe()
+    process = subprocess.Popen(["sleep", "1000"], pass_fds=[lifeline], start_new_session=True)
+    try:
+        tie_group(lifeline, process.pid)
+        os.close(lifeline)
+        process.send_signal(signal.SIGSTOP)
+        os.close(ours)
+        assert process.wait(POLL_S) == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_stop_may_come_twice_and_in_the_midst_of_a_step() -> None:

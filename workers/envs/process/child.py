@@ -30,7 +30,7 @@ def main(job_descriptor: int) -> None:
     """Serve until told to stop."""
     with open(job_descriptor, "rb") as file:
         job = HostJob.model_validate_json(file.read())
-    tie_group(job.lifeline)
+    tie_group(job.lifeline, os.getpgid(0))
     for descriptor in job.descriptors:
         os.set_inheritable(descriptor, False)  # none of an env's own children is to hold them
     faulthandler.enable(job.last_words)

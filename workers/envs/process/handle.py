@@ -25,6 +25,7 @@ from headrace.workers.envs.process.child import STACK_SIGNAL
 from headrace.workers.envs.process.control import NO_SEED, SLOTS, Command, Control, Phase, Slot
 from headrace.workers.envs.process.endings import Call, Ending, describe_end, read_stack
 from headrace.workers.envs.process.host import HostJob
+from headrace.workers.envs.process.lifeline import tie_group
 from headrace.workers.envs.process.output import OutputDrain
 from headrace.workers.envs.process.quorum import Quorum
 from headrace.workers.envs.process.shared import new_memory
@@ -138,6 +139,7 @@ class ProcessHandle:
                 start_new_session=True,
             )
             self.pid = self._process.pid
+            tie_group(lifeline, self.pid)
             self.pidfd = os.pidfd_open(self.pid)
             kept.pop_all()
         self.channel = DriverEnd(ours, bell, told)

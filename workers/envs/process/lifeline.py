@@ -16,12 +16,15 @@ import signal
 _F_SETSIG = 10
 
 
-def tie_group(lifeline: int) -> None:
-    """Tie this process' group, of which it must be the leader, to the reading end `lifeline`."""
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgid(0))
+def tie_group(lifeline: int, group: int) -> None:
+    """Tie a process group to the reading end `lifeline`, which one of it holds; whoever else holds it may do so too.
+
+    The parent does, for a process that was stopped as it started, and the process itself, should its parent be gone.
+    """
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -group)
     fcntl.fcntl(lifeline, _F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
     poll = select.poll()
     poll.register(lifeline, 0)
     if poll.poll(0):  # the parent was gone before the signal was set up
-        os.killpg(0, signal.SIGKILL)
+        os.killpg(group, signal.SIGKILL)
