@@ -18,10 +18,23 @@ import orjson
 import typer
 from rich.console import Console
 
-from headrace.deploy import keys_command
+from headrace.deploy import keys_command, role_commands
 from headrace.deploy.last_word import place_for_last_word, say_last_word
-from headrace.deploy.options import AsJson, ConfigPath, Debug, RunDirPath, Sets, describe_origin, resolve
-from headrace.deploy.options import examples as _examples
+from headrace.deploy.options import (
+    AsJson,
+    ConfigPath,
+    Debug,
+    Env,
+    NumEnvs,
+    RedisUrl,
+    RunDirPath,
+    Seed,
+    Sets,
+    describe_origin,
+    examples,
+    resolve,
+    text_of,
+)
 from headrace.deploy.streams import make_usable, unread
 from headrace.schemas.errors import ExitCode, HeadraceError
 
@@ -34,16 +47,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(keys_command.app, name="keys")
+app.add_typer(role_commands.app)
 
-Env = Annotated[str | None, typer.Option("--env", help="gymnasium id, or package.module:make_env.")]
-NumEnvs = Annotated[int | None, typer.Option("--num-envs", help="Environments in each worker.")]
-Seed = Annotated[int | None, typer.Option("--seed", help="Root of all seeds; without it every run differs.")]
-Endpoint = Annotated[
-    str | None, typer.Option("--endpoint", help="tcp://HOST:PORT of the broker; default: from --run-dir.")
-]
-FleetId = Annotated[str | None, typer.Option("--fleet-id", help="Name of the fleet; default: from --run-dir.")]
-RedisUrl = Annotated[str | None, typer.Option("--redis-url", help="redis://...; without it the fleet starts its own.")]
-MOST = 2**31 - 1
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show every value and its origin, and do nothing.")]
 
 
@@ -76,7 +81,7 @@ def _root(show_version: Annotated[bool, typer.Option("--version", help="Show the
 
 
 @app.command(
-    epilog=_examples(
+    epilog=examples(
         "headrace up --env CartPole-v1 --workers 2 --num-envs 8 --seed 0 --until-return 475",
         "headrace up --config deploy/fleet.toml --run-dir runs/a --timeout-s 60 --json",
         "headrace up --workers 1 --until-steps 20000 --set learner.learning_rate=0.0003",
@@ -127,7 +132,7 @@ def up(
         "fleet.until_return": until_return,
         "fleet.until_steps": until_steps,
         "fleet.timeout_s": timeout_s,
-        "fleet.run_dir": _text(run_dir),
+        "fleet.run_dir": text_of(run_dir),
         "redis.url": redis_url,
     }
     resolved, origins = resolve(config, sets, flags)
@@ -144,174 +149,13 @@ def up(
         raise summary.failure
 
 
-@app.command(
-    epilog=_examples(
-        "headrace worker --run-dir runs/default",
-        "headrace worker --endpoint tcp://127.0.0.1:5701 --fleet-id demo --env CartPole-v1 --num-envs 16",
-    )
-)
-def worker(
-    env: Env = None,
-    num_envs: NumEnvs = None,
-    seed: Seed = None,
-    endpoint: Endpoint = None,
-    fleet_id: FleetId = None,
-    slot: Annotated[
-        int | None, typer.Option("--slot", min=0, max=MOST, help="Place in the fleet; default: the broker gives one.")
-    ] = None,
-    incarnation: Annotated[
-        int, typer.Option("--incarnation", min=0, max=MOST, help="Which life in that slot; 0 asks for a new one.")
-    ] = 0,
-    run_dir: RunDirPath = None,
-    config: ConfigPath = None,
-    sets: Sets = None,
-    debug: Debug = False,
-) -> None:
-    """Run one sampler worker.
-
-    It joins a fleet by its run directory, or by its broker's address.
-    """
-    from headrace.deploy.roles import start_worker
-
-    flags = {
-        "sampling.env": env,
-        "sampling.num_envs": num_envs,
-        "sampling.seed": seed,
-        "fleet.fleet_id": fleet_id,
-        "fleet.run_dir": _text(run_dir),
-    }
-    start_worker(config, sets, flags, endpoint=endpoint, slot=slot, incarnation=incarnation, debug=debug)
-
-
-@app.command(
-    epilog=_examples(
-        "headrace broker --fleet-id demo --run-dir runs/b --set broker.worker_port=5701 --set broker.learner_port=5702",
-        "headrace broker --config deploy/fleet.toml --redis-url redis://127.0.0.1:6379",
-    )
-)
-def broker(
-    fleet_id: FleetId = None,
-    redis_url: RedisUrl = None,
-    run_dir: RunDirPath = None,
-    config: ConfigPath = None,
-    sets: Sets = None,
-    debug: Debug = False,
-) -> None:
-    """Run the broker alone.
-
-    It writes its endpoints to RUN_DIR/broker.json. Without --redis-url it reports to no Redis.
-    """
-    from headrace.deploy.roles import start_broker
-
-    flags = {"fleet.fleet_id": fleet_id, "redis.url": redis_url, "fleet.run_dir": _text(run_dir)}
-    start_broker(config, sets, flags, debug=debug)
-
-
-@app.command(
-    epilog=_examples(
-        "headrace learner --run-dir runs/default",
-        "headrace learner --endpoint tcp://127.0.0.1:5702 --run-dir runs/b --set learner.learning_rate=0.0003",
-    )
-)
-def learner(
-    endpoint: Endpoint = None,
-    fleet_id: FleetId = None,
-    run_dir: RunDirPath = None,
-    config: ConfigPath = None,
-    sets: Sets = None,
-    debug: Debug = False,
-) -> None:
-    """Run the reference PPO learner.
-
-    It resumes from its checkpoint in RUN_DIR.
-    """
-    from headrace.deploy.roles import start_learner
-
-    flags = {"fleet.fleet_id": fleet_id, "fleet.run_dir": _text(run_dir)}
-    start_learner(config, sets, flags, endpoint=endpoint, debug=debug)
-
-
-@app.command(
-    epilog=_examples(
-        "headrace env-host --connect tcp://127.0.0.1:5800 --env CartPole-v1 --num-envs 4",
-        "headrace env-host --connect tcp://127.0.0.1:5801 --env CartPole-v1   # the worker of slot 1",
-        "headrace env-host --connect tcp://WORKER:5800 --env my_envs:make_env --set keys.dir=keys",
-        "headrace env-host --connect tcp://WORKER:5800 --config hosts.toml --set sampling.envs_per_process=1",
-    )
-)
-def env_host(
-    connect: Annotated[
-        str, typer.Option("--connect", help="tcp://HOST:PORT of the worker: sampling.env_hosts_port + its slot.")
-    ],
-    env: Env = None,
-    num_envs: Annotated[int | None, typer.Option("--num-envs", help="Environments to lend, at most.")] = None,
-    config: ConfigPath = None,
-    sets: Sets = None,
-    debug: Debug = False,
-) -> None:
-    """Lend envs of this machine to a worker elsewhere.
-
-    The worker has sampling.env_placement = "remote". Come and go at any time; each time envs start fresh.
-    """
-    from headrace.deploy.roles import start_env_host
-
-    flags = {"sampling.env": env, "sampling.num_envs": num_envs}
-    start_env_host(config, sets, flags, connect=connect, debug=debug)
-
-
-@app.command(
-    epilog=_examples(
-        "headrace serve --checkpoint runs/default --http 8080",
-        "headrace serve --checkpoint runs/default/learner.checkpoint --port 5900 --num-envs 64 --json",
-        "headrace serve --checkpoint best.checkpoint --env my_game:Game --config fleet.toml --http 8080",
-        "headrace serve --checkpoint redis://127.0.0.1:6379 --fleet-id demo --env CartPole-v1 --explore",
-    )
-)
-def serve(
-    checkpoint: Annotated[
-        str, typer.Option("--checkpoint", help="A run directory, a learner.checkpoint, or redis://HOST:PORT.")
-    ],
-    http: Annotated[
-        int | None, typer.Option("--http", help="Port for HTTP; 0: a free one. Without it, no HTTP.")
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option("--port", help="Port for ZeroMQ; default: as configured, or a free one.")
-    ] = None,
-    host: Annotated[str | None, typer.Option("--host", help="Address to bind; off loopback needs keys.")] = None,
-    env: Env = None,
-    num_envs: Annotated[int | None, typer.Option("--num-envs", help="Episodes that may be open at once.")] = None,
-    explore: Annotated[bool, typer.Option("--explore/--no-explore", help="Sample actions, or take the best.")] = False,
-    fleet_id: FleetId = None,
-    config: ConfigPath = None,
-    sets: Sets = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Serve a trained policy to clients.
-
-    For evaluation and deployment tests: no broker, no learner. Episodes are summed up and go nowhere. SIGTERM drains.
-    """
-    from headrace.deploy.serve import serve as serve_policy
-
-    flags = {
-        "sampling.env": env,
-        "sampling.num_envs": num_envs,
-        "sampling.explore": explore,
-        "serving.http_port": http,
-        "serving.port": port,
-        "serving.host": host,
-        "fleet.fleet_id": fleet_id,
-    }
-    serve_policy(config, sets, flags, checkpoint=checkpoint, as_json=as_json, debug=debug)
-
-
-@app.command(epilog=_examples("headrace ps --run-dir runs/default", "headrace ps --json | python -m json.tool"))
+@app.command(epilog=examples("headrace ps --run-dir runs/default", "headrace ps --json | python -m json.tool"))
 def ps(run_dir: RunDirPath = None, config: ConfigPath = None, as_json: AsJson = False, debug: Debug = False) -> None:
     """Show who runs, and whether they live."""
     from headrace.deploy.fleet_file import read_fleet_file
     from headrace.deploy.ps import is_alive, processes, table
 
-    resolved, _ = resolve(config, None, {"fleet.run_dir": _text(run_dir)})
+    resolved, _ = resolve(config, None, {"fleet.run_dir": text_of(run_dir)})
     fleet = read_fleet_file(Path(resolved.fleet.run_dir) / "fleet.json")
     if not as_json:
         Console().print(table(fleet))
@@ -321,7 +165,7 @@ def ps(run_dir: RunDirPath = None, config: ConfigPath = None, as_json: AsJson = 
     typer.echo(orjson.dumps({**facts, "processes": processes(fleet, time.time())}).decode())
 
 
-@app.command(epilog=_examples("headrace audit --strict --run-dir runs/default", "headrace audit --json"))
+@app.command(epilog=examples("headrace audit --strict --run-dir runs/default", "headrace audit --json"))
 def audit(
     run_dir: RunDirPath = None,
     config: ConfigPath = None,
@@ -335,11 +179,11 @@ def audit(
     """
     from headrace.deploy.auditing import audit_run
 
-    resolved, _ = resolve(config, None, {"fleet.run_dir": _text(run_dir)})
+    resolved, _ = resolve(config, None, {"fleet.run_dir": text_of(run_dir)})
     audit_run(Path(resolved.fleet.run_dir), strict=strict, as_json=as_json, stream=sys.stdout)
 
 
-@app.command(epilog=_examples("headrace doctor", "headrace doctor --config deploy/fleet.toml --json"))
+@app.command(epilog=examples("headrace doctor", "headrace doctor --config deploy/fleet.toml --json"))
 def doctor(
     run_dir: RunDirPath = None,
     config: ConfigPath = None,
@@ -356,7 +200,7 @@ def doctor(
 
     from headrace.deploy.doctor import Verdict, examine
 
-    resolved, _ = resolve(config, sets, {"fleet.run_dir": _text(run_dir), "redis.url": redis_url})
+    resolved, _ = resolve(config, sets, {"fleet.run_dir": text_of(run_dir), "redis.url": redis_url})
     checks = list(examine(resolved))
     fit = all(check.verdict is not Verdict.FAIL for check in checks)
     if as_json:
@@ -367,7 +211,3 @@ def doctor(
             typer.echo(f"{check.verdict:<5} {check.name:<14} {check.seen}{advice}")
         typer.echo("\nThis machine can run a fleet." if fit else "\nThis machine cannot run a fleet: mend what failed.")
     raise typer.Exit(0 if fit else 1)
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)

@@ -20,6 +20,14 @@ Sets = Annotated[
 RunDirPath = Annotated[Path | None, typer.Option("--run-dir", help="Folder of the fleet: fleet.json, logs, data.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of text.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Debug logs, and tracebacks of expected errors.")]
+Env = Annotated[str | None, typer.Option("--env", help="gymnasium id, or package.module:make_env.")]
+NumEnvs = Annotated[int | None, typer.Option("--num-envs", help="Environments in each worker.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Root of all seeds; without it every run differs.")]
+Endpoint = Annotated[
+    str | None, typer.Option("--endpoint", help="tcp://HOST:PORT of the broker; default: from --run-dir.")
+]
+FleetId = Annotated[str | None, typer.Option("--fleet-id", help="Name of the fleet; default: from --run-dir.")]
+RedisUrl = Annotated[str | None, typer.Option("--redis-url", help="redis://...; without it the fleet starts its own.")]
 
 
 def resolve(config: Path | None, sets: Iterable[str] | None, flags: Mapping[str, Any]) -> tuple[FleetConfig, Origins]:
@@ -55,3 +63,8 @@ def _parse_sets(sets: Iterable[str]) -> dict[str, Any]:
         except orjson.JSONDecodeError:
             found[key.strip()] = value
     return found
+
+
+def text_of(path: Path | None) -> str | None:
+    """As settings have it."""
+    return None if path is None else str(path)

@@ -1,0 +1,188 @@
+"""The commands that are one process of a fleet each: what a supervisor starts, and people on other machines."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from headrace.deploy.options import (
+    AsJson,
+    ConfigPath,
+    Debug,
+    Endpoint,
+    Env,
+    FleetId,
+    NumEnvs,
+    RedisUrl,
+    RunDirPath,
+    Seed,
+    Sets,
+    examples,
+    text_of,
+)
+
+app = typer.Typer()
+
+MOST = 2**31 - 1
+
+
+@app.command(
+    epilog=examples(
+        "headrace worker --run-dir runs/default",
+        "headrace worker --endpoint tcp://127.0.0.1:5701 --fleet-id demo --env CartPole-v1 --num-envs 16",
+    )
+)
+def worker(
+    env: Env = None,
+    num_envs: NumEnvs = None,
+    seed: Seed = None,
+    endpoint: Endpoint = None,
+    fleet_id: FleetId = None,
+    slot: Annotated[
+        int | None, typer.Option("--slot", min=0, max=MOST, help="Place in the fleet; default: the broker gives one.")
+    ] = None,
+    incarnation: Annotated[
+        int, typer.Option("--incarnation", min=0, max=MOST, help="Which life in that slot; 0 asks for a new one.")
+    ] = 0,
+    run_dir: RunDirPath = None,
+    config: ConfigPath = None,
+    sets: Sets = None,
+    debug: Debug = False,
+) -> None:
+    """Run one sampler worker.
+
+    It joins a fleet by its run directory, or by its broker's address.
+    """
+    from headrace.deploy.roles import start_worker
+
+    flags = {
+        "sampling.env": env,
+        "sampling.num_envs": num_envs,
+        "sampling.seed": seed,
+        "fleet.fleet_id": fleet_id,
+        "fleet.run_dir": text_of(run_dir),
+    }
+    start_worker(config, sets, flags, endpoint=endpoint, slot=slot, incarnation=incarnation, debug=debug)
+
+
+@app.command(
+    epilog=examples(
+        "headrace broker --fleet-id demo --run-dir runs/b --set broker.worker_port=5701 --set broker.learner_port=5702",
+        "headrace broker --config deploy/fleet.toml --redis-url redis://127.0.0.1:6379",
+    )
+)
+def broker(
+    fleet_id: FleetId = None,
+    redis_url: RedisUrl = None,
+    run_dir: RunDirPath = None,
+    config: ConfigPath = None,
+    sets: Sets = None,
+    debug: Debug = False,
+) -> None:
+    """Run the broker alone.
+
+    It writes its endpoints to RUN_DIR/broker.json. Without --redis-url it reports to no Redis.
+    """
+    from headrace.deploy.roles import start_broker
+
+    flags = {"fleet.fleet_id": fleet_id, "redis.url": redis_url, "fleet.run_dir": text_of(run_dir)}
+    start_broker(config, sets, flags, debug=debug)
+
+
+@app.command(
+    epilog=examples(
+        "headrace learner --run-dir runs/default",
+        "headrace learner --endpoint tcp://127.0.0.1:5702 --run-dir runs/b --set learner.learning_rate=0.0003",
+    )
+)
+def learner(
+    endpoint: Endpoint = None,
+    fleet_id: FleetId = None,
+    run_dir: RunDirPath = None,
+    config: ConfigPath = None,
+    sets: Sets = None,
+    debug: Debug = False,
+) -> None:
+    """Run the reference PPO learner.
+
+    It resumes from its checkpoint in RUN_DIR.
+    """
+    from headrace.deploy.roles import start_learner
+
+    flags = {"fleet.fleet_id": fleet_id, "fleet.run_dir": text_of(run_dir)}
+    start_learner(config, sets, flags, endpoint=endpoint, debug=debug)
+
+
+@app.command(
+    epilog=examples(
+        "headrace env-host --connect tcp://127.0.0.1:5800 --env CartPole-v1 --num-envs 4",
+        "headrace env-host --connect tcp://127.0.0.1:5801 --env CartPole-v1   # the worker of slot 1",
+        "headrace env-host --connect tcp://WORKER:5800 --env my_envs:make_env --set keys.dir=keys",
+        "headrace env-host --connect tcp://WORKER:5800 --config hosts.toml --set sampling.envs_per_process=1",
+    )
+)
+def env_host(
+    connect: Annotated[
+        str, typer.Option("--connect", help="tcp://HOST:PORT of the worker: sampling.env_hosts_port + its slot.")
+    ],
+    env: Env = None,
+    num_envs: Annotated[int | None, typer.Option("--num-envs", help="Environments to lend, at most.")] = None,
+    config: ConfigPath = None,
+    sets: Sets = None,
+    debug: Debug = False,
+) -> None:
+    """Lend envs of this machine to a worker elsewhere.
+
+    The worker has sampling.env_placement = "remote". Come and go at any time; each time envs start fresh.
+    """
+    from headrace.deploy.roles import start_env_host
+
+    flags = {"sampling.env": env, "sampling.num_envs": num_envs}
+    start_env_host(config, sets, flags, connect=connect, debug=debug)
+
+
+@app.command(
+    epilog=examples(
+        "headrace serve --checkpoint runs/default --http 8080",
+        "headrace serve --checkpoint runs/default/learner.checkpoint --port 5900 --num-envs 64 --json",
+        "headrace serve --checkpoint best.checkpoint --env my_game:Game --config fleet.toml --http 8080",
+        "headrace serve --checkpoint redis://127.0.0.1:6379 --fleet-id demo --env CartPole-v1 --explore",
+    )
+)
+def serve(
+    checkpoint: Annotated[
+        str, typer.Option("--checkpoint", help="A run directory, a learner.checkpoint, or redis://HOST:PORT.")
+    ],
+    http: Annotated[
+        int | None, typer.Option("--http", help="Port for HTTP; 0: a free one. Without it, no HTTP.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", help="Port for ZeroMQ; default: as configured, or a free one.")
+    ] = None,
+    host: Annotated[str | None, typer.Option("--host", help="Address to bind; off loopback needs keys.")] = None,
+    env: Env = None,
+    num_envs: Annotated[int | None, typer.Option("--num-envs", help="Episodes that may be open at once.")] = None,
+    explore: Annotated[bool, typer.Option("--explore/--no-explore", help="Sample actions, or take the best.")] = False,
+    fleet_id: FleetId = None,
+    config: ConfigPath = None,
+    sets: Sets = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Serve a trained policy to clients.
+
+    For evaluation and deployment tests: no broker, no learner. Episodes are summed up and go nowhere. SIGTERM drains.
+    """
+    from headrace.deploy.serve import serve as serve_policy
+
+    flags = {
+        "sampling.env": env,
+        "sampling.num_envs": num_envs,
+        "sampling.explore": explore,
+        "serving.http_port": http,
+        "serving.port": port,
+        "serving.host": host,
+        "fleet.fleet_id": fleet_id,
+    }
+    serve_policy(config, sets, flags, checkpoint=checkpoint, as_json=as_json, debug=debug)
