@@ -55,6 +55,10 @@ class PolicyServer:
                     raise ConnectionError(f"no answer from {self._connection.host}: {error}") from error
             time.sleep(0.1)
 
+    def close(self) -> None:
+        """Let the connection go; the session ends by itself if nobody has ended it."""
+        self._connection.close()
+
 
 def play(server: PolicyServer, name: str) -> list[Any]:
     """One episode; gives the actions."""
@@ -77,6 +81,7 @@ def main(url: str, episodes: str, token: str | None = None) -> None:
         name = f"python-{secrets.token_hex(8)}"
         sys.stdout.write(json.dumps({"episode": name, "number": number, "actions": play(server, name)}) + "\n")
     server.ask("DELETE", server.session)
+    server.close()
 
 
 if __name__ == "__main__":

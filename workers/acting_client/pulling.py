@@ -58,12 +58,17 @@ class WeightsPuller:
         self._thread.join()
 
     def _pull(self) -> None:
+        refused = ""
         while not self._stopping.is_set():
+            session = self._link.session
             try:
                 while self._ask() and not self._stopping.is_set():
                     pass
             except UnknownSessionError:
-                self.lost.set()
+                # Twice, and still: the first time another may just be opened by who knows already.
+                if refused == session == self._link.session:
+                    self.lost.set()
+                refused = session
             except UnreachableError as error:
                 log.warning("%s; acting by the weights there are", error)
             except HeadraceError as error:
