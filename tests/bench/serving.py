@@ -1,8 +1,9 @@
 """The policy server on loopback: actions a second, and how long a client waits for one, by ZeroMQ and by HTTP.
 
-The limit is a bare ROUTER that gathers what its REQ clients ask, runs the same policy on all of it at once, and
-answers, with no promise at all. Clients are sockets of this process, whose own work counts against the server; each
-asks again as soon as it is answered.
+The limit is a bare ROUTER that gathers what its REQ clients ask, runs the same policy on all that waits at once, and
+answers, with no promise at all. A server is one process on either side. All clients are sockets of this one, and each
+asks again as soon as it is answered; what they say is written before their turn and answers are only looked at, so that
+a client costs the same two frames more or less, whomever it asks.
 
 python tests/bench/run.py --only serving
 """
@@ -10,7 +11,8 @@ python tests/bench/run.py --only serving
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from time import perf_counter
 from typing import Any, Protocol
@@ -34,6 +36,10 @@ CLIENTS = (1, 8, 64)
 MARK = 0.6
 OBSERVATION = np.full(4, 0.01, np.float32)
 _BODY = b'{"observation": [0.01, 0.01, 0.01, 0.01], "reward": 1.0}'
+AHEAD, MOST_AHEAD = 40_000, 10_000
+"""Messages of all clients, and of one, that are written ahead."""
+KIND_BYTE = 6
+"""Of frame 0, as `schemas/wire.py` draws it."""
 _START_S = 60.0
 
 
@@ -126,6 +132,9 @@ class Way(Protocol):
 
     count: int
 
+    def write(self) -> None:
+        """Write ahead what will be asked."""
+
     def ask(self, client: int) -> None: ...
     def answered(self) -> Iterable[int]:
         """Those that have an answer by now, taken; waits for one, but not for ever."""
@@ -142,6 +151,7 @@ class Asking:
         self._asked_at = [0.0] * way.count
 
     def begin(self) -> None:
+        self.way.write()
         for client in range(self.way.count):
             self._ask(client)
 
@@ -164,6 +174,32 @@ class Asking:
         self.way.ask(client)
 
 
+class Written:
+    """What `count` clients ask, one message after another, a good part of it written ahead."""
+
+    def __init__(self, count: int, write: Callable[[int, int], Any]) -> None:
+        """`write` gives what a client asks in a step."""
+        self._write = write
+        self._next = [0] * count
+        self._ahead: list[deque[Any]] = [deque() for _ in range(count)]
+
+    def fill(self) -> None:
+        """Enough for a turn."""
+        for client, ahead in enumerate(self._ahead):
+            while len(ahead) < min(AHEAD // len(self._ahead), MOST_AHEAD):
+                self._add(client)
+
+    def take(self, client: int) -> Any:
+        """What the client asks now."""
+        if not self._ahead[client]:
+            self._add(client)
+        return self._ahead[client].popleft()
+
+    def _add(self, client: int) -> None:
+        self._ahead[client].append(self._write(client, self._next[client]))
+        self._next[client] += 1
+
+
 class _Sockets:
     """ZeroMQ clients."""
 
@@ -184,7 +220,7 @@ class _Sockets:
         return found
 
     def _take(self, frames: list[bytes]) -> None:
-        np.frombuffer(frames[0], np.int64)
+        assert len(frames[0]) == OBSERVATION.itemsize * 2, frames
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -195,9 +231,13 @@ class Bare(_Sockets):
 
     def __init__(self, port: int, count: int) -> None:
         super().__init__(port, count, zmq.REQ)
+        self._said = OBSERVATION.tobytes()
+
+    def write(self) -> None:
+        """It is always the same."""
 
     def ask(self, client: int) -> None:
-        self._sockets[client].send(OBSERVATION.tobytes())
+        self._sockets[client].send(self._said)
 
 
 class ByZmq(_Sockets):
@@ -206,22 +246,23 @@ class ByZmq(_Sockets):
     def __init__(self, port: int, count: int) -> None:
         super().__init__(port, count, zmq.DEALER)
         self._who = [{"session": f"z{client}", "token": "t"} for client in range(count)]
-        self._steps = [0] * count
+        self._written = Written(count, self._step)
+        self.write = self._written.fill
         for client, one in enumerate(self._sockets):
             one.send_multipart(ClientHello(**self._who[client]).frames())
-            self._take(one.recv_multipart())
+            assert decode(one.recv_multipart()).kind is MessageKind.WELCOME
             one.send_multipart(EpisodeStart(**self._who[client], episode=f"z{client}").frames())
             self._take(one.recv_multipart())
 
     def ask(self, client: int) -> None:
-        step = self._steps[client]
+        self._sockets[client].send_multipart(self._written.take(client))
+
+    def _step(self, client: int, step: int) -> list[Any]:
         fields = {**self._who[client], "episode": f"z{client}", "step": step, "reward": float(step > 0)}
-        self._sockets[client].send_multipart(encode(EpisodeStep.KIND, fields, {"obs": OBSERVATION}))
-        self._steps[client] += 1
+        return encode(EpisodeStep.KIND, fields, {"obs": OBSERVATION})
 
     def _take(self, frames: list[bytes]) -> None:
-        message = decode(frames)
-        assert message.kind is not MessageKind.REJECT, message.header
+        assert frames[0][KIND_BYTE] == MessageKind.EPISODE_ANSWER, decode(frames)
 
 
 class ByHttp:
@@ -232,18 +273,20 @@ class ByHttp:
         self._poller = zmq.Poller()
         self._sockets = [_connect(port) for _ in range(count)]
         self._numbers = {one.fileno(): client for client, one in enumerate(self._sockets)}
-        self._steps = [0] * count
+        self._written = Written(count, self._step)
+        self.write = self._written.fill
         for client, one in enumerate(self._sockets):
             self._poller.register(one.fileno(), zmq.POLLIN)
             for path in (f"/v1/sessions/h{client}", f"/v1/sessions/h{client}/episodes/h{client}"):
-                _say(one, path, b"{}")
+                one.sendall(_request(path, b"{}"))
                 _hear(one)
 
     def ask(self, client: int) -> None:
-        step = self._steps[client]
+        self._sockets[client].sendall(self._written.take(client))
+
+    def _step(self, client: int, step: int) -> bytes:
         body = _BODY if step else _BODY.replace(b"1.0}", b"0.0}")
-        _say(self._sockets[client], f"/v1/sessions/h{client}/episodes/h{client}/steps/{step}", body)
-        self._steps[client] += 1
+        return _request(f"/v1/sessions/h{client}/episodes/h{client}/steps/{step}", body)
 
     def answered(self) -> Iterable[int]:
         found = [self._numbers[int(fd)] for fd, _ in self._poller.poll(10)]
@@ -270,9 +313,9 @@ def _connect(port: int) -> socket.socket:
             return one
 
 
-def _say(one: socket.socket, path: str, body: bytes) -> None:
+def _request(path: str, body: bytes) -> bytes:
     head = f"PUT {path} HTTP/1.1\r\nHost: x\r\nHeadrace-Client: t\r\nContent-Length: {len(body)}\r\n\r\n"
-    one.sendall(head.encode() + body)
+    return head.encode() + body
 
 
 def _hear(one: socket.socket) -> None:
