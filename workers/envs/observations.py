@@ -92,6 +92,26 @@ class Observations:
                 column[lanes] = target
         return []
 
+    def row_of(self, observation: Any) -> dict[str, NDArray[Any]] | None:
+        """A copy of one observation by column, if it has the very dtypes and shapes of the space and lies within.
+
+        None says nothing against it yet: `put` takes a closer look.
+        """
+        row = {}
+        for leaf in self._leaves:
+            value = observation
+            try:
+                for key in leaf.path:
+                    value = value[key]
+            except (KeyError, IndexError, TypeError):
+                return None
+            if not isinstance(value, np.ndarray) or value.dtype != leaf.dtype or value.shape != leaf.shape:
+                return None
+            if leaf.outside(value):
+                return None
+            row[leaf.name] = value.copy()
+        return row
+
     def put_rows(self, batch: Any) -> list[tuple[int, EnvContractError]]:
         """Likewise one observation for every env, as arrays (envs, *shape) in the nesting of the space.
 

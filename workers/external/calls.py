@@ -84,10 +84,12 @@ class SoloPlace(Place):
 
 def add_reward(total: float, reward: Any) -> float:
     """Their sum; raises `EnvContractError` unless it and `reward` are sound."""
-    checked, problems = check_rewards([reward], [0], ["not known here"])
-    if problems:
-        raise problems[0][1]
-    total += float(checked[0])
+    if type(reward) is not float or not abs(reward) <= LARGEST_REWARD:  # as most are, which need no array for a check
+        checked, problems = check_rewards([reward], [0], ["not known here"])
+        if problems:
+            raise problems[0][1]
+        reward = float(checked[0])
+    total += reward
     if not abs(total) <= LARGEST_REWARD:
         raise EnvContractError("sum of rewards since the last action", str(total), f"within {LARGEST_REWARD:.3g}")
     return total
@@ -102,8 +104,14 @@ class RowReader:
 
     def read(self, value: Any) -> dict[str, NDArray[Any]]:
         """The row of `value`, a copy; raises `EnvContractError` for what is not in the space."""
+        row = self._checker.row_of(value)
+        if row is not None:
+            return row if self._root == "obs" else {self._name(name): column for name, column in row.items()}
         problems = self._checker.put(None, [value])
         if problems:
             error = problems[0][1]
             raise EnvContractError(error.what.replace("observation", self._what, 1), error.seen, error.expected)
-        return {self._root + name.removeprefix("obs"): c[0].copy() for name, c in self._checker.columns.items()}
+        return {self._name(name): column[0].copy() for name, column in self._checker.columns.items()}
+
+    def _name(self, column: str) -> str:
+        return self._root + column.removeprefix("obs")

@@ -79,7 +79,8 @@ class ExternalSampler(ReadySampler):
         if logged:
             module = None if self.mode.random_actions else self.module
             columns = put_logged(columns, logged, module, self.envs.spaces.action)
-        columns[OFF_POLICY] = np.isin(np.arange(self._width), list(logged))
+        columns[OFF_POLICY] = off_policy = np.zeros(self._width, np.bool_)
+        off_policy[list(logged)] = True
         self.fragment.act(acting, columns, weights_seq)
         self.envs.send_actions_of(acting, columns)
 

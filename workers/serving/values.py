@@ -29,13 +29,20 @@ class _Leaf:
     def check(self, array: NDArray[Any]) -> NDArray[Any]:
         if array.shape != self.shape:
             raise self.refused(f"shape {array.shape}", f"{self.dtype} {self.shape}")
+        if self._is_sound(array):
+            return array
         if self.dtype.kind == "f" and np.isnan(array).any():
             raise self.refused("NaN", "free of NaN")
-        if (self.low is not None and not (array >= self.low).all()) or (
-            self.high is not None and not (array <= self.high).all()
-        ):
-            raise self.refused(f"values from {array.min()} to {array.max()}", f"within {self.low} and {self.high}")
-        return array
+        raise self.refused(f"values from {array.min()} to {array.max()}", f"within {self.low} and {self.high}")
+
+    def _is_sound(self, array: NDArray[Any]) -> bool:
+        """Whether all is within bounds, and a number: NaN is within none."""
+        size, low, high = array.size, self.low, self.high
+        if low is None and high is None:
+            return self.dtype.kind != "f" or not np.count_nonzero(np.isnan(array))
+        return (low is None or np.count_nonzero(array >= low) == size) and (
+            high is None or np.count_nonzero(array <= high) == size
+        )
 
     def refused(self, seen: str, expected: str) -> EnvContractError:
         return EnvContractError(self.title, f"{seen:.200}", f"{expected:.200}")
@@ -58,14 +65,16 @@ class Values:
 
     def of_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> Any:
         """From the arrays of a message, which must have the very dtypes of the space."""
-        found = {name: array for name, array in arrays.items() if name.split("/", 1)[0] == self.root}
+        found = {}
+        for name, array in arrays.items():
+            if name.split("/", 1)[0] == self.root:
+                leaf = self._leaves.get(name)
+                if leaf is not None and array.dtype != leaf.dtype:
+                    raise leaf.refused(f"{array.dtype}", f"{leaf.dtype} {leaf.shape}")
+                found[name] = array if leaf is None else leaf.check(array).copy()
         if found.keys() != self._leaves.keys():
             raise EnvContractError(self.root, f"{sorted(found)!r:.200}", f"{sorted(self._leaves)!r:.200}")
-        for name, leaf in self._leaves.items():
-            if found[name].dtype != leaf.dtype:
-                raise leaf.refused(f"{found[name].dtype}", f"{leaf.dtype} {leaf.shape}")
-            leaf.check(found[name])
-        return nest(self.space, {name: array.copy() for name, array in found.items()}, self.root)
+        return nest(self.space, found, self.root)
 
     def arrays(self, value: Any) -> dict[str, NDArray[Any]]:
         """The arrays of a message for a value in the nesting of the space."""

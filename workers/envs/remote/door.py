@@ -127,10 +127,17 @@ class Door:
     def send(self, route: bytes, frames: list[Buffer]) -> bool:
         """Send one message, without waiting; False when nobody is there any more."""
         try:
-            self._socket.send_multipart([route, *frames], zmq.NOBLOCK, copy=False)
+            more = sockets.DONTWAIT | sockets.MORE
+            self._socket.send(route, more)
+            for frame in frames[:-1]:
+                self._send(frame, more)
+            self._send(frames[-1], sockets.DONTWAIT)
         except (zmq.Again, zmq.ZMQError):  # EHOSTUNREACH: that connection has ended
             return False
         return True
+
+    def _send(self, frame: Buffer, flags: int) -> None:
+        self._socket.send(frame, flags, copy=len(frame) < sockets.COPY_BELOW_BYTES)
 
     def close(self) -> None:
         """Close it; what was sent has a moment to leave."""
