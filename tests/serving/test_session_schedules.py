@@ -51,13 +51,13 @@ class Variant:
 
 
 VARIANTS = {
-    "peace": Variant(50),
-    "loss": Variant(150, drop=0.2),
-    "repetition": Variant(150, repeat=0.4),
-    "overtaking": Variant(150, repeat=0.2, late=0.1),
-    "restarts": Variant(175, drop=0.05, repeat=0.1, restarts=4),
-    "silence": Variant(175, drop=0.05, repeat=0.1, silences=3, late=0.05),
-    "all": Variant(200, drop=0.15, repeat=0.2, restarts=3, silences=2, late=0.1),
+    "peace": Variant(100),
+    "loss": Variant(300, drop=0.2),
+    "repetition": Variant(300, repeat=0.4),
+    "overtaking": Variant(300, repeat=0.2, late=0.1),
+    "restarts": Variant(350, drop=0.05, repeat=0.1, restarts=4),
+    "silence": Variant(350, drop=0.05, repeat=0.1, silences=3, late=0.05),
+    "all": Variant(400, drop=0.15, repeat=0.2, restarts=3, silences=2, late=0.1),
 }
 
 
