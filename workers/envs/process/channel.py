@@ -25,7 +25,7 @@ RING, STOP = 1, 1 << 32
 
 _LENGTH = struct.Struct("<I")
 _READ = 1 << 16
-_MOMENT_NS, _TURN_NS, _NAP = 300_000, 100_000, 1000
+_MOMENT_NS, _TURN_NS, _NAP = 300_000, 1_000_000, 1000
 
 
 class DriverEnd:
