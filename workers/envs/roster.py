@@ -149,6 +149,23 @@ class Roster(ABC):
             env = getattr(lane.env, "unwrapped", lane.env)
             self._callbacks.call("on_environment_created", env=env, env_context=context)
 
+    def _charge_whole(self, first: Failure) -> float:
+        """All lanes failed with `first`, being one thing; how many seconds that waits before it is built anew.
+
+        Raises the env's own error where the config says that nothing is, and `EnvRestartBudgetError`.
+        """
+        lane, now = self.lanes[0], time.monotonic()
+        lane.due_at = now
+        if first.is_of_env:
+            self._totals.env_failures += 1
+            lane.failures += 1
+        if not self._config.restart_failed_sub_environments:
+            raise first.error
+        wait = lane.budget.spend(first.error, now)
+        first.report(wait, lane.budget.in_a_row, self._config.env_restart_attempts, with_traceback=lane.failures == 1)
+        lane.due_at = now + wait
+        return wait
+
     def _context(self, index: int, *, recreated: bool) -> EnvContext:
         return context_of(self._config, self._worker_index, index, self._seeds, recreated=recreated)
 

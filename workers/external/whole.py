@@ -130,19 +130,10 @@ class WholeExternal(Roster):
 
     def _restart(self, failures: Sequence[Failure]) -> None:
         """Close the env and build it anew, now or after its wait: it failed, and took all its episodes along."""
-        first, lane, now = failures[0], self.lanes[0], time.monotonic()
+        first = failures[0]
         first.discarded = sum(failure.discarded for failure in failures)
         self._take_down()
-        lane.due_at = now
-        if first.is_of_env:
-            self._totals.env_failures += 1
-            lane.failures += 1
-        if not self._config.restart_failed_sub_environments:
-            raise first.error
-        wait = lane.budget.spend(first.error, now)
-        first.report(wait, lane.budget.in_a_row, self._config.env_restart_attempts, with_traceback=lane.failures == 1)
-        lane.due_at = now + wait
-        if wait <= 0:
+        if self._charge_whole(first) <= 0:
             self._build_anew()
 
     def revive(self) -> None:

@@ -113,22 +113,10 @@ class WholeVector(Roster):
                     self.on_failure(self.lanes[each.lane], each)
             first = failures[0]
             first.discarded = sum(each.discarded for each in failures)
-            now = time.monotonic()
             self._take_down()
             for column in self.observations.columns.values():
                 column[...] = 0
-            lane = self.lanes[0]
-            lane.due_at = now
-            if first.is_of_env:
-                self._totals.env_failures += 1
-                lane.failures += 1
-            if not self._config.restart_failed_sub_environments:
-                raise first.error
-            wait = lane.budget.spend(first.error, now)
-            attempt, attempts = lane.budget.in_a_row, self._config.env_restart_attempts
-            first.report(wait, attempt, attempts, with_traceback=lane.failures == 1)
-            lane.due_at = now + wait
-            if wait <= 0:
+            if self._charge_whole(first) <= 0:
                 self._rebuild()
 
     def revive(self) -> None:
