@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +102,7 @@ class Door:
     def wait(self, timeout_s: float) -> bool:
         """Sleep until somebody speaks, `timeout_s` at most; whether there is a message. Lets in who may come in."""
         speaking = False
-        for socket, _ in self._poller.poll(max(int(timeout_s * 1000), 0)):
+        for socket, _ in self._poller.poll(math.ceil(max(timeout_s, 0.0) * 1000)):
             if self._zap is not None and socket is self._zap:
                 self._admit(self._zap)
             else:
