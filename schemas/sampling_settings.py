@@ -137,7 +137,10 @@ class SamplingSettings(Section):
         "time; each half waits for its slowest",
     )
     env_construct_timeout_s: Seconds = Field(
-        default=120.0, gt=0, description="how long the start of an env's process, and its construction, may each take"
+        default=120.0,
+        gt=0,
+        description="how long an env's construction may take, and before it the start of its process, which has 60 s "
+        "at least",
     )
     env_reset_timeout_s: Seconds = Field(
         default=60.0, gt=0, description="how long reset() may take where envs have processes, which are killed then"

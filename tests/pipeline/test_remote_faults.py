@@ -124,7 +124,7 @@ def test_what_takes_an_envs_process_along_costs_that_env_alone(
     cells += [{"faults": {"step": fault}} for fault in DEATHS]
     cells += [{"leaks": True}, SOUND]
     gone = {1 + n for n, (place, _) in enumerate(hangs) if place == "construction"}
-    limits = {"step": 1.0, "reset": 1.0, "close": 0.5, "construct": 7.0}
+    limits = {"step": 1.0, "reset": 1.0, "close": 0.5, "construct": 4.0}
     sets = [f"sampling.env_{name}_timeout_s={limit}" for name, limit in limits.items()]
     sets += ["sampling.envs_per_process=1", "sampling.env_process_max_rss_mb=200"]
     lives = _run(cells, gone, start_broker, worker_of, hosts, tmp_path, *sets)

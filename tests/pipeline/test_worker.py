@@ -46,6 +46,11 @@ class WorkerThread:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
+    def check(self) -> None:
+        """Raise what has ended it, if something has."""
+        if self.error is not None:
+            raise self.error
+
     def _run(self) -> None:
         try:
             worker_module.run_worker(self._config, slot=0, incarnation=1, **self._arguments)
@@ -58,7 +63,7 @@ class WorkerThread:
 
     def __exit__(self, *_: object) -> None:
         self.stopping.set()
-        self._thread.join(20.0)
+        self._thread.join(60.0)
 
 
 def drain(stream: EpisodeStream, witness: Witness) -> None:

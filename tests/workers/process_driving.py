@@ -16,7 +16,7 @@ from headrace.workers.envs.creators import build_env, find_creator
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.process.pool import EnvProcessPool
 
-POLL_S = 20.0
+POLL_S = 100.0
 """Longest wait for any answer."""
 
 

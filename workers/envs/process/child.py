@@ -41,7 +41,7 @@ def main(job_descriptor: int) -> None:
     host = EnvHost(job, control)
     channel = ProcessEnd(socket.socket(fileno=job.socket), job.bell, job.told, (job.quorum_tokens, job.quorum_bell))
     memory = _Memory(control)
-    control.end()  # of its start, which the driver has noted
+    control.rest()  # the driver has noted its start
     slots = itertools.cycle(control.slots)
     while posted := channel.wait():
         for slot in itertools.islice(slots, posted):

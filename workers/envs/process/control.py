@@ -52,7 +52,7 @@ class Command(IntEnum):
 
 
 class Phase(IntEnum):
-    """What the process is doing. All but IDLE are calls into a user's code, which may not return."""
+    """What the process is doing. All but IDLE and START are calls into a user's code, which may not return."""
 
     IDLE = 0
     CONSTRUCTION = 1
@@ -60,6 +60,8 @@ class Phase(IntEnum):
     STEP = 3
     CLOSE = 4
     RENDER = 5
+    START = 6
+    """Of the process itself, before it obeys."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,14 +121,19 @@ class Control:
             os._exit(0)
         self._notes[1] = Phase.IDLE
 
+    def rest(self) -> None:
+        """No call is under way from now on."""
+        self.begin(-1, Phase.IDLE)
+
     @contextmanager
     def during(self, lane: int, phase: Phase) -> Iterator[None]:
-        """`begin` and `end`."""
+        """`begin` and `end`; what the process does next has its time from then on, however long this took."""
         self.begin(lane, phase)
         try:
             yield
         finally:
             self.end()
+            self.rest()
 
     @property
     def doing(self) -> tuple[int, Phase, float]:

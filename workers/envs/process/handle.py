@@ -96,11 +96,11 @@ class ProcessHandle:
         self._posted = self._answered = 0
         self._step_all = Order(range(self.first_lane, self.first_lane + self.lanes), is_awaited=True)
         self._asked_at = time.monotonic()
-        self.check_at = self._asked_at + limits[Phase.CONSTRUCTION]
+        self.check_at = self._asked_at + limits[Phase.START]
         """When `enforce` may have something to do, in monotonic seconds; never too late."""
         control = new_memory("headrace-control")
         self.control = Control(control, self.lanes, create=True)
-        self.control.begin(-1, Phase.CONSTRUCTION)
+        self.control.begin(-1, Phase.START)
         self.control.indices[:] = range(self.first_lane, self.first_lane + self.lanes)
         self._start(job, control, columns, drain, quorum)
 
@@ -236,7 +236,7 @@ class ProcessHandle:
             self.kill()
             return
         lane, phase, since = self.control.doing
-        if not self._asked and phase is not Phase.CONSTRUCTION:
+        if not self._asked and phase is not Phase.START:
             self.check_at = math.inf
             return
         self.check_at = max(since, self._asked_at) + self._limits[phase]

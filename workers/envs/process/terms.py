@@ -11,6 +11,9 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.process.control import Phase
 from headrace.workers.envs.process.naming import env_config_json, name_env
 
+_LEAST_START_S = 60.0
+"""How slowly a process starts says more about the machine than about the envs that it is for."""
+
 SETTINGS = {
     Phase.IDLE: "env_step_timeout_s",
     Phase.CONSTRUCTION: "env_construct_timeout_s",
@@ -18,6 +21,7 @@ SETTINGS = {
     Phase.STEP: "env_step_timeout_s",
     Phase.CLOSE: "env_close_timeout_s",
     Phase.RENDER: "env_step_timeout_s",
+    Phase.START: f"max(env_construct_timeout_s, {_LEAST_START_S:g} s)",
 }
 """Which setting says how long each may last."""
 
@@ -40,7 +44,10 @@ def job_of(config: EnvRunnerConfig, worker_index: int) -> dict[str, Any]:
 
 def limits_of(config: EnvRunnerConfig) -> dict[Phase, float]:
     """How long each phase may last, in seconds."""
-    limits: dict[Phase, float] = {phase: getattr(config, setting) for phase, setting in SETTINGS.items()}
+    limits: dict[Phase, float] = {
+        phase: getattr(config, setting) for phase, setting in SETTINGS.items() if phase is not Phase.START
+    }
+    limits[Phase.START] = max(config.env_construct_timeout_s, _LEAST_START_S)
     # The process itself abandons a close() that is too slow; only one that holds the interpreter lock gets so far.
     limits[Phase.CLOSE] *= 2
     return limits

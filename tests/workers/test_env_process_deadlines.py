@@ -1,0 +1,56 @@
+"""What the deadlines of a process of envs count: calls of its envs, not how busy the machine is before and between."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from process_driving import Driver
+
+from headrace.schemas.errors import EnvHangError
+from headrace.workers import EnvRunnerConfig
+from headrace.workers.envs.process import terms
+from headrace.workers.envs.process.control import Control, Phase
+from headrace.workers.envs.process.pool import EnvProcessPool
+from headrace.workers.envs.process.shared import new_memory
+
+
+def _start_slowly(seconds: float, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every interpreter that is started from now on take so long before it does anything."""
+    (folder / "sitecustomize.py").write_text(f"import time\ntime.sleep({seconds})\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+
+
+def test_a_process_may_start_more_slowly_than_its_envs_may_be_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _start_slowly(2.5, tmp_path, monkeypatch)
+    config = EnvRunnerConfig(env="CartPole-v1", num_envs=2, env_construct_timeout_s=2.0, env_step_timeout_s=2.0)
+    with EnvProcessPool(config) as pool:
+        driver = Driver(pool)
+        driver.run(lambda: min(len(driver.lives[lane]) for lane in range(2)) > 20)
+    assert not driver.failures
+
+
+def test_a_process_that_does_not_start_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terms, "_LEAST_START_S", 0.5)
+    _start_slowly(1000.0, tmp_path, monkeypatch)
+    words = r"env 0 did not return from start within max\(env_construct_timeout_s, 60 s\) = 0.5 s"
+    with pytest.raises(EnvHangError, match=words):
+        EnvProcessPool(EnvRunnerConfig(env="CartPole-v1", num_envs=2, env_construct_timeout_s=0.5))
+
+
+def test_the_time_of_what_follows_a_call_counts_from_its_end() -> None:
+    """Or a step's deadline would be over as soon as a construction has returned that took longer, as it may."""
+    memory = new_memory("headrace-control")
+    control = Control(memory, 1, create=True)
+    with control.during(0, Phase.CONSTRUCTION):
+        began = control.doing
+        while time.monotonic() <= began[2]:
+            pass
+    assert began[:2] == (0, Phase.CONSTRUCTION)
+    assert control.doing[:2] == (-1, Phase.IDLE)
+    assert control.doing[2] > began[2]
+    os.close(memory)
