@@ -22,12 +22,13 @@ import pipeline
 import sampler
 import serving
 import transport
+import waiting
 from processes import ONE_THREAD, SPAWN
 from table import Row, show
 
 WIDTHS = [1, 8, 64]
 NATIVE_WIDTHS = [64, 512]
-BENCHES = ["sampler", "native", "multi_agent", "processes", "halves", "pipeline", "transport", "serving"]
+BENCHES = ["sampler", "native", "multi_agent", "processes", "halves", "pipeline", "transport", "serving", "waiting"]
 
 
 def main() -> None:
@@ -43,6 +44,7 @@ def main() -> None:
         "pipeline": lambda quick: pipeline.measure(*((2.0, 3) if quick else (4.0, 7))),
         "transport": lambda quick: transport.measure(*((1.0, 3) if quick else (2.0, 7))),
         "serving": lambda quick: serving.measure(*((1.0, 3) if quick else (2.0, 7))),
+        "waiting": lambda quick: waiting.measure(*((2.0, 3) if quick else (4.0, 5))),
     }
     rows: list[Row] = []
     for name in args.only or benches:

@@ -1,0 +1,85 @@
+"""What it costs to wait: the share of a core that a sampler uses while its slow envs step, wherever they live.
+
+A busy machine makes shares larger, though they are of processor time: its cores come back from others with cold caches.
+
+python tests/bench/run.py --only waiting
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+from collections.abc import Callable, Iterable
+from time import perf_counter
+from typing import Any
+
+import sleepers
+import torch
+from processes import Processes
+from table import Row
+from turns import cpu_s
+
+from headrace.schemas.ports import quiet_ports
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.workers.env_host.process import run_env_host
+
+WIDTH = 4
+MARK = 0.02
+"""Largest share of a core that is aimed at."""
+_STEPS_A_CALL = 2 * WIDTH
+_READY: dict[str, dict[str, Any]] = {
+    "all at once": {},
+    "who is ready": {"remote_env_batch_wait_ms": 0},
+    "by halves": {"double_buffering": True},
+}
+
+
+def measure(seconds: float, rounds: int) -> list[Row]:
+    """One row for each place of the envs and each way to wait for them."""
+    torch.set_num_threads(1)
+    rows = [_row("external", "who is ready", _sampler("sleepers:External"), seconds, rounds)]
+    for how, settings in _READY.items():
+        sampler = _sampler("sleepers:Simulator", env_placement="process", envs_per_process=1, **settings)
+        rows.append(_row("in processes", how, sampler, seconds, rounds))
+    with Processes() as processes:
+        for how, settings in _READY.items():
+            port = _free_port()
+            processes.start(_lend, f"tcp://127.0.0.1:{port}")
+            sampler = _sampler("sleepers:Simulator", env_placement="remote", env_hosts_port=port, **settings)
+            rows.append(_row("on an env host", how, sampler, seconds, rounds))
+    return rows
+
+
+def _sampler(env: str, **settings: Any) -> SingleAgentEnvRunner:
+    return SingleAgentEnvRunner(EnvRunnerConfig(env=env, num_envs=WIDTH, seed=0, **settings))
+
+
+def _lend(endpoint: str) -> None:
+    config = EnvRunnerConfig(env="sleepers:Simulator", num_envs=WIDTH, env_placement="process", envs_per_process=1)
+    run_env_host(config, endpoint, None)
+
+
+def _free_port() -> int:
+    for port in quiet_ports():
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+    raise OSError("no port is free")
+
+
+def _row(where: str, how: str, sampler: SingleAgentEnvRunner, seconds: float, rounds: int) -> Row:
+    """Of one sampler, whose process is this one."""
+    with sampler:
+        sampler.sample(num_timesteps=_STEPS_A_CALL)
+        shares = [_share(lambda: sampler.sample(num_timesteps=_STEPS_A_CALL), seconds) for _ in range(rounds)]
+    case = f"{WIDTH} envs of {sleepers.SLOW_S * 1000:g} ms, {where}"
+    share, low, high = statistics.median(shares), min(shares), max(shares)
+    return Row("waiting", case, how, "core ms/s", share * 1000, share, low, high, most=MARK)
+
+
+def _share(wait: Callable[[], Iterable[Any]], seconds: float) -> float:
+    start, before = perf_counter(), cpu_s([os.getpid()])
+    while (elapsed := perf_counter() - start) < seconds:
+        wait()
+    return (cpu_s([os.getpid()]) - before) / elapsed
