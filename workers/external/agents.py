@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from headrace.schemas.errors import ConfigError, EnvContractError
@@ -14,15 +14,15 @@ from headrace.workers.external.agent_episodes import AgentsCall, ExternalAgentEp
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.calls import Answer, Call, Row
 from headrace.workers.external.lanes import ExternalLanes, keep
-from headrace.workers.multi_agent.env import gym_spaces_of, spaces_by_agent
+from headrace.workers.multi_agent.env import AgentDict, gym_spaces_of, spaces_by_agent
 from headrace.workers.multi_agent.episodes import MultiAgentEpisode, Seat
-from headrace.workers.multi_agent.lanes import AgentSeats, Gathered
-from headrace.workers.multi_agent.outcomes import StepOutcome
-from headrace.workers.multi_agent.turns import Turn, turn_of
+from headrace.workers.multi_agent.lanes import Gathered
+from headrace.workers.multi_agent.ready_seats import ReadySeats
+from headrace.workers.multi_agent.turns import Turn
 
 
-class ExternalAgents(ExternalLanes, AgentSeats):
-    """`send` answers who asked, `take` gives what was said since: see `ReadyDriver`, which this is in rows."""
+class ExternalAgents(ExternalLanes, ReadySeats):
+    """`ReadySeats` of episodes that drive themselves: whoever asked has the answer when `send` returns."""
 
     episodes: ExternalAgentEpisodes
     _episode_kind = MultiAgentEpisode
@@ -75,28 +75,17 @@ class ExternalAgents(ExternalLanes, AgentSeats):
                 done[seat.row] = call.logged[seat.agent]
         return done
 
-    def send(self, turn: Turn, actions: Sequence[Any]) -> None:
-        """`actions` are those of the seats of `turn`. Whoever asked has the answer when this returns."""
+    def _send(self, actions: Mapping[int, AgentDict]) -> None:
         version = self.read_version()
-        for lane, episode, own in turn.of_lanes(actions):
-            episode.under_way = True
-            self._under_way.add(lane.index)
-            self.episodes.answer(self._places[lane.index], Answer(keep(own), version))
+        for index, own in actions.items():
+            self._under_way.add(index)
+            self.episodes.answer(self._places[index], Answer(keep(own), version))
 
     # -- taking in ----------------------------------------------------------------------------------------------------
 
-    def take(self) -> tuple[Turn, StepOutcome]:
-        """Who has said something, and what came of it; waits as `poll` does. Raises as `_conclude` does."""
-        outcome = self.poll()
-        assert outcome.lanes is not None, "a ReadyDriver says who has answered"
-        turn = turn_of([self.lanes[index] for index in outcome.lanes.tolist()])
-        for _, episode in turn.lanes:
-            episode.under_way = False
-        gathered = Gathered(failures=outcome.failures)
+    def _told(self, turn: Turn, outcome: Outcome, gathered: Gathered) -> Iterator[tuple[Lane, MultiAgentEpisode, Any]]:
+        gathered.failures += outcome.failures
         lost = {failure.lane for failure in outcome.failures}
-        return turn, self._conclude(turn, self._gather(self._told(turn, lost), gathered))
-
-    def _told(self, turn: Turn, lost: set[int]) -> Iterator[tuple[Lane, MultiAgentEpisode, Any]]:
         for lane, episode in turn.lanes:
             if lane.index not in lost:
                 yield lane, episode, self._heard.pop(lane.index).answer

@@ -14,8 +14,9 @@ from headrace.workers.external.agents_sampler import ExternalAgentsSampler
 from headrace.workers.multi_agent.elsewhere import ProcessAgents, RemoteAgents
 from headrace.workers.multi_agent.lanes import MultiAgentLanes
 from headrace.workers.multi_agent.policies import Policies
-from headrace.workers.multi_agent.ready import ReadyAgents, ReadyProcessAgents, ReadyRemoteAgents
+from headrace.workers.multi_agent.ready import ReadyProcessAgents, ReadyRemoteAgents
 from headrace.workers.multi_agent.ready_sampler import ReadyAgentsSampler
+from headrace.workers.multi_agent.ready_seats import ReadySeats
 from headrace.workers.multi_agent.sampler import LockStepAgentsSampler, MultiAgentSampler
 from headrace.workers.multi_agent.vector import MultiAgentVector
 from headrace.workers.randomness import SeedTree
@@ -57,6 +58,6 @@ def sampler_of(
     """What steps `envs`, or answers them, poll by poll."""
     if isinstance(envs, ExternalAgents):
         return ExternalAgentsSampler(config, envs, totals, id_high, callbacks)
-    if isinstance(envs, ReadyAgents):
+    if isinstance(envs, ReadySeats):
         return ReadyAgentsSampler(config, envs, totals, id_high, callbacks)
     return LockStepAgentsSampler(config, envs, totals, id_high, callbacks)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.multi_agent.ready import ReadyAgents
+from headrace.workers.multi_agent.ready_seats import ReadySeats
 from headrace.workers.multi_agent.sampler import MultiAgentSampler
 from headrace.workers.multi_agent.turns import turn_of
 from headrace.workers.ready_sampler import next_to_act
@@ -16,10 +16,10 @@ from headrace.workers.totals import RunnerTotals
 class ReadyAgentsSampler(MultiAgentSampler):
     """A `MultiAgentSampler` of which each poll takes those envs that are ready; see `ReadySampler`."""
 
-    envs: ReadyAgents
+    envs: ReadySeats
 
     def __init__(
-        self, config: EnvRunnerConfig, envs: ReadyAgents, totals: RunnerTotals, id_high: int, callbacks: CallbackList
+        self, config: EnvRunnerConfig, envs: ReadySeats, totals: RunnerTotals, id_high: int, callbacks: CallbackList
     ) -> None:
         super().__init__(config, envs, totals, id_high, callbacks)
         self.answered: int = 0
