@@ -16,8 +16,9 @@ from toy_envs import check_books
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.ledger import Discard
-from headrace.workers import EnvRunnerConfig, RunnerCallback, SingleAgentEnvRunner
+from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, RunnerCallback, SingleAgentEnvRunner
 from headrace.workers.connectors import FlattenObservations, FrameStack, PreviousActionReward
+from headrace.workers.multi_agent.examples import two_carts
 
 LSTM = "headrace.workers.modules:lstm_actor_critic"
 PIECES = [partial(FrameStack, 3), PreviousActionReward, FlattenObservations]
@@ -249,6 +250,8 @@ def test_who_waits_for_envs_does_not_spin(settings: dict[str, Any]) -> None:
 def test_envs_inline_cannot_be_stepped_meanwhile(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"{next(iter(settings))}:? is for envs in processes"):
         SingleAgentEnvRunner(EnvRunnerConfig(env="CartPole-v1", **settings))
+    with pytest.raises(ConfigError, match=rf"{next(iter(settings))}:? is for envs in processes"):
+        MultiAgentEnvRunner(EnvRunnerConfig(env=two_carts, policies=["short", "long"], **settings))
 
 
 def test_one_half_and_whoever_is_ready_are_not_to_be_had_together() -> None:

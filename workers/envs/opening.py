@@ -49,9 +49,7 @@ def open_envs(
     creator, context = find_creator(config.env), context_of(config, worker_index, 0, seeds)
     with naming_what_failed(config, 0), limited_construction(config.env_construct_timeout_s):
         first = creator(context)
-    if config.remote_env_batch_wait_ms is not None and not isinstance(first, ExternalEnv):
-        message = "is for envs in processes and external ones; leave it out, or take env_placement = 'process'"
-        raise ConfigError(message, key="remote_env_batch_wait_ms")
+    check_batch_wait(config, is_external=isinstance(first, ExternalEnv))
     return _kind_of(first)(config, worker_index, seeds, totals, callbacks, (first, context))
 
 
@@ -67,6 +65,13 @@ def open_ready_envs(
     if config.env_placement == "remote":
         return ReadyRemoteVector(config, worker_index, seeds, totals, callbacks, on_wait=on_wait)
     return ReadyProcessVector(config, worker_index, seeds, totals, callbacks)
+
+
+def check_batch_wait(config: EnvRunnerConfig, *, is_external: bool) -> None:
+    """Raise `ConfigError` where envs of this process, which are stepped one after the other, are to be waited for."""
+    if config.remote_env_batch_wait_ms is not None and not is_external:
+        message = "is for envs in processes and external ones; leave it out, or take env_placement = 'process'"
+        raise ConfigError(message, key="remote_env_batch_wait_ms")
 
 
 def _kind_of(first: Any) -> type[EnvVector] | type[NativeVector] | type[PartialVector] | type[ExternalVector]:

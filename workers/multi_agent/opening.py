@@ -7,6 +7,7 @@ from collections.abc import Callable
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.creators import find_creator, naming_what_failed
+from headrace.workers.envs.opening import check_batch_wait
 from headrace.workers.envs.roster import context_of
 from headrace.workers.external.agents import ExternalAgents
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv
@@ -44,6 +45,7 @@ def open_agents(
     creator, context = find_creator(config.env), context_of(config, worker_index, 0, seeds)
     with naming_what_failed(config, 0):
         first = creator(context)
+    check_batch_wait(config, is_external=isinstance(first, ExternalMultiAgentEnv))
     kind = ExternalAgents if isinstance(first, ExternalMultiAgentEnv) else MultiAgentVector
     return kind(*parts, first=(first, context))
 
