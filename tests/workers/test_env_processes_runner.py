@@ -238,6 +238,7 @@ def test_placements_that_make_no_sense_are_refused() -> None:
         gym.spaces.Box(0, 255, (2, 3), np.uint8),
         gym.spaces.Discrete(5, start=-2),
         gym.spaces.MultiDiscrete([[2, 3], [4, 5]], start=[[0, 1], [2, 3]]),
+        gym.spaces.MultiBinary(3),
         gym.spaces.MultiBinary((2, 2)),
         gym.spaces.Dict({"a": gym.spaces.Tuple([gym.spaces.Discrete(2), gym.spaces.Box(-1, 1, (1,), np.float64)])}),
     ],

@@ -84,7 +84,10 @@ def _bound(values: NDArray[Any]) -> float | tuple[float | None, ...] | None:
 
 
 def to_gym(space: Space) -> gym.Space[Any]:
-    """The gymnasium space that `convert` made `space` of, or one equal to it."""
+    """A gymnasium space equal to the one that `convert` made `space` of.
+
+    But for MultiBinary((n,)), which comes back as MultiBinary(n): to gymnasium that is another one.
+    """
     match space:
         case Box():
             low, high = box_bounds(space)
@@ -96,7 +99,7 @@ def to_gym(space: Space) -> gym.Space[Any]:
             nvec, start = np.reshape(space.nvec, space.shape), np.reshape(space.start, space.shape)
             return gym.spaces.MultiDiscrete(nvec, dtype=column_dtype(space).type, start=start)
         case MultiBinary():
-            return gym.spaces.MultiBinary(space.shape)
+            return gym.spaces.MultiBinary(space.shape[0] if len(space.shape) == 1 else space.shape)
         case Dict():
             return gym.spaces.Dict({key: to_gym(sub) for key, sub in space.spaces.items()})
         case Tuple():
