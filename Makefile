@@ -47,7 +47,7 @@ format: $(READY) ## repair formatting and what ruff can repair
 bench: $(READY) ## measure against the limits, side by side; writes bench-results/
 	$(BIN)/python tests/bench/run.py
 
-golden: $(READY) ## write tests/golden/ anew, for a new kind of message or space
+golden: $(READY) ## add to tests/golden/ what a new kind of message or space needs
 	$(BIN)/python tests/golden/golden_samples.py
 
 wheel: $(READY) ## build dist/*.whl from a clean build folder

@@ -2,8 +2,8 @@
 
     python tests/golden/golden_samples.py
 
-writes the golden files anew. Do that for a new kind of message or space, and look at the difference: a file that
-changes for any other reason means that a peer of the same protocol version would no longer be understood.
+writes the golden files that are not there yet: those of a new kind of message or space. One that is there was sent by a
+peer of this protocol version, and must be understood for as long as that is; nothing here writes it anew.
 """
 
 from __future__ import annotations
@@ -216,9 +216,12 @@ def describe(frames: Sequence[Buffer]) -> dict[str, Any]:
     return {"kind": message.kind.name, "header": header, "arrays": arrays}
 
 
-def write(folder: Path) -> None:
-    """Write each sample as NAME.bin (per frame its length as u32le, then its bytes) and NAME.json (what it says)."""
+def add_new(folder: Path) -> None:
+    """Write each sample that `folder` lacks, as NAME.bin (per frame its length as u32le, then its bytes) and NAME.json
+    (what it says)."""
     for name, frames in golden():
+        if (folder / f"{name}.bin").exists():
+            continue
         blob = b"".join(len(f).to_bytes(4, "little") + bytes(f) for f in frames)
         (folder / f"{name}.bin").write_bytes(blob)
         (folder / f"{name}.json").write_bytes(orjson.dumps(describe(frames), option=orjson.OPT_APPEND_NEWLINE))
@@ -235,4 +238,4 @@ def read(path: Path) -> list[Buffer]:
 
 
 if __name__ == "__main__":
-    write(Path(__file__).parent)
+    add_new(Path(__file__).parent)

@@ -67,3 +67,11 @@ def test_a_golden_batch_is_iterated_as_chunks(family: str) -> None:
     assert [chunk.end_reason for chunk in batch] == [None, "env_exception", None, None]
     assert [chunk.agent_id for chunk in batch] == ["red", "blue", "red", "blue"]
     assert batch[0].episode_id == "80000000000000000000000000000000"
+
+
+def test_making_golden_samples_adds_those_that_are_missing_and_leaves_the_old_ones_alone(tmp_path: Path) -> None:
+    (tmp_path / "Ack.bin").write_bytes(b"as an old peer sent it")
+    golden_samples.add_new(tmp_path)
+    assert (tmp_path / "Ack.bin").read_bytes() == b"as an old peer sent it"
+    assert {path.stem for path in tmp_path.glob("*.bin")} == set(TODAY)
+    assert golden_samples.read(tmp_path / "Bye.bin") == [bytes(frame) for frame in TODAY["Bye"]]
