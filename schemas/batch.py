@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from headrace.schemas.chunk import EXPLORE, RANDOM_ACTIONS, UNSEEDED, ChunkEnd, EpisodeChunk, format_episode_id
-from headrace.schemas.errors import DecodeError, EncodeError
+from headrace.schemas.errors import DecodeError, EncodeError, InfosTooLargeError
 from headrace.schemas.ledger import Natural, WorkerTotals
 from headrace.schemas.lookback import LOOKBACK, Lookback
 from headrace.schemas.spaces import Space, nest
@@ -251,7 +251,8 @@ def _running(counts: NDArray[Any]) -> NDArray[np.int64]:
 def encode_batch(batch: ChunkBatch, header: BatchHeader) -> list[Buffer]:
     """Frames of a BATCH message; the batch's arrays are not copied when they are large.
 
-    Raises `EncodeError` for what may not go on the wire: see `encode`; besides, infos that are too large or no JSON.
+    Raises `EncodeError` for what may not go on the wire: see `encode`; besides, infos that are no JSON, and
+    `InfosTooLargeError`.
     """
     if reserved := [name for name in batch.columns if name.startswith("_")]:
         raise EncodeError(f"column {reserved[0]!r}: names that begin with an underscore are the codec's own")
@@ -271,10 +272,7 @@ def _dump_infos(infos: Infos) -> bytes:
             f"an info cannot be written as JSON: {error}; drop the value in the env, or set infos = 'none'"
         ) from error
     if len(written) > DEFAULT_CAPS.infos_bytes:
-        raise EncodeError(
-            f"a batch's infos have {len(written)} bytes of JSON; {DEFAULT_CAPS.infos_bytes} are allowed; "
-            "shorten rollout_fragment_length, drop values in the env, or set infos = 'none'"
-        )
+        raise InfosTooLargeError(len(written), DEFAULT_CAPS.infos_bytes)
     return written
 
 

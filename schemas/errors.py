@@ -26,6 +26,7 @@
     ├── WireError               bytes or messages that break the protocol
     │   ├── DecodeError             a message that is not a valid Headrace message
     │   └── EncodeError             something that must not or cannot go on the wire
+    │       └── InfosTooLargeError      the infos of one batch
     ├── RefusedError            the broker refused this peer
     │   ├── WrongFleetError         the peer belongs to another fleet
     │   ├── VersionMismatchError    the peer speaks another protocol version
@@ -311,6 +312,18 @@ class DecodeError(WireError):
 
 class EncodeError(WireError):
     """Something that must not or cannot go on the wire."""
+
+
+class InfosTooLargeError(EncodeError):
+    """A batch's infos are `nbytes` bytes of JSON, and no more than `limit` go into one message."""
+
+    def __init__(self, nbytes: int, limit: int) -> None:
+        self.nbytes = nbytes
+        self.limit = limit
+        super().__init__(
+            f"a batch's infos have {nbytes} bytes of JSON; {limit} are allowed; "
+            "shorten rollout_fragment_length, drop values in the env, or set infos = 'none'"
+        )
 
 
 class RefusedError(HeadraceError):

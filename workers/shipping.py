@@ -1,20 +1,24 @@
 """From what a runner cut to numbered batches in the session's hands, with the books true at every moment.
 
-A cut gives one batch for each module. They get their numbers one after another, and each carries the totals of its own
-moment: what of the same cut waits for its number still counts as open. So the books balance whichever of them was the
-last, and a kill between two of them is measured rightly.
+A cut gives one batch for each module, or several where one message has no room for its infos. They get their numbers
+one after another, and each carries the totals of its own moment: what of the same cut waits for its number still counts
+as open. So the books balance whichever of them was the last, and a kill between two of them is measured rightly.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
 
 from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.errors import InfosTooLargeError
 from headrace.schemas.ledger import Count, Drop, WorkerTotals, plus
 from headrace.schemas.messages import HeldBatch
 from headrace.schemas.recorder import Recorder
-from headrace.schemas.wire import Buffer
 from headrace.workers.multi_agent.batches import ModuleBatches
 from headrace.workers.session import WorkerSession
 from headrace.workers.totals import RunnerTotals
@@ -52,19 +56,24 @@ class Shipper:
         self._by_module: dict[str, int] = {}
         self._dropped: dict[str, Count] = {}
         self._oversize = 0
+        self._episodes: Episodes = []
+        """Ended, and told in no batch yet."""
 
     def ship(self, cut: Cut) -> None:
         """Hand all batches of a cut to the session; the first of them tells which episodes ended in it.
 
-        A batch of no chunks is none. Raises `EncodeError` for one that must not go on the wire.
+        A batch of no chunks is none. Raises `EncodeError` for one that must not go on the wire; but a chunk whose infos
+        are more than a message takes is dropped by name.
         """
-        batches = _batches_of(cut)
-        unsent = sum(batch.steps for batch in batches)
-        for batch in batches:
-            unsent -= batch.steps
-            self._ship(batch, unsent)
-        if not batches:
+        waiting = deque(_batches_of(cut))
+        if not waiting:
             self.record()
+        while waiting:
+            batch = waiting.popleft()
+            try:
+                self._ship(batch, unsent=sum(other.steps for other in waiting))
+            except InfosTooLargeError:
+                waiting.extendleft(reversed(_halves(batch)))  # so that only those are lost who alone are too large
 
     def drop(self, cut: Cut, reason: Drop) -> None:
         """Count a cut that is to get no number."""
@@ -87,32 +96,41 @@ class Shipper:
         shipped = plus(self._shipped, (batch.steps, len(batch)))
         by_module = {**self._by_module, module_id: self._by_module.get(module_id, 0) + batch.steps}
         totals = self._totals(seq, shipped, by_module, unsent)
-        frames = encode_batch(batch, self._header(batch, seq, totals))
         held = HeldBatch(seq=seq, steps=batch.steps, chunks=len(batch))
-        self._shipped, self._by_module = shipped, by_module
+        shipment = self._shipment(batch, held, totals)
+        self._shipped, self._by_module, self._episodes = shipped, by_module, []
         self._recorder.totals(totals, held)
-        self._session.submit(self._shipment(held, frames, totals))
+        self._session.submit(shipment)
 
-    def _shipment(self, held: HeldBatch, frames: list[Buffer], totals: WorkerTotals) -> Shipment:
-        """The batch, or, when it is larger than the broker takes, only its counts: the learner is told of the gap."""
+    def _shipment(self, batch: ChunkBatch, held: HeldBatch, totals: WorkerTotals) -> Shipment:
+        """The batch, or, when it is larger than the broker takes, only its counts: the learner is told of the gap.
+
+        Likewise for a chunk alone whose infos are too large; of several that raises `InfosTooLargeError`.
+        """
+        try:
+            frames = encode_batch(batch, self._header(batch, held.seq, totals))
+        except InfosTooLargeError as error:
+            if len(batch) > 1:
+                raise
+            env = f"env {int(batch.table['env_index'][0])}"
+            return self._oversized(f"{env}, in {held.steps} steps in a row: {error}", held, totals)
         nbytes = sum(len(frame) for frame in frames)
         welcome = self._session.welcome
         limit = welcome.max_batch_bytes if welcome else nbytes
         if nbytes <= limit:
             return Shipment(held, nbytes, frames, totals)
+        advice = "lower sampling.rollout_fragment_length or num_envs, or raise the limit"
+        what = f"a batch of {nbytes} bytes exceeds broker.max_batch_bytes = {limit}; {advice}"
+        return self._oversized(what, held, totals)
+
+    def _oversized(self, what: str, held: HeldBatch, totals: WorkerTotals) -> Shipment:
         self._oversize += 1
         if self._oversize & (self._oversize - 1) == 0:  # the first, second, fourth, ...: it may concern every batch
-            log.error(
-                "a batch of %d bytes exceeds broker.max_batch_bytes = %d: %d steps dropped (batch number %d to be); "
-                "lower sampling.rollout_fragment_length or num_envs, or raise the limit",
-                nbytes,
-                limit,
-                held.steps,
-                self._oversize,
-            )
+            log.error("%s: %d steps dropped (batch number %d to be)", what, held.steps, self._oversize)
         return Shipment(held, 0, None, totals, Drop.OVERSIZE)
 
     def _header(self, batch: ChunkBatch, seq: int, totals: WorkerTotals) -> BatchHeader:
+        self._episodes += self._take_episodes()
         return BatchHeader(
             fleet_id=self._fleet_id,
             slot=self._session.slot or 0,
@@ -126,7 +144,7 @@ class Shipper:
             agents=list(batch.agents),
             modules=list(batch.modules),
             reasons=list(batch.reasons),
-            episodes=self._take_episodes(),
+            episodes=self._episodes,
             totals=totals,
         )
 
@@ -151,3 +169,9 @@ class Shipper:
 def _batches_of(cut: Cut) -> list[ChunkBatch]:
     batches = [cut] if isinstance(cut, ChunkBatch) else list(cut.batches.values())
     return [batch for batch in batches if len(batch)]
+
+
+def _halves(batch: ChunkBatch) -> list[ChunkBatch]:
+    """The first chunks, with what connectors learnt, and the others; in order, and each with its own infos."""
+    first = np.arange(len(batch)) < len(batch) // 2
+    return [batch.select(first), replace(batch.select(~first), connector_update={})]
