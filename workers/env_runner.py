@@ -168,6 +168,7 @@ class EnvRunner(RunnerState, Generic[Batch]):
         besides is dropped. External envs, which nobody can reset, go on instead, and what they have begun stays open.
         Without a size, `config.batch_mode` decides.
         Episodes left behind, of which a part was given out before, are told by an ABORTED chunk of no steps, last.
+        While all envs are down it waits in the caller's thread, as long as their budget of failures lets them come back.
 
         Raises `SampleSizeError` for a size that makes no sense, `EnvRestartBudgetError` when an env failed too often,
         `ExternalSilenceError` when nobody drives external envs, `ModuleError` when the policy fails,

@@ -42,8 +42,8 @@ BUILD_SILENCE_S = 300.0
 """How long a worker may be silent while it builds its envs."""
 
 _SAY_WAITING_S = 10.0
-_LAST_STEP_S = 1.0
-"""How long a worker that is told to stop still waits for envs."""
+_LAST_FRAGMENT_S = 1.0
+"""How long a worker that is told to stop goes on with the fragment that it is at, or waits for envs."""
 
 
 def run_worker(
@@ -75,7 +75,7 @@ def run_worker(
 
 
 class StoppedError(HeadraceError):
-    """The worker was told to stop while it waited for envs."""
+    """The worker was told to stop before it had a fragment."""
 
 
 class Worker:
@@ -110,7 +110,7 @@ class Worker:
         """As the recorder has it."""
         self._next_pump = 0.0
         self._leave_at = math.inf
-        """When to wait no longer for any env, in monotonic seconds."""
+        """When to go on with no fragment any longer, in monotonic seconds."""
 
     # -- joining ------------------------------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class Worker:
         return self.session.has_room(self._batches_a_cut)
 
     def sample(self, stopping: threading.Event) -> Cut:
-        """One fragment with the newest weights; less of one when it is stopped and its envs keep it waiting."""
+        """One fragment with the newest weights; less of one when it is stopped and that takes its time."""
         self._apply_weights()
         try:
             return self._sample(stopping)
@@ -198,7 +198,7 @@ class Worker:
         at_random = self._runner.weights_version == (0, 0)
         cut: Cut
         try:
-            cut = self._runner.sample_fragment(self._between_polls, at_random, lambda: self._while_waiting(stopping))
+            cut = self._runner.sample_fragment(lambda: self._between_polls(stopping), at_random)
         except StoppedError as stopped:
             log.info("%s; leaving with what it has", stopped)
             cut = self._runner.cut_fragment()
@@ -212,8 +212,12 @@ class Worker:
             for chunk in cut:
                 self._runner.callbacks.call("on_chunk_sent", chunk=chunk)
 
-    def _between_polls(self) -> None:
-        """The runner calls this after every poll of the envs: record, and now and then look at the sockets."""
+    def _between_polls(self, stopping: threading.Event) -> None:
+        """The runner calls this after every poll, and while it waits for envs: record, and now and then look around.
+
+        Raises `StoppedError` where the fragment is not full soon after the worker was stopped: envs that fail, or are
+        waited for, may take for ever, and whole episodes as long as they like.
+        """
         self._shipper.step()
         now = time.monotonic()
         if now >= self._next_pump or self.weights.pulling:
@@ -221,6 +225,10 @@ class Worker:
             self._pump()
             self._apply_weights()
             self._ship_of_clients()
+            if stopping.is_set():
+                self._leave_at = min(self._leave_at, now + _LAST_FRAGMENT_S)
+                if now >= self._leave_at:
+                    raise StoppedError("stopped in the midst of a fragment")
 
     def _ship_of_clients(self) -> None:
         """What clients have cut, as far as there is room for it beside the runner's own."""
@@ -236,14 +244,6 @@ class Worker:
         if delivery.batch is not None:
             self._shipper.ship(delivery.batch)
         delivery.done()
-
-    def _while_waiting(self, stopping: threading.Event) -> None:
-        """Likewise while envs are waited for, which may take for ever where they are on other hosts."""
-        self._between_polls()
-        if stopping.is_set():
-            self._leave_at = min(self._leave_at, time.monotonic() + _LAST_STEP_S)
-            if time.monotonic() >= self._leave_at:
-                raise StoppedError("stopped while it waited for envs")
 
     def _apply_weights(self) -> bool:
         """Put the newest weights gathered into use; whether any are in use."""

@@ -81,7 +81,7 @@ class Lanes(Roster):
             attempt, attempts = lane.budget.in_a_row, self._config.env_restart_attempts
             failure.report(wait, attempt, attempts, with_traceback=lane.failures == 1)
             lane.due_at = now + wait
-            if wait <= 0:
+            if self._is_mended_at_once(lane, wait):
                 self._rebuild(lane)
 
     def revive(self) -> None:

@@ -166,6 +166,13 @@ class Roster(ABC):
         lane.due_at = now + wait
         return wait
 
+    def _is_mended_at_once(self, lane: Lane, wait_s: float) -> bool:
+        """Whether what failed in `lane` is to be built anew now, and not by the next `revive`.
+
+        Only once: between two calls of `revive` whoever is to stop can stop, however long the env goes on failing.
+        """
+        return wait_s <= 0 and lane.budget.in_a_row <= 1
+
     def _context(self, index: int, *, recreated: bool) -> EnvContext:
         return context_of(self._config, self._worker_index, index, self._seeds, recreated=recreated)
 

@@ -133,7 +133,7 @@ class WholeExternal(Roster):
         first = failures[0]
         first.discarded = sum(failure.discarded for failure in failures)
         self._take_down()
-        if self._charge_whole(first) <= 0:
+        if self._is_mended_at_once(self.lanes[0], self._charge_whole(first)):
             self._build_anew()
 
     def revive(self) -> None:

@@ -116,7 +116,7 @@ class WholeVector(Roster):
             self._take_down()
             for column in self.observations.columns.values():
                 column[...] = 0
-            if self._charge_whole(first) <= 0:
+            if self._is_mended_at_once(self.lanes[0], self._charge_whole(first)):
                 self._rebuild()
 
     def revive(self) -> None:

@@ -1,0 +1,88 @@
+"""A worker whose envs give nothing, now or ever, goes on trying; told to stop it leaves soon, with its books closed."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parties import BrokerThread, until
+from test_worker import AT_RANDOM, WorkerThread, closed_row
+
+from headrace.schemas.errors import EnvRestartBudgetError
+from headrace.schemas.recorder import read_recorder
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+
+ENDLESS = 1_000_000
+STORM: dict[str, Any] = {
+    "env": "stormy_envs:Stormy",
+    "num_envs": 2,
+    "env_restart_attempts": ENDLESS,
+    "max_env_restarts_per_window": ENDLESS,
+}
+WHOLE = {"batch_mode": "complete_episodes"}
+
+
+@pytest.mark.parametrize(
+    ("fails", "settings"),
+    [
+        ("construction", {"env_restart_backoff_s": 0.0}),
+        ("reset", {"env_restart_backoff_s": 0.0}),
+        ("reset", {"env_restart_backoff_s": 5.0}),
+        ("reset", {"env_placement": "process", "env_restart_backoff_s": 0.0}),
+        ("step", {"env_restart_backoff_s": 0.0, **WHOLE}),
+        (None, WHOLE),
+    ],
+    ids=["never built again", "never reset", "long waits", "in processes", "never stepped", "episodes without an end"],
+)
+def test_a_worker_that_will_never_have_a_fragment_leaves_when_it_is_told_to(
+    fails: str | None,
+    settings: dict[str, Any],
+    broker: BrokerThread,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sections = {**AT_RANDOM, "sampling": {**STORM, "env_config": {"fails": fails}, **settings}}
+    with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections) as worker:
+        until(lambda: _works_in_vain(caplog, tmp_path / "worker-0-1.rec"), "work in vain")
+        worker.stopping.set()
+        until(lambda: not worker.is_alive, "its end")
+        row = closed_row(broker)
+    assert worker.error is None
+    assert row.totals.open == 0
+    assert row.totals.stepped == sum(row.totals.discarded.values())
+
+
+def _works_in_vain(caplog: pytest.LogCaptureFixture, recorder: Path) -> bool:
+    reading = read_recorder(recorder)
+    stepped = reading.totals.stepped if reading is not None else 0
+    return stepped > 100 or any("(attempt 2 of" in record.getMessage() for record in list(caplog.records))
+
+
+def test_sample_waits_for_envs_that_are_all_down_until_their_budget_of_failures_is_spent() -> None:
+    config = EnvRunnerConfig(
+        env="stormy_envs:Stormy", num_envs=2, env_config={"fails": "reset"}, env_restart_attempts=4,
+        env_restart_backoff_s=0.01,
+    )  # fmt: skip
+    with SingleAgentEnvRunner(config) as runner, pytest.raises(EnvRestartBudgetError, match="env_restart_attempts"):
+        runner.sample(num_timesteps=8, random_actions=True)
+
+
+class EnoughError(Exception):
+    """Who waits has had enough."""
+
+
+def test_whoever_calls_sample_fragment_may_break_off_the_wait_for_envs_that_are_all_down() -> None:
+    looks = itertools.count()
+
+    def look() -> None:
+        if next(looks) > 5:
+            raise EnoughError
+
+    config = EnvRunnerConfig(**STORM, env_config={"fails": "reset"}, env_restart_backoff_s=0.0)
+    with SingleAgentEnvRunner(config) as runner:
+        with pytest.raises(EnoughError):
+            runner.sample_fragment(look, random_actions=True)
+        assert len(runner.cut_fragment()) == 0
