@@ -21,15 +21,13 @@ from headrace.workers.connectors.vector_connectors import join_states, split_sta
 from headrace.workers.env_runner import EnvRunner, no_module_error
 from headrace.workers.envs.actions import RandomActions
 from headrace.workers.envs.lane import Lane
-from headrace.workers.envs.native.partial import PartialVector
-from headrace.workers.envs.opening import open_envs, open_ready_envs
 from headrace.workers.episode_view import EpisodeView
 from headrace.workers.external.sampler import ExternalSampler
-from headrace.workers.external.vector import ExternalVector
 from headrace.workers.module_weights import check_weights, read_weights, write_weights
 from headrace.workers.modules.acting import Actor, BlockActor, Columns
 from headrace.workers.modules.protocol import build_module
 from headrace.workers.multi_agent.noise import SeatNoise
+from headrace.workers.opening import open_sampler
 from headrace.workers.random_streams import (
     LaneNoise,
     check_lanes,
@@ -80,26 +78,16 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
 
     def _make_envs(self) -> None:
         if self._sampler is None:
-            self._sampler = self._make_sampler()
+            parts = self.config, self.worker_index, self._seeds, self.totals
+            self._sampler = open_sampler(*parts, self._id_high, self.callbacks, self._on_wait_for_hosts)
+            if isinstance(self._sampler, ExternalSampler):
+                self._sampler.envs.read_version = lambda: self.weights_version
         else:
             self._sampler.rebuild(self.config)
         self._random = RandomActions(self.spaces.action)
         self._random_noise = self._noise_of(self._seeds.random_actions, self._random.noise_size, "uniform")
         if self.module is not None:
             self._make_actor(self.module)
-
-    def _make_sampler(self) -> VectorSampler:
-        parts = self.config, self.worker_index, self._seeds, self.totals, self.callbacks
-        if self.config.steps_the_ready:
-            ready = open_ready_envs(*parts, self._on_wait_for_hosts)
-            return ReadySampler(self.config, ready, self.totals, self._id_high, self.callbacks)
-        envs = open_envs(*parts, self._on_wait_for_hosts)
-        if isinstance(envs, PartialVector):  # which only its creator knew
-            return ReadySampler(self.config, envs, self.totals, self._id_high, self.callbacks)
-        if isinstance(envs, ExternalVector):
-            envs.read_version = lambda: self.weights_version
-            return ExternalSampler(self.config, envs, self.totals, self._id_high, self.callbacks)
-        return VectorSampler(self.config, envs, self.totals, self._id_high, self.callbacks)
 
     def _noise_of(self, streams: Sequence[np.random.Generator], size: int, kind: NoiseKind) -> LaneNoise:
         if not isinstance(self._sampler, ReadySampler):
