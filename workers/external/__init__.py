@@ -4,6 +4,6 @@ from headrace.workers.external.agent_episodes import ExternalAgentEpisodes
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.calls import Answer
 from headrace.workers.external.env import ExternalEnv
-from headrace.workers.external.episodes import ExternalEpisodes
+from headrace.workers.external.solo_episodes import ExternalEpisodes
 
 __all__ = ["Answer", "ExternalAgentEpisodes", "ExternalEnv", "ExternalEpisodes", "ExternalMultiAgentEnv"]

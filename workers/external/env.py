@@ -6,8 +6,8 @@ from typing import Any
 
 import gymnasium as gym
 
-from headrace.workers.external.episodes import ExternalEpisodes
 from headrace.workers.external.self_driven import SelfDrivenEnv
+from headrace.workers.external.solo_episodes import ExternalEpisodes
 
 
 class ExternalEnv(SelfDrivenEnv[ExternalEpisodes]):

@@ -17,8 +17,8 @@ from headrace.workers.envs.spaces import spaces_of
 from headrace.workers.envs.stepping import Outcome
 from headrace.workers.external.calls import Answer, Call, Row, SoloCall
 from headrace.workers.external.env import ExternalEnv
-from headrace.workers.external.episodes import ExternalEpisodes
 from headrace.workers.external.lanes import ExternalLanes, keep
+from headrace.workers.external.solo_episodes import ExternalEpisodes
 
 
 @dataclass(slots=True, eq=False)

@@ -11,8 +11,9 @@ from headrace.schemas.spaces import column_dtype, leaf_shape, leaves
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.process.contract import EnvPool
+from headrace.workers.envs.process.elsewhere import ElsewhereVector
 from headrace.workers.envs.process.stand_in import elsewhere_error
-from headrace.workers.envs.process.vector import ElsewhereVector, ProcessVector
+from headrace.workers.envs.process.vector import ProcessVector
 from headrace.workers.envs.remote.vector import RemoteVector
 from headrace.workers.envs.spaces import to_gym
 from headrace.workers.envs.stepping import Outcome

@@ -16,7 +16,8 @@ from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.process.answers import Answers
-from headrace.workers.envs.process.vector import ElsewhereVector, ProcessVector
+from headrace.workers.envs.process.elsewhere import ElsewhereVector
+from headrace.workers.envs.process.vector import ProcessVector
 from headrace.workers.envs.roster import WAIT_SLICE_S
 from headrace.workers.envs.stepping import Outcome
 

@@ -24,7 +24,6 @@ from headrace.schemas.messages import Fenced, Message, Reject, read
 from headrace.schemas.spaces import Spaces, spaces_from_json
 from headrace.schemas.wire import Buffer, MessageKind, WireMessage, decode
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.process.answers import Answers
 from headrace.workers.envs.process.control import Command
 from headrace.workers.envs.process.placement import SeedFor
@@ -32,6 +31,7 @@ from headrace.workers.envs.remote.absence import Absence
 from headrace.workers.envs.remote.columns import RemoteColumns
 from headrace.workers.envs.remote.door import Door
 from headrace.workers.envs.remote.exchange import orders_to, take_in
+from headrace.workers.envs.remote.lodgings import Lodgings
 from headrace.workers.envs.remote.peer import EnvHostPeer
 from headrace.workers.envs.remote.wanted import problem_of
 
@@ -65,15 +65,8 @@ class RemotePool:
         self.width = config.num_envs
         self._config = config
         self._worker_index = worker_index
-        self._seed_for = seed_for
         self._door = door
-        self._hosts: dict[str, EnvHostPeer] = {}
-        """By life, in the order in which they came."""
-        self._gone: list[tuple[EnvHostPeer, str]] = []
-        """Lost, and why; their lanes are not told of it yet."""
-        self._homes: list[tuple[EnvHostPeer, int] | None] = [None] * self.width
-        self._wanting = dict.fromkeys(range(self.width), Command.BUILD)
-        """Lanes that wait for a place, and what they are to do there."""
+        self._lodgings = Lodgings(self.width, seed_for)
         self._interval_s = min(config.env_hosts_lease_s / 10, 1.0)
         self._polled_at = self._judge_at = time.monotonic()
         self._columns: RemoteColumns | None = None
@@ -85,7 +78,7 @@ class RemotePool:
             raise
 
     def _await_first(self, on_wait: Callable[[], None] | None) -> None:
-        while self._columns is None or len(self._wanting) == self.width or any(h.is_busy for h in self._hosts.values()):
+        while self._columns is None or self._lodgings.is_vacant or self._lodgings.has_orders:
             for failure in self.poll(_SLICE_S).failures:
                 if not isinstance(failure.error, EnvHostLostError):
                     message = f"env {failure.lane} could not be built on its host: {failure.error}"
@@ -129,11 +122,11 @@ class RemotePool:
     @property
     def hosts(self) -> list[str]:
         """Those that are here, spare ones too, by name."""
-        return [host.name for host in self._hosts.values()]
+        return [host.name for host in self._lodgings.hosts.values()]
 
     def has_env(self, lane: int) -> bool:
         """Whether the lane could be built by now; the others answer in `built` one day, without being asked."""
-        return self._homes[lane] is not None
+        return self._lodgings.has_home(lane)
 
     def send_actions(
         self,
@@ -145,29 +138,21 @@ class RemotePool:
         """See `EnvProcessPool`. A row stands until its lane has answered: it may have to be sent again."""
         self._arrays.write_actions(lanes, columns, root)
         for lane in range(self.width) if lanes is None else lanes:
-            self._ask(lane, Command.STEP, next_seeds.get(lane, NO_SEED) if next_seeds else NO_SEED)
+            self._lodgings.ask(lane, Command.STEP, next_seeds.get(lane, NO_SEED) if next_seeds else NO_SEED)
         self._flush()
 
     def try_reset(self, lane: int, seed: int) -> None:
         """Have the lane reset its env. It answers in `Answers.began`, or with a failure."""
-        self._ask(lane, Command.RESET, seed)
+        self._lodgings.ask(lane, Command.RESET, seed)
 
     def try_restart(self, lane: int) -> None:
         """Have the lane's env built anew, on whatever host has a place. It answers in `built`, or with a failure."""
-        if self._homes[lane] is None:
-            self._wanting[lane] = Command.REBUILD
-        else:
-            self._ask(lane, Command.REBUILD, self._seed_for(lane, True))
+        self._lodgings.restart(lane)
 
     def begin(self, lanes: Sequence[int]) -> None:
         """What these lanes see is now the first observation of their next episode."""
         for name, column in self.observations.items():
             column[lanes] = self.first[name][lanes]
-
-    def _ask(self, lane: int, command: Command, seed: int) -> None:
-        home = self._homes[lane]
-        assert home is not None, "a lane that has failed is restarted before it is reset or stepped"
-        home[0].ask(home[1], command, seed)
 
     # -- what they answer ---------------------------------------------------------------------------------------------
 
@@ -181,24 +166,24 @@ class RemotePool:
         if now - self._polled_at > self._interval_s:  # nobody has listened; what was said meanwhile may still come in
             self._judge_at = now + self._interval_s
         while True:
-            self._settle_in()
+            self._lodgings.settle_in()
             self._flush()
-            busy = bool(self._wanting or self._gone) or any(host.is_busy for host in self._hosts.values())
+            busy = self._lodgings.is_busy
             self._listen(answers, min(until, now + self._interval_s) - now if busy else 0.0)
             self._polled_at = now = time.monotonic()
             if answers:
                 until = min(until, now + batch_wait_s)
-                busy = any(host.is_awaited for host in self._hosts.values())
-            elif not self._gone:
-                self._absence.look(bool(self._hosts), now)
+                busy = self._lodgings.is_awaited
+            elif not self._lodgings.has_losses:
+                self._absence.look(bool(self._lodgings.hosts), now)
             if not busy or now >= until:
-                self._settle_in()
+                self._lodgings.settle_in()
                 self._flush()
                 return answers
 
     def _listen(self, answers: Answers, timeout_s: float) -> None:
-        if not answers and self._gone:  # else the next round tells of it: no lane answers and is lost in one breath
-            self._bury(answers)
+        if not answers and self._lodgings.has_losses:  # else the next round tells: no lane answers and is lost at once
+            answers.failures += self._lodgings.bury()
             return
         for route, frames in self._door.receive() if self._door.wait(timeout_s) else ():
             try:
@@ -209,15 +194,15 @@ class RemotePool:
                 self._say(route, Reject(code=error.reason, detail=str(error), fatal=fatal))
         now = time.monotonic()
         if now >= self._judge_at:
-            for host in list(self._hosts.values()):
+            for host in list(self._lodgings.hosts.values()):
                 if now - host.heard_at > self._config.env_hosts_lease_s:
-                    self._part(host, f"has been silent for {now - host.heard_at:.1f} s")
+                    self._lodgings.part(host, f"has been silent for {now - host.heard_at:.1f} s")
 
     def _take(self, route: bytes, message: WireMessage, answers: Answers) -> None:
         if message.kind is MessageKind.HELLO:
             self._greet(route, read(EnvHostHello, message.header))
             return
-        host = self._hosts.get(str(message.header.get("life")))
+        host = self._lodgings.hosts.get(str(message.header.get("life")))
         if host is None:
             if message.kind is not MessageKind.BYE:
                 self._say(route, Fenced(detail="this life of the env host is over, or was begun with another worker"))
@@ -234,14 +219,14 @@ class RemotePool:
                 try:
                     take_in(host, read(EnvAnswers, message.header), message.arrays, self._arrays, answers)
                 except DecodeError as error:
-                    self._part(host, f"was refused: {error}")
+                    self._lodgings.part(host, f"was refused: {error}")
                     raise
             case MessageKind.BYE:
-                self._part(host, f"has left ({read(EnvHostBye, message.header).reason})")
+                self._lodgings.part(host, f"has left ({read(EnvHostBye, message.header).reason})")
 
     def _greet(self, route: bytes, hello: EnvHostHello) -> None:
         """A host begins a life, or its welcome was lost. It is refused unless its spaces are those of the first."""
-        host = self._hosts.get(hello.life)
+        host = self._lodgings.hosts.get(hello.life)
         if host is not None:
             host.hear(route, time.monotonic())
         else:
@@ -252,7 +237,7 @@ class RemotePool:
                 return
             if self._columns is None:
                 self.spaces, self._columns = spaces, RemoteColumns(spaces, self.width)
-            host = self._hosts[hello.life] = EnvHostPeer(hello, route, time.monotonic())
+            host = self._lodgings.hosts[hello.life] = EnvHostPeer(hello, route, time.monotonic())
             log.info("env host %s has come", host.name)
         config = self._config
         self._say(
@@ -266,38 +251,11 @@ class RemotePool:
             ),
         )
 
-    # -- hosts that come and go ---------------------------------------------------------------------------------------
-
-    def _settle_in(self) -> None:
-        """Give lanes that wait a place, as far as there are any."""
-        for lane in sorted(self._wanting) if self._hosts else ():
-            home = next(((h, place) for h in self._hosts.values() if (place := h.free_place()) is not None), None)
-            if home is None:
-                return
-            host, place = self._homes[lane] = home
-            host.lanes[place] = lane
-            command = self._wanting.pop(lane)
-            host.ask(place, command, self._seed_for(lane, command is Command.REBUILD))
-
-    def _part(self, host: EnvHostPeer, reason: str) -> None:
-        """From now on it is not known here; whatever it still says belongs to a life that is over."""
-        log.warning("env host %s %s; it held envs %s", host.name, reason, [n for n in host.lanes if n is not None])
-        del self._hosts[host.life]
-        self._gone.append((host, reason))
-
-    def _bury(self, answers: Answers) -> None:
-        for host, reason in self._gone:
-            for place, lane in enumerate(host.lanes):
-                if lane is not None:
-                    order = host.under_way.get(place)
-                    at = order.command.name.lower() if order is not None else "no call of its own"
-                    self._homes[lane] = None
-                    answers.failures.append(Failure(lane, EnvHostLostError(host.name, reason), at=at))
-        self._gone.clear()
+    # -- what they are told -------------------------------------------------------------------------------------------
 
     def _flush(self) -> None:
         now = time.monotonic()
-        for host in self._hosts.values():
+        for host in self._lodgings.hosts.values():
             self._send_orders(host, host.take_due(now))
 
     def _send_orders(self, host: EnvHostPeer, places: Sequence[int]) -> None:
@@ -314,7 +272,7 @@ class RemotePool:
 
     def stop(self) -> None:
         """Let all hosts go; they close their envs themselves. May be called twice."""
-        for host in self._hosts.values():
+        for host in self._lodgings.hosts.values():
             self._say(host.route, Fenced(detail="the worker has stopped, or begins anew"))
-        self._hosts.clear()
+        self._lodgings.hosts.clear()
         self._door.close()

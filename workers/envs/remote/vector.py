@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 from headrace.schemas.errors import ConfigError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.process.contract import EnvPool
+from headrace.workers.envs.process.elsewhere import ElsewhereVector
 from headrace.workers.envs.process.ready import ReadyVector
-from headrace.workers.envs.process.vector import ElsewhereVector
 from headrace.workers.envs.remote.door import Door, DoorSettings, env_port_keys
 from headrace.workers.envs.remote.pool import RemotePool
 

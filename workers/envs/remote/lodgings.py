@@ -1,0 +1,100 @@
+"""Which hosts are here, and on which of their places each lane's env lives. Does no I/O."""
+
+from __future__ import annotations
+
+import logging
+
+from headrace.schemas.errors import EnvHostLostError
+from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.process.control import Command
+from headrace.workers.envs.process.placement import SeedFor
+from headrace.workers.envs.remote.peer import EnvHostPeer
+
+log = logging.getLogger(__name__)
+
+
+class Lodgings:
+    """`width` lanes, each with a place, or waiting for one that a host who comes may have."""
+
+    def __init__(self, width: int, seed_for: SeedFor) -> None:
+        self.width = width
+        self.hosts: dict[str, EnvHostPeer] = {}
+        """By life, in the order in which they came."""
+        self._seed_for = seed_for
+        self._gone: list[tuple[EnvHostPeer, str]] = []
+        """Lost, and why; their lanes are not told of it yet."""
+        self._homes: list[tuple[EnvHostPeer, int] | None] = [None] * width
+        self._wanting = dict.fromkeys(range(width), Command.BUILD)
+        """Lanes that wait for a place, and what they are to do there."""
+
+    def has_home(self, lane: int) -> bool:
+        """Whether the lane has a place."""
+        return self._homes[lane] is not None
+
+    @property
+    def is_vacant(self) -> bool:
+        """Whether every lane waits for a place."""
+        return len(self._wanting) == self.width
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether `bury` has something to tell."""
+        return bool(self._gone)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an answer is to come, a place is wanted, or a loss is to be told."""
+        return bool(self._wanting or self._gone) or self.has_orders
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether a host has an answer to give."""
+        return any(host.is_busy for host in self.hosts.values())
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether one has to a step or a reset."""
+        return any(host.is_awaited for host in self.hosts.values())
+
+    def ask(self, lane: int, command: Command, seed: int) -> None:
+        """Have the lane's place do this."""
+        home = self._homes[lane]
+        assert home is not None, "a lane that has failed is restarted before it is reset or stepped"
+        home[0].ask(home[1], command, seed)
+
+    def restart(self, lane: int) -> None:
+        """Have the lane's env built anew, where it is or wherever a place is free."""
+        if self.has_home(lane):
+            self.ask(lane, Command.REBUILD, self._seed_for(lane, True))
+        else:
+            self._wanting[lane] = Command.REBUILD
+
+    def settle_in(self) -> None:
+        """Give lanes that wait a place, as far as there are any."""
+        for lane in sorted(self._wanting) if self.hosts else ():
+            home = next(((h, place) for h in self.hosts.values() if (place := h.free_place()) is not None), None)
+            if home is None:
+                return
+            host, place = self._homes[lane] = home
+            host.lanes[place] = lane
+            command = self._wanting.pop(lane)
+            host.ask(place, command, self._seed_for(lane, command is Command.REBUILD))
+
+    def part(self, host: EnvHostPeer, reason: str) -> None:
+        """From now on it is not known here; whatever it still says belongs to a life that is over."""
+        log.warning("env host %s %s; it held envs %s", host.name, reason, [n for n in host.lanes if n is not None])
+        del self.hosts[host.life]
+        self._gone.append((host, reason))
+
+    def bury(self) -> list[Failure]:
+        """One failure for each lane that has lost its place since the last call."""
+        failures = []
+        for host, reason in self._gone:
+            for place, lane in enumerate(host.lanes):
+                if lane is not None:
+                    order = host.under_way.get(place)
+                    at = order.command.name.lower() if order is not None else "no call of its own"
+                    self._homes[lane] = None
+                    failures.append(Failure(lane, EnvHostLostError(host.name, reason), at=at))
+        self._gone.clear()
+        return failures

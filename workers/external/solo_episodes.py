@@ -1,0 +1,48 @@
+"""The table of open episodes of one agent, and what may be said of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.episode_errors import NoActionYetError
+from headrace.schemas.spaces import Spaces
+from headrace.workers.envs.checks import check_info
+from headrace.workers.external.calls import Call, OnAnswer, RowReader, SoloCall, SoloPlace
+from headrace.workers.external.episodes import EpisodeTable
+
+
+class ExternalEpisodes(EpisodeTable[SoloPlace]):
+    """Those of one agent, with these `spaces`, the env's own."""
+
+    def __init__(self, spaces: Spaces, capacity: int, *, check_bounds: bool = True, takes_logged: bool = True) -> None:
+        super().__init__(capacity, takes_logged=takes_logged)
+        self.spaces = spaces
+        self._observations = RowReader(spaces.observation, "obs", "observation", check_bounds=check_bounds)
+        self._actions = RowReader(spaces.action, "actions", "action", check_bounds=True)
+
+    def log_returns(self, episode_id: str, reward: float, info: dict[str, Any] | None = None) -> None:
+        """Add `reward` to what the last action has earned; `info`, if given, replaces that of this step.
+
+        Raises `EnvContractError` for a reward that is no finite number or an info that is no dict; `NoActionYetError`.
+        """
+        if info is not None:
+            check_info(info)
+        with self._lock:
+            place = self._find(episode_id)
+            if not place.has_acted:
+                raise NoActionYetError(episode_id)
+            place.earn(reward)
+            if info is not None:
+                place.info = dict(info)
+
+    def _new_place(self, lane: int, episode_id: str, training_enabled: bool) -> SoloPlace:
+        return SoloPlace(lane, episode_id, training_enabled)
+
+    def _new_call(
+        self, place: SoloPlace, observation: Any, on_answer: OnAnswer, action: tuple[Any] | None, end: ChunkEnd
+    ) -> Call:
+        row = self._observations.read(observation)
+        logged = self._actions.read(action[0]) if action is not None else None
+        earned, place.reward, info, place.info = place.reward, 0.0, place.info, {}
+        return SoloCall(place=place, on_answer=on_answer, info=info, end=end, row=row, reward=earned, logged=logged)
