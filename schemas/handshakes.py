@@ -34,21 +34,25 @@ def read_event(frames: Sequence[bytes]) -> tuple[int, int]:
 
 
 class Handshakes:
-    """Those of one client with the broker, or another `server`, at `endpoint`, which it showed `keys`."""
+    """Those of one client with the broker, or another `server`, at `endpoint`, which it showed `keys`.
 
-    def __init__(self, endpoint: str, keys: ClientKeys | None, server: str = BROKER) -> None:
+    `agreed`: it was let in there before, with the same keys.
+    """
+
+    def __init__(self, endpoint: str, keys: ClientKeys | None, server: str = BROKER, *, agreed: bool = False) -> None:
         self.endpoint = endpoint
         self.keys = keys
         self.server = server
         self.broken_off = 0
         """By the other side, one after another."""
+        self._agreed = agreed
 
     def observe(self, frames: Sequence[bytes]) -> None:
         """Take a message of the monitor. Raises `KeysRefusedError` when it says that no handshake can ever succeed:
         after such an event libzmq does not connect again."""
         event, value = read_event(frames)
         if event == SUCCEEDED:
-            self.broken_off = 0
+            self.broken_off, self._agreed = 0, True
         elif event == AUTH:
             raise self._refused(self._not_let_in())
         elif event == PROTOCOL and value == OTHER_MECHANISM:
@@ -60,8 +64,9 @@ class Handshakes:
 
     def why_silent(self, deadline_s: float) -> KeysRefusedError | UnreachableError:
         """The error for a broker that has not answered within `deadline_s`. A handshake broken off may be a broker that
-        has just died, or a tunnel to one that is not up yet, so only now they count as a refusal."""
-        if self.broken_off:
+        has just died, or a tunnel to one that is not up yet, so only now they count as a refusal; never from one that
+        has let this client in before."""
+        if self.broken_off and not self._agreed:
             return self._refused(self._breaks_off())
         return UnreachableError(self.server, self.endpoint, deadline_s)
 

@@ -80,6 +80,7 @@ class PolicyClient:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._max_message_bytes = _BEFORE_WELCOME_BYTES
+        self._let_in = False
         try:
             welcome = self._open(connect_timeout_s)
         except BaseException:
@@ -178,6 +179,11 @@ class PolicyClient:
         """
         return self._ask(kind, arrays, timeout_s=timeout_s, **fields)
 
+    @property
+    def max_message_bytes(self) -> int:
+        """The most that the server takes in one message, as it said last."""
+        return self._max_message_bytes
+
     def open_anew(self, timeout_s: float) -> None:
         """Open another session, of which nothing that was said in this one can become a part."""
         self.session, self._token = f"client-{secrets.token_hex(8)}", secrets.token_hex(16)
@@ -208,7 +214,7 @@ class PolicyClient:
         hello = ClientHello(session=self.session, token=self._token)
         welcome, _ = self._say(hello, timeout_s)
         assert isinstance(welcome, ClientWelcome)
-        self._max_message_bytes = welcome.max_message_bytes
+        self._let_in, self._max_message_bytes = True, welcome.max_message_bytes
         return welcome
 
     def _say(
@@ -222,7 +228,7 @@ class PolicyClient:
         with self._lock:
             connection = self._connections.pop() if self._connections else None
         if connection is None:
-            connection = Connection(self._context, self._endpoint, self._keys)
+            connection = Connection(self._context, self._endpoint, self._keys, agreed=self._let_in)
         try:
             yield connection
         finally:

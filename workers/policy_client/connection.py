@@ -31,15 +31,20 @@ _numbers = itertools.count(1)
 
 
 class Connection:
-    """DEALER to a policy server, reconnecting by itself. For one thread at a time; it ends with `context`."""
+    """DEALER to a policy server, reconnecting by itself. For one thread at a time; it ends with `context`.
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ClientKeys | None) -> None:
+    `agreed`: another connection there was let in before.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ClientKeys | None, *, agreed: bool
+    ) -> None:
         self._endpoint = endpoint
         self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         options = sockets.DEALER | {"MAXMSGSIZE": DEFAULT_CAPS.payload_bytes} | (keys.options() if keys else {})
         for name, value in options.items():
             self._socket.setsockopt(getattr(zmq, name), value)
-        self._handshakes = Handshakes(endpoint, keys, SERVER)
+        self._handshakes = Handshakes(endpoint, keys, SERVER, agreed=agreed)
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(CLIENT_EVENTS)
         self._socket.connect(endpoint)
         self._poller = zmq.Poller()

@@ -1,0 +1,44 @@
+"""Who breaks off a handshake after it has let a client in has died, and does not refuse its keys."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from served import Served
+
+from headrace.schemas.errors import KeysRefusedError, UnreachableError
+from headrace.schemas.serving_messages import ClientHeartbeat
+from headrace.workers.policy_client import PolicyClient
+
+
+@contextmanager
+def breaking_off(port: int) -> Iterator[None]:
+    """Takes connections at `port`, and closes each."""
+    with socket.create_server(("127.0.0.1", port)) as listener:
+
+        def run() -> None:
+            while True:
+                try:
+                    listener.accept()[0].close()
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        yield
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_a_server_that_never_let_anybody_in_refuses_keys_and_one_that_did_is_away(free_port: int) -> None:
+    with breaking_off(free_port), pytest.raises(KeysRefusedError, match="asks for keys"):
+        PolicyClient(f"tcp://127.0.0.1:{free_port}", connect_timeout_s=1.0)
+    with Served(port=free_port) as served:
+        client = PolicyClient(served.endpoint)
+    with breaking_off(free_port), pytest.raises(UnreachableError, match="no policy server answers"):
+        client.ask(ClientHeartbeat, timeout_s=1.0)
+    client.close()
