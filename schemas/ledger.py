@@ -50,6 +50,9 @@ class Discard(StrEnum):
     """Whoever drove an external episode is gone."""
     TRAINING_DISABLED = "training_disabled"
     """Steps of external episodes that were not to be trained on."""
+    UNSHIPPED = "unshipped"
+    """Steps of a client that acts by itself, which it could not bring to its worker: that died, or forgot the client,
+    or takes no message so large."""
 
 
 class Drop(StrEnum):

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, Strict
 
 from headrace.schemas.ledger import Natural
 from headrace.schemas.messages import Message, Positive, Version
@@ -34,6 +34,9 @@ Name = Annotated[str, Field(min_length=1, max_length=64)]
 EpisodeId = Annotated[str, Field(min_length=1, max_length=128)]
 Reason = Annotated[str, Field(max_length=200)]
 End = Literal["no", "terminated", "truncated"]
+
+MOST_UNTRAINED = 16
+"""Episodes in one shipment; more go into the next."""
 
 
 class ClientRequest(Message):
@@ -106,6 +109,8 @@ class ChunkShipment(ClientRequest):
     """Where to cut the array; none where there are no chunks and no array, only counts."""
     discarded: dict[str, Natural] = Field(default={}, max_length=64)
     """Steps that will never be in a chunk, by reason, since the shipment before."""
+    untrained: list[Annotated[tuple[float, Natural], Strict(False)]] = Field(default=[], max_length=MOST_UNTRAINED)
+    """(return, length) of episodes that have ended since, which the client did not want to be trained on."""
 
 
 class ClientHeartbeat(ClientRequest):

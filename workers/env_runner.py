@@ -110,6 +110,10 @@ class EnvRunner(SamplingLoop[Batch]):
         """(return, length) of each episode delivered to its end since the last call."""
         return self._metrics.take_finished()
 
+    def take_untrained_episodes(self, most: int) -> list[tuple[float, int]]:
+        """(return, length) of external episodes that ended and are not to be trained on: the oldest not taken yet."""
+        return self._metrics.take_untrained(most)
+
     def assert_healthy(self) -> None:
         """Raise AssertionError unless construction went through to its end."""
         if not getattr(self, "_healthy", False) or self._stopped:

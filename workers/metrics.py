@@ -106,6 +106,7 @@ class RunnerMetrics:
         self._untrained = 0
         self._untrained_returns: deque[float] = deque(maxlen=self._window)
         self._untrained_lengths: deque[int] = deque(maxlen=self._window)
+        self._untrained_finished: deque[tuple[float, int]] = deque(maxlen=MOST_FINISHED)
         self._episodes = 0
         self._episodes_lifetime = 0
         self._reported_steps = 0
@@ -140,6 +141,7 @@ class RunnerMetrics:
     def add_untrained(self, episode_return: float, length: int) -> None:
         """An episode has ended that is not to be trained on, and so is in no other figure."""
         self._untrained += 1
+        self._untrained_finished.append((episode_return, length))
         self._untrained_returns.append(episode_return)
         self._untrained_lengths.append(length)
 
@@ -190,6 +192,10 @@ class RunnerMetrics:
         finished = list(self._finished)
         self._finished.clear()
         return finished
+
+    def take_untrained(self, most: int) -> list[tuple[float, int]]:
+        """Likewise of episodes that are not to be trained on, the oldest of them, `most` at a time."""
+        return [self._untrained_finished.popleft() for _ in range(min(most, len(self._untrained_finished)))]
 
     @property
     def steps_lifetime(self) -> int:

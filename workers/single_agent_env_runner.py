@@ -28,6 +28,7 @@ from headrace.workers.modules.acting import Actor, BlockActor, Columns
 from headrace.workers.modules.protocol import build_module
 from headrace.workers.multi_agent.noise import SeatNoise
 from headrace.workers.opening import open_sampler
+from headrace.workers.policy_columns import PolicyColumns
 from headrace.workers.random_streams import (
     LaneNoise,
     check_lanes,
@@ -179,8 +180,28 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
                 self._metrics.add_untrained(episode_return, length)
         return batch
 
-    def take_over(self, batch: ChunkBatch | None, discarded: Mapping[Discard, int]) -> None:
+    def policy_columns(self) -> PolicyColumns:
+        """What batches of external envs have here, for who takes over those of others. Raises `ModuleError`."""
+        self._check_can_act()
+        vector, config = self._vector, self.config
+        return PolicyColumns.of(
+            self.module,
+            self.spaces,
+            vector.envs.spaces,
+            explore=config.explore,
+            maps=bool(config.module_to_env),
+            lookback=config.episode_lookback_horizon,
+        )
+
+    def take_over(
+        self,
+        batch: ChunkBatch | None,
+        discarded: Mapping[Discard, int],
+        untrained: Sequence[tuple[float, int]] = (),
+    ) -> None:
         """Have steps that others took and cut, and those that they `discarded`, in this runner's totals and metrics.
+
+        Likewise (return, length) of their `untrained` episodes.
 
         Its worker ships the batch as one of its own.
         """
@@ -194,6 +215,8 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
             totals.delivered_chunks += len(batch)
             totals.episodes += self._metrics.add_table(batch.table, batch)
         totals.env_steps, totals.env_steps_delivered = totals.stepped, totals.delivered
+        for episode_return, length in untrained:
+            self._metrics.add_untrained(episode_return, length)
 
     # -- weights and state --------------------------------------------------------------------------------------------
 

@@ -137,7 +137,10 @@ class Worker:
         self.shipper = Shipper(self.fleet_id, self.session, self.recorder, runner.totals, runner.take_finished_episodes)
         self.runner, self._batches_a_cut = runner, len(runner.module_spaces)
         if isinstance(runner.config.env, ServedEnvs) and (exchange := runner.config.env.exchange) is not None:
-            exchange.open(runner.module_spaces[DEFAULT_MODULE_ID], runner.config.num_envs)
+            assert isinstance(runner, SingleAgentEnvRunner), "clients have one agent"
+            exchange.open(
+                runner.module_spaces[DEFAULT_MODULE_ID], runner.config.num_envs, columns=runner.policy_columns()
+            )
             self._exchange = exchange
         self.session.introduce(module_spaces_to_json(runner.module_spaces))
         self.recorder.touch()
@@ -240,7 +243,7 @@ class Worker:
 
     def _take_over(self, delivery: Delivery) -> None:
         assert isinstance(self.runner, SingleAgentEnvRunner), "clients have one agent"
-        self.runner.take_over(delivery.batch, delivery.discarded)
+        self.runner.take_over(delivery.batch, delivery.discarded, delivery.untrained)
         if delivery.batch is not None:
             self._shipper.ship(delivery.batch)
         delivery.done()

@@ -3,8 +3,8 @@
 python tests/bench/clients.py [--episodes 10000] [--json FILE]
 
 What the worker of a real fleet holds, before, each tenth on the way, and after so many episodes, and once all clients
-are gone. The first thousand episodes are start-up. Every few hundred a process of four clients is killed, and another one
-comes. What is remembered of finished episodes has its bounds, so resident memory grows until those are reached (64
+are gone. The first thousand episodes are start-up. Every few hundred a process of four clients is killed, and another
+one comes. What is remembered of finished episodes has its bounds, so resident memory grows until those are reached (64
 answers a session, 10,000 ids) and no further: --episodes 20000 shows both.
 """
 
@@ -38,7 +38,7 @@ def measure(episodes: int) -> dict[str, Any]:
         course = []
         while (played := storm.episodes() - first) < episodes:
             if played >= len(course) * episodes / LOOKS:
-                course.append({"episodes": played, **storm.sizes()})
+                course.append({"played": played, **storm.sizes()})
             _play(storm, first + played + A_KILL)
         after, seconds = storm.sizes(), monotonic() - began
         told = storm.end_clients()
@@ -64,7 +64,7 @@ def show(found: dict[str, Any]) -> None:
     for thing in found["sizes"]["before"]:
         print(f"{thing:<12}" + "".join(f"{sizes[thing]:>12,}" for sizes in found["sizes"].values()))
     for look in found["course"]:
-        print(f"after {look['episodes']:>7,} episodes {look['rss_kib']:>9,} KiB, {look['remembered']:>6,} remembered")
+        print(f"after {look['played']:>7,} episodes {look['rss_kib']:>9,} KiB, {look['remembered']:>6,} remembered")
     harmed = sum(process["lost"] + len(process["failures"]) for process in found["clients"])
     print(f"episodes lost by clients that were not killed: {harmed}")
     print(f"ledger: {json.dumps(found['ledger'])}; it {'balances' if found['balanced'] else 'DOES NOT BALANCE'}")

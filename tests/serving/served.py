@@ -12,6 +12,7 @@ from plain_episodes import SPACES, PlainEpisodes
 from headrace.schemas.keys import CLIENT_PORT, BrokerKeys
 from headrace.schemas.spaces import Spaces
 from headrace.workers.envs.remote.door import Door, DoorSettings
+from headrace.workers.policy_columns import PolicyColumns
 from headrace.workers.serving.desk import Desk, SpaceValues
 from headrace.workers.serving.exchange import Exchange
 from headrace.workers.serving.frames import FramesDoor
@@ -50,7 +51,7 @@ class Served:
         self._door = Door(settings)
         self.endpoint = self._door.endpoint
         self.exchange = Exchange(limits.max_message_bytes)
-        self.exchange.open(spaces, capacity)
+        self.exchange.open(spaces, capacity, PolicyColumns({}, looks_back=False))
         way = FramesDoor(self._door, values, limits.max_message_bytes)
         self.desk = Desk(self.episodes, values, limits, way, self.exchange)
         listener = listen("127.0.0.1", 0)

@@ -3,145 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
+from harbours import Shipper, acting, harbour, play
 
-from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.episode_errors import EpisodeAbortedError, EpisodesClosedError
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.ledger import Discard, WorkerTotals
 from headrace.schemas.serving_errors import BadRequestError, NotYetError, ServingError, StepOrderError
-from headrace.schemas.serving_messages import ChunkShipment, ClientPull
+from headrace.schemas.serving_messages import ClientPull
 from headrace.schemas.serving_settings import ServingSection
-from headrace.schemas.weights import weights_digest
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
-from headrace.workers.acting_client import ActingClient
-from headrace.workers.module_weights import read_weights
 from headrace.workers.policy_client import PolicyClient
-from headrace.workers.serving.served_env import ServedEnv, ServedEnvs
-
-SETTINGS: dict[str, Any] = {
-    "num_envs": 4,
-    "seed": 3,
-    "rollout_fragment_length": 8,
-    "external_fragment_max_age_s": 200.0,
-    "infos": "all",
-    "episode_lookback_horizon": 2,
-}
-
-
-class Harbour:
-    """A runner that serves, with a thread that does what a worker does for clients of both kinds."""
-
-    def __init__(self, lease_s: float = 20.0, port: int = 0, **changes: Any) -> None:
-        settings = ServingSection(
-            enabled=True, port=port, lease_s=lease_s, client_inference=True, max_message_bytes=1 << 20
-        )
-        self.creator = ServedEnvs(settings, "CartPole-v1", "")
-        self.runner = SingleAgentEnvRunner(EnvRunnerConfig(env=self.creator, **{**SETTINGS, **changes}))
-        env: Any = self.runner.env
-        assert isinstance(env, ServedEnv)
-        self.endpoint = env.endpoint
-        assert self.creator.exchange is not None
-        self.exchange = self.creator.exchange
-        self.exchange.open(self.runner.spaces, self.runner.config.num_envs)
-        self.publish(1)
-        self.chunks: list[EpisodeChunk] = []
-        self.held = threading.Event()
-        """While it is set, nothing of clients is taken."""
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def publish(self, seq: int) -> None:
-        arrays = read_weights(self.runner.module)  # type: ignore[arg-type]
-        digest = weights_digest(arrays)
-        self.runner.set_weights(arrays, seq, 1, digest)
-        self.exchange.offer((1, seq), arrays, digest)
-
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            try:
-                self.chunks += self.runner.sample_fragment(self._between_polls)
-            except InterruptedError:
-                self.chunks += self.runner.cut_fragment()
-
-    def _between_polls(self) -> None:
-        while not self.held.is_set() and (delivery := self.exchange.take()) is not None:
-            self._deliver(delivery)
-        if self._stopping.is_set():
-            raise InterruptedError
-
-    def _deliver(self, delivery: Any) -> None:
-        self.runner.take_over(delivery.batch, delivery.discarded)
-        self.chunks += delivery.batch or ()
-        delivery.done()
-
-    def close(self) -> None:
-        self._stopping.set()
-        self._thread.join(20)
-        for delivery in self.exchange.end(Discard.SHUTDOWN):
-            self._deliver(delivery)
-        self.chunks += self.runner.discard_open(Discard.SHUTDOWN)
-        self.runner.stop()
-        totals = self.runner.totals
-        assert totals.stepped == sum(map(len, self.chunks)) + sum(totals.discarded.values())
-        check_whole(self.chunks)
-
-
-def check_whole(chunks: list[EpisodeChunk]) -> None:
-    """Each episode's chunks follow on one another to an end, and no two open ones have one place."""
-    places: dict[int, str] = {}
-    seen: dict[str, int] = {}
-    steps: dict[str, int] = {}
-    for chunk in chunks:
-        id = chunk.episode_id
-        assert (chunk.chunk_index, chunk.t_start) == (seen.get(id, 0), steps.get(id, 0))
-        assert places.setdefault(chunk.env_index, id) == id
-        seen[id], steps[id] = seen.get(id, 0) + 1, chunk.t_start + len(chunk)
-        if chunk.end is not ChunkEnd.ONGOING:
-            del places[chunk.env_index]
-    assert not places, "an episode was left open"
-
-
-@contextmanager
-def harbour(**changes: Any) -> Iterator[Harbour]:
-    made = Harbour(**changes)
-    try:
-        yield made
-    finally:
-        made.close()
-
-
-def acting(endpoint: str, **changes: Any) -> ActingClient:
-    config = EnvRunnerConfig(**{**SETTINGS, **changes})
-    return ActingClient(endpoint, config, timeout_s=30, connect_timeout_s=30, update_interval_s=0.05)
-
-
-def play(client: Any, steps: int, episodes: int = 3) -> None:
-    """CartPole, one episode after another; the second has an action of the client's own in each third step."""
-    env = gym.make("CartPole-v1")
-    for number in range(episodes):
-        observation, _ = env.reset(seed=number)
-        episode, over = client.start_episode(), False
-        for t in range(steps):
-            if number == 1 and t % 3 == 0:
-                action = t % 2
-                client.log_action(episode, observation, action)
-            else:
-                action = int(client.get_action(episode, observation))
-            observation, reward, over, _, _ = env.step(action)
-            client.log_returns(episode, float(reward), {"t": t})
-            if over:
-                break
-        client.end_episode(episode, observation, truncated=not over)
-    env.close()
+from headrace.workers.serving.served_env import ServedEnvs
 
 
 def by_episode(chunks: list[EpisodeChunk]) -> list[list[EpisodeChunk]]:
@@ -229,45 +106,8 @@ def test_a_server_that_begins_anew_gets_new_episodes_only(free_port: int, wait_f
     assert not {chunk.episode_id for chunk in before.chunks} & {chunk.episode_id for chunk in after.chunks}
 
 
-class Shipper:
-    """Ships by hand what a client might."""
-
-    def __init__(self, there: Harbour, link: PolicyClient) -> None:
-        self._there, self._link = there, link
-        config = EnvRunnerConfig(env="CartPole-v1", **{**SETTINGS, "episode_lookback_horizon": 0})
-        self._runner = SingleAgentEnvRunner(config)
-        arrays = read_weights(there.runner.module)  # type: ignore[arg-type]
-        self._runner.set_weights(arrays, 1, 1, weights_digest(arrays))
-
-    def batch(self) -> ChunkBatch:
-        return self._runner.sample_fragment()
-
-    def ship(self, batch: ChunkBatch, number: int, discarded: dict[str, int] | None = None, spoil: int = 0) -> None:
-        header = BatchHeader(
-            fleet_id="",
-            slot=0,
-            incarnation=0,
-            seq=number,
-            steps=batch.steps,
-            chunks=len(batch),
-            learner_epoch=batch.learner_epoch,
-            weights_digest=batch.weights_digest,
-            reasons=list(batch.reasons),
-            totals=WorkerTotals(),
-        )
-        frames = encode_batch(batch, header)
-        array = np.frombuffer(b"".join(frames), np.uint8).copy()
-        array[spoil] ^= spoil > 0
-        sizes = [len(frame) for frame in frames]
-        fields = {"number": number, "frame_sizes": sizes, "discarded": discarded or {}}
-        self._link.ask(ChunkShipment, {"batch": array}, timeout_s=5, **fields)
-
-    def close(self) -> None:
-        self._runner.stop()
-
-
 def test_a_shipment_that_comes_again_is_taken_once_and_bad_ones_change_nothing() -> None:
-    with harbour() as there, PolicyClient(there.endpoint, timeout_s=10) as link:
+    with harbour(episode_lookback_horizon=0) as there, PolicyClient(there.endpoint, timeout_s=10) as link:
         shipper = Shipper(there, link)
         first, second = shipper.batch(), shipper.batch()
         shipper.ship(first, 1, {"training_disabled": 5})

@@ -10,21 +10,20 @@ import logging
 import queue
 import secrets
 import threading
-import time
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-
-from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.episode_errors import EpisodeTimeoutError
-from headrace.schemas.errors import ConfigError, HeadraceError, UnreachableError
+from headrace.schemas.errors import ConfigError, HeadraceError
 from headrace.schemas.keys import ClientKeys
-from headrace.schemas.ledger import Discard, WorkerTotals
-from headrace.schemas.serving_errors import NotYetError, UnknownSessionError
-from headrace.schemas.serving_messages import ChunkShipment
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.ledger import Discard
+from headrace.schemas.serving_errors import MessageTooLargeError, UnknownSessionError
+from headrace.schemas.serving_messages import ClientBye
+from headrace.schemas.spaces import Spaces, column_dtype, leaf_size, leaves
 from headrace.workers.acting_client.pulling import WeightsPuller
+from headrace.workers.acting_client.shipments import Shipments
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.spaces import to_gym
 from headrace.workers.external.calls import Answer
@@ -35,12 +34,15 @@ from headrace.workers.single_agent_env_runner import SingleAgentEnvRunner
 
 log = logging.getLogger(__name__)
 
-_ONE_TRY_S = 5.0
-"""How long one request for a shipment is waited for; `close` waits no longer for a server that is gone."""
+_LEAVING_S = 5.0
+"""How long a client that closes still waits for a server that is gone."""
+_FURTHER_BYTES = 64
+"""Of a step besides what is seen and done: reward, version, log-prob, ..."""
+_FORGOTTEN = "the policy server has begun anew, or ended this session, which was silent"
 
 
 class _BrokenOffError(HeadraceError):
-    """The client closes, or its session has ended, while a fragment is being gathered."""
+    """The client closes, or its session has ended, or a message is full, while a fragment is being gathered."""
 
 
 class _Here(ExternalEnv):
@@ -65,9 +67,10 @@ class ActingClient:
     `config` is the worker's: module, connectors, fragment length and the rest must be the same there; `env` is left
     out. `index` tells apart clients with one seed. The server's config has serving.client_inference = true. Calls are
     those of `ExternalEnv`, with its deadlines and errors; before the first weights have come they wait. What a server
-    has not taken when it ends, or when it forgets a client that was silent, is lost and logged; open episodes are then
-    aborted, and their next call is an `EpisodeAbortedError`. What ends the client itself is raised by its next calls as
-    `EpisodesClosedError`, and stands in `failure`.
+    has not taken when it ends, or when it forgets a client that was silent, is lost, and the next one's books name it
+    `unshipped`; so is a chunk that fits no message. Open episodes are then aborted, and their next call is an
+    `EpisodeAbortedError`. What ends the client itself is raised by its next calls as `EpisodesClosedError`, and stands
+    in `failure`.
     """
 
     def __init__(
@@ -107,9 +110,9 @@ class ActingClient:
         self.start_episode = self._env.start_episode
         self.log_returns = self._env.log_returns
         self.failure: HeadraceError | None = None
-        self._number = 0
-        self._told: dict[str, int] = {}
         self._closing = threading.Event()
+        self._shipments = Shipments(self._link, self._runner, self._closing, timeout_s)
+        self._most_open = self._shipments.room // (2 * _step_bytes(self._runner.spaces))
         self._puller = WeightsPuller(self._link, update_interval_s)
         self._thread = threading.Thread(target=self._run, name="acting", daemon=True)
         self._thread.start()
@@ -186,7 +189,7 @@ class ActingClient:
 
     def _between_polls(self) -> None:
         self._apply_newest()
-        if self._closing.is_set() or self._puller.lost.is_set():
+        if self._closing.is_set() or self._puller.lost.is_set() or self._runner.totals.open > self._most_open:
             raise _BrokenOffError
 
     def _apply_newest(self) -> None:
@@ -199,62 +202,35 @@ class ActingClient:
 
     def _ship(self, batch: ChunkBatch) -> None:
         """Blocks until the server has it in its stream: while nobody trains, nobody acts."""
-        discarded = self._discarded()
         if self._puller.lost.is_set():
-            self._begin_anew(batch)
+            self._shipments.lose(batch)
+            self._begin_anew(_FORGOTTEN)
             return
-        if not len(batch) and not discarded:
-            return
-        frames = encode_batch(batch, self._header(batch)) if len(batch) else []
-        arrays = {"batch": np.frombuffer(b"".join(frames), np.uint8)} if frames else {}
-        sizes = [len(frame) for frame in frames]
         try:
-            self._ask(arrays, number=self._number + 1, frame_sizes=sizes, discarded=discarded)
-            self._number += 1
+            self._shipments.ship(batch)
         except UnknownSessionError:
-            self._begin_anew(batch)
+            self._begin_anew(_FORGOTTEN)
+        except MessageTooLargeError as error:
+            self._begin_anew(str(error))
 
-    def _ask(self, arrays: dict[str, Any], **fields: Any) -> None:
-        until = time.monotonic() + self._timeout_s
-        while True:
-            try:
-                self._link.ask(ChunkShipment, arrays, timeout_s=_ONE_TRY_S, **fields)
-                return
-            except (NotYetError, UnreachableError):
-                if self._closing.wait(0.1) or time.monotonic() >= until:
-                    raise
-
-    def _begin_anew(self, batch: ChunkBatch) -> None:
-        """The server knows nothing of what was shipped before: nothing may go on from it."""
-        lost = batch.steps + self._runner.discard_open(Discard.RESET).steps
-        log.warning("the server has begun anew, or ended this silent session; %d cut steps may be lost with it", lost)
-        self._discarded()
-        self._number = 0
-        if not self._closing.is_set():
-            self._open_anew()
+    def _begin_anew(self, reason: str) -> None:
+        """Nothing may go on from what was shipped before: another session, and other episodes."""
+        self._env.episodes.abort_all(reason)
+        self._shipments.lose(self._runner.discard_open(Discard.UNSHIPPED))
+        log.warning("%s; %d steps of this client are lost so far, and told", reason, self._shipments.lost_steps)
+        self._open_anew()
+        if self._closing.is_set():  # and nothing more is shipped
+            self._shipments.tell()
 
     def _open_anew(self) -> None:
-        self._link.open_anew(self._timeout_s)
+        with suppress(HeadraceError):  # a server that knows nothing of the session has ended it already
+            self._link.ask(ClientBye, timeout_s=1.0)
+        self._link.open_anew(_LEAVING_S if self._closing.is_set() else self._timeout_s)
+        self._shipments.begin_anew()
         self._puller.lost.clear()
 
-    def _discarded(self) -> dict[str, int]:
-        """By reason, since the last call."""
-        now, before = dict(self._runner.totals.discarded), self._told
-        self._told = now
-        return {reason: steps - before.get(reason, 0) for reason, steps in now.items() if steps > before.get(reason, 0)}
 
-    def _header(self, batch: ChunkBatch) -> BatchHeader:
-        return BatchHeader(
-            fleet_id="",
-            slot=0,
-            incarnation=0,
-            seq=self._number + 1,
-            steps=batch.steps,
-            chunks=len(batch),
-            learner_epoch=batch.learner_epoch,
-            weights_digest=batch.weights_digest,
-            agents=list(batch.agents),
-            modules=list(batch.modules),
-            reasons=list(batch.reasons),
-            totals=WorkerTotals(),
-        )
+def _step_bytes(spaces: Spaces) -> int:
+    """Of a step in a message, about."""
+    both = (*leaves(spaces.observation, "obs"), *leaves(spaces.action, "actions"))
+    return _FURTHER_BYTES + sum(leaf_size(leaf) * column_dtype(leaf).itemsize for _, leaf in both)

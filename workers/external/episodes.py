@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from headrace.schemas.chunk import ChunkEnd
@@ -121,6 +122,12 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
             self._lost.append((place, error))
             self._news.notify()
 
+    def abort_all(self, reason: str) -> None:
+        """Likewise of every episode that is open."""
+        for episode_id in list(self._open):
+            with suppress(EpisodeError):  # over by now
+                self.abort(episode_id, reason)
+
     def wait_for_place(self, timeout_s: float) -> bool:
         """Block until a place is free or the table closed, at most so long; whether that came true."""
         with self._freed:
@@ -222,10 +229,12 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
     def release(self, place: Place, aborted: str | None = None) -> None:
         """The episode is over, by its end or for the reason `aborted`, and its place free for another.
 
-        A call of it is answered, with an error if it was aborted.
+        A call of it is answered, with an error if it was aborted; if that was done before, for the reason it had then.
         """
         self._vacate(place, aborted)
-        error = None if aborted is None else EpisodeAbortedError(place.episode_id, aborted)
+        error = None
+        if aborted is not None:
+            error = EpisodeAbortedError(place.episode_id, self._over.get(place.episode_id) or aborted)
         self.answer(place, Answer(error=error))
 
     def _vacate(self, place: Place, aborted: str | None) -> None:

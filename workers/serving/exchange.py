@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from headrace.schemas.serving_messages import ChunkShipment
 from headrace.schemas.spaces import Spaces
 from headrace.schemas.weights import Arrays, encode_weights
 from headrace.schemas.wire import Buffer, Caps, MessageKind, decode_header
+from headrace.workers.policy_columns import PolicyColumns
 from headrace.workers.serving.client_episodes import ClientEpisodes
 
 
@@ -41,8 +42,10 @@ class Delivery:
     """Chunks for the stream, None where there are only counts; call `done` once they have a number there."""
 
     batch: ChunkBatch | None
-    discarded: Mapping[Discard, int]
     done: Callable[[], None]
+    discarded: Mapping[Discard, int] = field(default_factory=dict)
+    untrained: Sequence[tuple[float, int]] = ()
+    """(return, length) of episodes that were not to be trained on."""
 
 
 class Exchange:
@@ -57,13 +60,18 @@ class Exchange:
         """Of what is offered."""
         self._deliveries: deque[Delivery] = deque()
         self._reader: BatchReader | None = None
+        self._columns: PolicyColumns | None = None
         self._episodes: ClientEpisodes | None = None
 
     # -- the worker's side --------------------------------------------------------------------------------------------
 
-    def open(self, spaces: Spaces, places: int) -> None:
-        """Take chunks with these `spaces`, the module's. The worker's own envs have the first `places` env indices."""
+    def open(self, spaces: Spaces, places: int, columns: PolicyColumns) -> None:
+        """Take chunks with these `spaces`, the module's, and these `columns` besides.
+
+        The worker's own envs have the first `places` env indices.
+        """
         with self._lock:
+            self._columns = columns
             self._reader = BatchReader(spaces.observation, spaces.action, self._caps)
             self._episodes = self._episodes or ClientEpisodes(places)
 
@@ -83,7 +91,7 @@ class Exchange:
         with self._lock:
             self._reader = None
             markers = self._episodes.lost_all(reason) if self._episodes is not None else []
-            left = [*self._deliveries, *(Delivery(batch, {}, _nobody_waits) for batch in markers)]
+            left = [*self._deliveries, *(Delivery(batch, _nobody_waits) for batch in markers)]
             self._deliveries.clear()
         return left
 
@@ -113,20 +121,23 @@ class Exchange:
                 batch = self._read(self._reader, _frames(array, shipment.frame_sizes))
                 self._check_label(batch)
                 batch = self._episodes.take(owner, batch)
-            self._deliveries.append(Delivery(batch, discarded, done))
+            self._deliveries.append(Delivery(batch, done, discarded, shipment.untrained))
 
     def lost(self, owner: object) -> None:
         """Whoever shipped is gone: what it has begun ends by markers."""
         with self._lock:
             markers = self._episodes.lost(owner, Discard.CLIENT_LOST) if self._episodes is not None else None
             if markers is not None and self._reader is not None:
-                self._deliveries.append(Delivery(markers, {}, _nobody_waits))
+                self._deliveries.append(Delivery(markers, _nobody_waits))
 
     def _read(self, reader: BatchReader, frames: list[Buffer]) -> ChunkBatch:
         kind, raw = decode_header(frames, self._caps)
         if kind is not MessageKind.BATCH:
             raise BadRequestError(f"a {kind.name} message was shipped; chunks are in a BATCH")
-        return reader.read(UnreadBatch(read_batch_header(raw), raw, frames))
+        batch = reader.read(UnreadBatch(read_batch_header(raw), raw, frames))
+        if self._columns is not None:
+            self._columns.check(batch)
+        return batch
 
     def _check_label(self, batch: ChunkBatch) -> None:
         """Chunks bear weights that may have been given out: here, or by an earlier life of this worker."""

@@ -1,0 +1,174 @@
+"""What a client that acts by itself cannot bring to its worker: refused by name, made to fit, or told as lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from harbours import Harbour, Shipper, acting, harbour
+
+from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.episode_errors import EpisodeAbortedError, EpisodesClosedError
+from headrace.schemas.errors import DecodeError
+from headrace.schemas.ledger import Discard
+from headrace.schemas.serving_errors import BadRequestError
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.workers.connectors import ClipActions, FrameStack, UnsquashActions
+from headrace.workers.policy_client import PolicyClient
+
+LSTM = "headrace.workers.modules:lstm_actor_critic"
+SEEN = np.zeros(4, np.float32)
+
+
+def walk(client: Any, steps: int, *, info: dict[str, Any] | None = None, training_enabled: bool = True) -> None:
+    """An episode of so many steps; `info` comes with each."""
+    episode = client.start_episode(training_enabled=training_enabled)
+    for _ in range(steps):
+        client.get_action(episode, SEEN)
+        client.log_returns(episode, 2.0, info)
+    client.end_episode(episode, SEEN)
+
+
+def external(batch: ChunkBatch) -> ChunkBatch:
+    """As one of external envs, whose steps say whether the policy was asked."""
+    further = {"off_policy": np.zeros(batch.steps, np.bool_)}
+    if "lookback/rewards" in batch.columns:
+        further["lookback/off_policy"] = np.zeros(len(batch.columns["lookback/rewards"]), np.bool_)
+    return replace(batch, columns={**batch.columns, **further})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"env": "CartPole-v1"},
+        {"env": "CartPole-v1", "module": LSTM, "env_to_module": [FrameStack]},
+        {"env": "CartPole-v1", "explore": False, "episode_lookback_horizon": 3},
+        {"env": "Pendulum-v1"},
+        {"env": "Pendulum-v1", "module": LSTM, "module_to_env": [UnsquashActions, ClipActions]},
+    ],
+)
+def test_the_columns_that_are_expected_of_others_are_those_of_an_own_batch(settings: dict[str, Any]) -> None:
+    with SingleAgentEnvRunner(EnvRunnerConfig(num_envs=2, seed=0, rollout_fragment_length=8, **settings)) as runner:
+        columns = runner.policy_columns()
+        batch = external(runner.sample_fragment())
+        columns.check(batch)
+        for name in columns.kinds:
+            with pytest.raises(DecodeError, match=f"column '{name}' is absent"):
+                columns.check(replace(batch, columns={n: c for n, c in batch.columns.items() if n != name}))
+
+
+def test_chunks_of_other_columns_are_refused_by_name_and_nothing_is_taken() -> None:
+    with harbour(episode_lookback_horizon=0) as there, PolicyClient(there.endpoint, timeout_s=10) as link:
+        shipper = Shipper(there, link)
+        batch = shipper.batch()
+        right = batch.columns["logp"]
+        for wrong, words in (
+            (right.astype(np.float64), "column 'logp' is float64 of .*, and float32 of"),
+            (np.zeros((batch.steps, 2), np.float32), r"column 'logp' is float32 of \(2,\)"),
+        ):
+            batch.columns["logp"] = wrong
+            with pytest.raises(BadRequestError, match=words):
+                shipper.ship(batch, 1)
+        batch.columns["logp"] = right
+        batch.columns["mood"] = right
+        with pytest.raises(BadRequestError, match=r"column 'mood' is float32 of .*, and absent in chunks of this"):
+            shipper.ship(batch, 1)
+        assert not there.chunks
+        del batch.columns["mood"]
+        shipper.ship(batch, 1)
+        assert len(there.chunks) == len(batch)
+        shipper.close()
+
+
+def test_a_client_of_other_settings_is_told_which(wait_for: Callable[..., None]) -> None:
+    with harbour() as there, acting(there.endpoint, episode_lookback_horizon=0) as client:
+        with suppress(EpisodesClosedError):
+            walk(client, 40)
+        wait_for(lambda: client.failure is not None, what="the refusal")
+        assert "episode_lookback_horizon" in str(client.failure)
+
+
+def test_what_is_larger_than_a_message_goes_in_several() -> None:
+    settings = {"rollout_fragment_length": 500, "external_fragment_max_age_s": 100.0}
+    with harbour(max_message_bytes=1 << 14, **settings) as there:
+        with acting(there.endpoint, **settings) as client:
+            for _ in range(3):
+                walk(client, 300)
+        assert client.failure is None
+        assert sum(map(len, there.chunks)) == 900
+        assert max(map(len, there.chunks)) < 200
+    assert [chunk.end for chunk in there.chunks].count(ChunkEnd.TERMINATED) == 3
+
+
+def test_several_chunks_that_fit_no_message_together_go_one_after_another() -> None:
+    with harbour(max_message_bytes=1 << 14) as there:
+        with acting(there.endpoint, rollout_fragment_length=100) as client:
+            for _ in range(6):
+                walk(client, 8, info={"words": "x" * 500})
+        assert client.failure is None
+        assert [len(chunk) for chunk in there.chunks] == [8] * 6
+        assert there.chunks[0].infos[1] == {"words": "x" * 500}
+
+
+def test_a_chunk_that_fits_no_message_is_lost_by_name_and_the_client_goes_on(
+    wait_for: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    quick = {"external_fragment_max_age_s": 0.1}
+    with harbour(max_message_bytes=1 << 14, **quick) as there:
+        with acting(there.endpoint, **quick) as client:
+            walk(client, 5)
+            wait_for(lambda: sum(map(len, there.chunks)) == 5, what="what fits")
+            episode = client.start_episode()
+            client.get_action(episode, SEEN)
+            client.log_returns(episode, 1.0, {"words": "x" * 20_000})
+            with pytest.raises(EpisodeAbortedError, match="max_message_bytes = 16384: raise that, or lower"):
+                wait_for(lambda: client.get_action(episode, SEEN) is None, what="the end of the episode")
+            lost = client._runner.totals.stepped - 5
+            walk(client, 5)
+        assert client.failure is None
+        assert sum(map(len, there.chunks)) == 10
+        assert there.runner.totals.discarded == {"unshipped": lost}
+    assert "steps of this client are lost so far, and told" in caplog.text
+
+
+def test_episodes_that_are_not_to_be_trained_on_are_counted_where_they_are_served() -> None:
+    with harbour() as there:
+        with acting(there.endpoint) as client:
+            for steps in range(1, 21):  # more than one shipment tells
+                walk(client, steps, training_enabled=False)
+            walk(client, 3)
+        report = there.runner.get_metrics()
+    assert report["num_untrained_episodes_lifetime"] == 20
+    assert report["untrained_episode_len_mean"] == pytest.approx(10.5)
+    assert report["untrained_episode_return_mean"] == pytest.approx(21.0)
+    assert report["num_episodes_lifetime"] == 1
+    assert there.runner.totals.discarded == {"training_disabled": 210}
+
+
+def test_what_a_server_had_not_taken_when_it_ended_is_told_to_the_next(
+    free_port: int, wait_for: Callable[..., None]
+) -> None:
+    quick = {"external_fragment_max_age_s": 0.1}
+    before = Harbour(port=free_port, **quick)
+    client = acting(before.endpoint, **quick)
+    walk(client, 5)
+    wait_for(lambda: client._shipments._number == 1, what="what is taken")
+    taken = sum(map(len, before.chunks))
+    assert before.exchange.end(Discard.SHUTDOWN) == []  # from now on nothing is taken there
+    episode = client.start_episode()
+    for _ in range(3):
+        client.get_action(episode, SEEN)
+    wait_for(lambda: client._runner.totals.delivered > taken, what="a cut")
+    before.close()
+    with harbour(port=free_port, **quick) as after:
+        with client, pytest.raises(EpisodeAbortedError, match="begun anew"):
+            wait_for(lambda: client.get_action(episode, SEEN) is None, what="the end of the episode")
+        assert client.failure is None
+        lost = after.runner.totals.discarded["unshipped"]
+        assert lost + taken == client._runner.totals.stepped
+        assert lost > 0
