@@ -1,0 +1,38 @@
+"""A worker whose clients are silent leaves as soon as it is told to, and what they have done is delivered."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from parties import BrokerThread, Witness, until, worker_process
+from test_worker import AT_RANDOM, closed_row, drain
+
+from headrace.learner_stub import EpisodeStream
+from headrace.schemas.ledger import add_up
+from headrace.workers.policy_client import PolicyClient
+
+pytestmark = pytest.mark.chaos
+
+
+def test_a_stop_is_noticed_before_the_fragment_is_old(broker: BrokerThread, free_port: int, tmp_path: Path) -> None:
+    silent = {**AT_RANDOM["sampling"], "external_fragment_max_age_s": 250.0}
+    sections = {**AT_RANDOM, "sampling": silent, "serving": {"enabled": True, "port": free_port}}
+    with (
+        EpisodeStream(broker.endpoints.learner) as stream,
+        worker_process(tmp_path, broker.endpoints.worker, 0, 1, sections) as worker,
+        PolicyClient(f"tcp://127.0.0.1:{free_port}", connect_timeout_s=30) as client,
+    ):
+        episode, witness = client.start_episode(), Witness()
+        for _ in range(4):
+            client.get_action(episode, np.zeros(4, np.float32))
+        worker.signal(signal.SIGTERM)
+        until(lambda: drain(stream, witness) or worker.popen.poll() is not None, "its end")
+        drain(stream, witness)
+        row = closed_row(broker)
+    assert worker.wait() == 0
+    assert row.totals.stepped == 3
+    assert (row.settled.committed[0], row.totals.discarded) == (3, {})
+    assert add_up(broker.rows()).balance() == 0
