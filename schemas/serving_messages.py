@@ -64,20 +64,38 @@ class EpisodeStart(ClientRequest):
     """False: the episode is counted, and no learner gets it."""
 
 
-class EpisodeStep(ClientRequest):
-    """Header of one step; arrays "obs..." are what is seen, "actions..." what was done where the client chose it."""
+class AnyStep(ClientRequest):
+    """Header of one step; arrays "obs..." are what is seen, "actions..." what was done where the client chose it.
 
-    KIND = MessageKind.EPISODE_STEP
+    Of one agent it is an `EpisodeStep`, of several an `AgentsStep` (`serving_agents.py`).
+    """
+
     episode: EpisodeId
     step: Natural
-    reward: float = 0.0
-    """Of all that happened since the step before."""
-    info: dict[str, Any] | None = None
-    """Likewise."""
     off_policy: bool = False
     """The client has acted by itself, and says how."""
     end: End = "no"
     """Otherwise what is seen is the episode's last."""
+
+    @property
+    def news(self) -> tuple[Any, ...]:
+        """What came of the step before, as `log_returns` takes it; nothing where nothing is said of it."""
+        raise NotImplementedError
+
+
+class EpisodeStep(AnyStep):
+    """A step of one agent."""
+
+    KIND = MessageKind.EPISODE_STEP
+    reward: float = 0.0
+    """Of all that happened since the step before."""
+    info: dict[str, Any] | None = None
+    """Likewise."""
+
+    @property
+    def news(self) -> tuple[Any, ...]:
+        """See `AnyStep`: the reward and the info."""
+        return (self.reward, self.info) if self.reward or self.info else ()
 
 
 class EpisodeAbort(ClientRequest):
@@ -131,7 +149,7 @@ class ClientWelcome(Message):
     KIND = MessageKind.WELCOME
     request: Natural = 0
     spaces: dict[str, Any]
-    """As `schemas/spaces.py` writes them."""
+    """As `schemas/spaces.py` writes them, of several agents as `serving_agents.py` does."""
     lease_s: float = Field(gt=0)
     """Silence after which the session ends."""
     max_message_bytes: Positive

@@ -85,6 +85,9 @@ class PlainEpisodes:
         episode.pending += reward
         episode.infos += [info] if info else []
 
+    def retract(self, episode_id: str) -> None:
+        """Nothing is refused here after `log_returns`."""
+
     def end(self, episode_id: str, observation: Any, on_answer: Any, *, truncated: bool = False) -> None:
         episode = self._find(episode_id)
         self._settle(episode, observation)

@@ -17,7 +17,7 @@ import pytest
 
 from headrace.deploy.key_pairs import make_keys
 from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.episode_errors import EpisodeAbortedError
+from headrace.schemas.episode_errors import CannotLogError, EpisodeAbortedError
 from headrace.schemas.errors import ConfigError, KeysError, PortInUseError
 from headrace.schemas.keys import TOKEN_FILE
 from headrace.schemas.serving_settings import ServingSection
@@ -116,6 +116,20 @@ def test_a_client_that_vanishes_leaves_an_aborted_marker(wait_for: Callable[...,
             wait_for(lambda: any(chunk.end is ChunkEnd.ABORTED for chunk in chunks), what="the marker")
         totals = sampler.totals
         assert totals.stepped == 3 == sum(len(chunk) for chunk in chunks) + sum(totals.discarded.values())
+
+
+def test_of_a_step_that_is_refused_nothing_counts() -> None:
+    """Its reward once did, when the sampler refused what came with it, and a corrected one did not."""
+    with runner(module_to_env=["headrace.workers.connectors:UnsquashActions"]) as (sampler, served):
+        with sampling(sampler) as chunks, PolicyClient(served.endpoint, timeout_s=20) as client:
+            episode = client.start_episode()
+            client.get_action(episode, np.zeros(4))
+            client.log_returns(episode, 1.0, {"first": True})
+            with pytest.raises(CannotLogError):
+                client.log_action(episode, np.zeros(4), 1)
+            client.log_returns(episode, 2.0, {"second": True})
+            client.end_episode(episode, np.zeros(4))
+        assert [chunk.rewards.tolist() for chunk in chunks] == [[3.0]]
 
 
 BODY = b'{"observation": [0, 0, 0, 0], "reward": 0}'

@@ -52,6 +52,10 @@ class AgentsPlace(Place):
     done: dict[Any, ChunkEnd] = field(default_factory=dict)
     """Who is to have a last observation now, or never, and how it ended."""
 
+    def forget(self) -> None:
+        """See `Place`."""
+        self.rewards, self.infos, self.done = {}, {}, {}
+
 
 class ExternalAgentEpisodes(EpisodeTable[AgentsPlace]):
     """Those of agents with these `spaces`. `needs_final`: a truncated agent has to be seen once more."""
@@ -150,7 +154,7 @@ class ExternalAgentEpisodes(EpisodeTable[AgentsPlace]):
         )
         place.playing = place.playing.union(acting).difference(place.done)
         place.gone.update(place.done)
-        place.rewards, place.infos, place.done = {}, {}, {}
+        place.forget()
         return call
 
     def _check_seen(self, place: AgentsPlace, observations: Any, end: ChunkEnd) -> None:

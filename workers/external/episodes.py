@@ -112,6 +112,13 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
         end = ChunkEnd.TRUNCATED if truncated else ChunkEnd.TERMINATED
         self._accept(episode_id, observation, on_answer, end=end)
 
+    def retract(self, episode_id: str) -> None:
+        """Forget what was logged since the last call, if the episode is open: that call came to nothing."""
+        with self._lock:
+            place = self._open.get(episode_id)
+            if place is not None and place.call is None:
+                place.forget()
+
     def abort(self, episode_id: str, reason: str) -> None:
         """Whoever drove the episode is gone: it will never end. A call that is not answered is told so."""
         with self._lock:

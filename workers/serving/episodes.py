@@ -40,8 +40,12 @@ class Episodes(Protocol):
     def log_action(self, episode_id: str, observation: Any, action: Any, on_answer: OnAnswer) -> None:
         """Somebody else has acted; answered when it is taken in."""
 
-    def log_returns(self, episode_id: str, reward: float, info: dict[str, Any] | None = None) -> None:
-        """Add to the reward since the last action."""
+    @property
+    def log_returns(self) -> Callable[..., None]:
+        """Add to what is known since the last action, which is told after the episode's id: `news` of a step."""
+
+    def retract(self, episode_id: str) -> None:
+        """Forget what `log_returns` was told since the last action, if the episode is open."""
 
     def end(self, episode_id: str, observation: Any, on_answer: OnAnswer, *, truncated: bool = False) -> None:
         """The episode is over, and this is what was seen last."""

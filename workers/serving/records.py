@@ -59,8 +59,6 @@ class EpisodeRecord:
     training_enabled: bool
     step: int = 0
     """The next one."""
-    paid: int = 0
-    """Steps whose reward is in the sampler's books; it is to be there once though the step may be refused after it."""
     asked_at: Address | None = None
     """Where the next step is to be answered; None: it is not under way."""
     asked_as: int = 0

@@ -31,6 +31,7 @@ from headrace.schemas.serving_errors import (
     UnknownSessionError,
 )
 from headrace.schemas.serving_messages import (
+    AnyStep,
     ChunkShipment,
     ClientAck,
     ClientBye,
@@ -42,7 +43,6 @@ from headrace.schemas.serving_messages import (
     EpisodeAbort,
     EpisodeAnswer,
     EpisodeStart,
-    EpisodeStep,
 )
 from headrace.workers.serving.acting_clients import ActingClients
 from headrace.workers.serving.episodes import Answer, Episodes
@@ -169,7 +169,7 @@ class Sessions:
         match request:
             case EpisodeStart():
                 return self._start(session, request)
-            case EpisodeStep():
+            case AnyStep():
                 return self._step(session, request, address, observation, action)
             case EpisodeAbort():
                 self._abort(session, request)
@@ -233,7 +233,7 @@ class Sessions:
         return Reply(EpisodeAnswer(request=start.request, episode=start.episode, next_step=0))
 
     def _step(
-        self, session: SessionRecord, step: EpisodeStep, address: Address, observation: Any, action: Any
+        self, session: SessionRecord, step: AnyStep, address: Address, observation: Any, action: Any
     ) -> Reply | None:
         episode = find(session, step.episode)
         if step.step == episode.step - 1 and episode.last is not None:
@@ -255,16 +255,15 @@ class Sessions:
         return None
 
     def _give(
-        self, session: SessionRecord, episode: EpisodeRecord, step: EpisodeStep, observation: Any, action: Any
+        self, session: SessionRecord, episode: EpisodeRecord, step: AnyStep, observation: Any, action: Any
     ) -> None:
         """To the sampler, which answers in time."""
         ends = step.end != "no"
         asked = Asked(session, step.episode, episode, tells_action=not (ends or step.off_policy), ends=ends)
         on_answer = partial(self._post, asked)
         try:
-            if episode.paid <= step.step and (step.reward or step.info):
-                self._episodes.log_returns(step.episode, step.reward, step.info)
-            episode.paid = step.step + 1
+            if news := step.news:
+                self._episodes.log_returns(step.episode, *news)
             if ends:
                 self._episodes.end(step.episode, observation, on_answer, truncated=step.end == "truncated")
             elif step.off_policy:
@@ -273,6 +272,7 @@ class Sessions:
                 self._episodes.ask(step.episode, observation, on_answer)
         except HeadraceError as error:
             episode.asked_at = None
+            self._episodes.retract(step.episode)
             if isinstance(error, _GONE):
                 self._end(session, step.episode, str(error))
             raise
