@@ -83,12 +83,18 @@ def runner_config(config: FleetConfig) -> EnvRunnerConfig:
     s = config.sampling
     settings = s.model_dump()
     if config.serving.enabled:
-        if s.is_multi_agent:
-            message = "a policy server serves episodes of one agent, and sampling has policies; leave one of them out"
-            raise ConfigError(message, key="serving.enabled")
+        if s.is_multi_agent and config.serving.client_inference:
+            message = "clients that act by themselves have one agent, and sampling has policies; leave one of them out"
+            raise ConfigError(message, key="serving.client_inference")
         from headrace.workers.serving.served_env import ServedEnvs  # which reads this module
 
-        settings["env"] = ServedEnvs(config.serving, s.env, config.keys.dir, check_bounds=not s.disable_env_checking)
+        settings["env"] = ServedEnvs(
+            config.serving,
+            s.env,
+            config.keys.dir,
+            check_bounds=not s.disable_env_checking,
+            several_agents=s.is_multi_agent,
+        )
     return EnvRunnerConfig(
         **settings,
         num_workers=config.fleet.workers,

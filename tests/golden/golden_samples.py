@@ -19,7 +19,7 @@ import orjson
 from pydantic import BaseModel
 
 import headrace.schemas.env_messages
-import headrace.schemas.serving_messages  # noqa: F401 - messages of both have samples too
+import headrace.schemas.serving_agents  # noqa: F401 - messages of both, and of serving_messages.py, have samples too
 from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.chunk import CHUNK_TABLE, EXPLORE, ChunkEnd
 from headrace.schemas.ledger import WorkerTotals

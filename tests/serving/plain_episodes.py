@@ -92,7 +92,7 @@ class PlainEpisodes:
         episode = self._find(episode_id)
         self._settle(episode, observation)
         episode.end = "truncated" if truncated else "terminated"
-        self._later(lambda: on_answer(PlainAnswer()))
+        self._later(lambda: on_answer(PlainAnswer(weights=(0, 0))))
 
     def abort(self, episode_id: str, reason: str) -> None:
         self._find(episode_id).end = reason

@@ -13,12 +13,13 @@ from headrace.schemas.keys import CLIENT_PORT, BrokerKeys
 from headrace.schemas.spaces import Spaces
 from headrace.workers.envs.remote.door import Door, DoorSettings
 from headrace.workers.policy_columns import PolicyColumns
-from headrace.workers.serving.desk import Desk, SpaceValues
+from headrace.workers.serving.desk import Desk
 from headrace.workers.serving.exchange import Exchange
 from headrace.workers.serving.frames import FramesDoor
 from headrace.workers.serving.http_way import HttpWay
 from headrace.workers.serving.listening import listen
 from headrace.workers.serving.records import ServingLimits
+from headrace.workers.serving.space_values import SpaceValues
 
 LIMITS = ServingLimits(lease_s=10.0, max_sessions=50, max_episodes=20, max_message_bytes=1 << 16)
 

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import zmq
 from served import Served
+from served_agents import served_agents
 
+from headrace.schemas.chunk import to_episode
 from headrace.schemas.episode_errors import EpisodeError
 from headrace.schemas.serving_errors import HTTP_STATUS, ServingError
 from headrace.schemas.wire import MessageKind, decode, encode
@@ -36,12 +38,11 @@ def lines_of(language: str) -> list[str]:
     return lines
 
 
-def test_every_exchange_by_http_is_as_the_page_says(server: Served) -> None:
-    lines = lines_of("http")
+def exchange_by_http(url: str, lines: list[str]) -> None:
     for asked, expected in zip(lines[::2], lines[1::2], strict=True):
         method, path, *body = asked.split(" ", 2)
         request = urllib.request.Request(
-            server.url + path, body[0].encode() if body else None, {"Headrace-Client": "secret-7"}, method=method
+            url + path, body[0].encode() if body else None, {"Headrace-Client": "secret-7"}, method=method
         )
         try:
             with urllib.request.urlopen(request, timeout=10) as answer:
@@ -50,6 +51,10 @@ def test_every_exchange_by_http_is_as_the_page_says(server: Served) -> None:
             with refusal:
                 status, told = refusal.code, json.load(refusal)
         assert (status, told) == (int(expected[:3]), json.loads(expected[4:])), asked
+
+
+def test_every_exchange_by_http_is_as_the_page_says(server: Served) -> None:
+    exchange_by_http(server.url, lines_of("http"))
     kept = server.episodes.episodes["walk-1"]
     assert (kept.actions, kept.rewards, kept.infos) == ([9, 41], [0, 0.5, 1.0], [{"slope": 3}])
     assert server.episodes.episodes["walk-2"].end == "fell"
@@ -59,15 +64,14 @@ def parse(line: str) -> tuple[MessageKind, dict[str, Any], dict[str, Any]]:
     """KIND {header} name=<dtype values ..."""
     kind, rest = line.split(" ", 1)
     header, end = json.JSONDecoder().raw_decode(rest)
-    arrays = re.findall(r"(\w+)=([<|]\w\d) ?(\[[^]]*\]|\d+)", rest[end:])
+    arrays = re.findall(r"([\w/]+)=([<|]\w\d) ?(\[[^]]*\]|\d+)", rest[end:])
     return MessageKind[kind], header, {name: np.array(json.loads(value), dtype) for name, dtype, value in arrays}
 
 
-def test_every_exchange_by_zeromq_is_as_the_page_says(server: Served) -> None:
-    lines = lines_of("zmq")
+def exchange_by_zeromq(endpoint: str, lines: list[str]) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
-        socket.connect(server.endpoint)
+        socket.connect(endpoint)
         for asked, expected in zip(lines[::2], lines[1::2], strict=True):
             socket.send_multipart(encode(*parse(asked)))
             assert socket.poll(10_000), asked
@@ -77,7 +81,25 @@ def test_every_exchange_by_zeromq_is_as_the_page_says(server: Served) -> None:
             assert {name: (a.dtype, a.tolist()) for name, a in told.arrays.items()} == {
                 name: (a.dtype, a.tolist()) for name, a in arrays.items()
             }
+
+
+def test_every_exchange_by_zeromq_is_as_the_page_says(server: Served) -> None:
+    exchange_by_zeromq(server.endpoint, lines_of("zmq"))
     assert server.episodes.episodes["run-1"].end == "truncated"
+
+
+@pytest.mark.parametrize("way", ["http", "zmq"])
+def test_every_exchange_of_several_agents_is_as_the_page_says(way: str) -> None:
+    with served_agents() as served:
+        if way == "http":
+            exchange_by_http(served.url, lines_of("http-agents"))
+        else:
+            exchange_by_zeromq(served.endpoint, lines_of("zmq-agents"))
+    whole = {agent: to_episode([c for c in served.chunks if c.agent_id == agent]) for agent in ("red", "blue")}
+    assert (whole["red"].actions.tolist(), whole["red"].rewards.tolist()) == ([9, 41, 23], [0.5, 0.0, 1.0])
+    assert (whole["blue"].actions.tolist(), whole["blue"].rewards.tolist()) == ([16], [2.0])
+    assert (whole["red"].is_truncated, whole["blue"].is_terminated) == (True, True)
+    assert whole["red"].columns["off_policy"].tolist() == [False, True, False]
 
 
 def test_the_page_tells_every_code_and_its_status() -> None:

@@ -262,10 +262,10 @@ def test_each_kind_of_runner_refuses_the_other_kind_of_external_env() -> None:
         multi_runner(Unbuilt)
 
 
-def test_a_policy_server_says_that_it_serves_one_agent_an_episode() -> None:
+def test_clients_that_act_by_themselves_have_one_agent() -> None:
     told = {"sampling": {"env": "headrace.workers.multi_agent.examples:two_carts", "policies": {"one": {}}}}
-    with pytest.raises(ConfigError, match="serves episodes of one agent, and sampling has policies"):
-        runner_config(FleetConfig.model_validate({**told, "serving": {"enabled": True}}))
+    with pytest.raises(ConfigError, match="act by themselves have one agent, and sampling has policies"):
+        runner_config(FleetConfig.model_validate({**told, "serving": {"enabled": True, "client_inference": True}}))
 
 
 @pytest.mark.parametrize(

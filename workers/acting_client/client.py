@@ -97,6 +97,10 @@ class ActingClient:
             connect_timeout_s=connect_timeout_s,
             reopens=False,  # a shipment whose answer was lost must not be taken again by a session of the same name
         )
+        if not isinstance(self._link.spaces, Spaces):
+            self._link.close()
+            message = "the server's episodes are of several agents, and who acts by itself has one; take a PolicyClient"
+            raise ConfigError(message)
         self.spaces: Spaces = self._link.spaces
         self._observations = Values(self.spaces.observation, "obs")
         self._actions = Values(self.spaces.action, "actions")

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from headrace.schemas.episode_errors import EpisodeAbortedError, NoActionYetError, NoFreePlaceError, UnknownEpisodeError
 from headrace.schemas.errors import HeadraceError, UnreachableError
 from headrace.schemas.keys import CLIENT, ClientKeys, client_keys
+from headrace.schemas.serving_agents import served_spaces_from_json
 from headrace.schemas.serving_errors import UnknownSessionError
 from headrace.schemas.serving_messages import (
     ClientBye,
@@ -29,11 +30,11 @@ from headrace.schemas.serving_messages import (
     EpisodeAbort,
     EpisodeAnswer,
     EpisodeStart,
-    EpisodeStep,
 )
-from headrace.schemas.spaces import Spaces, nest, spaces_from_json
+from headrace.schemas.spaces import Spaces, nest
 from headrace.workers.policy_client.connection import Connection
-from headrace.workers.serving.values import Values, check_reward
+from headrace.workers.policy_client.earned import Dones, Earned, EarnedByAgent
+from headrace.workers.serving.space_values import SpaceValues
 
 _BEFORE_WELCOME_BYTES = 4096
 log = logging.getLogger(__name__)
@@ -41,13 +42,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Episode:
+    earned: Earned | EarnedByAgent
     step: int = 0
-    reward: float = 0.0
-    info: dict[str, Any] | None = None
 
 
 class PolicyClient:
-    """Drives episodes for which a policy server chooses the actions.
+    """Drives episodes for which a policy server chooses the actions; of several agents in dicts by agent id.
 
     Any number of threads may call, each episode by one at a time. Calls block until they are answered, `timeout_s` at
     most, whatever becomes of the connection meanwhile: what is asked again is answered alike and is one step. Raises
@@ -86,9 +86,9 @@ class PolicyClient:
         except BaseException:
             self._disconnect()
             raise
-        self.spaces: Spaces = spaces_from_json(welcome.spaces)
-        self._observations = Values(self.spaces.observation, "obs")
-        self._actions = Values(self.spaces.action, "actions")
+        self.spaces: Spaces | dict[str, Spaces] = served_spaces_from_json(welcome.spaces)
+        """Of several agents those of each, by the text of its id."""
+        self._values = SpaceValues.of(self.spaces)
         self._beats = threading.Thread(target=self._beat, args=(welcome.lease_s / 4,), name="beats", daemon=True)
         self._beats.start()
 
@@ -106,26 +106,46 @@ class PolicyClient:
                 if time.monotonic() >= until or self._closing.wait(0.1):
                     raise
         with self._lock:
-            self._episodes[episode_id] = _Episode()
+            self._episodes[episode_id] = _Episode(self._nothing_earned())
         return episode_id
 
+    def _nothing_earned(self) -> Earned | EarnedByAgent:
+        return Earned() if isinstance(self.spaces, Spaces) else EarnedByAgent(self.spaces)
+
     def get_action(self, episode_id: str, observation: Any) -> Any:
-        """What the current policy does, in the nesting of the action space; arrays are read-only."""
+        """What the current policy does, in the nesting of the action space; arrays are read-only.
+
+        Of several agents, by id: what each does that is observed and not done.
+        """
         _, arrays = self._step(episode_id, observation)
-        return nest(self.spaces.action, arrays, "actions")
+        if isinstance(self.spaces, Spaces):
+            return nest(self.spaces.action, arrays, "actions")
+        ids = {str(agent): agent for agent in observation}
+        return {ids.get(agent, agent): action for agent, action in self._values.action.of_arrays(arrays).items()}
 
     def log_action(self, episode_id: str, observation: Any, action: Any) -> None:
-        """Tell an action that was not asked for."""
-        self._step(episode_id, observation, self._actions.arrays(self._actions.read(action)), off_policy=True)
+        """Tell an action that was not asked for; of several agents, that of each who is observed and not done."""
+        values = self._values.action
+        self._step(episode_id, observation, values.arrays(values.read(action)), off_policy=True)
 
-    def log_returns(self, episode_id: str, reward: float, info: dict[str, Any] | None = None) -> None:
-        """Add to the reward since the last action; goes out with the next call. Raises `EnvContractError` for one that
-        is no finite number, `NoActionYetError` before the first action."""
+    def log_returns(
+        self,
+        episode_id: str,
+        reward: Any,
+        info: dict[Any, Any] | None = None,
+        multiagent_done_dict: Dones | None = None,
+        multiagent_truncated_dict: Dones | None = None,
+    ) -> None:
+        """Add to the reward since the last action; goes out with the next call. Of several agents, dicts by id.
+
+        Who is done, or truncated, may be observed once more by the next call, and not after it. Raises
+        `EnvContractError` for a reward that is no finite number and for what is of no agent, or one that is done;
+        `NoActionYetError` before the first action. Nothing of such a call counts.
+        """
         episode = self._find(episode_id)
         if not episode.step:
             raise NoActionYetError(episode_id)
-        episode.reward = check_reward(episode.reward + check_reward(reward))
-        episode.info = info if info is not None else episode.info
+        episode.earned.add(reward, info, multiagent_done_dict, multiagent_truncated_dict)
 
     def end_episode(self, episode_id: str, observation: Any, truncated: bool = False) -> None:
         """The episode has ended with this observation."""
@@ -142,17 +162,19 @@ class PolicyClient:
         self, episode_id: str, observation: Any, arrays: Mapping[str, NDArray[Any]] | None = None, **fields: Any
     ) -> tuple[EpisodeAnswer, dict[str, NDArray[Any]]]:
         episode = self._find(episode_id)
-        arrays = {**self._observations.arrays(self._observations.read(observation)), **(arrays or {})}
-        fields |= {"episode": episode_id, "step": episode.step, "reward": episode.reward, "info": episode.info}
+        values = self._values.observation
+        arrays = {**values.arrays(values.read(observation)), **(arrays or {})}
+        fields |= {"episode": episode_id, "step": episode.step, **episode.earned.fields()}
         try:
-            answer, found = self._ask(EpisodeStep, arrays, **fields)
+            answer, found = self._ask(self._values.step, arrays, **fields)
         except (EpisodeAbortedError, UnknownEpisodeError, UnknownSessionError) as error:
             self._forget(episode_id)
             if isinstance(error, EpisodeAbortedError):
                 raise
             raise EpisodeAbortedError(episode_id, str(error)) from error
         assert isinstance(answer, EpisodeAnswer)
-        episode.step, episode.reward, episode.info = answer.next_step, 0.0, None
+        episode.step = answer.next_step
+        episode.earned.settle()
         return answer, found
 
     def _find(self, episode_id: str) -> _Episode:

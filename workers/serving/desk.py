@@ -8,34 +8,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-from headrace.schemas.spaces import Spaces
 from headrace.workers.serving.acting_clients import ActingClients
 from headrace.workers.serving.episodes import Answer, Episodes
 from headrace.workers.serving.exchange import Exchange
 from headrace.workers.serving.records import Address, Asked, Reply, ServingLimits
 from headrace.workers.serving.sessions import Sessions
-from headrace.workers.serving.values import Values
+from headrace.workers.serving.space_values import SpaceValues
 
 Event = Callable[[Sessions, float], None]
 """Something to do with the sessions, at that time."""
-
-
-@dataclass(frozen=True, slots=True)
-class SpaceValues:
-    """How observations and actions are read and written."""
-
-    spaces: Spaces
-    observation: Values
-    action: Values
-
-    @classmethod
-    def of(cls, spaces: Spaces, *, check_bounds: bool = True) -> SpaceValues:
-        """Those of `spaces`. Actions are always checked: a policy never gives one that is outside."""
-        observation = Values(spaces.observation, "obs", check_bounds=check_bounds)
-        return cls(spaces, observation, Values(spaces.action, "actions"))
 
 
 class Door(Protocol):
@@ -63,7 +46,7 @@ class Desk:
         exchange: Exchange | None = None,
     ) -> None:
         acting = ActingClients(exchange, self._post_shipped) if exchange is not None else None
-        self._sessions = Sessions(episodes, values.spaces.model_dump(mode="json"), self._post_answer, limits, acting)
+        self._sessions = Sessions(episodes, values.told, self._post_answer, limits, acting)
         self._door = door or _NoDoor()
         self._mail: deque[Event] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from headrace.schemas.errors import HeadraceError, WireError
 from headrace.schemas.messages import read
 from headrace.schemas.serving_errors import BadRequestError, MessageTooLargeError
-from headrace.schemas.serving_messages import REQUESTS, ChunkShipment, EpisodeStep
+from headrace.schemas.serving_messages import REQUESTS, AnyStep, ChunkShipment, EpisodeStep
 from headrace.schemas.wire import Buffer, Caps, WireMessage, decode, encode
 from headrace.workers.envs.remote.door import Door
-from headrace.workers.serving.desk import SpaceValues
 from headrace.workers.serving.records import Reply, refusal_of
 from headrace.workers.serving.sessions import Sessions
+from headrace.workers.serving.space_values import SpaceValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class FramesDoor:
     def __init__(self, door: Door, values: SpaceValues, max_message_bytes: int) -> None:
         self._door = door
         self._values = values
-        self._caps = Caps(payload_bytes=max_message_bytes, frames=16)
+        self._caps = Caps(payload_bytes=max_message_bytes)
 
     def watch(self, fd: int) -> None:
         """See `desk.Door`."""
@@ -59,9 +59,9 @@ class FramesDoor:
         kind = REQUESTS.get(message.kind)
         if kind is None:
             raise BadRequestError(f"{message.kind.name} is nothing that a client says")
-        request = read(kind, message.header)
+        request = read(self._values.step if kind is EpisodeStep else kind, message.header)
         observation = action = None
-        if isinstance(request, EpisodeStep):
+        if isinstance(request, AnyStep):
             observation = self._values.observation.of_arrays(message.arrays)
             if request.off_policy:
                 action = self._values.action.of_arrays(message.arrays)

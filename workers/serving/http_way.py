@@ -41,12 +41,12 @@ from headrace.schemas.serving_messages import (
     ClientRequest,
     EpisodeAbort,
     EpisodeStart,
-    EpisodeStep,
 )
 from headrace.schemas.wire import DEFAULT_CAPS, PROTOCOL_MAJOR, PROTOCOL_MINOR, is_deeper
-from headrace.workers.serving.desk import Desk, SpaceValues
+from headrace.workers.serving.desk import Desk
 from headrace.workers.serving.records import Reply, ServingLimits
 from headrace.workers.serving.sessions import Sessions
+from headrace.workers.serving.space_values import SpaceValues
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class HttpWay:
         return {"status": "ok", "protocol": f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}", **await self._in_time(future)}
 
     async def _spaces(self, request: Request) -> Any:
-        return self._values.spaces.model_dump(mode="json")
+        return self._values.told
 
     async def _open(self, request: Request) -> Any:
         return await self._ask(request, ClientHello, {})
@@ -165,7 +165,7 @@ class HttpWay:
         if body.get("action") is not None:
             action = self._values.action.read(body.pop("action"))
             body["off_policy"] = True
-        return await self._ask(request, EpisodeStep, body, observation, action)
+        return await self._ask(request, self._values.step, body, observation, action)
 
     # -- how it is asked for ------------------------------------------------------------------------------------------
 

@@ -1,11 +1,10 @@
-"""A policy server as an external env: its `run()` is the desk, and its episodes are those of clients elsewhere."""
+"""A policy server as an external env: its `run()` serves, and its episodes are those of clients elsewhere."""
 
 from __future__ import annotations
 
 import errno
 import logging
 import socket
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,15 @@ from headrace.schemas.serving_settings import HIGHEST_PORT, ServingSection
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import find_creator
 from headrace.workers.envs.remote.door import Door, DoorSettings
+from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.env import ExternalEnv
+from headrace.workers.multi_agent.env import build_multi_agent_env, gym_spaces_of, spaces_by_agent
+from headrace.workers.serving.agents_table import AgentsTable
 from headrace.workers.serving.bearer_token import read_token
-from headrace.workers.serving.desk import Desk, SpaceValues
 from headrace.workers.serving.exchange import Exchange
-from headrace.workers.serving.frames import FramesDoor
 from headrace.workers.serving.listening import listen
-from headrace.workers.serving.records import ServingLimits
+from headrace.workers.serving.server import Server
+from headrace.workers.serving.space_values import SpaceValues
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class ServedEnvs:
     """Creates the env of one worker, again and again if need be: at the same ports, though they were free ones first.
 
     `like` is an env, or whatever else a runner's config may name that has both spaces: it is built to look at them.
+    With `several_agents` it is one of several, and so are the clients' episodes.
     """
 
     def __init__(
@@ -41,18 +43,20 @@ class ServedEnvs:
         keys_dir: str | None,
         *,
         check_bounds: bool = True,
+        several_agents: bool = False,
     ) -> None:
         self._settings = settings
         self._like = like
+        self._several_agents = several_agents
         self._keys_dir = keys_dir
         self._check_bounds = check_bounds
         self._ports: tuple[int, int] | None = None
         self.exchange = Exchange(settings.max_message_bytes) if settings.client_inference else None
         """With clients that act by themselves, if there may be any. It outlives each env."""
 
-    def __call__(self, context: EnvContext) -> ServedEnv:
+    def __call__(self, context: EnvContext) -> ServedEnv | ServedAgentsEnv:
         """Bind the ports. Raises `ConfigError`, `KeysError`, `PortInUseError`, and what the env's creator raises."""
-        spaces = self._look(context)
+        spaces = self._look_at_agents(context) if self._several_agents else self._look(context)
         keys = client_keys(self._keys_dir, "worker") if self._keys_dir != "" else None
         folder = Path(keys.folder) if keys is not None else None
         token = self._token(folder)
@@ -65,9 +69,10 @@ class ServedEnvs:
         except BaseException:
             door.close()
             raise
-        env = ServedEnv(*spaces, self._settings, door, listener, token, self.exchange, check_bounds=self._check_bounds)
-        self._ports = env.ports
-        return env
+        server = Server(self._settings, door, listener, token, self.exchange)
+        self._ports = server.ports
+        kind = ServedAgentsEnv if self._several_agents else ServedEnv
+        return kind(*spaces, server, check_bounds=self._check_bounds)
 
     def _look(self, context: EnvContext) -> tuple[Any, Any]:
         env = find_creator(self._like)(context)
@@ -75,6 +80,16 @@ class ServedEnvs:
         if hasattr(env, "close"):
             env.close()
         return spaces
+
+    def _look_at_agents(self, context: EnvContext) -> tuple[Any, Any]:
+        found = find_creator(self._like)(context)
+        env = found if isinstance(found, ExternalMultiAgentEnv) else build_multi_agent_env(lambda _: found, context)
+        by_agent = gym_spaces_of(env)
+        SpaceValues.of(spaces_by_agent(by_agent))  # what clients could not tell apart is refused now
+        if hasattr(env, "close"):
+            env.close()
+        actions = {agent: action for agent, (_, action) in by_agent.items()}
+        return actions, {agent: observation for agent, (observation, _) in by_agent.items()}
 
     def _at(self, slot: int) -> tuple[int, int]:
         port, http_port = (base and base + slot for base in (self._settings.port, self._settings.http_port or 0))
@@ -130,80 +145,48 @@ def _check_http_can_be_served() -> None:
         raise ConfigError(f"{error}; pip install 'headrace[http]'", key="serving.http_port") from error
 
 
-class ServedEnv(ExternalEnv):
-    """Serves clients at `door`, and by HTTP at `listener`, for as long as its runner lets it."""
+class _Served:
+    """What envs of one agent and of several have in common: their episodes are those of the clients of `server`."""
 
-    def __init__(
-        self,
-        action_space: Any,
-        observation_space: Any,
-        settings: ServingSection,
-        door: Door,
-        listener: socket.socket | None,
-        token: str | None,
-        exchange: Exchange | None,
-        *,
-        check_bounds: bool,
-    ) -> None:
-        super().__init__(action_space, observation_space)
-        self._settings = settings
-        self._door, self._listener, self._token = door, listener, token
-        self._exchange = exchange
-        self._check_bounds = check_bounds
-        self._lock = threading.Lock()
-        self._desk: Desk | None = None
-        self._closed = False
-        self.endpoint = door.endpoint
-        http_port = listener.getsockname()[1] if listener is not None else 0
-        self.ports = int(door.endpoint.rsplit(":", 1)[1]), int(http_port)
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        self.url = f"http://{host}:{http_port}" if listener is not None else ""
-        """Empty without HTTP."""
-        log.info("serving clients at %s%s", self.endpoint, f" and {self.url}" if self.url else "")
+    server: Server
+    _check_bounds: bool
 
-    def run(self) -> None:
-        """Serve until the env is closed."""
-        s = self._settings
-        values = SpaceValues.of(self.episodes.spaces, check_bounds=self._check_bounds)
-        limits = ServingLimits(
-            lease_s=s.lease_s,
-            max_sessions=s.max_sessions,
-            max_episodes=self.episodes.capacity,
-            max_message_bytes=s.max_message_bytes,
-        )
-        with self._lock:
-            if self._closed:
-                return
-            door = FramesDoor(self._door, values, s.max_message_bytes)
-            self._desk = Desk(self.episodes, values, limits, door, self._exchange)
-        try:
-            self._serve(self._desk, values, limits)
-        finally:
-            self._desk.close()
-            self._release()
+    @property
+    def endpoint(self) -> str:
+        """Where clients come by ZeroMQ."""
+        return self.server.endpoint
 
-    def _serve(self, desk: Desk, values: SpaceValues, limits: ServingLimits) -> None:
-        if self._listener is None:
-            desk.serve()
-            return
-        from headrace.workers.serving.http_way import HttpWay  # needs the extra `http`
-
-        way = HttpWay(desk, values, limits, self._listener, self._token)
-        try:
-            desk.serve()
-        finally:
-            way.stop()
+    @property
+    def url(self) -> str:
+        """Where they come by HTTP; empty without."""
+        return self.server.url
 
     def close(self) -> None:
         """Have `run` end; what it has bound is free when it has."""
-        with self._lock:
-            self._closed, desk = True, self._desk
-        if desk is None:
-            self._release()
-        else:
-            desk.stop()
+        self.server.close()
 
-    def _release(self) -> None:
-        self._door.close()
-        if self._listener is not None:
-            self._listener.close()
+
+class ServedEnv(_Served, ExternalEnv):
+    """Episodes of one agent each."""
+
+    def __init__(self, action_space: Any, observation_space: Any, server: Server, *, check_bounds: bool) -> None:
+        super().__init__(action_space, observation_space)
+        self.server, self._check_bounds = server, check_bounds
+
+    def run(self) -> None:
+        """Serve until the env is closed."""
+        values = SpaceValues.of(self.episodes.spaces, check_bounds=self._check_bounds)
+        self.server.run(self.episodes, self.episodes.capacity, values)
+
+
+class ServedAgentsEnv(_Served, ExternalMultiAgentEnv):
+    """Episodes of several agents; both spaces are by agent."""
+
+    def __init__(self, action_space: Any, observation_space: Any, server: Server, *, check_bounds: bool) -> None:
+        super().__init__(action_space, observation_space)
+        self.server, self._check_bounds = server, check_bounds
+
+    def run(self) -> None:
+        """Serve until the env is closed."""
+        values = SpaceValues.of(self.episodes.spaces, check_bounds=self._check_bounds)
+        self.server.run(AgentsTable(self.episodes), self.episodes.capacity, values)

@@ -1,0 +1,215 @@
+"""Clients elsewhere drive episodes of several agents: what each agent lived through is what the learner gets."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from served_agents import ByHttp, ByZmq, rule, served_agents
+
+from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
+from headrace.schemas.episode_errors import EpisodeAbortedError
+from headrace.workers.policy_client import PolicyClient
+
+WAYS = pytest.mark.parametrize("way", [ByZmq, ByHttp])
+
+
+class Life:
+    """One random episode: agents come late, pause, leave for good, some end truncated. Knows what must come of it."""
+
+    def __init__(self, seed: int, agents: Iterable[str]) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._agents = list(agents)
+        self.seed = seed
+        self.seen: dict[str, list[list[float]]] = defaultdict(list)
+        self.actions: dict[str, list[int]] = defaultdict(list)
+        self.rewards: dict[str, list[float]] = defaultdict(list)
+        self.ends: dict[str, str] = {}
+        self._pending: dict[str, float] = defaultdict(float)
+        self._acted: set[str] = set()
+
+    def play(self, client: Any, steps: int = 20) -> Life:
+        """By `step` of a plain way, several rewards and ends a message as they fall."""
+        name = f"life-{self.seed}"
+        client.start(name)
+        news: dict[str, Any] = {}
+        for t in range(steps):
+            seen = self._observe(t, news)
+            answer = client.step(name, t, seen, **news)
+            acting = [agent for agent in seen if agent not in self.ends]
+            assert answer["action"] == {agent: rule(seen[agent]) for agent in acting}
+            for agent in acting:
+                self.actions[agent].append(answer["action"][agent])
+            self._acted.update(acting)
+            news = self._happen()
+        last = {agent: self._see(agent, steps) for agent in self._agents if agent not in self.ends}
+        last |= {agent: self._see(agent, steps) for agent in news["truncated"]}
+        for agent in news["terminated"]:
+            self._settle(agent)
+        client.step(name, steps, last, **news, end="truncated")
+        return self
+
+    def _observe(self, t: int, news: dict[str, Any]) -> dict[str, list[float]]:
+        """Somebody who is not done is always there, and whoever was truncated just now."""
+        there = [agent for agent in self._agents if agent not in self.ends]
+        some = [agent for agent in there if self._rng.random() < 0.6] or there[:1]
+        ending = [*news.get("truncated", ()), *(a for a in news.get("terminated", ()) if self._rng.random() < 0.5)]
+        for agent in set(news.get("terminated", ())) - set(ending):
+            self._settle(agent)
+        return {agent: self._see(agent, t) for agent in [*some, *ending]}
+
+    def _see(self, agent: str, t: int) -> list[float]:
+        seen = [float(t), float(self.seed)]
+        self.seen[agent].append(seen)
+        self._settle(agent)
+        return seen
+
+    def _settle(self, agent: str) -> None:
+        if self.actions[agent] and len(self.rewards[agent]) < len(self.actions[agent]):
+            self.rewards[agent].append(self._pending.pop(agent, 0.0))
+
+    def _happen(self) -> dict[str, Any]:
+        news: dict[str, Any] = {"reward": {}, "terminated": {}, "truncated": {}}
+        for agent in self._agents:
+            if agent in self.ends:
+                continue
+            if self._rng.random() < 0.7:
+                news["reward"][agent] = float(self._rng.integers(-5, 6))
+                self._pending[agent] += news["reward"][agent]
+            others = [other for other in self._agents if other != agent and other not in self.ends]
+            if agent in self._acted and others and self._rng.random() < 0.05:
+                self.ends[agent] = str(self._rng.choice(["terminated", "truncated"]))
+                news[self.ends[agent]][agent] = True
+        return news
+
+
+def check(chunks: list[EpisodeChunk], lives: Iterable[Life]) -> None:
+    """The chunks tell each agent's life, to the number."""
+    parts: dict[tuple[float, str], list[EpisodeChunk]] = defaultdict(list)
+    for chunk in chunks:
+        parts[float(chunk.obs[0, 1]), chunk.agent_id].append(chunk)
+    for life in lives:
+        for agent, actions in life.actions.items():
+            if not actions:
+                continue
+            whole = to_episode(parts.pop((float(life.seed), agent)))
+            assert whole.actions.tolist() == actions
+            assert whole.rewards.tolist() == life.rewards[agent]
+            last = [] if len(life.seen[agent]) > len(actions) else life.seen[agent][-1:]  # it got no last one
+            assert whole.obs.tolist() == [*life.seen[agent], *last]
+            ends = {"terminated": ChunkEnd.TERMINATED, "truncated": ChunkEnd.TRUNCATED}
+            assert whole.end is ends[life.ends.get(agent, "truncated")]
+            assert set(whole.weights_seq.tolist()) == {1}
+    assert not parts
+
+
+@WAYS
+def test_each_agents_life_is_what_the_learner_gets(way: Any) -> None:
+    agents = ("red", "blue", "late")
+    with served_agents(agents) as served:
+
+        def live(seed: int) -> Life:
+            client = way(served, f"s-{seed}")
+            try:
+                return Life(seed, agents).play(client)
+            finally:
+                client.close()
+
+        with ThreadPoolExecutor(4) as pool:
+            lives = list(pool.map(live, range(8)))
+    assert any(life.ends for life in lives)
+    check(served.chunks, lives)
+
+
+def test_the_python_client_speaks_in_dicts_by_id_also_of_nested_spaces_and_ids_that_are_numbers() -> None:
+    with served_agents(("red", 3, "deep")) as served, PolicyClient(served.endpoint, timeout_s=30) as client:
+        assert list(client.spaces) == ["red", "3", "deep"]  # type: ignore[arg-type]
+        episode = client.start_episode()
+        deep = {"at": (np.array([5, 1], np.float32), 2), "arm": [0.5, -0.5]}
+        told = client.get_action(episode, {"red": [1, 2], 3: np.array([2, 2], np.float32), "deep": deep})
+        assert {agent: int(action) for agent, action in told.items()} == {"red": 9, 3: 16, "deep": rule(deep)}
+        client.log_returns(episode, {"red": 1.0, 3: 2.0}, {3: {"k": 1}}, {"red": np.bool_(True), "__all__": False})
+        client.log_returns(episode, {3: 0.5, "deep": 4})
+        client.log_action(episode, {3: [3, 2], "deep": deep}, {3: 77, "deep": 78})
+        client.log_returns(episode, {"red": 0.0, 3: 1.0}, None, {"red": True})  # as envs that fill their dicts do
+        client.end_episode(episode, {3: [4, 2], "deep": deep}, truncated=True)
+    whole = {
+        chunk.agent_id: to_episode([c for c in served.chunks if c.agent_id == chunk.agent_id])
+        for chunk in served.chunks
+    }
+    assert whole["red"].rewards.tolist() == [1.0]
+    assert whole["red"].is_terminated
+    assert (whole["3"].rewards.tolist(), whole["3"].actions.tolist()) == ([2.5, 1.0], [16, 77])
+    assert whole["3"].columns["off_policy"].tolist() == [False, True]
+    assert whole["3"].infos[1] == {"k": 1}
+    assert (whole["deep"].rewards.tolist(), whole["deep"].module_id) == ([4.0, 0.0], "deep")
+    assert whole["deep"].obs["at"][1].tolist() == [2, 2, 2]
+
+
+@WAYS
+def test_what_is_asked_again_is_answered_alike_and_is_one_step(way: Any) -> None:
+    with served_agents() as served:
+        client = way(served, "again")
+        client.start("e")
+        first = client.step("e", 0, {"red": [1, 2], "blue": [2, 2]})
+        for _ in range(2):
+            assert client.step("e", 0, {"red": [1, 2], "blue": [2, 2]}) == first
+        news = {"reward": {"red": 3.0, "blue": 1.0}, "terminated": {"blue": True}}
+        second = client.step("e", 1, {"red": [2, 2]}, **news)
+        assert client.step("e", 1, {"red": [2, 2]}, **news) == second
+        client.step("e", 2, {"red": [3, 2]}, terminated={"red": True, "__all__": True})
+        client.close()
+    assert {chunk.agent_id: chunk.rewards.tolist() for chunk in served.chunks} == {"red": [3.0, 0.0], "blue": [1.0]}
+    assert all(chunk.is_terminated for chunk in served.chunks)
+
+
+@WAYS
+def test_an_episode_that_is_not_to_be_trained_on_is_counted_and_kept_back(way: Any) -> None:
+    with served_agents() as served:
+        client = way(served, "untrained")
+        client.start("e", training_enabled=False)
+        client.step("e", 0, {"red": [1, 2], "blue": [1, 2]})
+        client.step("e", 1, {"red": [2, 2]}, truncated={"__all__": True}, terminated={"blue": True})
+        client.close()
+    assert served.chunks == []
+    assert served.runner.totals.discarded == {"training_disabled": 2}
+
+
+def test_a_client_that_vanishes_leaves_an_aborted_marker_for_each_agent(wait_for: Callable[..., None]) -> None:
+    with served_agents(lease_s=0.4, rollout_fragment_length=2) as served:
+        gone, other = ByHttp(served, "gone"), PolicyClient(served.endpoint, timeout_s=20)
+        gone.start("e")
+        mine = other.start_episode()
+        for t in range(4):
+            gone.step("e", t, {"red": [t, 1], "blue": [t, 1]})
+            other.get_action(mine, {"blue": [t, 2]})
+        wait_for(lambda: sum(c.end is ChunkEnd.ABORTED for c in served.chunks) == 2, what="the markers")
+        assert {(c.agent_id, c.end_reason) for c in served.chunks if c.end is ChunkEnd.ABORTED} == {
+            ("red", "client_lost"),
+            ("blue", "client_lost"),
+        }
+        other.end_episode(mine, {"blue": [9, 2]})
+        other.close()
+        again = ByHttp(served, "gone")
+        with pytest.raises(EpisodeAbortedError, match="client_lost"):
+            again.start("e")
+        again.say("DELETE", "")
+    assert sum(len(chunk) for chunk in served.chunks if len(chunk) and chunk.obs[0, 1] == 2) == 4
+
+
+@WAYS
+def test_an_episode_that_its_client_gives_up_costs_that_one_only(way: Any) -> None:
+    with served_agents() as served:
+        client = way(served, "fell")
+        for name in ("e", "f"):
+            client.start(name)
+            client.step(name, 0, {"red": [1, 2]})
+        client.abort("e")
+        client.step("f", 1, {"red": [2, 2]}, end="terminated", reward={"red": 1.0})
+        client.close()
+    assert [chunk.rewards.tolist() for chunk in served.chunks] == [[1.0]]
+    assert served.runner.totals.stepped == 1  # the action in "e" had no answer yet

@@ -1,0 +1,91 @@
+"""One life of a policy server: what it has bound, and the desk that serves there."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+
+from headrace.schemas.serving_settings import ServingSection
+from headrace.workers.envs.remote.door import Door
+from headrace.workers.serving.desk import Desk
+from headrace.workers.serving.episodes import Episodes
+from headrace.workers.serving.exchange import Exchange
+from headrace.workers.serving.frames import FramesDoor
+from headrace.workers.serving.records import ServingLimits
+from headrace.workers.serving.space_values import SpaceValues
+
+log = logging.getLogger(__name__)
+
+
+class Server:
+    """Serves at `door`, and by HTTP at `listener` to who shows `token`; what is bound is this one's to release."""
+
+    def __init__(
+        self,
+        settings: ServingSection,
+        door: Door,
+        listener: socket.socket | None,
+        token: str | None,
+        exchange: Exchange | None,
+    ) -> None:
+        self._settings = settings
+        self._door, self._listener, self._token = door, listener, token
+        self._exchange = exchange
+        self._lock = threading.Lock()
+        self.desk: Desk | None = None
+        """From `run` on."""
+        self._closed = False
+        self.endpoint = door.endpoint
+        http_port = listener.getsockname()[1] if listener is not None else 0
+        self.ports = int(door.endpoint.rsplit(":", 1)[1]), int(http_port)
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        self.url = f"http://{host}:{http_port}" if listener is not None else ""
+        """Empty without HTTP."""
+        log.info("serving clients at %s%s", self.endpoint, f" and {self.url}" if self.url else "")
+
+    def run(self, episodes: Episodes, capacity: int, values: SpaceValues) -> None:
+        """Serve these episodes, of which `capacity` may be open, until `close`."""
+        s = self._settings
+        limits = ServingLimits(
+            lease_s=s.lease_s,
+            max_sessions=s.max_sessions,
+            max_episodes=capacity,
+            max_message_bytes=s.max_message_bytes,
+        )
+        with self._lock:
+            if self._closed:
+                return
+            door = FramesDoor(self._door, values, s.max_message_bytes)
+            self.desk = Desk(episodes, values, limits, door, self._exchange)
+        try:
+            self._serve(self.desk, values, limits)
+        finally:
+            self.desk.close()
+            self._release()
+
+    def _serve(self, desk: Desk, values: SpaceValues, limits: ServingLimits) -> None:
+        if self._listener is None:
+            desk.serve()
+            return
+        from headrace.workers.serving.http_way import HttpWay  # needs the extra `http`
+
+        way = HttpWay(desk, values, limits, self._listener, self._token)
+        try:
+            desk.serve()
+        finally:
+            way.stop()
+
+    def close(self) -> None:
+        """Have `run` end; what is bound is free when it has."""
+        with self._lock:
+            self._closed, desk = True, self.desk
+        if desk is None:
+            self._release()
+        else:
+            desk.stop()
+
+    def _release(self) -> None:
+        self._door.close()
+        if self._listener is not None:
+            self._listener.close()
