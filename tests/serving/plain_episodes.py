@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.episode_errors import (
     EpisodeAbortedError,
     EpisodeStartedError,
@@ -33,12 +34,16 @@ class PlainEpisode:
     """What the sampler would have made of it."""
 
     training_enabled: bool
-    seen: list[float] = field(default_factory=list)
+    rows: list[Any] = field(default_factory=list)
+    """What was seen, by columns."""
     actions: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     infos: list[dict[str, Any]] = field(default_factory=list)
     end: str = "open"
-    pending: float = 0.0
+
+    @property
+    def seen(self) -> list[float]:
+        return [float(row["obs"][0]) for row in self.rows]
 
 
 def rule(observation: Any) -> int:
@@ -52,6 +57,8 @@ class PlainEpisodes:
     def __init__(self, capacity: int = 10_000, *, prompt: bool = False) -> None:
         self.episodes: dict[str, PlainEpisode] = {}
         self.waiting: list[Callable[[], None]] = []
+        self.meanwhile: Callable[[float], None] | None = None
+        self.policy: Callable[[Any], int] = lambda row: rule(row["obs"])
         self._capacity, self._prompt = capacity, prompt
         self._lock = threading.Lock()
 
@@ -68,31 +75,27 @@ class PlainEpisodes:
     def open(self) -> list[str]:
         return [id for id, episode in self.episodes.items() if episode.end == "open"]
 
-    def ask(self, episode_id: str, observation: Any, on_answer: Any) -> None:
-        self._take(episode_id, observation, rule(observation), on_answer, True)
-
-    def log_action(self, episode_id: str, observation: Any, action: Any, on_answer: Any) -> None:
-        self._take(episode_id, observation, int(action), on_answer, False)
-
-    def _take(self, id: str, observation: Any, action: int, on_answer: Any, told: bool) -> None:
-        episode = self._find(id)
-        self._settle(episode, observation)
-        episode.actions.append(action)
-        self._later(lambda: on_answer(PlainAnswer(np.int64(action) if told else None)))
-
-    def log_returns(self, episode_id: str, reward: float, info: dict[str, Any] | None = None) -> None:
-        episode = self._find(episode_id)
-        episode.pending += reward
+    def take_step(
+        self,
+        episode_id: str,
+        news: tuple[Any, ...],
+        observation: Any,
+        on_answer: Any,
+        *,
+        action: Any = None,
+        end: ChunkEnd = ChunkEnd.ONGOING,
+    ) -> None:
+        episode, (reward, info) = self._find(episode_id), news or (0.0, None)
         episode.infos += [info] if info else []
-
-    def retract(self, episode_id: str) -> None:
-        """Nothing is refused here after `log_returns`."""
-
-    def end(self, episode_id: str, observation: Any, on_answer: Any, *, truncated: bool = False) -> None:
-        episode = self._find(episode_id)
-        self._settle(episode, observation)
-        episode.end = "truncated" if truncated else "terminated"
-        self._later(lambda: on_answer(PlainAnswer(weights=(0, 0))))
+        episode.rows.append(observation)
+        episode.rewards.append(reward)
+        if end is not ChunkEnd.ONGOING:
+            episode.end = end.name.lower()
+            self._later(lambda: on_answer(PlainAnswer(weights=(0, 0))))
+            return
+        taken = self.policy(observation) if action is None else int(action["actions"])
+        episode.actions.append(taken)
+        self._later(lambda: on_answer(PlainAnswer(np.int64(taken) if action is None else None)))
 
     def abort(self, episode_id: str, reason: str) -> None:
         self._find(episode_id).end = reason
@@ -117,8 +120,3 @@ class PlainEpisodes:
         if self.episodes[id].end != "open":
             raise EpisodeAbortedError(id, self.episodes[id].end)
         return self.episodes[id]
-
-    def _settle(self, episode: PlainEpisode, observation: Any) -> None:
-        episode.seen.append(float(observation[0]))
-        episode.rewards.append(episode.pending)
-        episode.pending = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -37,7 +38,9 @@ class Served:
         token: str | None = None,
         spaces: Spaces = SPACES,
         host: str = "127.0.0.1",
+        away_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        """`away_s`: how long the sampler does something else, each time that it has answered."""
         self.episodes = PlainEpisodes(capacity)
         values = SpaceValues.of(spaces)
         settings = DoorSettings(
@@ -60,13 +63,15 @@ class Served:
         self._http = HttpWay(self.desk, values, limits, listener, token)
         self.hold = threading.Event()
         """While it is set, nobody is answered."""
+        self._away_s = away_s
         self._stopping = threading.Event()
         self._threads = [threading.Thread(target=self.desk.serve), threading.Thread(target=self._sample)]
         for thread in self._threads:
             thread.start()
 
     def _sample(self) -> None:
-        while not self._stopping.wait(0.001):
+        while not self._stopping.wait(self._away_s()):
+            self.desk.turn(0.02)
             if not self.hold.is_set():
                 self.episodes.answer_all()
                 while (delivery := self.exchange.take()) is not None:

@@ -214,7 +214,7 @@ class Client:
             return
         end = "terminated" if step == self.length else "no"
         fields = {"episode": self.episode, "step": step, "reward": float(step), "end": end}
-        self._ask(EpisodeStep, fields, np.array([step, self.index], np.float32))
+        self._ask(EpisodeStep, fields, {"obs": np.array([step, self.index], np.float32)})
 
 
 def run_schedule(variant: Variant, seed: int) -> list[str]:

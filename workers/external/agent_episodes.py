@@ -53,7 +53,7 @@ class AgentsPlace(Place):
     """Who is to have a last observation now, or never, and how it ended."""
 
     def forget(self) -> None:
-        """See `Place`."""
+        """Whatever was said since the last call."""
         self.rewards, self.infos, self.done = {}, {}, {}
 
 
@@ -126,6 +126,13 @@ class ExternalAgentEpisodes(EpisodeTable[AgentsPlace]):
         for agent in by_agent:
             if agent not in self.spaces:
                 raise EnvContractError("agent", f"{agent!r:.80} in {what}", f"one of {list(self.spaces)!r:.200}")
+
+    def retract(self, episode_id: str) -> None:
+        """Forget what was logged since the last call, if the episode is open: that call came to nothing."""
+        with self._lock:
+            place = self._open.get(episode_id)
+            if place is not None and place.call is None:
+                place.forget()
 
     # -- one call -----------------------------------------------------------------------------------------------------
 

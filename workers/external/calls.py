@@ -69,10 +69,6 @@ class Place:
     released: bool = False
     """The episode is over, and the lane may be another's by now."""
 
-    def forget(self) -> None:
-        """Whatever was said since the last call."""
-        raise NotImplementedError
-
 
 @dataclass(slots=True, eq=False)
 class SoloPlace(Place):
@@ -84,10 +80,6 @@ class SoloPlace(Place):
     def earn(self, reward: Any) -> None:
         """Add to the reward since the last action; raises `EnvContractError` unless it and the sum are sound."""
         self.reward = add_reward(self.reward, reward)
-
-    def forget(self) -> None:
-        """See `Place`."""
-        self.reward, self.info = 0.0, {}
 
 
 def add_reward(total: float, reward: Any) -> float:

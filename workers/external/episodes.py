@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -71,6 +72,8 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
         self._closed: str | None = None
         self._full: str | None = None
         """Why no episode may begin any more, while those that are open go on."""
+        self.meanwhile: Callable[[float], None] | None = None
+        """What the sampler does instead of sleeping, for so many seconds or until something has happened."""
 
     # -- for whoever drives episodes ----------------------------------------------------------------------------------
 
@@ -112,13 +115,6 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
         end = ChunkEnd.TRUNCATED if truncated else ChunkEnd.TERMINATED
         self._accept(episode_id, observation, on_answer, end=end)
 
-    def retract(self, episode_id: str) -> None:
-        """Forget what was logged since the last call, if the episode is open: that call came to nothing."""
-        with self._lock:
-            place = self._open.get(episode_id)
-            if place is not None and place.call is None:
-                place.forget()
-
     def abort(self, episode_id: str, reason: str) -> None:
         """Whoever drove the episode is gone: it will never end. A call that is not answered is told so."""
         with self._lock:
@@ -157,10 +153,13 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
     ) -> None:
         with self._lock:
             place = self._find(episode_id)
-            place.call = self._new_call(place, observation, on_answer, action, end)
-            self._calls.append(place.call)
-            self._waiting += 1
-            self._news.notify()
+            self._admit(self._new_call(place, observation, on_answer, action, end))
+
+    def _admit(self, call: Call) -> None:
+        call.place.call = call
+        self._calls.append(call)
+        self._waiting += 1
+        self._news.notify()
 
     def _find(self, episode_id: str, *, idle: bool = True) -> AnyPlace:
         place = self._open.get(episode_id)
@@ -207,11 +206,18 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
 
         No longer than until every open episode waits for its answer.
         """
-        with self._news:
-            self._news.wait_for(self._has_news, timeout_s)
-            until = time.monotonic() + batch_wait_s
-            while self._calls and self._waiting < len(self._open) and (left := until - time.monotonic()) > 0:
-                self._news.wait(left)
+        self._wait_while(lambda: not self._has_news(), timeout_s)
+        if batch_wait_s:
+            self._wait_while(lambda: bool(self._calls) and self._waiting < len(self._open), batch_wait_s)
+
+    def _wait_while(self, quiet: Callable[[], bool], timeout_s: float) -> None:
+        if (meanwhile := self.meanwhile) is None:
+            with self._news:
+                self._news.wait_for(lambda: not quiet(), timeout_s)
+            return
+        until = time.monotonic() + timeout_s
+        while quiet() and (left := until - time.monotonic()) > 0:
+            meanwhile(left)
 
     def _has_news(self) -> bool:
         return bool(self._calls or self._lost) or self._closed is not None

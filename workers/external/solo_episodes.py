@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.episode_errors import NoActionYetError
+from headrace.schemas.episode_errors import CannotLogError, NoActionYetError
 from headrace.schemas.spaces import Spaces
 from headrace.workers.envs.checks import check_info
-from headrace.workers.external.calls import Call, OnAnswer, RowReader, SoloCall, SoloPlace
+from headrace.workers.external.calls import Call, OnAnswer, Row, RowReader, SoloCall, SoloPlace, add_reward
 from headrace.workers.external.episodes import EpisodeTable
 
 
@@ -35,6 +35,37 @@ class ExternalEpisodes(EpisodeTable[SoloPlace]):
             place.earn(reward)
             if info is not None:
                 place.info = dict(info)
+
+    def take_step(
+        self,
+        episode_id: str,
+        news: tuple[Any, ...],
+        observation: Row,
+        on_answer: OnAnswer,
+        *,
+        action: Row | None = None,
+        end: ChunkEnd = ChunkEnd.ONGOING,
+    ) -> None:
+        """`log_returns` of `news` and what follows it, `ask`, `log_action` or `end`, in one; raises as they do.
+
+        Both rows are known to be in their spaces, and nobody writes to them any more.
+        """
+        reward, info = news or (0.0, None)
+        if action is not None and not self._takes_logged:
+            raise CannotLogError(episode_id)
+        if info is not None:
+            check_info(info)
+        with self._lock:
+            place = self._find(episode_id)
+            if news and not place.has_acted:
+                raise NoActionYetError(episode_id)
+            earned = add_reward(place.reward, reward)
+            told, place.info, place.reward = place.info if info is None else info, {}, 0.0
+            self._admit(
+                SoloCall(
+                    place=place, on_answer=on_answer, info=told, end=end, row=observation, reward=earned, logged=action
+                )
+            )
 
     def _new_place(self, lane: int, episode_id: str, training_enabled: bool) -> SoloPlace:
         return SoloPlace(lane, episode_id, training_enabled)

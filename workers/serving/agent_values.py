@@ -79,6 +79,9 @@ class AgentValues:
                 found[agent] = self._values[agent].of_arrays(own_arrays)
         return found
 
+    row_of, row = of_arrays, read
+    """As the table takes them: see `Values`."""
+
     def arrays(self, value: Mapping[Any, Any]) -> dict[str, NDArray[Any]]:
         """The arrays of a message."""
         return {

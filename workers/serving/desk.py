@@ -1,4 +1,9 @@
-"""The thread in which a policy server's sessions live: what comes in at any door, and what the sampler answers."""
+"""Where a policy server's sessions live: what comes in at any door, and what the sampler answers.
+
+The sampler's thread turns the desk itself while it waits for somebody to act for, so that a step needs no other thread.
+When it is away for longer (it ships, waits for a broker, loads weights) the thread that called `serve` stands in, so
+that clients are heard and not thought lost.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +39,12 @@ class Door(Protocol):
         """Hand what has come to the sessions."""
 
 
+_AWAY_S = 0.05
+"""For so long the sampler may be away before the other thread stands in for it."""
+
+
 class Desk:
-    """Serves in the thread that calls `serve`; everybody else posts. `close` once, when that has returned."""
+    """Served by whoever has the turn; everybody else posts. `close` once, when `serve` has returned."""
 
     def __init__(
         self,
@@ -52,51 +61,90 @@ class Desk:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._door.watch(self._bell)
         self._slice_s = min(limits.lease_s / 10, 1.0)
-        self._stopping = self._closed = self._rung = False
+        self._turning = threading.Lock()
+        """Held by the thread that has the turn."""
+        self._wanted_at = -_AWAY_S
+        """When the sampler last asked for the turn."""
+        self._stopping = threading.Event()
+        self._closed = self._rung = False
         self._lock = threading.Lock()
 
     def post(self, event: Event) -> None:
-        """Have the desk's thread do this soon. For any thread; does not wait, and does nothing after `close`."""
+        """Have this done by whoever turns next. For any thread; does not wait, and does nothing after `close`."""
         self._mail.append(event)
-        with self._lock:
-            if not (self._closed or self._rung):  # who rang is not heard yet, and then all mail is looked through
-                self._rung = True
-                os.eventfd_write(self._bell, 1)
+        if self._turning.locked():  # else nobody sleeps, and the next who turns looks at the mail first
+            self._ring()
 
     def stop(self) -> None:
         """Have `serve` return. For any thread."""
-        self._stopping = True
-        self.post(lambda sessions, now: None)
+        self._stopping.set()
+        self._ring()
+
+    def turn(self, timeout_s: float) -> None:
+        """Serve until something has happened, at most `timeout_s`. For the sampler's thread, when it waits."""
+        self._wanted_at = time.monotonic()
+        if not self._turning.acquire(blocking=False):
+            self._ring()  # who stands in sleeps no longer, and leaves
+            self._turning.acquire()
+        try:
+            if not (self._closed or self._stopping.is_set()):
+                self._turn(min(timeout_s, self._slice_s))
+        finally:
+            self._turning.release()
+            self._wanted_at = time.monotonic()
 
     def serve(self) -> None:
-        """Serve until `stop`; then all sessions end, and their clients are told so where they wait."""
-        while not self._stopping:
-            self._door.wait(self._slice_s)
-            now = time.monotonic()
-            self._door.take_in(self._sessions, now)
-            self._open_mail(now)
-            self._sessions.tick(now)
-            self._send()
-        self._sessions.close()
-        self._send()
+        """Stand in for the sampler until `stop`; then all sessions end, and their clients are told where they wait."""
+        while not self._stopping.is_set():
+            if not self._stand_in():
+                self._stopping.wait(_AWAY_S)
+        with self._turning:
+            self._sessions.close()
+            self._settle(time.monotonic())
+
+    def _stand_in(self) -> bool:
+        """A turn, if the sampler takes none."""
+        if not self._turning.acquire(blocking=False):
+            return False
+        try:
+            if time.monotonic() - self._wanted_at < _AWAY_S:
+                return False
+            self._turn(self._slice_s)
+            return True
+        finally:
+            self._turning.release()
 
     def close(self) -> None:
         """What is posted from now on is for nobody."""
-        with self._lock:
+        with self._turning, self._lock:
             self._closed = True
             os.close(self._bell)
 
-    def _open_mail(self, now: float) -> None:
-        with self._lock:
-            if self._rung:
+    # -- a turn -------------------------------------------------------------------------------------------------------
+
+    def _turn(self, timeout_s: float) -> None:
+        self._settle(time.monotonic())  # answers leave before anybody sleeps
+        self._door.wait(timeout_s)
+        now = time.monotonic()
+        self._door.take_in(self._sessions, now)
+        self._settle(now)
+
+    def _settle(self, now: float) -> None:
+        if self._rung:
+            with self._lock:
                 os.eventfd_read(self._bell)
                 self._rung = False  # before looking: what comes later rings again
         while self._mail:
             self._mail.popleft()(self._sessions, now)
-
-    def _send(self) -> None:
+        self._sessions.tick(now)
         for address, reply in self._sessions.take_outbox():
             address.send(reply)
+
+    def _ring(self) -> None:
+        with self._lock:
+            if not (self._closed or self._rung):
+                self._rung = True
+                os.eventfd_write(self._bell, 1)
 
     def _post_answer(self, asked: Asked, answer: Answer) -> None:
         self.post(lambda sessions, now: sessions.answered(asked, answer))

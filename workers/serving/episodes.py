@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import HeadraceError
 
 
@@ -31,24 +32,27 @@ OnAnswer = Callable[[Answer], None]
 class Episodes(Protocol):
     """Open episodes by id. Any thread may call; nothing blocks; a refusal is a `HeadraceError` that changes nothing."""
 
+    meanwhile: Callable[[float], None] | None
+    """What the sampler does when it waits, for so many seconds or until something has happened; None: it sleeps."""
+
     def start(self, episode_id: str | None = None, *, training_enabled: bool = True) -> str:
         """Open an episode."""
 
-    def ask(self, episode_id: str, observation: Any, on_answer: OnAnswer) -> None:
-        """Have the current policy act."""
+    def take_step(
+        self,
+        episode_id: str,
+        news: tuple[Any, ...],
+        observation: Any,
+        on_answer: OnAnswer,
+        *,
+        action: Any = None,
+        end: ChunkEnd = ChunkEnd.ONGOING,
+    ) -> None:
+        """All that a client says of one step: what came of the action before, as `AnyStep.news`, and what is seen now.
 
-    def log_action(self, episode_id: str, observation: Any, action: Any, on_answer: OnAnswer) -> None:
-        """Somebody else has acted; answered when it is taken in."""
-
-    @property
-    def log_returns(self) -> Callable[..., None]:
-        """Add to what is known since the last action, which is told after the episode's id: `news` of a step."""
-
-    def retract(self, episode_id: str) -> None:
-        """Forget what `log_returns` was told since the last action, if the episode is open."""
-
-    def end(self, episode_id: str, observation: Any, on_answer: OnAnswer, *, truncated: bool = False) -> None:
-        """The episode is over, and this is what was seen last."""
+        The policy is to act then, unless there is an `action` that the client chose, or the episode is over. What is
+        seen and done is known to be in its space, and given as `Values.row` or `AgentValues.row` gives it.
+        """
 
     def abort(self, episode_id: str, reason: str) -> None:
         """The episode will never finish."""

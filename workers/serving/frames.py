@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from headrace.schemas.errors import HeadraceError, WireError
 from headrace.schemas.messages import read
@@ -60,11 +61,12 @@ class FramesDoor:
         if kind is None:
             raise BadRequestError(f"{message.kind.name} is nothing that a client says")
         request = read(self._values.step if kind is EpisodeStep else kind, message.header)
-        observation = action = None
+        observation: Any = None
+        action = None
         if isinstance(request, AnyStep):
-            observation = self._values.observation.of_arrays(message.arrays)
+            observation = self._values.observation.row_of(message.arrays)
             if request.off_policy:
-                action = self._values.action.of_arrays(message.arrays)
+                action = self._values.action.row_of(message.arrays)
         elif isinstance(request, ChunkShipment):
             observation = message.arrays.get("batch")
         sessions.receive(request, address, now, observation, action)

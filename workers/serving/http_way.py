@@ -160,10 +160,11 @@ class HttpWay:
         body = await self._body(request)
         if "observation" not in body:
             raise BadRequestError("a step needs an observation")
-        observation = self._values.observation.read(body.pop("observation"))
+        values = self._values
+        observation = values.observation.row(body.pop("observation"))
         action = None
         if body.get("action") is not None:
-            action = self._values.action.read(body.pop("action"))
+            action = values.action.row(body.pop("action"))
             body["off_policy"] = True
         return await self._ask(request, self._values.step, body, observation, action)
 

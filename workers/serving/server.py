@@ -58,6 +58,7 @@ class Server:
                 return
             door = FramesDoor(self._door, values, s.max_message_bytes)
             self.desk = Desk(episodes, values, limits, door, self._exchange)
+            episodes.meanwhile = self.desk.turn
         try:
             self._serve(self.desk, values, limits)
         finally:

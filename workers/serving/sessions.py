@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.episode_errors import (
     EpisodeAbortedError,
     EpisodeCompletedError,
@@ -64,6 +65,7 @@ CLIENT_LOST, CLIENT_LEFT = "client_lost", "client_left"
 
 _GONE = (EpisodeAbortedError, EpisodeCompletedError, EpisodesClosedError, UnknownEpisodeError)
 """What the table says of an episode that it has lost, or given up by itself."""
+_ENDS = {"no": ChunkEnd.ONGOING, "terminated": ChunkEnd.TERMINATED, "truncated": ChunkEnd.TRUNCATED}
 
 
 class Sessions:
@@ -102,7 +104,7 @@ class Sessions:
     def receive(
         self, request: ClientRequest, address: Address, now: float, observation: Any = None, action: Any = None
     ) -> None:
-        """Do what is asked. `observation` and `action`, of a step, are values of their spaces; of a shipment of chunks
+        """Do what is asked. `observation` and `action`, of a step, are rows of their spaces; of a shipment of chunks
         `observation` is the array "batch"."""
         try:
             reply = self._do(request, address, now, observation, action)
@@ -258,21 +260,14 @@ class Sessions:
         self, session: SessionRecord, episode: EpisodeRecord, step: AnyStep, observation: Any, action: Any
     ) -> None:
         """To the sampler, which answers in time."""
-        ends = step.end != "no"
+        end = _ENDS[step.end]
+        ends = end is not ChunkEnd.ONGOING
         asked = Asked(session, step.episode, episode, tells_action=not (ends or step.off_policy), ends=ends)
         on_answer = partial(self._post, asked)
         try:
-            if news := step.news:
-                self._episodes.log_returns(step.episode, *news)
-            if ends:
-                self._episodes.end(step.episode, observation, on_answer, truncated=step.end == "truncated")
-            elif step.off_policy:
-                self._episodes.log_action(step.episode, observation, action, on_answer)
-            else:
-                self._episodes.ask(step.episode, observation, on_answer)
+            self._episodes.take_step(step.episode, step.news, observation, on_answer, action=action, end=end)
         except HeadraceError as error:
             episode.asked_at = None
-            self._episodes.retract(step.episode)
             if isinstance(error, _GONE):
                 self._end(session, step.episode, str(error))
             raise

@@ -51,7 +51,7 @@ class _Leaf:
 class Values:
     """Those of one space. `root` is "obs" or "actions", by which their arrays are named.
 
-    What is given out is the reader's own to keep. All raise `EnvContractError`.
+    What is given out is the reader's own to keep, but for `row_of`. All raise `EnvContractError`.
     """
 
     def __init__(self, space: Space, root: str, *, check_bounds: bool = True) -> None:
@@ -65,16 +65,25 @@ class Values:
 
     def of_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> Any:
         """From the arrays of a message, which must have the very dtypes of the space."""
+        row = {name: array.copy() for name, array in self.row_of(arrays).items()}
+        return nest(self.space, row, self.root)
+
+    def row_of(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Those of the arrays of a message that are this space's, by name; not copies. Dtypes as for `of_arrays`."""
         found = {}
         for name, array in arrays.items():
             if name.split("/", 1)[0] == self.root:
                 leaf = self._leaves.get(name)
                 if leaf is not None and array.dtype != leaf.dtype:
                     raise leaf.refused(f"{array.dtype}", f"{leaf.dtype} {leaf.shape}")
-                found[name] = array if leaf is None else leaf.check(array).copy()
+                found[name] = array if leaf is None else leaf.check(array)
         if found.keys() != self._leaves.keys():
             raise EnvContractError(self.root, f"{sorted(found)!r:.200}", f"{sorted(self._leaves)!r:.200}")
-        return nest(self.space, found, self.root)
+        return found
+
+    def row(self, value: Any) -> dict[str, NDArray[Any]]:
+        """`read`, by the names of arrays."""
+        return self.arrays(self.read(value))
 
     def arrays(self, value: Any) -> dict[str, NDArray[Any]]:
         """The arrays of a message for a value in the nesting of the space."""

@@ -1,0 +1,66 @@
+"""Two threads take turns at the desk: no request and no answer falls between them."""
+
+from __future__ import annotations
+
+import random
+import threading
+import urllib.request
+
+import numpy as np
+import zmq
+from plain_episodes import rule
+from served import Served
+
+from headrace.schemas.serving_messages import ClientHello, EpisodeStart, EpisodeStep
+from headrace.schemas.wire import Buffer, WireMessage, decode, encode
+from headrace.workers.policy_client import PolicyClient
+
+STEPS = 250
+
+
+def test_no_answer_is_lost_while_the_sampler_comes_and_goes() -> None:
+    rng = random.Random(0)
+
+    def away_s() -> float:
+        return rng.choice((0.03, 0.06, 0.12)) if rng.random() < 0.05 else 0.0
+
+    with Served(away_s=away_s) as server:
+        threads = [threading.Thread(target=_drive, args=(server.endpoint, f"{number}")) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120.0)
+        assert not [thread for thread in threads if thread.is_alive()]
+        assert [len(episode.actions) for episode in server.episodes.episodes.values()] == [STEPS] * 4
+
+
+def _drive(endpoint: str, name: str) -> None:
+    """A client that asks for nothing twice: an answer that is lost is missing for ever."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(endpoint)
+
+        def ask(frames: list[Buffer]) -> WireMessage:
+            socket.send_multipart(frames)
+            assert socket.poll(60_000), f"client {name} was not answered"
+            return decode(socket.recv_multipart())
+
+        who = {"session": name, "token": "t"}
+        ask(ClientHello(**who).frames())
+        ask(EpisodeStart(**who, episode=name).frames())
+        for step in range(STEPS):
+            seen = np.array([step % 10, int(name)], np.float32)
+            header = {**who, "episode": name, "step": step}
+            assert ask(encode(EpisodeStep.KIND, header, {"obs": seen})).arrays["actions"] == rule(seen)
+
+
+def test_who_asks_how_the_server_is_hears_it_while_the_sampler_is_away() -> None:
+    back = threading.Event()
+    with Served(away_s=lambda: float(not back.wait(60.0))) as server:
+        try:
+            with PolicyClient(server.endpoint) as client:
+                client.start_episode()
+                with urllib.request.urlopen(f"{server.url}/v1/health", timeout=60.0) as answer:
+                    assert answer.status == 200
+        finally:
+            back.set()
