@@ -26,7 +26,7 @@ def train(way: str, run_dir: Path, *goal: str) -> dict[str, Any]:
     command += ["--set", "serving.http_port=0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as fleet:
         try:
-            with _games(_endpoint(run_dir / "fleet.json", way, fleet)) as games:
+            with _games(endpoint_of(run_dir / "fleet.json", way, fleet)) as games:
                 try:
                     told, _ = fleet.communicate()
                 finally:
@@ -42,7 +42,8 @@ def _games(endpoint: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(program, stderr=subprocess.DEVNULL)  # at the end its server is gone, and it says so
 
 
-def _endpoint(fleet_json: Path, way: str, fleet: subprocess.Popen[bytes]) -> str:
+def endpoint_of(fleet_json: Path, way: str, fleet: subprocess.Popen[bytes]) -> str:
+    """Where clients of the worker of slot 0 come, once that stands in `fleet_json`."""
     pause = threading.Event()
     for _ in range(int(DEADLINE_S / 0.05)):
         assert fleet.poll() is None, "the fleet has ended"
