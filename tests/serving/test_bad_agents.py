@@ -149,9 +149,11 @@ def test_not_a_number_is_neither_a_reward_nor_seen(shared: Any) -> None:
         over_zmq.say({"red": [2, 1]}, reward={"red": float("nan")})
     with pytest.raises(EnvContractError, match="obs of agent 'red' should be free of NaN"):
         over_zmq.say({"red": [2, np.nan]})
-    for header in ({"reward": 0.0}, {}):  # as clients of one agent would
-        who = {"session": over_zmq.name, "token": "own", "episode": over_zmq.name, "step": 2}
-        with pytest.raises((BadRequestError, EnvContractError)):
+    who = {"session": over_zmq.name, "token": "own", "episode": over_zmq.name, "step": 2}
+    for header in ({"reward": 0.0}, {"end": "terminated"}):  # as clients of one agent would
+        with pytest.raises(
+            (BadRequestError, EnvContractError), match=r"AgentsStep: reward|obs should be obs/AGENT\.\.\."
+        ):
             over_zmq.client.say(encode(AgentsStep.KIND, {**who, **header}, {"obs": np.ones(2, np.float32)}))
     for game in (over_http, over_zmq):
         game.go_on()

@@ -6,13 +6,13 @@ All of it is checked when it is said, so that the sampler has nothing to refuse,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.episode_errors import NoActionYetError
-from headrace.schemas.errors import EnvContractError
+from headrace.schemas.episode_errors import CannotLogError, NoActionYetError
+from headrace.schemas.errors import EnvContractError, HeadraceError
 from headrace.schemas.spaces import Spaces, nest
 from headrace.workers.external.calls import Call, OnAnswer, Place, Row, RowReader, add_reward
 from headrace.workers.external.episodes import EpisodeTable
@@ -28,7 +28,7 @@ class AgentsCall(Call):
     rewards: dict[Any, float]
     """Of those who are seen, in their order, and then of others."""
     done: dict[Any, ChunkEnd]
-    logged: dict[Any, Row] | None = None
+    logged: Mapping[Any, Row] | None = None
 
     @property
     def answer(self) -> tuple[dict[Any, Any], ...]:
@@ -96,17 +96,19 @@ class ExternalAgentEpisodes(EpisodeTable[AgentsPlace]):
         Raises `EnvContractError`, and then nothing of it counts; `NoActionYetError`.
         """
         with self._lock:
-            place = self._find(episode_id)
-            if not place.has_acted:
-                raise NoActionYetError(episode_id)
-            self._check_agents("rewards", rewards)
-            earned = {agent: _earn(place, agent, reward) for agent, reward in rewards.items()}
-            told = self._read_each("info", {} if infos is None else infos, dict)
-            ends = self._read_ends(terminateds, ChunkEnd.TERMINATED)
-            ends = self._read_ends(truncateds, ChunkEnd.TRUNCATED) | ends
-            place.rewards |= {agent: total for agent, total in earned.items() if agent not in place.gone}
-            place.infos |= {agent: dict(info) for agent, info in told.items()}
-            place.done = {agent: end for agent, end in ends.items() if agent not in place.gone} | place.done
+            self._note(self._find(episode_id), rewards, infos, terminateds, truncateds)
+
+    def _note(self, place: AgentsPlace, rewards: Any, infos: Any, terminateds: Any, truncateds: Any) -> None:
+        if not place.has_acted:
+            raise NoActionYetError(place.episode_id)
+        self._check_agents("rewards", rewards)
+        earned = {agent: _earn(place, agent, reward) for agent, reward in rewards.items()}
+        told = self._read_each("info", {} if infos is None else infos, dict)
+        ends = self._read_ends(terminateds, ChunkEnd.TERMINATED)
+        ends = self._read_ends(truncateds, ChunkEnd.TRUNCATED) | ends
+        place.rewards |= {agent: total for agent, total in earned.items() if agent not in place.gone}
+        place.infos |= {agent: dict(info) for agent, info in told.items()}
+        place.done = {agent: end for agent, end in ends.items() if agent not in place.gone} | place.done
 
     def _read_ends(self, dones: Mapping[Any, bool] | None, end: ChunkEnd) -> dict[Any, ChunkEnd]:
         read = self._read_each(end.name.lower(), _without_all({} if dones is None else dones), bool)
@@ -127,39 +129,71 @@ class ExternalAgentEpisodes(EpisodeTable[AgentsPlace]):
             if agent not in self.spaces:
                 raise EnvContractError("agent", f"{agent!r:.80} in {what}", f"one of {list(self.spaces)!r:.200}")
 
-    def retract(self, episode_id: str) -> None:
-        """Forget what was logged since the last call, if the episode is open: that call came to nothing."""
-        with self._lock:
-            place = self._open.get(episode_id)
-            if place is not None and place.call is None:
-                place.forget()
-
     # -- one call -----------------------------------------------------------------------------------------------------
 
     def _new_place(self, lane: int, episode_id: str, training_enabled: bool) -> AgentsPlace:
         return AgentsPlace(lane, episode_id, training_enabled)
 
+    def take_step(
+        self,
+        episode_id: str,
+        news: tuple[Any, ...],
+        observation: Mapping[Any, Row],
+        on_answer: OnAnswer,
+        *,
+        action: Mapping[Any, Row] | None = None,
+        end: ChunkEnd = ChunkEnd.ONGOING,
+    ) -> None:
+        """`log_returns` of `news` and what follows it, `ask`, `log_action` or `end`, in one; raises as they do.
+
+        All of it counts or nothing. Rows are known to be in their spaces, and nobody writes to them any more.
+        """
+        if action is not None and not self._takes_logged:
+            raise CannotLogError(episode_id)
+        with self._lock:
+            place = self._find(episode_id)
+            try:
+                if news:
+                    self._note(place, *news)
+                self._check_seen(place, observation, end)
+                if action is not None:
+                    self._check_logged(place, observation, action)
+            except HeadraceError:
+                place.forget()
+                raise
+            self._admit(self._call(place, observation, on_answer, action, end))
+
     def _new_call(
         self, place: AgentsPlace, observation: Any, on_answer: OnAnswer, action: tuple[Any] | None, end: ChunkEnd
     ) -> Call:
         self._check_seen(place, observation, end)
-        seen = {
-            agent: nest(self.spaces[agent].observation, self._observations[agent].read(own), "obs")
-            for agent, own in observation.items()
-        }
-        acting = [agent for agent in seen if agent not in place.done]
-        logged = self._read_logged(acting, action[0]) if action is not None else None
+        seen = {agent: self._observations[agent].read(own) for agent, own in observation.items()}
+        logged = None
+        if action is not None:
+            self._check_logged(place, seen, action[0])
+            logged = {agent: self._actions[agent].read(own) for agent, own in action[0].items()}
+        return self._call(place, seen, on_answer, logged, end)
+
+    def _call(
+        self,
+        place: AgentsPlace,
+        seen: Mapping[Any, Row],
+        on_answer: OnAnswer,
+        logged: Mapping[Any, Row] | None,
+        end: ChunkEnd,
+    ) -> AgentsCall:
         call = AgentsCall(
             place=place,
             on_answer=on_answer,
             info={agent: info for agent, info in place.infos.items() if info},
             end=end,
-            seen=seen,
+            seen={agent: nest(self.spaces[agent].observation, row, "obs") for agent, row in seen.items()},
             rewards={agent: place.rewards.pop(agent, 0.0) for agent in seen} | place.rewards,
             done=place.done,
             logged=logged,
         )
-        place.playing = place.playing.union(acting).difference(place.done)
+        place.playing.update(seen)
+        place.playing.difference_update(place.done)
         place.gone.update(place.done)
         place.forget()
         return call
@@ -186,12 +220,12 @@ class ExternalAgentEpisodes(EpisodeTable[AgentsPlace]):
                 "lets such agents pass)",
             )
 
-    def _read_logged(self, acting: list[Any], actions: Any) -> dict[Any, Row]:
+    def _check_logged(self, place: AgentsPlace, seen: Collection[Any], actions: Any) -> None:
         self._check_agents("actions", actions)
+        acting = [agent for agent in seen if agent not in place.done]
         if set(actions) != set(acting):
-            seen = f"those of {list(actions)!r:.100}"
-            raise EnvContractError("actions", seen, f"one of each agent that is to act, {acting!r:.100}")
-        return {agent: self._actions[agent].read(action) for agent, action in actions.items()}
+            told = f"those of {list(actions)!r:.100}"
+            raise EnvContractError("actions", told, f"one of each agent that is to act, {acting!r:.100}")
 
 
 def _earn(place: AgentsPlace, agent: Any, reward: Any) -> float:

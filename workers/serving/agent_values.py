@@ -5,9 +5,7 @@ On the way an agent is the text of its id; here it is the id itself. Client and 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from numpy.typing import NDArray
@@ -25,7 +23,7 @@ class AgentValues:
     """
 
     def __init__(self, spaces: Mapping[Any, Space], root: str, *, check_bounds: bool = True) -> None:
-        self._root = root
+        self._root, self._prefix = root, f"{root}/"
         self._ids = {str(agent): agent for agent in spaces}
         self._values = {agent: Values(space, root, check_bounds=check_bounds) for agent, space in spaces.items()}
         self._owners: dict[str, tuple[Any, str]] = {}
@@ -49,38 +47,49 @@ class AgentValues:
 
     def read(self, value: Any) -> dict[Any, Any]:
         """From lists, numbers and arrays by agent, as `Values.read`; who is told by id or its text."""
+        return self._each(Values.read, self._by_agent(value))
+
+    def row(self, value: Any) -> dict[Any, dict[str, NDArray[Any]]]:
+        """`read`, as `Values.row` gives it."""
+        return self._each(Values.row, self._by_agent(value))
+
+    def of_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> dict[Any, Any]:
+        """From the arrays of a message, in whose order agents come; as `Values.of_arrays`."""
+        return self._each(Values.of_arrays, self._sorted_out(arrays))
+
+    def row_of(self, arrays: Mapping[str, NDArray[Any]]) -> dict[Any, dict[str, NDArray[Any]]]:
+        """Likewise, as `Values.row_of` gives it."""
+        return self._each(Values.row_of, self._sorted_out(arrays))
+
+    def _each(self, read: Callable[[Values, Any], Any], by_agent: Mapping[Any, Any]) -> dict[Any, Any]:
+        found = {}
+        for agent, value in by_agent.items():
+            try:
+                found[agent] = read(self._values[agent], value)
+            except EnvContractError as error:
+                raise EnvContractError(f"{error.what} of agent {agent!r}", error.seen, error.expected) from error
+        return found
+
+    def _by_agent(self, value: Any) -> dict[Any, Any]:
         if not isinstance(value, Mapping):
             raise EnvContractError(self._root, f"{value!r:.100}", "an object by agent")
-        found = {}
-        for told, own in value.items():
-            agent = self._agent(str(told))
-            with _naming(agent):
-                found[agent] = self._values[agent].read(own)
-        return found
+        return {self._agent(str(told)): own for told, own in value.items()}
 
     def _agent(self, told: str) -> Any:
         if told not in self._ids:
             raise EnvContractError("agent", f"{told!r:.80} in {self._root}", f"one of {list(self._ids)!r:.200}")
         return self._ids[told]
 
-    def of_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> dict[Any, Any]:
-        """From the arrays of a message, in whose order agents come; as `Values.of_arrays`."""
-        by_agent: dict[Any, dict[str, NDArray[Any]]] = defaultdict(dict)
+    def _sorted_out(self, arrays: Mapping[str, NDArray[Any]]) -> dict[Any, dict[str, NDArray[Any]]]:
+        by_agent: dict[Any, dict[str, NDArray[Any]]] = {}
         for name, array in arrays.items():
-            if name.split("/", 1)[0] == self._root:
+            if name == self._root or name.startswith(self._prefix):
                 if name not in self._owners:
-                    wanted = f"{self._root}/AGENT..., AGENT one of {list(self._ids)!r:.200}"
+                    wanted = f"{self._prefix}AGENT..., AGENT one of {list(self._ids)!r:.200}"
                     raise EnvContractError(self._root, f"{name!r:.80}", wanted)
                 agent, own = self._owners[name]
-                by_agent[agent][own] = array
-        found = {}
-        for agent, own_arrays in by_agent.items():
-            with _naming(agent):
-                found[agent] = self._values[agent].of_arrays(own_arrays)
-        return found
-
-    row_of, row = of_arrays, read
-    """As the table takes them: see `Values`."""
+                by_agent.setdefault(agent, {})[own] = array
+        return by_agent
 
     def arrays(self, value: Mapping[Any, Any]) -> dict[str, NDArray[Any]]:
         """The arrays of a message."""
@@ -93,12 +102,3 @@ class AgentValues:
     def json(self, value: Mapping[Any, Any]) -> dict[str, Any]:
         """Lists and numbers by agent."""
         return {str(agent): self._values[agent].json(part) for agent, part in value.items()}
-
-
-@contextmanager
-def _naming(agent: Any) -> Iterator[None]:
-    """Whose value it was that is refused."""
-    try:
-        yield
-    except EnvContractError as error:
-        raise EnvContractError(f"{error.what} of agent {agent!r}", error.seen, error.expected) from error

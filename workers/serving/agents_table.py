@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.errors import HeadraceError
 from headrace.workers.external.agent_episodes import ExternalAgentEpisodes
-from headrace.workers.external.calls import OnAnswer
+from headrace.workers.external.calls import OnAnswer, Row
 
 
 class AgentsTable:
@@ -32,26 +31,15 @@ class AgentsTable:
         self,
         episode_id: str,
         news: tuple[Mapping[str, Any], ...],
-        observation: Mapping[Any, Any],
+        observation: Mapping[Any, Row],
         on_answer: OnAnswer,
         *,
-        action: Mapping[Any, Any] | None = None,
+        action: Mapping[Any, Row] | None = None,
         end: ChunkEnd = ChunkEnd.ONGOING,
     ) -> None:
         """See `Episodes`; `news` of an `AgentsStep`."""
-        table = self._table
-        try:
-            if news:
-                table.log_returns(episode_id, *map(self._of_ids, news))
-            if end is not ChunkEnd.ONGOING:
-                table.end(episode_id, observation, on_answer, truncated=end is ChunkEnd.TRUNCATED)
-            elif action is not None:
-                table.log_action(episode_id, observation, action, on_answer)
-            else:
-                table.ask(episode_id, observation, on_answer)
-        except HeadraceError:
-            table.retract(episode_id)
-            raise
+        named = tuple(map(self._of_ids, news))
+        self._table.take_step(episode_id, named, observation, on_answer, action=action, end=end)
 
     def _of_ids(self, told: Mapping[str, Any]) -> dict[Any, Any]:
         return {self._ids.get(agent, agent): value for agent, value in told.items()}
