@@ -63,18 +63,12 @@ class ServedAgents:
     def __init__(self, agents: Sequence[Any], lease_s: float, **settings: Any) -> None:
         serving = ServingSection(enabled=True, http_port=0, lease_s=lease_s, max_message_bytes=1 << 16)
         creator = ServedEnvs(serving, lambda context: Like(agents), "", several_agents=True)
-        settings = {"num_envs": 4, "rollout_fragment_length": 8, "external_fragment_max_age_s": 0.1, **settings}
+        small = {"num_envs": 4, "rollout_fragment_length": 8, "external_fragment_max_age_s": 0.1}
+        settings = {**small, "module": lambda spaces: Rule(), "infos": "all", **settings}
         policies = {"plain": None, "deep": None} if "deep" in agents else {"plain": None}
         mapping = {agent: "deep" if agent == "deep" else "plain" for agent in agents}
         self.runner = MultiAgentEnvRunner(
-            EnvRunnerConfig(
-                env=creator,
-                policies=policies,
-                policy_mapping_fn=mapping,
-                module=lambda spaces: Rule(),
-                infos="all",
-                **settings,
-            )
+            EnvRunnerConfig(env=creator, policies=policies, policy_mapping_fn=mapping, **settings)
         )
         self.runner.set_weights({name: {} for name in policies}, 1, 1)
         self.env: Any = self.runner.env

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from served_agents import ByHttp, ByZmq, rule, served_agents
+from served_agents import ByHttp, ByZmq, Rule, rule, served_agents
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
 from headrace.schemas.episode_errors import EpisodeAbortedError
+from headrace.workers.connectors import FrameStack
 from headrace.workers.policy_client import PolicyClient
 
 WAYS = pytest.mark.parametrize("way", [ByZmq, ByHttp])
@@ -213,3 +215,40 @@ def test_an_episode_that_its_client_gives_up_costs_that_one_only(way: Any) -> No
         client.close()
     assert [chunk.rewards.tolist() for chunk in served.chunks] == [[1.0]]
     assert served.runner.totals.stepped == 1  # the action in "e" had no answer yet
+
+
+@WAYS
+def test_an_episode_may_end_before_anybody_acts_or_with_nobody_seen(way: Any) -> None:
+    with served_agents(missing_final_observation="repeat") as served:
+        client = way(served, "short")
+        for name in ("e", "f"):
+            client.start(name)
+        assert client.step("e", 0, {"red": [1, 2]}, end="terminated")["next_step"] == 1
+        client.step("f", 0, {"red": [1, 2], "blue": [1, 2]})
+        client.step("f", 1, {}, reward={"red": 2.0}, truncated={"__all__": True})
+        client.close()
+    told = {chunk.agent_id: (chunk.rewards.tolist(), chunk.obs.tolist(), chunk.end) for chunk in served.chunks}
+    seen = [[1.0, 2.0], [1.0, 2.0]]
+    assert told == {"red": ([2.0], seen, ChunkEnd.TRUNCATED), "blue": ([0.0], seen, ChunkEnd.TRUNCATED)}
+
+
+@WAYS
+def test_connectors_see_each_agent_as_itself(way: Any) -> None:
+    class Last(Rule):
+        """`rule` of the newest of two stacked frames."""
+
+        def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
+            return super().forward_exploration({"obs": batch["obs"].reshape(-1, 2, 2).sum(1)})
+
+        forward_inference = forward_train = forward_exploration
+
+    stack = partial(FrameStack, 2)
+    with served_agents(env_to_module=[stack], module=lambda spaces: Last()) as served:
+        client = way(served, "stacked")
+        client.start("e")
+        client.step("e", 0, {"red": [1, 2], "blue": [5, 5]})
+        client.step("e", 1, {"blue": [6, 5]})
+        answer = client.step("e", 2, {"red": [2, 2], "blue": [7, 5]})
+        assert answer["action"] == {"red": rule([3, 4]), "blue": rule([13, 10])}
+        client.abort("e")
+        client.close()
