@@ -16,13 +16,15 @@ from headrace.schemas.episode_errors import NoActionYetError, UnknownEpisodeErro
 from headrace.schemas.errors import ConfigError, DecodeError, EnvContractError
 from headrace.schemas.serving_agents import AgentsStep, served_spaces_from_json
 from headrace.schemas.serving_errors import BadRequestError, StepOrderError
+from headrace.schemas.serving_settings import ServingSection
 from headrace.schemas.spaces import Box, Dict, Tuple
 from headrace.schemas.wire import encode
-from headrace.workers import EnvRunnerConfig
+from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.acting_client import ActingClient
 from headrace.workers.policy_client import PolicyClient
 from headrace.workers.policy_client.earned import Earned, EarnedByAgent
 from headrace.workers.serving.agent_values import AgentValues
+from headrace.workers.serving.served_env import ServedEnvs
 
 AGENTS = ("red", "blue", "grey")
 NUMBERS = itertools.count(1)
@@ -216,3 +218,14 @@ def test_spaces_of_nobody_are_refused() -> None:
     for told in ({"agents": {}}, {"agents": []}, {"agents": {"red": {"observation": 1}}}, {}, None):
         with pytest.raises(DecodeError):
             served_spaces_from_json(told)
+
+
+def test_an_env_and_a_config_of_different_kinds_are_refused_by_name() -> None:
+    two_carts, settings = "headrace.workers.multi_agent.examples:two_carts", ServingSection(enabled=True)
+    with pytest.raises(
+        EnvContractError, match=r"one of one agent; for several give sampling\.policies, got .*TwoCarts"
+    ):
+        SingleAgentEnvRunner(EnvRunnerConfig(env=ServedEnvs(settings, two_carts, "")))
+    solo = ServedEnvs(settings, "CartPole-v1", "", several_agents=True)
+    with pytest.raises(EnvContractError, match="a single-agent env needs SingleAgentEnvRunner"):
+        MultiAgentEnvRunner(EnvRunnerConfig(env=solo, policies={"p": None}))

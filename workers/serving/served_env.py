@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.schemas.config import is_loopback
-from headrace.schemas.errors import ConfigError, PortInUseError
+from headrace.schemas.errors import ConfigError, EnvContractError, PortInUseError
 from headrace.schemas.keys import CLIENT_PORT, TOKEN_FILE, BrokerKeys, client_keys, read_client_port_keys
 from headrace.schemas.serving_settings import HIGHEST_PORT, ServingSection
 from headrace.workers.envs.context import EnvContext
@@ -76,6 +76,9 @@ class ServedEnvs:
 
     def _look(self, context: EnvContext) -> tuple[Any, Any]:
         env = find_creator(self._like)(context)
+        if hasattr(getattr(env, "unwrapped", env), "possible_agents"):  # gymnasium's wrappers hide it
+            seen = f"{type(env).__module__}.{type(env).__qualname__}"
+            raise EnvContractError("environment", seen, "one of one agent; for several give sampling.policies")
         spaces = env.action_space, env.observation_space
         if hasattr(env, "close"):
             env.close()
