@@ -1,4 +1,4 @@
-"""Errors that end a fleet as a whole; see the tree in `schemas/errors.py`, of which they are leaves.
+"""Errors that end a fleet as a whole; see the tree in `schemas/errors`, of which they are leaves.
 
 HeadraceError
 ├── ProcessFailedError   a process ended with an error that no restart can cure

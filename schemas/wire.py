@@ -23,19 +23,38 @@ buffer: numpy and torch read such views correctly, other consumers should copy.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, unique
 from typing import Any
 
-import numpy as np
 import orjson
 import xxhash
 from numpy.typing import NDArray
 
+from headrace.schemas.caps import DEFAULT_CAPS, Caps
 from headrace.schemas.errors import DecodeError, EncodeError
+from headrace.schemas.manifest import ALLOWED_DTYPES, OWN_FRAME_BYTES, Buffer, pack, view
+
+__all__ = [
+    "ALLOWED_DTYPES",
+    "DEFAULT_CAPS",
+    "MAGIC",
+    "OWN_FRAME_BYTES",
+    "PROTOCOL_MAJOR",
+    "PROTOCOL_MINOR",
+    "Buffer",
+    "Caps",
+    "MessageKind",
+    "WireMessage",
+    "decode",
+    "decode_arrays",
+    "decode_header",
+    "encode",
+    "is_deeper",
+    "read_tag",
+]
 
 MAGIC = b"HDRC"
 PROTOCOL_MAJOR = 1
@@ -43,15 +62,6 @@ PROTOCOL_MINOR = 0
 
 _TAG = struct.Struct("<4sBBBBQ")
 _TAG_HEAD = struct.Struct("<4sBBBB")
-_ALIGN = 64
-OWN_FRAME_BYTES = 64 * 1024
-"""From this size an array gets a frame of its own; pyzmq too copies below it, since a copy is then cheaper."""
-
-ALLOWED_DTYPES = frozenset(("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"))
-_DTYPES: dict[str, np.dtype[Any]] = {dtype: np.dtype(dtype) for dtype in ALLOWED_DTYPES}
-
-Buffer = bytes | bytearray | memoryview
-"""One frame. A memoryview is one of bytes, contiguous, as `zmq.Frame.buffer` is."""
 
 
 @unique
@@ -88,24 +98,6 @@ class MessageKind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Caps:
-    """What a receiver accepts at most, checked before anything is allocated. Sizes in bytes."""
-
-    header_bytes: int = 1 << 20
-    payload_bytes: int = 256 << 20
-    infos_bytes: int = 8 << 20
-    frames: int = 64
-    arrays: int = 4096
-    dims: int = 8
-    header_depth: int = 64
-
-
-DEFAULT_CAPS = Caps()
-_OWN_FRAMES = DEFAULT_CAPS.frames - 3
-"""Beyond these large arrays are joined with the small ones, at the price of a copy: frames are few by the caps."""
-
-
-@dataclass(frozen=True, slots=True)
 class WireMessage:
     """One decoded message. `arrays` are read-only views of the frames it came in."""
 
@@ -126,7 +118,7 @@ def encode(
         return _seal(kind, header, [])
     if len(arrays) > DEFAULT_CAPS.arrays:
         raise EncodeError(f"{kind.name} has {len(arrays)} arrays; {DEFAULT_CAPS.arrays} are allowed")
-    frames, manifest = _pack(arrays)
+    frames, manifest = pack(arrays)
     checksum = xxhash.xxh3_64()
     for frame in frames:
         checksum.update(frame)
@@ -143,42 +135,6 @@ def _seal(kind: MessageKind, header: Mapping[str, Any], payload: list[Buffer]) -
         raise EncodeError(f"header of {kind.name} has {len(body)} bytes; {DEFAULT_CAPS.header_bytes} are allowed")
     head = _TAG_HEAD.pack(MAGIC, PROTOCOL_MAJOR, PROTOCOL_MINOR, kind, 0)
     return [head + xxhash.xxh3_64_intdigest(head + body).to_bytes(8, "little"), body, *payload]
-
-
-def _pack(arrays: Mapping[str, NDArray[Any]]) -> tuple[list[Buffer], list[list[Any]]]:
-    """Lay arrays out in frames: (frames, manifest rows [name, dtype, shape, frame, offset])."""
-    joined: list[Buffer] = []
-    joined_bytes = 0
-    own: list[Buffer] = []
-    manifest: list[list[Any]] = []
-    for name, array in arrays.items():
-        raw, dtype = _raw(name, array)
-        if len(raw) >= OWN_FRAME_BYTES and len(own) < _OWN_FRAMES:
-            own.append(raw)
-            manifest.append([name, dtype, array.shape, -len(own), 0])
-        else:
-            manifest.append([name, dtype, array.shape, 0, joined_bytes])
-            padding = -len(raw) % _ALIGN
-            joined += (raw, bytes(padding))
-            joined_bytes += len(raw) + padding
-    first = [b"".join(joined)] if joined else []
-    for row in manifest:
-        if row[3] < 0:
-            row[3] = len(first) - row[3] - 1
-    return [*first, *own], manifest
-
-
-def _raw(name: str, array: NDArray[Any]) -> tuple[memoryview, str]:
-    """(bytes, dtype on the wire) of one array; without a copy when it is contiguous and little-endian already."""
-    dtype = array.dtype.newbyteorder("<") if array.dtype.byteorder == ">" else array.dtype
-    if dtype.str not in ALLOWED_DTYPES:
-        raise EncodeError(f"array {name!r} has dtype {array.dtype}, which may not go on the wire")
-    if array.ndim > DEFAULT_CAPS.dims:
-        raise EncodeError(f"array {name!r} has {array.ndim} axes; {DEFAULT_CAPS.dims} are allowed")
-    contiguous = np.ascontiguousarray(array, dtype=dtype)
-    if contiguous.size == 0:
-        return memoryview(b""), dtype.str
-    return contiguous.reshape(-1).view(np.uint8).data, dtype.str
 
 
 def read_tag(frame: Buffer) -> tuple[MessageKind, int, int]:
@@ -275,45 +231,8 @@ def decode_arrays(
         raise DecodeError("bad_manifest", f"manifest is not a list of at most {caps.arrays} arrays")
     arrays: dict[str, NDArray[Any]] = {}
     for row in manifest:
-        name, array = _view(row, frames, caps)
+        name, array = view(row, frames, caps)
         if name in arrays:
             raise DecodeError("bad_manifest", f"array {name!r} is listed twice")
         arrays[name] = array
     return arrays
-
-
-def _view(row: Any, frames: Sequence[Buffer], caps: Caps) -> tuple[str, NDArray[Any]]:
-    """One manifest row as a read-only array over its frame. Rows may share bytes: nobody can write to them.
-
-    What is of the wrong type is never printed: a list nested a thousand deep has no repr, only a RecursionError.
-    """
-    if not isinstance(row, list) or len(row) != 5:
-        raise DecodeError("bad_manifest", "a row is not [name, dtype, shape, frame, offset]")
-    name, dtype, shape, frame, offset = row
-    if not isinstance(name, str) or not isinstance(dtype, str) or not isinstance(shape, list):
-        raise DecodeError("bad_manifest", "a row has a name, dtype or shape of the wrong JSON type")
-    known = _DTYPES.get(dtype)
-    if known is None:
-        raise DecodeError("bad_dtype", f"array {name!r:.80} has dtype {dtype!r:.40}, which is not allowed")
-    if len(shape) > caps.dims:
-        raise DecodeError("bad_shape", f"array {name!r:.80} has a shape that is not at most {caps.dims} sizes")
-    count = 1
-    for n in shape:
-        if type(n) is not int or not 0 <= n < 1 << 48:
-            raise DecodeError("bad_shape", f"array {name!r:.80} has a shape that is not at most {caps.dims} sizes")
-        count *= n
-    if type(frame) is not int or type(offset) is not int or not 0 <= frame < len(frames) - 2 or offset < 0:
-        raise DecodeError("bad_manifest", f"array {name!r:.80} lies in no frame that was received")
-    nbytes = count * known.itemsize
-    source = frames[2 + frame]
-    if offset + nbytes > len(source):
-        raise DecodeError("bad_shape", f"array {name!r:.80} needs {nbytes} bytes at {offset}, of {len(source)}")
-    if count == 0:
-        if math.prod(n for n in shape if n) >= 1 << 40:
-            raise DecodeError("bad_shape", f"empty array {name!r:.80} claims shape {shape!r:.80}")
-        array: NDArray[Any] = np.empty(shape, known)
-    else:
-        array = np.ndarray(shape, known, source, offset)
-    if array.flags.writeable:
-        array.flags.writeable = False
-    return name, array

@@ -1,0 +1,141 @@
+"""Every error Headrace raises on purpose, and the exit code a process ends with when it meets one.
+
+    HeadraceError
+    ├── ConfigError             a setting is unknown, malformed or clashes with another
+    ├── KeysError               a key file is missing, damaged, or a secret that others may read
+    ├── EnvError                an environment could not be built or broke its contract
+    │   ├── UnknownEnvError         no such environment id, import path or callable
+    │   ├── EnvContractError        reward, info or observation is not what the env's spaces promise
+    │   ├── EnvRaisedError          an env in a process of its own raised
+    │   ├── EnvHangError            an env in a process of its own did not answer in time, so that was killed
+    │   ├── EnvCrashError           a process of envs ended by itself, or took too much memory
+    │   ├── EnvNeighbourError       another env of the same process took it down
+    │   ├── EnvHostLostError        the host of remote envs fell silent, left, or was refused
+    │   ├── EnvRestartBudgetError   an env kept failing until its rebuild budget was spent
+    │   └── (external ones)         RunReturnedError, ClientLostError and ExternalSilenceError of episode_errors.py
+    ├── EpisodeError            a call about an external episode cannot be done: episode_errors.py has its kinds
+    ├── EpisodeTimeoutError     such a call was not answered within its deadline
+    ├── ModuleError             a policy module could not be built, or answered with the wrong arrays
+    │   └── WhichModuleError        a fleet of several modules was asked for one without its name, or for another
+    ├── CallbackError           a user's callback raised
+    ├── RunnerStoppedError      a runner was asked to sample after it was stopped
+    ├── RunnerBusyError         a callback asked its own runner for what cannot be done just then
+    ├── ChunkError              chunks that are no parts of one episode, or a cut that leaves no step
+    ├── StateError              a runner's state that does not fit the runner it is given to
+    ├── ConnectorError          a connector raised, or answered with the wrong arrays
+    ├── WireError               bytes or messages that break the protocol
+    │   ├── DecodeError             a message that is not a valid Headrace message
+    │   └── EncodeError             something that must not or cannot go on the wire
+    │       └── InfosTooLargeError      the infos of one batch
+    ├── RefusedError            the broker refused this peer
+    │   ├── WrongFleetError         the peer belongs to another fleet
+    │   ├── VersionMismatchError    the peer speaks another protocol version
+    │   ├── FencedError             a newer incarnation or a newer learner has taken this one's place
+    │   └── KeysRefusedError        the broker has not let this peer in: its keys are not those asked for
+    ├── UnreachableError        a server did not answer within its deadline
+    │   ├── RedisUnavailableError   Redis did not answer, or refuses writes
+    │   └── NoEnvHostError          no env host was at a worker's port for too long
+    ├── PortInUseError          an endpoint is taken
+    ├── RunDirError             the run directory cannot be used
+    ├── CheckpointError         a learner's checkpoint is torn or corrupt
+    ├── CrashLoopError          a process of the fleet kept dying until its restart budget was spent
+    ├── WindowStalledError      the learner holds every batch uncommitted and waits for more
+    └── LedgerError             the books do not balance
+
+Each error carries its facts as attributes and builds its own sentence from them: what happened, to what, the numbers,
+what to do. `exit_code` is what a process of ours exits with when the error reaches its edge. The families have a file
+each; import from here.
+"""
+
+from headrace.schemas.errors.envs import (
+    EnvContractError,
+    EnvCrashError,
+    EnvError,
+    EnvHangError,
+    EnvHostLostError,
+    EnvNeighbourError,
+    EnvRaisedError,
+    EnvRestartBudgetError,
+    UnknownEnvError,
+)
+from headrace.schemas.errors.fleet import (
+    CheckpointError,
+    ConfigError,
+    CrashLoopError,
+    KeysError,
+    LedgerError,
+    NoEnvHostError,
+    PortInUseError,
+    RedisUnavailableError,
+    RunDirError,
+    UnreachableError,
+    WindowStalledError,
+)
+from headrace.schemas.errors.root import ExitCode, HeadraceError
+from headrace.schemas.errors.runners import (
+    CallbackError,
+    ChunkError,
+    ConnectorError,
+    ModuleError,
+    RunnerBusyError,
+    RunnerStoppedError,
+    StateError,
+    WhichModuleError,
+)
+from headrace.schemas.errors.wire import (
+    REFUSALS,
+    DecodeError,
+    EncodeError,
+    FencedError,
+    InfosTooLargeError,
+    KeysRefusedError,
+    RefusedError,
+    VersionMismatchError,
+    WireError,
+    WrongFleetError,
+    refusal,
+)
+
+__all__ = [
+    "REFUSALS",
+    "CallbackError",
+    "CheckpointError",
+    "ChunkError",
+    "ConfigError",
+    "ConnectorError",
+    "CrashLoopError",
+    "DecodeError",
+    "EncodeError",
+    "EnvContractError",
+    "EnvCrashError",
+    "EnvError",
+    "EnvHangError",
+    "EnvHostLostError",
+    "EnvNeighbourError",
+    "EnvRaisedError",
+    "EnvRestartBudgetError",
+    "ExitCode",
+    "FencedError",
+    "HeadraceError",
+    "InfosTooLargeError",
+    "KeysError",
+    "KeysRefusedError",
+    "LedgerError",
+    "ModuleError",
+    "NoEnvHostError",
+    "PortInUseError",
+    "RedisUnavailableError",
+    "RefusedError",
+    "RunDirError",
+    "RunnerBusyError",
+    "RunnerStoppedError",
+    "StateError",
+    "UnknownEnvError",
+    "UnreachableError",
+    "VersionMismatchError",
+    "WhichModuleError",
+    "WindowStalledError",
+    "WireError",
+    "WrongFleetError",
+    "refusal",
+]

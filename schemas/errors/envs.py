@@ -1,0 +1,118 @@
+"""What goes wrong with environments, wherever they are."""
+
+from __future__ import annotations
+
+from headrace.schemas.errors.root import ExitCode, HeadraceError
+
+
+class EnvError(HeadraceError):
+    """An environment could not be built or broke its contract."""
+
+    exit_code = ExitCode.ENV
+
+
+class UnknownEnvError(EnvError):
+    """No environment of that name can be found; `env` is the name as given, `reason` what stood in the way."""
+
+    def __init__(self, env: str, reason: str) -> None:
+        self.env = env
+        self.reason = reason
+        super().__init__(
+            f"environment {env!r} cannot be found: {reason}; give a registered gymnasium id or 'module:id', "
+            "'package.module:make_env', an environment class, or a callable that takes an EnvContext"
+        )
+
+
+class EnvContractError(EnvError, ValueError):
+    """An env answered with something its contract forbids; `what` is the offending part, `seen` a short repr of it."""
+
+    def __init__(self, what: str, seen: str, expected: str) -> None:
+        self.what = what
+        self.seen = seen
+        self.expected = expected
+        super().__init__(f"{what} should be {expected}, got {seen}")
+
+
+class EnvRaisedError(EnvError):
+    """An env in another process raised an error of the name `kind`; `trace` is where, as Python prints it."""
+
+    def __init__(self, kind: str, message: str, trace: str) -> None:
+        self.kind = kind
+        self.message = message
+        self.trace = trace
+        super().__init__(f"{kind}: {message}" if message else kind)
+        if trace:
+            self.add_note(trace.rstrip())
+
+
+class EnvHangError(EnvError):
+    """An env did not return from `phase` within `timeout_s` seconds; `stack` is where its process stood then."""
+
+    def __init__(
+        self,
+        env_index: int,
+        phase: str,
+        timeout_s: float,
+        setting: str,
+        stack: str,
+        fate: str = "its process was killed",
+    ) -> None:
+        self.env_index = env_index
+        self.phase = phase
+        self.timeout_s = timeout_s
+        self.setting = setting
+        self.stack = stack
+        where = f"; it stood at\n{stack.rstrip()}" if stack else ""
+        super().__init__(
+            f"env {env_index} did not return from {phase} within {setting} = {timeout_s:g} s and {fate}{where}"
+        )
+
+
+class EnvCrashError(EnvError):
+    """A process of envs ended by `cause`, a signal or an exit code; `stack` and `output` are its last words."""
+
+    def __init__(self, pid: int, cause: str, during: str, stack: str, output: str) -> None:
+        self.pid = pid
+        self.cause = cause
+        self.during = during
+        self.stack = stack
+        self.output = output
+        words = [f"the env's process {pid} ended by {cause} {during}"]
+        words += [f"it stood at\n{stack.rstrip()}"] if stack else []
+        words += [f"its last output was\n{output.rstrip()}"] if output else []
+        super().__init__("; ".join(words))
+
+
+class EnvNeighbourError(EnvError):
+    """Nothing is wrong with this env, but its process was lost, by what `culprit` did."""
+
+    def __init__(self, culprit: int, cause: str) -> None:
+        self.culprit = culprit
+        self.cause = cause
+        super().__init__(f"its process was lost to its neighbour, env {culprit} ({cause})")
+
+
+class EnvHostLostError(EnvError):
+    """Nothing is wrong with this env, but the host it was on is lost; `host` names it."""
+
+    def __init__(self, host: str, reason: str) -> None:
+        self.host = host
+        self.reason = reason
+        super().__init__(f"its host {host} {reason}")
+
+
+class EnvRestartBudgetError(EnvError):
+    """An env failed `failures` times within `window_s` seconds; the last failure is `__cause__`."""
+
+    exit_code = ExitCode.ENV_RESTART_BUDGET
+
+    def __init__(
+        self, env_index: int, failures: int, window_s: float, last: str, setting: str = "max_env_restarts_per_window"
+    ) -> None:
+        self.env_index = env_index
+        self.failures = failures
+        self.window_s = window_s
+        super().__init__(
+            f"env {env_index} failed {failures} times within {window_s:g} s and is given up (last: {last}); "
+            f"repair the env, or raise {setting}"
+        )

@@ -1,0 +1,129 @@
+"""What goes wrong with the place a fleet runs in: settings, keys, files, ports, servers, processes and books."""
+
+from __future__ import annotations
+
+import re
+
+from headrace.schemas.errors.root import ExitCode, HeadraceError
+
+
+class ConfigError(HeadraceError):
+    """A setting is unknown, malformed or clashes with another; `key` names it, `source` says where it came from."""
+
+    exit_code = ExitCode.CONFIG
+
+    def __init__(self, message: str, *, key: str | None = None, source: str | None = None) -> None:
+        self.key = key
+        self.source = source
+        where = f" (from {source})" if source else ""
+        super().__init__(f"{key}: {message}{where}" if key else f"{message}{where}")
+
+
+class KeysError(HeadraceError):
+    """The key file or folder at `path` cannot be used, for `reason`, which says what to do."""
+
+    exit_code = ExitCode.KEYS
+
+    def __init__(self, path: str, reason: str) -> None:
+        self.path = path
+        self.reason = reason
+        super().__init__(f"keys: {path} cannot be used: {reason}")
+
+
+class UnreachableError(HeadraceError):
+    """`endpoint` did not answer within `deadline_s` seconds."""
+
+    exit_code = ExitCode.UNREACHABLE
+
+    def __init__(self, what: str, endpoint: str, deadline_s: float) -> None:
+        self.endpoint = endpoint
+        self.deadline_s = deadline_s
+        super().__init__(
+            f"no {what} answers at {endpoint} after {deadline_s:g} s; check that it runs and the address is right"
+        )
+
+
+class RedisUnavailableError(UnreachableError):
+    """Redis did not answer, or refuses writes. `endpoint` is its URL without the password."""
+
+    exit_code = ExitCode.REDIS_UNAVAILABLE
+
+    def __init__(self, url: str, reason: str, deadline_s: float = 0.25) -> None:
+        self.endpoint = re.sub(r"//[^/@]*@", "//***@", url)
+        self.deadline_s = deadline_s
+        HeadraceError.__init__(
+            self,
+            f"Redis at {self.endpoint} cannot be used: {reason}; start it, correct --redis-url, or leave it out",
+        )
+
+
+class NoEnvHostError(UnreachableError):
+    """No env host was at `endpoint`, the port of a worker or runner, for `deadline_s` seconds; `remedy` starts one."""
+
+    def __init__(self, endpoint: str, deadline_s: float, remedy: str) -> None:
+        self.endpoint = endpoint
+        self.deadline_s = deadline_s
+        self.remedy = remedy
+        HeadraceError.__init__(
+            self,
+            f"no env host was at {endpoint} for env_hosts_timeout_s = {deadline_s:g} s; start one: {remedy}",
+        )
+
+
+class PortInUseError(HeadraceError):
+    """An endpoint is taken by another process."""
+
+    exit_code = ExitCode.PORT_IN_USE
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        super().__init__(
+            f"{endpoint} is already in use; stop the process that holds it, or choose another port (0 takes a free one)"
+        )
+
+
+class RunDirError(HeadraceError):
+    """The run directory cannot be used; `path` names it."""
+
+    exit_code = ExitCode.RUN_DIR
+
+    def __init__(self, path: str, reason: str) -> None:
+        self.path = path
+        super().__init__(f"run directory {path} cannot be used: {reason}; choose another with --run-dir")
+
+
+class CheckpointError(HeadraceError):
+    """The checkpoint at `path` is not there, torn, corrupt, or of another module; `advice` is what to do."""
+
+    exit_code = ExitCode.RUN_DIR
+
+    def __init__(self, path: str, reason: str, advice: str = "move it away to train from the start") -> None:
+        self.path = path
+        self.reason = reason
+        super().__init__(f"checkpoint {path} cannot be used: {reason}; {advice}")
+
+
+class CrashLoopError(HeadraceError):
+    """A process of the fleet kept dying until its restart budget was spent."""
+
+    exit_code = ExitCode.CRASH_LOOP
+
+
+class WindowStalledError(HeadraceError):
+    """The learner holds `uncommitted` batches uncommitted and waits for more, while every worker waits for a commit."""
+
+    exit_code = ExitCode.WINDOW_STALLED
+
+    def __init__(self, uncommitted: int, waited_s: float) -> None:
+        self.uncommitted = uncommitted
+        super().__init__(
+            f"the stream holds {uncommitted} uncommitted batches and has waited {waited_s:g} s for another, while "
+            "every worker waits for a commit; commit more often, or what you have once stream.starved is true, or "
+            "raise worker.window_batches, worker.window_bytes and broker.max_held_bytes"
+        )
+
+
+class LedgerError(HeadraceError):
+    """The books do not balance; the message names each row and what is wrong with it."""
+
+    exit_code = ExitCode.LEDGER

@@ -1,0 +1,37 @@
+"""Where every error comes from, and the exit code a process ends with when it meets one."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What a Headrace process exits with; scripts may rely on these numbers."""
+
+    OK = 0
+    FAILURE = 1
+    USAGE = 2
+    CONFIG = 3
+    ENV = 4
+    MODULE = 5
+    PORT_IN_USE = 6
+    RUN_DIR = 7
+    REDIS_UNAVAILABLE = 8
+    UNREACHABLE = 9
+    WRONG_FLEET = 10
+    VERSION_MISMATCH = 11
+    FENCED = 12
+    ENV_RESTART_BUDGET = 13
+    CRASH_LOOP = 14
+    PROTOCOL = 15
+    WINDOW_STALLED = 16
+    TIMEOUT = 17
+    CALLBACK = 18
+    KEYS = 19
+    LEDGER = 1
+
+
+class HeadraceError(Exception):
+    """Root of every error Headrace raises on purpose."""
+
+    exit_code: ExitCode = ExitCode.FAILURE

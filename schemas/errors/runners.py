@@ -1,0 +1,81 @@
+"""What goes wrong with policies, callbacks and connectors, and calls that a runner cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from headrace.schemas.errors.root import ExitCode, HeadraceError
+
+
+class ModuleError(HeadraceError):
+    """A policy module could not be built, or answered with the wrong arrays."""
+
+    exit_code = ExitCode.MODULE
+
+
+class WhichModuleError(ModuleError, LookupError):
+    """`asked` names none of the fleet's `modules`, or nothing was named where there are several."""
+
+    def __init__(self, asked: str | None, modules: Collection[str]) -> None:
+        self.asked = asked
+        self.modules = sorted(modules)
+        what = "which module is meant is not said" if asked is None else f"there is no module {asked!r:.80}"
+        super().__init__(f"{what}; this fleet's modules are {self.modules!r:.300}")
+
+
+class CallbackError(HeadraceError):
+    """`callback` raised in `event`; its own error is `__cause__`. `samples` is what was sampled, if that was all."""
+
+    exit_code = ExitCode.CALLBACK
+
+    def __init__(self, event: str, callback: str, cause: BaseException) -> None:
+        self.event = event
+        self.callback = callback
+        self.samples: Any = None
+        super().__init__(
+            f"callback {callback} failed in {event} ({type(cause).__name__}: {cause}); "
+            "repair it, or take it out of callbacks"
+        )
+
+
+class RunnerStoppedError(HeadraceError):
+    """`sample` was called after `stop`, which has closed all envs."""
+
+    def __init__(self) -> None:
+        super().__init__("this runner was stopped and has closed its envs; make_env() builds them anew")
+
+
+class RunnerBusyError(HeadraceError):
+    """`call` of a runner was made by one of its own callbacks, in `event`, where it cannot be done."""
+
+    exit_code = ExitCode.CALLBACK
+
+    def __init__(self, call: str, event: str) -> None:
+        self.call = call
+        self.event = event
+        super().__init__(
+            f"{call} cannot be called in {event}, in the midst of what the runner does; call it in on_sample_end, or "
+            "after sample()"
+        )
+
+
+class ChunkError(HeadraceError, ValueError):
+    """Chunks that are no neighbouring parts of one agent's episode, or a cut that leaves no step."""
+
+
+class StateError(HeadraceError, ValueError):
+    """A state, or the part of it that is named, does not fit the runner it is given to."""
+
+    exit_code = ExitCode.CONFIG
+
+
+class ConnectorError(HeadraceError):
+    """A connector raised, or answered with the wrong arrays; `connector` says which one, `seen` what it was given."""
+
+    exit_code = ExitCode.MODULE
+
+    def __init__(self, connector: str, reason: str, seen: str = "") -> None:
+        self.connector = connector
+        self.seen = seen
+        super().__init__(f"connector {connector} failed: {reason}" + (f" (it was given {seen})" if seen else ""))

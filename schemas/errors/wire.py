@@ -1,0 +1,88 @@
+"""What goes wrong between peers: messages that cannot be read or sent, and peers that refuse one another."""
+
+from __future__ import annotations
+
+from headrace.schemas.errors.root import ExitCode, HeadraceError
+
+
+class WireError(HeadraceError):
+    """Bytes or messages that break the protocol."""
+
+    exit_code = ExitCode.PROTOCOL
+
+
+class DecodeError(WireError):
+    """A message that is not a valid Headrace message; `reason` is a stable word, `detail` says what was seen."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        self.reason = reason
+        self.detail = detail
+        super().__init__(f"{reason}: {detail}")
+
+
+class EncodeError(WireError):
+    """Something that must not or cannot go on the wire."""
+
+
+class InfosTooLargeError(EncodeError):
+    """A batch's infos are `nbytes` bytes of JSON, and no more than `limit` go into one message."""
+
+    def __init__(self, nbytes: int, limit: int) -> None:
+        self.nbytes = nbytes
+        self.limit = limit
+        super().__init__(
+            f"a batch's infos have {nbytes} bytes of JSON; {limit} are allowed; "
+            "shorten rollout_fragment_length, drop values in the env, or set infos = 'none'"
+        )
+
+
+class RefusedError(HeadraceError):
+    """The broker, or the worker whom this env host came to, refused this peer; `code` is the wire's word for why."""
+
+    exit_code = ExitCode.PROTOCOL
+
+    def __init__(self, code: str, detail: str) -> None:
+        self.code = code
+        self.detail = detail
+        super().__init__(detail)
+
+
+class WrongFleetError(RefusedError):
+    """The peer belongs to another fleet."""
+
+    exit_code = ExitCode.WRONG_FLEET
+
+
+class VersionMismatchError(RefusedError):
+    """The peer speaks another protocol version."""
+
+    exit_code = ExitCode.VERSION_MISMATCH
+
+
+class FencedError(RefusedError):
+    """A newer incarnation of this slot, or a newer learner, has taken this one's place."""
+
+    exit_code = ExitCode.FENCED
+
+
+class KeysRefusedError(RefusedError):
+    """The broker at `endpoint`, or whatever `server` is there, and this peer did not agree about keys, so nothing was
+    ever said between them."""
+
+    exit_code = ExitCode.KEYS
+
+    def __init__(self, endpoint: str, detail: str, server: str = "broker") -> None:
+        self.endpoint = endpoint
+        super().__init__("keys", f"the {server} at {endpoint} {detail}")
+
+
+REFUSALS: dict[str, type[RefusedError]] = {
+    "wrong_fleet": WrongFleetError,
+    "version_mismatch": VersionMismatchError,
+    "fenced": FencedError,
+}
+
+
+def refusal(code: str, detail: str) -> RefusedError:
+    """The typed error for a REJECT or FENCED message with `code`."""
+    return REFUSALS.get(code, RefusedError)(code, detail)
