@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 from headrace.deploy import parent_death
 from headrace.deploy.last_word import VARIABLE, LastWord, take_last_word
+from headrace.deploy.sign_of_life import VARIABLE as SIGN_OF_LIFE
 from headrace.schemas.errors import ExitCode, RunDirError
 from headrace.schemas.signal_names import signal_name
 
@@ -40,6 +41,8 @@ class Child:
         self.log_path = log_path
         self.incarnation = incarnation
         self._last_word_at = log_path.with_name(f".{log_path.stem}-{incarnation}.end")
+        self.sign_of_life_at = log_path.with_name(f".{log_path.stem}-{incarnation}.alive")
+        """Where it says that it lives, if it is of those who do so."""
         self.last_word: LastWord | None = None
         """What it said of its end, once it was reaped; None when it was not the process itself that meant to end so."""
         launcher = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), str(int(death_signal))]
@@ -50,13 +53,16 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**(os.environ if env is None else env), VARIABLE: str(self._last_word_at.absolute())},
+                env={**(os.environ if env is None else env), **self._places()},
                 start_new_session=True,
             )
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
         self.started_unix = time.time()
         self.started = time.monotonic()
+
+    def _places(self) -> dict[str, str]:
+        return {VARIABLE: str(self._last_word_at.absolute()), SIGN_OF_LIFE: str(self.sign_of_life_at.absolute())}
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal; nothing happens when the process has ended."""
@@ -80,6 +86,7 @@ class Child:
         returncode = self._process.wait()
         os.close(self.pidfd)
         self.pidfd = -1
+        self.sign_of_life_at.unlink(missing_ok=True)
         word = take_last_word(self._last_word_at, self.pid)
         self.last_word = word if word is not None and word.exit_code == returncode else None
         return returncode

@@ -130,7 +130,13 @@ class Fleet:
         for number, (address, num_envs) in enumerate(own_env_hosts(config)):
             self.supervisor.start(commands.env_host(path, address, num_envs, self.fleet_id, number))
         self._silence = SilenceWatch(
-            self.loop, self.supervisor, self.run_dir.recorders, config.broker.lease_s, config.worker.connect_timeout_s
+            self.loop,
+            self.supervisor,
+            self.run_dir.recorders,
+            config.broker.lease_s,
+            config.worker.connect_timeout_s,
+            # While a host closes its envs it says nothing; its worker may know it as lost before.
+            config.sampling.env_hosts_lease_s + config.sampling.env_close_timeout_s,
         )
         self.book.note(state="running")
 

@@ -1,14 +1,15 @@
-"""Workers that live but do nothing: stopped, hung or starved. Their recorders tell."""
+"""Workers and env hosts that live but do nothing: stopped, hung or starved. Recorders and signs of life tell."""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 from headrace.deploy.loop import Loop
 from headrace.deploy.recorders import recorder_path
+from headrace.deploy.sign_of_life import silent_s
 from headrace.deploy.supervisor import Role, Service, State, Supervisor
 from headrace.schemas.recorder import Reading, read_recorder
 
@@ -29,15 +30,25 @@ def silence(reading: Reading | None, lived_s: float, now_ns: int, lease_s: float
 
 
 class SilenceWatch:
-    """Replaces workers whose recorder has not been written for `lease_s`; looks four times a lease."""
+    """Replaces workers whose recorder has not been written for `lease_s`; looks four times a lease.
+
+    Likewise env hosts that have given a sign of life, and no other for `host_lease_s`.
+    """
 
     def __init__(
-        self, loop: Loop, supervisor: Supervisor, recorders: Path, lease_s: float, connect_timeout_s: float
+        self,
+        loop: Loop,
+        supervisor: Supervisor,
+        recorders: Path,
+        lease_s: float,
+        connect_timeout_s: float,
+        host_lease_s: float = math.inf,
     ) -> None:
         self._loop = loop
         self._supervisor = supervisor
         self._recorders = recorders
         self._lease_s = lease_s
+        self._host_lease_s = host_lease_s
         self._first_sign_s = max(FIRST_SIGN_S, connect_timeout_s + 10.0)
         self._interval_s = lease_s / 4
         self._last_look = time.monotonic()
@@ -50,20 +61,20 @@ class SilenceWatch:
     def _look(self) -> None:
         late_s = time.monotonic() - self._last_look - self._interval_s
         if late_s < self._lease_s / 2:  # else we were stopped ourselves, and perhaps everyone with us: ask again later
-            for service in _living_workers(self._supervisor.services.values()):
-                self._check(service)
+            for service in list(self._supervisor.services.values()):
+                if service.state is State.RUNNING and (why := self._why_silent(service)) is not None:
+                    self._supervisor.replace(service, why)
         self._last_look = time.monotonic()
         self._timer = self._loop.call_later(self._interval_s, self._look)
 
-    def _check(self, service: Service) -> None:
-        if service.child is None or service.spec.slot is None:
-            return
-        reading = read_recorder(recorder_path(self._recorders, service.spec.slot, service.child.incarnation))
-        lived_s = time.monotonic() - service.child.started
-        why = silence(reading, lived_s, time.monotonic_ns(), self._lease_s, self._first_sign_s)
-        if why is not None:
-            self._supervisor.replace(service, why)
-
-
-def _living_workers(services: Iterable[Service]) -> list[Service]:
-    return [s for s in services if s.spec.role is Role.WORKER and s.state is State.RUNNING and s.child is not None]
+    def _why_silent(self, service: Service) -> str | None:
+        child, slot = service.child, service.spec.slot
+        if child is not None and service.spec.role is Role.WORKER and slot is not None:
+            reading = read_recorder(recorder_path(self._recorders, slot, child.incarnation))
+            lived_s = time.monotonic() - child.started
+            return silence(reading, lived_s, time.monotonic_ns(), self._lease_s, self._first_sign_s)
+        if child is not None and service.spec.role is Role.ENV_HOST:
+            silent = silent_s(child.sign_of_life_at)
+            if silent is not None and silent > self._host_lease_s:
+                return f"has been silent for {silent:.1f} s"
+        return None

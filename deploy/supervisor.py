@@ -7,8 +7,8 @@
           └── stop() ──▶ STOPPING ── ends, or is killed after stop_timeout_s ──▶ STOPPED
 
 Everything happens in the thread that turns the loop. That must be the main thread: children die with the thread that
-started them. Only workers are watched for silence (`silence.py`); a broker or learner that hangs is not noticed here,
-an env host by its worker alone, which takes its envs elsewhere.
+started them. Workers and env hosts are watched for silence (`silence.py`); a broker or learner that hangs is not
+noticed here.
 """
 
 from __future__ import annotations
@@ -139,14 +139,15 @@ class Supervisor:
         return service
 
     def replace(self, service: Service, why: str) -> None:
-        """Give a silent process's place to a new one; the silent one is killed only after `zombie_grace_s`, so that it
+        """Give a silent process's place to a new one. A silent worker is killed only after `zombie_grace_s`, so that it
         may wake, find itself fenced and give up in order, unless it has what the new one needs."""
         zombie = service.child
         if zombie is None or service.state is not State.RUNNING:
             return
         log.warning("%s (pid %d) %s; a new one takes its place", service.spec.name, zombie.pid, why)
         service.zombies.append(zombie)
-        grace_s = 0.0 if service.spec.has_port else self._section.zombie_grace_s
+        may_wake = service.spec.role is Role.WORKER and not service.spec.has_port
+        grace_s = self._section.zombie_grace_s if may_wake else 0.0
         self._loop.call_later(grace_s, lambda: zombie.send(signal.SIGKILL))
         service.child = None
         self._restart(service, time.monotonic() - zombie.started)

@@ -1,4 +1,4 @@
-"""Workers that live but do nothing."""
+"""Workers and env hosts that live but do nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.deploy.ps import is_alive
+from headrace.deploy.sign_of_life import silent_s
 from headrace.deploy.silence import SilenceWatch, silence
 from headrace.deploy.supervisor import ProcessSpec, Role
 from headrace.schemas.ledger import Settled, WorkerTotals
@@ -77,3 +78,37 @@ def test_a_stopped_worker_is_replaced_and_an_active_one_is_not(nursery: Nursery,
     watch.stop()
     assert not is_alive(stopped.pid)
     assert service.restarts == 1
+
+
+TURNING = """
+import sys, time
+from headrace.deploy.sign_of_life import SignOfLife
+sign = SignOfLife.asked_for()
+while True:
+    if sys.argv[1] == "turns": sign.give()
+    time.sleep(0.02)
+"""
+
+
+def test_an_env_host_that_turns_no_more_is_killed_and_replaced(nursery: Nursery, tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", TURNING, "turns"]
+    service = nursery.supervisor.start(ProcessSpec("env-host-0", Role.ENV_HOST, lambda _: argv))
+    watch = SilenceWatch(nursery.loop, nursery.supervisor, tmp_path, 0.4, connect_timeout_s=1.0, host_lease_s=2.0)
+    stopped = service.child
+    assert stopped is not None
+    nursery.until(lambda: silent_s(stopped.sign_of_life_at) is not None)
+    assert not nursery.loop.turn_until(lambda: service.restarts > 0, 2.5), "replaced although it turned"
+    stopped.send(signal.SIGSTOP)
+    nursery.until(lambda: service.restarts == 1 and not service.zombies)
+    watch.stop()
+    assert not is_alive(stopped.pid)
+    assert not stopped.sign_of_life_at.exists()
+
+
+def test_an_env_host_is_not_judged_before_its_envs_can_be_had(nursery: Nursery, tmp_path: Path) -> None:
+    """Its first env may take its time, for which there is a deadline of its own."""
+    argv = [sys.executable, "-c", TURNING, "builds"]
+    service = nursery.supervisor.start(ProcessSpec("env-host-0", Role.ENV_HOST, lambda _: argv))
+    watch = SilenceWatch(nursery.loop, nursery.supervisor, tmp_path, 0.4, connect_timeout_s=1.0, host_lease_s=0.1)
+    assert not nursery.loop.turn_until(lambda: service.restarts > 0, 0.8)
+    watch.stop()

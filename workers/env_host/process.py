@@ -8,6 +8,7 @@ import platform
 import secrets
 import threading
 import time
+from collections.abc import Callable
 
 from headrace.schemas.env_messages import EnvHeartbeat, EnvHostBye, EnvHostHello, EnvHostWelcome, EnvOrders
 from headrace.schemas.errors import DecodeError, refusal
@@ -28,15 +29,18 @@ _LONGEST_WAIT_S = 0.1
 _SAY_WAITING_S = 10.0
 
 
-def run_env_host(config: EnvRunnerConfig, endpoint: str, keys: ClientKeys | None) -> None:
+def run_env_host(
+    config: EnvRunnerConfig, endpoint: str, keys: ClientKeys | None, on_turn: Callable[[], None] = lambda: None
+) -> None:
     """Serve `config.num_envs` envs to the worker at `endpoint` until SIGTERM.
 
+    `on_turn` is called ten times a second or more once they can be had, but while those of one life are closed.
     Raises `EnvError` for an env that cannot be built here, and `RefusedError` when the worker does not want it.
     """
     with stop_signals() as stopping:
         host = EnvHost(config, endpoint, keys, learn_spaces(config))
         try:
-            host.serve(stopping)
+            host.serve(stopping, on_turn)
         finally:
             host.close()
 
@@ -65,9 +69,10 @@ class EnvHost:
         self._speak_at = self._heard_at = time.monotonic()
         self._say_waiting_at = self._heard_at + _SAY_WAITING_S
 
-    def serve(self, stopping: threading.Event) -> None:
+    def serve(self, stopping: threading.Event, on_turn: Callable[[], None]) -> None:
         """Do what the worker says, whenever there is one."""
         while not stopping.is_set():
+            on_turn()
             self._speak(time.monotonic())
             if self._link.wait(min(max(self._speak_at - time.monotonic(), 0.0), _LONGEST_WAIT_S)):
                 self._speak_at = 0.0  # the worker learns at once where to repeat what went down with the old connection
