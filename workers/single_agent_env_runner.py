@@ -23,22 +23,13 @@ from headrace.workers.envs.actions import RandomActions
 from headrace.workers.envs.lane import Lane
 from headrace.workers.episode_view import EpisodeView
 from headrace.workers.external.sampler import ExternalSampler
+from headrace.workers.lane_noises import LaneNoises
 from headrace.workers.module_weights import check_weights, read_weights, write_weights
 from headrace.workers.modules.acting import Actor, BlockActor, Columns
 from headrace.workers.modules.protocol import build_module
-from headrace.workers.multi_agent.noise import SeatNoise
 from headrace.workers.opening import open_sampler
 from headrace.workers.policy_columns import PolicyColumns
-from headrace.workers.random_streams import (
-    LaneNoise,
-    check_lanes,
-    check_noise,
-    read_lanes,
-    read_noise,
-    write_lanes,
-    write_noise,
-)
-from headrace.workers.randomness import NoiseBlocks, NoiseKind
+from headrace.workers.random_streams import check_lanes, read_lanes, write_lanes
 from headrace.workers.ready_sampler import ReadySampler
 from headrace.workers.runner_state import Version
 from headrace.workers.state_components import RL_MODULE, Selection
@@ -70,6 +61,7 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         self.module: torch.nn.Module | None = None
         self._sampler: VectorSampler | None = None
         self._actor: Actor | BlockActor | None = None
+        self._noises = LaneNoises(in_step=True)
         self._on_wait_for_hosts = on_wait
         if config.env is not None or config.env_placement == "remote":
             self._make_parts()
@@ -86,21 +78,16 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         else:
             self._sampler.rebuild(self.config)
         self._random = RandomActions(self.spaces.action)
-        self._random_noise = self._noise_of(self._seeds.random_actions, self._random.noise_size, "uniform")
+        self._noises = LaneNoises(in_step=not isinstance(self._sampler, ReadySampler))
+        self._noises.begin("random_actions", self._seeds.random_actions, self._random.noise_size, "uniform")
         if self.module is not None:
             self._make_actor(self.module)
-
-    def _noise_of(self, streams: Sequence[np.random.Generator], size: int, kind: NoiseKind) -> LaneNoise:
-        if not isinstance(self._sampler, ReadySampler):
-            return NoiseBlocks(streams, size, kind)
-        noise = SeatNoise(size, kind)
-        noise.add(streams)
-        return noise
 
     def make_module(self) -> None:
         """See `EnvRunner`. A builder that raises NotImplementedError leaves the runner to random actions."""
         self.callbacks.check_at_rest("make_module()")
         self.module = self._actor = None
+        self._noises.forget("policy")
         try:
             module = build_module(self.config.module, self.spaces, self.config.module_config)
         except NotImplementedError:
@@ -116,7 +103,7 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         self._vector.use_memory(self._actor.memory)
         if isinstance(self._sampler, ExternalSampler):
             self._sampler.module = module
-        self._policy_noise = self._noise_of(self._seeds.policy, module.noise_size, module.noise_kind)
+        self._noises.begin("policy", self._seeds.policy, module.noise_size, module.noise_kind)
 
     @property
     def _vector(self) -> VectorSampler:
@@ -163,10 +150,10 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
     def _choose_actions(self, acting: NDArray[np.intp] | None) -> Columns:
         mode, connectors = self._vector.mode, self._vector.connectors
         if mode.random_actions:
-            columns = self._random(_draw(self._random_noise, acting))
+            columns = self._random(self._noises.draw("random_actions", acting))
             return connectors.for_env(columns, acting) if connectors.maps_actions else columns
         assert self._actor is not None
-        noise = _draw(self._policy_noise, acting) if mode.explore else None
+        noise = self._noises.draw("policy", acting) if mode.explore else None
         return connectors.for_env(self._actor(noise, acting), acting)
 
     def _cut(self, keep_open: bool) -> ChunkBatch:
@@ -260,27 +247,19 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
     def _read_streams(self) -> dict[str, Any] | None:
         if self._sampler is None:
             return None
-        noise = {name: read_noise(numbers) for name, numbers in self._noise().items()}
         unstepped = [not len(self._sampler.look(lane, lane.episode)) if lane.episode else False for lane in self._lanes]
         if not self._sampler.envs.seeds_every_episode:
             unstepped = [False] * len(unstepped)  # what a vector began by itself cannot be begun again
-        return {"worker_index": self.worker_index, "lanes": read_lanes(self._lanes, unstepped), **noise}
+        return {"worker_index": self.worker_index, "lanes": read_lanes(self._lanes, unstepped), **self._noises.read()}
 
     def _accept_streams(self, state: Mapping[str, Any]) -> Callable[[], None]:
         check_lanes(self._lanes, state.get("lanes"))
-        for name, numbers in self._noise().items():
-            check_noise(numbers, name, state.get(name))
+        self._noises.check(state)
         return lambda: self._write_streams(state)
 
     def _write_streams(self, state: Mapping[str, Any]) -> None:
         write_lanes(self._lanes, state["lanes"])
-        for name, numbers in self._noise().items():
-            write_noise(numbers, state[name])
-
-    def _noise(self) -> dict[str, LaneNoise]:
-        """What actions are made from, by use."""
-        numbers: dict[str, LaneNoise] = {"random_actions": self._random_noise}
-        return {"policy": self._policy_noise, **numbers} if self._actor is not None else numbers
+        self._noises.write(state)
 
     @property
     def _lanes(self) -> list[Lane]:
@@ -306,10 +285,3 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
     def get_spaces(self) -> dict[str, tuple[gym.Space[Any], gym.Space[Any]]]:
         """See `EnvRunner`."""
         return {DEFAULT_MODULE_ID: self._vector.envs.gym_spaces}
-
-
-def _draw(noise: LaneNoise, acting: NDArray[np.intp] | None) -> NDArray[np.float32]:
-    if isinstance(noise, NoiseBlocks):
-        return noise.next()
-    assert acting is not None, "only in lock-step do all lanes act"
-    return noise.next(acting)
