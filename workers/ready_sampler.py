@@ -70,7 +70,7 @@ class ReadySampler(VectorSampler):
         """Have lanes act that have nothing under way, and take in what is answered; see `VectorSampler.poll`."""
         self._repair(on_wait)
         choose_actions, poll, process = self._timed(choose_actions)
-        acting = next_to_act(self.envs, self._width)
+        acting = self._next_to_act()
         if len(acting):
             self._act(acting, choose_actions, weights_seq)
         outcome = poll()
@@ -82,6 +82,9 @@ class ReadySampler(VectorSampler):
         self.fragment.answer(answered, outcome.rewards)
         self.answered += len(answered)
         self._take_in(outcome, answered, chosen, process, stop_at_episodes)
+
+    def _next_to_act(self) -> Rows:
+        return next_to_act(self.envs, self._width)
 
     def _act(self, acting: Rows, choose_actions: ChooseActions, weights_seq: int) -> None:
         columns = self._choose(choose_actions, acting)

@@ -59,6 +59,11 @@ class ExternalLanes(WholeExternal):
         """See `ReadyDriver`."""
         return set(self._under_way)
 
+    @property
+    def asking(self) -> NDArray[np.intp]:
+        """Live lanes with nothing under way, in order: somebody waits for each."""
+        return np.array(sorted(self._places.keys() - self._under_way), np.intp)
+
     # -- what the kinds of external env do each in their own way ------------------------------------------------------
 
     _episode_kind: type[Any]

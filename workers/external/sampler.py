@@ -73,6 +73,9 @@ class ExternalSampler(ReadySampler):
         self.patience.check()
         super().poll(choose_actions, weights_seq, on_wait=on_wait, stop_at_episodes=stop_at_episodes)
 
+    def _next_to_act(self) -> NDArray[np.intp]:
+        return self.envs.asking
+
     def _act(self, acting: NDArray[np.intp], choose_actions: ChooseActions, weights_seq: int) -> None:
         columns: Columns = dict(self._choose(choose_actions, acting))
         logged = self.envs.logged(acting)

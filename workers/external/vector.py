@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import ConfigError, EnvContractError
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.spaces import Spaces, leaves
 from headrace.workers.envs.actions import action_root, to_env_form
 from headrace.workers.envs.lane import Episode
 from headrace.workers.envs.observations import Observations
@@ -17,7 +17,7 @@ from headrace.workers.envs.spaces import spaces_of
 from headrace.workers.envs.stepping import Outcome
 from headrace.workers.external.calls import Answer, Call, Row, SoloCall
 from headrace.workers.external.env import ExternalEnv
-from headrace.workers.external.lanes import ExternalLanes, keep
+from headrace.workers.external.lanes import ExternalLanes
 from headrace.workers.external.solo_episodes import ExternalEpisodes
 
 
@@ -71,11 +71,12 @@ class ExternalVector(ExternalLanes):
 
     def send_actions_of(self, lanes: NDArray[np.intp], columns: dict[str, NDArray[Any]]) -> None:
         """See `ReadyDriver`. Whoever asked has the answer when this returns."""
-        actions = to_env_form(self.spaces.action, columns, action_root(columns))
-        version = self.read_version()
-        for lane in lanes.tolist():
+        root = action_root(columns)
+        rows = {name: columns[name][lanes] for name, _ in leaves(self.spaces.action, root)}
+        actions, version = to_env_form(self.spaces.action, rows, root), self.read_version()
+        for lane, action in zip(lanes.tolist(), actions, strict=True):
             self._under_way.add(lane)
-            self.episodes.answer(self._places[lane], Answer(keep(actions[lane]), version))
+            self.episodes.answer(self._places[lane], Answer(action, version))
 
     def logged(self, lanes: NDArray[np.intp]) -> dict[int, Row]:
         """Of those `lanes` that are to act and have acted already: what they did."""
