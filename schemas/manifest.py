@@ -49,17 +49,20 @@ def pack(arrays: Mapping[str, NDArray[Any]]) -> tuple[list[Buffer], list[list[An
     return [*first, *own], manifest
 
 
-def _raw(name: str, array: NDArray[Any]) -> tuple[memoryview, str]:
-    """(bytes, dtype on the wire) of one array; without a copy when it is contiguous and little-endian already."""
-    dtype = array.dtype.newbyteorder("<") if array.dtype.byteorder == ">" else array.dtype
-    if dtype.str not in ALLOWED_DTYPES:
-        raise EncodeError(f"array {name!r} has dtype {array.dtype}, which may not go on the wire")
+def _raw(name: str, array: NDArray[Any]) -> tuple[Buffer, str]:
+    """(bytes, dtype on the wire) of one array; a large one without a copy if it is contiguous and little-endian."""
+    dtype = array.dtype
+    if dtype.byteorder == ">":
+        dtype = dtype.newbyteorder("<")
+        array = array.astype(dtype)
+    code = dtype.str
+    if code not in ALLOWED_DTYPES:
+        raise EncodeError(f"array {name!r} has dtype {dtype}, which may not go on the wire")
     if array.ndim > DEFAULT_CAPS.dims:
         raise EncodeError(f"array {name!r} has {array.ndim} axes; {DEFAULT_CAPS.dims} are allowed")
-    contiguous = np.ascontiguousarray(array, dtype=dtype)
-    if contiguous.size == 0:
-        return memoryview(b""), dtype.str
-    return contiguous.reshape(-1).view(np.uint8).data, dtype.str
+    if array.nbytes < OWN_FRAME_BYTES:
+        return array.tobytes(), code  # cheaper than a view of its bytes, which are joined with others' anyway
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, code
 
 
 def view(row: Any, frames: Sequence[Buffer], caps: Caps) -> tuple[str, NDArray[Any]]:

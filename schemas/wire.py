@@ -119,11 +119,17 @@ def encode(
     if len(arrays) > DEFAULT_CAPS.arrays:
         raise EncodeError(f"{kind.name} has {len(arrays)} arrays; {DEFAULT_CAPS.arrays} are allowed")
     frames, manifest = pack(arrays)
-    checksum = xxhash.xxh3_64()
-    for frame in frames:
-        checksum.update(frame)
-    payload = {"checksum": checksum.intdigest(), "sizes": [len(f) for f in frames], "arrays": manifest}
+    payload = {"checksum": _checksum(frames), "sizes": [len(f) for f in frames], "arrays": manifest}
     return _seal(kind, {**header, "payload": payload}, frames)
+
+
+def _checksum(payload: Sequence[Buffer]) -> int:
+    if len(payload) == 1:
+        return xxhash.xxh3_64_intdigest(payload[0])
+    checksum = xxhash.xxh3_64()
+    for frame in payload:
+        checksum.update(frame)
+    return checksum.intdigest()
 
 
 def _seal(kind: MessageKind, header: Mapping[str, Any], payload: list[Buffer]) -> list[Buffer]:
@@ -221,10 +227,7 @@ def decode_arrays(
     payload = header.get("payload")
     if payload is None:
         return {}
-    checksum = xxhash.xxh3_64()
-    for frame in frames[2:]:
-        checksum.update(frame)
-    if payload.get("checksum") != checksum.intdigest():
+    if payload.get("checksum") != _checksum(frames[2:]):
         raise DecodeError("payload_checksum", "payload does not match its checksum")
     manifest = payload.get("arrays")
     if not isinstance(manifest, list) or len(manifest) > caps.arrays:

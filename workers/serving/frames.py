@@ -78,6 +78,6 @@ class FramesDoor:
     def _frames(self, reply: Reply) -> list[Buffer]:
         arrays = {} if reply.action is None else self._values.action.arrays(reply.action)
         try:
-            return encode(reply.message.KIND, reply.message.model_dump(), {**arrays, **reply.arrays})
+            return encode(reply.message.KIND, vars(reply.message), {**arrays, **reply.arrays})
         except WireError as error:
             return refusal_of(MessageTooLargeError(f"the answer cannot be sent: {error}")).message.frames()
