@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import gymnasium as gym
@@ -142,6 +144,21 @@ def test_first_weights_depend_on_the_seed_alone() -> None:
         weights.append(read_weights(actor_critic(_spaces(), seed=seed)))
     assert all(np.array_equal(weights[0][k], weights[1][k]) for k in weights[0])
     assert not all(np.array_equal(weights[0][k], weights[2][k]) for k in weights[0])
+
+
+def test_building_modules_takes_no_more_of_torch_than_importing_it_does() -> None:
+    """Each worker, learner and server builds some at its start, and who uses "meta" tensors waits for sympy."""
+    script = """
+import sys
+from headrace.schemas.spaces import Box, Discrete, Spaces
+from headrace.workers.modules import actor_critic, lstm_actor_critic
+pixels = Box(low=0.0, high=255.0, shape=(8, 8, 1), dtype="|u1")
+for build in (actor_critic, lstm_actor_critic):
+    build(Spaces(observation=pixels, action=Discrete(n=2)))
+print(sorted({"sympy", "torch._dynamo"} & sys.modules.keys()))
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, "[]\n"), result.stderr
 
 
 def test_new_weights_take_effect_in_place_all_or_nothing() -> None:

@@ -1,4 +1,7 @@
-"""Layers initialised from a generator of one's own, so that building a module neither reads nor moves global state."""
+"""Layers initialised from a generator of one's own, so that building a module neither reads nor moves global state.
+
+torch's own way to leave a layer blank, the device "meta", makes a process import sympy: half a second of its start.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,37 @@ import torch
 from torch import nn
 
 
+class BlankLinear(nn.Linear):
+    """Not initialised: whoever makes it writes its parameters."""
+
+    def reset_parameters(self) -> None:
+        """Leave them be."""
+
+
+class BlankConv2d(nn.Conv2d):
+    """Likewise."""
+
+    def reset_parameters(self) -> None:
+        """Leave them be."""
+
+
+class BlankLSTM(nn.LSTM):
+    """Likewise."""
+
+    def reset_parameters(self) -> None:
+        """Leave them be."""
+
+
 def linear(inputs: int, outputs: int, gain: float, generator: torch.Generator) -> nn.Linear:
     """Orthogonal weights times `gain`, no bias at first."""
-    layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)  # type: ignore[no-untyped-call]
+    layer = BlankLinear(inputs, outputs)
     _initialise(layer, gain, generator)
     return layer
 
 
 def conv(inputs: int, outputs: int, generator: torch.Generator) -> nn.Conv2d:
     """3 x 3, halving height and width (rounded up), orthogonal weights for a ReLU."""
-    layer: nn.Conv2d = nn.utils.skip_init(nn.Conv2d, inputs, outputs, 3, stride=2, padding=1)  # type: ignore[no-untyped-call]
+    layer = BlankConv2d(inputs, outputs, 3, stride=2, padding=1)
     _initialise(layer, 2**0.5, generator)
     return layer
 

@@ -15,7 +15,7 @@ from headrace.schemas.errors import ModuleError
 from headrace.schemas.spaces import Box, Spaces
 from headrace.workers.modules.actor_critic import ActorCritic
 from headrace.workers.modules.encoders import Encoder
-from headrace.workers.modules.layers import linear, orthogonal
+from headrace.workers.modules.layers import BlankLSTM, linear, orthogonal
 
 
 def lstm_actor_critic(
@@ -100,8 +100,7 @@ class LstmActorCritic(nn.Module):
 
 def _lstm(inputs: int, units: int, generator: torch.Generator) -> nn.LSTM:
     """Orthogonal weights for each gate, and no bias but 1 for the forget gate, so that it begins by remembering."""
-    # Built without memory first, so that the layer's own initialisation draws no random numbers.
-    lstm = nn.LSTM(inputs, units, device="meta").to_empty(device="cpu")
+    lstm = BlankLSTM(inputs, units)
     parameters = dict(lstm.named_parameters())
     with torch.no_grad():
         for name, size in (("weight_ih_l0", inputs), ("weight_hh_l0", units)):
