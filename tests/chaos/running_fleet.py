@@ -18,7 +18,7 @@ from headrace.deploy.redis_view import FleetView, Snapshot
 from headrace.schemas.errors import HeadraceError
 
 HERE = Path(__file__).parent
-DEADLINE_S = 60.0
+DEADLINE_S = 150.0
 
 
 class RunningFleet:
@@ -29,7 +29,7 @@ class RunningFleet:
         command = [sys.executable, "-m", "headrace.deploy", "up", "--json", "--run-dir", str(run_dir)]
         environment = os.environ | {"PYTHONPATH": str(HERE)}
         self._process = subprocess.Popen(
-            [*command, "--seed", "0", "--timeout-s", "90", *arguments],
+            [*command, "--seed", "0", "--timeout-s", "240", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -43,7 +43,7 @@ class RunningFleet:
         if self._process.poll() is None:
             self._process.terminate()
             try:
-                self._process.communicate(timeout=20)
+                self._process.communicate(timeout=250)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.communicate()
@@ -102,14 +102,14 @@ class RunningFleet:
 
     def finish(self) -> dict[str, Any]:
         """Wait for the end; its JSON, with the exit code and what it said added."""
-        output, words = self._process.communicate(timeout=100)
+        output, words = self._process.communicate(timeout=250)
         result: dict[str, Any] = orjson.loads(output)
         return result | {"returncode": self._process.returncode, "stderr": words}
 
     def audit(self) -> subprocess.CompletedProcess[str]:
         """`headrace audit --strict` of its run directory."""
         command = [sys.executable, "-m", "headrace.deploy", "audit", "--strict", "--run-dir", str(self.run_dir)]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
 
     def _processes(self) -> list[Any]:
         try:

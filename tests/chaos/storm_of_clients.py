@@ -28,7 +28,7 @@ SETTINGS = (f"serving.lease_s={LEASE_S}", "serving.http_port=0", "learner.steps_
 class Storm:
     """The fleet, and the clients, which play from the beginning. Nothing of it outlives the block."""
 
-    def __init__(self, run_dir: Path, *, timeout_s: float = 90.0) -> None:
+    def __init__(self, run_dir: Path, *, timeout_s: float = 240.0) -> None:
         sets = [part for setting in SETTINGS for part in ("--set", setting)]
         arguments = ["--env", "CartPole-v1", "--workers", "1", "--num-envs", str(PLACES), "--serve", *sets]
         self.fleet = RunningFleet(run_dir, *arguments, "--timeout-s", str(timeout_s))
@@ -81,7 +81,7 @@ class Storm:
             assert process.stdin is not None
             process.stdin.close()
             process.stdin = None
-        return [json.loads(process.communicate(timeout=60)[0]) for process in self._steady]
+        return [json.loads(process.communicate(timeout=150)[0]) for process in self._steady]
 
     def _start(self, kind: str, count: int) -> subprocess.Popen[str]:
         where = [self._endpoint("clients-0"), self._endpoint("http-0"), str(self._rng.random())]

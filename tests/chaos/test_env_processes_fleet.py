@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from running_fleet import RunningFleet
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.chaos
 
 
 def test_envs_that_segfault_and_hang_cost_no_worker(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from running_fleet import RunningFleet
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.chaos
 
 SMALL = ("--workers", "2", "--num-envs", "8")
 

@@ -15,7 +15,7 @@ from running_fleet import RunningFleet
 from headrace.deploy.fleet_file import read_fleet_file
 from headrace.deploy.key_pairs import make_keys
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.chaos
 
 
 def test_a_host_and_a_worker_that_are_killed_come_back_to_one_another(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from running_fleet import RunningFleet
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.chaos
 
 SMALL = ("--workers", "2", "--num-envs", "8", "--set", "broker.lease_s=1.5", "--set", "broker.heartbeat_interval_s=0.3")
 HANG_S = 5.0

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from storm_of_clients import Storm
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.chaos
 
 
 def test_a_hundred_clients_of_whom_twenty_are_killed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from running_fleet import RunningFleet
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.chaos
 
 
 def test_envs_inline_that_take_their_workers_along_cost_those_lives_by_name(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from running_fleet import RunningFleet
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from running_fleet import RunningFleet
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.chaos
 
 MEAN_STD = '["headrace.workers.connectors:MeanStd"]'
 ROWS = "connectors/env_to_module/0.MeanStd/obs/count"

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from running_fleet import RunningFleet
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.chaos
 
 TWO_CARTS = (
     *("--env", "headrace.workers.multi_agent.examples:two_carts", "--workers", "2", "--num-envs", "4"),

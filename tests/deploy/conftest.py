@@ -15,7 +15,7 @@ from headrace.deploy.loop import Loop
 from headrace.deploy.supervisor import ProcessSpec, Role, Service, Supervisor
 from headrace.schemas.config import SupervisorSection
 
-DEADLINE_S = 20.0
+DEADLINE_S = 100.0
 
 SECTION = SupervisorSection(
     restart_backoff_s=0.01,

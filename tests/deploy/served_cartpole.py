@@ -16,7 +16,7 @@ import orjson
 
 GAMES = 8
 ENDPOINTS = {"zmq": "clients-0", "http": "http-0"}
-DEADLINE_S = 60.0
+DEADLINE_S = 150.0
 
 
 def train(way: str, run_dir: Path, *goal: str) -> dict[str, Any]:

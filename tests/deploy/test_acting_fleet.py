@@ -36,7 +36,7 @@ def test_what_clients_have_cut_is_trained_on_and_the_books_balance_though_one_is
     tmp_path: Path, free_port: int, wait_for: Callable[..., None]
 ) -> None:
     command = [sys.executable, "-m", "headrace.deploy", "up", "--run-dir", str(tmp_path), "--env", "CartPole-v1"]
-    command += ["--workers", "1", "--num-envs", "2", "--until-steps", "600", "--timeout-s", "80", "--json"]
+    command += ["--workers", "1", "--num-envs", "2", "--until-steps", "600", "--timeout-s", "180", "--json"]
     settings = ("enabled=true", f"port={free_port}", "lease_s=2", "client_inference=true")
     for setting in (*(f"serving.{each}" for each in settings), "learner.steps_per_update=128"):
         command += ["--set", setting]
@@ -51,7 +51,7 @@ def test_what_clients_have_cut_is_trained_on_and_the_books_balance_though_one_is
                 assert client.stdout is not None
                 assert client.stdout.readline() == b"played\n"
             clients[0].kill()
-            told, _ = fleet.communicate(timeout=100)
+            told, _ = fleet.communicate(timeout=200)
         finally:
             fleet.terminate()
             for client in clients:

@@ -20,7 +20,7 @@ COMMANDS = ("up", "worker", "broker", "learner", "env-host", "ps", "audit", "doc
 def headrace(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "headrace.deploy", *arguments]
     return subprocess.run(
-        command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=60
+        command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=200
     )
 
 

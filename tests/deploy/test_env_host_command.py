@@ -29,7 +29,7 @@ def env_host(log: Path, address: str, *arguments: str) -> Iterator[subprocess.Po
         yield process
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(20)
+        process.wait(100)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_what_cannot_work_ends_at_once(
     address: str, arguments: tuple[str, ...], code: ExitCode, words: str, tmp_path: Path
 ) -> None:
     with env_host(tmp_path / "log", address, *arguments) as process:
-        assert process.wait(30) == code
+        assert process.wait(100) == code
     (error,) = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("error: ")]
     assert words in error
 
@@ -55,12 +55,12 @@ def test_a_worker_of_another_version_is_named(tmp_path: Path) -> None:
         worker.linger = 0
         port = worker.bind_to_random_port("tcp://127.0.0.1")
         with env_host(tmp_path / "log", f"tcp://127.0.0.1:{port}") as process:
-            assert worker.poll(30_000), "it says HELLO"
+            assert worker.poll(100_000), "it says HELLO"
             route, *frames = worker.recv_multipart()
             assert decode(frames).kind is MessageKind.HELLO
             head, *rest = WELCOME.frames()
             worker.send_multipart([route, bytes(head[:4]) + b"\x63" + bytes(head[5:]), *rest])
-            assert process.wait(30) == ExitCode.VERSION_MISMATCH
+            assert process.wait(100) == ExitCode.VERSION_MISMATCH
     assert f"error: worker at tcp://127.0.0.1:{port}" in (tmp_path / "log").read_text()
 
 
@@ -80,4 +80,4 @@ def test_while_nobody_answers_it_says_what_is_seen(
             wait_for(lambda: "takes the connection and has said nothing" in log.read_text(), what="another word")
     finally:
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait(100) == 0

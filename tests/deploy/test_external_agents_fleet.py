@@ -30,10 +30,10 @@ def test_two_policies_learn_and_books_balance_though_run_ends_in_the_middle_of_e
     (tmp_path / "breaking_carts.py").write_text(BREAKING)
     command = [
         *(sys.executable, "-m", "headrace.deploy", "up", "--run-dir", str(tmp_path / "run"), "--json"),
-        *("--timeout-s", "100", "--workers", "1", "--num-envs", "8", "--seed", "0", *POLICIES),
+        *("--timeout-s", "180", "--workers", "1", "--num-envs", "8", "--seed", "0", *POLICIES),
         *("--env", "breaking_carts:Breaking", "--set", "sampling.env_restart_backoff_s=0", "--until-return", "120"),
     ]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=110)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200)
     assert result.returncode == 0, result.stderr
     found = orjson.loads(result.stdout)
     assert (found["goal_reached"], found["balanced"]) == (True, True)

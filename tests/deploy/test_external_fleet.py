@@ -14,11 +14,11 @@ pytestmark = pytest.mark.slow
 
 def test_a_fleet_learns_from_envs_that_drive_themselves(tmp_path: Path) -> None:
     command = [
-        *(sys.executable, "-m", "headrace.deploy", "up", "--run-dir", str(tmp_path), "--json", "--timeout-s", "100"),
+        *(sys.executable, "-m", "headrace.deploy", "up", "--run-dir", str(tmp_path), "--json", "--timeout-s", "180"),
         *("--env", "headrace.workers.external.examples:CartPoles", "--workers", "1", "--num-envs", "8"),
         *("--seed", "0", "--until-return", "150"),
     ]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=110)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200)
     assert result.returncode == 0, result.stderr
     found = orjson.loads(result.stdout)
     assert found["goal_reached"] is True

@@ -22,9 +22,9 @@ ALONE = ("--set", "learner.enabled=false", "--set", "worker.random_actions_befor
 
 
 def up(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    small = ("--workers", "1", "--num-envs", "2", "--seed", "0", "--timeout-s", "100", "--json")
+    small = ("--workers", "1", "--num-envs", "2", "--seed", "0", "--timeout-s", "180", "--json")
     command = [sys.executable, "-m", "headrace.deploy", "up", "--run-dir", str(run_dir), *small, *arguments]
-    return subprocess.run(command, cwd=run_dir, capture_output=True, text=True, check=False, timeout=110)
+    return subprocess.run(command, cwd=run_dir, capture_output=True, text=True, check=False, timeout=200)
 
 
 def test_env_steps_and_steps_of_agents_and_modules_are_counted_apart(tmp_path: Path) -> None:

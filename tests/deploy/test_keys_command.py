@@ -23,7 +23,7 @@ from headrace.schemas.keys import ROLES, read_broker_keys, read_client_keys, rea
 def headrace(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "headrace.deploy", *arguments]
     return subprocess.run(
-        command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=110
+        command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=200
     )
 
 
@@ -142,7 +142,7 @@ def test_doctor_says_whether_the_keys_are_there_and_sound(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_a_fleet_with_keys_trains_and_its_books_balance(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
-    run = ("--run-dir", "run", "--num-envs", "2", "--workers", "2", "--until-steps", "5000", "--timeout-s", "100")
+    run = ("--run-dir", "run", "--num-envs", "2", "--workers", "2", "--until-steps", "5000", "--timeout-s", "180")
     result = headrace("up", *run, "--json", "--set", "keys.dir=keys", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     found = orjson.loads(result.stdout)

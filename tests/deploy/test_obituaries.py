@@ -21,7 +21,7 @@ from headrace.schemas.ports import quiet_ports
 from headrace.schemas.recorder import Recorder
 from headrace.schemas.wire import MessageKind, decode_header
 
-DEADLINE_S = 20.0
+DEADLINE_S = 100.0
 FLEET = "fleet-t"
 
 

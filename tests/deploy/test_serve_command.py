@@ -129,7 +129,7 @@ def test_a_checkpoint_answers_over_both_ways_and_a_stop_lets_episodes_end(
         client.end_episode(probe, observation)
         over_http.ask("PUT", f"{walk}/steps/1", {"observation": MEAN.tolist(), "end": "terminated"})
         over_http.close()
-        told, _ = process.communicate(timeout=30)
+        told, _ = process.communicate(timeout=200)
     found = orjson.loads(told)
     assert process.returncode == 0
     assert (found["episodes"], found["aborted"], found["weights"]) == (6, 0, [2, 9])

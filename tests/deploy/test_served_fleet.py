@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 def test_what_clients_elsewhere_live_through_is_trained_on_and_stands_in_the_books(
     tmp_path: Path, way: str, goal: tuple[str, str]
 ) -> None:
-    found = train(way, tmp_path, *goal, "--timeout-s", "100", "--set", "learner.steps_per_update=256")
+    found = train(way, tmp_path, *goal, "--timeout-s", "180", "--set", "learner.steps_per_update=256")
     assert (found["exit_code"], found["goal_reached"], found["balanced"]) == (0, True, True)
     assert found["restarts"]["worker"] == 0
     assert found["ledger"]["stepped"] >= 400

@@ -75,7 +75,7 @@ def meanwhile() -> Iterator[Callable[[Callable[[], object]], None]]:
 
     yield start
     for thread in threads:
-        thread.join(30.0)
+        thread.join(100.0)
     assert not errors, errors
 
 

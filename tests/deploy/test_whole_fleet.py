@@ -18,7 +18,7 @@ from headrace.schemas.errors import ExitCode
 
 pytestmark = pytest.mark.slow
 
-SMALL = ("--num-envs", "2", "--seed", "0", "--timeout-s", "100", "--json")
+SMALL = ("--num-envs", "2", "--seed", "0", "--timeout-s", "180", "--json")
 
 
 def up_command(run_dir: Path, *arguments: str) -> list[str]:
@@ -27,7 +27,7 @@ def up_command(run_dir: Path, *arguments: str) -> list[str]:
 
 def up(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = up_command(run_dir, *arguments)
-    return subprocess.run(command, cwd=run_dir, capture_output=True, text=True, check=False, timeout=110)
+    return subprocess.run(command, cwd=run_dir, capture_output=True, text=True, check=False, timeout=200)
 
 
 def page_when(run_dir: Path, role: str) -> FleetFile:
@@ -54,7 +54,7 @@ def test_a_short_run_ends_at_its_goal_with_books_that_balance(tmp_path: Path) ->
     assert read_fleet_file(tmp_path / "fleet.json").processes == []
     assert not list((tmp_path / "recorders").iterdir()), "an obituary was not acknowledged"
     audit = [sys.executable, "-m", "headrace.deploy", "audit", "--strict", "--json", "--run-dir", str(tmp_path)]
-    audited = subprocess.run(audit, capture_output=True, text=True, check=False, timeout=60)
+    audited = subprocess.run(audit, capture_output=True, text=True, check=False, timeout=200)
     assert audited.returncode == 0, audited.stderr
     assert orjson.loads(audited.stdout)["balanced"] is True
 

@@ -38,7 +38,7 @@ from headrace.workers.weights import WeightsReceiver
 from headrace.workers.window import SessionLimits, Shipment
 
 T = TypeVar("T")
-DEADLINE_S = 20.0
+DEADLINE_S = 100.0
 FLEET = "fleet"
 SPACES = Spaces(observation=Box(shape=(1,), dtype="<f4"), action=Discrete(n=2))
 

@@ -158,6 +158,6 @@ def test_what_the_network_does_loses_nothing_and_repeats_nothing(
         for process in (host, worker):
             process.terminate()
         for process in (host, worker):
-            process.wait(20)
+            process.wait(100)
         worker.stdin.close()
         worker.stdout.close()

@@ -91,7 +91,7 @@ def assert_all_arrives(broker: BrokerThread, ours: Path, stack: ExitStack, slot:
     feeder = stack.enter_context(
         Feeder(broker.endpoints.worker, Envs(slot).fragments(5), slot=slot, keys=keys_of(ours))
     )
-    with EpisodeStream(broker.endpoints.learner, keys=ours, connect_timeout_s=20) as stream:
+    with EpisodeStream(broker.endpoints.learner, keys=ours, connect_timeout_s=100) as stream:
         steps = sum(batch.steps for batch in batches_of(stream, feeder.all_settled))
     assert steps == sum(feeder.steps.values()) > 0
 
@@ -104,7 +104,7 @@ def test_with_the_fleets_keys_chunks_and_weights_arrive(
     guarded: BrokerThread, ours: Path, start_feeder: StartFeeder, stack: ExitStack, size: int
 ) -> None:
     feeder = start_feeder(guarded.endpoints.worker, Envs().fragments(20), keys=keys_of(ours))
-    stream = stack.enter_context(EpisodeStream(guarded.endpoints.learner, keys=str(ours), connect_timeout_s=20))
+    stream = stack.enter_context(EpisodeStream(guarded.endpoints.learner, keys=str(ours), connect_timeout_s=100))
     weights = stack.enter_context(WeightPublisher(guarded.endpoints.learner, keys=keys_of(ours, "learner")))
     weights.publish({"w": np.arange(size, dtype=np.float32)})
     assert sum(batch.steps for batch in batches_of(stream, feeder.all_settled)) == sum(feeder.steps.values())
@@ -119,7 +119,7 @@ def test_the_environment_names_the_folder_where_no_argument_does(
     guarded: BrokerThread, ours: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADRACE_KEYS__DIR", str(ours))
-    with EpisodeStream(guarded.endpoints.learner, connect_timeout_s=20) as stream:
+    with EpisodeStream(guarded.endpoints.learner, connect_timeout_s=100) as stream:
         assert stream.epoch == 1
     with pytest.raises(KeysRefusedError):
         EpisodeStream(guarded.endpoints.learner, keys="", connect_timeout_s=JOIN_S)
@@ -131,7 +131,7 @@ def test_a_restarted_broker_lets_everybody_in_again(
     first = start_broker(keys=read_broker_keys(ours))
     feeder = start_feeder(first.endpoints.worker, Envs().fragments(40), window=4, keys=keys_of(ours))
     stream = stack.enter_context(EpisodeStream(first.endpoints.learner, keys=ours))
-    assert stream.next(timeout_s=20.0) is not None
+    assert stream.next(timeout_s=100.0) is not None
     first.stop()
     second = start_broker(keys=read_broker_keys(ours))
     assert second.endpoints == first.endpoints
@@ -144,8 +144,8 @@ def test_the_supervisor_tells_of_a_death_with_its_own_key(guarded: BrokerThread,
     loop = Loop()
     told = Obituaries(loop, guarded.endpoints.worker, FLEET, tmp_path, keys_of(ours, "supervisor"))
     told.tell(Obituary(slot=0, incarnation=1, totals=WorkerTotals(), settled=Settled(), reason="worker_killed"))
-    with EpisodeStream(guarded.endpoints.learner, keys=ours, connect_timeout_s=20):  # whom the broker hears first
-        assert loop.turn_until(told.all_told, 20.0)
+    with EpisodeStream(guarded.endpoints.learner, keys=ours, connect_timeout_s=100):  # whom the broker hears first
+        assert loop.turn_until(told.all_told, 100.0)
     told.close()
 
 
@@ -204,7 +204,7 @@ def handshake(endpoint: str, keys: ClientKeys, kind: int = zmq.DEALER) -> zmq.Ev
             socket.setsockopt(getattr(zmq, name), value)
         monitor = socket.get_monitor_socket(ends)
         socket.connect(endpoint)
-        assert monitor.poll(20_000), "no handshake"
+        assert monitor.poll(100_000), "no handshake"
         return zmq.Event(int.from_bytes(monitor.recv_multipart()[0][:2], "little"))
     finally:
         context.destroy(linger=0)
@@ -237,7 +237,7 @@ def test_keys_are_of_no_use_at_a_broker_without(
         EpisodeStream(broker.endpoints.learner, keys=ours, connect_timeout_s=JOIN_S)
     until(lambda: refusals(broker, "worker") and refusals(broker, "learner"), "the count of refusals")
     assert "at a broker without" in caplog.text
-    with EpisodeStream(broker.endpoints.learner, connect_timeout_s=20) as stream:
+    with EpisodeStream(broker.endpoints.learner, connect_timeout_s=100) as stream:
         assert stream.epoch == 1
 
 
@@ -262,7 +262,7 @@ def test_a_supervisor_that_is_not_let_in_says_so(
 ) -> None:
     loop = Loop()
     told = Obituaries(loop, guarded.endpoints.worker, FLEET, tmp_path, keys_of(strangers, "supervisor"))
-    assert loop.turn_until(lambda: "does not let in the supervisor key" in caplog.text, 20.0)
+    assert loop.turn_until(lambda: "does not let in the supervisor key" in caplog.text, 100.0)
     told.close()
 
 

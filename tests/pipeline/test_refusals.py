@@ -150,7 +150,7 @@ def test_a_taken_port_is_named(broker: BrokerThread, start_broker: StartBroker, 
 def test_spaces_reach_a_learner_that_came_first(broker: BrokerThread, start_feeder: StartFeeder) -> None:
     with EpisodeStream(broker.endpoints.learner) as stream:
         start_feeder(broker.endpoints.worker)
-        assert stream.spaces(timeout_s=10.0) == SPACES
+        assert stream.spaces(timeout_s=100.0) == SPACES
 
 
 def test_what_a_fenced_worker_had_left_is_counted_as_fenced(broker: BrokerThread, start_feeder: StartFeeder) -> None:

@@ -76,7 +76,7 @@ def _run(
         check_alike(brief(lives[lane]), brief(sound[lane]))
     children = _children(host.pid)
     host.terminate()
-    assert host.wait(30) == 0
+    assert host.wait(100) == 0
     assert not any(map(is_running, children))
     return lives
 

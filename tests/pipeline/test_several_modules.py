@@ -49,7 +49,7 @@ def see_until_both(stream: EpisodeStream, witness: AgentWitness) -> None:
             witness.see(batch)
         return all(witness.steps[module_id] > 100 for module_id in ("short", "long"))
 
-    until(both, "batches of both modules", 40.0)
+    until(both, "batches of both modules")
 
 
 def test_each_modules_chunks_arrive_with_its_own_spaces_and_in_the_books(
@@ -58,7 +58,7 @@ def test_each_modules_chunks_arrive_with_its_own_spaces_and_in_the_books(
     witness = AgentWitness()
     with EpisodeStream(broker.endpoints.learner) as stream:
         with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, CARTS_AT_RANDOM) as worker:
-            by_module = stream.module_spaces(timeout_s=20.0)
+            by_module = stream.module_spaces(timeout_s=100.0)
             assert list(by_module) == ["short", "long"]
             assert stream.spaces("long") == by_module["long"]
             with pytest.raises(WhichModuleError, match=r"not said; this fleet's modules are \['long', 'short'\]"):
@@ -87,7 +87,7 @@ def test_weights_go_by_module_and_one_that_is_left_out_is_frozen(
         WeightPublisher(broker.endpoints.learner) as weights,
         WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, {"sampling": TWO_CARTS}) as worker,
     ):
-        spaces = stream.module_spaces(timeout_s=20.0)
+        spaces = stream.module_spaces(timeout_s=100.0)
         both = {module_id: constant_value(own, 1.0 + i) for i, (module_id, own) in enumerate(spaces.items())}
         weights.publish(both)
         values: dict[tuple[str, int], set[float]] = {}
@@ -100,7 +100,7 @@ def test_weights_go_by_module_and_one_that_is_left_out_is_frozen(
                         values.setdefault((chunk.module_id, version), set()).add(float(value))
                 return {("short", seq), ("long", seq)} <= values.keys()
 
-            until(seen, f"steps of both modules under version {seq}", 40.0)
+            until(seen, f"steps of both modules under version {seq}")
 
         see(1)
         weights.publish({"long": constant_value(spaces["long"], 7.0)})

@@ -38,7 +38,7 @@ OpenStream = Callable[..., EpisodeStream]
 def open_stream(stack: ExitStack, broker: BrokerThread) -> OpenStream:
     """`open_stream(...)`: a stream from the broker."""
     return lambda **settings: stack.enter_context(
-        EpisodeStream(broker.endpoints.learner, connect_timeout_s=10, **settings)
+        EpisodeStream(broker.endpoints.learner, connect_timeout_s=100, **settings)
     )
 
 
@@ -322,4 +322,4 @@ def test_a_broker_restart_in_the_same_run_dir_keeps_its_ports(start_broker: Star
 def test_a_position_of_another_fleet_is_refused(broker: BrokerThread) -> None:
     place = {"fleet_id": "another", "slot": 0, "incarnation": 1, "settled": {"seq": 3, "committed": [3, 3]}}
     with pytest.raises(WrongFleetError, match="another"):
-        EpisodeStream(broker.endpoints.learner, position=[place], connect_timeout_s=10)
+        EpisodeStream(broker.endpoints.learner, position=[place], connect_timeout_s=100)

@@ -48,7 +48,7 @@ class Applied:
 
 @pytest.fixture
 def publisher(broker: BrokerThread, stack: ExitStack) -> WeightPublisher:
-    return stack.enter_context(WeightPublisher(broker.endpoints.learner, connect_timeout_s=10))
+    return stack.enter_context(WeightPublisher(broker.endpoints.learner, connect_timeout_s=100))
 
 
 def acknowledge(publisher: WeightPublisher) -> None:

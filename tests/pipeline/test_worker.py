@@ -191,7 +191,7 @@ def accepted(broker: BrokerThread, incarnation: int) -> int:
 def test_sigterm_drains_and_closes_the_books(broker: BrokerThread, tmp_path: Path) -> None:
     witness = Witness()
     with EpisodeStream(broker.endpoints.learner) as stream, start_worker(tmp_path, broker) as worker:
-        until(lambda: stream.next(0.1), "a first batch", 40.0)
+        until(lambda: stream.next(0.1), "a first batch")
         stream.commit()
         worker.signal(signal.SIGTERM)
         drain(stream, witness)
@@ -208,7 +208,7 @@ def test_sigterm_drains_and_closes_the_books(broker: BrokerThread, tmp_path: Pat
 def test_after_sigkill_the_recorder_makes_the_books_balance(broker: BrokerThread, tmp_path: Path) -> None:
     witness = Witness()
     with EpisodeStream(broker.endpoints.learner) as stream, start_worker(tmp_path, broker) as worker:
-        until(lambda: stream.next(0.1) and accepted(broker, 1) > 5, "six batches", 40.0)
+        until(lambda: stream.next(0.1) and accepted(broker, 1) > 5, "six batches")
         worker.signal(signal.SIGKILL)
         assert worker.wait() == -signal.SIGKILL
         report_death(broker, tmp_path, 1, "worker_killed")
@@ -226,11 +226,11 @@ def test_a_zombie_is_fenced_and_what_it_had_left_is_counted(start_broker: StartB
     broker = start_broker(lease_s=1.0)
     witness = Witness()
     with EpisodeStream(broker.endpoints.learner) as stream, start_worker(tmp_path, broker) as zombie:
-        until(lambda: stream.next(0.1) and accepted(broker, 1) > 2, "three batches", 40.0)
+        until(lambda: stream.next(0.1) and accepted(broker, 1) > 2, "three batches")
         zombie.signal(signal.SIGSTOP)
         until(lambda: not broker.ask(lambda b: b.core.live()), "the end of its lease")
         with start_worker(tmp_path, broker, 2) as replacement:
-            until(lambda: stream.next(0.1) and accepted(broker, 2) > 0, "a batch of the replacement", 40.0)
+            until(lambda: stream.next(0.1) and accepted(broker, 2) > 0, "a batch of the replacement")
             zombie.signal(signal.SIGCONT)
             assert zombie.wait() == ExitCode.FENCED, zombie.log.read_text()
             assert "has a newer incarnation than 1" in zombie.log.read_text()

@@ -63,7 +63,7 @@ def test_after_all_hosts_have_gone(
         host = stack.enter_context(env_host(free_port, tmp_path / "host.log"))
         sections = placed(free_port, env_hosts_lease_s=lease_s, **ready)
         worker = stack.enter_context(WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections))
-        until(lambda: stream.next(0.1), "a first batch", 40.0)
+        until(lambda: stream.next(0.1), "a first batch")
         host.signal(signal.SIGKILL)
         host.wait()
         if lease_s < 2:

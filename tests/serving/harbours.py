@@ -81,7 +81,7 @@ class Harbour:
 
     def close(self) -> None:
         self._stopping.set()
-        self._thread.join(20)
+        self._thread.join(100)
         for delivery in self.exchange.end(Discard.SHUTDOWN):
             self._deliver(delivery)
         self.chunks += self.runner.discard_open(Discard.SHUTDOWN)
@@ -117,7 +117,7 @@ def harbour(**changes: Any) -> Iterator[Harbour]:
 
 def acting(endpoint: str, **changes: Any) -> ActingClient:
     config = EnvRunnerConfig(**{**SETTINGS, **changes})
-    return ActingClient(endpoint, config, timeout_s=30, connect_timeout_s=30, update_interval_s=0.05)
+    return ActingClient(endpoint, config, timeout_s=100, connect_timeout_s=100, update_interval_s=0.05)
 
 
 def play(client: Any, steps: int, episodes: int = 3) -> None:

@@ -81,14 +81,14 @@ class Served:
         """Of the sessions, told by the desk's thread."""
         told: queue.SimpleQueue[dict[str, int]] = queue.SimpleQueue()
         self.desk.post(lambda sessions, now: told.put(sessions.counts()))
-        return told.get(timeout=10)
+        return told.get(timeout=100)
 
     def close(self) -> None:
         self._http.stop()
         self.desk.stop()
         self._stopping.set()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(100)
         self.desk.close()
         self._door.close()
 

@@ -84,7 +84,7 @@ class ServedAgents:
 
     def close(self) -> None:
         self._stopping.set()
-        self._thread.join(20)
+        self._thread.join(100)
         self.chunks += self.runner.discard_open(Discard.SHUTDOWN)
         self.runner.stop()
         totals = self.runner.totals
@@ -114,7 +114,7 @@ class ByHttp:
         data = body if isinstance(body, bytes) else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         request = urllib.request.Request(self._session + path, data, {"Headrace-Client": "own"}, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=20) as answer:
+            with urllib.request.urlopen(request, timeout=100) as answer:
                 return orjson.loads(answer.read())
         except urllib.error.HTTPError as refusal:
             with refusal:
@@ -146,7 +146,7 @@ class ByZmq:
 
     def say(self, frames: Any) -> Any:
         self._socket.send_multipart(frames)
-        assert self._socket.poll(20_000), "no answer"
+        assert self._socket.poll(100_000), "no answer"
         message = decode(self._socket.recv_multipart())
         if message.kind is ClientReject.KIND:
             header = message.header

@@ -29,7 +29,7 @@ def by_episode(chunks: list[EpisodeChunk]) -> list[list[EpisodeChunk]]:
 
 
 def test_chunks_are_the_same_to_the_bit_whoever_infers() -> None:
-    with harbour() as there, PolicyClient(there.endpoint, timeout_s=30) as client:
+    with harbour() as there, PolicyClient(there.endpoint, timeout_s=100) as client:
         play(client, 45)
     with harbour() as here, acting(here.endpoint) as client:
         play(client, 45)
@@ -66,7 +66,7 @@ def test_newer_weights_act_and_are_named_and_two_clients_keep_apart(wait_for: Ca
             played.start()
             wait_for(lambda: (play(one, 5, 1), one._runner.weights_version)[1] == (1, 2), what="the newer weights")
             play(one, 12, 1)
-            played.join(20)
+            played.join(100)
         versions = {seq for chunk in there.chunks for seq in chunk.weights_seq.tolist()}
         assert versions == {1, 2}
     assert there.runner.get_metrics()["num_episodes_lifetime"] >= 5

@@ -74,14 +74,14 @@ def test_threads_of_one_client_wait_side_by_side(server: Served, wait_for: Calla
         wait_for(lambda: len(server.episodes.waiting) == 8, what="eight requests at once")
         server.hold.clear()
         for thread in threads:
-            thread.join(20)
+            thread.join(100)
         assert [episode.end for episode in server.episodes.episodes.values()] == ["truncated"] * 8
 
 
 def test_connections_that_break_cost_nothing(server: Served) -> None:
     with (
         cable_to(int(urlsplit(server.endpoint).port or 0)) as cable,
-        PolicyClient(f"tcp://127.0.0.1:{cable.port}", timeout_s=30) as client,
+        PolicyClient(f"tcp://127.0.0.1:{cable.port}", timeout_s=100) as client,
     ):
         stop, episodes = threading.Event(), list[str]()
         puller = threading.Thread(target=lambda: [cable.pull() for _ in iter(lambda: stop.wait(0.2), True)])
@@ -99,7 +99,7 @@ def test_connections_that_break_cost_nothing(server: Served) -> None:
 
 def test_a_server_that_began_anew_aborts_episodes_and_takes_new_ones(free_port: int) -> None:
     with Served(port=free_port) as first:
-        client = PolicyClient(first.endpoint, timeout_s=20)
+        client = PolicyClient(first.endpoint, timeout_s=100)
         episode = client.start_episode()
         client.get_action(episode, [1, 1])
     with Served(port=free_port) as second:
@@ -134,10 +134,11 @@ def test_a_simulator_may_take_longer_for_a_step_than_the_lease(wait_for: Callabl
 
 
 def test_start_waits_for_a_place(server: Served) -> None:
-    with Served(capacity=1) as small, PolicyClient(small.endpoint, timeout_s=0.3) as client:
+    with Served(capacity=1) as small, PolicyClient(small.endpoint) as client:
         episode = client.start_episode()
-        with pytest.raises(NoFreePlaceError, match="1 episodes are open"):
-            client.start_episode()
+        full = pytest.raises(NoFreePlaceError, match="1 episodes are open")
+        with PolicyClient(small.endpoint, timeout_s=0.3) as hasty, full:
+            hasty.start_episode()
         threading.Timer(0.1, client.abort_episode, (episode, "enough")).start()
         client.end_episode(client.start_episode(), [0, 0])
         assert small.episodes.episodes[episode].end == "enough"

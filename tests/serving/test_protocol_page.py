@@ -45,7 +45,7 @@ def exchange_by_http(url: str, lines: list[str]) -> None:
             url + path, body[0].encode() if body else None, {"Headrace-Client": "secret-7"}, method=method
         )
         try:
-            with urllib.request.urlopen(request, timeout=10) as answer:
+            with urllib.request.urlopen(request, timeout=100) as answer:
                 status, told = answer.status, json.load(answer)
         except urllib.error.HTTPError as refusal:
             with refusal:
@@ -74,7 +74,7 @@ def exchange_by_zeromq(endpoint: str, lines: list[str]) -> None:
         socket.connect(endpoint)
         for asked, expected in zip(lines[::2], lines[1::2], strict=True):
             socket.send_multipart(encode(*parse(asked)))
-            assert socket.poll(10_000), asked
+            assert socket.poll(100_000), asked
             told, (kind, header, arrays) = decode(socket.recv_multipart()), parse(expected)
             told.header.pop("payload", None)
             assert (told.kind, told.header) == (kind, header), asked

@@ -54,7 +54,7 @@ def play(endpoint: str, seed: int, steps: int) -> tuple[list[Any], list[int]]:
     env = gym.make("CartPole-v1")
     observation, _ = env.reset(seed=seed)
     seen, done = [observation], []
-    with PolicyClient(endpoint, timeout_s=30) as client:
+    with PolicyClient(endpoint, timeout_s=100) as client:
         episode = client.start_episode(f"cart-{seed}")
         for _ in range(steps):
             action = int(client.get_action(episode, observation))
@@ -85,7 +85,7 @@ def sampling(sampler: SingleAgentEnvRunner) -> Iterator[list[Any]]:
         yield chunks
     finally:
         stop.set()
-        thread.join(20)
+        thread.join(100)
 
 
 def test_what_clients_live_through_is_what_the_learner_gets() -> None:
@@ -112,7 +112,7 @@ def test_a_client_that_vanishes_leaves_an_aborted_marker(wait_for: Callable[...,
             url = f"{served.url}/v1/sessions/gone"
             for path, body in (("", b""), ("/episodes/e", b""), *((f"/episodes/e/steps/{n}", BODY) for n in range(4))):
                 request = urllib.request.Request(url + path, body, {"Headrace-Client": "t"}, method="PUT")
-                urllib.request.urlopen(request, timeout=20).close()
+                urllib.request.urlopen(request, timeout=100).close()
             wait_for(lambda: any(chunk.end is ChunkEnd.ABORTED for chunk in chunks), what="the marker")
         totals = sampler.totals
         assert totals.stepped == 3 == sum(len(chunk) for chunk in chunks) + sum(totals.discarded.values())
@@ -121,7 +121,7 @@ def test_a_client_that_vanishes_leaves_an_aborted_marker(wait_for: Callable[...,
 def test_of_a_step_that_is_refused_nothing_counts() -> None:
     """Its reward once did, when the sampler refused what came with it, and a corrected one did not."""
     with runner(module_to_env=["headrace.workers.connectors:UnsquashActions"]) as (sampler, served):
-        with sampling(sampler) as chunks, PolicyClient(served.endpoint, timeout_s=20) as client:
+        with sampling(sampler) as chunks, PolicyClient(served.endpoint, timeout_s=100) as client:
             episode = client.start_episode()
             client.get_action(episode, np.zeros(4))
             client.log_returns(episode, 1.0, {"first": True})
@@ -146,7 +146,7 @@ def test_a_runner_that_stops_tells_its_clients(wait_for: Callable[..., None]) ->
             wait_for(lambda: served.episodes.counts()["waiting"] == 1, what="the request")
             sampler.stop()
             with pytest.raises(Exception, match="cannot go on") as refused:
-                asked.result(20)
+                asked.result(100)
             assert not isinstance(refused.value, EpisodeAbortedError)
         client.close()
 

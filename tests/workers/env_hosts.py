@@ -62,7 +62,7 @@ class EnvHosts:
                 process.send_signal(signal.SIGCONT)
                 process.terminate()
         for process in self.processes:
-            process.wait(20)
+            process.wait(100)
 
 
 class Cable:

@@ -315,7 +315,7 @@ def test_close_that_fails_or_hangs_is_a_warning(caplog: pytest.LogCaptureFixture
         def close(self) -> None:
             if self.index == 0:
                 raise RuntimeError("no close")
-            released.wait(20)
+            released.wait(100)
 
     sampler = runner(Sticky, num_envs=2, env_close_timeout_s=0.05)
     sampler.sample(num_timesteps=2)

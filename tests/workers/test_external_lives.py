@@ -172,7 +172,7 @@ def test_start_waits_for_a_place() -> None:
         waiting.start()
         env.end_episode("one", see(0))
         sampler.sample_fragment()
-        waiting.join(20)
+        waiting.join(100)
         assert begun == ["two"]
 
 
@@ -192,7 +192,7 @@ def test_at_its_end_all_who_wait_are_told_and_the_thread_is_gone(wait_for: WaitF
         waiting.start()
         wait_for(lambda: env.episodes.counts()["waiting"] == 1)
         (thread,) = [thread for thread in threading.enumerate() if thread.name == "run-Idle"]
-    waiting.join(20)
+    waiting.join(100)
     assert not thread.is_alive()
     assert isinstance(errors[0], EpisodesClosedError)
     with pytest.raises(EpisodesClosedError, match="the env was closed"):

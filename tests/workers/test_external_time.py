@@ -61,5 +61,5 @@ def test_episodes_that_ask_within_the_wait_are_answered_by_one_forward_pass() ->
         asking.start()
         while not passes:
             sampler.sample_fragment()
-        asking.join(20)
+        asking.join(100)
         assert passes == [3]

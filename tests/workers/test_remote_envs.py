@@ -175,7 +175,7 @@ def test_observations_that_no_message_can_hold_are_refused_of_the_first_host_too
 
 def test_an_env_that_cannot_be_built_ends_its_host_before_it_comes(hosts: EnvHosts) -> None:
     host = hosts.start("NoSuchEnv-v0", 1)
-    assert host.wait(30) == ExitCode.ENV
+    assert host.wait(100) == ExitCode.ENV
     assert "NoSuchEnv-v0" in hosts.log(0).read_text()
 
 
