@@ -15,17 +15,6 @@ from headrace.schemas.sampling_settings import SamplingSettings
 DEFAULT_MODULE = "headrace.workers.modules:actor_critic"
 
 
-class MissingEnvError(ConfigError, ValueError):
-    """An env is needed and the config names none."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "no environment is configured; give EnvRunnerConfig(env=...) a gymnasium id, a registered name, "
-            "'package.module:make_env', a class, or a callable that takes an EnvContext",
-            key="env",
-        )
-
-
 class EnvRunnerConfig(SamplingSettings):
     """Settings of one env runner. Raises `ConfigError` for an unknown field (naming the nearest) or a bad value.
 

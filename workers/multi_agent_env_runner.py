@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from headrace.schemas.errors import ConnectorError, ModuleError, StateError
+from headrace.schemas.errors import ConnectorError, MissingEnvError, ModuleError, StateError
 from headrace.schemas.spaces import Spaces
-from headrace.workers.config import EnvRunnerConfig, MissingEnvError
+from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.connectors.connector import State
 from headrace.workers.connectors.vector_connectors import join_states, split_states
 from headrace.workers.env_runner import EnvRunner, no_module_error

@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.errors import ConfigError, ModuleError
+from headrace.schemas.errors import ConfigError, MissingEnvError, ModuleError
 from headrace.schemas.ledger import Discard
 from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.spaces import Spaces
-from headrace.workers.config import EnvRunnerConfig, MissingEnvError
+from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.connectors.connector import State
 from headrace.workers.connectors.vector_connectors import join_states, split_states
 from headrace.workers.env_runner import EnvRunner, no_module_error

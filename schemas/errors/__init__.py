@@ -2,6 +2,7 @@
 
     HeadraceError
     ├── ConfigError             a setting is unknown, malformed or clashes with another
+    │   └── MissingEnvError         an env is needed and none is configured
     ├── KeysError               a key file is missing, damaged, or a secret that others may read
     ├── EnvError                an environment could not be built or broke its contract
     │   ├── UnknownEnvError         no such environment id, import path or callable
@@ -56,6 +57,7 @@ from headrace.schemas.errors.envs import (
     EnvNeighbourError,
     EnvRaisedError,
     EnvRestartBudgetError,
+    MissingEnvError,
     UnknownEnvError,
 )
 from headrace.schemas.errors.fleet import (
@@ -121,6 +123,7 @@ __all__ = [
     "KeysError",
     "KeysRefusedError",
     "LedgerError",
+    "MissingEnvError",
     "ModuleError",
     "NoEnvHostError",
     "PortInUseError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.schemas.errors.fleet import ConfigError
 from headrace.schemas.errors.root import ExitCode, HeadraceError
 
 
@@ -9,6 +10,17 @@ class EnvError(HeadraceError):
     """An environment could not be built or broke its contract."""
 
     exit_code = ExitCode.ENV
+
+
+class MissingEnvError(ConfigError, ValueError):
+    """An env is needed and the config names none."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no environment is configured; give EnvRunnerConfig(env=...) a gymnasium id, a registered name, "
+            "'package.module:make_env', a class, or a callable that takes an EnvContext",
+            key="env",
+        )
 
 
 class UnknownEnvError(EnvError):

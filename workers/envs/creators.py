@@ -7,15 +7,17 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 
-from headrace.schemas.errors import EnvContractError, EnvError, HeadraceError, UnknownEnvError
-from headrace.workers.config import EnvRunnerConfig, MissingEnvError
+from headrace.schemas.errors import EnvContractError, EnvError, HeadraceError, MissingEnvError, UnknownEnvError
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.words import message_of
+
+if TYPE_CHECKING:  # processes of envs, of which there are many, start without it
+    from headrace.workers.config import EnvRunnerConfig
 
 EnvCreator = Callable[[EnvContext], Any]
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
 
 from headrace.schemas.errors import EnvRestartBudgetError
-from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.words import message_of
+
+if TYPE_CHECKING:  # as in `creators`
+    from headrace.workers.config import EnvRunnerConfig
 
 
 class RestartBudget:

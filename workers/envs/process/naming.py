@@ -7,9 +7,8 @@ from typing import Any
 
 import orjson
 
-from headrace.schemas.errors import ConfigError
+from headrace.schemas.errors import ConfigError, MissingEnvError
 from headrace.schemas.plugins import load_object
-from headrace.workers.config import MissingEnvError
 from headrace.workers.envs.creators import registered_creator
 
 
