@@ -14,7 +14,7 @@ from process_envs import FAULTS as OF_ONE
 from headrace.workers import EnvContext, MultiAgentEnv
 
 MASKED: Any = gym.spaces.Dict(
-    {"at": gym.spaces.Box(1.0, 2.0, (2,), np.float32), "action_mask": gym.spaces.MultiBinary((3,))}
+    {"at": gym.spaces.Box(1.0, 2.0, (2,), np.float32), "action_mask": gym.spaces.MultiBinary(3)}
 )
 PLAIN: Any = gym.spaces.Box(-1e3, 1e3, (3,), np.float32)
 CHOICE: Any = gym.spaces.Discrete(3)
