@@ -29,6 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from headrace.learner_stub.adam import Adam
 from headrace.learner_stub.checkpoint import training_arrays, training_tensors
 from headrace.learner_stub.feed import Feed, Minibatch, feed_for, take
 from headrace.learner_stub.gae import advantages
@@ -65,7 +66,7 @@ class PPO:
     def __init__(self, module: TrainableModule, settings: LearnerSection) -> None:
         self.module = module
         self.settings = settings
-        self.optimizer = torch.optim.Adam(module.parameters(), lr=settings.learning_rate, eps=1e-5)
+        self.optimizer = Adam(module.parameters(), lr=settings.learning_rate, eps=1e-5)
         self.tally = Tally()
 
     def weights(self) -> dict[str, Tensor]:
@@ -173,7 +174,7 @@ class PPO:
         """
         module, moments = training_tensors(arrays)
         self.module.load_state_dict(module)
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
+        self.optimizer.load_state_dict({"state": moments})
         self.tally.set_state(state)
 
 
