@@ -22,6 +22,7 @@ from running_fleet import RunningFleet
 pytestmark = pytest.mark.chaos
 
 SMALL = ("--workers", "2", "--num-envs", "8")
+ALONE = ("--workers", "1", "--num-envs", "8")
 
 
 def assert_goal_and_books(fleet: RunningFleet, result: dict[str, Any]) -> None:
@@ -35,7 +36,7 @@ def assert_goal_and_books(fleet: RunningFleet, result: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("role", ["worker", "broker", "learner", "redis"])
 def test_a_kill_of_any_role_is_survived_and_named(tmp_path: Path, role: str) -> None:
-    with RunningFleet(tmp_path, *SMALL, "--until-return", "250") as fleet:
+    with RunningFleet(tmp_path, *SMALL, "--until-return", "150") as fleet:
         fleet.wait_for(lambda: fleet.steps() > 3_000, "training has begun")
         fleet.send(signal.SIGKILL, role)
         result = fleet.finish()
@@ -46,12 +47,12 @@ def test_a_kill_of_any_role_is_survived_and_named(tmp_path: Path, role: str) -> 
 
 
 def test_every_role_killed_one_after_another(tmp_path: Path) -> None:
-    with RunningFleet(tmp_path, *SMALL, "--until-steps", "100000") as fleet:
-        reached = 8_000
+    with RunningFleet(tmp_path, *SMALL, "--until-steps", "60000", "--set", "learner.epochs=1") as fleet:
+        reached = 5_000
         for role in ("broker", "worker", "learner", "redis", "broker"):
             fleet.wait_for(lambda: fleet.steps() > reached, f"{reached} steps")  # noqa: B023 - asked at once
             fleet.send(signal.SIGKILL, role)
-            reached += 8_000
+            reached += 5_000
         result = fleet.finish()
     assert_goal_and_books(fleet, result)
     assert result["restarts"] == {"worker": 1, "broker": 2, "learner": 1, "redis": 1}
@@ -123,7 +124,7 @@ def _closed(fleet: RunningFleet, slot: int, incarnation: int) -> bool:
 
 
 def test_three_of_eight_envs_that_fail_all_the_time_cost_only_their_own_steps(tmp_path: Path) -> None:
-    with RunningFleet(tmp_path, *SMALL, "--env", "faulty_envs:three_of_eight", "--until-steps", "40000") as fleet:
+    with RunningFleet(tmp_path, *ALONE, "--env", "faulty_envs:three_of_eight", "--until-steps", "20000") as fleet:
         result = fleet.finish()
     assert_goal_and_books(fleet, result)
     assert set(result["ledger"]["discarded"]) == {"env_exception"}
@@ -131,7 +132,7 @@ def test_three_of_eight_envs_that_fail_all_the_time_cost_only_their_own_steps(tm
 
 
 def test_an_env_that_always_fails_ends_in_a_typed_error(tmp_path: Path) -> None:
-    with RunningFleet(tmp_path, *SMALL, "--env", "faulty_envs:always_failing", "--until-steps", "40000") as fleet:
+    with RunningFleet(tmp_path, *ALONE, "--env", "faulty_envs:always_failing", "--until-steps", "40000") as fleet:
         result = fleet.finish()
     assert result["returncode"] == 13, result["stderr"]
     assert "the simulator diverged" in result["stderr"]

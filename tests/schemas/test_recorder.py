@@ -85,7 +85,7 @@ def test_a_kill_at_any_moment_tears_nothing(tmp_path: Path, wait_for: Any) -> No
             wait_for(
                 lambda path=path: (r := read_recorder(path)) is not None and r.totals.seq > 0, what="a first batch"
             )
-            moment.wait(rng.uniform(0, 0.02))
+            moment.wait(rng.uniform(0, 0.005))
         finally:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)

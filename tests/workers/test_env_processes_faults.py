@@ -24,6 +24,15 @@ ENOUGH = 40
 """Entries in the life of each lane after which a test has seen enough."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def only_what_is_new_is_looked_through() -> Iterator[None]:
+    """A collection goes through all objects, of which there are hundreds of thousands before the first test."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_stays_open() -> Iterator[None]:
     gc.collect()
