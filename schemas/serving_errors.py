@@ -7,6 +7,7 @@
     ├── StepOrderError          another step than the one that is due
     ├── MessageTooLargeError    more bytes than the server takes
     ├── BadRequestError         a request that cannot be read
+    ├── TooSlowError            a request that does not arrive
     ├── UnauthorizedError       no token, or a wrong one
     ├── NotYetError             no answer so far: the same request may be repeated
     └── SupersededError         the same request came again, and is answered there
@@ -66,6 +67,12 @@ class BadRequestError(ServingError):
     code = "bad_request"
 
 
+class TooSlowError(ServingError):
+    """A request of which only a part has arrived in time."""
+
+    code = "too_slow"
+
+
 class UnauthorizedError(ServingError):
     """No token, or a wrong one."""
 
@@ -98,6 +105,7 @@ HTTP_STATUS: Mapping[str, int] = {
     "no_action": 409,
     "cannot_log": 409,
     "aborted": 410,
+    "too_slow": 408,
     "too_large": 413,
     "not_in_space": 422,
     "server_full": 503,

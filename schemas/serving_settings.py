@@ -33,6 +33,9 @@ class ServingSection(Section):
     )
     lease_s: float = Field(default=30.0, ge=0.2, description="silence after which a client's episodes are aborted")
     max_sessions: int = Field(default=1024, ge=1, description="clients at once")
+    http_max_connections: int = Field(
+        default=1024, ge=1, description="HTTP connections at once; at most half as many as files may be open"
+    )
     max_message_bytes: int = Field(default=16 << 20, ge=1 << 12, le=1 << 28, description="largest message of a client")
 
     client_inference: bool = Field(

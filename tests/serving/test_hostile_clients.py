@@ -5,8 +5,6 @@ from __future__ import annotations
 import http.client
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from urllib.parse import urlsplit
 
@@ -15,6 +13,7 @@ import orjson
 import pytest
 import zmq
 from hostile_requests import Hostile
+from other_client import somebody_else
 from plain_episodes import rule
 from served import LIMITS, Served
 
@@ -25,26 +24,6 @@ from headrace.schemas.wire import decode, encode
 from headrace.workers.policy_client import PolicyClient
 
 MESSAGES = 3000
-
-
-@contextmanager
-def somebody_else(server: Served) -> Iterator[Callable[[], None]]:
-    """Another client's episode, of which a call takes a step; at the end it is what that client lived through."""
-    with PolicyClient(server.endpoint, timeout_s=100) as client:
-        episode, steps = client.start_episode(), 0
-
-        def go_on() -> None:
-            nonlocal steps
-            assert client.get_action(episode, [steps % 50, 1]) == rule([steps % 50, 1])
-            client.log_returns(episode, 1.0)
-            steps += 1
-
-        go_on()
-        yield go_on
-        client.end_episode(episode, [0, 1])
-    kept = server.episodes.episodes[episode]
-    assert kept.seen == [float(step % 50) for step in range(steps)] + [0.0]
-    assert kept.rewards == [0.0] + [1.0] * steps
 
 
 @pytest.mark.parametrize("seed", [1, 2])

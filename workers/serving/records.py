@@ -50,6 +50,10 @@ class ServingLimits:
     remembered_episodes: int = 64
     """Finished ones of a session, whose last request may still come again."""
     max_message_bytes: int = 16 << 20
+    max_connections: int = 1024
+    """By HTTP."""
+    read_s: float = 10.0
+    """In which an HTTP request has arrived whole; large ones have longer."""
 
 
 @dataclass(slots=True, eq=False)

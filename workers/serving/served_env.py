@@ -142,6 +142,7 @@ class ServedEnvs:
 
 def _check_http_can_be_served() -> None:
     try:
+        import httptools  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:

@@ -1,0 +1,160 @@
+"""What clients by HTTP may take: connections, time and bytes, each with an end, and nobody else waits for it."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+from raw_http import HEALTH, RawHttp, head, put
+from served import LIMITS, Served
+
+from headrace.schemas.spaces import Discrete, MultiDiscrete, Spaces
+from headrace.workers.serving import http_connection
+from headrace.workers.serving.http_connection import HEAD_BYTES
+from headrace.workers.serving.http_way import connection_places
+
+QUICK = replace(LIMITS, read_s=0.4, lease_s=1.2, max_connections=8)
+STEP = "/v1/sessions/s/episodes/e/steps/0"
+
+
+def alive(clients: Sequence[RawHttp]) -> None:
+    """Each is answered."""
+    for client in clients:
+        client.say(HEALTH)
+    for client in clients:
+        assert client.hear().status == 200
+
+
+def placed(server: Served) -> RawHttp:
+    """A client with a place: as soon as the server has noticed that another has left."""
+    while True:
+        client = RawHttp(server.url)
+        client.say(HEALTH)
+        if client.hear().status == 200:
+            return client
+        client.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with Served(QUICK) as served:
+        yield served
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        b"",
+        b"PU",
+        HEALTH[:-2],
+        put(STEP, b"{}")[:-1],
+        head(STEP, "Transfer-Encoding: chunked") + b"5\r\n{",
+    ],
+)
+def test_a_request_that_does_not_arrive_is_given_up_by_name(server: Served, part: bytes) -> None:
+    with RawHttp(server.url) as client:
+        client.say(part)
+        assert "no whole request within 0.4 s" in client.hear_refusal(408, "too_slow")
+
+
+def test_bytes_that_drip_in_save_no_request(server: Served) -> None:
+    with RawHttp(server.url) as client:
+        client.say(b"GET / HTTP/1.1\r\n")
+        client.socket.settimeout(0.05)
+        for _ in range(400):
+            client.say(b"a: b\r\n")
+            try:
+                client.more()
+            except TimeoutError:
+                continue
+            break
+        assert client.read.startswith(b"HTTP/1.1 408 Request Timeout")
+
+
+def test_connections_beyond_the_cap_are_refused_and_the_others_go_on() -> None:
+    with Served(QUICK) as server, ExitStack() as stack:
+        taken = [stack.enter_context(RawHttp(server.url)) for _ in range(QUICK.max_connections)]
+        alive(taken)
+        for _ in range(3):
+            with RawHttp(server.url) as late:
+                assert "all 8 connections are taken" in late.hear_refusal(503, "server_full")
+        alive(taken)
+        taken.pop().close()
+        taken.append(stack.enter_context(placed(server)))
+        for client in taken:
+            client.hear_end()  # each was silent for a lease
+
+
+def test_places_are_free_again_though_nobody_ends_what_it_has_begun() -> None:
+    with Served(replace(QUICK, read_s=0.3)) as server:
+        for _ in range(3):  # as often as it takes the places there are
+            with ExitStack() as stack:
+                slow = [stack.enter_context(placed(server)) for _ in range(QUICK.max_connections)]
+                for client in slow:
+                    client.say(HEALTH[:-1])
+                for client in slow:
+                    client.hear_refusal(408, "too_slow")
+                    client.close()
+        placed(server).close()
+
+
+def test_who_was_refused_and_does_not_leave_is_cut_off(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_connection, "LINGER_S", 0.3)
+    with RawHttp(server.url) as client:
+        client.say(b"garbage\r\n\r\n")
+        assert client.hear().status == 400
+        while True:  # it says on and on, until its own kernel knows that nobody is there
+            try:
+                client.socket.sendall(b"x" * 1000)
+            except ConnectionError:
+                break
+
+
+def test_who_does_not_read_is_not_written_to_for_ever() -> None:
+    many = MultiDiscrete(nvec=(3,) * 50_000, start=(0,) * 50_000, shape=(50_000,))
+    with (
+        Served(QUICK, spaces=Spaces(observation=many, action=Discrete(n=1000))) as server,
+        RawHttp(server.url) as client,
+    ):
+        while True:
+            try:
+                client.socket.sendall(b"GET /v1/spaces HTTP/1.1\r\n\r\n")
+            except ConnectionError:
+                break
+        with RawHttp(server.url) as other:
+            alive([other])
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"GET /" + b"a" * 2 * HEAD_BYTES,
+        b"GET / HTTP/1.1\r\nx: " + b"a" * 2 * HEAD_BYTES,
+        b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * HEAD_BYTES,
+        b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * (HEAD_BYTES // 4) + b"\r\n",
+        head(STEP, "Content-Length: 65537"),
+        head(STEP, "Content-Length: 9999999999999999999"),
+        head(STEP, "Transfer-Encoding: chunked") + (b"8000\r\n" + b"x" * 0x8000 + b"\r\n") * 3,
+        head(STEP, "Transfer-Encoding: chunked") + b"1\r\nx\r\n" * 50_000,
+    ],
+)
+def test_what_is_too_long_is_refused_before_it_is_there(server: Served, request_: bytes) -> None:
+    with RawHttp(server.url) as client:
+        client.say(request_)
+        assert "of more than 65536 bytes" in client.hear_refusal(413, "too_large")
+
+
+def test_a_silent_connection_ends_without_a_word(server: Served) -> None:
+    with RawHttp(server.url) as client:
+        client.say(HEALTH)
+        client.hear()
+        client.hear_end()
+
+
+def test_zeromq_keeps_half_of_the_files_that_may_be_open() -> None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert connection_places(3) == 3
+    assert connection_places(1 << 40) == soft // 2

@@ -1,0 +1,213 @@
+"""Whatever bytes come to the HTTP port: an answer in JSON as far as there can be one, and nobody else notices."""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+import orjson
+import pytest
+from other_client import somebody_else
+from raw_http import HEALTH, RawHttp, head, put
+from served import Served
+
+from headrace.schemas.serving_errors import HTTP_STATUS
+
+EPISODE = "/v1/sessions/s/episodes/e"
+STEP = f"{EPISODE}/steps/0"
+CASES = 2000
+_FRAMED = re.compile(rb"HTTP/1\.1 (\d{3}) [A-Za-z ]+\r\n(?:[a-z-]+: [^\r\n]*\r\n)+\r\n")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with Served() as served:
+        yield served
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # somebody speaks TLS
+        b"nonsense\r\n\r\n",
+        b"BREW /pot HTTP/1.1\r\n\r\n",
+        b"PUT / HTTP/9.9\r\n\r\n",
+        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+        b"GET / HTTP/1.1\r\na\x00b: c\r\n\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        head(STEP, "Content-Length: -5"),
+        head(STEP, "Content-Length: five"),
+        head(STEP, "Content-Length: 99999999999999999999999"),
+        head(STEP, "Content-Length: 2", "Content-Length: 3") + b"{}",
+        head(STEP, "Content-Length: 2", "Transfer-Encoding: chunked") + b"2\r\n{}\r\n0\r\n\r\n",
+        head(STEP, "Transfer-Encoding: chunked") + b"xyz\r\n{}\r\n",
+        head(STEP, "Transfer-Encoding: chunked") + b"2\r\n{}garbage",
+        head(STEP, "Transfer-Encoding: chunked") + b"fffffffffffffffff\r\n",
+        head(STEP, "Transfer-Encoding: gzip"),
+        head(STEP, "Connection: upgrade", "Upgrade: websocket", "Content-Length: 0"),
+        b"CONNECT other:443 HTTP/1.1\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_told_so_and_the_connection_ends(server: Served, data: bytes) -> None:
+    with RawHttp(server.url) as client:
+        client.say(data)
+        client.hear_refusal(400, "bad_request")
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "says"),
+    [
+        (b"GET /v1/sessions/s HTTP/1.1\r\n\r\n", 405, "nothing that this server knows"),
+        (b"OPTIONS * HTTP/1.1\r\n\r\n", 404, "nothing that this server knows"),
+        (b"GET /v1/health/ HTTP/1.1\r\nHost: [\r\n\r\n", 404, "nothing that this server knows"),
+        (b"GET /%ff%00%zz HTTP/1.1\r\n\r\n", 404, "nothing that this server knows"),
+        (b"GET http://elsewhere/v1 HTTP/1.1\r\n\r\n", 404, "nothing that this server knows"),
+        (put(f"{EPISODE}/steps/{'9' * 5000}"), 404, "nothing that this server knows"),
+        (put(f"{EPISODE}/steps/-1"), 404, "nothing that this server knows"),
+        (put(f"{EPISODE}/steps/9999999999999999999"), 400, "step"),
+        (put(STEP, b'{"observation": [1, 2]}', token=""), 400, "Headrace-Client is missing"),
+        (put(STEP, b"\xff\xfe{}"), 400, "not JSON"),
+        (put(STEP, b'{"observation": "\xc3\x28"}'), 400, "not JSON"),
+        (put(STEP, b'{"observation": [NaN, 1]}'), 400, "not JSON"),
+        (put(STEP, b'{"observation": [1e999, 1]}'), 400, "not JSON"),
+        (put(STEP, b'{"observation": [' + b"9" * 400 + b", 1]}"), 400, "not JSON"),
+        (put(STEP, b'{"observation": [' + b"9" * 300 + b", 1]}"), 422, "obs should be"),
+        (put(STEP, b'{"observation": ' + b"[" * 900 + b"]" * 900 + b"}"), 400, "levels"),
+        (put(STEP, b"[" * 9999), 400, "not JSON"),
+        (put(STEP, b"observation=1&reward=2", "Content-Type: application/x-www-form-urlencoded"), 400, "not JSON"),
+        (put(STEP, b"[]"), 400, "no JSON object"),
+        (put(STEP, b'{"observation": [1, 2], "reward": 1, "reward": "x"}'), 400, "reward"),
+    ],
+)
+def test_a_bad_request_is_told_so_and_the_connection_goes_on(
+    server: Served, request_: bytes, status: int, says: str
+) -> None:
+    with RawHttp(server.url) as client:
+        client.say(put("/v1/sessions/s"))
+        assert client.hear().status == 200
+        client.say(request_)
+        told = client.hear()
+        assert (told.status, set(told.body)) == (status, {"error", "message", "facts"}), told
+        assert says in told.body["message"]
+        client.say(HEALTH)
+        assert client.hear().status == 200
+
+
+def test_of_a_key_that_comes_twice_the_last_counts_and_any_content_type_is_json(server: Served) -> None:
+    with RawHttp(server.url) as client:
+        client.say(put("/v1/sessions/twice") + put("/v1/sessions/twice/episodes/twice"))
+        assert [client.hear().status for _ in range(2)] == [200, 200]
+        body = b'{"observation": [9, 9], "observation": [1, 2]}'
+        client.say(put("/v1/sessions/twice/episodes/twice/steps/0", body, "Content-Type: text/plain; charset=latin-1"))
+        assert client.hear().body["action"] == 9
+
+
+def test_requests_on_one_connection_are_answered_in_turn_and_a_bad_one_last(server: Served) -> None:
+    with RawHttp(server.url) as client:
+        client.say(put("/v1/sessions/many") + put("/v1/sessions/many/episodes/many"))
+        steps = b"".join(
+            put(f"/v1/sessions/many/episodes/many/steps/{step}", b'{"observation": [%d, 0]}' % step)
+            for step in range(50)
+        )
+        client.say(steps + b"GET /v1/none HTTP/1.1\r\n\r\n" * 3000 + b"garbage\r\n\r\n" + HEALTH)
+        assert [client.hear().status for _ in range(2)] == [200, 200]
+        assert [client.hear().body["action"] for _ in range(50)] == [7 * step for step in range(50)]
+        assert {client.hear().status for _ in range(3000)} == {404}
+        client.hear_refusal(400, "bad_request")
+
+
+def test_who_says_nothing_more_still_gets_its_answers(server: Served) -> None:
+    for ends in ("HTTP/1.0", "HTTP/1.1\r\nConnection: close"):
+        with RawHttp(server.url) as client:
+            client.say(f"GET /v1/spaces {ends}\r\n\r\n".encode())
+            told = client.hear()
+            assert (told.status, told.headers["connection"]) == (200, "close")
+            client.hear_end()
+    with RawHttp(server.url) as client:
+        client.say(HEALTH + HEALTH)
+        client.said_all()
+        assert [client.hear().status for _ in range(2)] == [200, 200]
+        client.hear_end()
+
+
+def test_a_head_is_answered_without_a_body_and_who_asks_whether_to_go_on_may(server: Served) -> None:
+    with RawHttp(server.url) as client:
+        client.say(HEALTH.replace(b"GET", b"HEAD") + b"GET / HTTP/1.0\r\n\r\n")
+        first, second, body = client.rest().split(b"\r\n\r\n")
+        assert first.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert second.startswith(b"HTTP/1.1 404 Not Found\r\n")
+        assert orjson.loads(body)["error"] == "bad_request"
+    with RawHttp(server.url) as client:
+        client.say(head("/v1/sessions/big", "Expect: 100-continue", "Content-Length: 2"))
+        while b"\r\n\r\n" not in client.read:
+            client.more()
+        assert client.read == b"HTTP/1.1 100 Continue\r\n\r\n"
+        client.read = b""
+        client.say(b"{}")
+        assert client.hear().status == 200
+
+
+def mutated(rng: random.Random, good: bytes) -> bytes:
+    """Cut, doubled, overwritten, with bytes or a line of another kind in it."""
+    data = bytearray(good)
+    for _ in range(rng.choice([0, 1, 1, 2, 4])):
+        at, end = sorted(rng.randrange(len(data) + 1) for _ in range(2))
+        match rng.randrange(7):
+            case 0:
+                del data[at:]
+            case 1:
+                del data[at : at + rng.randrange(8)]
+            case 2:
+                data[at:at] = data[at:end]
+            case 3:
+                data[at : at + 1] = rng.randbytes(rng.randrange(3))
+            case 4:
+                data[at:at] = rng.choice([b"\r\n", b"\r\n\r\n", b"\x00", b": ", b" ", b"%", b"0\r\n\r\n", b"HTTP/1.1"])
+            case 5:
+                data[at:at] = rng.choice(
+                    [b"Content-Length: 7\r\n", b"Transfer-Encoding: chunked\r\n", b"Expect: x\r\n"]
+                )
+            case 6:
+                data[at : at + 4] = str(rng.choice([-1, 0, 65536, 2**63, 10**30])).encode()
+        if not data:
+            break
+    return bytes(data)
+
+
+def test_mutated_requests_are_answered_in_json_or_not_at_all_and_harm_nobody() -> None:
+    rng, told = random.Random(11), Counter[int]()
+    step = put("/v1/sessions/f/episodes/f/steps/0", b'{"observation": [1, 2], "reward": 0.0, "info": {"a": 1}}')
+    chunked = head("/v1/sessions/f/episodes/g", "Transfer-Encoding: chunked") + b"2\r\n{}\r\n0\r\n\r\n"
+    good = [step, step, chunked, put("/v1/sessions/f"), put("/v1/sessions/f/episodes/f"), HEALTH, step + HEALTH]
+    with Served() as server, somebody_else(server) as go_on:
+        for case in range(CASES):
+            with RawHttp(server.url) as client:
+                data, cut = mutated(rng, rng.choice(good)), rng.random()
+                client.say(data[: int(len(data) * cut)] if cut < 0.2 else data)
+                client.said_all()
+                for status, body in answers(client.rest()):
+                    assert status < 500 or HTTP_STATUS.get(body["error"]) == status, (data, body)
+                    told[status] += 1
+            if case % 100 == 0:
+                go_on()
+        assert set(server.counts()) == {"sessions", "episodes", "remembered"}
+        assert threading.active_count() < 12
+    assert min(told[status] for status in (200, 400, 404)) > 20, told
+
+
+def answers(raw: bytes) -> Iterator[tuple[int, dict[str, object]]]:
+    """All that were sent, each whole and in JSON."""
+    while raw:
+        if raw.startswith(b"HTTP/1.1 100 Continue\r\n\r\n"):
+            raw = raw.partition(b"\r\n\r\n")[2]
+            continue
+        found = _FRAMED.match(raw)
+        assert found is not None, raw
+        size = int(found[0].split(b"content-length: ")[1].split(b"\r\n")[0])
+        body, raw = raw[found.end() : found.end() + size], raw[found.end() + size :]
+        assert len(body) == size
+        yield int(found[1]), orjson.loads(body)

@@ -1,0 +1,95 @@
+"""What an HTTP request says, as the sessions take it; steps, of which there are many, without any detour."""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+import orjson
+
+from headrace.schemas.messages import read
+from headrace.schemas.serving_errors import BadRequestError, UnauthorizedError
+from headrace.schemas.serving_messages import AnyStep
+from headrace.schemas.wire import DEFAULT_CAPS, is_deeper
+from headrace.workers.serving.http_connection import HttpRequest
+from headrace.workers.serving.space_values import SpaceValues
+
+TOKEN_HEADER = "Headrace-Client"
+"""The session's token, as each request of a client bears it."""
+_TOKEN = TOKEN_HEADER.lower().encode()
+_LONGEST_NUMBER = 19
+HEALTH = b"/v1/health"
+
+
+@dataclass(frozen=True, slots=True)
+class StepPath:
+    """`PUT /v1/sessions/{session}/episodes/{episode}/steps/{step}`, told apart."""
+
+    session: str
+    episode: str
+    step: int
+
+
+def step_path(request: HttpRequest) -> StepPath | None:
+    """None for what is no step."""
+    parts = request.target.split(b"/")
+    if len(parts) != 8 or request.method != b"PUT":
+        return None
+    empty, version, sessions, session, episodes, episode, steps, number = parts
+    if (empty, version, sessions, episodes, steps) != (b"", b"v1", b"sessions", b"episodes", b"steps"):
+        return None
+    if not (session and episode and number.isdigit() and len(number) <= _LONGEST_NUMBER):
+        return None
+    return StepPath(_text(session), _text(episode), int(number))
+
+
+def step_of(request: HttpRequest, path: StepPath, values: SpaceValues) -> tuple[AnyStep, Any, Any]:
+    """(message, observation, action) of a step; the action is None where the client asks for one.
+
+    Raises `BadRequestError`, `DecodeError` and `EnvContractError`.
+    """
+    body = body_of(request)
+    if "observation" not in body:
+        raise BadRequestError("a step needs an observation")
+    observation = values.observation.row(body.pop("observation"))
+    action = None
+    if body.get("action") is not None:
+        action = values.action.row(body.pop("action"))
+        body["off_policy"] = True
+    body |= {"session": path.session, "episode": path.episode, "step": path.step, "token": token_of(request)}
+    return read(values.step, body), observation, action
+
+
+def body_of(request: HttpRequest) -> dict[str, Any]:
+    """The body, a JSON object, whatever its content type is called; none is an empty one. Raises `BadRequestError`."""
+    raw, most = request.body or b"{}", DEFAULT_CAPS.header_depth
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise BadRequestError(f"the body is not JSON: {error}") from error
+    brackets = raw.count(b"[") + raw.count(b"{")
+    if not isinstance(body, dict) or (brackets > most and is_deeper(body, most)):
+        raise BadRequestError(f"the body is no JSON object of at most {most} levels")
+    return body
+
+
+def token_of(request: HttpRequest) -> str:
+    """The session's; raises `BadRequestError`."""
+    token = request.headers.get(_TOKEN)
+    if not token:
+        raise BadRequestError(f"the header {TOKEN_HEADER} is missing: a random token of this client's own")
+    return token.decode("latin-1")
+
+
+def check_token(request: HttpRequest, token: bytes) -> None:
+    """Whether the client knows the server's token; raises `UnauthorizedError`. Who asks for health needs none."""
+    if hmac.compare_digest(request.headers.get(b"authorization", b""), b"Bearer " + token):
+        return
+    if request.target.partition(b"?")[0] != HEALTH:
+        raise UnauthorizedError("show the server's token: Authorization: Bearer TOKEN")
+
+
+def _text(part: bytes) -> str:
+    return unquote_to_bytes(part).decode(errors="replace") if b"%" in part else part.decode(errors="replace")
