@@ -1,0 +1,177 @@
+"""Who asks in the serving bench: so many clients in one process, each with a connection of its own."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import zmq
+
+from headrace.schemas.serving_messages import ClientHello, EpisodeStart, EpisodeStep
+from headrace.schemas.wire import MessageKind, decode, encode
+
+OBSERVATION = np.full(4, 0.01, np.float32)
+AHEAD, MOST_AHEAD = 40_000, 10_000
+"""Messages of all clients, and of one, that are written ahead."""
+KIND_BYTE = 6
+"""Of frame 0, as `schemas/wire.py` draws it."""
+_BODY = b'{"observation": [0.01, 0.01, 0.01, 0.01], "reward": 1.0}'
+_START_S = 60.0
+
+
+class Written:
+    """What `count` clients ask, one message after another, a good part of it written ahead."""
+
+    def __init__(self, count: int, write: Callable[[int, int], Any]) -> None:
+        """`write` gives what a client asks in a step."""
+        self._write = write
+        self._next = [0] * count
+        self._ahead: list[deque[Any]] = [deque() for _ in range(count)]
+
+    def fill(self) -> None:
+        """Enough for a turn."""
+        for client, ahead in enumerate(self._ahead):
+            while len(ahead) < min(AHEAD // len(self._ahead), MOST_AHEAD):
+                self._add(client)
+
+    def take(self, client: int) -> Any:
+        """What the client asks now."""
+        if not self._ahead[client]:
+            self._add(client)
+        return self._ahead[client].popleft()
+
+    def _add(self, client: int) -> None:
+        self._ahead[client].append(self._write(client, self._next[client]))
+        self._next[client] += 1
+
+
+class _Sockets:
+    """ZeroMQ clients."""
+
+    def __init__(self, port: int, count: int, kind: int) -> None:
+        self.count = count
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._sockets = [self._context.socket(kind) for _ in range(count)]
+        self._numbers = {one: client for client, one in enumerate(self._sockets)}
+        for one in self._sockets:
+            one.connect(f"tcp://127.0.0.1:{port}")
+            self._poller.register(one, zmq.POLLIN)
+
+    def answered(self) -> Iterable[int]:
+        found = [self._numbers[one] for one, _ in self._poller.poll(10)]
+        for client in found:
+            self._take(self._sockets[client].recv_multipart())
+        return found
+
+    def _take(self, frames: list[bytes]) -> None:
+        assert len(frames[0]) == OBSERVATION.itemsize * 2, frames
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+class Bare(_Sockets):
+    """REQ, and nothing but the observation's bytes."""
+
+    def __init__(self, port: int, count: int) -> None:
+        super().__init__(port, count, zmq.REQ)
+        self._said = OBSERVATION.tobytes()
+
+    def write(self) -> None:
+        """It is always the same."""
+
+    def ask(self, client: int) -> None:
+        self._sockets[client].send(self._said)
+
+
+class ByZmq(_Sockets):
+    """The policy server's own messages; each client's episode goes on for ever."""
+
+    def __init__(self, port: int, count: int) -> None:
+        super().__init__(port, count, zmq.DEALER)
+        self._who = [{"session": f"z{client}", "token": "t"} for client in range(count)]
+        self._written = Written(count, self._step)
+        self.write = self._written.fill
+        for client, one in enumerate(self._sockets):
+            one.send_multipart(ClientHello(**self._who[client]).frames())
+            assert decode(one.recv_multipart()).kind is MessageKind.WELCOME
+            one.send_multipart(EpisodeStart(**self._who[client], episode=f"z{client}").frames())
+            self._take(one.recv_multipart())
+
+    def ask(self, client: int) -> None:
+        self._sockets[client].send_multipart(self._written.take(client))
+
+    def _step(self, client: int, step: int) -> list[Any]:
+        fields = {**self._who[client], "episode": f"z{client}", "step": step, "reward": float(step > 0)}
+        return encode(EpisodeStep.KIND, fields, {"obs": OBSERVATION})
+
+    def _take(self, frames: list[bytes]) -> None:
+        assert frames[0][KIND_BYTE] == MessageKind.EPISODE_ANSWER, decode(frames)
+
+
+class ByHttp:
+    """HTTP/1.1 on connections that stay, written by hand so that the client costs little."""
+
+    def __init__(self, port: int, count: int) -> None:
+        self.count = count
+        self._poller = zmq.Poller()
+        self._sockets = [_connect(port) for _ in range(count)]
+        self._numbers = {one.fileno(): client for client, one in enumerate(self._sockets)}
+        self._written = Written(count, self._step)
+        self.write = self._written.fill
+        for client, one in enumerate(self._sockets):
+            self._poller.register(one.fileno(), zmq.POLLIN)
+            for path in (f"/v1/sessions/h{client}", f"/v1/sessions/h{client}/episodes/h{client}"):
+                one.sendall(_request(path, b"{}"))
+                _hear(one)
+
+    def ask(self, client: int) -> None:
+        self._sockets[client].sendall(self._written.take(client))
+
+    def _step(self, client: int, step: int) -> bytes:
+        body = _BODY if step else _BODY.replace(b"1.0}", b"0.0}")
+        return _request(f"/v1/sessions/h{client}/episodes/h{client}/steps/{step}", body)
+
+    def answered(self) -> Iterable[int]:
+        found = [self._numbers[int(fd)] for fd, _ in self._poller.poll(10)]
+        for client in found:
+            _hear(self._sockets[client])
+        return found
+
+    def close(self) -> None:
+        for one in self._sockets:
+            one.close()
+
+
+def _connect(port: int) -> socket.socket:
+    """Once the server is there."""
+    until: Any = perf_counter() + _START_S
+    while True:
+        try:
+            one = socket.create_connection(("127.0.0.1", port), timeout=_START_S)
+        except ConnectionRefusedError:
+            if perf_counter() > until:
+                raise
+        else:
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return one
+
+
+def _request(path: str, body: bytes) -> bytes:
+    head = f"PUT {path} HTTP/1.1\r\nHost: x\r\nHeadrace-Client: t\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def _hear(one: socket.socket) -> None:
+    answer = b""
+    while True:
+        answer += one.recv(1 << 16)
+        head, found, body = answer.partition(b"\r\n\r\n")
+        if found and len(body) >= int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]):
+            assert head.startswith(b"HTTP/1.1 200"), answer
+            return
