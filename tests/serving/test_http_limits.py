@@ -147,6 +147,17 @@ def test_what_is_too_long_is_refused_before_it_is_there(server: Served, request_
         assert "of more than 65536 bytes" in client.hear_refusal(413, "too_large")
 
 
+def test_of_a_request_without_the_token_the_body_is_not_read() -> None:
+    with Served(QUICK, token="t" * 16) as server:
+        for shown in ("a: b", "Authorization: Bearer " + "s" * 16, "Authorization: t" + "t" * 15):
+            with RawHttp(server.url) as client:
+                client.say(head(STEP, shown, "Content-Length: 60000"))
+                assert "show the server's token" in client.hear_refusal(401, "unauthorized")
+        with RawHttp(server.url) as client:
+            client.say(HEALTH + put("/v1/sessions/s", b"", "authorization: Bearer " + "t" * 16))
+            assert [client.hear().status for _ in range(2)] == [200, 200]
+
+
 def test_a_silent_connection_ends_without_a_word(server: Served) -> None:
     with RawHttp(server.url) as client:
         client.say(HEALTH)

@@ -10,7 +10,7 @@ from urllib.parse import unquote_to_bytes
 import orjson
 
 from headrace.schemas.messages import read
-from headrace.schemas.serving_errors import BadRequestError, UnauthorizedError
+from headrace.schemas.serving_errors import BadRequestError
 from headrace.schemas.serving_messages import AnyStep
 from headrace.schemas.wire import DEFAULT_CAPS, is_deeper
 from headrace.workers.serving.http_connection import HttpRequest
@@ -83,12 +83,9 @@ def token_of(request: HttpRequest) -> str:
     return token.decode("latin-1")
 
 
-def check_token(request: HttpRequest, token: bytes) -> None:
-    """Whether the client knows the server's token; raises `UnauthorizedError`. Who asks for health needs none."""
-    if hmac.compare_digest(request.headers.get(b"authorization", b""), b"Bearer " + token):
-        return
-    if request.target.partition(b"?")[0] != HEALTH:
-        raise UnauthorizedError("show the server's token: Authorization: Bearer TOKEN")
+def knows_token(headers: dict[bytes, bytes], token: bytes) -> bool:
+    """Whether the client shows the server's token."""
+    return hmac.compare_digest(headers.get(b"authorization", b""), b"Bearer " + token)
 
 
 def _text(part: bytes) -> str:

@@ -64,6 +64,9 @@ class HttpPlace(Protocol):
     def gone(self, connection: HttpConnection) -> None:
         """It has ended."""
 
+    def doubt(self, target: bytes, headers: dict[bytes, bytes]) -> HeadraceError | None:
+        """Why not even the body of such a request is read."""
+
     def hear(self, connection: HttpConnection, request: HttpRequest) -> None:
         """Have `connection.answer` called in time."""
 
@@ -166,8 +169,11 @@ class HttpConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         length = self._headers.get(b"content-length", b"")
+        doubt = self._place.doubt(self._target, self._headers)
         if len(self._target) + self._head_bytes > HEAD_BYTES:
             self._refuse_head()
+        elif doubt is not None:
+            self._refuse(doubt)
         elif self._parser.should_upgrade():
             self._refuse(BadRequestError("nothing but HTTP/1.1 is spoken here"))
         elif length.isdigit() and (len(length) > 18 or int(length) > self._limits.body_bytes):

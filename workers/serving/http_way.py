@@ -22,11 +22,11 @@ from typing import Any
 import uvicorn
 
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.serving_errors import ServerFullError
+from headrace.schemas.serving_errors import ServerFullError, UnauthorizedError
 from headrace.workers.serving.desk import Desk
 from headrace.workers.serving.http_answers import HttpAnswer, answer_of, json_answer, refused
 from headrace.workers.serving.http_app import HttpApp
-from headrace.workers.serving.http_bodies import StepPath, check_token, step_of, step_path
+from headrace.workers.serving.http_bodies import HEALTH, StepPath, knows_token, step_of, step_path
 from headrace.workers.serving.http_connection import HttpConnection, HttpLimits, HttpRequest
 from headrace.workers.serving.records import Reply, ServingLimits
 from headrace.workers.serving.space_values import SpaceValues
@@ -130,13 +130,17 @@ class HttpWay:
         """See `HttpPlace`."""
         self._connections.discard(connection)
 
+    def doubt(self, target: bytes, headers: dict[bytes, bytes]) -> HeadraceError | None:
+        """See `HttpPlace`: whoever has no token does not get to fill the memory. Health is told to everybody."""
+        if self._token is None or knows_token(headers, self._token) or target.partition(b"?")[0] == HEALTH:
+            return None
+        return UnauthorizedError("show the server's token: Authorization: Bearer TOKEN")
+
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def hear(self, connection: HttpConnection, request: HttpRequest) -> None:
         """See `HttpPlace`."""
         try:
-            if self._token is not None:
-                check_token(request, self._token)
             path = step_path(request)
             if path is not None:
                 self._step(connection, request, path)
