@@ -58,6 +58,7 @@ class Desk:
         self._sessions = Sessions(episodes, values.told, self._post_answer, limits, acting)
         self._door = door or _NoDoor()
         self._mail: deque[Event] = deque()
+        self._after_answers: list[Callable[[], None]] = []
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._door.watch(self._bell)
         self._slice_s = min(limits.lease_s / 10, 1.0)
@@ -74,6 +75,10 @@ class Desk:
         self._mail.append(event)
         if self._turning.locked():  # else nobody sleeps, and the next who turns looks at the mail first
             self._ring()
+
+    def after_answers(self, call: Callable[[], None]) -> None:
+        """Have this called whenever answers were sent, once for all that went together."""
+        self._after_answers.append(call)
 
     def stop(self) -> None:
         """Have `serve` return. For any thread."""
@@ -137,8 +142,12 @@ class Desk:
         while self._mail:
             self._mail.popleft()(self._sessions, now)
         self._sessions.tick(now)
-        for address, reply in self._sessions.take_outbox():
+        outbox = self._sessions.take_outbox()
+        for address, reply in outbox:
             address.send(reply)
+        if outbox:
+            for call in self._after_answers:
+                call()
 
     def _ring(self) -> None:
         with self._lock:

@@ -23,12 +23,14 @@ import uvicorn
 
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.serving_errors import ServerFullError, UnauthorizedError
+from headrace.schemas.serving_messages import AnyStep
 from headrace.workers.serving.desk import Desk
 from headrace.workers.serving.http_answers import HttpAnswer, answer_of, json_answer, refused
 from headrace.workers.serving.http_app import HttpApp
 from headrace.workers.serving.http_bodies import HEALTH, StepPath, knows_token, step_of, step_path
 from headrace.workers.serving.http_connection import HttpConnection, HttpLimits, HttpRequest
 from headrace.workers.serving.records import Reply, ServingLimits
+from headrace.workers.serving.sessions import Sessions
 from headrace.workers.serving.space_values import SpaceValues
 
 log = logging.getLogger(__name__)
@@ -65,8 +67,10 @@ class HttpWay:
         self._app = HttpApp(desk, values, wait_s)
         self._places = connection_places(limits.max_connections)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._asked: list[tuple[AnyStep, _Asking, Any, Any]] = []
+        """Steps of one burst, as the sessions take them."""
         self._told: deque[tuple[_Asking, Reply]] = deque()
-        self._woken = False
+        desk.after_answers(self._wake)
         self._listener = listener
         self._loop: asyncio.AbstractEventLoop
         self._server = uvicorn.Server(self._config())
@@ -154,8 +158,19 @@ class HttpWay:
 
     def _step(self, connection: HttpConnection, request: HttpRequest, path: StepPath) -> None:
         message, observation, action = step_of(request, path, self._values)
-        asking = _Asking(self, connection, request)
-        self._desk.post(lambda sessions, now: sessions.receive(message, asking, now, observation, action))
+        if not self._asked:
+            self._loop.call_soon(self._ask)  # when all has been read that has come with it
+        self._asked.append((message, _Asking(self, connection, request), observation, action))
+
+    def _ask(self) -> None:
+        """All at once: each message to the desk wakes the sampler, which would act for the first one alone."""
+        asked, self._asked = self._asked, []
+
+        def receive(sessions: Sessions, now: float) -> None:
+            for message, asking, observation, action in asked:
+                sessions.receive(message, asking, now, observation, action)
+
+        self._desk.post(receive)
 
     def _done(self, connection: HttpConnection, request: HttpRequest, task: asyncio.Task[HttpAnswer]) -> None:
         self._tasks.discard(task)
@@ -168,15 +183,15 @@ class HttpWay:
             connection.answer(request, task.result())
 
     def tell(self, asking: _Asking, reply: Reply) -> None:
-        """Answer a step. For the desk's thread: answers of one burst wake the event loop once."""
+        """Answer a step, soon after the last of those that are answered together. For whoever has the desk's turn."""
         self._told.append((asking, reply))
-        if not self._woken:
-            self._woken = True
+
+    def _wake(self) -> None:
+        if self._told:
             with suppress(RuntimeError):  # the loop is closed: the server has stopped
                 self._loop.call_soon_threadsafe(self._answer)
 
     def _answer(self) -> None:
-        self._woken = False  # before looking: what comes later wakes again
         while self._told:
             asking, reply = self._told.popleft()
             asking.connection.answer(asking.request, answer_of(reply, self._values.action))
