@@ -14,7 +14,7 @@ from headrace.workers.policy_client import PolicyClient
 @contextmanager
 def somebody_else(server: Served) -> Iterator[Callable[[], None]]:
     """Another client's episode, of which a call takes a step; at the end it is what that client lived through."""
-    with PolicyClient(server.endpoint, timeout_s=30) as client:
+    with PolicyClient(server.endpoint, timeout_s=100) as client:
         episode, steps = client.start_episode(), 0
 
         def go_on() -> None:
