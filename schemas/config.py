@@ -226,6 +226,7 @@ class FleetConfig(Section):
                 "or 127.0.0.1, or broker.allow_insecure = true on a network you trust"
             )
         self._check_env_hosts()
+        self.serving.check_slots(self.fleet.workers)
         policies = sorted(self.sampling.policies or {"default_policy"})
         unknown = sorted(set(self.learner.policies_to_train or policies) - set(policies))
         if unknown:

@@ -55,3 +55,25 @@ class ServingSection(Section):
         if self.http_token and self.http_port is None:
             raise ValueError("http_token is for HTTP, and http_port is absent; give a port (0: a free one)")
         return self
+
+    def check_slots(self, workers: int) -> None:
+        """Raise ValueError unless each of so many workers, whose slot is added, finds ports that are nobody else's."""
+        port, http_port = self.port, self.http_port or 0
+        if not self.enabled or workers < 1:
+            return
+        for name, first in (("port", port), ("http_port", http_port)):
+            if first + workers - 1 > HIGHEST_PORT:
+                raise ValueError(
+                    f"serving.{name} = {first} leaves no port for each of fleet.workers = {workers}: the slot is added "
+                    f"to it, up to {HIGHEST_PORT}; lower it"
+                )
+        apart = abs(port - http_port)
+        if not (port and http_port and apart < workers):
+            return
+        lower, upper = ("port", "http_port") if port < http_port else ("http_port", "port")
+        pairs = [f"{lower} of slot {slot + apart} and {upper} of slot {slot}" for slot in range(workers - apart)]
+        further = f", and {len(pairs) - 3} more" if len(pairs) > 3 else ""
+        raise ValueError(
+            f"serving.port = {port} and serving.http_port = {http_port} are {apart} apart, and each of fleet.workers = "
+            f"{workers} adds its slot: the same are {', '.join(pairs[:3])}{further}; keep them {workers} or more apart"
+        )

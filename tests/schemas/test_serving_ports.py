@@ -1,0 +1,36 @@
+"""Ports that are given by hand must do for each worker, whose slot is added to them: said before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace.schemas.config_loading import build_config
+from headrace.schemas.errors import ConfigError
+
+
+def sections(workers: int, **serving: Any) -> dict[str, Any]:
+    return {"fleet": {"workers": workers}, "serving": {"enabled": True, **serving}}
+
+
+def test_ports_of_two_ways_that_meet_in_some_slots_are_refused_with_the_slots() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        build_config(sections(4, port=5900, http_port=5902))
+    said = str(refusal.value)
+    assert "serving.port = 5900 and serving.http_port = 5902 are 2 apart" in said
+    assert "port of slot 2 and http_port of slot 0, port of slot 3 and http_port of slot 1; keep them 4 or more" in said
+    with pytest.raises(ConfigError, match=r"http_port of slot 1 and port of slot 0, .*, and 6 more; keep them 10"):
+        build_config(sections(10, port=5901, http_port=5900))
+
+
+def test_ports_above_the_highest_are_refused() -> None:
+    for name in ("port", "http_port"):
+        with pytest.raises(ConfigError, match=rf"serving\.{name} = 65534 leaves no port for each of fleet.workers = 3"):
+            build_config(sections(3, **{name: 65534}))
+
+
+def test_ports_far_enough_apart_free_ones_and_those_of_one_worker_are_taken() -> None:
+    for workers, ports in ((2, (5900, 5902)), (1, (5900, 5901)), (100, (0, 5902)), (100, (5900, 0)), (0, (5900, 5901))):
+        build_config(sections(workers, port=ports[0], http_port=ports[1]))
+    build_config({**sections(4, port=5900, http_port=5902), "serving": {"port": 5900, "http_port": 5902}})
