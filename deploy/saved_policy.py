@@ -14,6 +14,7 @@ from headrace.broker.redis_weights import WeightsShelf
 from headrace.deploy.fleet_file import read_fleet_file
 from headrace.schemas.errors import CheckpointError, ConfigError, DecodeError, RedisUnavailableError
 from headrace.schemas.messages import Version
+from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.redis_keys import without_password
 from headrace.schemas.weights import read_weights, split_modules
 from headrace.schemas.wire import decode
@@ -32,12 +33,18 @@ class SavedPolicy:
     """(learner epoch, seq) of what Redis has; of a checkpoint, which knows no seq, its epoch and count of updates."""
     source: str
 
+    @property
+    def modules(self) -> list[str]:
+        """Whose weights these are, in order."""
+        by_module = split_modules(self.arrays) if self.arrays else None
+        return [DEFAULT_MODULE_ID] if by_module is None else sorted(by_module)
+
 
 def find_policy(where: str, fleet_id: str) -> SavedPolicy:
     """The newest policy at `where`: a folder, a file, or a Redis URL, in which `fleet_id` names the fleet.
 
     Of a run directory the reference learner's checkpoint, else what the fleet's Redis has. Raises `CheckpointError`,
-    `RunDirError`, `RedisUnavailableError`, and `ConfigError` for several policies together.
+    `RunDirError`, `RedisUnavailableError`, and `ConfigError` for a Redis without a fleet.
     """
     if "://" in where:
         found = _of_redis(where, fleet_id)
@@ -47,8 +54,6 @@ def find_policy(where: str, fleet_id: str) -> SavedPolicy:
         found = _of_file(Path(where) / CHECKPOINT_FILE)
     else:
         found = _of_run_dir(Path(where))
-    if found.arrays and (by_module := split_modules(found.arrays)) is not None:
-        raise ConfigError(f"{found.source} has the policies {sorted(by_module)}, and one is served at a time")
     return found
 
 
@@ -72,10 +77,17 @@ def _of_file(path: Path) -> SavedPolicy:
         raise CheckpointError(error.path, error.reason, _ADVICE) from error
     if saved is None:
         raise CheckpointError(str(path), "there is none", _ADVICE)
-    updates = saved.state.get("updates", 0)
-    version = saved.epoch, updates if isinstance(updates, int) else 0
+    version = saved.epoch, _updates(saved.state)
     source = f"{path} (update {version[1]} of learner epoch {version[0]})"
     return SavedPolicy(published_arrays(saved.arrays), version, source)
+
+
+def _updates(state: Mapping[str, Any]) -> int:
+    """Of a learner of one policy, or of several, which count together."""
+    modules = state.get("modules")
+    states = modules.values() if isinstance(modules, dict) else [state]
+    counts = [own.get("updates") for own in states if isinstance(own, dict)]
+    return max((count for count in counts if isinstance(count, int)), default=0)
 
 
 def _of_run_dir(folder: Path) -> SavedPolicy:

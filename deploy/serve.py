@@ -17,6 +17,7 @@ from headrace.deploy.saved_policy import SavedPolicy, config_beside, find_policy
 from headrace.deploy.streams import unread
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import ConfigError, ConnectorError, EnvError, ModuleError
+from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.stopping import stop_signals
 
 log = logging.getLogger("headrace.deploy")
@@ -30,13 +31,29 @@ def serve(config: Path | None, sets: Sets, flags: Flags, *, checkpoint: str, as_
     config = config or config_beside(checkpoint)
     resolved, origins = resolve(config, sets, flags)
     set_up_logging(Identity(resolved.fleet.fleet_id, "serve"), debug=debug)
-    if resolved.sampling.is_multi_agent:
-        raise ConfigError("serve answers for envs of one agent; leave it out", key="sampling.policies")
     policy = find_policy(checkpoint, resolved.fleet.fleet_id)
+    _check_policies(policy, resolved)
     with no_exit_from(EnvError, "the env or the module"):
         told = _serve(resolved, policy, describe_origin(config, origins))
     with unread(sys.stdout):
         print(orjson.dumps(told).decode() if as_json else _in_words(told), flush=True)  # noqa: T201
+
+
+def _check_policies(policy: SavedPolicy, config: FleetConfig) -> None:
+    """Raise `ConfigError` where the settings do not name a policy that is there."""
+    named = sorted(config.sampling.policies or [DEFAULT_MODULE_ID])
+    if not set(policy.modules) <= set(named):
+        raise ConfigError(
+            f"{policy.source} has {_policies(policy.modules)}, and the settings name {_policies(named)}; give those "
+            "it was trained with, by --config or --set",
+            key="sampling.policies",
+        )
+    if frozen := sorted(set(named) - set(policy.modules)):
+        log.warning("%s has no weights of %s: they act as they are built", policy.source, _policies(frozen))
+
+
+def _policies(ids: list[str]) -> str:
+    return "one policy without a name" if ids == [DEFAULT_MODULE_ID] else f"the policies {ids!r:.300}"
 
 
 def _serve(config: FleetConfig, policy: SavedPolicy, origin: str) -> dict[str, Any]:
@@ -68,9 +85,11 @@ def _serve(config: FleetConfig, policy: SavedPolicy, origin: str) -> dict[str, A
 
 def _in_words(told: dict[str, Any]) -> str:
     gone = f"; {told['aborted']} aborted" if told["aborted"] else ""
+    agents = ", ".join(f"{agent} {mean:.2f}" for agent, mean in told.get("mean_return_by_agent", {}).items())
+    each = f"; by agent {agents}" if agents else ""
     if not told["episodes"]:
         return f"no episode has ended{gone}"
     return (
         f"{told['episodes']:,} episodes, {told['steps']:,} steps: return {told['mean_return']:.2f} on average "
-        f"({told['min_return']:g} to {told['max_return']:g}), length {told['mean_length']:.1f}{gone}"
+        f"({told['min_return']:g} to {told['max_return']:g}), length {told['mean_length']:.1f}{each}{gone}"
     )

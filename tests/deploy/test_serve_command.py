@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -19,27 +17,23 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from serving_process import cart_spaces, serving
+
 from headrace.deploy.cli import app
 from headrace.deploy.clients import http_client
 from headrace.deploy.saved_policy import find_policy
 from headrace.learner_stub.checkpoint import Checkpoint, save_checkpoint, training_arrays
 from headrace.schemas.episode_errors import EpisodesClosedError
 from headrace.schemas.errors import CheckpointError, ConfigError, ExitCode, ModuleError, PortInUseError
-from headrace.schemas.spaces import Spaces
 from headrace.schemas.weights import CONNECTORS, join_modules
 from headrace.workers.connectors import MeanStd
-from headrace.workers.envs.spaces import spaces_of
 from headrace.workers.modules import actor_critic
 from headrace.workers.policy_client import PolicyClient
 
 MEAN, COUNT = np.array([0.2, -0.2, 0.1, 0.2]), 1_000_000
 CONFIG = '[sampling]\nenv = "CartPole-v1"\nnum_envs = 4\nenv_to_module = ["headrace.workers.connectors:MeanStd"]\n'
-
-
-def cart_spaces(env_id: str = "CartPole-v1") -> Spaces:
-    env = gym.make(env_id)
-    env.close()
-    return spaces_of(env)
 
 
 @cache
@@ -71,18 +65,6 @@ def expected(observation: np.ndarray) -> int:
     with torch.inference_mode():
         answer = policy().eval().forward_inference({"obs": scaled})  # type: ignore[operator]
     return int(answer["action_dist_inputs"].argmax())
-
-
-@contextmanager
-def serving(folder: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "headrace.deploy", "serve", "--checkpoint", str(folder), *options]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, cwd=folder)
-    with process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 def played(client: PolicyClient, seed: int) -> int:
@@ -164,8 +146,11 @@ def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
         find_policy(str(tmp_path / "torn"), "")
     two = join_modules({"a": {"module/w": np.ones(2)}, "b": {"module/w": np.ones(2)}})
     save_checkpoint(tmp_path / "two", Checkpoint(1, [], {}, two))
-    with pytest.raises(ConfigError, match=r"policies \['a', 'b'\], and one is served"):
-        find_policy(str(tmp_path / "two"), "")
+    error = refusal("--checkpoint", str(tmp_path / "two"))
+    assert isinstance(error, ConfigError)
+    assert "has the policies ['a', 'b'], and the settings name one policy without a name" in str(error)
+    error = refusal("--checkpoint", str(tmp_path / "two"), "--set", 'sampling.policies={"a": {}, "c": {}}')
+    assert "has the policies ['a', 'b'], and the settings name the policies ['a', 'c']" in str(error)
 
 
 def test_other_spaces_other_modules_and_missing_connectors_are_said(run_dir: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.schemas.config import FleetConfig
@@ -16,11 +16,30 @@ from headrace.schemas.messages import Version
 from headrace.schemas.weights import Arrays
 from headrace.workers.config import EnvRunnerConfig, runner_config
 from headrace.workers.connectors.vector_connectors import PIPELINES
-from headrace.workers.serving.served_env import ServedEnv
+from headrace.workers.multi_agent_env_runner import MultiAgentEnvRunner
+from headrace.workers.serving.served_env import ServedAgentsEnv, ServedEnv
 from headrace.workers.single_agent_env_runner import SingleAgentEnvRunner
 
 _CUT_S = 0.2
 """How long steps are gathered before they are let go: within it SIGTERM is noticed."""
+
+
+@dataclass(slots=True)
+class AgentSums:
+    """One agent's, of the episodes in which it has appeared."""
+
+    episodes: int = 0
+    total_return: float = 0.0
+
+    def add(self, episode_return: float) -> None:
+        """An episode has ended that was worth so much to it."""
+        self.episodes += 1
+        self.total_return += episode_return
+
+    @property
+    def mean(self) -> float:
+        """Over its episodes."""
+        return self.total_return / self.episodes
 
 
 @dataclass(slots=True)
@@ -35,9 +54,13 @@ class EpisodeSums:
     total_return: float = 0.0
     least_return: float = 0.0
     greatest_return: float = 0.0
+    by_agent: dict[str, AgentSums] = field(default_factory=dict)
+    """Of several agents, by the text of their ids; all else is of whole episodes: env steps, all agents' rewards."""
 
     def on_episode_end(self, episode: Any) -> None:
         """See `callbacks.py`."""
+        for agent, own in getattr(episode, "agents", {}).items():
+            self.by_agent.setdefault(str(agent), AgentSums()).add(own.episode_return)
         earned = episode.episode_return
         self.least_return = min(self.least_return, earned) if self.episodes else earned
         self.greatest_return = max(self.greatest_return, earned) if self.episodes else earned
@@ -52,6 +75,7 @@ class EpisodeSums:
     def as_json(self) -> dict[str, Any]:
         """Plain values; means and extremes are None while no episode has ended."""
         ended = self.episodes or None
+        agents = {"mean_return_by_agent": {agent: own.mean for agent, own in self.by_agent.items()}}
         return {
             "episodes": self.episodes,
             "steps": self.steps,
@@ -60,21 +84,24 @@ class EpisodeSums:
             "min_return": self.least_return if ended else None,
             "max_return": self.greatest_return if ended else None,
             "mean_length": self.steps / ended if ended else None,
+            **(agents if self.by_agent else {}),
         }
 
 
 class LoneServer:
     """Clients come in as soon as it is built, and are answered while `serve` runs. Needs no broker and no learner.
 
-    `config` says as in a fleet which env has the spaces, which module and connectors act, and where to listen. Raises
+    `config` says as in a fleet which env has the spaces, which modules and connectors act, and where to listen. Raises
     what a worker would: `ConfigError`, `KeysError`, `PortInUseError`, `EnvError`, and `ModuleError` or `ConnectorError`
-    for `arrays`, the weights and connector state of one version, that do not fit.
+    for `arrays`, the weights and connector state of one version as they are published, that do not fit. A module that
+    has none there acts as it was built. Clients do not act by themselves here.
     """
 
     def __init__(self, config: FleetConfig, arrays: Arrays, version: Version) -> None:
         self.sums = EpisodeSums()
         self._drain_timeout_s = config.worker.drain_timeout_s
-        self._runner = SingleAgentEnvRunner(_settings(config, self.sums))
+        kind = MultiAgentEnvRunner if config.sampling.is_multi_agent else SingleAgentEnvRunner
+        self._runner: SingleAgentEnvRunner | MultiAgentEnvRunner = kind(_settings(config, self.sums))
         try:
             self._runner.set_weights(arrays, version[1], version[0])
             state = self._runner.get_state(components=list(PIPELINES))
@@ -84,10 +111,10 @@ class LoneServer:
         self._connectors = {name: state[name] for name in PIPELINES if state.get(name)}
 
     @property
-    def env(self) -> ServedEnv:
+    def env(self) -> ServedEnv | ServedAgentsEnv:
         """What clients come to: `endpoint` for ZeroMQ, `url` for HTTP."""
-        env: Any = self._runner.env
-        assert isinstance(env, ServedEnv), "the config's serving is enabled"
+        env = self._runner.env
+        assert isinstance(env, ServedEnv | ServedAgentsEnv), "the config's serving is enabled"
         return env
 
     def serve(self, stopping: threading.Event) -> None:
@@ -124,6 +151,6 @@ def _settings(config: FleetConfig, sums: EpisodeSums) -> EnvRunnerConfig:
             "external_fragment_max_age_s": _CUT_S,
         }
     )
-    serving = config.serving.model_copy(update={"enabled": True})
+    serving = config.serving.model_copy(update={"enabled": True, "client_inference": False})
     settings = runner_config(config.model_copy(update={"sampling": sampling, "serving": serving}))
     return settings.model_copy(update={"callbacks": [*settings.callbacks, sums]})
