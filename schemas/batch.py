@@ -236,6 +236,11 @@ class ChunkBatch(Sequence[EpisodeChunk]):
             order=None,
         )
 
+    def halves(self) -> list[ChunkBatch]:
+        """The first chunks, with what connectors learnt, and the others; in column order, each with its own infos."""
+        first = np.arange(len(self)) < len(self) // 2
+        return [self.select(first), replace(self.select(~first), connector_update={})]
+
 
 def _further(views: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     return {n: v for n, v in views.items() if n not in _FIXED_COLUMNS and not belongs_to_space(n)}

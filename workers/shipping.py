@@ -10,9 +10,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
-
-import numpy as np
 
 from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.errors import InfosTooLargeError
@@ -73,7 +70,7 @@ class Shipper:
             try:
                 self._ship(batch, unsent=sum(other.steps for other in waiting))
             except InfosTooLargeError:
-                waiting.extendleft(reversed(_halves(batch)))  # so that only those are lost who alone are too large
+                waiting.extendleft(reversed(batch.halves()))  # so that only those are lost who alone are too large
 
     def drop(self, cut: Cut, reason: Drop) -> None:
         """Count a cut that is to get no number."""
@@ -169,9 +166,3 @@ class Shipper:
 def _batches_of(cut: Cut) -> list[ChunkBatch]:
     batches = [cut] if isinstance(cut, ChunkBatch) else list(cut.batches.values())
     return [batch for batch in batches if len(batch)]
-
-
-def _halves(batch: ChunkBatch) -> list[ChunkBatch]:
-    """The first chunks, with what connectors learnt, and the others; in order, and each with its own infos."""
-    first = np.arange(len(batch)) < len(batch) // 2
-    return [batch.select(first), replace(batch.select(~first), connector_update={})]

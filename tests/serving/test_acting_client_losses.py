@@ -17,6 +17,7 @@ from headrace.schemas.episode_errors import EpisodeAbortedError, EpisodesClosedE
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.ledger import Discard
 from headrace.schemas.serving_errors import BadRequestError
+from headrace.schemas.wire import DEFAULT_CAPS
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.connectors import ClipActions, FrameStack, UnsquashActions
 from headrace.workers.policy_client import PolicyClient
@@ -113,6 +114,19 @@ def test_several_chunks_that_fit_no_message_together_go_one_after_another() -> N
         assert client.failure is None
         assert [len(chunk) for chunk in there.chunks] == [8] * 6
         assert there.chunks[0].infos[1] == {"words": "x" * 500}
+
+
+def test_infos_beyond_any_message_end_their_episode_and_not_the_client() -> None:
+    quick = {"external_fragment_max_age_s": 0.1}
+    with harbour(max_message_bytes=1 << 25, **quick) as there:
+        with acting(there.endpoint, **quick) as client:
+            with pytest.raises(EpisodeAbortedError, match="or set infos = 'none'"):
+                walk(client, 1000, info={"words": "x" * (DEFAULT_CAPS.infos_bytes // 8)})
+            lost = client._shipments.lost_steps
+            walk(client, 5)
+        assert client.failure is None
+        assert there.runner.totals.discarded == {"unshipped": lost}
+        assert there.chunks
 
 
 def test_a_chunk_that_fits_no_message_is_lost_by_name_and_the_client_goes_on(

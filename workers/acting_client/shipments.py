@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
-from headrace.schemas.errors import UnreachableError
+from headrace.schemas.errors import InfosTooLargeError, UnreachableError
 from headrace.schemas.ledger import Discard, WorkerTotals
 from headrace.schemas.serving_errors import MessageTooLargeError, NotYetError, UnknownSessionError
 from headrace.schemas.serving_messages import MOST_UNTRAINED, ChunkShipment
@@ -91,19 +90,28 @@ class Shipments:
         """The batch, or halves of it, or halves of those, such that each fits a message."""
         if not len(batch):
             return
-        size = sum(map(len, encode_batch(batch, self._header(batch))))
-        if size <= self.room:
+        excess = self._excess(batch)
+        if not excess:
             yield batch
             return
         if len(batch) == 1:
-            raise MessageTooLargeError(
-                f"a chunk of {batch.steps} steps makes a message of {size} bytes, and the server takes "
-                f"serving.max_message_bytes = {self._link.max_message_bytes}: raise that, or lower "
-                "sampling.rollout_fragment_length"
-            )
-        first = np.arange(len(batch)) < len(batch) // 2
-        yield from self._parts(batch.select(first))
-        yield from self._parts(replace(batch.select(~first), connector_update={}))
+            raise MessageTooLargeError(excess)
+        for half in batch.halves():
+            yield from self._parts(half)
+
+    def _excess(self, batch: ChunkBatch) -> str:
+        """Why a message does not take it; empty where it does."""
+        try:
+            size = sum(map(len, encode_batch(batch, self._header(batch))))
+        except InfosTooLargeError as error:
+            return str(error)
+        if size <= self.room:
+            return ""
+        return (
+            f"a chunk of {batch.steps} steps makes a message of {size} bytes, and the server takes "
+            f"serving.max_message_bytes = {self._link.max_message_bytes}: raise that, or lower "
+            "sampling.rollout_fragment_length"
+        )
 
     def _send(self, frames: list[Buffer]) -> None:
         discarded, untrained = self._discarded(), self._take_untrained()
