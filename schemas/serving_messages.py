@@ -35,8 +35,8 @@ EpisodeId = Annotated[str, Field(min_length=1, max_length=128)]
 Reason = Annotated[str, Field(max_length=200)]
 End = Literal["no", "terminated", "truncated"]
 
-MOST_UNTRAINED = 16
-"""Episodes in one shipment; more go into the next."""
+MOST_EPISODES = 16
+"""Of each kind in one shipment; more go into the next."""
 
 
 class ClientRequest(Message):
@@ -127,8 +127,12 @@ class ChunkShipment(ClientRequest):
     """Where to cut the array; none where there are no chunks and no array, only counts."""
     discarded: dict[str, Natural] = Field(default={}, max_length=64)
     """Steps that will never be in a chunk, by reason, since the shipment before."""
-    untrained: list[Annotated[tuple[float, Natural], Strict(False)]] = Field(default=[], max_length=MOST_UNTRAINED)
+    untrained: list[Annotated[tuple[float, Natural], Strict(False)]] = Field(default=[], max_length=MOST_EPISODES)
     """(return, length) of episodes that have ended since, which the client did not want to be trained on."""
+    episodes: list[Annotated[tuple[float, Natural], Strict(False)]] = Field(default=[], max_length=MOST_EPISODES)
+    """Likewise of those of several agents that are trained on; of one agent, the chunks tell."""
+    env_steps: Annotated[tuple[Natural, Natural, Natural], Strict(False)] = (0, 0, 0)
+    """Of several agents: env steps since then, and how many of them are in chunks, and discarded."""
 
 
 class ClientHeartbeat(ClientRequest):

@@ -72,9 +72,6 @@ def runner_config(config: FleetConfig) -> EnvRunnerConfig:
     s = config.sampling
     settings = s.model_dump()
     if config.serving.enabled:
-        if s.is_multi_agent and config.serving.client_inference:
-            message = "clients that act by themselves have one agent, and sampling has policies; leave one of them out"
-            raise ConfigError(message, key="serving.client_inference")
         from headrace.workers.serving.served_env import ServedEnvs  # which reads this module
 
         settings["env"] = ServedEnvs(

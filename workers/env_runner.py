@@ -16,9 +16,11 @@ from headrace.schemas.spaces import Spaces
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.metrics import RunnerMetrics
+from headrace.workers.policy_columns import PolicyColumns
 from headrace.workers.randomness import SeedTree, episode_id_high
 from headrace.workers.runner_state import Version
 from headrace.workers.sampling_loop import Batch, Sampler, SamplingLoop
+from headrace.workers.taken_over import TakenOver, take_over
 from headrace.workers.totals import RunnerTotals
 
 _OWN_SETTINGS = ("env_config", "module_config", "env_to_module", "module_to_env")
@@ -70,6 +72,13 @@ class EnvRunner(SamplingLoop[Batch]):
         """Module id -> the spaces its chunks have, as data, in one order in every process of a fleet."""
 
     @abstractmethod
+    def policy_columns(self) -> dict[str, PolicyColumns]:
+        """What batches of external envs have here, by module, for who takes over those of others.
+
+        Raises `ModuleError` where there is no module to ask.
+        """
+
+    @abstractmethod
     def call_before_rebuilds(self, on_rebuild: Callable[[], None]) -> None:
         """Have `on_rebuild` called before each rebuild of an env: whoever watches this process must be patient then."""
 
@@ -113,6 +122,10 @@ class EnvRunner(SamplingLoop[Batch]):
     def take_untrained_episodes(self, most: int) -> list[tuple[float, int]]:
         """(return, length) of external episodes that ended and are not to be trained on: the oldest not taken yet."""
         return self._metrics.take_untrained(most)
+
+    def take_over(self, taken: TakenOver) -> None:
+        """Have what others took and cut in this runner's totals and metrics. Its worker ships the batch as its own."""
+        take_over(taken, self.totals, self._metrics, several_agents=self.config.is_multi_agent)
 
     def assert_healthy(self) -> None:
         """Raise AssertionError unless construction went through to its end."""

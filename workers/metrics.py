@@ -138,6 +138,17 @@ class RunnerMetrics:
         self._window_of("module_episode_returns_mean", module).extend(returns)
         return len(returns)
 
+    def add_agents(self, batch: ChunkBatch) -> None:
+        """The agents whose episodes end in `batch`, of one module of several, for the figures by agent."""
+        for row in batch.table[_done(batch.table)]:
+            agent = batch.agents[row["agent"]]
+            self._window_of("agent_episode_returns_mean", agent).append(float(row["episode_return"]))
+            self._window_of("agent_steps", agent).append(int(row["episode_length"]))
+
+    def add_episodes(self, episodes: Sequence[tuple[float, int]]) -> None:
+        """(return, length) of whole episodes of which nothing else is known."""
+        self._add_episodes([earned for earned, _ in episodes], [length for _, length in episodes])
+
     def add_untrained(self, episode_return: float, length: int) -> None:
         """An episode has ended that is not to be trained on, and so is in no other figure."""
         self._untrained += 1

@@ -25,6 +25,7 @@ from headrace.workers.multi_agent.policies import Policies
 from headrace.workers.multi_agent.sampler import MultiAgentSampler
 from headrace.workers.multi_agent.seat_streams import check_seats, read_seats, write_seats
 from headrace.workers.multi_agent.views import MultiAgentEpisodeView
+from headrace.workers.policy_columns import PolicyColumns
 from headrace.workers.random_streams import check_lanes, read_lanes, write_lanes
 from headrace.workers.runner_state import Version
 
@@ -112,6 +113,15 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
     def module_spaces(self) -> dict[str, Spaces]:
         """See `EnvRunner`."""
         return self.spaces
+
+    def policy_columns(self) -> dict[str, PolicyColumns]:
+        """See `EnvRunner`."""
+        self._check_can_act()
+        maps = {module_id: bool(policy.module_to_env) for module_id, policy in self._policies.specs.items()}
+        return {
+            id: PolicyColumns.of(seats.module, seats.spaces, seats.env_spaces, self.config, maps=maps[id])
+            for id, seats in self._vector.envs.modules.items()
+        }
 
     def call_before_rebuilds(self, on_rebuild: Callable[[], None]) -> None:
         """See `EnvRunner`."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from headrace.schemas.batch import OFF_POLICY, STATE_IN, ChunkBatch, belongs_to_space
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.lookback import LOOKBACK
+from headrace.schemas.sampling_settings import SamplingSettings
 from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves
 from headrace.workers.modules.acting import Actor
 
@@ -30,7 +31,7 @@ class PolicyColumns:
 
     @classmethod
     def of(
-        cls, module: Any, spaces: Spaces, env_spaces: Spaces, *, explore: bool, maps: bool, lookback: int
+        cls, module: Any, spaces: Spaces, env_spaces: Spaces, settings: SamplingSettings, *, maps: bool
     ) -> PolicyColumns:
         """Of batches of external envs by `module`, which is asked once what it would do where nothing is seen.
 
@@ -42,7 +43,7 @@ class PolicyColumns:
         }
         actor = Actor(module, spaces, seen, lambda: 0)
         states = actor.memory.of(0) if actor.memory is not None else {}
-        columns = actor(np.zeros((1, module.noise_size), np.float32) if explore else None)
+        columns = actor(np.zeros((1, module.noise_size), np.float32) if settings.explore else None)
         kinds = {name: (column.dtype, column.shape[1:]) for name, column in columns.items()}
         if maps:
             kinds = {name: kind for name, kind in kinds.items() if name.split("/", 1)[0] != "actions_for_env"}
@@ -50,7 +51,8 @@ class PolicyColumns:
             kinds |= {name: (column_dtype(leaf), leaf_shape(leaf)) for name, leaf in sent}
         kinds |= {STATE_IN + name: (row.dtype, row.shape) for name, row in states.items()}
         kinds[OFF_POLICY] = np.dtype(np.bool_), ()
-        return cls({name: kind for name, kind in kinds.items() if not belongs_to_space(name)}, lookback > 0)
+        looks_back = settings.episode_lookback_horizon > 0
+        return cls({name: kind for name, kind in kinds.items() if not belongs_to_space(name)}, looks_back)
 
     def check(self, batch: ChunkBatch) -> None:
         """Raise `DecodeError` for one that is of another policy or has other settings. The leaves of the spaces, and

@@ -62,7 +62,7 @@ class Shipper:
         A batch of no chunks is none. Raises `EncodeError` for one that must not go on the wire; but a chunk whose infos
         are more than a message takes is dropped by name.
         """
-        waiting = deque(_batches_of(cut))
+        waiting = deque(batches_of(cut))
         if not waiting:
             self.record()
         while waiting:
@@ -163,6 +163,7 @@ class Shipper:
         )
 
 
-def _batches_of(cut: Cut) -> list[ChunkBatch]:
+def batches_of(cut: Cut) -> list[ChunkBatch]:
+    """Those of a cut that have chunks."""
     batches = [cut] if isinstance(cut, ChunkBatch) else list(cut.batches.values())
     return [batch for batch in batches if len(batch)]

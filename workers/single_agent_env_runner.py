@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.errors import ConfigError, MissingEnvError, ModuleError
-from headrace.schemas.ledger import Discard
 from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.spaces import Spaces
 from headrace.workers.config import EnvRunnerConfig
@@ -167,43 +166,12 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
                 self._metrics.add_untrained(episode_return, length)
         return batch
 
-    def policy_columns(self) -> PolicyColumns:
-        """What batches of external envs have here, for who takes over those of others. Raises `ModuleError`."""
+    def policy_columns(self) -> dict[str, PolicyColumns]:
+        """See `EnvRunner`."""
         self._check_can_act()
-        vector, config = self._vector, self.config
-        return PolicyColumns.of(
-            self.module,
-            self.spaces,
-            vector.envs.spaces,
-            explore=config.explore,
-            maps=bool(config.module_to_env),
-            lookback=config.episode_lookback_horizon,
-        )
-
-    def take_over(
-        self,
-        batch: ChunkBatch | None,
-        discarded: Mapping[Discard, int],
-        untrained: Sequence[tuple[float, int]] = (),
-    ) -> None:
-        """Have steps that others took and cut, and those that they `discarded`, in this runner's totals and metrics.
-
-        Likewise (return, length) of their `untrained` episodes.
-
-        Its worker ships the batch as one of its own.
-        """
-        totals = self.totals
-        for reason, steps in discarded.items():
-            totals.stepped += steps
-            totals.discard(reason, steps)
-        if batch is not None:
-            totals.stepped += batch.steps
-            totals.delivered += batch.steps
-            totals.delivered_chunks += len(batch)
-            totals.episodes += self._metrics.add_table(batch.table, batch)
-        totals.env_steps, totals.env_steps_delivered = totals.stepped, totals.delivered
-        for episode_return, length in untrained:
-            self._metrics.add_untrained(episode_return, length)
+        config, env_spaces = self.config, self._vector.envs.spaces
+        columns = PolicyColumns.of(self.module, self.spaces, env_spaces, config, maps=bool(config.module_to_env))
+        return {DEFAULT_MODULE_ID: columns}
 
     # -- weights and state --------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from headrace.schemas.errors import CallbackError, EnvError, FencedError, Headra
 from headrace.schemas.keys import client_keys
 from headrace.schemas.ledger import Discard, Drop
 from headrace.schemas.messages import WorkerHello
-from headrace.schemas.module_spaces import DEFAULT_MODULE_ID, module_spaces_to_json
+from headrace.schemas.module_spaces import module_spaces_to_json
 from headrace.schemas.recorder import Recorder
 from headrace.schemas.stopping import stop_signals
 from headrace.workers.config import runner_config
@@ -137,10 +137,7 @@ class Worker:
         self.shipper = Shipper(self.fleet_id, self.session, self.recorder, runner.totals, runner.take_finished_episodes)
         self.runner, self._batches_a_cut = runner, len(runner.module_spaces)
         if isinstance(runner.config.env, ServedEnvs) and (exchange := runner.config.env.exchange) is not None:
-            assert isinstance(runner, SingleAgentEnvRunner), "clients have one agent"
-            exchange.open(
-                runner.module_spaces[DEFAULT_MODULE_ID], runner.config.num_envs, columns=runner.policy_columns()
-            )
+            exchange.open(runner.module_spaces, runner.config.num_envs, runner.policy_columns())
             self._exchange = exchange
         self.session.introduce(module_spaces_to_json(runner.module_spaces))
         self.recorder.touch()
@@ -242,10 +239,9 @@ class Worker:
             self._take_over(delivery)
 
     def _take_over(self, delivery: Delivery) -> None:
-        assert isinstance(self.runner, SingleAgentEnvRunner), "clients have one agent"
-        self.runner.take_over(delivery.batch, delivery.discarded, delivery.untrained)
-        if delivery.batch is not None:
-            self._shipper.ship(delivery.batch)
+        self._runner.take_over(delivery.taken)
+        if delivery.taken.batch is not None:
+            self._shipper.ship(delivery.taken.batch)
         delivery.done()
 
     def _apply_weights(self) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
@@ -15,12 +17,12 @@ from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.ledger import Discard, WorkerTotals
 from headrace.schemas.serving_messages import ChunkShipment
 from headrace.schemas.serving_settings import ServingSection
-from headrace.schemas.weights import weights_digest
-from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.schemas.weights import join_modules, weights_digest
+from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.acting_client import ActingClient
 from headrace.workers.module_weights import read_weights
 from headrace.workers.policy_client import PolicyClient
-from headrace.workers.serving.served_env import ServedEnv, ServedEnvs
+from headrace.workers.serving.served_env import ServedEnvs
 
 SETTINGS: dict[str, Any] = {
     "num_envs": 4,
@@ -32,6 +34,9 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+PAIR = "headrace.workers.multi_agent.examples:two_carts"
+
+
 class Harbour:
     """A runner that serves, with a thread that does what a worker does for clients of both kinds."""
 
@@ -39,14 +44,14 @@ class Harbour:
         settings = ServingSection(
             enabled=True, port=port, lease_s=lease_s, client_inference=True, max_message_bytes=max_message_bytes
         )
-        self.creator = ServedEnvs(settings, "CartPole-v1", "")
-        self.runner = SingleAgentEnvRunner(EnvRunnerConfig(env=self.creator, **{**SETTINGS, **changes}))
-        env: Any = self.runner.env
-        assert isinstance(env, ServedEnv)
-        self.endpoint = env.endpoint
+        several = "policies" in changes
+        self.creator = ServedEnvs(settings, PAIR if several else "CartPole-v1", "", several_agents=several)
+        kind: Any = MultiAgentEnvRunner if several else SingleAgentEnvRunner
+        self.runner = kind(EnvRunnerConfig(env=self.creator, **{**SETTINGS, **changes}))
+        self.endpoint = self.runner.env.endpoint
         assert self.creator.exchange is not None
         self.exchange = self.creator.exchange
-        self.exchange.open(self.runner.spaces, self.runner.config.num_envs, self.runner.policy_columns())
+        self.exchange.open(self.runner.module_spaces, self.runner.config.num_envs, self.runner.policy_columns())
         self.publish(1)
         self.chunks: list[EpisodeChunk] = []
         self.held = threading.Event()
@@ -56,7 +61,9 @@ class Harbour:
         self._thread.start()
 
     def publish(self, seq: int) -> None:
-        arrays = read_weights(self.runner.module)  # type: ignore[arg-type]
+        arrays = self.runner._read_weights()
+        if isinstance(self.runner, MultiAgentEnvRunner):
+            arrays = join_modules(arrays)
         digest = weights_digest(arrays)
         self.runner.set_weights(arrays, seq, 1, digest)
         self.exchange.offer((1, seq), arrays, digest)
@@ -75,8 +82,8 @@ class Harbour:
             raise InterruptedError
 
     def _deliver(self, delivery: Any) -> None:
-        self.runner.take_over(delivery.batch, delivery.discarded, delivery.untrained)
-        self.chunks += delivery.batch or ()
+        self.runner.take_over(delivery.taken)
+        self.chunks += delivery.taken.batch or ()
         delivery.done()
 
     def close(self) -> None:
@@ -92,17 +99,19 @@ class Harbour:
 
 
 def check_whole(chunks: list[EpisodeChunk]) -> None:
-    """Each episode's chunks follow on one another to an end, and no two open ones have one place."""
-    places: dict[int, str] = {}
-    seen: dict[str, int] = {}
-    steps: dict[str, int] = {}
+    """Each agent's chunks of an episode follow on one another to an end, and no two open ones have one place."""
+    places: dict[Any, Any] = {}
+    seen: dict[Any, int] = {}
+    steps: dict[Any, int] = defaultdict(int)
     for chunk in chunks:
-        id = chunk.episode_id
-        assert (chunk.chunk_index, chunk.t_start) == (seen.get(id, 0), steps.get(id, 0))
-        assert places.setdefault(chunk.env_index, id) == id
-        seen[id], steps[id] = seen.get(id, 0) + 1, chunk.t_start + len(chunk)
+        id, place = (chunk.episode_id, chunk.agent_id), (chunk.env_index, chunk.agent_id)
+        assert chunk.chunk_index == seen.get(id, 0)
+        assert chunk.t_start == steps[id] or (chunk.agent_id != "default_agent" and chunk.t_start > steps[id])
+        assert places.setdefault(place, id) == id
+        seen[id] = seen.get(id, 0) + 1
+        steps[id] = int(chunk.env_t[-1]) + 1 if len(chunk) else chunk.t_start
         if chunk.end is not ChunkEnd.ONGOING:
-            del places[chunk.env_index]
+            del places[place]
     assert not places, "an episode was left open"
 
 
@@ -178,3 +187,26 @@ class Shipper:
 
     def close(self) -> None:
         self._runner.stop()
+
+
+def assert_alike(a: EpisodeChunk, b: EpisodeChunk) -> None:
+    for name in ("chunk_index", "t_start", "end", "end_reason", "infos", "agent_id", "module_id", "seed", "explore"):
+        assert getattr(a, name) == getattr(b, name), name
+    for name in ("random_actions", "learner_epoch", "weights_digest", "episode_return", "episode_length"):
+        assert getattr(a, name) == getattr(b, name), name
+    for name in ("obs", "actions", "rewards", "weights_seq", "env_t"):
+        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), strict=True)
+    assert a.columns.keys() == b.columns.keys() >= {"logp", "off_policy", "action_dist_inputs"}
+    for name, column in a.columns.items():
+        np.testing.assert_array_equal(column, b.columns[name], strict=True)
+    assert (a.lookback is None) == (b.lookback is None)
+    if a.lookback is not None and b.lookback is not None:
+        np.testing.assert_array_equal(a.lookback.obs, b.lookback.obs, strict=True)
+
+
+def external(batch: ChunkBatch) -> ChunkBatch:
+    """As one of external envs, whose steps say whether the policy was asked."""
+    further = {"off_policy": np.zeros(batch.steps, np.bool_)}
+    if "lookback/rewards" in batch.columns:
+        further["lookback/off_policy"] = np.zeros(len(batch.columns["lookback/rewards"]), np.bool_)
+    return replace(batch, columns={**batch.columns, **further})

@@ -55,7 +55,9 @@ class Served:
         self._door = Door(settings)
         self.endpoint = self._door.endpoint
         self.exchange = Exchange(limits.max_message_bytes)
-        self.exchange.open(spaces, capacity, PolicyColumns({}, looks_back=False))
+        self.exchange.open(
+            {"default_policy": spaces}, capacity, {"default_policy": PolicyColumns({}, looks_back=False)}
+        )
         way = FramesDoor(self._door, values, limits.max_message_bytes)
         self.desk = Desk(self.episodes, values, limits, way, self.exchange)
         listener = listen("127.0.0.1", 0)

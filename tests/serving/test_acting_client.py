@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harbours import Shipper, acting, harbour, play
+from harbours import Shipper, acting, assert_alike, harbour, play
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.episode_errors import EpisodeAbortedError, EpisodesClosedError
@@ -40,21 +40,6 @@ def test_chunks_are_the_same_to_the_bit_whoever_infers() -> None:
         assert len(ours) == len(theirs)
         for a, b in zip(ours, theirs, strict=True):
             assert_alike(a, b)
-
-
-def assert_alike(a: EpisodeChunk, b: EpisodeChunk) -> None:
-    for name in ("chunk_index", "t_start", "end", "end_reason", "infos", "agent_id", "module_id", "seed", "explore"):
-        assert getattr(a, name) == getattr(b, name), name
-    for name in ("random_actions", "learner_epoch", "weights_digest", "episode_return", "episode_length"):
-        assert getattr(a, name) == getattr(b, name), name
-    for name in ("obs", "actions", "rewards", "weights_seq", "env_t"):
-        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), strict=True)
-    assert a.columns.keys() == b.columns.keys() >= {"logp", "off_policy", "action_dist_inputs"}
-    for name, column in a.columns.items():
-        np.testing.assert_array_equal(column, b.columns[name], strict=True)
-    assert (a.lookback is None) == (b.lookback is None)
-    if a.lookback is not None and b.lookback is not None:
-        np.testing.assert_array_equal(a.lookback.obs, b.lookback.obs, strict=True)
 
 
 def test_newer_weights_act_and_are_named_and_two_clients_keep_apart(wait_for: Callable[..., None]) -> None:

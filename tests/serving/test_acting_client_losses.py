@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harbours import Harbour, Shipper, acting, harbour
+from harbours import Harbour, Shipper, acting, external, harbour
 
-from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.episode_errors import EpisodeAbortedError, EpisodesClosedError
 from headrace.schemas.errors import DecodeError
@@ -35,14 +34,6 @@ def walk(client: Any, steps: int, *, info: dict[str, Any] | None = None, trainin
     client.end_episode(episode, SEEN)
 
 
-def external(batch: ChunkBatch) -> ChunkBatch:
-    """As one of external envs, whose steps say whether the policy was asked."""
-    further = {"off_policy": np.zeros(batch.steps, np.bool_)}
-    if "lookback/rewards" in batch.columns:
-        further["lookback/off_policy"] = np.zeros(len(batch.columns["lookback/rewards"]), np.bool_)
-    return replace(batch, columns={**batch.columns, **further})
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -55,7 +46,7 @@ def external(batch: ChunkBatch) -> ChunkBatch:
 )
 def test_the_columns_that_are_expected_of_others_are_those_of_an_own_batch(settings: dict[str, Any]) -> None:
     with SingleAgentEnvRunner(EnvRunnerConfig(num_envs=2, seed=0, rollout_fragment_length=8, **settings)) as runner:
-        columns = runner.policy_columns()
+        columns = runner.policy_columns()["default_policy"]
         batch = external(runner.sample_fragment())
         columns.check(batch)
         for name in columns.kinds:

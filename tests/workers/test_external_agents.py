@@ -12,12 +12,10 @@ from toy_envs import runner
 from toy_multi_envs import check_books, multi_runner
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
-from headrace.schemas.config import FleetConfig
 from headrace.schemas.episode_errors import EpisodeAbortedError
 from headrace.schemas.errors import ConfigError, EnvContractError, EnvError
 from headrace.schemas.ledger import Discard
 from headrace.workers import PolicySpec
-from headrace.workers.config import runner_config
 from headrace.workers.external import Answer, ExternalMultiAgentEnv
 from headrace.workers.multi_agent.policies import PolicyMappingError
 
@@ -260,12 +258,6 @@ def test_each_kind_of_runner_refuses_the_other_kind_of_external_env() -> None:
 
     with pytest.raises(ConfigError, match=r"Unbuilt must call super\(\)"):
         multi_runner(Unbuilt)
-
-
-def test_clients_that_act_by_themselves_have_one_agent() -> None:
-    told = {"sampling": {"env": "headrace.workers.multi_agent.examples:two_carts", "policies": {"one": {}}}}
-    with pytest.raises(ConfigError, match="act by themselves have one agent, and sampling has policies"):
-        runner_config(FleetConfig.model_validate({**told, "serving": {"enabled": True, "client_inference": True}}))
 
 
 @pytest.mark.parametrize(

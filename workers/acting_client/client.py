@@ -14,7 +14,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.episode_errors import EpisodeTimeoutError
 from headrace.schemas.errors import ConfigError, HeadraceError
 from headrace.schemas.keys import ClientKeys
@@ -22,14 +21,15 @@ from headrace.schemas.ledger import Discard
 from headrace.schemas.serving_errors import MessageTooLargeError, UnknownSessionError
 from headrace.schemas.serving_messages import ClientBye
 from headrace.schemas.spaces import Spaces, column_dtype, leaf_size, leaves
+from headrace.workers.acting_client.here import env_here
 from headrace.workers.acting_client.pulling import WeightsPuller
-from headrace.workers.acting_client.shipments import Shipments
+from headrace.workers.acting_client.shipments import AnyRunner, Shipments
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.envs.spaces import to_gym
 from headrace.workers.external.calls import Answer
-from headrace.workers.external.env import ExternalEnv
+from headrace.workers.multi_agent_env_runner import MultiAgentEnvRunner
 from headrace.workers.policy_client import PolicyClient
-from headrace.workers.serving.values import Values
+from headrace.workers.serving.space_values import SpaceValues
+from headrace.workers.shipping import Cut
 from headrace.workers.single_agent_env_runner import SingleAgentEnvRunner
 
 log = logging.getLogger(__name__)
@@ -45,29 +45,14 @@ class _BrokenOffError(HeadraceError):
     """The client closes, or its session has ended, or a message is full, while a fragment is being gathered."""
 
 
-class _Here(ExternalEnv):
-    """Whoever calls the client drives the episodes."""
-
-    def __init__(self, spaces: Spaces) -> None:
-        super().__init__(to_gym(spaces.action), to_gym(spaces.observation))
-        self._over = threading.Event()
-
-    def run(self) -> None:
-        """Nothing is driven from here."""
-        self._over.wait()
-
-    def close(self) -> None:
-        """See `ExternalEnv`."""
-        self._over.set()
-
-
 class ActingClient:
     """Drives episodes by a policy that is here, with the newest weights of a policy server; see `PolicyClient`.
 
     `config` is the worker's: module, connectors, fragment length and the rest must be the same there; `env` is left
     out. `index` tells apart clients with one seed. The server's config has serving.client_inference = true. Calls are
-    those of `ExternalEnv`, with its deadlines and errors; before the first weights have come they wait. What a server
-    has not taken when it ends, or when it forgets a client that was silent, is lost, and the next one's books name it
+    those of `ExternalEnv`, with its deadlines and errors, or of `ExternalMultiAgentEnv`, where agents go by the texts
+    of their ids, in the policies' mapping too; before the first weights have come they wait. What a server has not
+    taken when it ends, or when it forgets a client that was silent, is lost, and the next one's books name it
     `unshipped`; so is a chunk that fits no message. Open episodes are then aborted, and their next call is an
     `EpisodeAbortedError`. What ends the client itself is raised by its next calls as `EpisodesClosedError`, and stands
     in `failure`.
@@ -97,17 +82,15 @@ class ActingClient:
             connect_timeout_s=connect_timeout_s,
             reopens=False,  # a shipment whose answer was lost must not be taken again by a session of the same name
         )
-        if not isinstance(self._link.spaces, Spaces):
-            self._link.close()
-            message = "the server's episodes are of several agents, and who acts by itself has one; take a PolicyClient"
-            raise ConfigError(message)
-        self.spaces: Spaces = self._link.spaces
-        self._observations = Values(self.spaces.observation, "obs")
-        self._actions = Values(self.spaces.action, "actions")
-        self._env = _Here(self.spaces)
+        self.spaces = self._link.spaces
+        """One agent's, or those of several by the texts of their ids."""
+        kind = MultiAgentEnvRunner if config.is_multi_agent else SingleAgentEnvRunner
         try:
+            _check_kind(config, self.spaces)
+            self._values = SpaceValues.of(self.spaces)
+            self._env = env_here(self.spaces)
             here = config.model_copy(update={"env": lambda context: self._env, "env_placement": "inline"})
-            self._runner = SingleAgentEnvRunner(here, index, run_uid=secrets.token_hex(8))
+            self._runner: AnyRunner = kind(here, index, run_uid=secrets.token_hex(8))
         except BaseException:
             self._link.close()
             raise
@@ -116,23 +99,25 @@ class ActingClient:
         self.failure: HeadraceError | None = None
         self._closing = threading.Event()
         self._shipments = Shipments(self._link, self._runner, self._closing, timeout_s)
-        self._most_open = self._shipments.room // (2 * _step_bytes(self._runner.spaces))
+        most_bytes = max(map(_step_bytes, self._runner.module_spaces.values()))
+        self._most_open = self._shipments.room // (2 * most_bytes)
         self._puller = WeightsPuller(self._link, update_interval_s)
         self._thread = threading.Thread(target=self._run, name="acting", daemon=True)
         self._thread.start()
 
     def get_action(self, episode_id: str, observation: Any) -> Any:
         """See `ExternalEnv`; what is seen may be lists and numbers too."""
-        return self._env.get_action(episode_id, self._observations.read(observation))
+        return self._env.get_action(episode_id, self._values.observation.read(observation))
 
     def log_action(self, episode_id: str, observation: Any, action: Any) -> None:
         """See `ExternalEnv`, and `get_action`."""
-        self._env.log_action(episode_id, self._observations.read(observation), self._actions.read(action))
+        values = self._values
+        self._env.log_action(episode_id, values.observation.read(observation), values.action.read(action))
 
     def end_episode(self, episode_id: str, observation: Any, truncated: bool = False) -> None:
         """The episode has ended with this observation. Blocks until that is taken in, so that its place is free."""
         answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        last = self._observations.read(observation)
+        last = self._values.observation.read(observation)
         self._env.episodes.end(episode_id, last, answers.put, truncated=truncated)
         try:
             answer = answers.get(timeout=self._timeout_s)
@@ -185,7 +170,7 @@ class ActingClient:
                 self._open_anew()
         self._apply_newest()
 
-    def _gather(self) -> ChunkBatch:
+    def _gather(self) -> Cut:
         try:
             return self._runner.sample_fragment(self._between_polls)
         except _BrokenOffError:
@@ -204,14 +189,14 @@ class ActingClient:
         if self._puller.failure is not None:
             raise self._puller.failure
 
-    def _ship(self, batch: ChunkBatch) -> None:
+    def _ship(self, cut: Cut) -> None:
         """Blocks until the server has it in its stream: while nobody trains, nobody acts."""
         if self._puller.lost.is_set():
-            self._shipments.lose(batch)
+            self._shipments.lose(cut)
             self._begin_anew(_FORGOTTEN)
             return
         try:
-            self._shipments.ship(batch)
+            self._shipments.ship(cut)
         except UnknownSessionError:
             self._begin_anew(_FORGOTTEN)
         except MessageTooLargeError as error:
@@ -232,6 +217,12 @@ class ActingClient:
         self._link.open_anew(_LEAVING_S if self._closing.is_set() else self._timeout_s)
         self._shipments.begin_anew()
         self._puller.lost.clear()
+
+
+def _check_kind(config: EnvRunnerConfig, spaces: Any) -> None:
+    if config.is_multi_agent is isinstance(spaces, Spaces):
+        told, here = ("one agent", "several") if config.is_multi_agent else ("several agents", "one")
+        raise ConfigError(f"the server's episodes are of {told}, and this config's of {here}", key="policies")
 
 
 def _step_bytes(spaces: Spaces) -> int:

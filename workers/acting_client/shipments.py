@@ -13,11 +13,14 @@ from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.errors import InfosTooLargeError, UnreachableError
 from headrace.schemas.ledger import Discard, WorkerTotals
 from headrace.schemas.serving_errors import MessageTooLargeError, NotYetError, UnknownSessionError
-from headrace.schemas.serving_messages import MOST_UNTRAINED, ChunkShipment
+from headrace.schemas.serving_messages import MOST_EPISODES, ChunkShipment
 from headrace.schemas.wire import Buffer
+from headrace.workers.multi_agent_env_runner import MultiAgentEnvRunner
 from headrace.workers.policy_client import PolicyClient
+from headrace.workers.shipping import Cut, batches_of
 from headrace.workers.single_agent_env_runner import SingleAgentEnvRunner
 
+AnyRunner = SingleAgentEnvRunner | MultiAgentEnvRunner
 _ONE_TRY_S = 5.0
 """How long one request is waited for; a client that closes waits no longer for a server that is gone."""
 _HEAD_BYTES = 2560
@@ -31,9 +34,7 @@ class Shipments:
     `Discard.UNSHIPPED`. (A worker that is killed between taking a shipment and saying so has it in its own books too.)
     """
 
-    def __init__(
-        self, link: PolicyClient, runner: SingleAgentEnvRunner, closing: threading.Event, timeout_s: float
-    ) -> None:
+    def __init__(self, link: PolicyClient, runner: AnyRunner, closing: threading.Event, timeout_s: float) -> None:
         self._link = link
         self._runner = runner
         self._closing = closing
@@ -45,6 +46,11 @@ class Shipments:
         """Discarded steps that a server knows of."""
         self._untrained: list[tuple[float, int]] = []
         """Episodes that are to be told next."""
+        self._episodes: list[tuple[float, int]] = []
+        """Likewise, of several agents that are trained on."""
+        self._waiting: list[tuple[float, int]] = []
+        """For their turn."""
+        self._told_env_steps: tuple[int, ...] = (0, 0, 0)
 
     @property
     def room(self) -> int:
@@ -60,22 +66,23 @@ class Shipments:
         """The session is another, in which nothing was shipped yet."""
         self._number = 0
 
-    def lose(self, batch: ChunkBatch) -> None:
+    def lose(self, cut: Cut) -> None:
         """No server will ever have this."""
-        self._unshipped += batch.steps
+        self._unshipped += cut.steps
 
-    def ship(self, batch: ChunkBatch) -> None:
+    def ship(self, cut: Cut) -> None:
         """Returns when the server has all of it in its stream: while nobody trains, nobody acts.
 
         Raises `UnknownSessionError` when the session has ended, and `MessageTooLargeError` for a chunk that fits no
         message; what was not taken of the batch is lost then. Others end the client: `UnreachableError` and
         `NotYetError` after `timeout_s` or when it closes, and what a server refuses chunks with.
         """
-        left = batch.steps
+        left = cut.steps
         try:
-            for part in self._parts(batch):
-                self._send(encode_batch(part, self._header(part)))
-                left -= part.steps
+            for batch in batches_of(cut):
+                for part in self._parts(batch):
+                    self._send(encode_batch(part, self._header(part)))
+                    left -= part.steps
             self.tell()
         except (UnknownSessionError, MessageTooLargeError):
             self._unshipped += left
@@ -83,13 +90,11 @@ class Shipments:
 
     def tell(self) -> None:
         """Of steps and episodes that come in no batch, as far as it was not told yet. Raises what `ship` does."""
-        while self._discarded() or self._take_untrained():
+        while self._discarded() or self._take_untrained() or self._take_episodes() or any(self._env_steps()):
             self._send([])
 
     def _parts(self, batch: ChunkBatch) -> Iterator[ChunkBatch]:
         """The batch, or halves of it, or halves of those, such that each fits a message."""
-        if not len(batch):
-            return
         excess = self._excess(batch)
         if not excess:
             yield batch
@@ -114,12 +119,14 @@ class Shipments:
         )
 
     def _send(self, frames: list[Buffer]) -> None:
-        discarded, untrained = self._discarded(), self._take_untrained()
+        discarded, env_steps = self._discarded(), self._env_steps()
+        counts = {"discarded": discarded, "untrained": self._take_untrained(), "episodes": self._take_episodes()}
         arrays = {"batch": np.frombuffer(b"".join(frames), np.uint8)} if frames else {}
         sizes = [len(frame) for frame in frames]
-        self._ask(arrays, number=self._number + 1, frame_sizes=sizes, discarded=discarded, untrained=untrained)
+        self._ask(arrays, number=self._number + 1, frame_sizes=sizes, env_steps=env_steps, **counts)
         self._number += 1
-        self._untrained = []
+        self._untrained, self._episodes = [], []
+        self._told_env_steps = tuple(map(sum, zip(self._told_env_steps, env_steps, strict=True)))
         for reason, steps in discarded.items():
             self._told[reason] = self._told.get(reason, 0) + steps
 
@@ -140,8 +147,24 @@ class Shipments:
         return {reason: steps - told.get(reason, 0) for reason, steps in reasons.items() if steps > told.get(reason, 0)}
 
     def _take_untrained(self) -> list[tuple[float, int]]:
-        self._untrained += self._runner.take_untrained_episodes(MOST_UNTRAINED - len(self._untrained))
+        self._untrained += self._runner.take_untrained_episodes(MOST_EPISODES - len(self._untrained))
         return self._untrained
+
+    def _take_episodes(self) -> list[tuple[float, int]]:
+        """Those of several agents: of one, the chunks tell."""
+        if isinstance(self._runner, MultiAgentEnvRunner):
+            self._waiting += self._runner.take_finished_episodes()
+            free = MOST_EPISODES - len(self._episodes)
+            self._episodes, self._waiting = self._episodes + self._waiting[:free], self._waiting[free:]
+        return self._episodes
+
+    def _env_steps(self) -> tuple[int, ...]:
+        """Taken, delivered, discarded, since the server was told last; nothing where each agent step is one."""
+        if not isinstance(self._runner, MultiAgentEnvRunner):
+            return (0, 0, 0)
+        t = self._runner.totals
+        now = t.env_steps, t.env_steps_delivered, t.env_steps_discarded
+        return tuple(steps - told for steps, told in zip(now, self._told_env_steps, strict=True))
 
     def _header(self, batch: ChunkBatch) -> BatchHeader:
         return BatchHeader(

@@ -1,13 +1,15 @@
 """Episodes that clients cut by themselves: their chunks go on without gaps, and end when nobody else ends them.
 
-Each open episode has an env index of its own in the worker's stream, beyond those of the worker's own envs: the learner
-knows by it who goes on after whom. All rules are checked before anything is kept of a batch.
+Each open episode, or agent's part of one, has an env index of its own in the worker's stream, beyond those of the
+worker's own envs: the learner knows by it who goes on after whom. All rules are checked before anything is kept of a
+batch.
 """
 
 from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,21 +17,49 @@ from numpy.typing import NDArray
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.chunk import CHUNK_TABLE, ChunkEnd
 from headrace.schemas.ledger import Discard
-from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.serving_errors import BadRequestError, ServerFullError
 
 MOST_OPEN = 4096
 """Episodes of all clients together."""
 
-_Id = tuple[int, int]
+_Id = tuple[int, int, str, str]
+"""Of an agent's part of an episode: the episode's two words, agent, module."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A chunk, or end marker, of `id`. `t_end`: the env step after its last one."""
+
+    id: _Id
+    row: np.void
+    t_end: int
+    pauses: bool
+    """The agent may let env steps pass, so that steps of its own are told from those."""
+
+    def check_follows(self, last: _Part | None) -> None:
+        """Raise `BadRequestError` unless it goes on where `last`, or nothing, has stopped."""
+        chunk, begins = int(self.row["chunk_index"]), int(self.row["t_start"])
+        length, steps = int(self.row["length"]), int(self.row["episode_length"])
+        due, t, before = (0, 0, 0) if last is None else last.next_due
+        in_time = begins >= t if self.pauses else begins == t
+        if chunk != due or not in_time or steps != before + length:
+            raise BadRequestError(
+                f"chunk {chunk} of episode {self.id[0]:016x}{self.id[1]:016x} begins at step {begins} and ends at "
+                f"{steps}; after what was shipped before, chunk {due} from step {t} on is due"
+            )
+
+    @property
+    def next_due(self) -> tuple[int, int, int]:
+        """The chunk after it: its number, the env step from which on it may begin, and the agent's steps before it."""
+        return int(self.row["chunk_index"]) + 1, self.t_end, int(self.row["episode_length"])
 
 
 @dataclass(slots=True)
 class _Owned:
-    """Of one client: its open episodes with the newest row of each, and an empty batch of its columns."""
+    """Of one client: its open episodes with the newest chunk of each, and an empty batch of each module's columns."""
 
-    rows: dict[_Id, np.void] = field(default_factory=dict)
-    template: ChunkBatch | None = None
+    newest: dict[_Id, _Part] = field(default_factory=dict)
+    templates: dict[str, ChunkBatch] = field(default_factory=dict)
 
 
 class ClientEpisodes:
@@ -51,62 +81,53 @@ class ClientEpisodes:
         Raises `BadRequestError` for chunks that do not go on where those before have stopped, `ServerFullError` beyond
         `MOST_OPEN`; nothing is kept of it then.
         """
-        if tuple(batch.modules) != (DEFAULT_MODULE_ID,) or len(batch.agents) != 1:
-            raise BadRequestError(
-                f"chunks of {list(batch.modules)!r:.80} and {list(batch.agents)!r:.80}; one agent's only"
-            )
         owned = self._owned.get(owner, _Owned())
-        rows = dict(owned.rows)
-        for row in batch.table:
-            self._check(row, rows)
-        if len(self._open) + len(rows) - len(owned.rows) > MOST_OPEN:
+        newest, parts = dict(owned.newest), _parts(batch)
+        for part in parts:
+            self._check(part, newest)
+        if len(self._open) + len(newest) - len(owned.newest) > MOST_OPEN:
             raise ServerFullError(f"{len(self._open)} episodes of clients are open; {MOST_OPEN} may be")
         table = batch.table.copy()
-        for row in table:
-            row["env_index"] = self._place(row)
-        owned.rows, owned.template = {id: row.copy() for id, row in rows.items()}, _empty(batch)
+        table["env_index"] = [self._place(part.id, part.row) for part in parts]
+        owned.newest, owned.templates[batch.modules[0]] = newest, _empty(batch)
         self._owned[owner] = owned
         return replace(batch, table=table)
 
-    def lost(self, owner: object, reason: Discard) -> ChunkBatch | None:
-        """An end marker for each open episode of `owner`, who is forgotten; None if there is none."""
-        owned = self._owned.pop(owner, None)
-        if owned is None or not owned.rows or owned.template is None:
-            return None
-        table = np.array(list(owned.rows.values()), CHUNK_TABLE)
-        table["t_start"] = table["episode_length"]
+    def lost(self, owner: object, reason: Discard) -> list[ChunkBatch]:
+        """An end marker for each open episode of `owner`, who is forgotten: a batch for each module that has any."""
+        owned = self._owned.pop(owner, _Owned())
+        by_module: dict[str, list[_Part]] = {}
+        for part in owned.newest.values():
+            by_module.setdefault(part.id[-1], []).append(part)
+        return [self._markers(owned.templates[module], parts, reason) for module, parts in by_module.items()]
+
+    def _markers(self, template: ChunkBatch, parts: list[_Part], reason: Discard) -> ChunkBatch:
+        table = np.array([part.row for part in parts], CHUNK_TABLE)
+        agents = list(dict.fromkeys(part.id[2] for part in parts))
+        table["agent"] = [agents.index(part.id[2]) for part in parts]
+        table["t_start"] = [part.t_end for part in parts]
         table["chunk_index"] += 1
         table["length"] = table["lookback"] = 0
         table["end"], table["reason"] = ChunkEnd.ABORTED, 1
-        for row in table:
-            row["env_index"] = self._place(row)
-        return replace(owned.template, table=table, reasons=("", reason.value))
+        table["env_index"] = [self._place(part.id, row) for part, row in zip(parts, table, strict=True)]
+        return replace(template, table=table, agents=agents, reasons=("", reason.value))
 
     def lost_all(self, reason: Discard) -> list[ChunkBatch]:
         """`lost` of everybody."""
-        found = [self.lost(owner, reason) for owner in list(self._owned)]
-        return [batch for batch in found if batch is not None]
+        return [batch for owner in list(self._owned) for batch in self.lost(owner, reason)]
 
-    def _check(self, row: np.void, rows: dict[_Id, np.void]) -> None:
-        id = _id(row)
-        last = rows.get(id)
-        chunk, begins, ends = int(row["chunk_index"]), int(row["t_start"]), int(row["t_start"]) + int(row["length"])
-        goes_on = (int(last["chunk_index"]) + 1, int(last["episode_length"])) if last is not None else (0, 0)
-        fits = (chunk, begins) == goes_on and int(row["episode_length"]) == ends
-        if not fits or (last is None and (id in self._open or not row["length"])):
-            raise BadRequestError(
-                f"chunk {chunk} of episode {id[0]:016x}{id[1]:016x} begins at step {begins} and ends at "
-                f"{int(row['episode_length'])}; after what was shipped before, "
-                f"chunk {goes_on[0]} from step {goes_on[1]} on is due"
-            )
-        if row["end"] == ChunkEnd.ONGOING:
-            rows[id] = row
+    def _check(self, part: _Part, newest: dict[_Id, _Part]) -> None:
+        last = newest.get(part.id)
+        part.check_follows(last)
+        if last is None and (part.id in self._open or not part.row["length"]):
+            raise BadRequestError(f"episode {part.id[0]:016x}{part.id[1]:016x} is another client's, or never began")
+        if part.row["end"] == ChunkEnd.ONGOING:
+            newest[part.id] = part
         else:
-            rows.pop(id, None)
+            newest.pop(part.id, None)
 
-    def _place(self, row: np.void) -> int:
+    def _place(self, id: _Id, row: np.void) -> int:
         """That of the row's episode; free for another once this row has ended it."""
-        id = _id(row)
         place = self._open.pop(id, None)
         if place is None:
             place = heapq.heappop(self._free) if self._free else self._next_place
@@ -118,8 +139,24 @@ class ClientEpisodes:
         return place
 
 
-def _id(row: np.void) -> _Id:
-    return int(row["id_high"]), int(row["id_low"])
+def _parts(batch: ChunkBatch) -> list[_Part]:
+    env_t, offsets = batch.columns.get("env_t"), batch.offsets.tolist()
+    parts = []
+    for row, start, stop in zip(batch.table, offsets[:-1], offsets[1:], strict=True):
+        id = int(row["id_high"]), int(row["id_low"]), batch.agents[row["agent"]], batch.modules[row["module"]]
+        t_end = int(row["t_start"]) + stop - start
+        if env_t is not None and stop > start:
+            t_end = _last(env_t[start:stop], int(row["t_start"])) + 1
+        parts.append(_Part(id, row.copy(), t_end, pauses=env_t is not None))
+    return parts
+
+
+def _last(env_t: NDArray[Any], t_start: int) -> int:
+    """The last of a chunk's env steps; raises `BadRequestError` unless they rise from `t_start`."""
+    first, last = int(env_t[0]), int(env_t[-1])
+    if first != t_start or last >= 1 << 62 or bool((env_t[1:] <= env_t[:-1]).any()):
+        raise BadRequestError(f"env_t of a chunk goes from {first} to {last}; it should rise from its start, {t_start}")
+    return last
 
 
 def _empty(batch: ChunkBatch) -> ChunkBatch:

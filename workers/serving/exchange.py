@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from headrace.schemas.weights import Arrays, encode_weights
 from headrace.schemas.wire import Buffer, Caps, MessageKind, decode_header
 from headrace.workers.policy_columns import PolicyColumns
 from headrace.workers.serving.client_episodes import ClientEpisodes
+from headrace.workers.taken_over import TakenOver
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +40,10 @@ class WeightsBlob:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Chunks for the stream, None where there are only counts; call `done` once they have a number there."""
+    """For the stream, and the books; call `done` once its batch, if it has one, has a number there."""
 
-    batch: ChunkBatch | None
+    taken: TakenOver
     done: Callable[[], None]
-    discarded: Mapping[Discard, int] = field(default_factory=dict)
-    untrained: Sequence[tuple[float, int]] = ()
-    """(return, length) of episodes that were not to be trained on."""
 
 
 class Exchange:
@@ -59,20 +57,22 @@ class Exchange:
         self._digest = ""
         """Of what is offered."""
         self._deliveries: deque[Delivery] = deque()
-        self._reader: BatchReader | None = None
-        self._columns: PolicyColumns | None = None
+        self._readers: dict[str, tuple[BatchReader, PolicyColumns]] = {}
+        """By module; none while nothing is taken."""
         self._episodes: ClientEpisodes | None = None
 
     # -- the worker's side --------------------------------------------------------------------------------------------
 
-    def open(self, spaces: Spaces, places: int, columns: PolicyColumns) -> None:
-        """Take chunks with these `spaces`, the module's, and these `columns` besides.
+    def open(self, spaces: Mapping[str, Spaces], places: int, columns: Mapping[str, PolicyColumns]) -> None:
+        """Take chunks with these `spaces`, and these `columns` besides, by module.
 
         The worker's own envs have the first `places` env indices.
         """
         with self._lock:
-            self._columns = columns
-            self._reader = BatchReader(spaces.observation, spaces.action, self._caps)
+            self._readers = {
+                module_id: (BatchReader(own.observation, own.action, self._caps), columns[module_id])
+                for module_id, own in spaces.items()
+            }
             self._episodes = self._episodes or ClientEpisodes(places)
 
     def offer(self, version: Version, arrays: Arrays, digest: str) -> None:
@@ -89,9 +89,9 @@ class Exchange:
     def end(self, reason: Discard) -> list[Delivery]:
         """Take nothing more: what still waits, and end markers of all episodes that clients have shipped a part of."""
         with self._lock:
-            self._reader = None
+            self._readers = {}
             markers = self._episodes.lost_all(reason) if self._episodes is not None else []
-            left = [*self._deliveries, *(Delivery(batch, _nobody_waits) for batch in markers)]
+            left = [*self._deliveries, *map(_markers, markers)]
             self._deliveries.clear()
         return left
 
@@ -114,29 +114,35 @@ class Exchange:
         """
         discarded = _reasons(shipment.discarded)
         with self._lock:
-            if self._reader is None or self._episodes is None:
+            if not self._readers or self._episodes is None:
                 raise NotYetError("the server takes no chunks now; send the same again")
             batch = None
             if shipment.frame_sizes:
-                batch = self._read(self._reader, _frames(array, shipment.frame_sizes))
+                batch = self._read(_frames(array, shipment.frame_sizes))
                 self._check_label(batch)
                 batch = self._episodes.take(owner, batch)
-            self._deliveries.append(Delivery(batch, done, discarded, shipment.untrained))
+            s = shipment
+            self._deliveries.append(Delivery(TakenOver(batch, discarded, s.untrained, s.episodes, s.env_steps), done))
 
     def lost(self, owner: object) -> None:
         """Whoever shipped is gone: what it has begun ends by markers."""
         with self._lock:
-            markers = self._episodes.lost(owner, Discard.CLIENT_LOST) if self._episodes is not None else None
-            if markers is not None and self._reader is not None:
-                self._deliveries.append(Delivery(markers, _nobody_waits))
+            markers = self._episodes.lost(owner, Discard.CLIENT_LOST) if self._episodes is not None else []
+            if self._readers:
+                self._deliveries.extend(map(_markers, markers))
 
-    def _read(self, reader: BatchReader, frames: list[Buffer]) -> ChunkBatch:
+    def _read(self, frames: list[Buffer]) -> ChunkBatch:
         kind, raw = decode_header(frames, self._caps)
         if kind is not MessageKind.BATCH:
             raise BadRequestError(f"a {kind.name} message was shipped; chunks are in a BATCH")
-        batch = reader.read(UnreadBatch(read_batch_header(raw), raw, frames))
-        if self._columns is not None:
-            self._columns.check(batch)
+        header = read_batch_header(raw)
+        if len(header.modules) != 1 or header.modules[0] not in self._readers:
+            raise BadRequestError(
+                f"chunks of the modules {header.modules!r:.80}; each batch is of one of {sorted(self._readers)!r:.200}"
+            )
+        reader, columns = self._readers[header.modules[0]]
+        batch = reader.read(UnreadBatch(header, raw, frames))
+        columns.check(batch)
         return batch
 
     def _check_label(self, batch: ChunkBatch) -> None:
@@ -167,6 +173,10 @@ def _frames(array: Any, sizes: list[int]) -> list[Buffer]:
         frames.append(view[start : start + size])
         start += size
     return frames
+
+
+def _markers(batch: ChunkBatch) -> Delivery:
+    return Delivery(TakenOver(batch), _nobody_waits)
 
 
 def _nobody_waits() -> None:

@@ -1,0 +1,67 @@
+"""Clients that act by themselves for several agents, at a real worker and broker: to the learner they are like any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from parties import BrokerThread
+from several_agents import AgentWitness
+from test_several_modules import drain
+from test_worker import WorkerThread, closed_row
+
+from headrace.learner_stub import EpisodeStream, WeightPublisher
+from headrace.schemas.ledger import add_up
+from headrace.workers import EnvRunnerConfig
+from headrace.workers.acting_client import ActingClient
+from headrace.workers.modules import actor_critic
+
+SAMPLING: dict[str, Any] = {"num_envs": 4, "policies": {"short": {}, "long": {}}, "external_fragment_max_age_s": 0.2}
+ENV = "headrace.workers.multi_agent.examples:two_carts"
+
+
+def play(client: ActingClient, steps: int, *, ends: bool = True) -> None:
+    """Agent "long" is done halfway."""
+    episode = client.start_episode()
+    for t in range(steps):
+        seen = {"short": np.zeros(4)} | ({"long": np.full(4, 0.1)} if t <= steps // 2 else {})
+        client.get_action(episode, seen)
+        client.log_returns(episode, dict.fromkeys(seen, 1.0), None, {"long": True} if t == steps // 2 else None)
+    if ends:
+        client.end_episode(episode, {"short": np.zeros(4)})
+
+
+def test_each_step_of_a_client_reaches_the_learner_once_or_is_named(
+    broker: BrokerThread, free_port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sections = {
+        "sampling": {"env": ENV, **SAMPLING},
+        "serving": {"enabled": True, "port": free_port, "client_inference": True},
+    }
+    witness = AgentWitness()
+    with (
+        EpisodeStream(broker.endpoints.learner) as stream,
+        WeightPublisher(broker.endpoints.learner) as weights,
+        WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections) as worker,
+    ):
+        spaces = stream.module_spaces(timeout_s=20.0)
+        weights.publish({module_id: actor_critic(own).state_dict() for module_id, own in spaces.items()})
+        with ActingClient(f"tcp://127.0.0.1:{free_port}", EnvRunnerConfig(seed=1, **SAMPLING)) as client:
+            for steps in (30, 50, 20):
+                play(client, steps)
+            play(client, 10, ends=False)
+        totals = client._runner.totals
+        drain(stream, witness)
+        worker.stopping.set()
+        drain(stream, witness)
+        row = closed_row(broker)
+    assert client.failure is None
+    assert worker.error is None
+    assert not witness.open_episodes()
+    assert dict(witness.steps) == row.totals.module_steps
+    assert (row.totals.stepped, row.totals.env_steps) == (totals.stepped, totals.env_steps)
+    assert row.settled.committed[0] == totals.stepped - sum(totals.discarded.values())
+    assert row.totals.episodes == 3
+    assert add_up(broker.rows()).balance() == 0
