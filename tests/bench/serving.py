@@ -38,7 +38,7 @@ def measure(seconds: float, rounds: int) -> list[Row]:
 def _measure(count: int, seconds: float, rounds: int) -> list[Row]:
     case = f"{count} client{'s' * (count > 1)}"
     with Processes() as processes, ExitStack() as stack:
-        echo_port, uvicorn_port, port, http_port = _free_ports(4)
+        echo_port, uvicorn_port, port, unused, http_port = _free_ports(5)
         bare = processes.start(echo, echo_port)
         uvicorn = processes.start(echo_http, uvicorn_port)
         server = processes.start(serve, port, http_port, 2 * count)

@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
@@ -67,7 +68,7 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
         """Aborted, and not taken."""
         self._waiting = 0
         """Calls that are not answered."""
-        self._over: dict[str, str | None] = {}
+        self._over: OrderedDict[str, str | None] = OrderedDict()
         """Ids of the newest that are over: None, or why they were aborted."""
         self._closed: str | None = None
         self._full: str | None = None
@@ -197,7 +198,7 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
         if self._open.pop(place.episode_id, None) is not None:
             self._over[place.episode_id] = reason
             if len(self._over) > REMEMBERED:
-                del self._over[next(iter(self._over))]
+                self._over.popitem(last=False)
 
     # -- for the sampler ----------------------------------------------------------------------------------------------
 
