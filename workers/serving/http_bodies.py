@@ -20,7 +20,7 @@ TOKEN_HEADER = "Headrace-Client"
 """The session's token, as each request of a client bears it."""
 _TOKEN = TOKEN_HEADER.lower().encode()
 _LONGEST_NUMBER = 19
-HEALTH = b"/v1/health"
+_HEALTH = b"/v1/health"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,12 @@ def token_of(request: HttpRequest) -> str:
 def knows_token(headers: dict[bytes, bytes], token: bytes) -> bool:
     """Whether the client shows the server's token."""
     return hmac.compare_digest(headers.get(b"authorization", b""), b"Bearer " + token)
+
+
+def asks_for_health(target: bytes, headers: dict[bytes, bytes]) -> bool:
+    """Whether it is that and nothing else: there is no body."""
+    empty = b"transfer-encoding" not in headers and headers.get(b"content-length", b"0") == b"0"
+    return empty and target.partition(b"?")[0] == _HEALTH
 
 
 def _text(part: bytes) -> str:

@@ -113,6 +113,7 @@ class HttpConnection(asyncio.Protocol):
         self._asked, self._deaf = None, True
         self._heard.clear()
         self._place.gone(self)
+        del self._parser  # it knows this connection: so both are gone at once
 
     def eof_received(self) -> bool:
         """A client that says nothing more may still wait for its answer."""

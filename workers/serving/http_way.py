@@ -27,7 +27,7 @@ from headrace.schemas.serving_messages import AnyStep
 from headrace.workers.serving.desk import Desk
 from headrace.workers.serving.http_answers import HttpAnswer, answer_of, json_answer, refused
 from headrace.workers.serving.http_app import HttpApp
-from headrace.workers.serving.http_bodies import HEALTH, StepPath, knows_token, step_of, step_path
+from headrace.workers.serving.http_bodies import StepPath, asks_for_health, knows_token, step_of, step_path
 from headrace.workers.serving.http_connection import HttpConnection, HttpLimits, HttpRequest
 from headrace.workers.serving.records import Reply, ServingLimits
 from headrace.workers.serving.sessions import Sessions
@@ -136,7 +136,7 @@ class HttpWay:
 
     def doubt(self, target: bytes, headers: dict[bytes, bytes]) -> HeadraceError | None:
         """See `HttpPlace`: whoever has no token does not get to fill the memory. Health is told to everybody."""
-        if self._token is None or knows_token(headers, self._token) or target.partition(b"?")[0] == HEALTH:
+        if self._token is None or knows_token(headers, self._token) or asks_for_health(target, headers):
             return None
         return UnauthorizedError("show the server's token: Authorization: Bearer TOKEN")
 
