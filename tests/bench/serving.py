@@ -38,15 +38,16 @@ def measure(seconds: float, rounds: int) -> list[Row]:
 def _measure(count: int, seconds: float, rounds: int) -> list[Row]:
     case = f"{count} client{'s' * (count > 1)}"
     with Processes() as processes, ExitStack() as stack:
-        echo_port, uvicorn_port, port, unused, http_port = _free_ports(5)
+        echo_port, uvicorn_port, port, http_port, *unused = _free_ports(6)
         bare = processes.start(echo, echo_port)
         uvicorn = processes.start(echo_http, uvicorn_port)
-        server = processes.start(serve, port, http_port, 2 * count)
+        by_zmq = processes.start(serve, port, unused[0], count)
+        by_http = processes.start(serve, unused[1], http_port, count)
         arms = {
             "echo": Asking(Bare(echo_port, count), {"echo": bare}),
-            "zeromq": Asking(ByZmq(port, count), {"server": server}),
+            "zeromq": Asking(ByZmq(port, count), {"server": by_zmq}),
             "uvicorn": Asking(ByHttp(uvicorn_port, count), {"uvicorn": uvicorn}),
-            "http": Asking(ByHttp(http_port, count), {"server": server}),
+            "http": Asking(ByHttp(http_port, count), {"server": by_http}),
         }
         for arm in arms.values():
             stack.callback(arm.way.close)

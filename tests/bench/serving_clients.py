@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import zmq
 
+from headrace.schemas.joined import join, split
 from headrace.schemas.serving_messages import ClientHello, EpisodeStart, EpisodeStep
 from headrace.schemas.wire import MessageKind, decode, encode
 
@@ -98,20 +99,20 @@ class ByZmq(_Sockets):
         self._written = Written(count, self._step)
         self.write = self._written.fill
         for client, one in enumerate(self._sockets):
-            one.send_multipart(ClientHello(**self._who[client]).frames())
-            assert decode(one.recv_multipart()).kind is MessageKind.WELCOME
-            one.send_multipart(EpisodeStart(**self._who[client], episode=f"z{client}").frames())
+            one.send_multipart(join(ClientHello(**self._who[client]).frames()))
+            assert decode(split(one.recv_multipart())).kind is MessageKind.WELCOME
+            one.send_multipart(join(EpisodeStart(**self._who[client], episode=f"z{client}").frames()))
             self._take(one.recv_multipart())
 
     def ask(self, client: int) -> None:
-        self._sockets[client].send_multipart(self._written.take(client))
+        self._sockets[client].send(self._written.take(client))
 
-    def _step(self, client: int, step: int) -> list[Any]:
+    def _step(self, client: int, step: int) -> Any:
         fields = {**self._who[client], "episode": f"z{client}", "step": step, "reward": float(step > 0)}
-        return encode(EpisodeStep.KIND, fields, {"obs": OBSERVATION})
+        return join(encode(EpisodeStep.KIND, fields, {"obs": OBSERVATION}))[0]
 
     def _take(self, frames: list[bytes]) -> None:
-        assert frames[0][KIND_BYTE] == MessageKind.EPISODE_ANSWER, decode(frames)
+        assert frames[0][KIND_BYTE] == MessageKind.EPISODE_ANSWER, decode(split(frames))
 
 
 class ByHttp:

@@ -18,6 +18,7 @@ from served_agents import served_agents
 
 from headrace.schemas.chunk import to_episode
 from headrace.schemas.episode_errors import EpisodeError
+from headrace.schemas.joined import join, split
 from headrace.schemas.serving_errors import HTTP_STATUS, ServingError
 from headrace.schemas.wire import MessageKind, decode, encode
 
@@ -68,14 +69,17 @@ def parse(line: str) -> tuple[MessageKind, dict[str, Any], dict[str, Any]]:
     return MessageKind[kind], header, {name: np.array(json.loads(value), dtype) for name, dtype, value in arrays}
 
 
-def exchange_by_zeromq(endpoint: str, lines: list[str]) -> None:
+def exchange_by_zeromq(endpoint: str, lines: list[str], *, joined: bool = False) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(endpoint)
         for asked, expected in zip(lines[::2], lines[1::2], strict=True):
-            socket.send_multipart(encode(*parse(asked)))
+            frames = encode(*parse(asked))
+            socket.send_multipart(join(frames) if joined else frames)
             assert socket.poll(100_000), asked
-            told, (kind, header, arrays) = decode(socket.recv_multipart()), parse(expected)
+            answer = socket.recv_multipart()
+            assert len(answer) > 1 or joined
+            told, (kind, header, arrays) = decode(split(answer)), parse(expected)
             told.header.pop("payload", None)
             assert (told.kind, told.header) == (kind, header), asked
             assert {name: (a.dtype, a.tolist()) for name, a in told.arrays.items()} == {
@@ -83,8 +87,9 @@ def exchange_by_zeromq(endpoint: str, lines: list[str]) -> None:
             }
 
 
-def test_every_exchange_by_zeromq_is_as_the_page_says(server: Served) -> None:
-    exchange_by_zeromq(server.endpoint, lines_of("zmq"))
+@pytest.mark.parametrize("joined", [False, True])
+def test_every_exchange_by_zeromq_is_as_the_page_says(server: Served, joined: bool) -> None:
+    exchange_by_zeromq(server.endpoint, lines_of("zmq"), joined=joined)
     assert server.episodes.episodes["run-1"].end == "truncated"
 
 

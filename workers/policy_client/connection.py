@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from headrace.schemas import sockets
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.handshakes import CLIENT_EVENTS, SUCCEEDED, Handshakes, read_event
+from headrace.schemas.joined import join, split
 from headrace.schemas.keys import ClientKeys
 from headrace.schemas.messages import Message, read
 from headrace.schemas.serving_errors import MessageTooLargeError, error_of
@@ -65,7 +66,7 @@ class Connection:
         """
         number = next(_numbers)
         frames = encode(request.KIND, request.model_copy(update={"request": number}).model_dump(), arrays)
-        size = sum(map(len, frames))
+        size, frames = sum(map(len, frames)), join(frames)
         if size > max_message_bytes:
             raise MessageTooLargeError(f"a message of {size} bytes, and the server takes {max_message_bytes}")
         now = time.monotonic()
@@ -98,7 +99,7 @@ class Connection:
 
     def _read(self, frames: list[bytes], number: int) -> tuple[Message, dict[str, NDArray[Any]]] | None:
         """None for what answers an earlier request, which came again."""
-        message = decode(frames)
+        message = decode(split(frames))
         kind = ANSWERS.get(message.kind)
         if kind is None:
             raise DecodeError("bad_message", f"{message.kind.name} is nothing that a policy server says")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.schemas.errors import HeadraceError, WireError
+from headrace.schemas.joined import join, split
 from headrace.schemas.messages import read
 from headrace.schemas.serving_errors import BadRequestError, MessageTooLargeError
 from headrace.schemas.serving_messages import REQUESTS, AnyStep, ChunkShipment, EpisodeStep
@@ -22,10 +23,12 @@ class Route:
 
     route: bytes
     way: FramesDoor = field(compare=False, repr=False)
+    joined: bool = field(compare=False, default=False)
+    """Its messages come in one frame each, and so do answers."""
 
     def send(self, reply: Reply) -> None:
         """See `Address`."""
-        self.way.send(self.route, reply)
+        self.way.send(self, reply)
 
 
 class FramesDoor:
@@ -47,14 +50,14 @@ class FramesDoor:
     def take_in(self, sessions: Sessions, now: float) -> None:
         """Each message is a request, or is refused where it came from."""
         for route, frames in self._door.receive():
-            address, request = Route(route, self), 0
+            address, request = Route(route, self, joined=len(frames) == 1), 0
             try:
-                message = decode(frames, self._caps)
+                message = decode(split(frames), self._caps)
                 number = message.header.get("request")
                 request = number if type(number) is int and 0 <= number < 1 << 63 else 0
                 self._hear(message, address, sessions, now)
             except HeadraceError as error:
-                self.send(route, refusal_of(error, request))
+                self.send(address, refusal_of(error, request))
 
     def _hear(self, message: WireMessage, address: Route, sessions: Sessions, now: float) -> None:
         kind = REQUESTS.get(message.kind)
@@ -71,9 +74,10 @@ class FramesDoor:
             observation = message.arrays.get("batch")
         sessions.receive(request, address, now, observation, action)
 
-    def send(self, route: bytes, reply: Reply) -> None:
+    def send(self, to: Route, reply: Reply) -> None:
         """Send it, unless nobody is there any more: then it will be asked for again."""
-        self._door.send(route, self._frames(reply))
+        frames = self._frames(reply)
+        self._door.send(to.route, join(frames) if to.joined else frames)
 
     def _frames(self, reply: Reply) -> list[Buffer]:
         arrays = {} if reply.action is None else self._values.action.arrays(reply.action)
