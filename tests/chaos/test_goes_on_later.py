@@ -15,7 +15,8 @@ from running_fleet import RunningFleet
 
 pytestmark = pytest.mark.chaos
 
-SMALL = ("--workers", "2", "--num-envs", "8", "--set", "broker.lease_s=1.5", "--set", "broker.heartbeat_interval_s=0.3")
+SETTINGS = ("broker.lease_s=1.5", "broker.heartbeat_interval_s=0.3", "learner.epochs=1")
+SMALL = ("--workers", "2", "--num-envs", "8", *(word for setting in SETTINGS for word in ("--set", setting)))
 HANG_S = 5.0
 """More than three leases."""
 

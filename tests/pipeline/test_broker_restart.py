@@ -99,7 +99,7 @@ def test_what_the_learner_has_in_hand_is_not_sent_again(start_broker: StartBroke
     feeder, witness = start_feeder(first.endpoints.worker, plan), Witness()
     with EpisodeStream(first.endpoints.learner, auto_commit=False) as stream:
         for _ in range(6):
-            batch = stream.next(5.0)
+            batch = stream.next(100.0)
             assert batch is not None
             witness.see(batch)
         first.stop()

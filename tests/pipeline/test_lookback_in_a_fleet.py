@@ -28,7 +28,7 @@ def test_a_learner_gets_the_steps_before_each_chunk(
         WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path / "recorders", {**AT_RANDOM, "sampling": sampling}),
     ):
         for _ in range(12):
-            batch = stream.next(20.0)
+            batch = stream.next(100.0)
             assert batch is not None
             for chunk in batch:
                 episodes[chunk.episode_id].append(chunk)

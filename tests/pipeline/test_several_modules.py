@@ -146,7 +146,7 @@ def test_a_learner_that_comes_back_gets_what_was_not_committed(
     with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections):
         with EpisodeStream(broker.endpoints.learner, auto_commit=False) as stream:
             for _ in range(6):
-                batch = stream.next(20.0)
+                batch = stream.next(100.0)
                 assert batch is not None
                 first.see(batch)
         with EpisodeStream(broker.endpoints.learner) as stream:
@@ -155,7 +155,7 @@ def test_a_learner_that_comes_back_gets_what_was_not_committed(
                 assert second.steps[module_id] >= first.steps[module_id]
         with EpisodeStream(broker.endpoints.learner) as stream:
             assert list(stream.module_spaces()) == ["short", "long"]
-            assert stream.next(20.0) is not None
+            assert stream.next(100.0) is not None
 
 
 @pytest.mark.chaos

@@ -93,7 +93,7 @@ def test_nothing_is_settled_before_commit(
     feeder = start_feeder(broker.endpoints.worker, Envs().fragments(6))
     stream = open_stream(auto_commit=False)
     for _ in range(4):
-        assert stream.next(5.0) is not None
+        assert stream.next(100.0) is not None
     assert feeder.session.settled.seq == 0
     stream.commit()
     until(lambda: feeder.session.settled.seq == 4, "four settled batches")
@@ -106,7 +106,7 @@ def test_a_learner_that_dies_uncommitted_gets_its_batches_again(
     feeder, witness = start_feeder(broker.endpoints.worker, batches), Witness()
     first = open_stream(auto_commit=False)
     for number in range(6):
-        batch = first.next(5.0)
+        batch = first.next(100.0)
         assert batch is not None
         if number < 3:
             witness.see(batch)
@@ -126,11 +126,11 @@ def test_a_position_in_the_checkpoint_makes_training_exactly_once(
     feeder, witness = start_feeder(broker.endpoints.worker, batches), Witness()
     first = open_stream(auto_commit=False)
     for _ in range(5):
-        batch = first.next(5.0)
+        batch = first.next(100.0)
         assert batch is not None
         witness.see(batch)
     checkpoint = first.position()
-    first.next(5.0)
+    first.next(100.0)
     first.close()
     second = open_stream(position=checkpoint)
     for batch in batches_of(second, feeder.all_settled):
@@ -146,14 +146,14 @@ def test_a_batch_behind_a_marker_is_not_settled_before_it_is_handed_out(
     batches = Envs(width=1, ends=0.0, fails=0.0).fragments(2) + Envs(7, width=1, ends=0.0, fails=0.0).fragments(1)
     feeder = start_feeder(broker.endpoints.worker, batches, alter=flip(2))
     stream = open_stream()
-    assert stream.next(5.0) is not None
-    markers = stream.next(5.0)
+    assert stream.next(100.0) is not None
+    markers = stream.next(100.0)
     assert markers is not None
     assert [chunk.end_reason for chunk in markers] == ["poison"]
     stream.commit()
     until(lambda: feeder.session.settled.seq == 2, "the settlement of what is missing")
     assert stream.position()[0]["settled"]["seq"] == 2
-    last = stream.next(5.0)
+    last = stream.next(100.0)
     assert last is not None
     assert last[0].chunk_index == 0
     assert stream.position()[0]["settled"]["seq"] == 3
@@ -197,7 +197,7 @@ def test_the_newer_learner_wins_and_the_older_is_fenced(
 ) -> None:
     feeder, witness = start_feeder(broker.endpoints.worker, Envs(5).fragments(20)), Witness()
     older = open_stream()
-    assert older.next(5.0) is not None
+    assert older.next(100.0) is not None
     newer = open_stream()
     assert newer.epoch > older.epoch
     with pytest.raises(FencedError) as raised:
@@ -260,7 +260,7 @@ def test_prefetched_batches_survive_a_long_training_step(
     """What came while the user trained is taken before silence is judged: no HELLO, nothing sent twice."""
     feeder = start_feeder(broker.endpoints.worker, Envs(6).fragments(12))
     stream, witness = open_stream(), Witness()
-    first = stream.next(5.0)
+    first = stream.next(100.0)
     assert first is not None
     witness.see(first)
     until(lambda: broker.ask(lambda b: b.core.holdings.sent_and_unsettled()) == 12, "all sent ahead")

@@ -109,7 +109,7 @@ def test_the_label_on_data_is_that_of_the_weights_in_use(
                 arrays = constant_value(spaces, value)
                 version = (weights.epoch, weights.publish(arrays))
                 value_of[version], digest_of[version] = value, weights_digest(arrays)
-                batch = stream.next(10.0)
+                batch = stream.next(100.0)
                 assert batch is not None, f"no batch after publishing number {number}"
                 for chunk in batch:
                     assert np.all(np.diff(chunk.weights_seq) >= 0)

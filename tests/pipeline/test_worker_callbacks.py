@@ -26,7 +26,7 @@ def test_every_chunk_that_was_sent_is_told(
     with EpisodeStream(broker.endpoints.learner) as stream:
         with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path / "recorders", _config("Sent")) as worker:
             for _ in range(3):
-                batch = stream.next(10.0)
+                batch = stream.next(100.0)
                 assert batch is not None
                 received += [(c.episode_id, c.chunk_index, len(c)) for c in batch]
         assert worker.error is None
