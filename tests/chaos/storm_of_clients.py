@@ -62,6 +62,11 @@ class Storm:
         snapshot = self.fleet.snapshot()
         return snapshot.totals.get("episodes_total", 0) if snapshot else 0
 
+    def episodes_lost(self) -> int:
+        """Those that the worker gave up when their client was gone; steps shipped before that are not discarded."""
+        logs = [path.read_text() for path in (self._run_dir / "logs").glob("worker-*.log*")]
+        return sum(log.count("is gone: client_lost") for log in logs)
+
     def sizes(self) -> dict[str, int]:
         """What the worker holds: resident KiB, threads, open files, and the tables of its sessions."""
         worker = Path(f"/proc/{self.fleet.pid('worker')}")
