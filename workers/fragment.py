@@ -77,7 +77,7 @@ class Fragment:
         else:
             self._settle_cursors()
             lanes = np.arange(self.width) if live is None else live
-            if int(self._cursor.max()) >= self.capacity:
+            if np.maximum.reduce(self._cursor) >= self.capacity:
                 self._grow()
             self._where, self._from = (lanes, self._cursor[lanes]), lanes
         for name, current in self._observations.items():
