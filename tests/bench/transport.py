@@ -144,7 +144,7 @@ def _ship(config: FleetConfig, endpoint: str, load: Load, folder: Any) -> None:
     worker.link.join(60.0)
     while not stopping.is_set():
         if worker.wait_for_room(stopping):
-            worker.ship(worker.sample())
+            worker.ship(worker.sample(stopping))
     worker.close()
 
 
