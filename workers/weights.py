@@ -13,6 +13,7 @@ from headrace.schemas.errors import DecodeError
 from headrace.schemas.messages import Version, WeightsPart, WeightsPull, read
 from headrace.schemas.weights import Arrays, read_weights
 from headrace.schemas.wire import MessageKind, WireMessage, decode
+from headrace.workers.blobs import frames_of
 
 log = logging.getLogger(__name__)
 
@@ -107,13 +108,4 @@ class WeightsReceiver:
         if len(self._blob) >= sum(part.frame_sizes):
             blob, self._blob, self._pulling = bytes(self._blob), bytearray(), (0, 0)
             self._ask_at = now + PULL_RETRY_S  # in case that what came is not what was published
-            self._take_weights(decode(_cut(blob, part.frame_sizes)), now)
-
-
-def _cut(blob: bytes, sizes: list[int]) -> list[memoryview]:
-    """The frames that stand one after another in `blob`."""
-    view, start, frames = memoryview(blob), 0, []
-    for size in sizes:
-        frames.append(view[start : start + size])
-        start += size
-    return frames
+            self._take_weights(decode(frames_of(blob, part.frame_sizes)), now)

@@ -12,6 +12,7 @@ from headrace.schemas.serving_errors import UnknownSessionError
 from headrace.schemas.serving_messages import ClientPart, ClientPull
 from headrace.schemas.weights import Arrays, read_weights
 from headrace.schemas.wire import decode
+from headrace.workers.blobs import frames_of
 from headrace.workers.policy_client import PolicyClient
 
 log = logging.getLogger(__name__)
@@ -94,10 +95,6 @@ class WeightsPuller:
         return len(self._blob) < size
 
     def _read(self, part: ClientPart) -> None:
-        view, start, frames = memoryview(bytes(self._blob)), 0, list[memoryview]()
-        for size in part.frame_sizes:
-            frames.append(view[start : start + size])
-            start += size
-        header, arrays = read_weights(decode(frames))
+        header, arrays = read_weights(decode(frames_of(bytes(self._blob), part.frame_sizes)))
         self._newest = Pulled(header.version, header.digest, arrays)
         self.arrived.set()

@@ -16,8 +16,7 @@ from headrace.schemas.errors import EnvContractError, HeadraceError
 from headrace.schemas.spaces import Spaces, nest
 from headrace.workers.external.calls import Call, OnAnswer, Place, Row, RowReader, add_reward
 from headrace.workers.external.episodes import EpisodeTable
-
-ALL = "__all__"
+from headrace.workers.multi_agent.env import ALL
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

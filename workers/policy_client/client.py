@@ -100,7 +100,7 @@ class PolicyClient:
         until = time.monotonic() + self._timeout_s
         while True:
             try:
-                self._ask(EpisodeStart, episode=episode_id, training_enabled=training_enabled)
+                self.ask(EpisodeStart, episode=episode_id, training_enabled=training_enabled)
                 break
             except NoFreePlaceError:
                 if time.monotonic() >= until or self._closing.wait(0.1):
@@ -156,7 +156,7 @@ class PolicyClient:
         """The episode will never finish."""
         self._find(episode_id)
         self._forget(episode_id)
-        self._ask(EpisodeAbort, episode=episode_id, reason=reason[:200])
+        self.ask(EpisodeAbort, episode=episode_id, reason=reason[:200])
 
     def _step(
         self, episode_id: str, observation: Any, arrays: Mapping[str, NDArray[Any]] | None = None, **fields: Any
@@ -166,7 +166,7 @@ class PolicyClient:
         arrays = {**values.arrays(values.read(observation)), **(arrays or {})}
         fields |= {"episode": episode_id, "step": episode.step, **episode.earned.fields()}
         try:
-            answer, found = self._ask(self._values.step, arrays, **fields)
+            answer, found = self.ask(self._values.step, arrays, **fields)
         except (EpisodeAbortedError, UnknownEpisodeError, UnknownSessionError) as error:
             self._forget(episode_id)
             if isinstance(error, EpisodeAbortedError):
@@ -187,6 +187,8 @@ class PolicyClient:
         with self._lock:
             self._episodes.pop(episode_id, None)
 
+    # -- the session --------------------------------------------------------------------------------------------------
+
     def ask(
         self,
         kind: type[ClientRequest],
@@ -199,28 +201,6 @@ class PolicyClient:
 
         Raises as other calls do; an `UnknownSessionError` when the session has ended.
         """
-        return self._ask(kind, arrays, timeout_s=timeout_s, **fields)
-
-    @property
-    def max_message_bytes(self) -> int:
-        """The most that the server takes in one message, as it said last."""
-        return self._max_message_bytes
-
-    def open_anew(self, timeout_s: float) -> None:
-        """Open another session, of which nothing that was said in this one can become a part."""
-        self.session, self._token = f"client-{secrets.token_hex(8)}", secrets.token_hex(16)
-        self._open(timeout_s)
-
-    # -- the session --------------------------------------------------------------------------------------------------
-
-    def _ask(
-        self,
-        kind: type[ClientRequest],
-        arrays: Mapping[str, NDArray[Any]] | None = None,
-        *,
-        timeout_s: float | None = None,
-        **fields: Any,
-    ) -> tuple[Any, dict[str, NDArray[Any]]]:
         request = kind(session=self.session, token=self._token, **fields)
         try:
             return self._say(request, timeout_s or self._timeout_s, arrays)
@@ -231,6 +211,16 @@ class PolicyClient:
             if not isinstance(request, EpisodeStart):
                 raise
             return self._say(request, self._timeout_s)
+
+    @property
+    def max_message_bytes(self) -> int:
+        """The most that the server takes in one message, as it said last."""
+        return self._max_message_bytes
+
+    def open_anew(self, timeout_s: float) -> None:
+        """Open another session, of which nothing that was said in this one can become a part."""
+        self.session, self._token = f"client-{secrets.token_hex(8)}", secrets.token_hex(16)
+        self._open(timeout_s)
 
     def _open(self, timeout_s: float) -> ClientWelcome:
         hello = ClientHello(session=self.session, token=self._token)

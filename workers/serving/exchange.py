@@ -1,6 +1,6 @@
 """Between a worker and its clients that act by themselves: weights go out, chunks come in.
 
-clients, the desk's thread                            the worker's thread
+clients, in the desk's turn                           the worker, between polls
 weights                      ◀── newest version ───   offer
 accept, lost ── chunks, end markers, in order ───▶    take ── (into the stream) ── delivery.done
 """
@@ -24,6 +24,7 @@ from headrace.schemas.serving_messages import ChunkShipment
 from headrace.schemas.spaces import Spaces
 from headrace.schemas.weights import Arrays, encode_weights
 from headrace.schemas.wire import Buffer, Caps, MessageKind, decode_header
+from headrace.workers.blobs import frames_of
 from headrace.workers.policy_columns import PolicyColumns
 from headrace.workers.serving.client_episodes import ClientEpisodes
 from headrace.workers.taken_over import TakenOver
@@ -168,11 +169,7 @@ def _reasons(discarded: Mapping[str, int]) -> dict[Discard, int]:
 def _frames(array: Any, sizes: list[int]) -> list[Buffer]:
     if array is None or array.dtype != np.uint8 or array.ndim != 1 or array.nbytes != sum(sizes):
         raise BadRequestError(f'the array "batch" should be uint8 and {sum(sizes)} long, which frame_sizes add up to')
-    view, start, frames = memoryview(array), 0, list[Buffer]()
-    for size in sizes:
-        frames.append(view[start : start + size])
-        start += size
-    return frames
+    return frames_of(memoryview(array), sizes)
 
 
 def _markers(batch: ChunkBatch) -> Delivery:

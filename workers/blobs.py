@@ -1,0 +1,16 @@
+"""Frames of a message that stand one after another in one run of bytes, to be sent in pieces or as an array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from headrace.schemas.wire import Buffer
+
+
+def frames_of(blob: Buffer, sizes: Iterable[int]) -> list[Buffer]:
+    """The frames of these `sizes` that `blob` is made of; views of it."""
+    whole, start, frames = memoryview(blob), 0, list[Buffer]()
+    for size in sizes:
+        frames.append(whole[start : start + size])
+        start += size
+    return frames
