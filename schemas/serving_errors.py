@@ -3,7 +3,7 @@
     ServingError
     ├── UnknownSessionError     the session was never opened, has ended, or was silent for too long
     ├── SessionTakenError       another client has a session of that name
-    ├── ServerFullError         no place for another session, or another episode of this one
+    ├── ServerFullError         no place for another session, connection, or episode of this session
     ├── StepOrderError          another step than the one that is due
     ├── MessageTooLargeError    more bytes than the server takes
     ├── BadRequestError         a request that cannot be read
@@ -44,7 +44,7 @@ class SessionTakenError(ServingError):
 
 
 class ServerFullError(ServingError):
-    """There is no place for another session, or another episode of this one."""
+    """There is no place for another session, connection, or episode of this session."""
 
     code = "server_full"
 
@@ -96,6 +96,7 @@ HTTP_STATUS: Mapping[str, int] = {
     "unauthorized": 401,
     "unknown_session": 404,
     "unknown_episode": 404,
+    "too_slow": 408,
     "session_taken": 409,
     "step_order": 409,
     "superseded": 409,
@@ -105,7 +106,6 @@ HTTP_STATUS: Mapping[str, int] = {
     "no_action": 409,
     "cannot_log": 409,
     "aborted": 410,
-    "too_slow": 408,
     "too_large": 413,
     "not_in_space": 422,
     "server_full": 503,

@@ -32,10 +32,6 @@ class Lanes(Roster):
         return np.array([lane.index for lane in self._live], np.intp)
 
     @property
-    def live_count(self) -> int:
-        return len(self._live)
-
-    @property
     def repairing(self) -> bool:
         """Whether some lane has no env that could be stepped."""
         return len(self._live) < len(self.lanes)

@@ -18,7 +18,7 @@ Tell = Callable[[], tuple[Address, Reply] | None]
 
 
 class ActingClients:
-    """For the desk's thread. `post` has what is told by another thread said in this one."""
+    """For whoever has the desk's turn. `post` has what another thread tells said in a turn."""
 
     def __init__(self, exchange: Exchange, post: Callable[[Tell], None]) -> None:
         self._exchange = exchange

@@ -27,7 +27,7 @@ Event = Callable[[Sessions, float], None]
 
 
 class Door(Protocol):
-    """A way in that the desk's own thread looks after."""
+    """A way in that is looked after by whoever has the turn."""
 
     def watch(self, fd: int) -> None:
         """Have `wait` return when this is readable too."""

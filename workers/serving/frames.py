@@ -32,7 +32,7 @@ class Route:
 
 
 class FramesDoor:
-    """Clients at a ROUTER. For the desk's thread."""
+    """Clients at a ROUTER. For whoever has the desk's turn."""
 
     def __init__(self, door: Door, values: SpaceValues, max_message_bytes: int) -> None:
         self._door = door

@@ -106,7 +106,7 @@ class HttpApp:
         ]
 
     async def _health(self, request: Request) -> HttpAnswer:
-        """Answered by the desk's thread, so that it says whether that lives."""
+        """Answered at the desk, so that it says whether anybody serves there."""
         waiting = Waiting()
 
         def look(sessions: Sessions, now: float) -> None:

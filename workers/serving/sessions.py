@@ -62,7 +62,6 @@ from headrace.workers.serving.records import (
 CLIENT_LOST, CLIENT_LEFT = "client_lost", "client_left"
 """Why episodes are aborted: the client was silent for its lease, or ended its session."""
 
-
 _GONE = (EpisodeAbortedError, EpisodeCompletedError, EpisodesClosedError, UnknownEpisodeError)
 """What the table says of an episode that it has lost, or given up by itself."""
 _ENDS = {"no": ChunkEnd.ONGOING, "terminated": ChunkEnd.TERMINATED, "truncated": ChunkEnd.TRUNCATED}
