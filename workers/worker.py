@@ -4,42 +4,31 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import platform
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import CallbackError, EnvError, FencedError, HeadraceError, NoEnvHostError, StateError
-from headrace.schemas.keys import client_keys
 from headrace.schemas.ledger import Discard, Drop
-from headrace.schemas.messages import WorkerHello
-from headrace.schemas.module_spaces import module_spaces_to_json
-from headrace.schemas.recorder import Recorder
 from headrace.schemas.stopping import stop_signals
 from headrace.workers.config import runner_config
 from headrace.workers.env_runner import EnvRunner
-from headrace.workers.link import BrokerLink
+from headrace.workers.membership import Membership
 from headrace.workers.multi_agent.policies import PolicyMappingError
 from headrace.workers.multi_agent_env_runner import MultiAgentEnvRunner
 from headrace.workers.serving.exchange import Delivery, Exchange
 from headrace.workers.serving.served_env import ServedEnvs
-from headrace.workers.session import State, WorkerSession
 from headrace.workers.shipping import Cut, Shipper
 from headrace.workers.single_agent_env_runner import SingleAgentEnvRunner
-from headrace.workers.weights import WeightsReceiver
-from headrace.workers.window import SessionLimits
 
 log = logging.getLogger(__name__)
 
 PUMP_INTERVAL_S = 0.02
 """How often sockets are looked at while a fragment is being sampled."""
-
-BUILD_SILENCE_S = 300.0
-"""How long a worker may be silent while it builds its envs."""
 
 _SAY_WAITING_S = 10.0
 _LAST_FRAGMENT_S = 1.0
@@ -53,103 +42,88 @@ def run_worker(
 
     The recorder stands at recorder_dir/worker-{slot}-{incarnation}.rec once the broker has said which these are.
     """
-    worker = Worker(config, endpoint, fleet_id, slot, incarnation)
-    with stop_signals() as stopping:
+    with (
+        stop_signals() as stopping,
+        closing(Membership(config, endpoint, fleet_id, slot, incarnation, recorder_dir)) as membership,
+    ):
         try:
-            worker.join(recorder_dir, stopping)
-            worker.wait_for_weights(stopping)
-            while not stopping.is_set():
-                if worker.wait_for_room(stopping):
-                    worker.ship(worker.sample(stopping))
-            worker.drain()
+            runner = build_runner(config, membership, stopping)
         except StoppedError:
-            worker.leave()
-        except FencedError:
-            worker.give_up(Discard.FENCED)
-            raise
-        except (EnvError, NoEnvHostError, CallbackError, PolicyMappingError):
-            worker.drain()
-            raise
-        finally:
-            worker.close()
+            membership.leave()
+            return
+        with runner:
+            _work(Worker(config, membership, runner), stopping)
+
+
+def _work(worker: Worker, stopping: threading.Event) -> None:
+    try:
+        worker.introduce()
+        worker.wait_for_weights(stopping)
+        while not stopping.is_set():
+            if worker.wait_for_room(stopping):
+                worker.ship(worker.sample(stopping))
+        worker.drain()
+    except FencedError:
+        worker.give_up(Discard.FENCED)
+        raise
+    except (EnvError, NoEnvHostError, CallbackError, PolicyMappingError):
+        worker.drain()
+        raise
 
 
 class StoppedError(HeadraceError):
     """The worker was told to stop before it had a fragment."""
 
 
-class Worker:
-    """One incarnation: a runner, its delivery, and the recorder that outlives it."""
+def build_runner(config: FleetConfig, membership: Membership, stopping: threading.Event) -> EnvRunner[Any]:
+    """The runner that `config` asks for; raises `StoppedError` when stopped while it waits for a first env host."""
 
-    def __init__(self, config: FleetConfig, endpoint: str, fleet_id: str, slot: int | None, incarnation: int) -> None:
+    def between_looks_for_hosts() -> None:
+        """The broker, and whoever watches the recorder, know that this worker lives."""
+        membership.expect_silence()
+        membership.pump()
+        if stopping.is_set():
+            raise StoppedError("stopped while it waited for a first env host")
+
+    kind = MultiAgentEnvRunner if config.sampling.is_multi_agent else SingleAgentEnvRunner
+    runner: EnvRunner[Any] = kind(
+        runner_config(config),
+        membership.slot,
+        incarnation=membership.incarnation,
+        run_uid=membership.fleet_id,
+        on_wait=between_looks_for_hosts,
+    )
+    runner.call_before_rebuilds(membership.expect_silence)
+    return runner
+
+
+class Worker:
+    """A member of the fleet at work: samples with the newest weights, and delivers. Closes nothing that it is given."""
+
+    def __init__(self, config: FleetConfig, membership: Membership, runner: EnvRunner[Any]) -> None:
         self.config = config
-        self.fleet_id = fleet_id
-        hello = WorkerHello(
-            fleet_id=fleet_id,
-            token=os.urandom(8).hex(),
-            slot=slot,
-            incarnation=incarnation,
-            host=platform.node(),
-            pid=os.getpid(),
-            silence_s=BUILD_SILENCE_S,
+        self.membership, self.runner = membership, runner
+        self.session, self.weights = membership.session, membership.weights
+        self._shipper = Shipper(
+            membership.fleet_id, self.session, membership.recorder, runner.totals, runner.take_finished_episodes
         )
-        w, b = config.worker, config.broker
-        steps = config.window_steps()
-        limits = SessionLimits(config.window_batches(), w.window_bytes, b.ack, window_steps=steps)
-        self.session = WorkerSession(hello, limits)
-        self.weights = WeightsReceiver(fleet_id)
-        keys = client_keys(config.keys.dir, "worker")
-        self.link = BrokerLink(endpoint, self.session, self.weights, keys)
-        self.runner: EnvRunner[Any] | None = None
-        self.recorder: Recorder | None = None
-        self.shipper: Shipper | None = None
         self._exchange: Exchange | None = None
         """With clients that act by themselves, where there may be any."""
-        self._batches_a_cut = 1
-        self._told = (self.session.settled, self.session.accepted)
-        """As the recorder has it."""
+        self._batches_a_cut = len(runner.module_spaces)
         self._next_pump = 0.0
         self._leave_at = math.inf
         """When to go on with no fragment any longer, in monotonic seconds."""
 
     # -- joining ------------------------------------------------------------------------------------------------------
 
-    def join(self, recorder_dir: Path, stopping: threading.Event) -> None:
-        """Get a place from the broker, build the envs, and tell the broker what they look like.
-
-        Raises `StoppedError` when it is stopped while it waits for a first env host.
-        """
-        self.link.join(self.config.worker.connect_timeout_s)
-        slot, incarnation = self.session.slot or 0, self.session.incarnation
-        recorder_dir.mkdir(parents=True, exist_ok=True)
-        self.recorder = Recorder(recorder_dir / f"worker-{slot}-{incarnation}.rec", slot, incarnation)
-        self.recorder.touch(BUILD_SILENCE_S)
-        log.info("joined fleet %s as slot %d incarnation %d", self.fleet_id, slot, incarnation)
-        kind = MultiAgentEnvRunner if self.config.sampling.is_multi_agent else SingleAgentEnvRunner
-        runner: EnvRunner[Any] = kind(
-            runner_config(self.config),
-            slot,
-            incarnation=incarnation,
-            run_uid=self.fleet_id,
-            on_wait=lambda: self._between_looks_for_hosts(stopping),
-        )
-        runner.call_before_rebuilds(lambda: self._recorder.touch(BUILD_SILENCE_S))
-        self.shipper = Shipper(self.fleet_id, self.session, self.recorder, runner.totals, runner.take_finished_episodes)
-        self.runner, self._batches_a_cut = runner, len(runner.module_spaces)
+    def introduce(self) -> None:
+        """Tell the broker what chunks there will be, let clients in that cut them too, and go on counting."""
+        runner = self.runner
         if isinstance(runner.config.env, ServedEnvs) and (exchange := runner.config.env.exchange) is not None:
             exchange.open(runner.module_spaces, runner.config.num_envs, runner.policy_columns())
             self._exchange = exchange
-        self.session.introduce(module_spaces_to_json(runner.module_spaces))
-        self.recorder.touch()
-        self.link.join(self.config.worker.connect_timeout_s)
+        self.membership.introduce(runner.module_spaces)
         self._go_on_counting()
-
-    def _between_looks_for_hosts(self, stopping: threading.Event) -> None:
-        """While no env host has come: the broker, and whoever watches the recorder, know that this worker lives."""
-        self._recorder.touch(BUILD_SILENCE_S)
-        self._pump()
-        if stopping.is_set():
-            raise StoppedError("stopped while it waited for a first env host")
 
     def _go_on_counting(self) -> None:
         """From where the slot's earlier lives were, and tell the broker from now on. Counters stop no worker.
@@ -158,11 +132,11 @@ class Worker:
         """
         welcome = self.session.welcome
         try:
-            self._runner.set_counters(welcome.counters if welcome is not None else {})
+            self.runner.set_counters(welcome.counters if welcome is not None else {})
         except StateError as error:
             log.warning("counting begins anew, for the broker's lifetime counters are not this runner's: %s", error)
-        self._runner.steps_elsewhere = self.session.steps_elsewhere
-        self.session.read_counters = self._runner.get_counters
+        self.runner.steps_elsewhere = self.session.steps_elsewhere
+        self.session.read_counters = self.runner.get_counters
 
     def wait_for_weights(self, stopping: threading.Event) -> None:
         """Sample nothing before the current weights are in use, unless the config says to begin at random."""
@@ -195,22 +169,22 @@ class Worker:
             raise
 
     def _sample(self, stopping: threading.Event) -> Cut:
-        at_random = self._runner.weights_version == (0, 0)
+        at_random = self.runner.weights_version == (0, 0)
         cut: Cut
         try:
-            cut = self._runner.sample_fragment(lambda: self._between_polls(stopping), at_random)
+            cut = self.runner.sample_fragment(lambda: self._between_polls(stopping), at_random)
         except StoppedError as stopped:
             log.info("%s; leaving with what it has", stopped)
-            cut = self._runner.cut_fragment()
+            cut = self.runner.cut_fragment()
         return cut
 
     def ship(self, cut: Cut) -> None:
         """Hand all batches of a cut to the session, and tell callbacks of its chunks."""
         self._shipper.ship(cut)
         self._pump()
-        if self._runner.callbacks.wants("on_chunk_sent"):
+        if self.runner.callbacks.wants("on_chunk_sent"):
             for chunk in cut:
-                self._runner.callbacks.call("on_chunk_sent", chunk=chunk)
+                self.runner.callbacks.call("on_chunk_sent", chunk=chunk)
 
     def _between_polls(self, stopping: threading.Event) -> None:
         """The runner calls this after every poll, and while it waits for envs: record, and now and then look around.
@@ -239,7 +213,7 @@ class Worker:
             self._take_over(delivery)
 
     def _take_over(self, delivery: Delivery) -> None:
-        self._runner.take_over(delivery.taken)
+        self.runner.take_over(delivery.taken)
         if delivery.taken.batch is not None:
             self._shipper.ship(delivery.taken.batch)
         delivery.done()
@@ -248,22 +222,15 @@ class Worker:
         """Put the newest weights gathered into use; whether any are in use."""
         newer = self.weights.take()
         if newer is not None and newer.version > self.session.weights:
-            self._runner.set_weights(newer.arrays, newer.version[1], newer.version[0], newer.digest)
+            self.runner.set_weights(newer.arrays, newer.version[1], newer.version[0], newer.digest)
             self.session.weights = newer.version
             if self._exchange is not None:
                 self._exchange.offer(newer.version, newer.arrays, newer.digest)
         return self.session.weights != (0, 0)
 
     def _pump(self, wait_s: float = 0.0) -> None:
-        self.link.pump(wait_s)
-        if self.runner is not None:
-            self.runner.steps_elsewhere = self.session.steps_elsewhere
-        told = (self.session.settled, self.session.accepted)
-        if told != self._told:
-            self._told = told
-            self._recorder.settled(*told)
-        if self.session.over:
-            self.link.raise_refusal()
+        self.membership.pump(wait_s)
+        self.runner.steps_elsewhere = self.session.steps_elsewhere
 
     def _wait(self, what: str, condition: Callable[[], bool], stopping: threading.Event) -> None:
         """Pump until `condition` holds or the worker is stopped; says now and then whom it waits for."""
@@ -280,61 +247,26 @@ class Worker:
     def drain(self) -> None:
         """Ship the markers of unfinished episodes, hand everything over to the broker, and say BYE."""
         deadline = time.monotonic() + self.config.worker.drain_timeout_s
-        if self.runner is None or self.recorder is None:
-            return
         for delivery in self._exchange.end(Discard.SHUTDOWN) if self._exchange is not None else ():
             self._take_over(delivery)
         last = self._discard_open(Discard.SHUTDOWN)
         self._shipper.ship(last)
         for chunk in last if self.runner.callbacks.wants("on_chunk_sent") else ():
             self.runner.callbacks.tell("on_chunk_sent", chunk=chunk)
-        self.link.wait_until(lambda: not self.session.unaccepted(), self.config.worker.drain_timeout_s)
+        self.membership.link.wait_until(lambda: not self.session.unaccepted(), self.config.worker.drain_timeout_s)
         self._shipper.record()
-        self.leave(max(1.0, deadline - time.monotonic()))
-
-    def leave(self, left: float = 1.0) -> None:
-        """Say BYE, and wait `left` seconds for the broker to close the books."""
-        self.session.leave(Drop.SHUTDOWN)
-        if not self.link.wait_until(lambda: self.session.state is State.LEFT, left):
-            log.warning("the broker did not acknowledge the end; the recorder keeps the books for the supervisor")
-        self._recorder.settled(self.session.settled, self.session.accepted)
+        self.membership.leave(max(1.0, deadline - time.monotonic()))
 
     def give_up(self, reason: Discard) -> None:
         """Another took this place: count what is open as discarded; batches nobody accepted stand in the recorder."""
-        if self.runner is not None and self.recorder is not None:
-            self._shipper.drop(self._discard_open(reason), Drop.FENCED)
+        self._shipper.drop(self._discard_open(reason), Drop.FENCED)
 
     def _discard_open(self, reason: Discard) -> Cut:
         """As the runner's; a callback that raises is logged only, since this worker leaves anyway."""
         cut: Cut
         try:
-            cut = self._runner.discard_open(reason)
+            cut = self.runner.discard_open(reason)
         except CallbackError as error:
             log.error("%s; leaving", error, exc_info=error.__cause__)
             cut = error.samples
         return cut
-
-    def close(self) -> None:
-        """Release everything; the recorder's file stays."""
-        if self.runner is not None:
-            self.runner.stop()
-        self.link.close()
-        if self.recorder is not None:
-            self.recorder.close()
-
-    # -- parts --------------------------------------------------------------------------------------------------------
-
-    @property
-    def _runner(self) -> EnvRunner[Any]:
-        assert self.runner is not None, "join first"
-        return self.runner
-
-    @property
-    def _recorder(self) -> Recorder:
-        assert self.recorder is not None, "join first"
-        return self.recorder
-
-    @property
-    def _shipper(self) -> Shipper:
-        assert self.shipper is not None, "join first"
-        return self.shipper

@@ -10,6 +10,7 @@ python tests/bench/run.py --only transport
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +26,11 @@ from headrace.schemas.chunk import CHUNK_TABLE
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.config_loading import build_config
 from headrace.schemas.ledger import WorkerTotals
-from headrace.schemas.module_spaces import DEFAULT_MODULE_ID, module_spaces_to_json
-from headrace.schemas.recorder import Recorder
+from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.workers.callbacks import CallbackList
-from headrace.workers.shipping import Shipper
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.membership import Membership
 from headrace.workers.totals import RunnerTotals
 from headrace.workers.worker import Worker
 
@@ -135,17 +136,13 @@ class Headrace:
 def _ship(config: FleetConfig, endpoint: str, load: Load, folder: Any) -> None:
     """The worker process: all of a worker but its envs and policy."""
     stopping = until_terminated()
-    worker: Any = Worker(config, endpoint, FLEET_ID, None, 0)
-    worker.link.join(60.0)
-    worker.recorder = Recorder(folder / "worker.rec", 0, 1)
-    worker.runner = runner = PrebuiltRunner(load)
-    worker.shipper = Shipper(FLEET_ID, worker.session, worker.recorder, runner.totals, runner.take_finished_episodes)
-    worker.session.introduce(module_spaces_to_json({DEFAULT_MODULE_ID: load.spaces}))
-    worker.link.join(60.0)
-    while not stopping.is_set():
-        if worker.wait_for_room(stopping):
-            worker.ship(worker.sample(stopping))
-    worker.close()
+    with closing(Membership(config, endpoint, FLEET_ID, None, 0, folder)) as membership:
+        runner: Any = PrebuiltRunner(load)
+        worker = Worker(config, membership, runner)
+        worker.introduce()
+        while not stopping.is_set():
+            if worker.wait_for_room(stopping):
+                worker.ship(worker.sample(stopping))
 
 
 class PrebuiltRunner:
@@ -153,9 +150,11 @@ class PrebuiltRunner:
 
     weights_version = (1, 1)
     callbacks = CallbackList((), dict)
+    config = EnvRunnerConfig()
 
     def __init__(self, load: Load) -> None:
         self.totals = RunnerTotals()
+        self.module_spaces = {DEFAULT_MODULE_ID: load.spaces}
         self._batches = [load.batch(seed) for seed in range(DISTINCT)]
 
     def sample_fragment(self, on_poll: Callable[[], None], random_actions: bool = False) -> ChunkBatch:
@@ -169,8 +168,11 @@ class PrebuiltRunner:
     def take_finished_episodes(self) -> list[tuple[float, int]]:
         return []
 
-    def stop(self) -> None:
-        """Nothing to release."""
+    def set_counters(self, counters: dict[str, Any]) -> None:
+        """Nothing is counted but batches."""
+
+    def get_counters(self) -> dict[str, Any]:
+        return {}
 
 
 # -- with none --------------------------------------------------------------------------------------------------------

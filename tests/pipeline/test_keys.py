@@ -22,7 +22,7 @@ from headrace.schemas.errors import ConfigError, ExitCode, KeysError, KeysRefuse
 from headrace.schemas.keys import ADMITTED, BROKER, ClientKeys, read_broker_keys, read_client_keys
 from headrace.schemas.ledger import Settled, WorkerTotals
 from headrace.schemas.messages import Obituary
-from headrace.workers.worker import Worker
+from headrace.workers.membership import Membership
 
 JOIN_S = 3.0
 MISLED = "a peer that takes another broker's key for this one's"
@@ -315,7 +315,7 @@ def test_a_key_file_that_cannot_be_trusted_is_refused(
     spoil(folder / "worker.secret")
     config = FleetConfig(keys=KeysSection(dir=str(folder)))
     with pytest.raises(KeysError, match=words) as caught:
-        Worker(config, "tcp://127.0.0.1:9", FLEET, None, 0)
+        Membership(config, "tcp://127.0.0.1:9", FLEET, None, 0, tmp_path)
     assert caught.value.path == str(folder / "worker.secret")
     assert "secret = " not in str(caught.value)
 
