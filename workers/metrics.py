@@ -16,72 +16,9 @@ from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import StateError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.fragment import OpenChunk
+from headrace.workers.metric_names import LOSS_COUNTERS, NAMED_COUNTERS, RESERVED, SINGLE_COUNTERS
 from headrace.workers.metrics_logger import MetricsLogger, Path, Window, build_report
-from headrace.workers.timers import TIMERS
 from headrace.workers.totals import RunnerTotals
-
-RESERVED = frozenset(
-    (
-        "num_env_steps_sampled",
-        "num_env_steps_sampled_lifetime",
-        "num_env_steps_sampled_lifetime_throughput",
-        "num_episodes",
-        "num_episodes_lifetime",
-        "num_agent_steps_sampled",
-        "num_agent_steps_sampled_lifetime",
-        "num_actions_by_agent",
-        "num_actions_by_agent_lifetime",
-        "num_module_steps_sampled",
-        "num_module_steps_sampled_lifetime",
-        "num_env_step_failures_lifetime",
-        "num_env_rebuilds_lifetime",
-        "num_env_steps_discarded_lifetime",
-        "num_agent_steps_discarded_lifetime",
-        "num_agent_rewards_lost_lifetime",
-        "agent_rewards_lost_lifetime",
-        "num_final_observations_repeated_lifetime",
-        "num_final_steps_dropped_lifetime",
-        "episode_return_mean",
-        "episode_return_min",
-        "episode_return_max",
-        "episode_len_mean",
-        "episode_len_min",
-        "episode_len_max",
-        "episode_duration_sec_mean",
-        "num_untrained_episodes_lifetime",
-        "untrained_episode_return_mean",
-        "untrained_episode_len_mean",
-        "agent_episode_returns_mean",
-        "agent_steps",
-        "module_episode_returns_mean",
-        "windows",
-        "weights_seq_no",
-        *TIMERS,
-    )
-)
-"""Names of a report that a callback cannot log under. Rates are a second, durations in seconds.
-
-num_agent_steps_sampled and num_module_steps_sampled are observations that steps gave to agents, as in RLlib, and
-num_actions_by_agent what agents did upon them, which is what chunks hold. They differ where an agent appears later than
-the reset (an observation more) or ends without a last observation (one less).
-"""
-
-_SINGLE_COUNTERS = ("num_env_steps_sampled_lifetime", "num_episodes_lifetime")
-_LOSS_COUNTERS = (
-    "num_env_step_failures_lifetime",
-    "num_env_rebuilds_lifetime",
-    "num_env_steps_discarded_lifetime",
-    "num_agent_steps_discarded_lifetime",
-    "num_agent_rewards_lost_lifetime",
-    "num_final_observations_repeated_lifetime",
-    "num_final_steps_dropped_lifetime",
-    "num_untrained_episodes_lifetime",
-)
-_NAMED_COUNTERS = (
-    "num_agent_steps_sampled_lifetime",
-    "num_module_steps_sampled_lifetime",
-    "num_actions_by_agent_lifetime",
-)
 
 MOST_FINISHED = 10_000
 """Finished episodes that wait to be taken. Only workers take them, and other users' memory must stay flat too."""
@@ -246,11 +183,11 @@ class RunnerMetrics:
         Raises `StateError`, changing nothing, for one of another kind.
         """
         try:
-            single = {name: int(counters[name]) for name in _SINGLE_COUNTERS if name in counters}
-            lost = {name: int(counters[name]) for name in _LOSS_COUNTERS if name in counters}
+            single = {name: int(counters[name]) for name in SINGLE_COUNTERS if name in counters}
+            lost = {name: int(counters[name]) for name in LOSS_COUNTERS if name in counters}
             named: dict[Path, int] = {
                 (counter, str(name)): int(count)
-                for counter in _NAMED_COUNTERS
+                for counter in NAMED_COUNTERS
                 for name, count in counters.get(counter, {}).items()
             }
         except (TypeError, ValueError, OverflowError, AttributeError) as error:
