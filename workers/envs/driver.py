@@ -2,9 +2,9 @@
 
     while sampling:   send_actions(columns) ── poll() ── try_reset(lanes that ended) ── try_restart() if some failed
 
-The kinds there are: envs of their own in this process (`vector.py`) or in other ones (`process/`), all of them behind
-one object that a user wrote (`user_vector.py`), one native vector of gymnasium's kind (`native/`), and episodes that
-drive themselves (`workers/external/`).
+The kinds there are: envs of their own in this process (`vector.py`), in other ones (`process/`) or on other machines
+(`remote/`), all of them behind one object that a user wrote (`user_vector.py`), one native vector of gymnasium's kind
+(`native/`), and episodes that drive themselves (`workers/external/`), clients' among them (`workers/serving/`).
 """
 
 from __future__ import annotations
