@@ -14,7 +14,6 @@ from headrace.workers.connectors.connector import State
 from headrace.workers.connectors.vector_connectors import join_states, split_states
 from headrace.workers.env_runner import EnvRunner, no_module_error
 from headrace.workers.external.agents import ExternalAgents
-from headrace.workers.external.agents_sampler import ExternalAgentsSampler
 from headrace.workers.module_weights import check_weights, read_weights, weights_by_module, write_weights
 from headrace.workers.modules.protocol import build_module
 from headrace.workers.multi_agent.batches import ModuleBatches
@@ -126,14 +125,6 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
     def call_before_rebuilds(self, on_rebuild: Callable[[], None]) -> None:
         """See `EnvRunner`."""
         self._vector.envs.on_rebuild = on_rebuild
-
-    @property
-    def _resets_envs(self) -> bool:
-        return not isinstance(self._sampler, ExternalAgentsSampler)
-
-    @property
-    def _is_overdue(self) -> bool:
-        return isinstance(self._sampler, ExternalAgentsSampler) and self._sampler.patience.is_overdue
 
     # -- one poll and one cut, for the loop of `EnvRunner` ------------------------------------------------------------
 

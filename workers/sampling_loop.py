@@ -30,6 +30,14 @@ class Sampler(Protocol):
     def resets(self) -> int: ...
     @property
     def answered(self) -> int | None: ...
+    @property
+    def resets_envs(self) -> bool:
+        """Whether whole episodes are sampled from a reset of all envs on: not where nobody can reset them."""
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether a fragment is to be cut although it is not full."""
+
     def begin(self, mode: Mode, capacity: int, *, force_reset: bool) -> None: ...
     def abandon(self, reason: Discard) -> None: ...
     def finish(self, reason: Discard) -> None: ...
@@ -65,16 +73,6 @@ class SamplingLoop(RunnerState, Generic[Batch]):
     @abstractmethod
     def _vector(self) -> Sampler:
         """The sampler; raises `MissingEnvError` before `make_env`."""
-
-    @property
-    def _resets_envs(self) -> bool:
-        """Whether whole episodes are sampled from a reset of all envs on: not where nobody can reset them."""
-        return True
-
-    @property
-    def _is_overdue(self) -> bool:
-        """Whether a fragment is to be cut although it is not full."""
-        return False
 
     # -- sampling -----------------------------------------------------------------------------------------------------
 
@@ -112,11 +110,12 @@ class SamplingLoop(RunnerState, Generic[Batch]):
             num_timesteps, num_episodes = (None, width) if whole else (length * width, None)
         mode = Mode(self.config.explore if explore is None else explore, random_actions)
         if num_episodes is not None:
-            self._begin(mode, length, force_reset or self._resets_envs)
+            sampler = self._vector
+            self._begin(mode, length, force_reset or sampler.resets_envs)
             self._poll_until(self._enough_episodes(num_episodes), stop_at_episodes=num_episodes)
-            if self._resets_envs:
-                self._vector.abandon(Discard.RESET)
-            return self._end_sample(self._deliver(keep_open=not self._resets_envs))
+            if sampler.resets_envs:
+                sampler.abandon(Discard.RESET)
+            return self._end_sample(self._deliver(keep_open=not sampler.resets_envs))
         steps = num_timesteps or 0
         self._begin(mode, -(-steps // width), force_reset)
         self._poll_until(self._enough_steps(steps))
@@ -142,8 +141,9 @@ class SamplingLoop(RunnerState, Generic[Batch]):
         length, width = self.config.rollout_fragment_length, self.config.num_envs
         self._begin(Mode(self.config.explore, random_actions), length, force_reset=False)
         enough = self._enough_episodes(width) if whole else self._enough_steps(length * width)
+        sampler = self._vector
         # A batch names one learner epoch.
-        self._poll_until(lambda: enough() or self._waiting is not None or self._is_overdue, on_poll, on_wait=on_wait)
+        self._poll_until(lambda: enough() or self._waiting is not None or sampler.is_overdue, on_poll, on_wait=on_wait)
         return self.cut_fragment()
 
     def cut_fragment(self) -> Batch:

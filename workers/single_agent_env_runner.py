@@ -129,14 +129,6 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         """See `EnvRunner`."""
         self._vector.envs.on_rebuild = on_rebuild
 
-    @property
-    def _resets_envs(self) -> bool:
-        return not isinstance(self._sampler, ExternalSampler)
-
-    @property
-    def _is_overdue(self) -> bool:
-        return isinstance(self._sampler, ExternalSampler) and self._sampler.patience.is_overdue
-
     # -- one poll and one cut, for the loop of `EnvRunner` ------------------------------------------------------------
 
     def _check_can_act(self) -> None:

@@ -53,6 +53,13 @@ class VectorSampler(Gathering):
     answered: int | None = None
     """Steps that came back, where a poll may step some lanes only; None where each steps all."""
 
+    resets_envs = True
+
+    @property
+    def is_overdue(self) -> bool:
+        """See `Sampler`: never, where envs are stepped."""
+        return False
+
     @property
     def hangs(self) -> bool:
         """Whether an action waits for the observation that completes it: each is answered by the step it is sent in."""

@@ -24,12 +24,18 @@ class ExternalAgentsSampler(ReadyAgentsSampler):
     """A `ReadyAgentsSampler` of `ExternalAgents`. Its chunks have the column "off_policy": see `ExternalSampler`."""
 
     envs: ExternalAgents
+    resets_envs = False
 
     def __init__(
         self, config: EnvRunnerConfig, envs: ExternalAgents, totals: RunnerTotals, id_high: int, callbacks: CallbackList
     ) -> None:
         super().__init__(config, envs, totals, id_high, callbacks)
         self.patience = Patience(config, envs)
+
+    @property
+    def is_overdue(self) -> bool:
+        """See `Sampler`."""
+        return self.patience.is_overdue
 
     def begin(self, mode: Mode, capacity: int, *, force_reset: bool) -> None:
         """See `ReadyAgentsSampler`."""

@@ -33,6 +33,7 @@ class ExternalSampler(ReadySampler):
     """
 
     envs: ExternalVector
+    resets_envs = False
 
     def __init__(
         self,
@@ -47,6 +48,11 @@ class ExternalSampler(ReadySampler):
         """What acts, if anything does."""
         self.patience = Patience(config, envs)
         self._untrained: list[tuple[float, int]] = []
+
+    @property
+    def is_overdue(self) -> bool:
+        """See `Sampler`."""
+        return self.patience.is_overdue
 
     def begin(self, mode: Mode, capacity: int, *, force_reset: bool) -> None:
         """See `VectorSampler`."""

@@ -74,6 +74,12 @@ class MultiAgentSampler(ABC):
     answered: int | None = None
     resets = 0
     """No poll is a reset only: an env that has ended its episode is reset between two."""
+    resets_envs = True
+
+    @property
+    def is_overdue(self) -> bool:
+        """See `Sampler`: never, where envs are stepped."""
+        return False
 
     @property
     def hangs(self) -> bool:
