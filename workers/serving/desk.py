@@ -7,6 +7,7 @@ that clients are heard and not thought lost.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import threading
@@ -64,8 +65,8 @@ class Desk:
         self._slice_s = min(limits.lease_s / 10, 1.0)
         self._turning = threading.Lock()
         """Held by the thread that has the turn."""
-        self._wanted_at = -_AWAY_S
-        """When the sampler last asked for the turn."""
+        self._left_at = -_AWAY_S
+        """When the sampler last had the turn; inf while it asks for it, or has it."""
         self._stopping = threading.Event()
         self._closed = self._rung = False
         self._lock = threading.Lock()
@@ -87,16 +88,16 @@ class Desk:
 
     def turn(self, timeout_s: float) -> None:
         """Serve until something has happened, at most `timeout_s`. For the sampler's thread, when it waits."""
-        self._wanted_at = time.monotonic()
+        self._left_at = math.inf
         if not self._turning.acquire(blocking=False):
             self._ring()  # who stands in sleeps no longer, and leaves
             self._turning.acquire()
         try:
-            if not (self._closed or self._stopping.is_set()):
-                self._turn(min(timeout_s, self._slice_s))
+            if not self._closed:
+                self._turn(min(timeout_s, self._slice_s), self._stopping.is_set)
         finally:
+            self._left_at = time.monotonic()
             self._turning.release()
-            self._wanted_at = time.monotonic()
 
     def serve(self) -> None:
         """Stand in for the sampler until `stop`; then all sessions end, and their clients are told where they wait."""
@@ -112,12 +113,12 @@ class Desk:
         if not self._turning.acquire(blocking=False):
             return False
         try:
-            if time.monotonic() - self._wanted_at < _AWAY_S:
-                return False
-            self._turn(self._slice_s)
-            return True
+            return self._turn(self._slice_s, self._is_not_away)
         finally:
             self._turning.release()
+
+    def _is_not_away(self) -> bool:
+        return self._stopping.is_set() or time.monotonic() - self._left_at < _AWAY_S
 
     def close(self) -> None:
         """What is posted from now on is for nobody."""
@@ -127,12 +128,16 @@ class Desk:
 
     # -- a turn -------------------------------------------------------------------------------------------------------
 
-    def _turn(self, timeout_s: float) -> None:
+    def _turn(self, timeout_s: float, leaves: Callable[[], bool]) -> bool:
+        """False if it was left at once, for what `leaves` says."""
         self._settle(time.monotonic())  # answers leave before anybody sleeps
+        if leaves():  # asked after the bell was read, for it may have rung for just this
+            return False
         self._door.wait(timeout_s)
         now = time.monotonic()
         self._door.take_in(self._sessions, now)
         self._settle(now)
+        return True
 
     def _settle(self, now: float) -> None:
         if self._rung:
