@@ -196,6 +196,8 @@ def test_an_agent_of_a_number_is_played_by_its_namesake() -> None:
 def test_agents_that_chunks_could_not_tell_apart_are_refused() -> None:
     with pytest.raises(EnvContractError, match="possible_agents should be of different names, as text, got '1' twice"):
         multi_runner(lambda _: Named(1, "1"))
+    with pytest.raises(EnvContractError, match=r"possible_agents should be of names of their own.*got '__all__'"):
+        multi_runner(lambda _: Named("__all__", "1"))
 
 
 def test_each_runner_refuses_the_others_config_and_envs() -> None:

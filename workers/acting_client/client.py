@@ -10,6 +10,7 @@ import logging
 import queue
 import secrets
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
@@ -21,6 +22,7 @@ from headrace.schemas.ledger import Discard
 from headrace.schemas.serving_errors import MessageTooLargeError, UnknownSessionError
 from headrace.schemas.serving_messages import ClientBye
 from headrace.schemas.spaces import Spaces, column_dtype, leaf_size, leaves
+from headrace.schemas.wire import DEFAULT_CAPS
 from headrace.workers.acting_client.here import env_here
 from headrace.workers.acting_client.pulling import WeightsPuller
 from headrace.workers.acting_client.shipments import AnyRunner, Shipments
@@ -29,6 +31,7 @@ from headrace.workers.external.calls import Answer
 from headrace.workers.multi_agent_env_runner import MultiAgentEnvRunner
 from headrace.workers.policy_client import PolicyClient
 from headrace.workers.serving.space_values import SpaceValues
+from headrace.workers.serving.values import read_info
 from headrace.workers.shipping import Cut
 from headrace.workers.single_agent_env_runner import SingleAgentEnvRunner
 
@@ -38,6 +41,8 @@ _LEAVING_S = 5.0
 """How long a client that closes still waits for a server that is gone."""
 _FURTHER_BYTES = 64
 """Of a step besides what is seen and done: reward, version, log-prob, ..."""
+_INFO_BYTES = DEFAULT_CAPS.infos_bytes
+"""Of one info: more is in no chunk at all."""
 _FORGOTTEN = "the policy server has begun anew, or ended this session, which was silent"
 
 
@@ -95,7 +100,6 @@ class ActingClient:
             self._link.close()
             raise
         self.start_episode = self._env.start_episode
-        self.log_returns = self._env.log_returns
         self.failure: HeadraceError | None = None
         self._closing = threading.Event()
         self._shipments = Shipments(self._link, self._runner, self._closing, timeout_s)
@@ -113,6 +117,14 @@ class ActingClient:
         """See `ExternalEnv`, and `get_action`."""
         values = self._values
         self._env.log_action(episode_id, values.observation.read(observation), values.action.read(action))
+
+    def log_returns(self, episode_id: str, reward: Any, info: Any = None, *dones: Any, **named_dones: Any) -> None:
+        """See `ExternalEnv`; an info that no chunk could carry is refused here, not when its episode is shipped."""
+        if isinstance(self.spaces, Spaces):
+            info = None if info is None else read_info(info, most_bytes=_INFO_BYTES)
+        elif isinstance(info, Mapping):
+            info = {agent: read_info(own, f"info of agent {agent!r}", _INFO_BYTES) for agent, own in info.items()}
+        self._env.log_returns(episode_id, reward, info, *dones, **named_dones)
 
     def end_episode(self, episode_id: str, observation: Any, truncated: bool = False) -> None:
         """The episode has ended with this observation. Blocks until that is taken in, so that its place is free."""

@@ -82,9 +82,11 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
         """Open an episode; gives its id, a new one if none is given.
 
         Raises `EpisodeStartedError`, `EpisodeCompletedError`, `NoFreePlaceError`, `EpisodesClosedError`, or an
-        `EpisodeError` for an id of more than `MAX_ID_LENGTH` characters.
+        `EpisodeError` for an id that is no text, or of more than `MAX_ID_LENGTH` characters.
         """
         episode_id = uuid.uuid4().hex if episode_id is None else episode_id
+        if not isinstance(episode_id, str):
+            raise EpisodeError(episode_id, f"has an id of {type(episode_id)}; ids are text")
         if len(episode_id) > MAX_ID_LENGTH:
             raise EpisodeError(episode_id, f"has an id of {len(episode_id)} characters; {MAX_ID_LENGTH} are allowed")
         with self._lock:

@@ -75,6 +75,8 @@ def gym_spaces_of(env: Any) -> dict[Any, tuple[Any, Any]]:
     Raises `EnvContractError` for agents that chunks could not tell apart, which name each by the text of its id.
     """
     names = [str(agent) for agent in env.possible_agents]
+    if ALL in names:
+        raise EnvContractError("possible_agents", f"{ALL!r}", "of names of their own: this one is the whole episode's")
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise EnvContractError("possible_agents", f"{twice!r:.80} twice", "of different names, as text")

@@ -16,7 +16,13 @@ from typing import Any, Self
 import zmq
 from numpy.typing import NDArray
 
-from headrace.schemas.episode_errors import EpisodeAbortedError, NoActionYetError, NoFreePlaceError, UnknownEpisodeError
+from headrace.schemas.episode_errors import (
+    EpisodeAbortedError,
+    EpisodesClosedError,
+    NoActionYetError,
+    NoFreePlaceError,
+    UnknownEpisodeError,
+)
 from headrace.schemas.errors import HeadraceError, UnreachableError
 from headrace.schemas.keys import CLIENT, ClientKeys, client_keys
 from headrace.schemas.serving_agents import served_spaces_from_json
@@ -32,8 +38,8 @@ from headrace.schemas.serving_messages import (
     EpisodeStart,
 )
 from headrace.schemas.spaces import Spaces, nest
-from headrace.workers.policy_client.connection import Connection
-from headrace.workers.policy_client.earned import Dones, Earned, EarnedByAgent
+from headrace.workers.policy_client.connection import Connection, request_of
+from headrace.workers.policy_client.earned import Dones, Earned, EarnedByAgent, nothing_earned
 from headrace.workers.serving.space_values import SpaceValues
 
 _BEFORE_WELCOME_BYTES = 4096
@@ -106,11 +112,8 @@ class PolicyClient:
                 if time.monotonic() >= until or self._closing.wait(0.1):
                     raise
         with self._lock:
-            self._episodes[episode_id] = _Episode(self._nothing_earned())
+            self._episodes[episode_id] = _Episode(nothing_earned(self.spaces))
         return episode_id
-
-    def _nothing_earned(self) -> Earned | EarnedByAgent:
-        return Earned() if isinstance(self.spaces, Spaces) else EarnedByAgent(self.spaces)
 
     def get_action(self, episode_id: str, observation: Any) -> Any:
         """What the current policy does, in the nesting of the action space; arrays are read-only.
@@ -156,7 +159,7 @@ class PolicyClient:
         """The episode will never finish."""
         self._find(episode_id)
         self._forget(episode_id)
-        self.ask(EpisodeAbort, episode=episode_id, reason=reason[:200])
+        self.ask(EpisodeAbort, episode=episode_id, reason=str(reason)[:200])
 
     def _step(
         self, episode_id: str, observation: Any, arrays: Mapping[str, NDArray[Any]] | None = None, **fields: Any
@@ -201,7 +204,9 @@ class PolicyClient:
 
         Raises as other calls do; an `UnknownSessionError` when the session has ended.
         """
-        request = kind(session=self.session, token=self._token, **fields)
+        if self._closing.is_set() and kind is not ClientBye:
+            raise EpisodesClosedError(fields.get("episode", ""), "this client is closed")
+        request = request_of(kind, session=self.session, token=self._token, **fields)
         try:
             return self._say(request, timeout_s or self._timeout_s, arrays)
         except UnknownSessionError:
@@ -223,7 +228,7 @@ class PolicyClient:
         self._open(timeout_s)
 
     def _open(self, timeout_s: float) -> ClientWelcome:
-        hello = ClientHello(session=self.session, token=self._token)
+        hello = request_of(ClientHello, session=self.session, token=self._token)
         welcome, _ = self._say(hello, timeout_s)
         assert isinstance(welcome, ClientWelcome)
         self._let_in, self._max_message_bytes = True, welcome.max_message_bytes

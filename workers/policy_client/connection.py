@@ -6,18 +6,18 @@ import itertools
 import math
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 from numpy.typing import NDArray
 
 from headrace.schemas import sockets
-from headrace.schemas.errors import DecodeError
+from headrace.schemas.errors import ConfigError, DecodeError
 from headrace.schemas.handshakes import CLIENT_EVENTS, SUCCEEDED, Handshakes, read_event
 from headrace.schemas.joined import join, split
 from headrace.schemas.keys import ClientKeys
 from headrace.schemas.messages import Message, read
-from headrace.schemas.serving_errors import MessageTooLargeError, error_of
+from headrace.schemas.serving_errors import BadRequestError, MessageTooLargeError, error_of
 from headrace.schemas.serving_messages import ANSWERS, ClientReject, ClientRequest
 from headrace.schemas.wire import DEFAULT_CAPS, Buffer, decode, encode
 
@@ -29,6 +29,7 @@ later ones later. What a broken connection has lost is told by its successor, no
 _LOOK_AGAIN_S = 0.02
 """Without a connection."""
 _numbers = itertools.count(1)
+AnyRequest = TypeVar("AnyRequest", bound=ClientRequest)
 
 
 class Connection:
@@ -47,7 +48,11 @@ class Connection:
             self._socket.setsockopt(getattr(zmq, name), value)
         self._handshakes = Handshakes(endpoint, keys, SERVER, agreed=agreed)
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(CLIENT_EVENTS)
-        self._socket.connect(endpoint)
+        try:
+            self._socket.connect(endpoint)
+        except (zmq.ZMQError, TypeError) as error:
+            message = f'{endpoint!r:.80} is no address of a policy server ({error}); it is "tcp://HOST:PORT"'
+            raise ConfigError(message, key="endpoint") from error
         self._poller = zmq.Poller()
         for socket in (self._socket, self._monitor):
             self._poller.register(socket, zmq.POLLIN)
@@ -107,3 +112,11 @@ class Connection:
         if isinstance(answer, ClientReject) and answer.request in (number, 0):
             raise error_of(answer.error, answer.message, answer.facts)
         return (answer, message.arrays) if getattr(answer, "request", None) == number else None
+
+
+def request_of(kind: type[AnyRequest], **fields: Any) -> AnyRequest:
+    """A request of these fields; raises `BadRequestError`, which names the one that no server would take."""
+    try:
+        return read(kind, fields)
+    except DecodeError as error:
+        raise BadRequestError(f"this cannot be asked of a policy server: {error}") from error

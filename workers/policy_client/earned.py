@@ -13,7 +13,8 @@ import numpy as np
 
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.serving_agents import ALL
-from headrace.workers.serving.values import check_reward
+from headrace.schemas.spaces import Spaces
+from headrace.workers.serving.values import check_reward, read_info
 
 Dones = Mapping[Any, bool]
 
@@ -29,8 +30,8 @@ class Earned:
         """Raises `EnvContractError`, and then nothing of it counts."""
         if done is not None or truncated is not None:
             raise EnvContractError("who is done", f"{done or truncated!r:.80}", "None: the episode has one agent")
-        self.reward = check_reward(self.reward + check_reward(reward))
-        self.info = info if info is not None else self.info
+        told = self.info if info is None else read_info(info)
+        self.reward, self.info = check_reward(self.reward + check_reward(reward)), told
 
     def fields(self) -> dict[str, Any]:
         """Of the message."""
@@ -56,10 +57,8 @@ class EarnedByAgent:
     def add(self, reward: Any, info: Any = None, done: Dones | None = None, truncated: Dones | None = None) -> None:
         """Dicts by agent. Raises `EnvContractError`, which names the agent, and then nothing of it counts."""
         earned = {agent: self._sum(agent, own) for agent, own in self._told("rewards", reward).items()}
-        infos = self._told("infos", {} if info is None else info)
-        for agent, own in infos.items():
-            if not isinstance(own, dict):
-                raise EnvContractError(f"info of agent {agent!r}", f"{own!r:.80}", "a dict")
+        told = self._told("infos", {} if info is None else info)
+        infos = {agent: read_info(own, f"info of agent {agent!r}") for agent, own in told.items()}
         terminateds, truncateds = self._done("terminated", done), self._done("truncated", truncated)
         self.reward |= {agent: total for agent, total in earned.items() if agent not in self.gone}
         self.info |= infos
@@ -107,3 +106,8 @@ class EarnedByAgent:
         """The server has it; who is done by it stays so."""
         self.gone |= {*self.terminated, *self.truncated}
         self.reward, self.info, self.terminated, self.truncated = {}, {}, {}, {}
+
+
+def nothing_earned(spaces: Spaces | Mapping[str, Spaces]) -> Earned | EarnedByAgent:
+    """As an episode begins, of one agent or of several."""
+    return Earned() if isinstance(spaces, Spaces) else EarnedByAgent(spaces)

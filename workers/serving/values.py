@@ -6,16 +6,23 @@ sampler. Needs no gymnasium: client and server both use it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.spaces import Dict, Leaf, Space, Tuple, column_dtype, leaf_shape, leaves, nest
+from headrace.schemas.wire import DEFAULT_CAPS, is_deeper
 from headrace.workers.bounds import LARGEST_REWARD, leaf_bounds
+
+_LARGEST_INFO = DEFAULT_CAPS.header_bytes // 2
+_DEEPEST_INFO = DEFAULT_CAPS.header_depth // 2
+"""The rest of a message's header is for all else that it says."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,9 +156,28 @@ def _parts(space: Space, value: Any, name: str) -> Iterator[tuple[str, Any]]:
 def check_reward(reward: Any) -> float:
     """A finite real number, in the bounds of any reward."""
     try:
-        checked = float(reward)
+        checked = math.nan if isinstance(reward, str | bytes) else float(reward)
     except (TypeError, ValueError, OverflowError) as error:
         raise EnvContractError("reward", f"{reward!r:.80} ({type(reward)})", "a finite number") from error
     if not abs(checked) <= LARGEST_REWARD:
-        raise EnvContractError("reward", str(checked), f"a finite number within {LARGEST_REWARD:.3g}")
+        raise EnvContractError("reward", f"{reward!r:.80}", f"a finite number within {LARGEST_REWARD:.3g}")
     return checked
+
+
+def read_info(info: Any, what: str = "info", most_bytes: int = _LARGEST_INFO) -> dict[str, Any]:
+    """As a chunk has it, a copy: what NumPy made as numbers and lists, keys as text, NaN as null.
+
+    Raises `EnvContractError` for what is no dict, or no JSON that a message could carry, or more than `most_bytes` of
+    it: by default what goes into the header of one step.
+    """
+    if not isinstance(info, dict):
+        raise EnvContractError(what, f"{info!r:.80} ({type(info)})", "a dict")
+    try:
+        written = orjson.dumps(info, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+    except TypeError as error:
+        raise EnvContractError(what, f"{error!s:.120}", "a dict that JSON can carry") from error
+    told: dict[str, Any] = orjson.loads(written)
+    if is_deeper(told, _DEEPEST_INFO) or len(written) > most_bytes:
+        seen = f"{len(written)} bytes of JSON"
+        raise EnvContractError(what, seen, f"at most {most_bytes} bytes, and {_DEEPEST_INFO} levels deep")
+    return told

@@ -1,0 +1,112 @@
+"""What a client's own program says wrongly is refused there, by name, when it is said; and nothing else comes of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from harbours import Harbour, acting, harbour
+
+from headrace.schemas.episode_errors import EpisodeError, EpisodesClosedError
+from headrace.schemas.errors import ConfigError, EnvContractError
+from headrace.schemas.serving_errors import BadRequestError
+from headrace.workers.policy_client import PolicyClient
+
+SEEN = [0.0, 0.0, 0.0, 0.0]
+LOOP: dict[str, Any] = {}
+LOOP["loop"] = LOOP
+BAD_INFOS = ["text", 5, [], {"a": {1}}, {"a": object()}, {"a": 1j}, {"a": 1 << 70}, {"a": "\udc80"}, {(1, 2): 3}, LOOP]
+
+
+@pytest.fixture(scope="module")
+def there() -> Iterator[Harbour]:
+    with harbour() as served:
+        yield served
+
+
+@pytest.mark.parametrize("make", [PolicyClient, acting])
+def test_an_info_that_no_chunk_could_carry_is_refused_and_the_episode_goes_on(make: Any) -> None:
+    with harbour() as there, make(there.endpoint) as client:
+        episode = client.start_episode()
+        client.get_action(episode, SEEN)
+        for bad in BAD_INFOS:
+            with pytest.raises(EnvContractError, match=r"^info should be a dict"):
+                client.log_returns(episode, 5.0, bad)
+        client.log_returns(episode, 1.0, {"speed": np.float32(0.5), "at": np.arange(2), "none": math.nan, 7: "é"})
+        client.get_action(episode, SEEN)
+        client.end_episode(episode, SEEN)
+    assert [reward for chunk in there.chunks for reward in chunk.rewards.tolist()] == [1.0, 0.0]
+    told = [info for chunk in there.chunks for info in chunk.infos if info]
+    assert told == [{"speed": 0.5, "at": [0, 1], "none": None, "7": "é"}]
+
+
+def test_an_info_larger_or_deeper_than_any_message_is_refused_at_once(there: Harbour) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(40):
+        deep = {"down": deep}
+    with PolicyClient(there.endpoint) as client:
+        episode = client.start_episode()
+        client.get_action(episode, SEEN)
+        for bad in (deep, {"picture": "x" * 600_000}):
+            with pytest.raises(EnvContractError, match="at most 524288 bytes, and 32 levels deep"):
+                client.log_returns(episode, 0.0, bad)
+        client.get_action(episode, SEEN)
+
+
+def test_a_reward_that_is_text_is_no_reward(there: Harbour) -> None:
+    with PolicyClient(there.endpoint) as client:
+        episode = client.start_episode()
+        client.get_action(episode, SEEN)
+        for bad in ("1", b"1", "nan"):
+            with pytest.raises(EnvContractError, match="reward should be a finite number"):
+                client.log_returns(episode, bad)
+
+
+@pytest.mark.parametrize("session", ["x" * 65, 5, b"x", "\udc80"])
+def test_a_session_of_no_possible_name_is_refused_before_anything_is_sent(there: Harbour, session: Any) -> None:
+    with pytest.raises(BadRequestError, match="ClientHello: session: "):
+        PolicyClient(there.endpoint, session=session)
+
+
+@pytest.mark.parametrize("id", ["x" * 300, 5, b"x", ["x"]])
+def test_an_episode_of_no_possible_id_is_refused_and_others_go_on(there: Harbour, id: Any) -> None:
+    with PolicyClient(there.endpoint) as client, acting(there.endpoint) as actor:
+        with pytest.raises(BadRequestError, match="EpisodeStart: episode: "):
+            client.start_episode(id)
+        with pytest.raises(EpisodeError, match="has an id of"):
+            actor.start_episode(id)
+        for one in (client, actor):
+            one.get_action(one.start_episode(), SEEN)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("endpoint", ["", None, 5, "127.0.0.1:5900", "tcp://127.0.0.1", "http://127.0.0.1:5900"])
+def test_what_is_no_address_is_told_with_how_one_looks(endpoint: Any) -> None:
+    with pytest.raises(ConfigError, match=r'endpoint: .* it is "tcp://HOST:PORT"'):
+        PolicyClient(endpoint)
+
+
+def test_a_client_that_was_closed_says_so(there: Harbour) -> None:
+    client = PolicyClient(there.endpoint)
+    episode = client.start_episode()
+    client.close()
+    for call in (client.start_episode, lambda: client.get_action(episode, SEEN)):
+        with pytest.raises(EpisodesClosedError, match="this client is closed"):
+            call()
+
+
+@pytest.mark.parametrize("make", [PolicyClient, acting])
+def test_infos_of_agents_are_refused_by_the_agents_name(make: Any) -> None:
+    seen, policies = {"short": SEEN, "long": SEEN}, {"short": None, "long": None}
+    changes = {"policies": policies} if make is acting else {}
+    with harbour(policies=policies) as there, make(there.endpoint, **changes) as client:
+        episode = client.start_episode()
+        client.get_action(episode, seen)
+        with pytest.raises(EnvContractError, match="info of agent 'long' should be a dict that JSON can carry"):
+            client.log_returns(episode, {"short": 1.0}, {"short": {}, "long": {"a": {1}}})
+        client.log_returns(episode, {"short": 1.0}, {"long": {"a": np.arange(2)}})
+        client.get_action(episode, seen)
+        client.end_episode(episode, seen)
+    assert [info for chunk in there.chunks for info in chunk.infos if info] == [{"a": [0, 1]}]
