@@ -205,12 +205,16 @@ class Worker:
                     raise StoppedError("stopped in the midst of a fragment")
 
     def _ship_of_clients(self) -> None:
-        """What clients have cut, as far as there is room for it beside the runner's own."""
-        while self._exchange is not None and self.session.has_room(self._batches_a_cut + 1):
+        """What clients have cut, as far as there is room for it beside the runner's own; clients wait for more."""
+        if self._exchange is None:
+            return
+        while has_room := self.session.has_room(self._batches_a_cut + 1):
             delivery = self._exchange.take()
             if delivery is None:
-                return
+                break
             self._take_over(delivery)
+        # A learner that knew of nobody who waits would wait itself, for as many steps as the window never has.
+        self.session.blocked = "" if has_room or not self._exchange.has_waiting else "window"
 
     def _take_over(self, delivery: Delivery) -> None:
         self.runner.take_over(delivery.taken)

@@ -87,6 +87,11 @@ class Exchange:
         with self._lock:
             return self._deliveries.popleft() if self._deliveries else None
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether there is something to `take`."""
+        return bool(self._deliveries)
+
     def end(self, reason: Discard) -> list[Delivery]:
         """Take nothing more: what still waits, and end markers of all episodes that clients have shipped a part of."""
         with self._lock:

@@ -1,0 +1,75 @@
+"""Clients that act by themselves fill a window as a worker's own envs do, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from parties import BrokerThread
+from test_worker import WorkerThread, closed_row
+
+from headrace.learner_stub import EpisodeStream, WeightPublisher, waiting
+from headrace.learner_stub.training import gather
+from headrace.schemas.episode_errors import EpisodeAbortedError, EpisodesClosedError
+from headrace.schemas.ledger import add_up
+from headrace.workers import EnvRunnerConfig
+from headrace.workers.acting_client import ActingClient
+from headrace.workers.modules import actor_critic
+
+NUM_ENVS, FRAGMENT, WINDOW = 2, 8, 3
+SAMPLING = {"num_envs": NUM_ENVS, "rollout_fragment_length": FRAGMENT}
+UPDATE = WINDOW * NUM_ENVS * FRAGMENT
+SEEN = np.zeros(4, np.float32)
+
+
+def play(client: ActingClient, enough: threading.Event) -> None:
+    """One long episode, alone: the client's batches are smaller than the worker's own would be."""
+    episode = client.start_episode()
+    while not enough.is_set():
+        try:
+            client.get_action(episode, SEEN)
+        except (EpisodeAbortedError, EpisodesClosedError):  # the client was closed
+            return
+
+
+def test_a_learner_trains_though_what_fits_the_window_beside_a_clients_chunks_is_less_than_an_update(
+    broker: BrokerThread, free_port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(waiting, "STARVED_S", 1.0)  # five heartbeats of these brokers
+    sections = {
+        "sampling": {"env": "CartPole-v1", **SAMPLING},
+        "serving": {"enabled": True, "port": free_port, "client_inference": True},
+        "learner": {"steps_per_update": UPDATE},
+        "worker": {"window_batches": WINDOW},
+    }
+    enough, too_late = threading.Event(), threading.Event()
+    deadline = threading.Timer(60.0, too_late.set)
+    deadline.start()
+    with (
+        EpisodeStream(broker.endpoints.learner, auto_commit=False) as stream,
+        WeightPublisher(broker.endpoints.learner) as weights,
+        WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections) as worker,
+    ):
+        weights.publish(actor_critic(stream.spaces(timeout_s=20.0)).state_dict())
+        with ActingClient(f"tcp://127.0.0.1:{free_port}", EnvRunnerConfig(**SAMPLING)) as client:
+            player = threading.Thread(target=play, args=(client, enough))
+            player.start()
+            for _ in range(2):
+                assert sum(batch.steps for batch in gather(stream, UPDATE, too_late)) > 0
+                stream.commit()
+                assert not too_late.is_set(), "the learner waited for steps that could not come"
+            enough.set()
+            while player.is_alive():
+                stream.next(0.1)
+                stream.commit()
+        while stream.next(0.5) is not None:
+            stream.commit()
+        worker.stopping.set()
+        while stream.next(0.5) is not None:
+            stream.commit()
+        closed_row(broker)
+    deadline.cancel()
+    worker.check()
+    assert add_up(broker.rows()).balance() == 0
