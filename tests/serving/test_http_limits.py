@@ -147,6 +147,17 @@ def test_what_is_too_long_is_refused_before_it_is_there(server: Served, request_
         assert "of more than 65536 bytes" in client.hear_refusal(413, "too_large")
 
 
+def test_a_step_says_no_more_besides_what_is_seen_than_by_zeromq() -> None:
+    with Served(replace(LIMITS, max_message_bytes=1 << 22)) as server, RawHttp(server.url) as client:
+        for path in (STEP[:14], STEP[:25]):
+            client.say(put(path, b"{}", "Headrace-Client: own"))
+            assert client.hear().status == 200
+        for size, status in ((1 << 21, 413), (1 << 19, 200)):
+            info = b'{"observation": [1, 2], "info": {"log": "%b"}}' % (b"x" * size)
+            client.say(put(STEP, info, "Headrace-Client: own"))
+            assert client.hear().status == status
+
+
 def test_of_a_request_without_the_token_the_body_is_not_read() -> None:
     with Served(QUICK, token="t" * 16) as server:
         for shown in ("a: b", "Authorization: Bearer " + "s" * 16, "Authorization: t" + "t" * 15):

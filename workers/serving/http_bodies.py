@@ -10,7 +10,7 @@ from urllib.parse import unquote_to_bytes
 import orjson
 
 from headrace.schemas.messages import read
-from headrace.schemas.serving_errors import BadRequestError
+from headrace.schemas.serving_errors import BadRequestError, MessageTooLargeError
 from headrace.schemas.serving_messages import AnyStep
 from headrace.schemas.wire import DEFAULT_CAPS, is_deeper
 from headrace.workers.serving.http_connection import HttpRequest
@@ -20,6 +20,7 @@ TOKEN_HEADER = "Headrace-Client"
 """The session's token, as each request of a client bears it."""
 _TOKEN = TOKEN_HEADER.lower().encode()
 _LONGEST_NUMBER = 19
+_MOST_SAID = DEFAULT_CAPS.header_bytes
 _HEALTH = b"/v1/health"
 
 
@@ -48,7 +49,8 @@ def step_path(request: HttpRequest) -> StepPath | None:
 def step_of(request: HttpRequest, path: StepPath, values: SpaceValues) -> tuple[AnyStep, Any, Any]:
     """(message, observation, action) of a step; the action is None where the client asks for one.
 
-    Raises `BadRequestError`, `DecodeError` and `EnvContractError`.
+    Raises `BadRequestError`, `DecodeError`, `EnvContractError`, and `MessageTooLargeError` for one that says more
+    besides than a message by ZeroMQ could: infos stay in memory until their chunk is full.
     """
     body = body_of(request)
     if "observation" not in body:
@@ -58,6 +60,8 @@ def step_of(request: HttpRequest, path: StepPath, values: SpaceValues) -> tuple[
     if body.get("action") is not None:
         action = values.action.row(body.pop("action"))
         body["off_policy"] = True
+    if len(request.body) > _MOST_SAID and (size := len(orjson.dumps(body))) > _MOST_SAID:
+        raise MessageTooLargeError(f"{size} bytes besides what is seen and done; a step may have {_MOST_SAID}")
     body |= {"session": path.session, "episode": path.episode, "step": path.step, "token": token_of(request)}
     return read(values.step, body), observation, action
 
