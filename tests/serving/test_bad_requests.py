@@ -261,6 +261,14 @@ def test_what_is_no_request_is_refused_with_its_status(
     assert refused.value.__notes__ == [status]
 
 
+def test_ids_with_a_slash_or_no_ascii_in_them_are_told_in_paths(shared: Served) -> None:
+    way = ByHttp(shared, "t", "a%2Fb%20%C3%BC")
+    way.open()
+    for call in (way.start, lambda id: way.step(id, 0, [1.0, 2.0])):
+        assert call("walk%2F1%25")["episode"] == "walk/1%"
+    way.abort("walk%2F1%25")
+
+
 def test_garbage_on_either_port_harms_nobody(way: Any, shared: Served) -> None:
     """Frames of valid requests with bytes of them changed, cut or doubled, and bytes of no protocol at all."""
     rng = random.Random(4)

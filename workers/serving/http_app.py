@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
-from urllib.parse import unquote_to_bytes
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,7 +27,7 @@ from headrace.schemas.serving_messages import (
 from headrace.schemas.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from headrace.workers.serving.desk import Desk
 from headrace.workers.serving.http_answers import HttpAnswer, answer_of, json_answer, refused
-from headrace.workers.serving.http_bodies import body_of, token_of
+from headrace.workers.serving.http_bodies import body_of, text_of, token_of
 from headrace.workers.serving.http_connection import HttpRequest
 from headrace.workers.serving.records import Reply
 from headrace.workers.serving.sessions import Sessions
@@ -73,7 +72,7 @@ class HttpApp:
             "http_version": "1.1",
             "method": request.method.decode("latin-1"),
             "scheme": "http",
-            "path": unquote_to_bytes(path).decode(errors="replace"),
+            "path": path.decode("latin-1"),  # as it came: `text_of` reads its parts, told apart
             "raw_path": path,
             "query_string": query,
             "headers": list(request.headers.items()),
@@ -141,7 +140,8 @@ class HttpApp:
     # -- how it is asked for ------------------------------------------------------------------------------------------
 
     async def _ask(self, request: Request, kind: type[ClientRequest], body: dict[str, Any]) -> HttpAnswer:
-        message = read(kind, {**body, **request.path_params, "token": token_of(request.scope[_ASKED])})
+        told = {name: text_of(part.encode("latin-1")) for name, part in request.path_params.items()}
+        message = read(kind, {**body, **told, "token": token_of(request.scope[_ASKED])})
         waiting = Waiting()
         self._desk.post(lambda sessions, now: sessions.receive(message, waiting, now))
         reply: Reply = await self._in_time(waiting.future)

@@ -43,7 +43,7 @@ def step_path(request: HttpRequest) -> StepPath | None:
         return None
     if not (session and episode and number.isdigit() and len(number) <= _LONGEST_NUMBER):
         return None
-    return StepPath(_text(session), _text(episode), int(number))
+    return StepPath(text_of(session), text_of(episode), int(number))
 
 
 def step_of(request: HttpRequest, path: StepPath, values: SpaceValues) -> tuple[AnyStep, Any, Any]:
@@ -98,5 +98,6 @@ def asks_for_health(target: bytes, headers: dict[bytes, bytes]) -> bool:
     return empty and target.partition(b"?")[0] == _HEALTH
 
 
-def _text(part: bytes) -> str:
+def text_of(part: bytes) -> str:
+    """What a part of a path says, between its slashes: %2F is no slash of the path, but one of the id."""
     return unquote_to_bytes(part).decode(errors="replace") if b"%" in part else part.decode(errors="replace")
