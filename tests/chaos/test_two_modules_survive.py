@@ -37,6 +37,11 @@ class Consumer(threading.Thread):
         self.open: set[tuple[str, str]] = set()
         self.modules: set[str] = set()
         self.markers: set[str | None] = set()
+        self.lives: set[tuple[int, int]] = set()
+        """(slot, incarnation) of each worker that has delivered steps."""
+
+    def lives_of(self, slot: int) -> int:
+        return sum(place == slot for place, _ in self.lives.copy())
 
     def run(self) -> None:
         try:
@@ -51,6 +56,8 @@ class Consumer(threading.Thread):
             life = (chunk.episode_id, chunk.agent_id)
             assert chunk.module_id == chunk.agent_id
             self.modules.add(chunk.module_id)
+            if len(chunk):
+                self.lives.add((chunk.slot, chunk.incarnation))
             self.open.add(life)
             if chunk.end is not ChunkEnd.ONGOING:
                 self.open.discard(life)
@@ -60,21 +67,26 @@ class Consumer(threading.Thread):
 
 @pytest.mark.parametrize(("role", "slot"), [("worker", 0), ("broker", None)])
 def test_a_kill_costs_two_modules_no_more_than_one(tmp_path: Path, role: str, slot: int | None) -> None:
-    with RunningFleet(tmp_path, *TWO_CARTS, "--until-steps", "60000") as fleet:
+    with RunningFleet(tmp_path, *TWO_CARTS) as fleet:
         fleet.wait_for(lambda: (tmp_path / "broker.json").exists(), "the broker serves")
         consumer = Consumer(fleet.endpoint("learner"))
         consumer.start()
-        for reached in (3_000, 12_000, 21_000):
-            fleet.wait_for(lambda: fleet.steps() > reached, f"{reached} steps")  # noqa: B023 - asked at once
+        for life in range(1, 4):
+            before = fleet.steps()
+            fleet.wait_for(lambda: fleet.steps() > before + 3_000, "progress")  # noqa: B023 - asked at once
+            if role == "worker":
+                fleet.wait_for(lambda: consumer.lives_of(0) == life, "steps of the one to be killed")  # noqa: B023
             killed = fleet.send(signal.SIGKILL, role, slot)
             fleet.wait_for(lambda: fleet.pid(role, slot) not in (None, killed), "its next life")  # noqa: B023
+        before = fleet.steps()
+        fleet.wait_for(lambda: fleet.steps() > before + 10_000, "progress after the last")
+        fleet.terminate()
         result = fleet.finish()
         consumer.stop.set()
         consumer.join(10)
-    assert result["returncode"] == 0, result["stderr"]
-    assert (result["goal_reached"], result["balanced"]) == (True, True)
+    assert (result["returncode"], result["balanced"]) == (0, True), result["stderr"]
     assert result["restarts"][role] == 3
-    assert result["env_steps"] >= 60_000
+    assert result["env_steps"] >= 19_000
     assert result["env_steps"] < result["steps"] <= 2 * result["env_steps"]
     audit = fleet.audit()
     assert audit.returncode == 0, audit.stdout + audit.stderr
