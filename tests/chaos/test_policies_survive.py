@@ -43,7 +43,7 @@ def _checkpoint(fleet: RunningFleet, result: dict[str, Any]) -> Checkpoint:
 
 def test_each_row_a_connector_has_seen_counts_once_though_learner_and_broker_die(tmp_path: Path) -> None:
     with RunningFleet(
-        tmp_path, *SMALL, "--set", f"sampling.env_to_module={MEAN_STD}", "--until-steps", "10000"
+        tmp_path, *SMALL, "--set", f"sampling.env_to_module={MEAN_STD}", "--until-steps", "16000"
     ) as fleet:
         saved = _checkpoint(fleet, _after_kills(fleet))
     # An observation for each step, one more for each episode that has begun, of which one goes on in each env.
