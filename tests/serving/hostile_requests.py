@@ -70,7 +70,7 @@ class Hostile:
         path = rng.choice(
             [f"{path}/steps/{quote(str(step))[:2000]}"] * 9 + [path] * 4 + [f"/v1/sessions/{session}"] * 2
         )
-        body: dict[str, Any] = {"observation": [0, 0]} | (self._of_a_step() if "/steps/" in path else {})
+        body: dict[str, Any] = {"observation": [0, 0], **self._of_a_step()} if "/steps/" in path else {}
         if body.pop("off_policy", False):
             body["action"] = rng.choice([1, 1.0, [1], True, "1", 10**9])
         for _ in range(rng.choice([0, 0, 0, 1, 2])):

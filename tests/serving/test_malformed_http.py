@@ -81,6 +81,13 @@ def test_what_is_no_http_is_told_so_and_the_connection_ends(server: Served, data
         (put(STEP, b"observation=1&reward=2", "Content-Type: application/x-www-form-urlencoded"), 400, "not JSON"),
         (put(STEP, b"[]"), 400, "no JSON object"),
         (put(STEP, b'{"observation": [1, 2], "reward": 1, "reward": "x"}'), 400, "reward"),
+        (
+            put(STEP, b'{"observation": [1, 2], "rewards": 1.0}'),
+            400,
+            "'rewards' is no field of this request; did you mean",
+        ),
+        (put(STEP, b'{"observation": [1, 2], "' + b"x" * 50_000 + b'": 1.0}'), 400, "is no field of this request"),
+        (put(EPISODE, b'{"training_enable": false}'), 400, "did you mean 'training_enabled'?"),
     ],
 )
 def test_a_bad_request_is_told_so_and_the_connection_goes_on(

@@ -27,7 +27,7 @@ from headrace.schemas.serving_messages import (
 from headrace.schemas.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from headrace.workers.serving.desk import Desk
 from headrace.workers.serving.http_answers import HttpAnswer, answer_of, json_answer, refused
-from headrace.workers.serving.http_bodies import body_of, text_of, token_of
+from headrace.workers.serving.http_bodies import body_of, check_fields, text_of, token_of
 from headrace.workers.serving.http_connection import HttpRequest
 from headrace.workers.serving.records import Reply
 from headrace.workers.serving.sessions import Sessions
@@ -128,7 +128,9 @@ class HttpApp:
         return await self._ask(request, ClientHeartbeat, {})
 
     async def _start(self, request: Request) -> HttpAnswer:
-        return await self._ask(request, EpisodeStart, body_of(request.scope[_ASKED]))
+        body = body_of(request.scope[_ASKED])
+        check_fields(body, EpisodeStart)
+        return await self._ask(request, EpisodeStart, body)
 
     async def _abort(self, request: Request) -> HttpAnswer:
         return await self._ask(request, EpisodeAbort, {"reason": request.query_params.get("reason", "")})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -11,7 +12,7 @@ import orjson
 
 from headrace.schemas.messages import read
 from headrace.schemas.serving_errors import BadRequestError, MessageTooLargeError
-from headrace.schemas.serving_messages import AnyStep
+from headrace.schemas.serving_messages import AnyStep, ClientRequest
 from headrace.schemas.wire import DEFAULT_CAPS, is_deeper
 from headrace.workers.serving.http_connection import HttpRequest
 from headrace.workers.serving.space_values import SpaceValues
@@ -56,10 +57,11 @@ def step_of(request: HttpRequest, path: StepPath, values: SpaceValues) -> tuple[
     if "observation" not in body:
         raise BadRequestError("a step needs an observation")
     observation = values.observation.row(body.pop("observation"))
-    action = None
-    if body.get("action") is not None:
-        action = values.action.row(body.pop("action"))
+    action = body.pop("action", None)
+    if action is not None:
+        action = values.action.row(action)
         body["off_policy"] = True
+    check_fields(body, values.step)
     if len(request.body) > _MOST_SAID and (size := len(orjson.dumps(body))) > _MOST_SAID:
         raise MessageTooLargeError(f"{size} bytes besides what is seen and done; a step may have {_MOST_SAID}")
     body |= {"session": path.session, "episode": path.episode, "step": path.step, "token": token_of(request)}
@@ -77,6 +79,19 @@ def body_of(request: HttpRequest) -> dict[str, Any]:
     if not isinstance(body, dict) or (brackets > most and is_deeper(body, most)):
         raise BadRequestError(f"the body is no JSON object of at most {most} levels")
     return body
+
+
+def check_fields(body: dict[str, Any], kind: type[ClientRequest]) -> None:
+    """Raise `BadRequestError` for what no such request says: a reward with its name misspelt would be lost unsaid.
+
+    By ZeroMQ, where programs of ours speak, it is taken for a newer version's, and passed over.
+    """
+    unknown = body.keys() - kind.model_fields.keys()
+    if unknown:
+        name = min(unknown)[:80]
+        near = get_close_matches(name, kind.model_fields, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise BadRequestError(f"{name!r} is no field of this request{hint}")
 
 
 def token_of(request: HttpRequest) -> str:
