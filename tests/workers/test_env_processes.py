@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 from effort import IDLE, calls_a_second
+from gymnasium.envs.classic_control import CartPoleEnv
 from process_driving import POLL_S, Driver, is_running, live_inline
 from process_envs import Troubled
 
@@ -143,7 +143,7 @@ def test_envs_are_known_by_name() -> None:
     register_env("by another name", Troubled)
     assert name_env("by another name") == name_env(Troubled) == "process_envs:Troubled"
     assert name_env("CartPole-v1") == "CartPole-v1"
-    assert name_env(gym.envs.classic_control.CartPoleEnv) == "gymnasium.envs.classic_control.cartpole:CartPoleEnv"
+    assert name_env(CartPoleEnv) == "gymnasium.envs.classic_control.cartpole:CartPoleEnv"
 
 
 class Inner:

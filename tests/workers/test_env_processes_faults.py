@@ -175,6 +175,7 @@ def test_an_env_that_fails_to_close_holds_up_nobody(fault: str) -> None:
     driver = drive(config.model_copy(update={"env_close_timeout_s": 0.5}))
     assert driver.failures[0].lane == FAULTY
     assert driver.failures[0].reason is Discard.ENV_EXCEPTION
+    assert [failure.lane for failure in driver.failures].count(FAULTY) == 1, "closing is no failure of the next one"
     spared = fault in ("raises", "hangs")
     assert (NEIGHBOUR not in reasons(driver)) is spared
 

@@ -12,9 +12,12 @@ from headrace.workers.envs.process.terms import SETTINGS
 
 
 def failures_of(ending: Ending, lanes: Iterable[int], limits: Mapping[Phase, float]) -> list[Failure]:
-    """One failure for each of `lanes`, first the culprit's, whose call did not return; if nobody's, each is one."""
+    """One failure for each of `lanes`, first the culprit's, whose call did not return; if nobody's, each is one.
+
+    The culprit may have left: its env was being closed.
+    """
     lanes = sorted(lanes, key=lambda lane: (lane != ending.call.lane, lane))
-    culprit = ending.call.lane if ending.call.phase is not Phase.IDLE and ending.call.lane in lanes else None
+    culprit = ending.call.lane if ending.call.phase is not Phase.IDLE else None
     failures = []
     for lane in lanes:
         if culprit is None or lane == culprit:

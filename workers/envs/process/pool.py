@@ -18,7 +18,7 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import write_actions
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.process.answers import Answers
-from headrace.workers.envs.process.control import BEGAN, ENDS, NO_SEED, Command
+from headrace.workers.envs.process.control import BEGAN, ENDS, NO_SEED, Command, Phase
 from headrace.workers.envs.process.handle import Answer, ProcessHandle
 from headrace.workers.envs.process.losses import failures_of
 from headrace.workers.envs.process.pictures import picture_from_json
@@ -266,7 +266,12 @@ class EnvProcessPool:
         self._placement.lose(handle)
         for lane in handle.members:
             self._moving.pop(lane, None)
-        answers.failures += failures_of(ending, handle.members, self._limits)
+        lanes, call = set(handle.members), ending.call
+        if call.phase is Phase.CLOSE and call.lane is not None and call.lane in lanes:
+            # It died of the env that was to make room there, for which the one to come pays nothing.
+            lanes.discard(call.lane)
+            self._placement.build(call.lane, Command.REBUILD)
+        answers.failures += failures_of(ending, lanes, self._limits)
 
     def stop(self) -> None:
         """Close all envs, and end all processes, within `env_close_timeout_s`. May be called twice."""
