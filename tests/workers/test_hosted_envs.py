@@ -92,3 +92,29 @@ def test_an_answer_that_no_message_holds_is_a_failure_of_that_env_alone(wait_for
     assert (place, at, returned, wordy["stepped"]) == (0, "step", True, [])
     assert "no larger than a message" in error["expected"]
     assert (other["stepped"], other["failures"]) == ([1], [])
+
+
+def test_an_env_that_comes_after_one_that_hung_in_close_is_still_the_workers_own(wait_for: Callable[..., None]) -> None:
+    """It is the worker's env 3, here at place 0: the fault of its fifth step is that one's."""
+    faults = {"lane": 3, "faults": {"step": "raises", "close": "hangs with the lock"}, "again": {"step": "raises"}}
+    settings: dict[str, Any] = {"env_config": faults, "env_close_timeout_s": 0.5, "env_placement": "process"}
+    config = EnvRunnerConfig(env="process_envs:Troubled", num_envs=1, **settings)
+    welcome = EnvHostWelcome(worker_index=0, num_workers=1, num_envs=4, lease_s=10.0, heartbeat_interval_s=1.0)
+    hosted = HostedEnvs(config, "life", welcome, learn_spaces(config))
+    number = 0
+
+    def obey(command: Command, arrays: dict[str, Any] | None = None) -> dict[str, Any]:
+        nonlocal number
+        number += 1
+        hosted.obey(EnvOrders(life="life", orders=[(0, number, int(command), 7, 3)]), arrays or {})
+        return answer(hosted, wait_for).header
+
+    try:
+        for command in (Command.BUILD, Command.REBUILD):
+            assert obey(command)["built"] == [0]
+            obey(Command.RESET)
+            told = [obey(Command.STEP, LEFT)["failures"] for _ in range(5)]
+            assert [len(failures) for failures in told] == [0, 0, 0, 0, 1]
+            assert told[-1][0][1] == "step"
+    finally:
+        hosted.stop()

@@ -56,7 +56,10 @@ class PlacedPool(AnyEnvPool):
     def build(self, lane: int, seed: int, index: int, *, again: bool) -> None:
         """Have the lane's env built as the worker's env `index`. Answers in `built`, or with a failure."""
         self._seeds[lane], self._indices[lane] = seed, index
-        self._placement.build(lane, Command.REBUILD if again else Command.BUILD)
+        self._build(lane, Command.REBUILD if again else Command.BUILD)
+
+    def _build(self, lane: int, command: Command) -> None:
+        super()._build(lane, command)
         self._tell_index(lane)
 
     def try_reset(self, lane: int, seed: int) -> None:

@@ -270,8 +270,12 @@ class EnvProcessPool:
         if call.phase is Phase.CLOSE and call.lane is not None and call.lane in lanes:
             # It died of the env that was to make room there, for which the one to come pays nothing.
             lanes.discard(call.lane)
-            self._placement.build(call.lane, Command.REBUILD)
+            self._build(call.lane, Command.REBUILD)
         answers.failures += failures_of(ending, lanes, self._limits)
+
+    def _build(self, lane: int, command: Command) -> None:
+        """Have an env built for the lane, where it is to live now."""
+        self._placement.build(lane, command)
 
     def stop(self) -> None:
         """Close all envs, and end all processes, within `env_close_timeout_s`. May be called twice."""
