@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import own_ports
 import pytest
-
-from headrace.schemas.ports import quiet_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,11 +36,7 @@ def wait_for() -> WaitFor:
 @pytest.fixture
 def free_port() -> int:
     """A loopback TCP port that nobody listened on a moment ago, and that no outgoing connection is given."""
-    for port in [*quiet_ports(), 0]:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return int(probe.getsockname()[1])
-    raise AssertionError("no port is free")
+    return own_ports.free_port()
 
 
 @pytest.fixture(scope="session")

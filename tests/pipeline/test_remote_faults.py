@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import remote_faults  # which makes the tests of workers importable
-from env_hosts import EnvHosts, free_port
+from env_hosts import EnvHosts
 from fault_runs import ENOUGH, brief, check_alike, lives_of
 from fault_table import BAD_DATA, BURDENS, DEATHS, HANGS
+from own_ports import free_port
 from parties import BrokerThread
 from process_driving import is_running
 from test_worker import WorkerThread

@@ -11,22 +11,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from headrace.schemas.ports import quiet_ports
+from own_ports import free_port
 
 HERE = Path(__file__).parent
-
-
-def free_port() -> int:
-    for port in quiet_ports():
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no port is free")
 
 
 class EnvHosts:

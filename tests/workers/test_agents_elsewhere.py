@@ -13,7 +13,8 @@ import numpy as np
 import orjson
 import pytest
 from crowd_envs import policy_of
-from env_hosts import EnvHosts, free_port
+from env_hosts import EnvHosts
+from own_ports import free_port
 from process_driving import descriptors
 from toy_multi_envs import check_books
 

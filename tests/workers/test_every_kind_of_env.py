@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from counting_envs import LENGTHS, Broken, Counted, Unsound
 from dm_env import specs
-from env_hosts import EnvHosts, free_port
+from env_hosts import EnvHosts
 from gymnasium.vector import AutoresetMode
 from native_vectors import vector_of
+from own_ports import free_port
 from toy_envs import check_books, runner
 
 from headrace.schemas.chunk import ChunkEnd, to_episode

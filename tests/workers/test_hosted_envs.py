@@ -19,7 +19,7 @@ from headrace.workers.envs.process.control import Command
 LEFT = {"actions": np.zeros(1, np.int64)}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def envs() -> Iterator[HostedEnvs]:
     config = EnvRunnerConfig(env="CartPole-v1", num_envs=2, envs_per_process=2, env_placement="process")
     welcome = EnvHostWelcome(worker_index=0, num_workers=1, num_envs=2, lease_s=10.0, heartbeat_interval_s=1.0)
@@ -69,7 +69,11 @@ def test_an_order_that_comes_again_is_answered_again_and_not_obeyed_again(
         (orders((0, 9, Command.STEP, NO_SEED)), {"actions": np.zeros(2)}, "of 1 steps is float64"),
     ],
 )
-def test_what_cannot_be_obeyed_is_named(envs: HostedEnvs, told: EnvOrders, arrays: Any, sentence: str) -> None:
+def test_what_cannot_be_obeyed_is_named(
+    envs: HostedEnvs, wait_for: Callable[..., None], told: EnvOrders, arrays: Any, sentence: str
+) -> None:
+    envs.obey(orders((0, 1, Command.BUILD, NO_SEED)), {})
+    answer(envs, wait_for)
     with pytest.raises(DecodeError, match=sentence):
         envs.obey(told, arrays)
 

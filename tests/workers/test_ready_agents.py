@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from crowd_envs import policy_of
-from env_hosts import EnvHosts, free_port
+from env_hosts import EnvHosts
+from own_ports import free_port
 from toy_multi_envs import check_books
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode

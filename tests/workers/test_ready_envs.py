@@ -105,7 +105,7 @@ def test_a_slow_env_holds_up_nobody_but_its_half(ready: str, held_up: list[int])
 
 
 def test_an_action_under_way_at_a_cut_keeps_the_weights_it_was_chosen_by() -> None:
-    config = {"step_s": 0.2, "lane": 0}
+    config = {"step_s": 1.0, "lane": 0}
     with runner("at once", "process_envs:Slow", env_config=config, envs_per_process=1, num_envs=2) as sampler:
         weights = sampler.get_state("rl_module")["rl_module"]
         sampler.set_weights(weights, seq=1)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from effort import IDLE, calls_a_second
-from env_hosts import EnvHosts, free_port
+from env_hosts import EnvHosts
+from own_ports import free_port
 from test_ready_envs import READY, SETTINGS, life, pieced
 from toy_envs import check_books
 

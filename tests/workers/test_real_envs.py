@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from env_hosts import EnvHosts, free_port
+from env_hosts import EnvHosts
+from own_ports import free_port
 from toy_envs import check_books, runner
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode

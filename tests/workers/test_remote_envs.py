@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import zmq
-from env_hosts import EnvHosts, cable_to, free_port
+from env_hosts import EnvHosts, cable_to
+from own_ports import free_port
 from toy_envs import check_books
 
 from headrace.deploy.key_pairs import make_keys
