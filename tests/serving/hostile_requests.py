@@ -5,14 +5,18 @@ Bytes that were merely damaged are told by their checksum; these pass it, and wh
 
 from __future__ import annotations
 
+import http.client
 import random
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from headrace.schemas.serving_errors import HTTP_STATUS
 from headrace.schemas.serving_messages import REQUESTS
 from headrace.schemas.wire import MessageKind
 
@@ -110,3 +114,20 @@ class Hostile:
         number = self._rng.choice([0.0, 1.0, 255.0, 1e30, np.nan, np.inf, -np.inf])
         with np.errstate(all="ignore"):
             return np.full(self._rng.choice(_SHAPES), number).astype(self._rng.choice(_DTYPES))
+
+
+def codes_by_http(hostile: Hostile, url: str, messages: int, go_on: Callable[[], None]) -> Counter[str]:
+    """How often each error was answered, and "" where there was none; now and then `go_on` is called."""
+    told, address = Counter[str](), urlsplit(url)
+    connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=100)
+    for number in range(messages):
+        connection.request(*hostile.request())
+        with connection.getresponse() as response:
+            answer = orjson.loads(response.read())
+        hostile.heard(answer)
+        assert response.status < 500 or HTTP_STATUS.get(answer["error"]) == response.status, answer
+        told[answer.get("error", "")] += 1
+        if number % 100 == 0:
+            go_on()
+    connection.close()
+    return told

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import http.client
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import orjson
 import zmq
-from hostile_requests import Hostile
+from hostile_requests import Hostile, codes_by_http
 from served_agents import rule, served_agents
 
 from headrace.schemas.serving_errors import HTTP_STATUS
@@ -105,19 +103,7 @@ def test_sealed_messages_that_say_anything_of_agents_are_answered_by_name() -> N
 
 
 def test_json_that_says_anything_of_agents_is_answered_by_name() -> None:
-    hostile, told = HostileAgents(1, "own-session"), Counter[str]()
     with beside_somebody_else() as (served, go_on):
-        address = urlsplit(served.url)
-        connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=20)
-        for number in range(MESSAGES):
-            connection.request(*hostile.request())
-            with connection.getresponse() as response:
-                answer = orjson.loads(response.read())
-            hostile.heard(answer)
-            assert response.status < 500 or HTTP_STATUS.get(answer["error"]) == response.status, answer
-            told[answer.get("error", "")] += 1
-            if number % 100 == 0:
-                go_on()
-        connection.close()
+        told = codes_by_http(HostileAgents(1, "own-session"), served.url, MESSAGES, go_on)
     assert set(told) <= {"", *HTTP_STATUS}
     assert min(told[code] for code in USUAL) > 0

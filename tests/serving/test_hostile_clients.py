@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import http.client
 import threading
 from collections import Counter
 from dataclasses import replace
-from urllib.parse import urlsplit
 
 import numpy as np
-import orjson
 import pytest
 import zmq
-from hostile_requests import Hostile
+from hostile_requests import Hostile, codes_by_http
 from other_client import somebody_else
 from plain_episodes import rule
 from served import LIMITS, Served
@@ -52,20 +49,8 @@ def test_sealed_messages_that_say_anything_are_answered_by_name(seed: int) -> No
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_json_that_says_anything_is_answered_by_name(seed: int) -> None:
-    hostile, told = Hostile(seed, "own-session"), Counter[str]()
     with Served() as server, somebody_else(server) as go_on:
-        address = urlsplit(server.url)
-        connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=100)
-        for number in range(MESSAGES // 2):
-            connection.request(*hostile.request())
-            with connection.getresponse() as response:
-                answer = orjson.loads(response.read())
-            hostile.heard(answer)
-            assert response.status < 500 or HTTP_STATUS.get(answer["error"]) == response.status, answer
-            told[answer.get("error", "")] += 1
-            if number % 100 == 0:
-                go_on()
-        connection.close()
+        told = codes_by_http(Hostile(seed, "own-session"), server.url, MESSAGES // 2, go_on)
     assert set(told) <= {"", *HTTP_STATUS}
     assert min(told[code] for code in ("", "bad_request", "not_in_space", "unknown_episode", "step_order")) > 0
 

@@ -140,7 +140,7 @@ class ActingClient:
 
     def abort_episode(self, episode_id: str, reason: str = "given up") -> None:
         """The episode will never finish."""
-        self._env.episodes.abort(episode_id, reason)
+        self._env.episodes.abort(episode_id, str(reason)[:200])
 
     def close(self) -> None:
         """Ship what has ended, end the session, and abort episodes that are open. When no other call is under way."""

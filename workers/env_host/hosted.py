@@ -54,26 +54,21 @@ class PlacedPool(AnyEnvPool):
         return self._processes.fileno()
 
     def build(self, lane: int, seed: int, index: int, *, again: bool) -> None:
-        """Have the lane's env built as the worker's env `index`. Answers in `built`, or with a failure."""
+        """Have the lane's env built as the worker's env `index`. Answers in `built`, or with a failure.
+
+        Where it moves later, or loses its process before it is built, it is made with the same seed.
+        """
         self._seeds[lane], self._indices[lane] = seed, index
         self._build(lane, Command.REBUILD if again else Command.BUILD)
 
     def _build(self, lane: int, command: Command) -> None:
         super()._build(lane, command)
-        self._tell_index(lane)
-
-    def try_reset(self, lane: int, seed: int) -> None:
-        """See `EnvProcessPool`; where the lane moves, its env is made with the seed of the one before."""
-        super().try_reset(lane, seed)
-        self._tell_index(lane)
+        home = self._placement.home(lane)
+        home.control.indices[lane - home.first_lane] = self._indices[lane]
 
     def index_of(self, lane: int) -> int:
         """The worker's number of this lane's env."""
         return self._indices.get(lane, lane)
-
-    def _tell_index(self, lane: int) -> None:
-        home = self._placement.home(lane)
-        home.control.indices[lane - home.first_lane] = self._indices[lane]
 
 
 @dataclass(slots=True, eq=False)

@@ -136,6 +136,7 @@ class Desk:
         self._door.wait(timeout_s)
         now = time.monotonic()
         self._door.take_in(self._sessions, now)
+        self._sessions.tick(now)
         self._settle(now)
         return True
 
@@ -146,7 +147,6 @@ class Desk:
                 self._rung = False  # before looking: what comes later rings again
         while self._mail:
             self._mail.popleft()(self._sessions, now)
-        self._sessions.tick(now)
         outbox = self._sessions.take_outbox()
         for address, reply in outbox:
             address.send(reply)

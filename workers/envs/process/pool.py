@@ -76,7 +76,7 @@ class EnvProcessPool:
     def _build_all(self) -> None:
         waiting = set(range(self.width))
         for lane in waiting:
-            self._placement.build(lane, Command.BUILD)
+            self._build(lane, Command.BUILD)
         while waiting:
             answers = self.poll()
             for failure in answers.failures:
@@ -135,12 +135,12 @@ class EnvProcessPool:
         if self._placement.may_stay(lane):
             self._placement.home(lane).ask(lane, Command.RESET, seed)
         else:
-            self._placement.build(lane, Command.BUILD)
+            self._build(lane, Command.BUILD)
             self._moving[lane] = seed
 
     def try_restart(self, lane: int) -> None:
         """Have the lane's env built anew, in a new process if need be. It answers in `built`, or with a failure."""
-        self._placement.build(lane, Command.REBUILD)
+        self._build(lane, Command.REBUILD)
 
     def try_render(self, lane: int) -> None:
         """Have a lane that has an env, and is asked for nothing else, show it. It answers in `Answers.pictures`."""
