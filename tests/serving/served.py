@@ -17,7 +17,7 @@ from headrace.workers.policy_columns import PolicyColumns
 from headrace.workers.serving.desk import Desk
 from headrace.workers.serving.exchange import Exchange
 from headrace.workers.serving.frames import FramesDoor
-from headrace.workers.serving.http_way import HttpWay
+from headrace.workers.serving.http_door import HttpDoor
 from headrace.workers.serving.listening import listen
 from headrace.workers.serving.records import ServingLimits
 from headrace.workers.serving.space_values import SpaceValues
@@ -58,11 +58,11 @@ class Served:
         self.exchange.open(
             {"default_policy": spaces}, capacity, {"default_policy": PolicyColumns({}, looks_back=False)}
         )
-        way = FramesDoor(self._door, values, limits.max_message_bytes)
-        self.desk = Desk(self.episodes, values, limits, way, self.exchange)
-        listener = listen("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self._http = HttpWay(self.desk, values, limits, listener, token)
+        self._listener = listen("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        frames = FramesDoor(self._door, values, limits.max_message_bytes)
+        door = HttpDoor(frames, values, limits, self._listener, token)
+        self.desk = Desk(self.episodes, values, limits, door, self.exchange)
         self.hold = threading.Event()
         """While it is set, nobody is answered."""
         self._away_s = away_s
@@ -86,13 +86,12 @@ class Served:
         return told.get(timeout=100)
 
     def close(self) -> None:
-        self._http.stop()
         self.desk.stop()
         self._stopping.set()
         for thread in self._threads:
             thread.join(100)
         self.desk.close()
-        self._door.close()
+        self._listener.close()
 
     def __enter__(self) -> Self:
         return self

@@ -34,6 +34,9 @@ class BareDoor:
     def take_in(self, sessions: Sessions, now: float) -> None:
         """Nothing comes."""
 
+    def close(self) -> None:
+        """There is nothing to close."""
+
 
 def test_a_sampler_that_waits_for_its_turn_is_next_though_who_stands_in_was_busy_for_long(
     wait_for: Callable[..., None],

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 import os
-import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from headrace.workers.serving.acting_clients import ActingClients
 from headrace.workers.serving.episodes import Answer, Episodes
@@ -39,6 +38,9 @@ class Door(Protocol):
     def take_in(self, sessions: Sessions, now: float) -> None:
         """Hand what has come to the sessions."""
 
+    def close(self) -> None:
+        """Let nobody in any more. May take a moment, in which nobody has a turn."""
+
 
 _AWAY_S = 0.05
 """For so long the sampler may be away before the other thread stands in for it."""
@@ -52,14 +54,13 @@ class Desk:
         episodes: Episodes,
         values: SpaceValues,
         limits: ServingLimits,
-        door: Door | None = None,
+        door: Door,
         exchange: Exchange | None = None,
     ) -> None:
         acting = ActingClients(exchange, self._post_shipped) if exchange is not None else None
         self._sessions = Sessions(episodes, values.told, self._post_answer, limits, acting)
-        self._door = door or _NoDoor()
+        self._door = door
         self._mail: deque[Event] = deque()
-        self._after_answers: list[Callable[[], None]] = []
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._door.watch(self._bell)
         self._slice_s = min(limits.lease_s / 10, 1.0)
@@ -76,10 +77,6 @@ class Desk:
         self._mail.append(event)
         if self._turning.locked():  # else nobody sleeps, and the next who turns looks at the mail first
             self._ring()
-
-    def after_answers(self, call: Callable[[], None]) -> None:
-        """Have this called whenever answers were sent, once for all that went together."""
-        self._after_answers.append(call)
 
     def stop(self) -> None:
         """Have `serve` return. For any thread."""
@@ -121,9 +118,12 @@ class Desk:
         return self._stopping.is_set() or time.monotonic() - self._left_at < _AWAY_S
 
     def close(self) -> None:
-        """What is posted from now on is for nobody."""
+        """Nobody has a turn any more, what is posted is for nobody, and the door is closed."""
         with self._turning, self._lock:
             self._closed = True
+        try:
+            self._door.close()
+        finally:
             os.close(self._bell)
 
     # -- a turn -------------------------------------------------------------------------------------------------------
@@ -147,12 +147,8 @@ class Desk:
                 self._rung = False  # before looking: what comes later rings again
         while self._mail:
             self._mail.popleft()(self._sessions, now)
-        outbox = self._sessions.take_outbox()
-        for address, reply in outbox:
+        for address, reply in self._sessions.take_outbox():
             address.send(reply)
-        if outbox:
-            for call in self._after_answers:
-                call()
 
     def _ring(self) -> None:
         with self._lock:
@@ -165,19 +161,3 @@ class Desk:
 
     def _post_shipped(self, tell: Callable[[], tuple[Address, Reply] | None]) -> None:
         self.post(lambda sessions, now: sessions.say(tell()))
-
-
-class _NoDoor:
-    """Where clients come by HTTP only, which posts."""
-
-    def __init__(self) -> None:
-        self._poll = select.poll()
-
-    def watch(self, fd: int) -> None:
-        self._poll.register(fd, select.POLLIN)
-
-    def wait(self, timeout_s: float) -> None:
-        self._poll.poll(timeout_s * 1000)
-
-    def take_in(self, sessions: Sessions, now: Any) -> None:
-        """Nothing comes in here."""

@@ -43,6 +43,15 @@ class FramesDoor:
         """See `desk.Door`."""
         self._door.watch(fd)
 
+    @property
+    def fds(self) -> list[int]:
+        """See `remote.door.Door`."""
+        return self._door.fds
+
+    def has_message(self) -> bool:
+        """Whether one waits. Lets in who may come in."""
+        return self._door.wait(0.0)
+
     def wait(self, timeout_s: float) -> None:
         """See `desk.Door`."""
         self._door.wait(timeout_s)
@@ -73,6 +82,10 @@ class FramesDoor:
         elif isinstance(request, ChunkShipment):
             observation = message.arrays.get("batch")
         sessions.receive(request, address, now, observation, action)
+
+    def close(self) -> None:
+        """See `desk.Door`."""
+        self._door.close()
 
     def send(self, to: Route, reply: Reply) -> None:
         """Send it, unless nobody is there any more: then it will be asked for again."""

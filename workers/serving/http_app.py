@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
 from typing import Any
 
 from starlette.applications import Starlette
@@ -25,7 +24,7 @@ from headrace.schemas.serving_messages import (
     EpisodeStart,
 )
 from headrace.schemas.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR
-from headrace.workers.serving.desk import Desk
+from headrace.workers.serving.desk import Event
 from headrace.workers.serving.http_answers import HttpAnswer, answer_of, json_answer, refused
 from headrace.workers.serving.http_bodies import body_of, check_fields, text_of, token_of
 from headrace.workers.serving.http_connection import HttpRequest
@@ -42,24 +41,19 @@ class Waiting:
     """A request of this application that waits for its answer, as an address. No other is equal to it."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[Any] = self._loop.create_future()
+        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     def send(self, reply: Any) -> None:
         """See `Address`."""
-        with suppress(RuntimeError):  # the loop is closed: the server has stopped
-            self._loop.call_soon_threadsafe(self._settle, reply)
-
-    def _settle(self, reply: Any) -> None:
         if not self.future.done():  # it was given up
             self.future.set_result(reply)
 
 
 class HttpApp:
-    """For the event loop's thread."""
+    """For one event loop. `ask` has something done at the desk."""
 
-    def __init__(self, desk: Desk, values: SpaceValues, wait_s: float) -> None:
-        self._desk, self._values, self._wait_s = desk, values, wait_s
+    def __init__(self, ask: Callable[[Event], None], values: SpaceValues, wait_s: float) -> None:
+        self._at_desk, self._values, self._wait_s = ask, values, wait_s
         self.asgi = Starlette(routes=self._routes(), exception_handlers={HTTPException: _no_such_thing})
         self.asgi.router.redirect_slashes = False  # a redirection has no JSON
 
@@ -111,7 +105,7 @@ class HttpApp:
         def look(sessions: Sessions, now: float) -> None:
             waiting.send(sessions.counts())
 
-        self._desk.post(look)
+        self._at_desk(look)
         protocol = f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
         return json_answer({"status": "ok", "protocol": protocol, **await self._in_time(waiting.future)})
 
@@ -145,7 +139,7 @@ class HttpApp:
         told = {name: text_of(part.encode("latin-1")) for name, part in request.path_params.items()}
         message = read(kind, {**body, **told, "token": token_of(request.scope[_ASKED])})
         waiting = Waiting()
-        self._desk.post(lambda sessions, now: sessions.receive(message, waiting, now))
+        self._at_desk(lambda sessions, now: sessions.receive(message, waiting, now))
         reply: Reply = await self._in_time(waiting.future)
         return answer_of(reply, self._values.action)
 

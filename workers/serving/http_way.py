@@ -1,8 +1,7 @@
 """The way in by HTTP: one request of JSON, one answer. What each looks like is in `protocol.md`.
 
-The server runs in a thread of its own and only reads, posts to the desk, and writes. uvicorn runs the event loop,
-accepts connections and ends them; `http_connection.py` speaks HTTP on each. Steps go from there to the sessions and
-back with nothing in between, all else to a Starlette application. It needs the extra `http`.
+uvicorn accepts connections and ends them; `http_connection.py` speaks HTTP on each. Steps go from there to the sessions
+and back with nothing in between, all else to a Starlette application.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ import asyncio
 import logging
 import resource
 import socket
-import threading
-from collections import deque
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from functools import partial
@@ -24,7 +21,7 @@ import uvicorn
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.serving_errors import ServerFullError, UnauthorizedError
 from headrace.schemas.serving_messages import AnyStep
-from headrace.workers.serving.desk import Desk
+from headrace.workers.serving.desk import Event
 from headrace.workers.serving.http_answers import HttpAnswer, answer_of, json_answer, refused
 from headrace.workers.serving.http_app import HttpApp
 from headrace.workers.serving.http_bodies import StepPath, asks_for_health, knows_token, step_of, step_path
@@ -35,18 +32,24 @@ from headrace.workers.serving.space_values import SpaceValues
 
 log = logging.getLogger(__name__)
 
-_STOP_S = 5.0
 _LOOK_S = 0.25
 """From one look at what takes too long to the next."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Asking:
-    """A step that waits for its answer, as an address. No other is equal to it."""
+    """A step that waits for its answer, as what is to be done at the desk, and as an address. No other is equal."""
 
     way: HttpWay = field(repr=False)
     connection: HttpConnection
     request: HttpRequest
+    message: AnyStep
+    observation: Any
+    action: Any
+
+    def __call__(self, sessions: Sessions, now: float) -> None:
+        """See `desk.Event`."""
+        sessions.receive(self.message, self, now, self.observation, self.action)
 
     def send(self, reply: Reply) -> None:
         """See `Address`."""
@@ -54,30 +57,29 @@ class _Asking:
 
 
 class HttpWay:
-    """Serves on `listener`, a socket of `listen`, until `stop`."""
+    """For one event loop, and whoever turns it: all of this is called in it, or between two of its rounds."""
 
     def __init__(
-        self, desk: Desk, values: SpaceValues, limits: ServingLimits, listener: socket.socket, token: str | None
+        self,
+        ask: Callable[[Event], None],
+        loop: asyncio.AbstractEventLoop,
+        values: SpaceValues,
+        limits: ServingLimits,
+        token: str | None,
     ) -> None:
+        """`ask` has something done at the desk; what it says comes after all that was heard in the loop's round."""
         wait_s, idle_s = min(limits.lease_s / 3, 30.0), max(limits.lease_s, 3 * limits.read_s)
         self.limits = HttpLimits(limits.max_message_bytes, limits.read_s, wait_s, idle_s)
         self.date = b""
-        self._desk, self._values = desk, values
+        self._ask, self._loop, self._values = ask, loop, values
         self._token = token.encode() if token is not None else None
-        self._app = HttpApp(desk, values, wait_s)
+        self._app = HttpApp(ask, values, wait_s)
         self._places = connection_places(limits.max_connections)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._asked: list[tuple[AnyStep, _Asking, Any, Any]] = []
-        """Steps of one burst, as the sessions take them."""
-        self._told: deque[tuple[_Asking, Reply]] = deque()
-        desk.after_answers(self._wake)
-        self._listener = listener
-        self._loop: asyncio.AbstractEventLoop
         self._server = uvicorn.Server(self._config())
         self._connections: set[Any] = self._server.server_state.connections
         """Those uvicorn shuts down in the end."""
-        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
-        self._thread.start()
+        self._looking: asyncio.TimerHandle
 
     def _config(self) -> uvicorn.Config:
         def connection(**of_uvicorn: Any) -> HttpConnection:
@@ -85,41 +87,28 @@ class HttpWay:
 
         http: Any = connection  # uvicorn names a class here, and does nothing but call it
         return uvicorn.Config(
-            self._app.asgi,
-            http=http,
-            loop="asyncio",
-            log_config=None,
-            lifespan="off",
-            ws="none",
-            timeout_graceful_shutdown=1,
+            self._app.asgi, http=http, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1
         )
 
-    def _run(self) -> None:
-        asyncio.run(self._serve())
+    async def open(self, listener: socket.socket) -> None:
+        """Let clients in. Not by uvicorn's `serve`, which would take the signals of the process for its own."""
+        self._server.config.load()
+        self._server.lifespan = self._server.config.lifespan_class(self._server.config)
+        await self._server.startup(sockets=[listener])
+        self._look()
 
-    async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        looking = asyncio.create_task(self._look())
-        try:
-            await self._server.serve(sockets=[self._listener])
-        finally:
-            looking.cancel()
-            for connection in list(self._connections):
-                connection.end()
+    def _look(self) -> None:
+        self.date, now = formatdate(usegmt=True).encode(), self._loop.time()
+        for connection in list(self._connections):
+            connection.look(now)
+        self._looking = self._loop.call_later(_LOOK_S, self._look)
 
-    async def _look(self) -> None:
-        while True:
-            self.date = formatdate(usegmt=True).encode()
-            now = asyncio.get_running_loop().time()
-            for connection in list(self._connections):
-                connection.look(now)
-            await asyncio.sleep(_LOOK_S)
-
-    def stop(self) -> None:
-        """Serve nobody any more. Waits until the thread has ended."""
-        self._server.should_exit = True
-        self._thread.join(_STOP_S)
-        self._listener.close()
+    async def close(self) -> None:
+        """Let nobody in any more, and end connections as soon as what was asked is answered, or a moment later."""
+        await self._server.shutdown(sockets=[])
+        self._looking.cancel()
+        for connection in list(self._connections):
+            connection.end()
 
     # -- connections --------------------------------------------------------------------------------------------------
 
@@ -152,25 +141,12 @@ class HttpWay:
         except HeadraceError as error:
             connection.answer(request, refused(error))
             return
-        task = asyncio.create_task(self._app.answer(request))
+        task = self._loop.create_task(self._app.answer(request))  # the loop may be between two rounds
         self._tasks.add(task)
         task.add_done_callback(partial(self._done, connection, request))
 
     def _step(self, connection: HttpConnection, request: HttpRequest, path: StepPath) -> None:
-        message, observation, action = step_of(request, path, self._values)
-        if not self._asked:
-            self._loop.call_soon(self._ask)  # when all has been read that has come with it
-        self._asked.append((message, _Asking(self, connection, request), observation, action))
-
-    def _ask(self) -> None:
-        """All at once: each message to the desk wakes the sampler, which would act for the first one alone."""
-        asked, self._asked = self._asked, []
-
-        def receive(sessions: Sessions, now: float) -> None:
-            for message, asking, observation, action in asked:
-                sessions.receive(message, asking, now, observation, action)
-
-        self._desk.post(receive)
+        self._ask(_Asking(self, connection, request, *step_of(request, path, self._values)))
 
     def _done(self, connection: HttpConnection, request: HttpRequest, task: asyncio.Task[HttpAnswer]) -> None:
         self._tasks.discard(task)
@@ -183,18 +159,8 @@ class HttpWay:
             connection.answer(request, task.result())
 
     def tell(self, asking: _Asking, reply: Reply) -> None:
-        """Answer a step, soon after the last of those that are answered together. For whoever has the desk's turn."""
-        self._told.append((asking, reply))
-
-    def _wake(self) -> None:
-        if self._told:
-            with suppress(RuntimeError):  # the loop is closed: the server has stopped
-                self._loop.call_soon_threadsafe(self._answer)
-
-    def _answer(self) -> None:
-        while self._told:
-            asking, reply = self._told.popleft()
-            asking.connection.answer(asking.request, answer_of(reply, self._values.action))
+        """Answer a step."""
+        asking.connection.answer(asking.request, answer_of(reply, self._values.action))
 
 
 def connection_places(most: int) -> int:

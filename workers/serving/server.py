@@ -8,7 +8,7 @@ import threading
 
 from headrace.schemas.serving_settings import ServingSection
 from headrace.workers.envs.remote.door import Door
-from headrace.workers.serving.desk import Desk
+from headrace.workers.serving import desk
 from headrace.workers.serving.episodes import Episodes
 from headrace.workers.serving.exchange import Exchange
 from headrace.workers.serving.frames import FramesDoor
@@ -33,7 +33,7 @@ class Server:
         self._door, self._listener, self._token = door, listener, token
         self._exchange = exchange
         self._lock = threading.Lock()
-        self.desk: Desk | None = None
+        self.desk: desk.Desk | None = None
         """From `run` on."""
         self._closed = False
         self.endpoint = door.endpoint
@@ -57,26 +57,21 @@ class Server:
         with self._lock:
             if self._closed:
                 return
-            door = FramesDoor(self._door, values, s.max_message_bytes)
-            self.desk = Desk(episodes, values, limits, door, self._exchange)
+            self.desk = desk.Desk(episodes, values, limits, self._open(values, limits), self._exchange)
             episodes.meanwhile = self.desk.turn
         try:
-            self._serve(self.desk, values, limits)
+            self.desk.serve()
         finally:
             self.desk.close()
             self._release()
 
-    def _serve(self, desk: Desk, values: SpaceValues, limits: ServingLimits) -> None:
+    def _open(self, values: SpaceValues, limits: ServingLimits) -> desk.Door:
+        frames = FramesDoor(self._door, values, limits.max_message_bytes)
         if self._listener is None:
-            desk.serve()
-            return
-        from headrace.workers.serving.http_way import HttpWay  # needs the extra `http`
+            return frames
+        from headrace.workers.serving.http_door import HttpDoor  # needs the extra `http`
 
-        way = HttpWay(desk, values, limits, self._listener, self._token)
-        try:
-            desk.serve()
-        finally:
-            way.stop()
+        return HttpDoor(frames, values, limits, self._listener, self._token)
 
     def close(self) -> None:
         """Have `run` end; what is bound is free when it has."""

@@ -95,6 +95,12 @@ class Door:
             raise PortInUseError(endpoint)
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
+    @property
+    def fds(self) -> list[int]:
+        """For who sleeps elsewhere: one is readable when `wait` may have something to do. They tell of changes only, so
+        `wait(0)` is to say that there is nothing before each such sleep."""
+        return [int(socket.getsockopt(zmq.FD)) for socket in (self._socket, self._zap) if socket is not None]
+
     def watch(self, fd: int) -> None:
         """Have `wait` return when this is readable too."""
         self._poller.register(fd, zmq.POLLIN)

@@ -1,0 +1,165 @@
+"""HTTP is heard by whoever has the desk's turn: wherever that is, and whatever else is heard there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import zmq
+from plain_episodes import rule
+from raw_http import HEALTH, RawHttp, put
+from served import Served
+
+from headrace.schemas.serving_messages import ClientHeartbeat, ClientHello
+from headrace.schemas.serving_settings import ServingSection
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.workers.policy_client import PolicyClient
+from headrace.workers.serving.served_env import ServedEnv, ServedEnvs
+
+STEPS = 50
+
+
+def drive(url: str, name: str, observation: str = "[0, 0, 0, 0]", steps: int = STEPS) -> list[int]:
+    """An episode by HTTP on one connection; what was done."""
+    session, done = f"/v1/sessions/{name}", []
+    with RawHttp(url) as client:
+        for path in (session, f"{session}/episodes/{name}"):
+            client.say(put(path))
+            assert client.hear().status == 200
+        for step in range(steps):
+            client.say(put(f"{session}/episodes/{name}/steps/{step}", f'{{"observation": {observation}}}'.encode()))
+            told = client.hear()
+            assert told.status == 200, told
+            done.append(told.body["action"])
+    return done
+
+
+@contextmanager
+def sampler() -> Iterator[tuple[SingleAgentEnvRunner, str]]:
+    """One that nobody has turn yet, and its url."""
+    creator = ServedEnvs(ServingSection(enabled=True, http_port=0, lease_s=5.0), "CartPole-v1", "")
+    runner = SingleAgentEnvRunner(EnvRunnerConfig(env=creator, num_envs=4, external_fragment_max_age_s=0.1))
+    try:
+        env = runner.env
+        assert isinstance(env, ServedEnv)
+        yield runner, env.url
+    finally:
+        runner.stop()
+
+
+def sample_until(runner: SingleAgentEnvRunner, asked: Future[list[int]]) -> None:
+    while not asked.done():
+        runner.sample_fragment()
+    assert len(asked.result()) == STEPS
+
+
+def test_http_has_no_thread_of_its_own_and_leaves_signals_alone() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with sampler() as (runner, url), ThreadPoolExecutor(1, thread_name_prefix="client") as pool:
+        asked = pool.submit(drive, url, "a")
+        runner.sample_fragment()
+        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+        names = {thread.name for thread in threading.enumerate()}
+        assert not {name for name in names if name.startswith(("http", "asyncio"))}, names
+        sample_until(runner, asked)
+
+
+def sample_for_ever(runner: SingleAgentEnvRunner) -> None:
+    while True:
+        runner.sample_fragment()
+
+
+def inside_a_loop(call: Callable[..., None], *args: object) -> None:
+    async def within() -> None:
+        call(*args)
+
+    loop = asyncio.new_event_loop()  # not by `asyncio.run`, which takes Ctrl-C for its own
+    try:
+        loop.run_until_complete(within())
+    finally:
+        loop.close()
+
+
+@pytest.mark.parametrize("where", [lambda call, *args: call(*args), inside_a_loop], ids=["alone", "inside a loop"])
+def test_ctrl_c_while_the_sampler_waits_leaves_a_server_that_goes_on(where: Callable[..., None]) -> None:
+    with sampler() as (runner, url), ThreadPoolExecutor(1) as pool:
+        for name in ("a", "b", "c"):
+            pressed = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+            pressed.start()
+            with pytest.raises(KeyboardInterrupt):
+                where(sample_for_ever, runner)
+            pressed.join()
+            where(sample_until, runner, pool.submit(drive, url, name))
+
+
+def test_neither_way_in_starves_the_other() -> None:
+    with Served() as server, ThreadPoolExecutor(4) as pool, zmq.Context() as context:
+        flooding = threading.Event()
+
+        def flood(name: str) -> None:
+            who = {"session": name, "token": "t"}
+            with context.socket(zmq.DEALER) as socket:
+                socket.linger = 0
+                socket.connect(server.endpoint)
+                socket.send_multipart(ClientHello(**who).frames())
+                while not flooding.is_set():
+                    for _ in range(100):
+                        socket.send_multipart(ClientHeartbeat(**who).frames())
+                    for _ in range(100):
+                        socket.recv_multipart()
+
+        def crowd(name: str) -> None:
+            with RawHttp(server.url) as client:
+                while not flooding.is_set():
+                    client.say(HEALTH * 50)
+                    for _ in range(50):
+                        client.hear()
+
+        floods = [pool.submit(flood, "f"), pool.submit(flood, "g"), pool.submit(crowd, "h")]
+        try:
+            assert drive(server.url, "own", "[3, 1]") == [rule([3, 1])] * STEPS
+            with PolicyClient(server.endpoint) as client:
+                episode = client.start_episode()
+                for _ in range(STEPS):
+                    assert client.get_action(episode, np.array([4, 2], np.float32)) == rule([4, 2])
+        finally:
+            flooding.set()
+        for one in floods:
+            one.result(100)
+
+
+def test_what_is_said_in_one_go_is_answered_in_its_order() -> None:
+    with Served() as server, RawHttp(server.url) as client:
+        episode = "/v1/sessions/s/episodes/e"
+        steps = [put(f"{episode}/steps/{n}", b'{"observation": [%d, 0]}' % n) for n in range(3)]
+        beat = put("/v1/sessions/s/heartbeat").replace(b"PUT", b"POST", 1)
+        client.say(
+            b"".join([put("/v1/sessions/s"), put(episode), steps[0], steps[1], beat, steps[1], HEALTH, steps[2]])
+        )
+        bodies = [client.hear().body for _ in range(8)]
+        assert [body.get("action") for body in bodies] == [None, None, 0, 7, None, 7, None, 14]
+
+
+def test_a_server_that_stops_tells_who_waits_by_http(wait_for: Callable[..., None]) -> None:
+    server = Served()
+    try:
+        server.hold.set()
+        client = RawHttp(server.url)
+        for path in ("/v1/sessions/s", "/v1/sessions/s/episodes/e"):
+            client.say(put(path))
+            assert client.hear().status == 200
+        client.say(put("/v1/sessions/s/episodes/e/steps/0", b'{"observation": [1, 2]}'))
+        wait_for(lambda: server.episodes.waiting, what="the step")
+    finally:
+        server.close()
+    with client:
+        told = client.hear()
+        assert (told.status, told.body["error"]) == (410, "aborted")
+        client.hear_end()

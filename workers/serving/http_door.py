@@ -1,0 +1,133 @@
+"""An event loop that is turned by whoever has the desk's turn, so that what comes by HTTP needs no thread of its own.
+
+    wait ── in the loop: connections, the ROUTER, the bell, what is due ── until something has come
+    take_in ── what has come by ZeroMQ and by HTTP, to the sessions
+    (the desk settles) ── answers are written to their connections, outside the loop
+
+A loop belongs to a thread only while it runs. It needs the extra `http`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from concurrent import futures
+
+from headrace.schemas.serving_errors import NotYetError
+from headrace.workers.serving.desk import Event
+from headrace.workers.serving.frames import FramesDoor
+from headrace.workers.serving.http_way import HttpWay
+from headrace.workers.serving.records import ServingLimits
+from headrace.workers.serving.sessions import Sessions
+from headrace.workers.serving.space_values import SpaceValues
+
+
+class HttpDoor:
+    """Both ways in, as a `desk.Door`. `listener` is a socket of `listen`."""
+
+    def __init__(
+        self,
+        frames: FramesDoor,
+        values: SpaceValues,
+        limits: ServingLimits,
+        listener: socket.socket,
+        token: str | None,
+    ) -> None:
+        self._frames = frames
+        self._speaking = False
+        """Whether a message may wait at the ROUTER."""
+        self._asked: list[Event] = []
+        self._beside = futures.ThreadPoolExecutor(1, "http")
+        """Without a thread until one is needed."""
+        self._closed = False
+        self._runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)
+        self._loop = self._runner.get_loop()
+        self._alarm: asyncio.TimerHandle | None = None
+        self._watched: list[int] = []
+        self._way = HttpWay(self._ask, self._loop, values, limits, token)
+        try:
+            self._runner.run(self._way.open(listener))
+        except BaseException:
+            self._runner.close()
+            raise
+        for fd in frames.fds:
+            self._watch(fd, self._hear_frames)
+
+    # -- of the desk --------------------------------------------------------------------------------------------------
+
+    def watch(self, fd: int) -> None:
+        """See `desk.Door`."""
+        self._watch(fd, self._loop.stop)
+
+    def wait(self, timeout_s: float) -> None:
+        """See `desk.Door`. What is ready in the loop is done in any case."""
+        self._speaking = self._frames.has_message()  # its fd tells of changes only, not of what is there
+        if self._speaking:
+            self._loop.stop()
+        else:
+            self._set_alarm(timeout_s)
+        if asyncio._get_running_loop() is None:
+            self._loop.run_forever()
+        else:
+            self._run_beside()
+
+    def take_in(self, sessions: Sessions, now: float) -> None:
+        """See `desk.Door`."""
+        if self._speaking:
+            self._frames.take_in(sessions, now)
+        asked, self._asked = self._asked, []
+        for event in asked:
+            event(sessions, now)
+
+    def close(self) -> None:
+        """See `desk.Door`. Connections have a moment to be told their last."""
+        self._closed = True
+        for fd in self._watched:
+            self._loop.remove_reader(fd)
+        if self._alarm is not None:
+            self._alarm.cancel()
+        try:
+            self._runner.run(self._way.close())
+        finally:
+            self._runner.close()
+            self._beside.shutdown()
+            self._frames.close()
+
+    # -- in the loop --------------------------------------------------------------------------------------------------
+
+    def _ask(self, event: Event) -> None:
+        """Have this done with all else that has come by the end of the loop's round.
+
+        Asked between two of them it is done after the next one, which does not sleep. Raises `NotYetError` in the end.
+        """
+        if self._closed:  # nothing may stop the loop any more, for it runs to its end
+            raise NotYetError("the server is stopping; send the same again")
+        self._asked.append(event)
+        self._loop.stop()
+
+    def _watch(self, fd: int, call: Callable[[], None]) -> None:
+        self._watched.append(fd)
+        self._loop.add_reader(fd, call)
+
+    def _hear_frames(self) -> None:
+        self._speaking = True
+        self._loop.stop()
+
+    def _set_alarm(self, timeout_s: float) -> None:
+        """Wake up by then. One that rings earlier stands: to be woken in vain costs less than an alarm a turn."""
+        now = self._loop.time()
+        if self._alarm is None or not now < self._alarm.when() <= now + timeout_s:
+            if self._alarm is not None:
+                self._alarm.cancel()
+            self._alarm = self._loop.call_at(now + timeout_s, self._loop.stop)
+
+    def _run_beside(self) -> None:
+        """Elsewhere for once: a thread that is inside a loop, as a notebook's is, may run no second one."""
+        running = self._beside.submit(self._loop.run_forever)
+        try:
+            running.result()
+        finally:
+            if not running.done():  # Ctrl-C: the turn is over, and the next may be another thread's
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                futures.wait([running])
