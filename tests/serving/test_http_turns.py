@@ -155,11 +155,12 @@ def test_a_server_that_stops_tells_who_waits_by_http(wait_for: Callable[..., Non
         for path in ("/v1/sessions/s", "/v1/sessions/s/episodes/e"):
             client.say(put(path))
             assert client.hear().status == 200
-        client.say(put("/v1/sessions/s/episodes/e/steps/0", b'{"observation": [1, 2]}'))
+        steps = [put(f"/v1/sessions/s/episodes/e/steps/{n}", b'{"observation": [1, 2]}') for n in range(2)]
+        client.say(steps[0] + HEALTH + steps[1])
         wait_for(lambda: server.episodes.waiting, what="the step")
     finally:
         server.close()
     with client:
-        told = client.hear()
-        assert (told.status, told.body["error"]) == (410, "aborted")
+        told = [client.hear() for _ in range(3)]
+        assert [(one.status, one.body["error"]) for one in told] == [(410, "aborted"), *[(503, "not_yet")] * 2]
         client.hear_end()

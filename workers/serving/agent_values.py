@@ -5,14 +5,14 @@ On the way an agent is the text of its id; here it is the id itself. Client and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.spaces import Space, leaves
-from headrace.workers.serving.values import Values
+from headrace.workers.serving.values import Values, judged
 
 
 class AgentValues:
@@ -56,6 +56,10 @@ class AgentValues:
     def of_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> dict[Any, Any]:
         """From the arrays of a message, in whose order agents come; as `Values.of_arrays`."""
         return self._each(Values.of_arrays, self._sorted_out(arrays))
+
+    def rows(self, values: Sequence[Any]) -> list[dict[Any, dict[str, NDArray[Any]]] | EnvContractError]:
+        """Likewise, as `Values.rows` gives it."""
+        return [judged(self.row, value) for value in values]
 
     def row_of(self, arrays: Mapping[str, NDArray[Any]]) -> dict[Any, dict[str, NDArray[Any]]]:
         """Likewise, as `Values.row_of` gives it."""

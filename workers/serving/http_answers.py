@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import http
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -18,8 +17,7 @@ from headrace.workers.serving.values import Values
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-@dataclass(frozen=True, slots=True)
-class HttpAnswer:
+class HttpAnswer(NamedTuple):
     """A status and the JSON that goes with it."""
 
     status: int

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hmac
-from dataclasses import dataclass
+from collections.abc import Set
 from difflib import get_close_matches
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
 
 import orjson
@@ -21,12 +22,13 @@ TOKEN_HEADER = "Headrace-Client"
 """The session's token, as each request of a client bears it."""
 _TOKEN = TOKEN_HEADER.lower().encode()
 _LONGEST_NUMBER = 19
+_LONGEST_KNOWN = 512
+"""A path of more bytes is read anew each time: clients decide how long paths are, and many are kept in mind."""
 _MOST_SAID = DEFAULT_CAPS.header_bytes
 _HEALTH = b"/v1/health"
 
 
-@dataclass(frozen=True, slots=True)
-class StepPath:
+class StepPath(NamedTuple):
     """`PUT /v1/sessions/{session}/episodes/{episode}/steps/{step}`, told apart."""
 
     session: str
@@ -36,19 +38,28 @@ class StepPath:
 
 def step_path(request: HttpRequest) -> StepPath | None:
     """None for what is no step."""
-    parts = request.target.split(b"/")
-    if len(parts) != 8 or request.method != b"PUT":
+    path, _, number = request.target.rpartition(b"/")
+    if request.method != b"PUT" or not number.isdigit() or len(number) > _LONGEST_NUMBER:
         return None
-    empty, version, sessions, session, episodes, episode, steps, number = parts
-    if (empty, version, sessions, episodes, steps) != (b"", b"v1", b"sessions", b"episodes", b"steps"):
-        return None
-    if not (session and episode and number.isdigit() and len(number) <= _LONGEST_NUMBER):
-        return None
-    return StepPath(text_of(session), text_of(episode), int(number))
+    found = (_known_episode if len(path) <= _LONGEST_KNOWN else _episode)(path)
+    return None if found is None else StepPath(*found, int(number))
+
+
+def _episode(path: bytes) -> tuple[str, str] | None:
+    """(session, episode), if that is what comes before a step's number."""
+    match path.split(b"/"):
+        case [b"", b"v1", b"sessions", session, b"episodes", episode, b"steps"] if session and episode:
+            return text_of(session), text_of(episode)
+    return None
+
+
+_known_episode = lru_cache(1024)(_episode)
+"""A client says the same before each of its steps."""
 
 
 def step_of(request: HttpRequest, path: StepPath, values: SpaceValues) -> tuple[AnyStep, Any, Any]:
-    """(message, observation, action) of a step; the action is None where the client asks for one.
+    """(message, observation, action) of a step: the observation as JSON has it, for `Values.rows`; the action is None
+    where the client asks for one.
 
     Raises `BadRequestError`, `DecodeError`, `EnvContractError`, and `MessageTooLargeError` for one that says more
     besides than a message by ZeroMQ could: infos stay in memory until their chunk is full.
@@ -56,7 +67,7 @@ def step_of(request: HttpRequest, path: StepPath, values: SpaceValues) -> tuple[
     body = body_of(request)
     if "observation" not in body:
         raise BadRequestError("a step needs an observation")
-    observation = values.observation.row(body.pop("observation"))
+    observation = body.pop("observation")
     action = body.pop("action", None)
     if action is not None:
         action = values.action.row(action)
@@ -86,12 +97,17 @@ def check_fields(body: dict[str, Any], kind: type[ClientRequest]) -> None:
 
     By ZeroMQ, where programs of ours speak, it is taken for a newer version's, and passed over.
     """
-    unknown = body.keys() - kind.model_fields.keys()
-    if unknown:
-        name = min(unknown)[:80]
-        near = get_close_matches(name, kind.model_fields, 1)
+    fields = _fields(kind)
+    if not body.keys() <= fields:
+        name = min(body.keys() - fields)[:80]
+        near = get_close_matches(name, fields, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise BadRequestError(f"{name!r} is no field of this request{hint}")
+
+
+@lru_cache
+def _fields(kind: type[ClientRequest]) -> Set[str]:
+    return kind.model_fields.keys()
 
 
 def token_of(request: HttpRequest) -> str:

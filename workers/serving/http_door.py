@@ -14,8 +14,6 @@ import socket
 from collections.abc import Callable
 from concurrent import futures
 
-from headrace.schemas.serving_errors import NotYetError
-from headrace.workers.serving.desk import Event
 from headrace.workers.serving.frames import FramesDoor
 from headrace.workers.serving.http_way import HttpWay
 from headrace.workers.serving.records import ServingLimits
@@ -37,15 +35,13 @@ class HttpDoor:
         self._frames = frames
         self._speaking = False
         """Whether a message may wait at the ROUTER."""
-        self._asked: list[Event] = []
         self._beside = futures.ThreadPoolExecutor(1, "http")
         """Without a thread until one is needed."""
-        self._closed = False
         self._runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)
         self._loop = self._runner.get_loop()
         self._alarm: asyncio.TimerHandle | None = None
         self._watched: list[int] = []
-        self._way = HttpWay(self._ask, self._loop, values, limits, token)
+        self._way = HttpWay(self._loop, values, limits, token)
         try:
             self._runner.run(self._way.open(listener))
         except BaseException:
@@ -67,44 +63,34 @@ class HttpDoor:
             self._loop.stop()
         else:
             self._set_alarm(timeout_s)
-        if asyncio._get_running_loop() is None:
-            self._loop.run_forever()
-        else:
-            self._run_beside()
+        self._run()
+        if self._way.asked > 1:  # while these were read others have come: a look is cheaper than a turn of their own
+            self._loop.stop()
+            self._run()
 
     def take_in(self, sessions: Sessions, now: float) -> None:
         """See `desk.Door`."""
         if self._speaking:
             self._frames.take_in(sessions, now)
-        asked, self._asked = self._asked, []
-        for event in asked:
-            event(sessions, now)
+        self._way.take_in(sessions, now)
 
     def close(self) -> None:
         """See `desk.Door`. Connections have a moment to be told their last."""
-        self._closed = True
         for fd in self._watched:
             self._loop.remove_reader(fd)
         if self._alarm is not None:
             self._alarm.cancel()
+        end = self._way.close()
         try:
-            self._runner.run(self._way.close())
+            self._loop.stop()
+            self._run()  # else what was asked since the last time would stop it on its way to the end
+            self._runner.run(end)
         finally:
             self._runner.close()
             self._beside.shutdown()
             self._frames.close()
 
     # -- in the loop --------------------------------------------------------------------------------------------------
-
-    def _ask(self, event: Event) -> None:
-        """Have this done with all else that has come by the end of the loop's round.
-
-        Asked between two of them it is done after the next one, which does not sleep. Raises `NotYetError` in the end.
-        """
-        if self._closed:  # nothing may stop the loop any more, for it runs to its end
-            raise NotYetError("the server is stopping; send the same again")
-        self._asked.append(event)
-        self._loop.stop()
 
     def _watch(self, fd: int, call: Callable[[], None]) -> None:
         self._watched.append(fd)
@@ -122,8 +108,12 @@ class HttpDoor:
                 self._alarm.cancel()
             self._alarm = self._loop.call_at(now + timeout_s, self._loop.stop)
 
-    def _run_beside(self) -> None:
-        """Elsewhere for once: a thread that is inside a loop, as a notebook's is, may run no second one."""
+    def _run(self) -> None:
+        """Until the loop is stopped."""
+        if asyncio._get_running_loop() is None:
+            self._loop.run_forever()
+            return
+        # A thread that is inside a loop, as a notebook's is, may run no second one.
         running = self._beside.submit(self._loop.run_forever)
         try:
             running.result()

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import resource
 import socket
-from collections.abc import Callable
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Any
 import uvicorn
 
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.serving_errors import ServerFullError, UnauthorizedError
+from headrace.schemas.serving_errors import NotYetError, ServerFullError, UnauthorizedError
 from headrace.schemas.serving_messages import AnyStep
 from headrace.workers.serving.desk import Event
 from headrace.workers.serving.http_answers import HttpAnswer, answer_of, json_answer, refused
@@ -38,18 +38,15 @@ _LOOK_S = 0.25
 
 @dataclass(slots=True, eq=False)
 class _Asking:
-    """A step that waits for its answer, as what is to be done at the desk, and as an address. No other is equal."""
+    """A step, and the address of its answer. No other is equal to it."""
 
     way: HttpWay = field(repr=False)
     connection: HttpConnection
     request: HttpRequest
     message: AnyStep
     observation: Any
+    """As JSON has it."""
     action: Any
-
-    def __call__(self, sessions: Sessions, now: float) -> None:
-        """See `desk.Event`."""
-        sessions.receive(self.message, self, now, self.observation, self.action)
 
     def send(self, reply: Reply) -> None:
         """See `Address`."""
@@ -60,20 +57,17 @@ class HttpWay:
     """For one event loop, and whoever turns it: all of this is called in it, or between two of its rounds."""
 
     def __init__(
-        self,
-        ask: Callable[[Event], None],
-        loop: asyncio.AbstractEventLoop,
-        values: SpaceValues,
-        limits: ServingLimits,
-        token: str | None,
+        self, loop: asyncio.AbstractEventLoop, values: SpaceValues, limits: ServingLimits, token: str | None
     ) -> None:
-        """`ask` has something done at the desk; what it says comes after all that was heard in the loop's round."""
         wait_s, idle_s = min(limits.lease_s / 3, 30.0), max(limits.lease_s, 3 * limits.read_s)
         self.limits = HttpLimits(limits.max_message_bytes, limits.read_s, wait_s, idle_s)
         self.date = b""
-        self._ask, self._loop, self._values = ask, loop, values
+        self._loop, self._values = loop, values
         self._token = token.encode() if token is not None else None
-        self._app = HttpApp(ask, values, wait_s)
+        self._app = HttpApp(self._ask, values, wait_s)
+        self._steps: list[_Asking] = []
+        self._events: list[Event] = []
+        self._closing = False
         self._places = connection_places(limits.max_connections)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._server = uvicorn.Server(self._config())
@@ -103,7 +97,12 @@ class HttpWay:
             connection.look(now)
         self._looking = self._loop.call_later(_LOOK_S, self._look)
 
-    async def close(self) -> None:
+    def close(self) -> Coroutine[Any, Any, None]:
+        """Stop the loop never again, whatever is asked, and `_end`."""
+        self._closing = True
+        return self._end()
+
+    async def _end(self) -> None:
         """Let nobody in any more, and end connections as soon as what was asked is answered, or a moment later."""
         await self._server.shutdown(sockets=[])
         self._looking.cancel()
@@ -146,7 +145,40 @@ class HttpWay:
         task.add_done_callback(partial(self._done, connection, request))
 
     def _step(self, connection: HttpConnection, request: HttpRequest, path: StepPath) -> None:
-        self._ask(_Asking(self, connection, request, *step_of(request, path, self._values)))
+        step = _Asking(self, connection, request, *step_of(request, path, self._values))
+        self._stop()
+        self._steps.append(step)
+
+    def _ask(self, event: Event) -> None:
+        self._stop()
+        self._events.append(event)
+
+    def _stop(self) -> None:
+        """Have the loop's turner come to the desk, once this round is over; between two rounds: once the next one is.
+
+        Raises `NotYetError` in the end, when nothing may stop the loop any more.
+        """
+        if self._closing:
+            raise NotYetError("the server is stopping; send the same again")
+        self._loop.stop()
+
+    @property
+    def asked(self) -> int:
+        """How much there is to `take_in`."""
+        return len(self._steps) + len(self._events)
+
+    def take_in(self, sessions: Sessions, now: float) -> None:
+        """Hand all that was asked to the sessions."""
+        events, self._events = self._events, []
+        for event in events:
+            event(sessions, now)
+        steps, self._steps = self._steps, []
+        rows = self._values.observation.rows([step.observation for step in steps])
+        for step, row in zip(steps, rows, strict=True):
+            if isinstance(row, HeadraceError):
+                step.connection.answer(step.request, refused(row))
+            else:
+                sessions.receive(step.message, step, now, row, step.action)
 
     def _done(self, connection: HttpConnection, request: HttpRequest, task: asyncio.Task[HttpAnswer]) -> None:
         self._tasks.discard(task)

@@ -1,0 +1,81 @@
+"""Observations of many clients that are read at once are what they would be one by one, and so are refusals."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.schemas.errors import EnvContractError
+from headrace.schemas.spaces import Box, Dict, Discrete, Space, Tuple
+from headrace.workers.serving.values import Values
+
+BEYOND = float(np.finfo(np.float32).max) * 2
+NEARLY = float(np.finfo(np.float32).max) * (1 + 2**-26)
+"""Rounded to what a float32 holds."""
+ODD: list[Any] = [None, "1", True, [], {}, [[]], math.nan, math.inf, -math.inf, BEYOND, NEARLY, -0.0, 2**63, 0.1, -7]
+SPACES: list[Space] = [
+    Box(shape=(2,), dtype="<f4"),
+    Box(shape=(2,), dtype="<f4", low=-1.0, high=1.0),
+    Box(shape=(2,), dtype="<f8", low=0.1),
+    Box(shape=(2,), dtype="<f4", low=[-1.0, -math.inf], high=[math.inf, 3.0]),
+    Box(shape=(), dtype="<f4", high=5.0),
+    Box(shape=(2, 2), dtype="<f2"),
+    Box(shape=(2,), dtype="<i4", low=-9, high=9),
+    Discrete(n=3),
+    Dict(spaces={"a": Box(shape=(2,), dtype="<f4"), "b": Discrete(n=2)}),
+    Tuple(spaces=(Box(shape=(2,), dtype="<f4"),)),
+]
+
+
+def one_by_one(values: Values, told: list[Any]) -> list[Any]:
+    found: list[Any] = []
+    for value in told:
+        try:
+            found.append(values.row(value))
+        except EnvContractError as error:
+            found.append(error)
+    return found
+
+
+def plain(rows: list[Any]) -> list[Any]:
+    """What can be compared."""
+    return [
+        str(row)
+        if isinstance(row, EnvContractError)
+        else {name: (a.dtype, a.shape, a.tobytes()) for name, a in row.items()}
+        for row in rows
+    ]
+
+
+def told_of(space: Space, rng: random.Random) -> Any:
+    """Mostly sound."""
+    if rng.random() < 0.05:
+        return rng.choice(ODD)
+    match space:
+        case Dict():
+            return {key: told_of(sub, rng) for key, sub in space.spaces.items()}
+        case Tuple():
+            return [told_of(sub, rng) for sub in space.spaces]
+        case Box():
+            row = np.array([rng.choice([0, 1, 0.25, rng.uniform(0.1, 1)]) for _ in range(math.prod(space.shape))])
+            flat = row.tolist()
+            if flat and rng.random() < 0.1:
+                flat[-1] = rng.choice(ODD)
+            if math.prod(space.shape) == 4:
+                return [flat[:2], flat[2:]]
+            return flat if space.shape else flat[0]
+        case _:
+            return rng.randrange(3)
+
+
+@pytest.mark.parametrize("check_bounds", [True, False])
+@pytest.mark.parametrize("space", SPACES, ids=repr)
+def test_rows_that_are_read_at_once_are_what_each_alone_is(space: Space, check_bounds: bool) -> None:
+    values, rng = Values(space, "obs", check_bounds=check_bounds), random.Random(0)
+    for _ in range(400):
+        told = [told_of(space, rng) for _ in range(rng.choice((0, 1, 2, 5)))]
+        assert plain(values.rows(told)) == plain(one_by_one(values, told)), told
