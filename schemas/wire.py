@@ -48,10 +48,12 @@ __all__ = [
     "Caps",
     "MessageKind",
     "WireMessage",
+    "check_payload",
     "decode",
     "decode_arrays",
     "decode_header",
     "encode",
+    "encode_packed",
     "is_deeper",
     "read_tag",
 ]
@@ -61,6 +63,7 @@ PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 0
 
 _TAG = struct.Struct("<4sBBBBQ")
+_TAG_BYTES = _TAG.size
 _TAG_HEAD = struct.Struct("<4sBBBB")
 
 
@@ -97,6 +100,9 @@ class MessageKind(IntEnum):
     EPISODE_CHUNKS = 44
 
 
+_KINDS = {kind.value: kind for kind in MessageKind}
+
+
 @dataclass(frozen=True, slots=True)
 class WireMessage:
     """One decoded message. `arrays` are read-only views of the frames it came in."""
@@ -118,7 +124,13 @@ def encode(
         return _seal(kind, header, [])
     if len(arrays) > DEFAULT_CAPS.arrays:
         raise EncodeError(f"{kind.name} has {len(arrays)} arrays; {DEFAULT_CAPS.arrays} are allowed")
-    frames, manifest = pack(arrays)
+    return encode_packed(kind, header, *pack(arrays))
+
+
+def encode_packed(
+    kind: MessageKind, header: Mapping[str, Any], frames: list[Buffer], manifest: list[list[Any]]
+) -> list[Buffer]:
+    """`encode`, of arrays that lie in `frames` already, as the manifest says. Raises as it does."""
     payload = {"checksum": _checksum(frames), "sizes": [len(f) for f in frames], "arrays": manifest}
     return _seal(kind, {**header, "payload": payload}, frames)
 
@@ -145,16 +157,21 @@ def _seal(kind: MessageKind, header: Mapping[str, Any], payload: list[Buffer]) -
 
 def read_tag(frame: Buffer) -> tuple[MessageKind, int, int]:
     """(kind, major, minor) of frame 0, without judging the version: a refusal must reach peers of any version."""
-    if len(frame) != _TAG.size:
-        raise DecodeError("bad_tag", f"frame 0 has {len(frame)} bytes, not {_TAG.size}")
-    magic, major, minor, kind, zero, _ = _TAG.unpack(frame)
+    return _read_tag(frame)[:3]
+
+
+def _read_tag(frame: Buffer) -> tuple[MessageKind, int, int, int]:
+    """`read_tag`, and the checksum."""
+    if len(frame) != _TAG_BYTES:
+        raise DecodeError("bad_tag", f"frame 0 has {len(frame)} bytes, not {_TAG_BYTES}")
+    magic, major, minor, kind, zero, checksum = _TAG.unpack(frame)
     if magic != MAGIC or zero != 0:
         raise DecodeError("bad_tag", f"frame 0 starts with {bytes(frame[:8])!r}, which is not Headrace")
-    try:
-        return MessageKind(kind), major, minor
-    except ValueError:
+    known = _KINDS.get(kind)
+    if known is None:
         _check_version(major, minor)
-        raise DecodeError("unknown_kind", f"message kind {kind} is unknown to protocol {PROTOCOL_MAJOR}") from None
+        raise DecodeError("unknown_kind", f"message kind {kind} is unknown to protocol {PROTOCOL_MAJOR}")
+    return known, major, minor, checksum
 
 
 def _check_version(major: int, minor: int) -> None:
@@ -166,12 +183,12 @@ def decode_header(frames: Sequence[Buffer], caps: Caps = DEFAULT_CAPS) -> tuple[
     """(kind, header) after every check that needs no array byte: what a broker does with a message it forwards."""
     if not 2 <= len(frames) <= caps.frames:
         raise DecodeError("frame_count", f"{len(frames)} frames; 2 to {caps.frames} are allowed")
-    kind, major, minor = read_tag(frames[0])
+    kind, major, minor, checksum = _read_tag(frames[0])
     _check_version(major, minor)
     if len(frames[1]) > caps.header_bytes:
         raise DecodeError("header_too_large", f"header of {len(frames[1])} bytes; {caps.header_bytes} are allowed")
-    body = bytes(frames[1])
-    if xxhash.xxh3_64_intdigest(bytes(frames[0][:8]) + body) != int.from_bytes(frames[0][8:16], "little"):
+    tag, body = bytes(frames[0]), bytes(frames[1])
+    if xxhash.xxh3_64_intdigest(tag[:8] + body) != checksum:
         raise DecodeError("header_checksum", "tag and header do not match their checksum")
     header = _load_header(body, caps)
     _check_sizes(header.get("payload"), frames, caps)
@@ -203,7 +220,7 @@ def is_deeper(value: Any, depth: int) -> bool:
 
 
 def _check_sizes(payload: Any, frames: Sequence[Buffer], caps: Caps) -> None:
-    sizes = [len(frame) for frame in frames[2:]]
+    sizes = list(map(len, frames[2:]))
     if sum(sizes) > caps.payload_bytes:
         raise DecodeError("payload_too_large", f"payload of {sum(sizes)} bytes; {caps.payload_bytes} are allowed")
     if payload is None:
@@ -227,8 +244,7 @@ def decode_arrays(
     payload = header.get("payload")
     if payload is None:
         return {}
-    if payload.get("checksum") != _checksum(frames[2:]):
-        raise DecodeError("payload_checksum", "payload does not match its checksum")
+    check_payload(payload, frames)
     manifest = payload.get("arrays")
     if not isinstance(manifest, list) or len(manifest) > caps.arrays:
         raise DecodeError("bad_manifest", f"manifest is not a list of at most {caps.arrays} arrays")
@@ -239,3 +255,9 @@ def decode_arrays(
             raise DecodeError("bad_manifest", f"array {name!r} is listed twice")
         arrays[name] = array
     return arrays
+
+
+def check_payload(payload: dict[str, Any], frames: Sequence[Buffer]) -> None:
+    """Raise `DecodeError` for another payload than the one that was sent, of which the header says `payload`."""
+    if payload.get("checksum") != _checksum(frames[2:]):
+        raise DecodeError("payload_checksum", "payload does not match its checksum")

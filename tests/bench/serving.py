@@ -38,11 +38,11 @@ def measure(seconds: float, rounds: int) -> list[Row]:
 def _measure(count: int, seconds: float, rounds: int) -> list[Row]:
     case = f"{count} client{'s' * (count > 1)}"
     with Processes() as processes, ExitStack() as stack:
-        echo_port, uvicorn_port, port, http_port, *unused = _free_ports(6)
+        echo_port, uvicorn_port, port, http_port, unused = _free_ports(5)
         bare = processes.start(echo, echo_port)
         uvicorn = processes.start(echo_http, uvicorn_port)
-        by_zmq = processes.start(serve, port, unused[0], count)
-        by_http = processes.start(serve, unused[1], http_port, count)
+        by_zmq = processes.start(serve, port, None, count)
+        by_http = processes.start(serve, unused, http_port, count)
         arms = {
             "echo": Asking(Bare(echo_port, count), {"echo": bare}),
             "zeromq": Asking(ByZmq(port, count), {"server": by_zmq}),

@@ -20,8 +20,8 @@ from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.modules import actor_critic
 
 
-def serve(port: int, http_port: int, places: int) -> None:
-    """A runner as in a worker, whose samples go nowhere."""
+def serve(port: int, http_port: int | None, places: int) -> None:
+    """A runner as in a worker, whose samples go nowhere. It serves by HTTP where there is a port for it."""
     from headrace.workers.serving.served_env import ServedEnvs
 
     creator = ServedEnvs(ServingSection(enabled=True, port=port, http_port=http_port), "CartPole-v1", "")

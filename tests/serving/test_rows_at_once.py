@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from headrace.schemas.errors import EnvContractError
-from headrace.schemas.spaces import Box, Dict, Discrete, Space, Tuple
-from headrace.workers.serving.values import Values
+from headrace.schemas.serving_messages import EpisodeStep
+from headrace.schemas.spaces import Box, Dict, Discrete, Space, Tuple, column_dtype, leaf_shape, leaves
+from headrace.workers.serving.values import Values, judged
 
 BEYOND = float(np.finfo(np.float32).max) * 2
 NEARLY = float(np.finfo(np.float32).max) * (1 + 2**-26)
@@ -79,3 +80,29 @@ def test_rows_that_are_read_at_once_are_what_each_alone_is(space: Space, check_b
     for _ in range(400):
         told = [told_of(space, rng) for _ in range(rng.choice((0, 1, 2, 5)))]
         assert plain(values.rows(told)) == plain(one_by_one(values, told)), told
+
+
+@pytest.mark.parametrize("check_bounds", [True, False])
+@pytest.mark.parametrize("space", SPACES, ids=repr)
+def test_messages_that_are_read_at_once_are_what_each_alone_is(space: Space, check_bounds: bool) -> None:
+    values, rng = Values(space, "obs", check_bounds=check_bounds), np.random.default_rng(0)
+    assert values.layout is not None
+    refused = 0
+    for _ in range(200):
+        said = [arrays_of(space, rng) for _ in range(rng.integers(1, 6))]
+        frames = [values.layout.encode(EpisodeStep.KIND, {}, arrays) for arrays in said]
+        alone: list[Any] = [judged(values.row_of, arrays) for arrays in said]
+        assert plain(list(values.unpack([bytes(parts[2]) for parts in frames]))) == plain(alone)
+        refused += sum(isinstance(row, EnvContractError) for row in alone)
+    assert refused or not check_bounds
+
+
+def arrays_of(space: Space, rng: np.random.Generator) -> dict[str, Any]:
+    """Mostly sound."""
+    found = {}
+    for name, leaf in leaves(space, "obs"):
+        array = np.asarray(rng.uniform(0.2, 1.0, leaf_shape(leaf))).astype(column_dtype(leaf))
+        if rng.random() < 0.2:
+            array[...] = rng.choice([-50, 99, math.nan]) if array.dtype.kind == "f" else rng.choice([-50, 99])
+        found[name] = array
+    return found

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from plain_episodes import PlainEpisodes, rule
 
-from headrace.schemas.messages import Message
 from headrace.schemas.serving_messages import (
+    ANSWERS,
     ClientHello,
     ClientReject,
     ClientRequest,
@@ -175,7 +175,7 @@ class Client:
         self.world.at(RETRY_S, lambda: self._say(life, request))
 
     def hear(self, life: int, reply: Reply) -> None:
-        message: Message = reply.message
+        message = ANSWERS[reply.kind](**reply.fields)
         if life != self.life or getattr(message, "request", -1) != self.request or self.want is None:
             return
         self.want = None

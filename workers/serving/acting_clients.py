@@ -30,7 +30,7 @@ class ActingClients:
         offset = pull.offset if pull.version == blob.version else 0
         piece = blob.bytes[offset : offset + PIECE_BYTES]
         part = ClientPart(request=pull.request, version=blob.version, offset=offset, frame_sizes=blob.frame_sizes)
-        return Reply(part, arrays={"part": np.frombuffer(piece, np.uint8)})
+        return Reply.of(part, arrays={"part": np.frombuffer(piece, np.uint8)})
 
     def ship(self, session: SessionRecord, shipment: ChunkShipment, address: Address, batch: Any) -> Reply | None:
         """Answered when the worker has the chunks in its stream. What comes again is taken once.
@@ -38,7 +38,7 @@ class ActingClients:
         Raises `StepOrderError` for another than the next shipment, and what `Exchange.accept` raises.
         """
         if shipment.number == session.shipped:
-            return Reply(ClientAck(request=shipment.request))
+            return Reply.of(ClientAck(request=shipment.request))
         if shipment.number != session.shipped + 1:
             raise StepOrderError(f"shipment {shipment.number} is not the next one, which is {session.shipped + 1}")
         if session.ships_at is None:
@@ -53,4 +53,4 @@ class ActingClients:
     def _shipped(self, session: SessionRecord) -> tuple[Address, Reply] | None:
         session.shipped += 1
         address, session.ships_at = session.ships_at, None
-        return (address, Reply(ClientAck(request=session.ships_as))) if address is not None else None
+        return (address, Reply.of(ClientAck(request=session.ships_as))) if address is not None else None

@@ -18,7 +18,7 @@ from typing import Protocol
 from headrace.workers.serving.acting_clients import ActingClients
 from headrace.workers.serving.episodes import Answer, Episodes
 from headrace.workers.serving.exchange import Exchange
-from headrace.workers.serving.records import Address, Asked, Reply, ServingLimits
+from headrace.workers.serving.records import Address, EpisodeRecord, Reply, ServingLimits
 from headrace.workers.serving.sessions import Sessions
 from headrace.workers.serving.space_values import SpaceValues
 
@@ -61,9 +61,12 @@ class Desk:
         self._sessions = Sessions(episodes, values.told, self._post_answer, limits, acting)
         self._door = door
         self._mail: deque[Event] = deque()
+        self._answers: deque[tuple[EpisodeRecord, Answer]] = deque()
+        """Mail of the sampler, of which there is most."""
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._door.watch(self._bell)
         self._slice_s = min(limits.lease_s / 10, 1.0)
+        self._tick_at = 0.0
         self._turning = threading.Lock()
         """Held by the thread that has the turn."""
         self._left_at = -_AWAY_S
@@ -130,13 +133,16 @@ class Desk:
 
     def _turn(self, timeout_s: float, leaves: Callable[[], bool]) -> bool:
         """False if it was left at once, for what `leaves` says."""
-        self._settle(time.monotonic())  # answers leave before anybody sleeps
+        if self._answers or self._mail or self._rung:
+            self._settle(time.monotonic())  # answers leave before anybody sleeps
         if leaves():  # asked after the bell was read, for it may have rung for just this
             return False
         self._door.wait(timeout_s)
         now = time.monotonic()
         self._door.take_in(self._sessions, now)
-        self._sessions.tick(now)
+        if now >= self._tick_at:
+            self._tick_at = now + self._slice_s / 4
+            self._sessions.tick(now)
         self._settle(now)
         return True
 
@@ -145,6 +151,8 @@ class Desk:
             with self._lock:
                 os.eventfd_read(self._bell)
                 self._rung = False  # before looking: what comes later rings again
+        while self._answers:
+            self._sessions.answered(*self._answers.popleft())
         while self._mail:
             self._mail.popleft()(self._sessions, now)
         for address, reply in self._sessions.take_outbox():
@@ -156,8 +164,10 @@ class Desk:
                 self._rung = True
                 os.eventfd_write(self._bell, 1)
 
-    def _post_answer(self, asked: Asked, answer: Answer) -> None:
-        self.post(lambda sessions, now: sessions.answered(asked, answer))
+    def _post_answer(self, episode: EpisodeRecord, answer: Answer) -> None:
+        self._answers.append((episode, answer))
+        if self._turning.locked():
+            self._ring()
 
     def _post_shipped(self, tell: Callable[[], tuple[Address, Reply] | None]) -> None:
         self.post(lambda sessions, now: sessions.say(tell()))

@@ -9,7 +9,7 @@ import orjson
 
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.serving_errors import HTTP_STATUS, code_of, facts_of
-from headrace.schemas.serving_messages import ClientReject
+from headrace.schemas.wire import MessageKind
 from headrace.workers.serving.agent_values import AgentValues
 from headrace.workers.serving.records import Reply
 from headrace.workers.serving.values import Values
@@ -42,10 +42,9 @@ def refused(error: HeadraceError) -> HttpAnswer:
 
 def answer_of(reply: Reply, actions: Values | AgentValues) -> HttpAnswer:
     """What the sessions say to a request; `actions` writes the action."""
-    message = reply.message
-    if isinstance(message, ClientReject):
-        return _refusal(message.error, message.message, message.facts)
-    body = dict(vars(message))  # all its fields are plain
+    body = dict(reply.fields)
+    if reply.kind is MessageKind.REJECT:
+        return _refusal(body["error"], body["message"], body["facts"])
     del body["request"]
     if reply.action is not None:
         body["action"] = actions.json(reply.action)

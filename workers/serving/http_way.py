@@ -178,7 +178,7 @@ class HttpWay:
             if isinstance(row, HeadraceError):
                 step.connection.answer(step.request, refused(row))
             else:
-                sessions.receive(step.message, step, now, row, step.action)
+                sessions.step(step.message, step, now, row, step.action)
 
     def _done(self, connection: HttpConnection, request: HttpRequest, task: asyncio.Task[HttpAnswer]) -> None:
         self._tasks.discard(task)

@@ -19,6 +19,7 @@ from headrace.schemas.errors import HeadraceError
 from headrace.schemas.messages import Message
 from headrace.schemas.serving_errors import code_of, facts_of
 from headrace.schemas.serving_messages import ClientReject
+from headrace.schemas.wire import MessageKind
 
 
 class Address(Protocol):
@@ -28,14 +29,24 @@ class Address(Protocol):
         """Send it, without waiting; nobody may be there any more."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Reply:
-    """A message, and the action that goes with it, in the nesting of its space."""
+    """What is said to one request: a message of that kind, and the action that goes with it.
 
-    message: Message
+    Its fields stand as they are sent, for one is made for every step of every client.
+    """
+
+    kind: MessageKind
+    fields: Mapping[str, Any]
     action: Any = None
-    arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """In the nesting of its space."""
+    arrays: Mapping[str, NDArray[Any]] | None = None
     """Besides the action's."""
+
+    @classmethod
+    def of(cls, message: Message, arrays: Mapping[str, NDArray[Any]] | None = None) -> Reply:
+        """Any message, all of whose fields are plain."""
+        return cls(message.KIND, vars(message), arrays=arrays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +71,18 @@ class ServingLimits:
 class EpisodeRecord:
     """One episode of a session."""
 
+    session: SessionRecord
+    id: str
     training_enabled: bool
     step: int = 0
     """The next one."""
     asked_at: Address | None = None
     """Where the next step is to be answered; None: it is not under way."""
     asked_as: int = 0
+    tells_action: bool = False
+    """Of the step under way: whether its answer says what to do."""
+    ends: bool = False
+    """Likewise: whether it is the last."""
     last: Reply | None = None
     """To the step before."""
     over: str | None = None
@@ -87,20 +104,9 @@ class SessionRecord:
     ships_as: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Asked:
-    """A step that the sampler has been given."""
-
-    session: SessionRecord
-    id: str
-    episode: EpisodeRecord
-    tells_action: bool
-    ends: bool
-
-
 def refusal_of(error: HeadraceError, request: int = 0) -> Reply:
     """How an error is told to a client."""
-    return Reply(ClientReject(request=request, error=code_of(error), message=str(error), facts=facts_of(error)))
+    return Reply.of(ClientReject(request=request, error=code_of(error), message=str(error), facts=facts_of(error)))
 
 
 def find(session: SessionRecord, id: str) -> EpisodeRecord:

@@ -45,11 +45,11 @@ from headrace.schemas.serving_messages import (
     EpisodeAnswer,
     EpisodeStart,
 )
+from headrace.schemas.wire import MessageKind
 from headrace.workers.serving.acting_clients import ActingClients
 from headrace.workers.serving.episodes import Answer, Episodes
 from headrace.workers.serving.records import (
     Address,
-    Asked,
     EpisodeRecord,
     Reply,
     ServingLimits,
@@ -74,7 +74,7 @@ class Sessions:
         self,
         episodes: Episodes,
         spaces: dict[str, Any],
-        post: Callable[[Asked, Answer], None],
+        post: Callable[[EpisodeRecord, Answer], None],
         limits: ServingLimits | None = None,
         acting: ActingClients | None = None,
     ) -> None:
@@ -88,6 +88,10 @@ class Sessions:
         self._outbox: list[tuple[Address, Reply]] = []
         self._ticked_at: float | None = None
         self._judge_at = 0.0
+
+    def __len__(self) -> int:
+        """How many are open."""
+        return len(self._sessions)
 
     def counts(self) -> dict[str, int]:
         """What is held: sessions, their open episodes, and finished ones that are remembered."""
@@ -105,30 +109,38 @@ class Sessions:
     ) -> None:
         """Do what is asked. `observation` and `action`, of a step, are rows of their spaces; of a shipment of chunks
         `observation` is the array "batch"."""
+        if isinstance(request, AnyStep):
+            self.step(request, address, now, observation, action)
+            return
         try:
-            reply = self._do(request, address, now, observation, action)
+            reply = self._do(request, address, now, observation)
         except HeadraceError as error:
             reply = refusal_of(error, request.request)
         if reply is not None:
             self._outbox.append((address, reply))
 
-    def answered(self, asked: Asked, answer: Answer) -> None:
-        """The sampler has said what comes of a step."""
-        episode = asked.episode
+    def step(self, step: AnyStep, address: Address, now: float, observation: Any, action: Any = None) -> None:
+        """`receive`, of a step."""
+        try:
+            reply = self._step(self._session_of(step, now), step, address, observation, action)
+        except HeadraceError as error:
+            reply = refusal_of(error, step.request)
+        if reply is not None:
+            self._outbox.append((address, reply))
+
+    def answered(self, episode: EpisodeRecord, answer: Answer) -> None:
+        """The sampler has said what comes of the step that is under way."""
         address, episode.asked_at = episode.asked_at, None
-        if address is None or asked.session.open.get(asked.id) is not episode:
+        if address is None or episode.over is not None:
             return
         episode.step += 1
         if answer.error is not None:
             episode.last = refusal_of(answer.error, episode.asked_as)
-            self._end(asked.session, asked.id, str(answer.error))
+            self._end(episode, str(answer.error))
         else:
-            message = EpisodeAnswer(
-                request=episode.asked_as, episode=asked.id, next_step=episode.step, weights=answer.weights
-            )
-            episode.last = Reply(message, answer.action if asked.tells_action else None)
-            if asked.ends:
-                self._end(asked.session, asked.id, "")
+            episode.last = _answer(episode, answer)
+            if episode.ends:
+                self._end(episode, "")
         self._outbox.append((address, episode.last))
 
     def say(self, told: tuple[Address, Reply] | None) -> None:
@@ -161,17 +173,15 @@ class Sessions:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def _do(self, request: ClientRequest, address: Address, now: float, observation: Any, action: Any) -> Reply | None:
+    def _do(self, request: ClientRequest, address: Address, now: float, batch: Any) -> Reply | None:
         if isinstance(request, ClientHello):
             return self._open(request, now)
         if isinstance(request, ClientBye) and request.session not in self._sessions:
-            return Reply(ClientAck(request=request.request))  # it came again
+            return Reply.of(ClientAck(request=request.request))  # it came again
         session = self._session_of(request, now)
         match request:
             case EpisodeStart():
                 return self._start(session, request)
-            case AnyStep():
-                return self._step(session, request, address, observation, action)
             case EpisodeAbort():
                 self._abort(session, request)
             case ClientBye():
@@ -181,12 +191,12 @@ class Sessions:
                     raise BadRequestError("clients do not act by themselves here; set serving.client_inference = true")
                 if isinstance(request, ClientPull):
                     return self._acting.part(request)
-                return self._acting.ship(session, request, address, observation)
+                return self._acting.ship(session, request, address, batch)
             case ClientHeartbeat():
                 pass
             case _:
                 raise BadRequestError(f"{type(request).__name__} is no request of a client")
-        return Reply(ClientAck(request=request.request))
+        return Reply.of(ClientAck(request=request.request))
 
     def _open(self, hello: ClientHello, now: float) -> Reply:
         if hello.session not in self._sessions:
@@ -194,7 +204,7 @@ class Sessions:
                 raise ServerFullError(f"all {len(self._sessions)} sessions are taken; come again later")
             self._sessions[hello.session] = SessionRecord(hello.token, now)
         session = self._session_of(hello, now)
-        return Reply(
+        return Reply.of(
             ClientWelcome(
                 request=hello.request,
                 spaces=self._spaces,
@@ -228,18 +238,26 @@ class Sessions:
             if len(session.open) >= self.limits.max_episodes:
                 raise ServerFullError(f"this session has {len(session.open)} open episodes, the most it may have")
             self._episodes.start(start.episode, training_enabled=start.training_enabled)
-            session.open[start.episode] = EpisodeRecord(start.training_enabled)
+            session.open[start.episode] = EpisodeRecord(session, start.episode, start.training_enabled)
         elif episode.step or episode.asked_at is not None or episode.training_enabled != start.training_enabled:
             raise EpisodeStartedError(start.episode)
-        return Reply(EpisodeAnswer(request=start.request, episode=start.episode, next_step=0))
+        return Reply.of(EpisodeAnswer(request=start.request, episode=start.episode, next_step=0))
 
     def _step(
         self, session: SessionRecord, step: AnyStep, address: Address, observation: Any, action: Any
     ) -> Reply | None:
         episode = find(session, step.episode)
+        if step.step == episode.step and episode.over is None and episode.asked_at is None:
+            episode.asked_at, episode.asked_as = address, step.request
+            self._give(episode, step, observation, action)
+            return None
+        return self._step_again(episode, step, address)
+
+    def _step_again(self, episode: EpisodeRecord, step: AnyStep, address: Address) -> Reply | None:
+        """What was asked for before, or cannot be."""
         if step.step == episode.step - 1 and episode.last is not None:
-            repeated = episode.last.message.model_copy(update={"request": step.request})
-            return Reply(repeated, episode.last.action)
+            last = episode.last
+            return Reply(last.kind, {**last.fields, "request": step.request}, last.action)
         if episode.over is not None:
             raise over_error(step.episode, episode.over)
         if step.step != episode.step:
@@ -248,27 +266,23 @@ class Sessions:
             )
         earlier, episode.asked_at = episode.asked_at, address
         earlier_as, episode.asked_as = episode.asked_as, step.request
-        if earlier is None:
-            self._give(session, episode, step, observation, action)
-        elif earlier != address:
+        if earlier is not None and earlier != address:
             detail = f"step {step.step} of episode {step.episode!r} was asked for again, and is answered there"
             self._outbox.append((earlier, refusal_of(SupersededError(detail), earlier_as)))
         return None
 
-    def _give(
-        self, session: SessionRecord, episode: EpisodeRecord, step: AnyStep, observation: Any, action: Any
-    ) -> None:
+    def _give(self, episode: EpisodeRecord, step: AnyStep, observation: Any, action: Any) -> None:
         """To the sampler, which answers in time."""
         end = _ENDS[step.end]
-        ends = end is not ChunkEnd.ONGOING
-        asked = Asked(session, step.episode, episode, tells_action=not (ends or step.off_policy), ends=ends)
-        on_answer = partial(self._post, asked)
+        episode.ends = end is not ChunkEnd.ONGOING
+        episode.tells_action = not (episode.ends or step.off_policy)
+        on_answer = partial(self._post, episode)
         try:
-            self._episodes.take_step(step.episode, step.news, observation, on_answer, action=action, end=end)
+            self._episodes.take_step(episode.id, step.news, observation, on_answer, action=action, end=end)
         except HeadraceError as error:
             episode.asked_at = None
             if isinstance(error, _GONE):
-                self._end(session, step.episode, str(error))
+                self._end(episode, str(error))
             raise
 
     def _abort(self, session: SessionRecord, abort: EpisodeAbort) -> None:
@@ -277,28 +291,39 @@ class Sessions:
             raise EpisodeCompletedError(abort.episode)
         if episode.over is None:
             reason = abort.reason or CLIENT_LEFT
-            self._give_up(abort.episode, episode, reason)
-            self._end(session, abort.episode, reason)
+            self._give_up(episode, reason)
+            self._end(episode, reason)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def _end(self, session: SessionRecord, id: str, reason: str) -> None:
-        episode = session.open.pop(id)
+    def _end(self, episode: EpisodeRecord, reason: str) -> None:
+        ended = episode.session.ended
         episode.over = reason
-        session.ended[id] = episode
-        if len(session.ended) > self.limits.remembered_episodes:
-            session.ended.popitem(last=False)
+        ended[episode.id] = episode.session.open.pop(episode.id)
+        if len(ended) > self.limits.remembered_episodes:
+            ended.popitem(last=False)
 
     def _close(self, name: str, reason: str) -> None:
         session = self._sessions.pop(name)
-        for id, episode in session.open.items():
-            self._give_up(id, episode, reason)
+        for episode in session.open.values():
+            self._give_up(episode, reason)
         if self._acting is not None:
             self._acting.gone(session)
 
-    def _give_up(self, id: str, episode: EpisodeRecord, reason: str) -> None:
+    def _give_up(self, episode: EpisodeRecord, reason: str) -> None:
         with suppress(HeadraceError):  # the sampler may have lost it already
-            self._episodes.abort(id, reason)
-        if episode.asked_at is not None:
-            self._outbox.append((episode.asked_at, refusal_of(EpisodeAbortedError(id, reason), episode.asked_as)))
-            episode.asked_at = None
+            self._episodes.abort(episode.id, reason)
+        address, episode.asked_at = episode.asked_at, None
+        if address is not None:
+            self._outbox.append((address, refusal_of(EpisodeAbortedError(episode.id, reason), episode.asked_as)))
+
+
+def _answer(episode: EpisodeRecord, answer: Answer) -> Reply:
+    """An `EpisodeAnswer`, without a check of what was made here."""
+    fields = {
+        "request": episode.asked_as,
+        "episode": episode.id,
+        "next_step": episode.step,
+        "weights": answer.weights,
+    }
+    return Reply(MessageKind.EPISODE_ANSWER, fields, answer.action if episode.tells_action else None)

@@ -16,8 +16,9 @@ import orjson
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import EnvContractError
+from headrace.schemas.layout import layout_of
 from headrace.schemas.spaces import Dict, Leaf, Space, Tuple, column_dtype, leaf_shape, leaves, nest
-from headrace.schemas.wire import DEFAULT_CAPS, is_deeper
+from headrace.schemas.wire import DEFAULT_CAPS, Buffer, is_deeper
 from headrace.workers.bounds import LARGEST_REWARD, leaf_bounds
 
 _LARGEST_INFO = DEFAULT_CAPS.header_bytes // 2
@@ -39,20 +40,21 @@ class _Leaf:
     def check(self, array: NDArray[Any]) -> NDArray[Any]:
         if array.shape != self.shape:
             raise self.refused(f"shape {array.shape}", f"{self.dtype} {self.shape}")
-        if self._is_sound(array):
+        if self.is_sound(array):
             return array
         if self.dtype.kind == "f" and np.isnan(array).any():
             raise self.refused("NaN", "free of NaN")
         raise self.refused(f"values from {array.min()} to {array.max()}", f"within {self.low} and {self.high}")
 
-    def _is_sound(self, array: NDArray[Any]) -> bool:
-        """Whether all is within bounds, and a number: NaN is within none."""
-        size, low, high = array.size, self.low, self.high
-        if low is None and high is None:
-            return self.dtype.kind != "f" or not np.count_nonzero(np.isnan(array))
-        return (low is None or np.count_nonzero(array >= low) == size) and (
-            high is None or np.count_nonzero(array <= high) == size
-        )
+    def is_sound(self, array: NDArray[Any]) -> bool:
+        """Whether all is within bounds, and a number: NaN is within none. Of one row or many."""
+        low, high = self.low, self.high
+        if low is None and high is None and self.dtype.kind != "f":
+            return True
+        sound = array == array if low is None else array >= low  # NaN is not even itself
+        if high is not None:
+            sound &= array <= high
+        return b"\0" not in sound.tobytes()  # of few numbers, as most spaces have, the cheapest way to ask
 
     def numbers(self, values: Sequence[Any]) -> NDArray[Any] | None:
         """Rows of floats, told as lists or numbers, at once; None where each is to be looked at for itself."""
@@ -85,6 +87,8 @@ class Values:
         self.space = space
         self.root = root
         self._leaves = {name: _leaf(name, leaf, check_bounds) for name, leaf in leaves(space, root)}
+        self.layout = layout_of({name: (leaf.dtype, leaf.shape) for name, leaf in self._leaves.items()})
+        """Of a message's arrays, where they are small; who sends them may lay them out in another way."""
 
     def read(self, value: Any) -> Any:
         """From lists, numbers and arrays, into the dtypes of the space; a Tuple may be a list."""
@@ -108,6 +112,15 @@ class Values:
             raise EnvContractError(self.root, f"{sorted(found)!r:.200}", f"{sorted(self._leaves)!r:.200}")
         return found
 
+    def unpack(self, payloads: Sequence[Buffer]) -> Sequence[dict[str, NDArray[Any]] | EnvContractError]:
+        """Of messages that lie as `layout` says, by their payloads: what `row_of` would give or raise for each."""
+        assert self.layout is not None, "messages lie as it says"
+        columns, sound = self.layout.read(payloads), True
+        for name, column in columns.items():
+            sound = sound and self._leaves[name].is_sound(column)
+        rows = [{name: column[i, ...] for name, column in columns.items()} for i in range(len(payloads))]
+        return rows if sound else [judged(self.row_of, row) for row in rows]
+
     def row(self, value: Any) -> dict[str, NDArray[Any]]:
         """`read`, by the names of arrays."""
         return self.arrays(self.read(value))
@@ -122,6 +135,8 @@ class Values:
 
     def arrays(self, value: Any) -> dict[str, NDArray[Any]]:
         """The arrays of a message for a value in the nesting of the space."""
+        if self.root in self._leaves:  # it is one leaf, as most are
+            return {self.root: np.asarray(value, self._leaves[self.root].dtype)}
         return {name: np.asarray(part, self._leaves[name].dtype) for name, part in _parts(self.space, value, self.root)}
 
     def json(self, value: Any) -> Any:

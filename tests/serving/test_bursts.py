@@ -1,0 +1,118 @@
+"""What many clients say at a time is heard together, and each is answered as if it had come alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from plain_episodes import rule
+from served import Served
+
+from headrace.schemas.joined import join, split
+from headrace.schemas.serving_messages import ClientHello, EpisodeStart, EpisodeStep
+from headrace.schemas.wire import MessageKind, WireMessage, decode, encode
+
+CLIENTS, ROUNDS = 12, 40
+
+
+@pytest.fixture
+def server() -> Iterator[Served]:
+    with Served() as server:
+        yield server
+
+
+class Client:
+    """One of many, who says something that is wrong now and then."""
+
+    def __init__(self, context: zmq.Context[Any], server: Served, number: int) -> None:
+        self._who = {"session": f"s{number}", "token": "t", "episode": f"e{number}"}
+        self._number, self._step = number, 0
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.connect(server.endpoint)
+        self._rng = random.Random(number)
+        session = {name: self._who[name] for name in ("session", "token")}
+        for request in (ClientHello(**session), EpisodeStart(**self._who)):
+            self._say(request.frames())
+            assert self.hear().kind in (MessageKind.WELCOME, MessageKind.EPISODE_ANSWER)
+
+    def _say(self, frames: Any) -> None:
+        self._socket.send_multipart(join(frames) if self._rng.random() < 0.7 else frames)
+
+    def hear(self) -> WireMessage:
+        assert self._socket.poll(100_000), "no answer"
+        return decode(split(self._socket.recv_multipart()))
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+    def ask(self) -> None:
+        self.seen = np.array([self._step, self._number], np.float32)
+        self.fault = self._rng.choice(["", "", "", "", "nan", "shape", "dtype", "order", "unknown", "garbage"])
+        self.logs = not self.fault and self._rng.random() < 0.2
+        header: dict[str, Any] = {**self._who, "request": 7, "step": self._step + (self.fault == "order")}
+        arrays: dict[str, Any] = {"obs": self.seen}
+        match self.fault:
+            case "nan":
+                arrays["obs"] = self.seen * np.nan
+            case "shape":
+                arrays["obs"] = self.seen[:1]
+            case "dtype":
+                arrays["obs"] = self.seen.astype(np.float64)
+            case "unknown":
+                header["episode"] = "never begun"
+            case "garbage":
+                self._say([b"x" * 16, b"y"])
+                return
+        if self.logs:
+            header["off_policy"], arrays["actions"] = True, np.int64(3)
+        self._say(encode(EpisodeStep.KIND, header, arrays))
+
+    def check(self, told: WireMessage) -> None:
+        wrong = {"nan": "not_in_space", "shape": "not_in_space", "dtype": "not_in_space", "order": "step_order"}
+        if self.fault:
+            assert told.kind is MessageKind.REJECT
+            expected = {**wrong, "unknown": "unknown_episode", "garbage": "bad_request"}[self.fault]
+            assert (told.header["error"], told.header["request"]) == (expected, 7 * (self.fault != "garbage"))
+            return
+        self._step += 1
+        assert (told.header["request"], told.header["next_step"]) == (7, self._step)
+        assert told.header["episode"] == self._who["episode"]
+        if self.logs:
+            assert not told.arrays
+        else:
+            assert told.arrays["actions"].tolist() == rule(self.seen)
+
+
+def test_each_of_many_who_ask_at_once_gets_its_own_answer(server: Served) -> None:
+    with zmq.Context() as context, ExitStack() as stack:
+        clients = [Client(context, server, number) for number in range(CLIENTS)]
+        for client in clients:
+            stack.callback(client.close)
+        for _ in range(ROUNDS):
+            for client in clients:
+                client.ask()
+            for client in clients:
+                client.check(client.hear())
+    for number, client in enumerate(clients):
+        assert server.episodes.episodes[f"e{number}"].seen == [float(step) for step in range(client._step)]
+
+
+def test_what_one_client_says_at_a_time_is_heard_in_its_order(server: Served) -> None:
+    who = {"session": "s", "token": "t", "episode": "e"}
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(server.endpoint)
+        said = [ClientHello(session="s", token="t").frames(), EpisodeStart(**who).frames()]
+        said += [encode(EpisodeStep.KIND, {**who, "step": 0}, {"obs": np.zeros(2, np.float32)})]
+        for frames in said:
+            socket.send_multipart(join(frames))
+        answers = []
+        for _ in said:
+            assert socket.poll(100_000)
+            answers.append(decode(split(socket.recv_multipart())))
+        assert [answer.kind.name for answer in answers] == ["WELCOME", "EPISODE_ANSWER", "EPISODE_ANSWER"]
+        assert [answer.header.get("next_step") for answer in answers] == [None, 0, 1]
