@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.driver import ReadyDriver
+from headrace.workers.envs.stepping import Outcome
 from headrace.workers.fragment import Fragment, OpenChunk
 from headrace.workers.hanging import HangingFragment, Rows
 from headrace.workers.modules.acting import Columns
 from headrace.workers.totals import RunnerTotals
-from headrace.workers.vector_sampler import ChooseActions, VectorSampler
+from headrace.workers.vector_sampler import ChooseActions, Process, VectorSampler
 
 
 class ReadySampler(VectorSampler):
@@ -70,10 +71,15 @@ class ReadySampler(VectorSampler):
         """Have lanes act that have nothing under way, and take in what is answered; see `VectorSampler.poll`."""
         self._repair(on_wait)
         choose_actions, poll, process = self._timed(choose_actions)
+        self._act_who_can(choose_actions, weights_seq)
+        self._take_answers(poll(), process, stop_at_episodes)
+
+    def _act_who_can(self, choose_actions: ChooseActions, weights_seq: int) -> None:
         acting = self._next_to_act()
         if len(acting):
             self._act(acting, choose_actions, weights_seq)
-        outcome = poll()
+
+    def _take_answers(self, outcome: Outcome, process: Process, stop_at_episodes: int | None) -> None:
         answered = outcome.lanes
         assert answered is not None, "a ReadyDriver says who has answered"
         if not len(answered):

@@ -191,10 +191,12 @@ class VectorSampler(Gathering):
         outcome.ended = list(ends.items())
 
     def _count(self, outcome: Outcome) -> None:
-        stepped = len(outcome.rewards)
-        self._totals.open += stepped
-        self._totals.stepped += stepped - sum(not failure.stepped for failure in outcome.failures)
-        self._totals.env_steps = self._totals.stepped
+        totals, stepped = self._totals, len(outcome.rewards)
+        totals.open += stepped
+        totals.stepped += stepped
+        if outcome.failures:
+            totals.stepped -= sum(not failure.stepped for failure in outcome.failures)
+        totals.env_steps = totals.stepped
 
     def _abort(self, failure: Failure) -> None:
         """The env or a callback failed: its unfinished fragment is lost by name, and its episode over."""

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import external_agent_envs
+import external_envs
 import pytest
 from effort import IDLE, calls_a_second
 from external_envs import Idle, idle, see, table
@@ -30,6 +32,22 @@ def test_what_comes_slowly_is_shipped_all_the_same() -> None:
             chunks = sampler.sample_fragment()
         (chunk,) = chunks
         assert (len(chunk), chunk.end) == (1, ChunkEnd.ONGOING)
+
+
+@pytest.mark.parametrize("kind", [external_envs, external_agent_envs])
+def test_nobody_waits_for_what_is_done_between_two_polls(kind: Any) -> None:
+    waiting: list[int] = []
+    with kind.idle(rollout_fragment_length=1000) as sampler:
+        episodes = kind.table(sampler)
+        episodes.start("one")
+        for t in range(3):
+            told: list[Any] = []
+            seen = kind.see(t) if kind is external_envs else {"a": kind.see(t)}
+            episodes.ask("one", seen, told.append)
+            sampler.sample_fragment(on_poll=lambda: waiting.append(episodes.counts()["waiting"]))
+            assert [answer.error for answer in told] == [None]
+    assert waiting
+    assert not any(waiting)
 
 
 def test_sample_does_not_wait_for_ever_for_nobody() -> None:

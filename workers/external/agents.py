@@ -77,9 +77,9 @@ class ExternalAgents(ExternalLanes, ReadySeats):
 
     def _send(self, actions: Mapping[int, AgentDict]) -> None:
         version = self.read_version()
-        for index, own in actions.items():
-            self._under_way.add(index)
-            self.episodes.answer(self._places[index], Answer(keep(own), version))
+        self._under_way.update(actions)
+        self.episodes.answer((self._places[index], Answer(keep(own), version)) for index, own in actions.items())
+        self.episodes.deliver()
 
     # -- taking in ----------------------------------------------------------------------------------------------------
 

@@ -43,15 +43,17 @@ class ExternalAgentsSampler(ReadyAgentsSampler):
         self.patience.begin()
 
     def _poll(self, weights_seq: int, on_wait: Callable[[], None] | None, stop_at_episodes: int | None) -> None:
-        """Returns after a moment, whether anybody came or not. Raises as `Patience.check` does."""
+        """Act at once on what was seen, as an `ExternalSampler` does. Raises as `Patience.check` does."""
         self.patience.check()
-        super()._poll(weights_seq, on_wait, stop_at_episodes)
+        act, take = self._timed(self.envs.take)
+        self._take_answers(*take(), stop_at_episodes)
+        self._repair(on_wait)
+        self._act_who_can(act, weights_seq)
 
     def _choose(self, turn: Turn, part: Part) -> Columns:
-        columns: Columns = dict(super()._choose(turn, part))
+        columns: Columns = {**super()._choose(turn, part), OFF_POLICY: np.zeros(part.module.width, np.bool_)}
         logged = self.envs.logged(part.of(turn.seats))
         if logged:
             module: Any = None if self.mode.random_actions else part.module.module
             columns = put_logged(columns, logged, module, part.module.env_spaces.action)
-        columns[OFF_POLICY] = np.isin(np.arange(part.module.width), list(logged))
         return columns

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
@@ -19,7 +19,17 @@ Row = Mapping[str, NDArray[Any]]
 """A value of a space by column name, each leaf without a leading axis."""
 
 
-@dataclass(frozen=True, slots=True)
+class Turns(Protocol):
+    """Who looks after the episodes' drivers while the sampler has nothing to do, in the sampler's thread."""
+
+    def turn(self, timeout_s: float) -> None:
+        """Until something has happened, `timeout_s` at most."""
+
+    def deliver(self) -> None:
+        """Have what was answered leave now. Does not wait."""
+
+
+@dataclass(slots=True)
 class Answer:
     """What came of a call: an action in the space's own nesting, chosen by weights of that version; or an `error`.
 

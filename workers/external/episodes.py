@@ -17,7 +17,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -34,7 +34,7 @@ from headrace.schemas.episode_errors import (
     NoFreePlaceError,
     UnknownEpisodeError,
 )
-from headrace.workers.external.calls import Answer, Call, OnAnswer, Place
+from headrace.workers.external.calls import Answer, Call, OnAnswer, Place, Turns
 
 REMEMBERED = 10_000
 """Ids of episodes that are over, which are told so when they are used again; older ones are unknown ids."""
@@ -73,8 +73,8 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
         self._closed: str | None = None
         self._full: str | None = None
         """Why no episode may begin any more, while those that are open go on."""
-        self.meanwhile: Callable[[float], None] | None = None
-        """What the sampler does instead of sleeping, for so many seconds or until something has happened."""
+        self.turns: Turns | None = None
+        """Who has the sampler's thread while it would sleep."""
 
     # -- for whoever drives episodes ----------------------------------------------------------------------------------
 
@@ -209,18 +209,18 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
 
         No longer than until every open episode waits for its answer.
         """
-        self._wait_while(lambda: not self._has_news(), timeout_s)
+        self._wait_for(self._has_news, timeout_s)
         if batch_wait_s:
-            self._wait_while(lambda: bool(self._calls) and self._waiting < len(self._open), batch_wait_s)
+            self._wait_for(lambda: not self._calls or self._waiting >= len(self._open), batch_wait_s)
 
-    def _wait_while(self, quiet: Callable[[], bool], timeout_s: float) -> None:
-        if (meanwhile := self.meanwhile) is None:
+    def _wait_for(self, come: Callable[[], bool], timeout_s: float) -> None:
+        if (turns := self.turns) is None:
             with self._news:
-                self._news.wait_for(lambda: not quiet(), timeout_s)
+                self._news.wait_for(come, timeout_s)
             return
         until = time.monotonic() + timeout_s
-        while quiet() and (left := until - time.monotonic()) > 0:
-            meanwhile(left)
+        while not come() and (left := until - time.monotonic()) > 0:
+            turns.turn(left)
 
     def _has_news(self) -> bool:
         return bool(self._calls or self._lost) or self._closed is not None
@@ -232,15 +232,23 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
             lost, self._lost = self._lost, []
         return calls, lost
 
-    def answer(self, place: Place, answer: Answer) -> None:
-        """Answer the call of `place`, if there is one."""
+    def answer(self, answers: Iterable[tuple[Place, Answer]]) -> None:
+        """Answer the calls of these places, where there are any."""
+        told = []
         with self._lock:
-            call, place.call = place.call, None
-            if call is None:
-                return
-            self._waiting -= 1
-            place.has_acted = True
-        call.on_answer(answer)
+            for place, answer in answers:
+                call, place.call = place.call, None
+                if call is not None:
+                    self._waiting -= 1
+                    place.has_acted = True
+                    told.append((call.on_answer, answer))
+        for on_answer, answer in told:
+            on_answer(answer)
+
+    def deliver(self) -> None:
+        """What was answered leaves now, where it does not before the sampler waits again."""
+        if self.turns is not None:
+            self.turns.deliver()
 
     def release(self, place: Place, aborted: str | None = None) -> None:
         """The episode is over, by its end or for the reason `aborted`, and its place free for another.
@@ -251,7 +259,7 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
         error = None
         if aborted is not None:
             error = EpisodeAbortedError(place.episode_id, self._over.get(place.episode_id) or aborted)
-        self.answer(place, Answer(error=error))
+        self.answer([(place, Answer(error=error))])
 
     def _vacate(self, place: Place, aborted: str | None) -> None:
         with self._lock:
@@ -287,4 +295,4 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
             self._calls, self._lost = [], []
         for place in places:
             self._vacate(place, reason)
-            self.answer(place, Answer(error=EpisodesClosedError(place.episode_id, reason)))
+            self.answer([(place, Answer(error=EpisodesClosedError(place.episode_id, reason)))])

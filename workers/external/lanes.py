@@ -24,6 +24,7 @@ from headrace.workers.external.whole import WholeExternal
 
 logger = logging.getLogger(__name__)
 
+_NOTHING, _NOBODY = np.empty(0), np.empty(0, np.intp)
 _GIVEN_UP = "its worker has given it up (a reset, other weights of a new learner, an error there, or its end)"
 
 
@@ -81,7 +82,7 @@ class ExternalLanes(WholeExternal):
 
     def poll(self) -> Outcome:
         """See `ReadyDriver`; gives up waiting after a moment, for nobody knows whether anyone will ever come."""
-        outcome = Outcome(np.empty(0), [], [], lanes=np.empty(0, np.intp))
+        outcome = Outcome(_NOTHING, [], [], lanes=_NOBODY)
         if self._drive is None:
             time.sleep(min(self.next_due_s() or 0.0, WAIT_SLICE_S))
             return outcome
@@ -106,8 +107,10 @@ class ExternalLanes(WholeExternal):
             self._places.pop(place.lane, None)
             self.episodes.release(place, error.reason)
         outcome.begun = bool(self._started)
-        outcome.lanes = np.array(sorted(rewards), np.intp)
-        outcome.rewards = np.array([rewards[lane] for lane in sorted(rewards)])
+        if rewards:
+            answered = sorted(rewards)
+            outcome.lanes = np.array(answered, np.intp)
+            outcome.rewards = np.array([rewards[lane] for lane in answered])
         return outcome
 
     def _begin(self, call: Call) -> None:

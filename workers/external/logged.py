@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.schemas.batch import OFF_POLICY
 from headrace.schemas.spaces import Space, leaves, nest
 from headrace.workers.envs.actions import action_root
 from headrace.workers.external.calls import Row
@@ -21,11 +22,12 @@ def put_logged(columns: Columns, logged: Mapping[int, Row], module: Any, space: 
     "actions" is in the policy's own terms: where it sends the env something else ("actions_for_env"), the module's
     `policy_actions(env_actions)` says what it would have had to choose; without that method they are the env's.
     "logp" is that of the logged actions, by `module.logp` and the column "action_dist_inputs"; NaN where it cannot be
-    had. `module` None: random actions.
+    had. "off_policy" tells them apart. `module` None: random actions.
     """
     lanes = np.array(sorted(logged), np.intp)
     taken = {name: np.stack([logged[lane][name] for lane in lanes.tolist()]) for name, _ in leaves(space, "actions")}
     done = {**columns}
+    _put(done, OFF_POLICY, lanes, True)
     chosen, in_policys_terms = taken, action_root(columns) == "actions"
     if not in_policys_terms:
         for name, rows in taken.items():

@@ -47,6 +47,8 @@ class ExternalSampler(ReadySampler):
         self.module: Any = None
         """What acts, if anything does."""
         self.patience = Patience(config, envs)
+        self._on_policy = np.zeros(self._width, np.bool_)
+        """The column "off_policy" while nobody acts by himself."""
         self._untrained: list[tuple[float, int]] = []
 
     @property
@@ -72,26 +74,28 @@ class ExternalSampler(ReadySampler):
         on_wait: Callable[[], None] | None = None,
         stop_at_episodes: int | None = None,
     ) -> None:
-        """See `ReadySampler`. Returns after a moment, whether anybody came or not.
+        """Take in what was seen, and act on it at once: see `ReadySampler`, which acts first.
 
-        Raises `ExternalSilenceError` when nobody has since `begin`, or for as long.
+        So nobody who asks waits for what is done between two polls. Returns after a moment, whether anybody came or
+        not. Raises `ExternalSilenceError` when nobody has since `begin`, or for as long.
         """
         self.patience.check()
-        super().poll(choose_actions, weights_seq, on_wait=on_wait, stop_at_episodes=stop_at_episodes)
+        choose_actions, poll, process = self._timed(choose_actions)
+        self._take_answers(poll(), process, stop_at_episodes)
+        self._repair(on_wait)
+        self._act_who_can(choose_actions, weights_seq)
 
     def _next_to_act(self) -> NDArray[np.intp]:
         return self.envs.asking
 
     def _act(self, acting: NDArray[np.intp], choose_actions: ChooseActions, weights_seq: int) -> None:
-        columns: Columns = dict(self._choose(choose_actions, acting))
+        columns: Columns = {**self._choose(choose_actions, acting), OFF_POLICY: self._on_policy}
         logged = self.envs.logged(acting)
         if logged:
             module = None if self.mode.random_actions else self.module
             columns = put_logged(columns, logged, module, self.envs.spaces.action)
-        columns[OFF_POLICY] = off_policy = np.zeros(self._width, np.bool_)
-        off_policy[list(logged)] = True
-        self.fragment.act(acting, columns, weights_seq)
         self.envs.send_actions_of(acting, columns)
+        self.fragment.act(acting, columns, weights_seq)  # who has asked need not wait for it
 
     # -- what is not to be trained on ---------------------------------------------------------------------------------
 

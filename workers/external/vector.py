@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.errors import ConfigError, EnvContractError
 from headrace.schemas.spaces import Spaces, leaves
-from headrace.workers.envs.actions import action_root, to_env_form
+from headrace.workers.envs.actions import to_env_form
 from headrace.workers.envs.lane import Episode
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.spaces import spaces_of
@@ -47,6 +47,8 @@ class ExternalVector(ExternalLanes):
         self.spaces: Spaces = spaces_of(env)
         self.gym_spaces = env.observation_space, env.action_space
         check_bounds = not self._config.disable_env_checking
+        roots = ("actions", "actions_for_env")
+        self._action_names = {root: [name for name, _ in leaves(self.spaces.action, root)] for root in roots}
         self.observations = Observations(self.spaces.observation, len(self.lanes), check_bounds=check_bounds)
 
     def _check_spaces(self, env: Any) -> None:
@@ -71,17 +73,28 @@ class ExternalVector(ExternalLanes):
 
     def send_actions_of(self, lanes: NDArray[np.intp], columns: dict[str, NDArray[Any]]) -> None:
         """See `ReadyDriver`. Whoever asked has the answer when this returns."""
-        root = action_root(columns)
-        rows = {name: columns[name][lanes] for name, _ in leaves(self.spaces.action, root)}
+        root = self._root_of(columns)
+        rows = {name: columns[name][lanes] for name in self._action_names[root]}
         actions, version = to_env_form(self.spaces.action, rows, root), self.read_version()
-        for lane, action in zip(lanes.tolist(), actions, strict=True):
-            self._under_way.add(lane)
-            self.episodes.answer(self._places[lane], Answer(action, version))
+        acting, places = lanes.tolist(), self._places
+        self._under_way.update(acting)
+        told = zip(acting, actions, strict=True)
+        self.episodes.answer([(places[lane], Answer(action, version)) for lane, action in told])
+        self.episodes.deliver()
+
+    def _root_of(self, columns: dict[str, NDArray[Any]]) -> str:
+        """`action_root`, without a look at each column."""
+        mapped = self._action_names["actions_for_env"]
+        return "actions_for_env" if mapped and mapped[0] in columns else "actions"
 
     def logged(self, lanes: NDArray[np.intp]) -> dict[int, Row]:
         """Of those `lanes` that are to act and have acted already: what they did."""
-        calls = ((lane, self._places[lane].call) for lane in lanes.tolist())
-        return {lane: call.logged for lane, call in calls if isinstance(call, SoloCall) and call.logged is not None}
+        done = {}
+        for lane in lanes.tolist():
+            call = self._places[lane].call
+            if isinstance(call, SoloCall) and call.logged is not None:
+                done[lane] = call.logged
+        return done
 
     # -- taking in ----------------------------------------------------------------------------------------------------
 
@@ -95,6 +108,7 @@ class ExternalVector(ExternalLanes):
 
     def _show(self, call: Call) -> SoloCall:
         assert isinstance(call, SoloCall), "its table makes no other"
+        columns, lane = self.observations.columns, call.place.lane
         for name, value in call.row.items():
-            self.observations.columns[name][call.place.lane] = value
+            columns[name][lane] = value
         return call

@@ -40,7 +40,10 @@ class SeatNoise:
     def next(self, acting: NDArray[np.intp]) -> NDArray[np.float32]:
         """Numbers in [0, 1), or standard normal ones, for all rows; those of the rows `acting` are used up."""
         numbers: NDArray[np.float32] = self._block[self._every, self._at]
-        self._at[acting] += 1
+        if len(acting) == len(self._at):
+            self._at += 1  # twice as fast, and all that one lane has to do
+        else:
+            self._at[acting] += 1
         self._polls_left -= 1
         if self._polls_left == 0:
             self._refill()

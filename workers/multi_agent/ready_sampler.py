@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.multi_agent.outcomes import StepOutcome
 from headrace.workers.multi_agent.ready_seats import ReadySeats
 from headrace.workers.multi_agent.sampler import MultiAgentSampler
-from headrace.workers.multi_agent.turns import turn_of
+from headrace.workers.multi_agent.turns import Turn, turn_of
 from headrace.workers.ready_sampler import next_to_act
 from headrace.workers.totals import RunnerTotals
 
@@ -32,11 +34,16 @@ class ReadyAgentsSampler(MultiAgentSampler):
     def _poll(self, weights_seq: int, on_wait: Callable[[], None] | None, stop_at_episodes: int | None) -> None:
         self._repair(on_wait)
         act, take = self._timed(self.envs.take)
+        self._act_who_can(act, weights_seq)
+        self._take_answers(*take(), stop_at_episodes)
+
+    def _act_who_can(self, act: Callable[[Turn, int], list[Any]], weights_seq: int) -> None:
         acting = next_to_act(self.envs, self._width)
         if len(acting):
             turn = turn_of([self.envs.lanes[index] for index in acting.tolist()])
             self.envs.send(turn, act(turn, weights_seq))
-        turn, outcome = take()
+
+    def _take_answers(self, turn: Turn, outcome: StepOutcome, stop_at_episodes: int | None) -> None:
         if turn.lanes:
             self.answered += len(turn.lanes)
             self._take_in(turn, outcome, stop_at_episodes)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.workers.external.agent_episodes import ExternalAgentEpisodes
-from headrace.workers.external.calls import OnAnswer, Row
+from headrace.workers.external.calls import OnAnswer, Row, Turns
 
 
 class AgentsTable:
@@ -19,13 +19,13 @@ class AgentsTable:
         self.start, self.abort = table.start, table.abort
 
     @property
-    def meanwhile(self) -> Callable[[float], None] | None:
+    def turns(self) -> Turns | None:
         """See `Episodes`."""
-        return self._table.meanwhile
+        return self._table.turns
 
-    @meanwhile.setter
-    def meanwhile(self, turn: Callable[[float], None] | None) -> None:
-        self._table.meanwhile = turn
+    @turns.setter
+    def turns(self, turns: Turns | None) -> None:
+        self._table.turns = turns
 
     def take_step(
         self,

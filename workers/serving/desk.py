@@ -99,6 +99,15 @@ class Desk:
             self._left_at = time.monotonic()
             self._turning.release()
 
+    def deliver(self) -> None:
+        """Send what the sampler has answered. For its thread, when it has other things to do before it waits."""
+        if self._turning.acquire(blocking=False):  # else who stands in was called when they were posted
+            try:
+                if not self._closed:
+                    self._settle(time.monotonic())
+            finally:
+                self._turning.release()
+
     def serve(self) -> None:
         """Stand in for the sampler until `stop`; then all sessions end, and their clients are told where they wait."""
         while not self._stopping.is_set():

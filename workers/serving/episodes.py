@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import HeadraceError
+from headrace.workers.external.calls import Turns
 
 
 class Answer(Protocol):
@@ -32,8 +33,8 @@ OnAnswer = Callable[[Answer], None]
 class Episodes(Protocol):
     """Open episodes by id. Any thread may call; nothing blocks; a refusal is a `HeadraceError` that changes nothing."""
 
-    meanwhile: Callable[[float], None] | None
-    """What the sampler does when it waits, for so many seconds or until something has happened; None: it sleeps."""
+    turns: Turns | None
+    """Whom the sampler lets have its thread while it waits; None: it sleeps."""
 
     def start(self, episode_id: str | None = None, *, training_enabled: bool = True) -> str:
         """Open an episode."""

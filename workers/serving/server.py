@@ -58,7 +58,7 @@ class Server:
             if self._closed:
                 return
             self.desk = desk.Desk(episodes, values, limits, self._open(values, limits), self._exchange)
-            episodes.meanwhile = self.desk.turn
+            episodes.turns = self.desk
         try:
             self.desk.serve()
         finally:
