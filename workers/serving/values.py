@@ -36,6 +36,8 @@ class _Leaf:
     dtype: np.dtype[Any]
     low: NDArray[Any] | None
     high: NDArray[Any] | None
+    reach: tuple[NDArray[Any], NDArray[Any]] | None
+    """Of floats: what is from here to there is within bounds, and not infinite when it is rounded."""
 
     def check(self, array: NDArray[Any]) -> NDArray[Any]:
         if array.shape != self.shape:
@@ -58,7 +60,7 @@ class _Leaf:
 
     def numbers(self, values: Sequence[Any]) -> NDArray[Any] | None:
         """Rows of floats, told as lists or numbers, at once; None where each is to be looked at for itself."""
-        if self.dtype.kind != "f":
+        if self.reach is None:
             return None
         try:
             array = np.asarray(values)
@@ -66,11 +68,8 @@ class _Leaf:
             return None
         if array.dtype.kind not in "iuf" or array.shape != (len(values), *self.shape):
             return None
-        inside = np.abs(array) <= np.finfo(self.dtype).max  # else it is infinite, or may be so when it is rounded
-        if self.low is not None:
-            inside &= array >= self.low
-        if self.high is not None:
-            inside &= array <= self.high
+        inside = array >= self.reach[0]
+        inside &= array <= self.reach[1]
         return None if b"\0" in inside.tobytes() else array.astype(self.dtype)
 
     def refused(self, seen: str, expected: str) -> EnvContractError:
@@ -182,7 +181,11 @@ def _array(leaf: _Leaf, value: Any) -> NDArray[Any]:
 
 def _leaf(name: str, leaf: Leaf, check_bounds: bool) -> _Leaf:
     low, high = leaf_bounds(leaf) if check_bounds else (None, None)
-    return _Leaf(name, leaf_shape(leaf), column_dtype(leaf), low, high)
+    dtype, reach = column_dtype(leaf), None
+    if dtype.kind == "f":
+        largest = np.float64(np.finfo(dtype).max)
+        reach = np.fmax(-largest, -np.inf if low is None else low), np.fmin(largest, np.inf if high is None else high)
+    return _Leaf(name, leaf_shape(leaf), dtype, low, high, reach)
 
 
 def _parts(space: Space, value: Any, name: str) -> Iterator[tuple[str, Any]]:
