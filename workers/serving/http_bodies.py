@@ -6,7 +6,7 @@ import hmac
 from collections.abc import Set
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote_to_bytes
 
 import orjson
@@ -28,12 +28,8 @@ _MOST_SAID = DEFAULT_CAPS.header_bytes
 _HEALTH = b"/v1/health"
 
 
-class StepPath(NamedTuple):
-    """`PUT /v1/sessions/{session}/episodes/{episode}/steps/{step}`, told apart."""
-
-    session: str
-    episode: str
-    step: int
+StepPath = tuple[str, str, int]
+"""`PUT /v1/sessions/{session}/episodes/{episode}/steps/{step}`, told apart."""
 
 
 def step_path(request: HttpRequest) -> StepPath | None:
@@ -42,7 +38,7 @@ def step_path(request: HttpRequest) -> StepPath | None:
     if request.method != b"PUT" or not number.isdigit() or len(number) > _LONGEST_NUMBER:
         return None
     found = (_known_episode if len(path) <= _LONGEST_KNOWN else _episode)(path)
-    return None if found is None else StepPath(*found, int(number))
+    return None if found is None else (*found, int(number))
 
 
 def _episode(path: bytes) -> tuple[str, str] | None:
@@ -75,7 +71,8 @@ def step_of(request: HttpRequest, path: StepPath, values: SpaceValues) -> tuple[
     check_fields(body, values.step)
     if len(request.body) > _MOST_SAID and (size := len(orjson.dumps(body))) > _MOST_SAID:
         raise MessageTooLargeError(f"{size} bytes besides what is seen and done; a step may have {_MOST_SAID}")
-    body |= {"session": path.session, "episode": path.episode, "step": path.step, "token": token_of(request)}
+    session, episode, step = path
+    body |= {"session": session, "episode": episode, "step": step, "token": token_of(request)}
     return read(values.step, body), observation, action
 
 
