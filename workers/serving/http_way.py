@@ -172,6 +172,8 @@ class HttpWay:
         events, self._events = self._events, []
         for event in events:
             event(sessions, now)
+        if not self._steps:
+            return
         steps, self._steps = self._steps, []
         rows = self._values.observation.rows([step.observation for step in steps])
         for step, row in zip(steps, rows, strict=True):
