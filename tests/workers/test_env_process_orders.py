@@ -118,12 +118,13 @@ def test_the_end_of_a_process_is_heard_while_others_are_awaited() -> None:
     with pool_of("Slow", 3, 1, step_s=0.3, lane=1) as pool:
         pool.send_actions(None, pool.actions)
         os.kill(pool.pids[2], 9)
-        stepped, failed = [], []
-        while len(stepped) + len(failed) < 3:
+        stepped, failed = list[int](), list[int]()
+        while not {0, 1} <= set(stepped) or 2 not in stepped + failed:
             answers = pool.poll(POLL_S, batch_wait_s=POLL_S)
             stepped += answers.stepped
             failed += [failure.lane for failure in answers.failures]
-    assert (sorted(stepped), failed) in (([0, 1], [2]), ([0, 1, 2], []))
+    assert sorted(stepped) in ([0, 1], [0, 1, 2])
+    assert failed in ([], [2])  # it may have answered, and be told of as lost afterwards
 
 
 def test_infos_of_any_length_arrive_with_their_step() -> None:
