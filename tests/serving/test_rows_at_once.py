@@ -17,7 +17,24 @@ from headrace.workers.serving.values import Values, judged
 BEYOND = float(np.finfo(np.float32).max) * 2
 NEARLY = float(np.finfo(np.float32).max) * (1 + 2**-26)
 """Rounded to what a float32 holds."""
-ODD: list[Any] = [None, "1", True, [], {}, [[]], math.nan, math.inf, -math.inf, BEYOND, NEARLY, -0.0, 2**63, 0.1, -7]
+ODD: list[Any] = [
+    None,
+    "1",
+    True,
+    [],
+    {},
+    [[]],
+    math.nan,
+    math.inf,
+    -math.inf,
+    BEYOND,
+    NEARLY,
+    -0.0,
+    2**63,
+    -(2**63),
+    0.1,
+    -7,
+]
 SPACES: list[Space] = [
     Box(shape=(2,), dtype="<f4"),
     Box(shape=(2,), dtype="<f4", low=-1.0, high=1.0),
@@ -95,6 +112,18 @@ def test_messages_that_are_read_at_once_are_what_each_alone_is(space: Space, che
         assert plain(list(values.unpack([bytes(parts[2]) for parts in frames]))) == plain(alone)
         refused += sum(isinstance(row, EnvContractError) for row in alone)
     assert refused or not check_bounds
+
+
+@pytest.mark.parametrize("space", SPACES[:6], ids=repr)
+@pytest.mark.parametrize("lists", [1, 2, 30])
+def test_text_in_place_of_numbers_takes_no_more_memory_than_it_has(space: Space, lists: int) -> None:
+    values, told = Values(space, "obs"), ["a" * 1_000_000] + ["b"] * 1_000_000
+    for _ in range(lists - 1):
+        told = [told]  # type: ignore[list-item]
+    short = ["a"] * 3
+    refused = values.rows([told, short, short])
+    assert [str(error) for error in refused] == [str(judged(values.row, short))] * 3
+    assert "got text" in str(refused[0])
 
 
 def arrays_of(space: Space, rng: np.random.Generator) -> dict[str, Any]:

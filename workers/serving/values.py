@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -60,7 +61,7 @@ class _Leaf:
 
     def numbers(self, values: Sequence[Any]) -> NDArray[Any] | None:
         """Rows of floats, told as lists or numbers, at once; None where each is to be looked at for itself."""
-        if self.reach is None:
+        if self.reach is None or _has_text(values):
             return None
         try:
             array = np.asarray(values)
@@ -158,7 +159,19 @@ class Values:
         return _array(self._leaves[name], value)
 
 
+def _has_text(values: Sequence[Any]) -> bool:
+    """Whether lists of JSON have text in them, of which NumPy would make every one as wide as the widest: a body of a
+    few hundred kilobytes would need more memory than there is."""
+    kinds = set(map(type, values))
+    while kinds == {list}:  # together with anything else they are no array
+        values = [*chain.from_iterable(values)]
+        kinds = set(map(type, values))
+    return str in kinds
+
+
 def _array(leaf: _Leaf, value: Any) -> NDArray[Any]:
+    if _has_text([value]):
+        raise leaf.refused("text", f"{leaf.dtype} {leaf.shape}")
     try:
         array = np.asarray(value)
     except ValueError as error:  # lists of different lengths
