@@ -17,7 +17,7 @@ from headrace.schemas.episode_errors import (
     EpisodeAbortedError,
     EpisodesClosedError,
 )
-from headrace.schemas.errors import ConfigError, EnvError
+from headrace.schemas.errors import ConfigError, EnvError, ModuleError
 from headrace.schemas.ledger import Discard
 from headrace.workers import RunnerCallback, SingleAgentEnvRunner
 from headrace.workers.connectors import FlattenObservations, FrameStack, PreviousActionReward
@@ -135,6 +135,41 @@ def test_a_module_that_cannot_tell_gives_a_logged_action_no_log_prob() -> None:
         chunk = log_one(sampler, 3)
         assert chunk.actions.tolist() == [3]
         assert np.isnan(chunk.columns["logp"]).all()
+
+
+class Fickle(Silent):
+    """Each pass it does something else, and its third log-prob is of another dtype."""
+
+    def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
+        answer = super().forward_exploration(batch)
+        passes = self.__dict__["passes"] = self.__dict__.get("passes", 0) + 1
+        logp = answer["logp"].to(torch.float64 if passes == 3 else torch.float32)
+        return {"actions": answer["actions"] + passes, "logp": logp}
+
+
+def test_who_was_told_an_action_that_could_not_be_recorded_begins_anew() -> None:
+    with idle(module=lambda spaces: Fickle()) as sampler:
+        episodes, answers, chunks = table(sampler), list[Answer](), list[EpisodeChunk]()
+        episodes.start("one")
+        for t in range(2):
+            episodes.ask("one", see(t), answers.append)
+            chunks += sampler.sample_fragment()
+        episodes.ask("one", see(2), answers.append)
+        with pytest.raises(ModuleError, match="keep it the same"):
+            sampler.sample_fragment()
+        with pytest.raises(EpisodeAbortedError):
+            episodes.ask("one", see(3), answers.append)
+        chunks += sampler.sample_fragment()
+        assert [chunk.end_reason for chunk in chunks] == [None, "reset"]
+        assert chunks[0].actions.tolist() == [1]
+        episodes.start("two")
+        episodes.ask("two", see(0), answers.append)
+        chunks = list(sampler.sample_fragment())
+        episodes.end("two", see(1), answers.append)
+        chunks += sampler.sample_fragment()
+        assert to_episode(chunks).actions.tolist() == [answers[-2].action]
+        assert sampler.totals.discarded == {"reset": 1}
+        check_books(sampler)
 
 
 def test_connectors_memory_and_callbacks_see_what_was_done() -> None:

@@ -94,8 +94,14 @@ class ExternalSampler(ReadySampler):
         if logged:
             module = None if self.mode.random_actions else self.module
             columns = put_logged(columns, logged, module, self.envs.spaces.action)
-        self.envs.send_actions_of(acting, columns)
-        self.fragment.act(acting, columns, weights_seq)  # who has asked need not wait for it
+        try:
+            self.envs.send_actions_of(acting, columns)
+            self.fragment.act(acting, columns, weights_seq)  # who has asked need not wait for it
+        except (
+            BaseException
+        ):  # columns unlike those before, or Ctrl-C: what was told and is not written down is no step
+            self._drop_fragment()
+            raise
 
     # -- what is not to be trained on ---------------------------------------------------------------------------------
 
