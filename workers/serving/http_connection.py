@@ -22,6 +22,8 @@ HEAD_BYTES = 1 << 16
 """Of a request line with all headers."""
 SLOWEST_BYTES_S = 100_000
 """Who sends more than `read_s` allows for has to send this fast on the whole."""
+AT_ONCE = 16
+"""Requests of one client that are heard before others have their turn."""
 LINGER_S = 2.0
 """For so long a client that was refused may still be sending: were it cut off at once it might never read why."""
 
@@ -215,19 +217,25 @@ class HttpConnection(asyncio.Protocol):
             self._write(answer, keeps=request.keeps and not self._half, bare=request.method == b"HEAD")
             self._go_on()
 
+    @property
+    def _may_go_on(self) -> bool:
+        return bool(self._heard) and self._asked is None and not (self._clogged or self._parting)
+
     def _go_on(self) -> None:
         """To what was heard next. Some are answered at once, so this is a loop and nothing else."""
         if self._answering:
             return
-        self._answering = True
-        while self._heard and self._asked is None and not (self._clogged or self._parting):
-            heard = self._heard.popleft()
+        self._answering, left = True, AT_ONCE
+        while self._may_go_on and left:
+            heard, left = self._heard.popleft(), left - 1
             if isinstance(heard, HttpRequest):
                 self._asked, self._since = heard, self._loop.time()
                 self._place.hear(self, heard)
             else:
                 self._write(refused(heard), keeps=False)
         self._answering = False
+        if self._may_go_on:
+            self._loop.call_soon(self._go_on)
         wants = not (self._heard or self._clogged)
         if wants is self._paused and not self._transport.is_closing():  # else there is nothing to change
             self._paused = not wants

@@ -1,0 +1,66 @@
+"""Whoever says hundreds of things in one go by HTTP does not keep others from their turn."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from raw_http import HEALTH
+
+from headrace.schemas.errors import HeadraceError
+from headrace.workers.serving.http_answers import json_answer
+from headrace.workers.serving.http_connection import HttpConnection, HttpLimits, HttpRequest
+
+SAID = (300, 1, 300)
+"""By each of those who say it all in one go."""
+
+
+class AtOnce:
+    """Lets everybody in, answers at once, and knows in what order it heard whom."""
+
+    limits = HttpLimits(1 << 16, 100.0, 100.0, 100.0)
+    date = b"today"
+
+    def __init__(self) -> None:
+        self.heard: list[HttpConnection] = []
+        self.everything, self.nobody = asyncio.Event(), asyncio.Event()
+        self._gone = 0
+
+    def admit(self, connection: HttpConnection) -> HeadraceError | None:
+        return None
+
+    def gone(self, connection: HttpConnection) -> None:
+        self._gone += 1
+        if self._gone == len(SAID):
+            self.nobody.set()
+
+    def doubt(self, target: bytes, headers: dict[bytes, bytes]) -> HeadraceError | None:
+        return None
+
+    def hear(self, connection: HttpConnection, request: HttpRequest) -> None:
+        connection.answer(request, json_answer({}, 200))
+        self.heard.append(connection)
+        if len(self.heard) == sum(SAID):
+            self.everything.set()
+
+
+async def hear_all(server_ends: list[socket.socket]) -> list[HttpConnection]:
+    place, loop = AtOnce(), asyncio.get_running_loop()
+    transports = [(await loop.connect_accepted_socket(lambda: HttpConnection(place), end))[0] for end in server_ends]
+    await asyncio.wait_for(place.everything.wait(), 20.0)
+    for transport in transports:
+        transport.abort()
+    await asyncio.wait_for(place.nobody.wait(), 20.0)
+    return place.heard
+
+
+def test_who_asks_once_by_http_need_not_wait_until_all_is_done_that_another_said_at_once() -> None:
+    pairs = [socket.socketpair() for _ in SAID]
+    for (client, _), requests in zip(pairs, SAID, strict=True):
+        client.sendall(HEALTH * requests)
+    heard = asyncio.run(hear_all([server_end for _, server_end in pairs]))
+    for client, _ in pairs:
+        client.close()
+    (lone,) = [connection for connection in heard if heard.count(connection) == 1]
+    assert heard.index(lone) < SAID[0]
+    assert len(heard) == sum(SAID)
