@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 import urllib.request
 
 import numpy as np
@@ -64,3 +65,11 @@ def test_who_asks_how_the_server_is_hears_it_while_the_sampler_is_away() -> None
                     assert answer.status == 200
         finally:
             back.set()
+
+
+def test_who_waits_at_a_desk_that_has_stopped_does_not_ask_again_at_once() -> None:
+    with Served() as server:
+        server.desk.stop()
+        begun = time.monotonic()
+        server.desk.turn(0.02)
+        assert time.monotonic() - begun >= 0.02

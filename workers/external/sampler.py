@@ -97,10 +97,8 @@ class ExternalSampler(ReadySampler):
         try:
             self.envs.send_actions_of(acting, columns)
             self.fragment.act(acting, columns, weights_seq)  # who has asked need not wait for it
-        except (
-            BaseException
-        ):  # columns unlike those before, or Ctrl-C: what was told and is not written down is no step
-            self._drop_fragment()
+        except BaseException:  # columns unlike those before, or Ctrl-C
+            self._drop_fragment()  # what was told and is not written down is no step
             raise
 
     # -- what is not to be trained on ---------------------------------------------------------------------------------

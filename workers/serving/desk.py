@@ -98,6 +98,8 @@ class Desk:
         finally:
             self._left_at = time.monotonic()
             self._turning.release()
+        if self._stopping.is_set():  # nothing happens here any more, and who waits is not to ask again and again
+            time.sleep(min(timeout_s, _AWAY_S))
 
     def deliver(self) -> None:
         """Send what the sampler has answered. For its thread, when it has other things to do before it waits."""
