@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import select
+import signal
 import threading
 from collections.abc import Callable
 
+import pytest
 from plain_episodes import SPACES, PlainEpisodes
 
 from headrace.workers.serving.desk import Desk
@@ -66,3 +69,33 @@ def test_a_sampler_that_waits_for_its_turn_is_next_though_who_stands_in_was_busy
         stands_in.join(100.0)
         desk.close()
     assert slept == ["sampler"]
+
+
+def test_a_sampler_that_is_interrupted_while_it_waits_for_its_turn_is_stood_in_for(
+    wait_for: Callable[..., None],
+) -> None:
+    door = BareDoor()
+    desk = Desk(PlainEpisodes(), SpaceValues.of(SPACES), ServingLimits(lease_s=100.0), door)
+    stands_in = threading.Thread(target=desk.serve)
+    busy, interrupted = threading.Event(), threading.Event()
+
+    def press_ctrl_c(sessions: Sessions, now: float) -> None:
+        busy.set()
+        wait_for(lambda: desk._rung, what="the sampler at the bell")
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupted.wait(100.0)
+        door.sleepers.clear()
+
+    stands_in.start()
+    try:
+        desk.post(press_ctrl_c)
+        assert busy.wait(100.0)
+        with pytest.raises(KeyboardInterrupt):
+            desk.turn(0.0)
+        interrupted.set()
+        wait_for(lambda: door.sleepers, deadline_s=20, what="somebody at the door")
+    finally:
+        interrupted.set()
+        desk.stop()
+        stands_in.join(100.0)
+        desk.close()

@@ -89,15 +89,17 @@ class Desk:
     def turn(self, timeout_s: float) -> None:
         """Serve until something has happened, at most `timeout_s`. For the sampler's thread, when it waits."""
         self._left_at = math.inf
-        if not self._turning.acquire(blocking=False):
-            self._ring()  # who stands in sleeps no longer, and leaves
-            self._turning.acquire()
         try:
-            if not self._closed:
-                self._turn(min(timeout_s, self._slice_s), self._stopping.is_set)
-        finally:
+            if not self._turning.acquire(blocking=False):
+                self._ring()  # who stands in sleeps no longer, and leaves
+                self._turning.acquire()
+            try:
+                if not self._closed:
+                    self._turn(min(timeout_s, self._slice_s), self._stopping.is_set)
+            finally:
+                self._turning.release()
+        finally:  # by Ctrl-C too, of which there may be one in each of these lines: else nobody would stand in again
             self._left_at = time.monotonic()
-            self._turning.release()
         if self._stopping.is_set():  # nothing happens here any more, and who waits is not to ask again and again
             time.sleep(min(timeout_s, _AWAY_S))
 
