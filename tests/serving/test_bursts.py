@@ -16,6 +16,7 @@ from served import Served
 from headrace.schemas.joined import join, split
 from headrace.schemas.serving_messages import ClientHello, EpisodeStart, EpisodeStep
 from headrace.schemas.wire import MessageKind, WireMessage, decode, encode
+from headrace.workers.envs.remote.door import Door, DoorSettings
 
 CLIENTS, ROUNDS = 12, 40
 
@@ -116,3 +117,17 @@ def test_what_one_client_says_at_a_time_is_heard_in_its_order(server: Served) ->
             answers.append(decode(split(socket.recv_multipart())))
         assert [answer.kind.name for answer in answers] == ["WELCOME", "EPISODE_ANSWER", "EPISODE_ANSWER"]
         assert [answer.header.get("next_step") for answer in answers] == [None, 0, 1]
+
+
+def test_a_message_whose_beginning_an_interrupted_look_has_lost_ends_nothing() -> None:
+    door = Door(DoorSettings("127.0.0.1", 0, None))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(door.endpoint)
+        socket.send(b"lost")
+        assert door.wait(100.0)
+        assert door._socket.recv()  # the route; then came Ctrl-C
+        assert list(door.receive()) == []
+        socket.send(b"heard")
+        assert door.wait(100.0)
+        assert [frames for _, frames in door.receive()] == [[b"heard"]]
+    door.close()

@@ -154,14 +154,13 @@ def _received(socket: zmq.Socket[bytes], most: int = _BURST) -> Iterator[tuple[b
     """(first frame, the others). A `Frame` says whether there is more, which costs less than to ask the socket."""
     for _ in range(most):
         try:
-            first = socket.recv(sockets.DONTWAIT)
-        except zmq.Again:
+            first, frames, more = socket.recv(sockets.DONTWAIT), [], True
+            while more:
+                frame = socket.recv(sockets.DONTWAIT, copy=False)
+                frames.append(frame.bytes)
+                more = frame.more
+        except zmq.Again:  # also in the midst of one, whose beginning was lost when Ctrl-C came
             return
-        frames, more = [], True
-        while more:
-            frame = socket.recv(sockets.DONTWAIT, copy=False)
-            frames.append(frame.bytes)
-            more = frame.more
         yield first, frames
 
 
