@@ -100,10 +100,8 @@ class Desk:
                 self._turning.release()
         finally:  # by Ctrl-C too, of which there may be one in each of these lines: else nobody would stand in again
             self._left_at = time.monotonic()
-        if (
-            self._closed or self._stopping.is_set()
-        ):  # nothing happens here any more, and who waits is not to ask again and again
-            time.sleep(min(timeout_s, _AWAY_S))
+        if self._closed or self._stopping.is_set():
+            time.sleep(min(timeout_s, _AWAY_S))  # nothing happens here any more, and who waits is not to spin
 
     def deliver(self) -> None:
         """Send what the sampler has answered. For its thread, when it has other things to do before it waits."""
