@@ -12,7 +12,7 @@ import pytest
 from harbours import Harbour, Shipper, acting, external, harbour
 
 from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.episode_errors import EpisodeAbortedError, EpisodesClosedError
+from headrace.schemas.episode_errors import EpisodeAbortedError, EpisodeError
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.ledger import Discard
 from headrace.schemas.serving_errors import BadRequestError
@@ -79,7 +79,7 @@ def test_chunks_of_other_columns_are_refused_by_name_and_nothing_is_taken() -> N
 
 def test_a_client_of_other_settings_is_told_which(wait_for: Callable[..., None]) -> None:
     with harbour() as there, acting(there.endpoint, episode_lookback_horizon=0) as client:
-        with suppress(EpisodesClosedError):
+        with suppress(EpisodeError):
             walk(client, 40)
         wait_for(lambda: client.failure is not None, what="the refusal")
         assert "episode_lookback_horizon" in str(client.failure)
