@@ -19,7 +19,7 @@ class Layout:
     """Where `pack` puts the arrays of one row, all of them in one frame."""
 
     def __init__(self, row: Row, manifest: list[list[Any]], row_bytes: int) -> None:
-        self.manifest = [[name, dtype, list(shape), frame, offset] for name, dtype, shape, frame, offset in manifest]
+        self._manifest = [[name, dtype, list(shape), frame, offset] for name, dtype, shape, frame, offset in manifest]
         """As JSON has it."""
         self._sizes = [row_bytes]
         self._names = list(row)
@@ -33,7 +33,7 @@ class Layout:
         Raises `DecodeError` for one that is not what was sent.
         """
         payload = header.get("payload")
-        if payload is None or payload.get("arrays") != self.manifest or payload["sizes"] != self._sizes:
+        if payload is None or payload.get("arrays") != self._manifest or payload["sizes"] != self._sizes:
             return None
         check_payload(payload, frames)
         return frames[2]
@@ -52,7 +52,7 @@ class Layout:
             for name in self._names:
                 row[name] = arrays[name]
             payload = row.tobytes()
-        return encode_packed(kind, header, [payload], self.manifest)
+        return encode_packed(kind, header, [payload], self._manifest)
 
 
 def layout_of(row: Row) -> Layout | None:

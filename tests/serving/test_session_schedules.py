@@ -87,7 +87,10 @@ class World:
                 self.at(self.rng.expovariate(1 / (self.variant.delay_s * late)), deliver)
 
     def serve(self, request: ClientRequest, route: Route, observation: Any) -> None:
-        self.sessions.receive(request, route, self.now, observation)
+        if isinstance(request, EpisodeStep):
+            self.sessions.step(request, route, self.now, observation)
+        else:
+            self.sessions.receive(request, route, self.now)
         self._flush()
 
     def _flush(self) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.errors import ConfigError, EnvContractError
 from headrace.schemas.spaces import Spaces, leaves
-from headrace.workers.envs.actions import to_env_form
+from headrace.workers.envs.actions import action_root, to_env_form
 from headrace.workers.envs.lane import Episode
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.spaces import spaces_of
@@ -73,7 +73,7 @@ class ExternalVector(ExternalLanes):
 
     def send_actions_of(self, lanes: NDArray[np.intp], columns: dict[str, NDArray[Any]]) -> None:
         """See `ReadyDriver`. Whoever asked has the answer when this returns."""
-        root = self._root_of(columns)
+        root = action_root(columns)
         rows = {name: columns[name][lanes] for name in self._action_names[root]}
         actions, version = to_env_form(self.spaces.action, rows, root), self.read_version()
         acting, places = lanes.tolist(), self._places
@@ -81,11 +81,6 @@ class ExternalVector(ExternalLanes):
         told = zip(acting, actions, strict=True)
         self.episodes.answer([(places[lane], Answer(action, version)) for lane, action in told])
         self.episodes.deliver()
-
-    def _root_of(self, columns: dict[str, NDArray[Any]]) -> str:
-        """`action_root`, without a look at each column."""
-        mapped = self._action_names["actions_for_env"]
-        return "actions_for_env" if mapped and mapped[0] in columns else "actions"
 
     def logged(self, lanes: NDArray[np.intp]) -> dict[int, Row]:
         """Of those `lanes` that are to act and have acted already: what they did."""

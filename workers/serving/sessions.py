@@ -84,23 +84,17 @@ class Sessions:
 
     # -- in and out ---------------------------------------------------------------------------------------------------
 
-    def receive(
-        self, request: ClientRequest, address: Address, now: float, observation: Any = None, action: Any = None
-    ) -> None:
-        """Do what is asked. `observation` and `action`, of a step, are rows of their spaces; of a shipment of chunks
-        `observation` is the array "batch"."""
-        if isinstance(request, AnyStep):
-            self.step(request, address, now, observation, action)
-            return
+    def receive(self, request: ClientRequest, address: Address, now: float, batch: Any = None) -> None:
+        """Do what is asked, but for a step. `batch` is the array of that name, of a shipment of chunks."""
         try:
-            reply = self._do(request, address, now, observation)
+            reply = self._do(request, address, now, batch)
         except HeadraceError as error:
             reply = refusal_of(error, request.request)
         if reply is not None:
             self._episodes.outbox.append((address, reply))
 
     def step(self, step: AnyStep, address: Address, now: float, observation: Any, action: Any = None) -> None:
-        """`receive`, of a step."""
+        """Have a step taken. `observation`, and `action` where the client chose one, are rows of their spaces."""
         try:
             reply = self._episodes.step(self._session_of(step, now), step, address, observation, action)
         except HeadraceError as error:
