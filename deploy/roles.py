@@ -53,7 +53,7 @@ def start_worker(
     log.info(
         "headrace %s worker, %s, of fleet %s at %s; config: %s", version("headrace"), place, fleet_id, where, origin
     )
-    from headrace.workers.worker import run_worker
+    from headrace.workers.fleet.worker import run_worker
 
     gc.freeze()  # torch and its like live as long as this process: no collection of garbage need look through them
     with no_exit_from(EnvError, "the env or the module"):
@@ -105,7 +105,7 @@ def start_env_host(config: Path | None, sets: Sets, flags: Flags, *, connect: st
         origin,
     )
     from headrace.workers.config import EnvRunnerConfig
-    from headrace.workers.env_host.process import run_env_host
+    from headrace.workers.envs.remote.host.process import run_env_host
 
     settings = {**sampling.model_dump(), "env_placement": "process", "policies": None, "policy_mapping_fn": None}
     with no_exit_from(EnvError, "the env"):

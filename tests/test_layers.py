@@ -47,7 +47,7 @@ def test_a_forbidden_import_would_be_noticed(root: Path, tmp_path: Path) -> None
         ("headrace.broker.process", {"torch", "gymnasium"}),
         ("headrace.learner_stub", {"gymnasium"}),
         ("headrace.deploy.cli", {"torch", "gymnasium"}),
-        ("headrace.workers.policy_client", {"torch", "gymnasium"}),
+        ("headrace.workers.serving.client", {"torch", "gymnasium"}),
     ],
 )
 def test_what_is_not_needed_is_not_loaded(module: str, heavy: set[str]) -> None:

@@ -9,31 +9,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headrace.workers.agents.env import MultiAgentEnv as MultiAgentEnv
     from headrace.workers.callbacks import RunnerCallback as RunnerCallback
     from headrace.workers.config import EnvRunnerConfig as EnvRunnerConfig
-    from headrace.workers.env_runner import EnvRunner as EnvRunner
     from headrace.workers.envs.context import EnvContext as EnvContext
     from headrace.workers.envs.context import StepFailedRecreateEnv as StepFailedRecreateEnv
     from headrace.workers.envs.creators import register_env as register_env
     from headrace.workers.envs.vector_env import VectorEnv as VectorEnv
-    from headrace.workers.metrics_logger import merge_metrics as merge_metrics
-    from headrace.workers.multi_agent.env import MultiAgentEnv as MultiAgentEnv
-    from headrace.workers.multi_agent_env_runner import MultiAgentEnvRunner as MultiAgentEnvRunner
-    from headrace.workers.policy_spec import PolicySpec as PolicySpec
-    from headrace.workers.single_agent_env_runner import SingleAgentEnvRunner as SingleAgentEnvRunner
+    from headrace.workers.metrics.logger import merge_metrics as merge_metrics
+    from headrace.workers.policy.spec import PolicySpec as PolicySpec
+    from headrace.workers.runner.env_runner import EnvRunner as EnvRunner
+    from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner as MultiAgentEnvRunner
+    from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner as SingleAgentEnvRunner
 
 _HOMES = {
     "EnvContext": "headrace.workers.envs.context",
-    "EnvRunner": "headrace.workers.env_runner",
+    "EnvRunner": "headrace.workers.runner.env_runner",
     "EnvRunnerConfig": "headrace.workers.config",
     "RunnerCallback": "headrace.workers.callbacks",
-    "MultiAgentEnv": "headrace.workers.multi_agent.env",
-    "MultiAgentEnvRunner": "headrace.workers.multi_agent_env_runner",
-    "PolicySpec": "headrace.workers.policy_spec",
-    "SingleAgentEnvRunner": "headrace.workers.single_agent_env_runner",
+    "MultiAgentEnv": "headrace.workers.agents.env",
+    "MultiAgentEnvRunner": "headrace.workers.runner.multi_agent_env_runner",
+    "PolicySpec": "headrace.workers.policy.spec",
+    "SingleAgentEnvRunner": "headrace.workers.runner.single_agent_env_runner",
     "StepFailedRecreateEnv": "headrace.workers.envs.context",
     "VectorEnv": "headrace.workers.envs.vector_env",
-    "merge_metrics": "headrace.workers.metrics_logger",
+    "merge_metrics": "headrace.workers.metrics.logger",
     "register_env": "headrace.workers.envs.creators",
 }
 

@@ -68,21 +68,9 @@ class EnvRunnerConfig(SamplingSettings):
 
 
 def runner_config(config: FleetConfig) -> EnvRunnerConfig:
-    """The runner's settings in a fleet's."""
-    s = config.sampling
-    settings = s.model_dump()
-    if config.serving.enabled:
-        from headrace.workers.serving.served_env import ServedEnvs  # which reads this module
-
-        settings["env"] = ServedEnvs(
-            config.serving,
-            s.env,
-            config.keys.dir,
-            check_bounds=not s.disable_env_checking,
-            several_agents=s.is_multi_agent,
-        )
+    """Return the runner's settings in a fleet's; of a policy server, `serving.served_env.served_config` has them."""
     return EnvRunnerConfig(
-        **settings,
+        **config.sampling.model_dump(),
         num_workers=config.fleet.workers,
         env_hosts_keys=config.keys.dir,
         module=config.module.build,

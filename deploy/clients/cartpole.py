@@ -15,7 +15,7 @@ import gymnasium as gym
 
 from headrace.deploy.clients.games import PATIENCE_S, ByHttp, ByZmq, Games, LostError
 from headrace.deploy.clients.http_client import PolicyServer
-from headrace.workers.policy_client import PolicyClient
+from headrace.workers.serving.client import PolicyClient
 
 
 def play(games: Games, stopped: threading.Event) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from headrace.deploy.clients.http_client import PolicyServer, RefusedError
 from headrace.schemas.episode_errors import EpisodeAbortedError, EpisodesClosedError
-from headrace.workers.policy_client import PolicyClient
+from headrace.workers.serving.client import PolicyClient
 
 PATIENCE_S = 60.0
 """For a server that does not answer: it may be about to begin anew."""

@@ -1,6 +1,6 @@
 """A game of two agents, played at a policy server by HTTP with the standard library alone: two poles side by side.
 
-    headrace up --env headrace.workers.multi_agent.examples:two_carts --workers 1 --num-envs 8 --run-dir runs/two \\
+    headrace up --env headrace.workers.agents.examples:two_carts --workers 1 --num-envs 8 --run-dir runs/two \\
         --set sampling.policies='{"short": {}, "long": {}}' --serve --set serving.http_port=8000
     python -m headrace.deploy.clients.two_carts http://127.0.0.1:8000 EPISODES [GAMES] [TOKEN]
 

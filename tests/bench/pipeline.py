@@ -23,7 +23,7 @@ from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.config_loading import build_config
 from headrace.schemas.plugins import load_object
-from headrace.workers.worker import run_worker
+from headrace.workers.fleet.worker import run_worker
 
 WORKERS = 2
 WIDTHS = (8, 64)

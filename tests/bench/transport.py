@@ -30,9 +30,9 @@ from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.membership import Membership
-from headrace.workers.totals import RunnerTotals
-from headrace.workers.worker import Worker
+from headrace.workers.fleet.membership import Membership
+from headrace.workers.fleet.worker import Worker
+from headrace.workers.metrics.totals import RunnerTotals
 
 STEPS = 64
 DISTINCT = 4

@@ -22,7 +22,7 @@ from turns import cpu_s
 
 from headrace.schemas.ports import quiet_ports
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
-from headrace.workers.env_host.process import run_env_host
+from headrace.workers.envs.remote.host.process import run_env_host
 
 WIDTH = 4
 MARK = 0.02

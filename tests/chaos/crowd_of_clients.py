@@ -21,7 +21,7 @@ from headrace.deploy.clients.games import ByHttp, ByZmq, Games, LostError
 from headrace.deploy.clients.http_client import PolicyServer
 from headrace.schemas.errors import UnreachableError
 from headrace.schemas.serving_messages import ClientRequest, EpisodeStep
-from headrace.workers.policy_client import PolicyClient
+from headrace.workers.serving.client import PolicyClient
 
 
 class RepeatingClient(PolicyClient):

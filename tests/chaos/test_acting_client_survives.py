@@ -18,7 +18,7 @@ from running_fleet import RunningFleet
 from headrace.deploy.fleet_file import read_fleet_file
 from headrace.schemas.episode_errors import EpisodeAbortedError
 from headrace.workers import EnvRunnerConfig
-from headrace.workers.acting_client import ActingClient
+from headrace.workers.serving.acting import ActingClient
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(150)]
 

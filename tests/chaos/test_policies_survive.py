@@ -53,7 +53,7 @@ def test_each_row_a_connector_has_seen_counts_once_though_learner_and_broker_die
 
 def test_two_policies_are_trained_through_the_whole_fleet_though_learner_and_broker_die(tmp_path: Path) -> None:
     policies = f'{{"short": {{}}, "long": {{"env_to_module": {MEAN_STD}}}}}'
-    arguments = ("--env", "headrace.workers.multi_agent.examples:two_carts", "--set", f"sampling.policies={policies}")
+    arguments = ("--env", "headrace.workers.agents.examples:two_carts", "--set", f"sampling.policies={policies}")
     with RunningFleet(tmp_path, *SMALL, *arguments, "--until-steps", "20000") as fleet:
         saved = _checkpoint(fleet, _after_kills(fleet))
     short, long = saved.state["modules"]["short"], saved.state["modules"]["long"]

@@ -21,7 +21,7 @@ from running_fleet import RunningFleet
 pytestmark = pytest.mark.chaos
 
 TWO_CARTS = (
-    *("--env", "headrace.workers.multi_agent.examples:two_carts", "--workers", "2", "--num-envs", "4"),
+    *("--env", "headrace.workers.agents.examples:two_carts", "--workers", "2", "--num-envs", "4"),
     *("--set", 'sampling.policies={"short": {}, "long": {}}', "--set", "learner.enabled=false"),
     *("--set", "worker.random_actions_before_weights=true"),
 )

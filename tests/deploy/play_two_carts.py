@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 
-from headrace.workers.multi_agent.examples import TwoCarts
-from headrace.workers.policy_client import PolicyClient
+from headrace.workers.agents.examples import TwoCarts
+from headrace.workers.serving.client import PolicyClient
 
 
 def play(client: PolicyClient, seed: int) -> None:

@@ -16,7 +16,7 @@ CARTS = """
 import sys
 import gymnasium
 from headrace.workers import EnvRunnerConfig
-from headrace.workers.acting_client import ActingClient
+from headrace.workers.serving.acting import ActingClient
 
 config = EnvRunnerConfig(num_envs=2, rollout_fragment_length=16, external_fragment_max_age_s=0.2)
 client = ActingClient(sys.argv[1], config, index=int(sys.argv[2]), update_interval_s=0.1)

@@ -67,7 +67,9 @@ def test_a_worker_of_another_version_is_named(tmp_path: Path) -> None:
 def test_while_nobody_answers_it_says_what_is_seen(
     tmp_path: Path, free_port: int, wait_for: Callable[..., None]
 ) -> None:
-    script = "import headrace.workers.env_host.process as p; p._SAY_WAITING_S = 0.3; import headrace.deploy.__main__"
+    script = (
+        "import headrace.workers.envs.remote.host.process as p; p._SAY_WAITING_S = 0.3; import headrace.deploy.__main__"
+    )
     log = tmp_path / "log"
     arguments = ["env-host", "--connect", f"tcp://127.0.0.1:{free_port}", "--num-envs", "1"]
     with log.open("wb") as output:

@@ -16,7 +16,7 @@ from headrace.schemas.errors import ExitCode
 
 pytestmark = pytest.mark.slow
 
-TWO_CARTS = ("--env", "headrace.workers.multi_agent.examples:two_carts")
+TWO_CARTS = ("--env", "headrace.workers.agents.examples:two_carts")
 POLICIES = ("--set", 'sampling.policies={"short": {}, "long": {}}')
 ALONE = ("--set", "learner.enabled=false", "--set", "worker.random_actions_before_weights=true")
 

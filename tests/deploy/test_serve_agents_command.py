@@ -22,7 +22,7 @@ from headrace.deploy.saved_policy import find_policy
 from headrace.learner_stub.checkpoint import Checkpoint, save_checkpoint, training_arrays
 from headrace.schemas.weights import CONNECTORS, join_modules
 from headrace.workers.modules import actor_critic
-from headrace.workers.policy_client import PolicyClient
+from headrace.workers.serving.client import PolicyClient
 
 MEANS = {"short": np.full(4, 0.1), "long": np.full(4, -0.1)}
 AGENTS = tuple(MEANS)
@@ -58,7 +58,7 @@ def run_dir(tmp_path: Path) -> Path:
     state = {"modules": {"short": {"updates": 7}, "long": {"updates": 7}}}
     save_checkpoint(tmp_path / "learner.checkpoint", Checkpoint(2, [], state, join_modules(arrays)))
     sampling = {
-        "env": "headrace.workers.multi_agent.examples:two_carts",
+        "env": "headrace.workers.agents.examples:two_carts",
         "num_envs": 4,
         "policies": {agent: {"env_to_module": [MEAN_STD]} for agent in AGENTS},
     }

@@ -30,7 +30,7 @@ from headrace.schemas.errors import CheckpointError, ConfigError, ExitCode, Modu
 from headrace.schemas.weights import CONNECTORS, join_modules
 from headrace.workers.connectors import MeanStd
 from headrace.workers.modules import actor_critic
-from headrace.workers.policy_client import PolicyClient
+from headrace.workers.serving.client import PolicyClient
 
 MEAN, COUNT = np.array([0.2, -0.2, 0.1, 0.2]), 1_000_000
 CONFIG = '[sampling]\nenv = "CartPole-v1"\nnum_envs = 4\nenv_to_module = ["headrace.workers.connectors:MeanStd"]\n'

@@ -18,7 +18,7 @@ from served_cartpole import endpoint_of
 
 pytestmark = pytest.mark.slow
 
-TWO_CARTS = ("--env", "headrace.workers.multi_agent.examples:two_carts", "--workers", "1", "--num-envs", "8")
+TWO_CARTS = ("--env", "headrace.workers.agents.examples:two_carts", "--workers", "1", "--num-envs", "8")
 POLICIES = ("--set", 'sampling.policies={"short": {}, "long": {}}')
 
 

@@ -32,10 +32,10 @@ from headrace.schemas.ledger import LedgerRow, WorkerTotals
 from headrace.schemas.messages import HeldBatch, WorkerHello
 from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.schemas.wire import Buffer, MessageKind, WireMessage, decode
-from headrace.workers.link import BrokerLink
-from headrace.workers.session import WorkerSession
-from headrace.workers.weights import WeightsReceiver
-from headrace.workers.window import SessionLimits, Shipment
+from headrace.workers.fleet.link import BrokerLink
+from headrace.workers.fleet.session import WorkerSession
+from headrace.workers.fleet.weights import WeightsReceiver
+from headrace.workers.fleet.window import SessionLimits, Shipment
 
 T = TypeVar("T")
 DEADLINE_S = 100.0
@@ -117,7 +117,7 @@ import sys, orjson, logging
 from pathlib import Path
 from headrace.schemas.config_loading import build_config
 from headrace.schemas.errors import HeadraceError
-from headrace.workers.worker import run_worker
+from headrace.workers.fleet.worker import run_worker
 logging.basicConfig()
 slot, incarnation = int(sys.argv[4]), int(sys.argv[5])
 try:

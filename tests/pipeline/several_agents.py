@@ -13,7 +13,7 @@ from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.workers import EnvRunnerConfig, MultiAgentEnv, MultiAgentEnvRunner
 
 TWO_CARTS: dict[str, Any] = {
-    "env": "headrace.workers.multi_agent.examples:two_carts",
+    "env": "headrace.workers.agents.examples:two_carts",
     "num_envs": 2,
     "rollout_fragment_length": 16,
     "seed": 1,

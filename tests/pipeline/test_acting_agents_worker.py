@@ -15,11 +15,11 @@ from test_worker import WorkerThread, closed_row
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.ledger import add_up
 from headrace.workers import EnvRunnerConfig
-from headrace.workers.acting_client import ActingClient
 from headrace.workers.modules import actor_critic
+from headrace.workers.serving.acting import ActingClient
 
 SAMPLING: dict[str, Any] = {"num_envs": 4, "policies": {"short": {}, "long": {}}, "external_fragment_max_age_s": 0.2}
-ENV = "headrace.workers.multi_agent.examples:two_carts"
+ENV = "headrace.workers.agents.examples:two_carts"
 
 
 def play(client: ActingClient, steps: int, *, ends: bool = True) -> None:

@@ -15,9 +15,9 @@ from headrace.schemas.ledger import LedgerRow, Settled, WorkerTotals
 from headrace.schemas.messages import HeldBatch, WorkerHello
 from headrace.schemas.recorder import WINDOW, Recorder, read_recorder
 from headrace.schemas.wire import decode_header
-from headrace.workers.session import WorkerSession
-from headrace.workers.shipping import Shipper
-from headrace.workers.window import SessionLimits, Shipment
+from headrace.workers.fleet.session import WorkerSession
+from headrace.workers.fleet.shipping import Shipper
+from headrace.workers.fleet.window import SessionLimits, Shipment
 
 
 class Watched(WorkerSession):

@@ -22,7 +22,7 @@ from headrace.schemas.errors import ConfigError, ExitCode, KeysError, KeysRefuse
 from headrace.schemas.keys import ADMITTED, BROKER, ClientKeys, read_broker_keys, read_client_keys
 from headrace.schemas.ledger import Settled, WorkerTotals
 from headrace.schemas.messages import Obituary
-from headrace.workers.membership import Membership
+from headrace.workers.fleet.membership import Membership
 
 JOIN_S = 3.0
 MISLED = "a peer that takes another broker's key for this one's"

@@ -17,9 +17,9 @@ from headrace.schemas.ledger import Drop, LedgerRow, Settled
 from headrace.schemas.messages import WorkerHello
 from headrace.schemas.recorder import Recorder, read_recorder
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
-from headrace.workers.session import WorkerSession
-from headrace.workers.shipping import Shipper
-from headrace.workers.window import SessionLimits
+from headrace.workers.fleet.session import WorkerSession
+from headrace.workers.fleet.shipping import Shipper
+from headrace.workers.fleet.window import SessionLimits
 
 STEPS = 4
 MIB = 1 << 20

@@ -25,7 +25,7 @@ from headrace.schemas.config_loading import build_config
 from headrace.schemas.redis_keys import RUNNER_STATE, key_name
 from headrace.schemas.weights import CONNECTORS
 from headrace.workers.config import runner_config
-from headrace.workers.single_agent_env_runner import SingleAgentEnvRunner
+from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
 
 SECTIONS: dict[str, Any] = {
     "sampling": {

@@ -31,7 +31,7 @@ from headrace.schemas.messages import WorkerHello
 from headrace.schemas.module_spaces import module_spaces_to_json
 from headrace.schemas.recorder import read_recorder
 from headrace.schemas.wire import Buffer, MessageKind, decode, encode
-from headrace.workers.multi_agent.policies import PolicyMappingError
+from headrace.workers.policy.policies import PolicyMappingError
 
 
 def drain(stream: EpisodeStream, witness: AgentWitness) -> None:

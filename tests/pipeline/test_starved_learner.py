@@ -16,8 +16,8 @@ from headrace.schemas.config_loading import build_config
 from headrace.schemas.ledger import WorkerTotals, add_up
 from headrace.schemas.messages import HeldBatch, WorkerHello
 from headrace.schemas.recorder import WINDOW
-from headrace.workers.session import WorkerSession
-from headrace.workers.window import SessionLimits, Shipment
+from headrace.workers.fleet.session import WorkerSession
+from headrace.workers.fleet.window import SessionLimits, Shipment
 
 FRAGMENT, NUM_ENVS = 16, 4
 SAMPLING: dict[str, Any] = {

@@ -16,7 +16,7 @@ from headrace.schemas.errors import EncodeError, FencedError
 from headrace.schemas.messages import Version, WeightsPart, WeightsPull, read
 from headrace.schemas.weights import encode_weights
 from headrace.schemas.wire import MessageKind, WireMessage, decode, encode
-from headrace.workers.weights import BROADCAST_S, WeightsReceiver
+from headrace.workers.fleet.weights import BROADCAST_S, WeightsReceiver
 
 SMALL = 10
 LARGE = 700_000
@@ -95,7 +95,7 @@ def test_a_worker_that_hears_no_broadcast_learns_by_heartbeat(
     monkeypatch: pytest.MonkeyPatch,
     size: int,
 ) -> None:
-    from headrace.workers.link import BrokerLink
+    from headrace.workers.fleet.link import BrokerLink
 
     monkeypatch.setattr(BrokerLink, "_subscribe", lambda self, endpoint: None)
     applied = Applied(start_feeder(broker.endpoints.worker))

@@ -15,8 +15,8 @@ from headrace.learner_stub.training import gather
 from headrace.schemas.episode_errors import EpisodeAbortedError, EpisodesClosedError
 from headrace.schemas.ledger import add_up
 from headrace.workers import EnvRunnerConfig
-from headrace.workers.acting_client import ActingClient
 from headrace.workers.modules import actor_critic
+from headrace.workers.serving.acting import ActingClient
 
 NUM_ENVS, FRAGMENT, WINDOW = 2, 8, 3
 SAMPLING = {"num_envs": NUM_ENVS, "rollout_fragment_length": FRAGMENT}

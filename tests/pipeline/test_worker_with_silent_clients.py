@@ -12,7 +12,7 @@ from test_worker import AT_RANDOM, closed_row, drain
 
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.ledger import add_up
-from headrace.workers.policy_client import PolicyClient
+from headrace.workers.serving.client import PolicyClient
 
 pytestmark = pytest.mark.chaos
 

@@ -19,9 +19,9 @@ from headrace.schemas.serving_messages import ChunkShipment
 from headrace.schemas.serving_settings import ServingSection
 from headrace.schemas.weights import join_modules, weights_digest
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
-from headrace.workers.acting_client import ActingClient
-from headrace.workers.module_weights import read_weights
-from headrace.workers.policy_client import PolicyClient
+from headrace.workers.policy.module_weights import read_weights
+from headrace.workers.serving.acting import ActingClient
+from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.served_env import ServedEnvs
 
 SETTINGS: dict[str, Any] = {
@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-PAIR = "headrace.workers.multi_agent.examples:two_carts"
+PAIR = "headrace.workers.agents.examples:two_carts"
 
 
 class Harbour:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from plain_episodes import rule
 from served import Served
 
-from headrace.workers.policy_client import PolicyClient
+from headrace.workers.serving.client import PolicyClient
 
 
 @contextmanager

@@ -12,15 +12,15 @@ from plain_episodes import SPACES, PlainEpisodes
 
 from headrace.schemas.keys import CLIENT_PORT, BrokerKeys
 from headrace.schemas.spaces import Spaces
-from headrace.workers.envs.remote.door import Door, DoorSettings
-from headrace.workers.policy_columns import PolicyColumns
+from headrace.workers.envs.remote.router_port import Door, DoorSettings
+from headrace.workers.policy.columns import PolicyColumns
 from headrace.workers.serving.desk import Desk
 from headrace.workers.serving.exchange import Exchange
-from headrace.workers.serving.frames import FramesDoor
-from headrace.workers.serving.http_door import HttpDoor
-from headrace.workers.serving.listening import listen
+from headrace.workers.serving.http.door import HttpDoor
+from headrace.workers.serving.http.listening import listen
 from headrace.workers.serving.records import ServingLimits
 from headrace.workers.serving.space_values import SpaceValues
+from headrace.workers.serving.zmq.frames import FramesDoor
 
 LIMITS = ServingLimits(lease_s=10.0, max_sessions=50, max_episodes=20, max_message_bytes=1 << 16)
 

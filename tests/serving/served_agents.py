@@ -23,7 +23,7 @@ from headrace.schemas.serving_messages import ClientHello, ClientReject, Episode
 from headrace.schemas.serving_settings import ServingSection
 from headrace.schemas.wire import decode, encode
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner
-from headrace.workers.multi_agent.env import MultiAgentEnv
+from headrace.workers.agents.env import MultiAgentEnv
 from headrace.workers.serving.served_env import ServedEnvs
 
 

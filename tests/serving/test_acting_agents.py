@@ -17,7 +17,7 @@ from headrace.schemas.errors import DecodeError
 from headrace.schemas.serving_errors import BadRequestError
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner
 from headrace.workers.connectors import FrameStack
-from headrace.workers.policy_client import PolicyClient
+from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.client_episodes import ClientEpisodes
 
 PAIR: dict[str, Any] = {"policies": {"short": None, "long": None}, "missing_final_observation": "repeat"}

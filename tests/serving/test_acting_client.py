@@ -17,7 +17,7 @@ from headrace.schemas.serving_errors import BadRequestError, NotYetError, Servin
 from headrace.schemas.serving_messages import ClientPull
 from headrace.schemas.serving_settings import ServingSection
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
-from headrace.workers.policy_client import PolicyClient
+from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.served_env import ServedEnvs
 
 

@@ -19,7 +19,7 @@ from headrace.schemas.serving_errors import BadRequestError
 from headrace.schemas.wire import DEFAULT_CAPS
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.connectors import ClipActions, FrameStack, UnsquashActions
-from headrace.workers.policy_client import PolicyClient
+from headrace.workers.serving.client import PolicyClient
 
 LSTM = "headrace.workers.modules:lstm_actor_critic"
 SEEN = np.zeros(4, np.float32)

@@ -20,10 +20,10 @@ from headrace.schemas.serving_settings import ServingSection
 from headrace.schemas.spaces import Box, Dict, Tuple
 from headrace.schemas.wire import encode
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
-from headrace.workers.acting_client import ActingClient
-from headrace.workers.policy_client import PolicyClient
-from headrace.workers.policy_client.earned import Earned, EarnedByAgent
+from headrace.workers.serving.acting import ActingClient
 from headrace.workers.serving.agent_values import AgentValues
+from headrace.workers.serving.client import PolicyClient
+from headrace.workers.serving.client.earned import Earned, EarnedByAgent
 from headrace.workers.serving.served_env import ServedEnvs
 
 AGENTS = ("red", "blue", "grey")
@@ -221,7 +221,7 @@ def test_spaces_of_nobody_are_refused() -> None:
 
 
 def test_an_env_and_a_config_of_different_kinds_are_refused_by_name() -> None:
-    two_carts, settings = "headrace.workers.multi_agent.examples:two_carts", ServingSection(enabled=True)
+    two_carts, settings = "headrace.workers.agents.examples:two_carts", ServingSection(enabled=True)
     with pytest.raises(
         EnvContractError, match=r"one of one agent; for several give sampling\.policies, got .*TwoCarts"
     ):

@@ -40,7 +40,7 @@ from headrace.schemas.serving_messages import (
     EpisodeStep,
 )
 from headrace.schemas.wire import decode, encode
-from headrace.workers.policy_client import PolicyClient
+from headrace.workers.serving.client import PolicyClient
 
 
 class Way(Protocol):

@@ -12,7 +12,7 @@ from served import Served
 
 from headrace.schemas.errors import KeysRefusedError, UnreachableError
 from headrace.schemas.serving_messages import ClientHeartbeat
-from headrace.workers.policy_client import PolicyClient
+from headrace.workers.serving.client import PolicyClient
 
 
 @contextmanager

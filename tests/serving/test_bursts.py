@@ -16,7 +16,7 @@ from served import Served
 from headrace.schemas.joined import join, split
 from headrace.schemas.serving_messages import ClientHello, EpisodeStart, EpisodeStep
 from headrace.schemas.wire import MessageKind, WireMessage, decode, encode
-from headrace.workers.envs.remote.door import Door, DoorSettings
+from headrace.workers.envs.remote.router_port import Door, DoorSettings
 
 CLIENTS, ROUNDS = 12, 40
 

@@ -14,7 +14,7 @@ from served import Served
 
 from headrace.schemas.serving_messages import ClientHello, EpisodeStart, EpisodeStep
 from headrace.schemas.wire import Buffer, WireMessage, decode, encode
-from headrace.workers.policy_client import PolicyClient
+from headrace.workers.serving.client import PolicyClient
 
 STEPS = 250
 

@@ -16,7 +16,7 @@ from served_agents import rule, served_agents
 from headrace.schemas.serving_errors import HTTP_STATUS
 from headrace.schemas.serving_messages import ANSWERS
 from headrace.schemas.wire import MessageKind, decode, encode
-from headrace.workers.policy_client import PolicyClient
+from headrace.workers.serving.client import PolicyClient
 
 AGENTS = ("red", "blue", "green")
 MESSAGES = 1000

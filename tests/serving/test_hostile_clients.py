@@ -19,7 +19,7 @@ from headrace.schemas.serving_errors import HTTP_STATUS
 from headrace.schemas.serving_messages import ANSWERS
 from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.schemas.wire import decode, encode
-from headrace.workers.policy_client import PolicyClient
+from headrace.workers.serving.client import PolicyClient
 
 MESSAGES = 3000
 

@@ -13,8 +13,8 @@ from served import LIMITS, Served
 
 from headrace.schemas.spaces import Discrete, MultiDiscrete, Spaces
 from headrace.workers.serving import http_connection
-from headrace.workers.serving.http_connection import HEAD_BYTES
-from headrace.workers.serving.http_way import connection_places
+from headrace.workers.serving.http.connection import HEAD_BYTES
+from headrace.workers.serving.http.way import connection_places
 
 QUICK = replace(LIMITS, read_s=0.4, lease_s=1.2, max_connections=8)
 STEP = "/v1/sessions/s/episodes/e/steps/0"

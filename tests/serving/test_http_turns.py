@@ -23,7 +23,7 @@ from served import Served
 from headrace.schemas.serving_messages import ClientHeartbeat, ClientHello
 from headrace.schemas.serving_settings import ServingSection
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
-from headrace.workers.policy_client import PolicyClient
+from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.served_env import ServedEnv, ServedEnvs
 
 STEPS = 50

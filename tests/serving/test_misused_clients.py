@@ -13,7 +13,7 @@ from harbours import Harbour, acting, harbour
 from headrace.schemas.episode_errors import EpisodeError, EpisodesClosedError
 from headrace.schemas.errors import ConfigError, EnvContractError
 from headrace.schemas.serving_errors import BadRequestError
-from headrace.workers.policy_client import PolicyClient
+from headrace.workers.serving.client import PolicyClient
 
 SEEN = [0.0, 0.0, 0.0, 0.0]
 LOOP: dict[str, Any] = {}

@@ -8,8 +8,8 @@ import socket
 from raw_http import HEALTH
 
 from headrace.schemas.errors import HeadraceError
-from headrace.workers.serving.http_answers import json_answer
-from headrace.workers.serving.http_connection import HttpConnection, HttpLimits, HttpRequest
+from headrace.workers.serving.http.connection import HttpConnection, HttpLimits, HttpRequest
+from headrace.workers.serving.http.responses import json_answer
 
 SAID = (300, 1, 300)
 """By each of those who say it all in one go."""

@@ -21,7 +21,7 @@ from headrace.schemas.episode_errors import EpisodeAbortedError, NoFreePlaceErro
 from headrace.schemas.errors import ConfigError, KeysRefusedError, UnreachableError
 from headrace.schemas.keys import read_client_port_keys
 from headrace.schemas.spaces import Box, Dict, Discrete, MultiBinary, Spaces, Tuple, nest
-from headrace.workers.policy_client import PolicyClient
+from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.records import ServingLimits
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "workers"))
@@ -111,7 +111,7 @@ def test_a_server_that_began_anew_aborts_episodes_and_takes_new_ones(free_port: 
 
 def test_a_client_that_vanishes_loses_its_episodes_after_its_lease(wait_for: Callable[..., None]) -> None:
     script = (
-        "import os, sys; from headrace.workers.policy_client import PolicyClient\n"
+        "import os, sys; from headrace.workers.serving.client import PolicyClient\n"
         "client = PolicyClient(sys.argv[1]); client.get_action(client.start_episode('lost'), [1, 1])\n"
         "print(sorted(m for m in ('torch', 'gymnasium') if m in sys.modules), flush=True); os._exit(9)"
     )

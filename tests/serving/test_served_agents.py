@@ -15,7 +15,7 @@ from served_agents import ByHttp, ByZmq, Rule, rule, served_agents
 from headrace.schemas.chunk import ChunkEnd, to_episode
 from headrace.schemas.episode_errors import EpisodeAbortedError
 from headrace.workers.connectors import FrameStack
-from headrace.workers.policy_client import PolicyClient
+from headrace.workers.serving.client import PolicyClient
 
 WAYS = pytest.mark.parametrize("way", [ByZmq, ByHttp])
 

@@ -22,9 +22,9 @@ from headrace.schemas.errors import ConfigError, KeysError, PortInUseError
 from headrace.schemas.keys import TOKEN_FILE
 from headrace.schemas.serving_settings import ServingSection
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
-from headrace.workers.policy_client import PolicyClient
 from headrace.workers.serving.bearer_token import read_token
-from headrace.workers.serving.listening import listen
+from headrace.workers.serving.client import PolicyClient
+from headrace.workers.serving.http.listening import listen
 from headrace.workers.serving.served_env import ServedEnv, ServedEnvs
 
 

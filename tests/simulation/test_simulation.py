@@ -14,7 +14,7 @@ import pytest
 from headrace.broker.limits import BrokerLimits
 from headrace.schemas.ledger import LedgerRow, Settled, WorkerTotals
 from headrace.schemas.messages import HeldBatch
-from headrace.workers.window import SessionLimits
+from headrace.workers.fleet.window import SessionLimits
 
 sys.path.insert(0, str(Path(__file__).parent))
 

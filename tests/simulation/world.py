@@ -21,9 +21,9 @@ from headrace.learner_stub.sources import ArrivalKind
 from headrace.schemas.batch import BatchHeader
 from headrace.schemas.ledger import Drop, LedgerRow, Settled, WorkerTotals, plus
 from headrace.schemas.messages import Ack, HeldBatch, Message, Obituary, SourcePosition, SupervisorHello, WorkerHello
-from headrace.workers.session import State as WorkerState
-from headrace.workers.session import WorkerSession
-from headrace.workers.window import SessionLimits, Shipment
+from headrace.workers.fleet.session import State as WorkerState
+from headrace.workers.fleet.session import WorkerSession
+from headrace.workers.fleet.window import SessionLimits, Shipment
 
 FLEET = "simulated"
 LEASE_S = 4.0

@@ -11,8 +11,8 @@ import torch
 from headrace.schemas.spaces import Spaces
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.spaces import convert
-from headrace.workers.modules.acting import Actor, BlockActor
 from headrace.workers.modules.protocol import build_module
+from headrace.workers.policy.acting import Actor, BlockActor
 
 LSTM = "headrace.workers.modules:lstm_actor_critic"
 SPACES = Spaces(

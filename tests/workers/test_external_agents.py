@@ -17,7 +17,7 @@ from headrace.schemas.errors import ConfigError, EnvContractError, EnvError
 from headrace.schemas.ledger import Discard
 from headrace.workers import PolicySpec
 from headrace.workers.external import Answer, ExternalMultiAgentEnv
-from headrace.workers.multi_agent.policies import PolicyMappingError
+from headrace.workers.policy.policies import PolicyMappingError
 
 
 def agent_steps(length: int) -> int:

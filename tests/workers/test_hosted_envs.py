@@ -12,9 +12,9 @@ from headrace.schemas.env_messages import NO_SEED, EnvHostWelcome, EnvOrders
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.wire import WireMessage, decode
 from headrace.workers import EnvRunnerConfig
-from headrace.workers.env_host.hosted import HostedEnvs
-from headrace.workers.env_host.process import learn_spaces
 from headrace.workers.envs.process.control import Command
+from headrace.workers.envs.remote.host.hosted import HostedEnvs
+from headrace.workers.envs.remote.host.process import learn_spaces
 
 LEFT = {"actions": np.zeros(1, np.int64)}
 

@@ -13,7 +13,7 @@ from toy_multi_envs import Schedule, Together, check_books, multi_runner
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError, ModuleError
 from headrace.schemas.ledger import Discard
-from headrace.workers.module_weights import read_weights
+from headrace.workers.policy.module_weights import read_weights
 
 Answer = tuple[dict[Any, Any], ...]
 

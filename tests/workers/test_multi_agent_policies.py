@@ -14,8 +14,8 @@ from toy_multi_envs import BOX, CHOICE, Together, check_books, multi_runner, sch
 
 from headrace.schemas.errors import ConfigError, EnvContractError, ModuleError
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, PolicySpec, SingleAgentEnvRunner
-from headrace.workers.multi_agent.env import MultiAgentEnv
-from headrace.workers.multi_agent.policies import NotMultiAgentError, PolicyMappingError
+from headrace.workers.agents.env import MultiAgentEnv
+from headrace.workers.policy.policies import NotMultiAgentError, PolicyMappingError
 
 WIDE: Any = gym.spaces.Box(-np.inf, np.inf, (5,), np.float32)
 PUSH: Any = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)

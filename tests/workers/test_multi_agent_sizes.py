@@ -12,7 +12,7 @@ from headrace.schemas.batch import BatchHeader, encode_batch
 from headrace.schemas.batch_reader import decode_batch
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.ledger import WorkerTotals
-from headrace.workers.module_weights import read_weights
+from headrace.workers.policy.module_weights import read_weights
 
 WIDTHS = pytest.mark.parametrize("num_envs", [1, 3, 8])
 

@@ -13,8 +13,8 @@ from toy_multi_envs import Schedule, Together, check_books, multi_runner, schedu
 
 from headrace.schemas.chunk import EpisodeChunk
 from headrace.schemas.errors import StateError
-from headrace.workers.multi_agent.noise import SeatNoise
-from headrace.workers.randomness import SeatStreams
+from headrace.workers.policy.seat_noise import SeatNoise
+from headrace.workers.randomness.seeds import SeatStreams
 
 POLICIES = pytest.mark.parametrize(
     "policies",

@@ -13,10 +13,10 @@ from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import DecodeError, EnvContractError
 from headrace.schemas.spaces import Box, Dict, Discrete, Spaces, column_dtype, leaf_shape, leaves
 from headrace.workers import EnvContext
+from headrace.workers.agents.env import gym_spaces_of, spaces_by_agent
+from headrace.workers.agents.packed_env import PackedEnv
+from headrace.workers.agents.packing import Packing, is_packed
 from headrace.workers.envs.observations import Observations
-from headrace.workers.multi_agent.env import gym_spaces_of, spaces_by_agent
-from headrace.workers.multi_agent.packed_env import PackedEnv
-from headrace.workers.multi_agent.packing import Packing, is_packed
 
 ONE = Spaces(observation=Box(shape=(2,), dtype="<f4"), action=Discrete(n=2))
 

@@ -15,9 +15,9 @@ from headrace.schemas.weights import join_modules
 from headrace.workers import EnvRunnerConfig, MultiAgentEnv
 from headrace.workers.config import runner_config
 from headrace.workers.modules import actor_critic
-from headrace.workers.multi_agent.policies import PolicyMappingError
+from headrace.workers.policy.policies import PolicyMappingError
 
-TWO_CARTS = "headrace.workers.multi_agent.examples:two_carts"
+TWO_CARTS = "headrace.workers.agents.examples:two_carts"
 
 
 def to_the_second(agent: str, episode_id: str) -> str:

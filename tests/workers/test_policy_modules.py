@@ -15,9 +15,9 @@ from toy_envs import Counting, runner
 from headrace.schemas.errors import ModuleError
 from headrace.schemas.spaces import Spaces, nest
 from headrace.workers.envs.spaces import convert
-from headrace.workers.module_weights import read_weights
 from headrace.workers.modules import actor_critic
-from headrace.workers.modules.acting import Actor
+from headrace.workers.policy.acting import Actor
+from headrace.workers.policy.module_weights import read_weights
 
 ACTIONS = [
     gym.spaces.Discrete(4, start=2),

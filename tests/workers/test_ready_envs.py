@@ -17,8 +17,8 @@ from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.ledger import Discard
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, RunnerCallback, SingleAgentEnvRunner
+from headrace.workers.agents.examples import two_carts
 from headrace.workers.connectors import FlattenObservations, FrameStack, PreviousActionReward
-from headrace.workers.multi_agent.examples import two_carts
 
 LSTM = "headrace.workers.modules:lstm_actor_critic"
 PIECES = [partial(FrameStack, 3), PreviousActionReward, FlattenObservations]

@@ -12,8 +12,8 @@ from toy_multi_envs import Together, multi_runner
 
 from headrace.schemas.errors import CallbackError, EnvError, RunnerBusyError, RunnerStoppedError
 from headrace.schemas.ledger import Discard
-from headrace.workers.env_runner import EnvRunner
-from headrace.workers.sample_size import SampleSizeError
+from headrace.workers.runner.env_runner import EnvRunner
+from headrace.workers.sampling.sample_size import SampleSizeError
 
 Runner = EnvRunner[Any]
 both_kinds = pytest.mark.parametrize("make", [runner, multi_runner])

@@ -17,9 +17,9 @@ from toy_envs import Faulty, Walk, runner
 from toy_multi_envs import multi_runner
 
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner, merge_metrics
-from headrace.workers.metrics import MOST_FINISHED, RunnerMetrics
-from headrace.workers.metrics_logger import MetricsLogger, Window, build_report
-from headrace.workers.totals import RunnerTotals
+from headrace.workers.metrics.logger import MetricsLogger, Window, build_report
+from headrace.workers.metrics.runner_metrics import MOST_FINISHED, RunnerMetrics
+from headrace.workers.metrics.totals import RunnerTotals
 
 
 def _numbers(report: Any) -> list[float]:

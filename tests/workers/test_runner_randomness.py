@@ -15,7 +15,7 @@ from headrace.schemas.spaces import Spaces
 from headrace.workers import EnvContext
 from headrace.workers.envs.actions import RandomActions
 from headrace.workers.envs.spaces import convert
-from headrace.workers.randomness import EnvSeeds, NoiseBlocks, SeedTree
+from headrace.workers.randomness.seeds import EnvSeeds, NoiseBlocks, SeedTree
 
 
 def _episodes(**settings: Any) -> list[Any]:

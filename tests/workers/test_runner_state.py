@@ -7,7 +7,7 @@ import pytest
 from toy_envs import Counting, runner
 
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
-from headrace.workers.env_runner import EnvRunner
+from headrace.workers.runner.env_runner import EnvRunner
 
 
 def test_base_class_is_abstract() -> None:

@@ -10,7 +10,7 @@ from toy_envs import Counting, check_books, runner
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import ConfigError, ModuleError
-from headrace.workers.module_weights import read_weights
+from headrace.workers.policy.module_weights import read_weights
 
 
 def _steps(chunks: Any) -> int:

@@ -18,7 +18,7 @@ from headrace.schemas.errors import DecodeError, EncodeError, ModuleError, State
 from headrace.schemas.state_arrays import arrays_to_state, state_to_arrays
 from headrace.schemas.wire import MessageKind, decode, encode
 from headrace.workers.connectors import FlattenObservations, FrameStack, MeanStd, PreviousActionReward
-from headrace.workers.state_components import Selection
+from headrace.workers.runner.state_components import Selection
 
 COUNTERS = {
     "num_env_steps_sampled_lifetime",

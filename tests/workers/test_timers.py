@@ -10,7 +10,7 @@ from toy_multi_envs import multi_runner
 
 from headrace.workers import merge_metrics
 from headrace.workers.connectors import MeanStd
-from headrace.workers.timers import EVERY, TIMERS, WINDOW, Timers
+from headrace.workers.metrics.timers import EVERY, TIMERS, WINDOW, Timers
 
 
 def timers_in(report: dict[str, Any]) -> dict[str, float]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from headrace.schemas.spaces import Box, Spaces, leaves
-from headrace.workers.bounds import ActionBounds
 from headrace.workers.connectors.connector import Columns, Connector, Rows
+from headrace.workers.envs.bounds import ActionBounds
 
 
 class _BoxActions(Connector):

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.spaces import Box, Spaces, column_dtype
-from headrace.workers.bounds import bounded_box, box_bounds
 from headrace.workers.connectors.connector import Columns, Connector, Rows
+from headrace.workers.envs.bounds import bounded_box, box_bounds
 
 
 class FrameStack(Connector):

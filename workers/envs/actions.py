@@ -21,7 +21,7 @@ from headrace.schemas.spaces import (
     leaf_size,
     leaves,
 )
-from headrace.workers.bounds import box_bounds
+from headrace.workers.envs.bounds import box_bounds
 
 
 def write_actions(

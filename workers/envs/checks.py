@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
-from headrace.workers.bounds import LARGEST_REWARD, reward_due, unsound_rewards
+from headrace.workers.envs.bounds import LARGEST_REWARD, reward_due, unsound_rewards
 from headrace.workers.envs.words import brief
 
 _BOOLS = (bool, np.bool_)

@@ -20,7 +20,7 @@ from headrace.workers.envs.context import StepFailedRecreateEnv
 
 if TYPE_CHECKING:
     from headrace.workers.envs.lane import Episode
-    from headrace.workers.episode_view import AnyEpisodeView
+    from headrace.workers.sampling.episode_view import AnyEpisodeView
 
 logger = logging.getLogger(__name__)
 

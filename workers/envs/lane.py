@@ -13,7 +13,7 @@ import gymnasium as gym
 from numpy.typing import NDArray
 
 from headrace.workers.envs.restarts import RestartBudget
-from headrace.workers.randomness import EPISODE_BITS, EnvSeeds
+from headrace.workers.randomness.seeds import EPISODE_BITS, EnvSeeds
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.spaces import Dict, Leaf, Space, Tuple, column_dtype, leaf_shape, leaves
-from headrace.workers.bounds import leaf_bounds
+from headrace.workers.envs.bounds import leaf_bounds
 from headrace.workers.envs.words import brief
 
 Lanes = NDArray[np.intp] | None

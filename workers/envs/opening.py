@@ -24,8 +24,8 @@ from headrace.workers.envs.vector import EnvVector
 from headrace.workers.envs.vector_env import VectorEnv
 from headrace.workers.external.env import ExternalEnv
 from headrace.workers.external.vector import ExternalVector
-from headrace.workers.randomness import SeedTree
-from headrace.workers.totals import RunnerTotals
+from headrace.workers.metrics.totals import RunnerTotals
+from headrace.workers.randomness.seeds import SeedTree
 
 
 def open_envs(

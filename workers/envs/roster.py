@@ -17,8 +17,8 @@ from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.rendering import render_at
 from headrace.workers.envs.restarts import RestartBudget
-from headrace.workers.randomness import EnvSeeds, SeedTree
-from headrace.workers.totals import RunnerTotals
+from headrace.workers.metrics.totals import RunnerTotals
+from headrace.workers.randomness.seeds import EnvSeeds, SeedTree
 
 WAIT_SLICE_S = 0.02
 """How long to sleep at most before `on_wait` is called again while every env waits to be rebuilt."""

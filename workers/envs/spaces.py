@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Space, Spaces, Tuple, column_dtype
 from headrace.schemas.wire import ALLOWED_DTYPES
-from headrace.workers.bounds import box_bounds
+from headrace.workers.envs.bounds import box_bounds
 
 
 def spaces_of(env: gym.Env[Any, Any]) -> Spaces:

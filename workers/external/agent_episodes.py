@@ -14,9 +14,9 @@ from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.episode_errors import CannotLogError, NoActionYetError
 from headrace.schemas.errors import EnvContractError, HeadraceError
 from headrace.schemas.spaces import Spaces, nest
+from headrace.workers.agents.env import ALL
 from headrace.workers.external.calls import Call, OnAnswer, Place, Row, RowReader, add_reward
 from headrace.workers.external.episodes import EpisodeTable
-from headrace.workers.multi_agent.env import ALL
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -6,6 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from headrace.schemas.errors import ConfigError, EnvContractError
+from headrace.workers.agents.env import AgentDict, gym_spaces_of, spaces_by_agent
+from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
+from headrace.workers.agents.lanes import Gathered
+from headrace.workers.agents.ready_seats import ReadySeats
+from headrace.workers.agents.turns import Turn
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.lane import Lane
@@ -14,11 +19,6 @@ from headrace.workers.external.agent_episodes import AgentsCall, ExternalAgentEp
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.calls import Answer, Call, Row
 from headrace.workers.external.lanes import ExternalLanes, keep
-from headrace.workers.multi_agent.env import AgentDict, gym_spaces_of, spaces_by_agent
-from headrace.workers.multi_agent.episodes import MultiAgentEpisode, Seat
-from headrace.workers.multi_agent.lanes import Gathered
-from headrace.workers.multi_agent.ready_seats import ReadySeats
-from headrace.workers.multi_agent.turns import Turn
 
 
 class ExternalAgents(ExternalLanes, ReadySeats):

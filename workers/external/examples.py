@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gymnasium as gym
 
+from headrace.workers.agents.examples import TwoCarts
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.env import ExternalEnv
-from headrace.workers.multi_agent.examples import TwoCarts
 
 
 class CartPoles(ExternalEnv):

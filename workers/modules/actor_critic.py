@@ -13,7 +13,7 @@ from torch import nn
 
 from headrace.schemas.errors import ModuleError
 from headrace.schemas.spaces import Spaces
-from headrace.workers.action_masks import MASK, has_action_mask
+from headrace.workers.modules.action_masks import MASK, has_action_mask
 from headrace.workers.modules.distributions import ActionDistribution
 from headrace.workers.modules.encoders import Encoder, is_plain_vector
 from headrace.workers.modules.layers import linear

@@ -29,7 +29,7 @@ from headrace.schemas.spaces import (
     leaves,
     nest,
 )
-from headrace.workers.bounds import ActionBounds
+from headrace.workers.envs.bounds import ActionBounds
 
 Array = NDArray[Any]
 _HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)

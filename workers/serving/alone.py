@@ -14,11 +14,11 @@ from headrace.schemas.config import FleetConfig
 from headrace.schemas.ledger import Discard
 from headrace.schemas.messages import Version
 from headrace.schemas.weights import Arrays
-from headrace.workers.config import EnvRunnerConfig, runner_config
+from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.connectors.vector_connectors import PIPELINES
-from headrace.workers.multi_agent_env_runner import MultiAgentEnvRunner
-from headrace.workers.serving.served_env import ServedAgentsEnv, ServedEnv
-from headrace.workers.single_agent_env_runner import SingleAgentEnvRunner
+from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
+from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
+from headrace.workers.serving.served_env import ServedAgentsEnv, ServedEnv, served_config
 
 _CUT_S = 0.2
 """How long steps are gathered before they are let go: within it SIGTERM is noticed."""
@@ -152,5 +152,5 @@ def _settings(config: FleetConfig, sums: EpisodeSums) -> EnvRunnerConfig:
         }
     )
     serving = config.serving.model_copy(update={"enabled": True, "client_inference": False})
-    settings = runner_config(config.model_copy(update={"sampling": sampling, "serving": serving}))
+    settings = served_config(config.model_copy(update={"sampling": sampling, "serving": serving}))
     return settings.model_copy(update={"callbacks": [*settings.callbacks, sums]})

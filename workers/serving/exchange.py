@@ -17,6 +17,7 @@ import numpy as np
 
 from headrace.schemas.batch import ChunkBatch, read_batch_header
 from headrace.schemas.batch_reader import BatchReader, UnreadBatch
+from headrace.schemas.blobs import frames_of
 from headrace.schemas.ledger import Discard
 from headrace.schemas.messages import Version
 from headrace.schemas.serving_errors import BadRequestError, NotYetError
@@ -24,10 +25,9 @@ from headrace.schemas.serving_messages import ChunkShipment
 from headrace.schemas.spaces import Spaces
 from headrace.schemas.weights import Arrays, encode_weights
 from headrace.schemas.wire import Buffer, Caps, MessageKind, decode_header
-from headrace.workers.blobs import frames_of
-from headrace.workers.policy_columns import PolicyColumns
+from headrace.workers.policy.columns import PolicyColumns
+from headrace.workers.runner.taken_over import TakenOver
 from headrace.workers.serving.client_episodes import ClientEpisodes
-from headrace.workers.taken_over import TakenOver
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,24 +9,41 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headrace.schemas.config import is_loopback
+from headrace.schemas.config import FleetConfig, is_loopback
 from headrace.schemas.errors import ConfigError, EnvContractError, PortInUseError
 from headrace.schemas.keys import CLIENT_PORT, TOKEN_FILE, BrokerKeys, client_keys, read_client_port_keys
 from headrace.schemas.serving_settings import HIGHEST_PORT, ServingSection
+from headrace.workers.agents.env import build_multi_agent_env, gym_spaces_of, spaces_by_agent
+from headrace.workers.config import EnvRunnerConfig, runner_config
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import find_creator
-from headrace.workers.envs.remote.door import Door, DoorSettings
+from headrace.workers.envs.remote.router_port import Door, DoorSettings
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.env import ExternalEnv
-from headrace.workers.multi_agent.env import build_multi_agent_env, gym_spaces_of, spaces_by_agent
 from headrace.workers.serving.agents_table import AgentsTable
 from headrace.workers.serving.bearer_token import read_token
 from headrace.workers.serving.exchange import Exchange
-from headrace.workers.serving.listening import listen
+from headrace.workers.serving.http.listening import listen
 from headrace.workers.serving.server import Server
 from headrace.workers.serving.space_values import SpaceValues
 
 log = logging.getLogger(__name__)
+
+
+def served_config(config: FleetConfig) -> EnvRunnerConfig:
+    """Return the runner's settings in a fleet's, with a policy server as its env where the fleet serves clients."""
+    settings = runner_config(config)
+    if not config.serving.enabled:
+        return settings
+    sampling = config.sampling
+    served = ServedEnvs(
+        config.serving,
+        sampling.env,
+        config.keys.dir,
+        check_bounds=not sampling.disable_env_checking,
+        several_agents=sampling.is_multi_agent,
+    )
+    return settings.model_copy(update={"env": served})
 
 
 class ServedEnvs:

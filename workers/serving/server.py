@@ -7,13 +7,13 @@ import socket
 import threading
 
 from headrace.schemas.serving_settings import ServingSection
-from headrace.workers.envs.remote.door import Door
+from headrace.workers.envs.remote.router_port import Door
 from headrace.workers.serving import desk
 from headrace.workers.serving.episodes import Episodes
 from headrace.workers.serving.exchange import Exchange
-from headrace.workers.serving.frames import FramesDoor
 from headrace.workers.serving.records import ServingLimits
 from headrace.workers.serving.space_values import SpaceValues
+from headrace.workers.serving.zmq.frames import FramesDoor
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Server:
         frames = FramesDoor(self._door, values, limits.max_message_bytes)
         if self._listener is None:
             return frames
-        from headrace.workers.serving.http_door import HttpDoor  # needs the extra `http`
+        from headrace.workers.serving.http.door import HttpDoor  # needs the extra `http`
 
         return HttpDoor(frames, values, limits, self._listener, self._token)
 

@@ -20,7 +20,7 @@ from headrace.schemas.errors import EnvContractError
 from headrace.schemas.layout import layout_of
 from headrace.schemas.spaces import Dict, Leaf, Space, Tuple, column_dtype, leaf_shape, leaves, nest
 from headrace.schemas.wire import DEFAULT_CAPS, Buffer, is_deeper
-from headrace.workers.bounds import LARGEST_REWARD, leaf_bounds
+from headrace.workers.envs.bounds import LARGEST_REWARD, leaf_bounds
 
 _LARGEST_INFO = DEFAULT_CAPS.header_bytes // 2
 _DEEPEST_INFO = DEFAULT_CAPS.header_depth // 2

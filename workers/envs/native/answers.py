@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
-from headrace.workers.bounds import reward_due, unsound_rewards
+from headrace.workers.envs.bounds import reward_due, unsound_rewards
 from headrace.workers.envs.checks import check_info
 from headrace.workers.envs.native.infos import info_of
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.spaces import Spaces
+from headrace.workers.agents.packed_env import build_any_env
 from headrace.workers.envs.actions import to_env_form
 from headrace.workers.envs.checks import take_reset_apart
 from headrace.workers.envs.context import EnvContext
@@ -26,7 +27,6 @@ from headrace.workers.envs.process.reported import error_to_json
 from headrace.workers.envs.process.shared import columns_layout, map_arrays
 from headrace.workers.envs.stepping import step_all
 from headrace.workers.envs.words import brief
-from headrace.workers.multi_agent.packed_env import build_any_env
 
 
 class HostJob(BaseModel):

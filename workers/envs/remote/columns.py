@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from headrace.schemas.env_messages import EnvAnswers
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves
-from headrace.workers.bounds import unsound_rewards
 from headrace.workers.envs.actions import write_actions
+from headrace.workers.envs.bounds import unsound_rewards
 
 Rows = list[tuple[NDArray[Any], list[int], NDArray[Any]]]
 """(column, places, one row for each of them)."""

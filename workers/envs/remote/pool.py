@@ -29,10 +29,10 @@ from headrace.workers.envs.process.control import Command
 from headrace.workers.envs.process.placement import SeedFor
 from headrace.workers.envs.remote.absence import Absence
 from headrace.workers.envs.remote.columns import RemoteColumns
-from headrace.workers.envs.remote.door import Door
 from headrace.workers.envs.remote.exchange import orders_to, take_in
 from headrace.workers.envs.remote.lodgings import Lodgings
 from headrace.workers.envs.remote.peer import EnvHostPeer
+from headrace.workers.envs.remote.router_port import Door
 from headrace.workers.envs.remote.wanted import problem_of
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.process.contract import EnvPool
 from headrace.workers.envs.process.elsewhere import ElsewhereVector
 from headrace.workers.envs.process.ready import ReadyVector
-from headrace.workers.envs.remote.door import Door, DoorSettings, env_port_keys
 from headrace.workers.envs.remote.pool import RemotePool
+from headrace.workers.envs.remote.router_port import Door, DoorSettings, env_port_keys
 
 _HIGHEST_PORT = 65_535
 

@@ -6,8 +6,8 @@ import math
 
 from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves
 from headrace.schemas.wire import DEFAULT_CAPS
+from headrace.workers.agents.packing import Packing, is_packed
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.multi_agent.packing import Packing, is_packed
 
 
 def problem_of(spaces: Spaces, config: EnvRunnerConfig, first: Spaces | None) -> str:

@@ -1,0 +1,195 @@
+"""Reading what a multi-agent env answered: who was observed, whose action is answered, who is done.
+
+An agent that acted is in one of four cases after an env step:
+
+    observed                        its transition is complete, and unless it is done it acts next
+    neither observed nor done       its action hangs: it waits, and rewards go on adding up
+    done, not observed, terminated  complete; the observation it acted upon stands for the last one
+    done, not observed, truncated   somebody will bootstrap from an observation that is missing: the config decides
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.errors import EnvContractError
+from headrace.workers.agents.env import ALL, AgentDict
+from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
+from headrace.workers.envs.checks import end_of, take_reset_apart
+from headrace.workers.envs.words import brief
+
+MissingFinal = Literal["error", "repeat", "drop"]
+_PARTS = ("observations", "rewards", "terminateds", "truncateds", "infos")
+
+
+@dataclass(slots=True, eq=False)
+class LaneReport:
+    """What one env's answer means for its seats; nothing of it has been done yet. Rewards are not checked."""
+
+    episode: MultiAgentEpisode
+    observed: list[Seat] = field(default_factory=list)
+    observations: list[Any] = field(default_factory=list)
+    newcomers: list[tuple[Any, Any]] = field(default_factory=list)
+    """(agent, its first observation)."""
+    rewards: list[tuple[Any, Any]] = field(default_factory=list)
+    answered: list[Seat] = field(default_factory=list)
+    unseen: list[Seat] = field(default_factory=list)
+    """Those of `answered` who are done and got no last observation."""
+    ended: list[tuple[Seat, ChunkEnd]] = field(default_factory=list)
+    dropped: list[Seat] = field(default_factory=list)
+    """Their last action has no answer and is left out."""
+    repeated: int = 0
+    infos: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
+    end: ChunkEnd = ChunkEnd.ONGOING
+    """Of the episode as a whole."""
+
+
+def is_plain(answer: Any, agents: list[Any]) -> bool:
+    """Whether all of `agents` and nobody else was observed and rewarded, none is done, and there are no infos."""
+    try:
+        observations, rewards, terminateds, truncateds, infos = answer
+        return (
+            list(observations) == agents
+            and list(rewards) == agents
+            and ALL in terminateds
+            and not any(terminateds.values())
+            and not any(truncateds.values())
+            and not any(infos.values())
+        )
+    except Exception:  # noqa: BLE001 - what a user's env answers has methods of its own
+        return False
+
+
+def read_reset(answer: Any, known: Collection[Any]) -> tuple[AgentDict, AgentDict]:
+    """(observations, infos) of a reset; raises `EnvContractError`."""
+    observations, infos = take_reset_apart(answer)
+    _check_dict("observations of reset", observations)
+    check_known(observations, known)
+    return observations, with_content(infos)
+
+
+def take_step_apart(answer: Any) -> tuple[AgentDict, AgentDict, AgentDict, AgentDict, AgentDict]:
+    """(observations, rewards, terminateds, truncateds, infos) of a step, dicts all; raises `EnvContractError`."""
+    if not isinstance(answer, tuple | list) or len(answer) != len(_PARTS):
+        raise EnvContractError("answer of step", brief(answer, 120), f"({', '.join(_PARTS)})")
+    for name, part in zip(_PARTS, answer, strict=True):
+        _check_dict(name, part)
+    observations, rewards, terminateds, truncateds, infos = answer
+    if ALL not in terminateds:
+        raise EnvContractError("terminateds", brief(terminateds, 120), f"a dict with {ALL!r} among its keys")
+    return observations, rewards, terminateds, truncateds, infos
+
+
+def read_step(
+    episode: MultiAgentEpisode, answer: Any, known: Collection[Any], missing_final: MissingFinal
+) -> LaneReport:
+    """What `answer` of a step means; raises `EnvContractError`. All seats that acted are marked as hanging."""
+    observations, rewards, terminateds, truncateds, infos = take_step_apart(answer)
+    for seat in episode.acting:
+        seat.hangs = True
+    all_end = end_of(terminateds[ALL], truncateds.get(ALL, False))
+    report = LaneReport(episode, end=all_end)
+    ends = {agent: _own_end(agent, terminateds, truncateds, all_end) for agent in {*episode.seats, *observations}}
+    _read_observations(report, observations, ends, known)
+    _read_rewards(report, rewards, known)
+    for seat in episode.seats.values():
+        if not seat.done:
+            _read_seat(report, seat, ends[seat.agent], seat.agent in observations, missing_final)
+    report.infos = list(with_content(infos).items())
+    return report
+
+
+def check_idle(episode: MultiAgentEpisode, most: int) -> None:
+    """Raise `EnvContractError` where nobody acts for too long: of such an episode nothing would ever come."""
+    if episode.idle_steps > most:
+        raise EnvContractError(
+            "env steps in a row in which no agent acts",
+            str(episode.idle_steps),
+            f"at most max_idle_env_steps = {most}, after which somebody is observed or the episode ends ({ALL!r})",
+        )
+
+
+def _own_end(agent: Any, terminateds: Mapping[Any, Any], truncateds: Mapping[Any, Any], all_end: ChunkEnd) -> ChunkEnd:
+    terminated, truncated = terminateds.get(agent, False), truncateds.get(agent, False)
+    if terminated is False and truncated is False:
+        return all_end
+    own = end_of(terminated, truncated)
+    return all_end if own is ChunkEnd.ONGOING else own
+
+
+def _read_observations(
+    report: LaneReport, observations: AgentDict, ends: Mapping[Any, ChunkEnd], known: Collection[Any]
+) -> None:
+    for agent, observation in observations.items():
+        seat = report.episode.seats.get(agent)
+        if seat is None:
+            check_known([agent], known)
+            if ends[agent] is ChunkEnd.ONGOING:  # else it comes and goes without an action
+                report.newcomers.append((agent, observation))
+        elif seat.done:
+            raise EnvContractError("observations", f"one of agent {agent!r}, which is done", "of agents that are not")
+        else:
+            report.observed.append(seat)
+            report.observations.append(observation)
+
+
+def _read_rewards(report: LaneReport, rewards: AgentDict, known: Collection[Any]) -> None:
+    for agent, reward in rewards.items():
+        seat = report.episode.seats.get(agent)
+        if seat is None:
+            check_known([agent], known)
+        if seat is None or not seat.done:
+            report.rewards.append((agent, reward))
+        elif not _is_zero(reward):  # envs that fill their dicts give zeros for ever
+            raise EnvContractError("rewards", f"{brief(reward, 40)} of agent {agent!r}, which is done", "of others")
+
+
+def _read_seat(report: LaneReport, seat: Seat, end: ChunkEnd, observed: bool, missing_final: MissingFinal) -> None:
+    if end is not ChunkEnd.ONGOING:
+        report.ended.append((seat, end))
+    if not seat.hangs:
+        return
+    if observed:
+        report.answered.append(seat)
+    elif end is ChunkEnd.TERMINATED or (end is ChunkEnd.TRUNCATED and missing_final == "repeat"):
+        report.repeated += end is ChunkEnd.TRUNCATED
+        report.answered.append(seat)
+        report.unseen.append(seat)
+    elif end is ChunkEnd.TRUNCATED and missing_final == "drop":
+        report.dropped.append(seat)
+    elif end is ChunkEnd.TRUNCATED:
+        raise EnvContractError(
+            "observations",
+            f"none of agent {seat.agent!r}, which is truncated",
+            "its final one too, from which a learner bootstraps (missing_final_observation = 'repeat' or 'drop' "
+            "lets such agents pass)",
+        )
+
+
+def _check_dict(name: str, part: Any) -> None:
+    if not isinstance(part, dict):
+        raise EnvContractError(name, f"{brief(part)} ({type(part)})", "a dict by agent id")
+
+
+def check_known(agents: Iterable[Any], known: Collection[Any]) -> None:
+    """Raise `EnvContractError` for an agent that the env has not named beforehand."""
+    for agent in agents:
+        if agent not in known:
+            raise EnvContractError("agent", repr(agent), f"one of possible_agents, {list(known)!r:.200}")
+
+
+def with_content(infos: AgentDict) -> AgentDict:
+    """Those of `infos` that say something; raises `EnvContractError` for one that is no dict."""
+    for agent, info in infos.items():
+        if not isinstance(info, dict):
+            raise EnvContractError("info", f"{brief(info)} ({type(info)}) of agent {agent!r}", "a dict")
+    return {agent: info for agent, info in infos.items() if info}
+
+
+def _is_zero(reward: Any) -> bool:
+    return isinstance(reward, bool | int | float | np.generic) and bool(reward == 0)

@@ -1,0 +1,91 @@
+"""One episode of a multi-agent env, and the seats of the agents that appeared in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from headrace.schemas.chunk import ChunkEnd
+from headrace.workers.envs.lane import Episode
+
+if TYPE_CHECKING:
+    from headrace.workers.policy.module_seats import ModuleSeats
+    from headrace.workers.sampling.seat_fragment import SeatFragment
+
+
+@dataclass(slots=True, eq=False)
+class AgentEpisode(Episode):
+    """One agent's part of an episode; steps and return are the agent's own."""
+
+    agent: str = ""
+    """Its id, as it is on chunks."""
+    whole: MultiAgentEpisode | None = None
+    t_end: int = 0
+    """Env step after the last one that was delivered."""
+    observed_more: int = 0
+    """How many more observations steps gave it than it did actions, among those not delivered yet."""
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """One agent in one episode of one env. `row` is its row in all columns of the module that plays it."""
+
+    agent: Any
+    module: ModuleSeats
+    row: int
+    episode: AgentEpisode
+    reward: float = 0.0
+    """What it got since its last action, or before its first."""
+    hangs: bool = False
+    """It acted, and neither an observation nor its end has answered yet."""
+    end: ChunkEnd = ChunkEnd.ONGOING
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether its newest action has no answer: it hangs, or the env has not even answered the step."""
+        whole = self.episode.whole
+        return self.hangs or (whole is not None and whole.under_way and self in whole.acting)
+
+    @property
+    def done(self) -> bool:
+        """Whether it will not be seen in this episode again."""
+        return self.end is not ChunkEnd.ONGOING
+
+    @property
+    def fragment(self) -> SeatFragment:
+        """Where its steps are written."""
+        fragment = self.module.fragment
+        assert fragment is not None, "a module with seats has a fragment while envs are stepped"
+        return fragment
+
+
+@dataclass(slots=True, eq=False)
+class MultiAgentEpisode(Episode):
+    """What all agents share: the env's own clock, and who acts next."""
+
+    seats: dict[Any, Seat] = field(default_factory=dict)
+    early_rewards: dict[Any, float] = field(default_factory=dict)
+    """Of agents that have not appeared yet."""
+    t: int = 0
+    """Env steps taken."""
+    t_cut: int = 0
+    """Env steps that were delivered."""
+    acting: list[Seat] = field(default_factory=list)
+    """Those with an observation to act upon, in the order in which it was given."""
+    agents: list[Any] = field(default_factory=list)
+    """Their ids."""
+    under_way: bool = False
+    """They have acted, and the env has not answered; a step that nobody will ask for again was none."""
+    is_plain: bool = False
+    """An answer with an observation and a reward of just these agents needs no bookkeeping."""
+    trains: bool = True
+    """False: it is counted, and no learner gets it."""
+    idle_steps: int = 0
+    """Env steps in a row after which nobody could act."""
+
+    def let_act(self, seats: list[Seat]) -> None:
+        """`seats` have an observation, all others wait or are done."""
+        self.acting = seats
+        self.agents = [seat.agent for seat in seats]
+        self.idle_steps = 0 if seats else self.idle_steps + 1
+        self.is_plain = bool(seats) and not any(seat.reward for seat in seats)

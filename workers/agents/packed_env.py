@@ -1,0 +1,96 @@
+"""A multi-agent env in the shape of an env of one agent, for processes and hosts of envs, which know no other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.spaces import Box, Dict, MultiBinary, Space, Spaces, Tuple, column_dtype, leaf_shape
+from headrace.workers.agents.answers import check_known, read_reset, take_step_apart, with_content
+from headrace.workers.agents.env import ALL, AgentDict, build_multi_agent_env, gym_spaces_of, spaces_by_agent
+from headrace.workers.agents.packing import Packing
+from headrace.workers.envs.bounds import box_bounds
+from headrace.workers.envs.checks import check_rewards, end_of
+from headrace.workers.envs.context import EnvContext
+from headrace.workers.envs.creators import EnvCreator, build_env
+from headrace.workers.envs.spaces import spaces_of
+
+
+def build_any_env(creator: EnvCreator, context: EnvContext, several_agents: bool | None) -> tuple[Any, Spaces]:
+    """An env of one agent or, packed, of several, and its spaces; None: whichever the creator gives.
+
+    Raises `EnvContractError` for one of the other kind; whatever the creator raises passes through.
+    """
+    built = creator(context)
+    if several_agents is None:
+        several_agents = hasattr(getattr(built, "unwrapped", built), "possible_agents")
+    if several_agents:
+        packed = PackedEnv(build_multi_agent_env(lambda _: built, context))
+        return packed, packed.packing.spaces
+    env = build_env(lambda _: built, context)
+    return env, spaces_of(env)
+
+
+class PackedEnv(gym.Env[Any, Any]):
+    """`reset` and `step` speak in rows, as `Packing` says; what must not be is said here already, with the agent."""
+
+    def __init__(self, env: Any) -> None:
+        self._env = env
+        self.packing = Packing(spaces_by_agent(gym_spaces_of(env)))
+        blank = {agent: _blank(spaces.observation) for agent, spaces in self.packing.by_agent.items()}
+        self._unseen = self.packing.pack_seen(blank, {}, {})
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """The env's own, as a row."""
+        observations, infos = read_reset(self._env.reset(seed=seed), self.packing.agents)
+        return self._unseen | self.packing.pack_seen(observations, {}, {}), self.packing.pack_infos(infos)
+
+    def step(self, action: Any) -> Any:
+        """Likewise. The answer is read when it is taken apart, so that a bad one is known for a step that was taken."""
+        actions = self.packing.unpack_actions(action)
+        return self._parts(actions, self._env.step(actions))
+
+    def _parts(self, actions: AgentDict, answer: Any) -> Iterator[Any]:
+        known = self.packing.agents
+        observations, rewards, terminateds, truncateds, infos = take_step_apart(answer)
+        check_known(observations, known)
+        check_known(rewards, known)
+        infos = with_content(infos)
+        values, problems = check_rewards(list(rewards.values()), [0] * len(rewards), [actions])
+        for _, problem in problems[:1]:
+            raise problem
+        ends = {agent: _end_of(agent, terminateds, truncateds) for agent in (*known, ALL)}
+        got = dict(zip(rewards, values.tolist(), strict=True))
+        yield self._unseen | self.packing.pack_seen(observations, got, ends)
+        yield 0.0
+        yield ends[ALL] is ChunkEnd.TERMINATED
+        yield ends[ALL] is ChunkEnd.TRUNCATED
+        yield self.packing.pack_infos(infos)
+
+    def close(self) -> None:
+        """The env's own."""
+        close = getattr(self._env, "close", None)
+        if close is not None:
+            close()
+
+
+def _end_of(agent: Any, terminateds: AgentDict, truncateds: AgentDict) -> ChunkEnd:
+    return end_of(terminateds.get(agent, False), truncateds.get(agent, False))
+
+
+def _blank(space: Space) -> Any:
+    """Something inside `space`, as near to zero as can be."""
+    if isinstance(space, Dict):
+        return {key: _blank(sub) for key, sub in space.spaces.items()}
+    if isinstance(space, Tuple):
+        return tuple(_blank(sub) for sub in space.spaces)
+    shape, dtype = leaf_shape(space), column_dtype(space)
+    if isinstance(space, Box):
+        low, high = box_bounds(space)
+        return np.clip(np.zeros(shape), low, high).astype(dtype)
+    start = 0 if isinstance(space, MultiBinary) else space.start
+    return np.array(start, dtype).reshape(shape) if np.ndim(start) else np.full(shape, start, dtype)

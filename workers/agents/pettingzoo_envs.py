@@ -1,0 +1,84 @@
+"""PettingZoo's two kinds of env in the dict protocol: all at once, and one after another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pettingzoo.utils.env import AECEnv, ParallelEnv
+
+from headrace.schemas.errors import EnvContractError
+from headrace.workers.agents.env import ALL, AgentDict
+
+
+def adapt(env: Any) -> Any:
+    """A PettingZoo env in the dict protocol; anything else as it is."""
+    if isinstance(env, ParallelEnv):
+        return Simultaneous(env)
+    return TakingTurns(env) if isinstance(env, AECEnv) else env
+
+
+class Simultaneous:
+    """A ParallelEnv: the episode is over when no agent is left."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+        self.possible_agents = list(env.possible_agents)
+        self.observation_space, self.action_space = env.observation_space, env.action_space
+        self.unwrapped = env.unwrapped
+        self.reset, self.close = env.reset, env.close
+
+    def step(self, actions: AgentDict) -> tuple[AgentDict, ...]:
+        """One step of all agents."""
+        observations, rewards, terminateds, truncateds, infos = self.env.step(actions)
+        return observations, rewards, {**terminateds, ALL: not self.env.agents}, {**truncateds, ALL: False}, infos
+
+
+class TakingTurns:
+    """An AECEnv: only the agent whose turn it is has an observation, and with it all rewards since its last turn.
+
+    So its transition runs from its turn to its next one, and nobody waits with a padded row. Agents that are done take
+    their last turn here, unseen.
+    """
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+        self.possible_agents = list(env.possible_agents)
+        self.observation_space, self.action_space = env.observation_space, env.action_space
+        self.unwrapped = env.unwrapped
+        self.close = env.close
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[AgentDict, AgentDict]:
+        """The first agent's observation. What a turn before the first action tells besides comes with that action."""
+        self.env.reset(seed=seed, options=options)
+        observations, self._early, terminateds, truncateds, infos = self._turns()
+        if any(terminateds.values()) or any(truncateds.values()):
+            raise EnvContractError("turns after a reset", "an agent that is done already", "agents that may act")
+        return observations, infos
+
+    def step(self, actions: AgentDict) -> tuple[AgentDict, ...]:
+        """One action, and what is seen at the turns that follow until another is needed."""
+        (action,) = actions.values()
+        self.env.step(action)
+        observations, rewards, terminateds, truncateds, infos = self._turns()
+        for agent, reward in self._early.items():
+            rewards[agent] = rewards.get(agent, 0.0) + reward
+        self._early = {}
+        return observations, rewards, terminateds, truncateds, infos
+
+    def _turns(self) -> tuple[AgentDict, ...]:
+        observations: AgentDict = {}
+        rewards: AgentDict = {}
+        terminateds: AgentDict = {}
+        truncateds: AgentDict = {}
+        infos: AgentDict = {}
+        env = self.env
+        while env.agents:
+            agent = env.agent_selection
+            observation, reward, terminated, truncated, info = env.last()
+            observations[agent], rewards[agent], infos[agent] = observation, reward, info
+            if not (terminated or truncated):
+                break
+            terminateds[agent], truncateds[agent] = bool(terminated), bool(truncated)
+            env.step(None)
+        terminateds[ALL], truncateds[ALL] = not env.agents, False
+        return observations, rewards, terminateds, truncateds, infos

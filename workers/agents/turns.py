@@ -1,0 +1,80 @@
+"""Who acts in a poll, sorted by the module that plays them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.workers.agents.env import AgentDict
+from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
+from headrace.workers.envs.lane import Lane
+from headrace.workers.policy.module_seats import ModuleSeats
+from headrace.workers.sampling.pending import Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Some of a list of seats: those of one module, their rows there, and their places in the list (None: all)."""
+
+    module: ModuleSeats
+    rows: Rows
+    places: Rows | None
+
+    def of(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Those of `values`, one for each seat of the list, that belong to this part."""
+        return values if self.places is None else [values[i] for i in self.places.tolist()]
+
+    def of_array(self, values: NDArray[Any]) -> NDArray[Any]:
+        """The same of an array."""
+        return values if self.places is None else values[self.places]
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """The seats that act, lane by lane; `env_t` int64: each one's env step. Valid until a lane is no longer plain."""
+
+    lanes: list[tuple[Lane, MultiAgentEpisode]]
+    seats: list[Seat]
+    parts: list[Part]
+    env_t: NDArray[np.int64]
+
+    def of_lanes(self, actions: Sequence[Any]) -> Iterator[tuple[Lane, MultiAgentEpisode, AgentDict]]:
+        """Each lane, and which of `actions`, one for each of `seats`, its agents do."""
+        start = 0
+        for lane, episode in self.lanes:
+            stop = start + len(episode.agents)
+            yield lane, episode, dict(zip(episode.agents, actions[start:stop], strict=True))
+            start = stop
+
+
+def turn_of(lanes: Sequence[Lane]) -> Turn:
+    """All who have an observation to act upon; an env none of whose agents has one is stepped all the same."""
+    pairs = [(lane, lane.episode) for lane in lanes if isinstance(lane.episode, MultiAgentEpisode)]
+    seats: list[Seat] = []
+    env_t: list[int] = []
+    for _, episode in pairs:
+        seats += episode.acting
+        env_t += [episode.t] * len(episode.acting)
+    return Turn(pairs, seats, parts_of(seats), np.array(env_t, np.int64))
+
+
+def parts_of(seats: Sequence[Seat]) -> list[Part]:
+    """`seats` by module, those of the lowest number first."""
+    if not seats:
+        return []
+    rows = np.array([seat.row for seat in seats], np.intp)
+    owners = [seat.module.index for seat in seats]
+    first = owners[0]
+    if owners.count(first) == len(owners):
+        return [Part(seats[0].module, rows, None)]
+    owner = np.array(owners)
+    numbers, examples = np.unique(owner, return_index=True)
+    parts = []
+    for number, example in zip(numbers.tolist(), examples.tolist(), strict=True):
+        places = np.flatnonzero(owner == number)
+        parts.append(Part(seats[example].module, rows[places], places))
+    return parts

@@ -1,0 +1,158 @@
+"""The env host: offers a worker its envs, again and again, until it is told to stop or refused for good."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import secrets
+import threading
+import time
+from collections.abc import Callable
+
+from headrace.schemas.env_messages import EnvHeartbeat, EnvHostBye, EnvHostHello, EnvHostWelcome, EnvOrders
+from headrace.schemas.errors import DecodeError, refusal
+from headrace.schemas.keys import ClientKeys
+from headrace.schemas.messages import Reject, read
+from headrace.schemas.spaces import Spaces
+from headrace.schemas.stopping import stop_signals
+from headrace.schemas.wire import Buffer, MessageKind, WireMessage, decode
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.remote.host.hosted import AnyEnvPool, HostedEnvs
+from headrace.workers.envs.remote.host.link import WorkerLink
+
+log = logging.getLogger(__name__)
+
+_HELLO_EVERY_S = 1.0
+_LONGEST_WAIT_S = 0.1
+"""Deadlines of envs, and SIGTERM, are looked at no later."""
+_SAY_WAITING_S = 10.0
+
+
+def run_env_host(
+    config: EnvRunnerConfig, endpoint: str, keys: ClientKeys | None, on_turn: Callable[[], None] = lambda: None
+) -> None:
+    """Serve `config.num_envs` envs to the worker at `endpoint` until SIGTERM.
+
+    `on_turn` is called ten times a second or more once they can be had, but while those of one life are closed.
+    Raises `EnvError` for an env that cannot be built here, and `RefusedError` when the worker does not want it.
+    """
+    with stop_signals() as stopping:
+        host = EnvHost(config, endpoint, keys, learn_spaces(config))
+        try:
+            host.serve(stopping, on_turn)
+        finally:
+            host.close()
+
+
+def learn_spaces(config: EnvRunnerConfig) -> Spaces:
+    """The spaces of the envs, of which one is built for it and closed again. Raises as `EnvProcessPool` does."""
+    with AnyEnvPool(config.model_copy(update={"num_envs": 1})) as pool:
+        return pool.spaces
+
+
+class EnvHost:
+    """One process, of one life after another: each with fresh envs, in processes of their own."""
+
+    def __init__(self, config: EnvRunnerConfig, endpoint: str, keys: ClientKeys | None, spaces: Spaces) -> None:
+        self._config = config
+        self._endpoint = endpoint
+        self._spaces = spaces
+        self._link = WorkerLink(endpoint, keys)
+        self._envs: HostedEnvs | None = None
+        """None until the worker has welcomed this life."""
+        self._welcome: EnvHostWelcome | None = None
+        self._begin_life()
+
+    def _begin_life(self) -> None:
+        self._life = secrets.token_hex(8)
+        self._speak_at = self._heard_at = time.monotonic()
+        self._say_waiting_at = self._heard_at + _SAY_WAITING_S
+
+    def serve(self, stopping: threading.Event, on_turn: Callable[[], None]) -> None:
+        """Do what the worker says, whenever there is one."""
+        while not stopping.is_set():
+            on_turn()
+            self._speak(time.monotonic())
+            if self._link.wait(min(max(self._speak_at - time.monotonic(), 0.0), _LONGEST_WAIT_S)):
+                self._speak_at = 0.0  # the worker learns at once where to repeat what went down with the old connection
+            if self._envs is not None:
+                self._answer(self._envs.poll())
+            for frames in self._link.receive():
+                self._hear(frames)
+
+    def _speak(self, now: float) -> None:
+        if now < self._speak_at:
+            return
+        if self._envs is None or self._welcome is None:
+            self._speak_at = now + _HELLO_EVERY_S
+            self._link.say(
+                EnvHostHello(
+                    life=self._life,
+                    num_envs=self._config.num_envs,
+                    spaces=self._spaces.model_dump(mode="json"),
+                    env=str(self._config.env),
+                    host=platform.node(),
+                    pid=os.getpid(),
+                )
+            )
+        else:
+            self._speak_at = now + self._welcome.heartbeat_interval_s
+            self._link.say(EnvHeartbeat(life=self._life, under_way=self._envs.under_way()))
+        if now >= self._say_waiting_at:
+            self._say_waiting_at = now + _SAY_WAITING_S
+            log.warning("%s; trying on", self._link.why_silent(round(now - self._heard_at)))
+
+    def _hear(self, frames: list[bytes]) -> None:
+        try:
+            self._take(decode(frames))
+        except DecodeError as error:
+            if error.reason == "version_mismatch":
+                raise refusal(error.reason, f"worker at {self._endpoint}: {error.detail}") from error
+            log.warning("a message from the worker at %s cannot be used (%s); beginning anew", self._endpoint, error)
+            self._end_life()
+
+    def _take(self, message: WireMessage) -> None:
+        self._heard_at = time.monotonic()
+        self._say_waiting_at = self._heard_at + _SAY_WAITING_S
+        match message.kind:
+            case MessageKind.WELCOME if self._envs is None:
+                self._welcome = read(EnvHostWelcome, message.header)
+                self._envs = HostedEnvs(self._config, self._life, self._welcome, self._spaces)
+                self._link.watch(self._envs)
+                log.info(
+                    "lending %d envs to worker %d at %s",
+                    self._config.num_envs,
+                    self._welcome.worker_index,
+                    self._endpoint,
+                )
+            case MessageKind.ENV_ORDERS if self._envs is not None:
+                orders = read(EnvOrders, message.header)
+                if orders.life == self._life:
+                    self._answer(self._envs.obey(orders, message.arrays))
+            case MessageKind.FENCED if self._envs is not None:
+                log.warning("the worker at %s has ended this life of the envs; they begin anew", self._endpoint)
+                self._end_life()
+            case MessageKind.REJECT:
+                reject = read(Reject, message.header)
+                log.warning("refused by the worker at %s: %s", self._endpoint, reject.detail)
+                if reject.fatal:
+                    raise refusal(reject.code, f"the worker at {self._endpoint} refuses this env host: {reject.detail}")
+
+    def _answer(self, messages: list[list[Buffer]]) -> None:
+        for frames in messages:
+            self._link.send(frames)
+
+    def _end_life(self) -> None:
+        envs, self._envs, self._welcome = self._envs, None, None
+        if envs is not None:
+            self._link.forget(envs)
+            envs.stop()
+        self._begin_life()
+
+    def close(self) -> None:
+        """Say so, and close all envs."""
+        if self._envs is not None:
+            self._link.say(EnvHostBye(life=self._life))
+        self._end_life()
+        self._link.close()

@@ -1,0 +1,109 @@
+"""A worker's membership of its fleet: its slot, the way to the broker and back, and the recorder that outlives it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.keys import client_keys
+from headrace.schemas.ledger import Drop
+from headrace.schemas.messages import WorkerHello
+from headrace.schemas.module_spaces import module_spaces_to_json
+from headrace.schemas.recorder import Recorder
+from headrace.schemas.spaces import Spaces
+from headrace.workers.fleet.link import BrokerLink
+from headrace.workers.fleet.session import State, WorkerSession
+from headrace.workers.fleet.weights import WeightsReceiver
+from headrace.workers.fleet.window import SessionLimits
+
+log = logging.getLogger(__name__)
+
+BUILD_SILENCE_S = 300.0
+"""How long a worker may be silent while it builds its envs."""
+
+
+class Membership:
+    """That of one incarnation, from the broker's first word until `close`. For the sampling thread alone."""
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        endpoint: str,
+        fleet_id: str,
+        slot: int | None,
+        incarnation: int,
+        recorder_dir: Path,
+    ) -> None:
+        """Get a place from the broker, waiting for it `worker.connect_timeout_s` at most.
+
+        The recorder is recorder_dir/worker-{slot}-{incarnation}.rec. Raises `KeysError`, `UnreachableError`, and the
+        refusal of a broker that does not want this worker.
+        """
+        self.fleet_id = fleet_id
+        self.session = _session(config, fleet_id, slot, incarnation)
+        self.weights = WeightsReceiver(fleet_id)
+        self._connect_timeout_s = config.worker.connect_timeout_s
+        self.link = BrokerLink(endpoint, self.session, self.weights, client_keys(config.keys.dir, "worker"))
+        self._told = (self.session.settled, self.session.accepted)
+        """As the recorder has it."""
+        try:
+            self.link.join(self._connect_timeout_s)
+            self.slot, self.incarnation = self.session.slot or 0, self.session.incarnation
+            recorder_dir.mkdir(parents=True, exist_ok=True)
+            name = f"worker-{self.slot}-{self.incarnation}.rec"
+            self.recorder = Recorder(recorder_dir / name, self.slot, self.incarnation)
+        except BaseException:
+            self.link.close()
+            raise
+        self.expect_silence()
+        log.info("joined fleet %s as slot %d incarnation %d", fleet_id, self.slot, self.incarnation)
+
+    def expect_silence(self) -> None:
+        """Envs are being built, or waited for: whoever watches the recorder is to be patient."""
+        self.recorder.touch(BUILD_SILENCE_S)
+
+    def introduce(self, spaces: Mapping[str, Spaces]) -> None:
+        """Tell the broker what chunks have, by module, and wait until it knows. Raises as the constructor does."""
+        self.session.introduce(module_spaces_to_json(spaces))
+        self.recorder.touch()
+        self.link.join(self._connect_timeout_s)
+
+    def pump(self, wait_s: float = 0.0) -> None:
+        """See `BrokerLink.pump`; what the broker has accepted is recorded. Raises what has ended the session."""
+        self.link.pump(wait_s)
+        told = (self.session.settled, self.session.accepted)
+        if told != self._told:
+            self._told = told
+            self.recorder.settled(*told)
+        if self.session.over:
+            self.link.raise_refusal()
+
+    def leave(self, left_s: float = 1.0) -> None:
+        """Say BYE, and wait so long for the broker to close the books."""
+        self.session.leave(Drop.SHUTDOWN)
+        if not self.link.wait_until(lambda: self.session.state is State.LEFT, left_s):
+            log.warning("the broker did not acknowledge the end; the recorder keeps the books for the supervisor")
+        self.recorder.settled(self.session.settled, self.session.accepted)
+
+    def close(self) -> None:
+        """Release everything; the recorder's file stays."""
+        self.link.close()
+        self.recorder.close()
+
+
+def _session(config: FleetConfig, fleet_id: str, slot: int | None, incarnation: int) -> WorkerSession:
+    hello = WorkerHello(
+        fleet_id=fleet_id,
+        token=os.urandom(8).hex(),
+        slot=slot,
+        incarnation=incarnation,
+        host=platform.node(),
+        pid=os.getpid(),
+        silence_s=BUILD_SILENCE_S,
+    )
+    bytes_, steps = config.worker.window_bytes, config.window_steps()
+    return WorkerSession(hello, SessionLimits(config.window_batches(), bytes_, config.broker.ack, window_steps=steps))

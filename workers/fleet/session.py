@@ -1,0 +1,272 @@
+"""The worker's side of the protocol as a state machine: messages and time in, messages out, no I/O of its own.
+
+It keeps every batch until it is settled (or, with `ack = "broker"`, its counts until then and its bytes until it is
+accepted), sends in order as far as the broker's credit goes, and goes back to the last accepted batch when the broker
+forgot or a connection broke. Whoever fills it asks `has_room` first: a full window is what stops the sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+from headrace.schemas.ledger import Drop, Settled, WorkerTotals
+from headrace.schemas.messages import (
+    Ack,
+    Bye,
+    Fenced,
+    Heartbeat,
+    HeldBatch,
+    Message,
+    Reject,
+    Skip,
+    Version,
+    WorkerHello,
+    WorkerWelcome,
+)
+from headrace.schemas.runner_counters import Counters, fitting
+from headrace.workers.fleet.window import SessionLimits, Shipment, Window
+
+
+class State(Enum):
+    """JOINING until the broker's WELCOME, ACTIVE, LEAVING from BYE on; LEFT, FENCED and REFUSED are ends."""
+
+    JOINING = "joining"
+    ACTIVE = "active"
+    LEAVING = "leaving"
+    LEFT = "left"
+    FENCED = "fenced"
+    REFUSED = "refused"
+
+
+Outgoing = Message | Shipment
+
+_TRIES = 3
+
+
+class WorkerSession:
+    """One incarnation's delivery of batches. `hello` names the worker; the broker may have to give it its place."""
+
+    def __init__(self, hello: WorkerHello, limits: SessionLimits) -> None:
+        self.limits = limits
+        self.state = State.JOINING
+        self.slot = hello.slot
+        self.incarnation = hello.incarnation
+        self.settled = Settled()
+        self.accepted = 0
+        self.weights: Version = (0, 0)
+        """In use by this worker."""
+        self.weights_known: Version = (0, 0)
+        """The newest the broker has spoken of."""
+        self.totals = WorkerTotals()
+        self.blocked = ""
+        self.welcome: WorkerWelcome | None = None
+        self.refusal: tuple[str, str] | None = None
+        self.waiting_for = ""
+        self.steps_elsewhere = 0
+        """Env steps of all lives of workers but this; it never goes back, though a broker may forget."""
+        self.read_counters: Callable[[], Counters] = dict
+        """Asked for the runner's lifetime counters when a message is to carry them."""
+        self._hello = hello
+        self._window = Window(limits)
+        self._sent = 0
+        self._credit = 0
+        self._rejected: dict[int, int] = {}
+        self._control: list[Message] = []
+        self._next_send = 0.0
+        self._heard = 0.0
+        self._progress_at = 0.0
+        self._bye: Bye | None = None
+        self._handlers: dict[type, Callable[[Any, float], None]] = {
+            WorkerWelcome: self._on_welcome,
+            Ack: self._on_ack,
+            Fenced: self._on_fenced,
+            Reject: self._on_reject,
+        }
+
+    @property
+    def next_seq(self) -> int:
+        """The number the next batch must bear."""
+        return self._window.next_seq
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will be said."""
+        return self.state in (State.LEFT, State.FENCED, State.REFUSED)
+
+    def has_room(self, batches: int = 1) -> bool:
+        """That many fit the window, which one cut gives; see `Window`."""
+        return self._window.has_room(batches)
+
+    def submit(self, shipment: Shipment) -> None:
+        """Take a batch for delivery; its number must be `next_seq`."""
+        self._window.add(shipment)
+        self.totals = shipment.totals
+
+    def window(self) -> list[HeldBatch]:
+        """Every batch not known to be settled, by its counts."""
+        return self._window.held()
+
+    def unaccepted(self) -> int:
+        """Batches the broker has not accepted."""
+        return self.next_seq - 1 - self.accepted
+
+    def introduce(self, spaces: dict[str, Any]) -> None:
+        """Tell the broker what the envs look like, now that they stand: a second HELLO, answered by another WELCOME."""
+        self._hello = self._hello.model_copy(update={"spaces": spaces, "silence_s": 0.0})
+        self.state = State.JOINING
+        self._next_send = 0.0
+
+    def leave(self, reason: str) -> None:
+        """Say BYE with what is left behind, until the broker has taken it."""
+        if self.state is State.ACTIVE and self.slot is not None:
+            self.state = State.LEAVING
+            self._bye = Bye(
+                slot=self.slot,
+                incarnation=self.incarnation,
+                totals=self.totals,
+                settled=self.settled,
+                window=self.window(),
+                reason=reason,
+                counters=fitting(self.read_counters()),
+            )
+            self._next_send = 0.0
+
+    def receive(self, message: Message, now: float) -> None:
+        """Take any control message from the broker."""
+        self._heard = now
+        handler = self._handlers.get(type(message))
+        if handler is not None and not self.over:
+            handler(message, now)
+
+    def tick(self, now: float) -> None:
+        """Call it often: HELLO until welcomed, then heartbeats; goes back when nothing moves."""
+        if self.over:
+            return
+        if self.welcome is not None and now - self._heard > self.welcome.lease_s:
+            self._rejoin(now)
+            self._heard = now
+        if self._sent <= self.accepted:
+            self._progress_at = now  # nothing is under way, so nothing is late
+        elif now - self._progress_at > 2 * self.limits.retry_s:
+            self._sent = self.accepted
+            self._progress_at = now
+        if now >= self._next_send:
+            self._speak(now)
+
+    def take_outbox(self) -> list[Outgoing]:
+        """Messages due for the broker, in order: control first, then batches as far as credit goes."""
+        out: list[Outgoing] = [*self._control]
+        self._control.clear()
+        if self.state is State.ACTIVE:
+            last = min(self._credit, self.next_seq - 1)
+            for seq in range(self._sent + 1, last + 1):
+                out.append(self._outgoing(self._window[seq]))
+                self._sent = seq
+        return out
+
+    def not_sent(self) -> None:
+        """The connection did not take a message: go back to what the broker is known to have, and try HELLO again."""
+        self._sent = self.accepted
+        if self.state is State.JOINING:
+            self._next_send = 0.0
+
+    def _outgoing(self, shipment: Shipment) -> Outgoing:
+        if shipment.frames is not None:
+            return shipment
+        return Skip(
+            slot=self.slot or 0,
+            incarnation=self.incarnation,
+            batch=shipment.batch,
+            reason=shipment.reason,
+            totals=shipment.totals,
+        )
+
+    def _speak(self, now: float) -> None:
+        interval = self.welcome.heartbeat_interval_s if self.welcome else self.limits.retry_s
+        self._next_send = now + interval
+        if self.state is State.JOINING:
+            self._next_send = now + self.limits.retry_s
+            update = {
+                "slot": self.slot,
+                "incarnation": self.incarnation,
+                "settled": self.settled,
+                "totals": self.totals,
+                "weights": self.weights,
+            }
+            self._control.append(self._hello.model_copy(update=update))
+        elif self._bye is not None:
+            self._control.append(self._bye)
+        else:
+            self._control.append(self._heartbeat())
+
+    def _heartbeat(self) -> Heartbeat:
+        return Heartbeat(
+            slot=self.slot or 0,
+            incarnation=self.incarnation,
+            totals=self.totals,
+            settled=self.settled.seq,
+            weights=self.weights,
+            blocked=self.blocked,
+            counters=fitting(self.read_counters()),
+        )
+
+    def _rejoin(self, now: float) -> None:
+        self.state = State.JOINING
+        self._next_send = now
+
+    def _on_welcome(self, welcome: WorkerWelcome, now: float) -> None:
+        self.welcome = welcome
+        self.slot, self.incarnation = welcome.slot, welcome.incarnation
+        self.state = State.LEAVING if self._bye else State.ACTIVE
+        self._progress_at = now
+        self.accepted = welcome.accepted
+        self._settle(welcome.settled)
+        self.accepted = max(self.accepted, self.settled.seq)
+        self._sent = self.accepted
+        self._credit = welcome.credit
+        self.weights_known = max(self.weights_known, welcome.weights)
+        self.steps_elsewhere = max(self.steps_elsewhere, welcome.steps_elsewhere)
+        self._next_send = now
+
+    def _on_ack(self, ack: Ack, now: float) -> None:
+        if self.state is State.JOINING or (ack.slot, ack.incarnation) != (self.slot, self.incarnation):
+            return
+        if ack.accepted > self.accepted:
+            self.accepted, self._progress_at = ack.accepted, now
+        self._sent = max(self._sent, self.accepted)
+        self._settle(ack.settled)
+        self._credit = max(ack.credit, ack.accepted)
+        self.weights_known = max(self.weights_known, ack.weights)
+        self.steps_elsewhere = max(self.steps_elsewhere, ack.steps_elsewhere)
+        self.waiting_for = ack.waiting_for
+        if self.limits.ack == "broker":
+            self._window.let_go(self.accepted)
+        if ack.closed and self._bye is not None:
+            self.state = State.LEFT
+
+    def _settle(self, settled: Settled) -> None:
+        self._window.forget(settled.seq)
+        if settled.seq > self.settled.seq:
+            self.settled = settled
+
+    def _on_fenced(self, fenced: Fenced, now: float) -> None:
+        self._settle(fenced.settled)
+        self.accepted = max(self.accepted, fenced.accepted)
+        self.state, self.refusal = State.FENCED, ("fenced", fenced.detail)
+
+    def _on_reject(self, reject: Reject, now: float) -> None:
+        if reject.seq:
+            self._on_refused_batch(reject)
+        elif reject.fatal:
+            self.state, self.refusal = State.REFUSED, (reject.code, reject.detail)
+        elif self.state is not State.JOINING:
+            self._rejoin(now)
+
+    def _on_refused_batch(self, reject: Reject) -> None:
+        """A batch the broker cannot read is tried `_TRIES` times, then skipped by name."""
+        self._rejected[reject.seq] = self._rejected.get(reject.seq, 0) + 1
+        self._sent = min(self._sent, reject.seq - 1)
+        if self._rejected[reject.seq] >= _TRIES:
+            self._window.skip(reject.seq, Drop.POISON)

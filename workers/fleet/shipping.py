@@ -1,0 +1,169 @@
+"""From what a runner cut to numbered batches in the session's hands, with the books true at every moment.
+
+A cut gives one batch for each module, or several where one message has no room for its infos. They get their numbers
+one after another, and each carries the totals of its own moment: what of the same cut waits for its number still counts
+as open. So the books balance whichever of them was the last, and a kill between two of them is measured rightly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.errors import InfosTooLargeError
+from headrace.schemas.ledger import Count, Drop, WorkerTotals, plus
+from headrace.schemas.messages import HeldBatch
+from headrace.schemas.recorder import Recorder
+from headrace.workers.fleet.session import WorkerSession
+from headrace.workers.fleet.window import Shipment
+from headrace.workers.metrics.totals import RunnerTotals
+from headrace.workers.sampling.module_batches import ModuleBatches
+
+log = logging.getLogger(__name__)
+
+Cut = ChunkBatch | ModuleBatches
+"""What a runner of one agent, or of several, cuts."""
+
+Episodes = list[tuple[float, int]]
+"""(return, env steps) of finished episodes."""
+
+
+class Shipper:
+    """One incarnation's books. Every total is written into the recorder before anybody is told.
+
+    runner: the runner's own totals. take_episodes: gives those that ended since it was last asked.
+    """
+
+    def __init__(
+        self,
+        fleet_id: str,
+        session: WorkerSession,
+        recorder: Recorder,
+        runner: RunnerTotals,
+        take_episodes: Callable[[], Episodes],
+    ) -> None:
+        self._fleet_id = fleet_id
+        self._session = session
+        self._recorder = recorder
+        self._runner = runner
+        self._take_episodes = take_episodes
+        self._shipped: Count = (0, 0)
+        self._by_module: dict[str, int] = {}
+        self._dropped: dict[str, Count] = {}
+        self._oversize = 0
+        self._episodes: Episodes = []
+        """Ended, and told in no batch yet."""
+
+    def ship(self, cut: Cut) -> None:
+        """Hand all batches of a cut to the session; the first of them tells which episodes ended in it.
+
+        A batch of no chunks is none. Raises `EncodeError` for one that must not go on the wire; but a chunk whose infos
+        are more than a message takes is dropped by name.
+        """
+        waiting = deque(batches_of(cut))
+        if not waiting:
+            self.record()
+        while waiting:
+            batch = waiting.popleft()
+            try:
+                self._ship(batch, unsent=sum(other.steps for other in waiting))
+            except InfosTooLargeError:
+                waiting.extendleft(reversed(batch.halves()))  # so that only those are lost who alone are too large
+
+    def drop(self, cut: Cut, reason: Drop) -> None:
+        """Count a cut that is to get no number."""
+        self._dropped[reason] = plus(self._dropped.get(reason, (0, 0)), (cut.steps, len(cut)))
+        self.record()
+
+    def step(self) -> None:
+        """Record what the runner has stepped: cheap enough for every poll."""
+        totals = self._runner
+        self._recorder.step(totals.stepped, totals.open, totals.env_steps, totals.discarded)
+
+    def record(self) -> None:
+        """Have recorder and heartbeats say all totals as of now; between two cuts only."""
+        totals = self._totals(self._session.next_seq - 1, self._shipped, self._by_module, 0)
+        self._session.totals = totals
+        self._recorder.totals(totals)
+
+    def _ship(self, batch: ChunkBatch, unsent: int) -> None:
+        seq, (module_id,) = self._session.next_seq, batch.modules
+        shipped = plus(self._shipped, (batch.steps, len(batch)))
+        by_module = {**self._by_module, module_id: self._by_module.get(module_id, 0) + batch.steps}
+        totals = self._totals(seq, shipped, by_module, unsent)
+        held = HeldBatch(seq=seq, steps=batch.steps, chunks=len(batch))
+        shipment = self._shipment(batch, held, totals)
+        self._shipped, self._by_module, self._episodes = shipped, by_module, []
+        self._recorder.totals(totals, held)
+        self._session.submit(shipment)
+
+    def _shipment(self, batch: ChunkBatch, held: HeldBatch, totals: WorkerTotals) -> Shipment:
+        """The batch, or, when it is larger than the broker takes, only its counts: the learner is told of the gap.
+
+        Likewise for a chunk alone whose infos are too large; of several that raises `InfosTooLargeError`.
+        """
+        try:
+            frames = encode_batch(batch, self._header(batch, held.seq, totals))
+        except InfosTooLargeError as error:
+            if len(batch) > 1:
+                raise
+            env = f"env {int(batch.table['env_index'][0])}"
+            return self._oversized(f"{env}, in {held.steps} steps in a row: {error}", held, totals)
+        nbytes = sum(len(frame) for frame in frames)
+        welcome = self._session.welcome
+        limit = welcome.max_batch_bytes if welcome else nbytes
+        if nbytes <= limit:
+            return Shipment(held, nbytes, frames, totals)
+        advice = "lower sampling.rollout_fragment_length or num_envs, or raise the limit"
+        what = f"a batch of {nbytes} bytes exceeds broker.max_batch_bytes = {limit}; {advice}"
+        return self._oversized(what, held, totals)
+
+    def _oversized(self, what: str, held: HeldBatch, totals: WorkerTotals) -> Shipment:
+        self._oversize += 1
+        if self._oversize & (self._oversize - 1) == 0:  # the first, second, fourth, ...: it may concern every batch
+            log.error("%s: %d steps dropped (batch number %d to be)", what, held.steps, self._oversize)
+        return Shipment(held, 0, None, totals, Drop.OVERSIZE)
+
+    def _header(self, batch: ChunkBatch, seq: int, totals: WorkerTotals) -> BatchHeader:
+        self._episodes += self._take_episodes()
+        return BatchHeader(
+            fleet_id=self._fleet_id,
+            slot=self._session.slot or 0,
+            incarnation=self._session.incarnation,
+            seq=seq,
+            steps=batch.steps,
+            chunks=len(batch),
+            learner_epoch=batch.learner_epoch,
+            weights_seq=int(batch.columns["weights_seq"].max(initial=0)),
+            weights_digest=batch.weights_digest,
+            agents=list(batch.agents),
+            modules=list(batch.modules),
+            reasons=list(batch.reasons),
+            episodes=self._episodes,
+            totals=totals,
+        )
+
+    def _totals(self, seq: int, shipped: Count, by_module: dict[str, int], unsent: int) -> WorkerTotals:
+        t = self._runner
+        return WorkerTotals(
+            seq=seq,
+            stepped=t.stepped,
+            open=t.open + unsent,
+            shipped=shipped[0],
+            shipped_chunks=shipped[1],
+            discarded=dict(t.discarded),
+            dropped=dict(self._dropped),
+            episodes=t.episodes,
+            env_failures=t.env_failures,
+            env_rebuilds=t.env_rebuilds,
+            env_steps=t.env_steps,
+            module_steps=by_module,
+        )
+
+
+def batches_of(cut: Cut) -> list[ChunkBatch]:
+    """Those of a cut that have chunks."""
+    batches = [cut] if isinstance(cut, ChunkBatch) else list(cut.batches.values())
+    return [batch for batch in batches if len(batch)]

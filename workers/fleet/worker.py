@@ -1,0 +1,275 @@
+"""The worker process: joins the fleet, samples with the newest weights, delivers, and leaves with its books closed."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.errors import CallbackError, EnvError, FencedError, HeadraceError, NoEnvHostError, StateError
+from headrace.schemas.ledger import Discard, Drop
+from headrace.schemas.stopping import stop_signals
+from headrace.workers.fleet.membership import Membership
+from headrace.workers.fleet.shipping import Cut, Shipper
+from headrace.workers.policy.policies import PolicyMappingError
+from headrace.workers.runner.env_runner import EnvRunner
+from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
+from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
+from headrace.workers.serving.exchange import Delivery, Exchange
+from headrace.workers.serving.served_env import ServedEnvs, served_config
+
+log = logging.getLogger(__name__)
+
+PUMP_INTERVAL_S = 0.02
+"""How often sockets are looked at while a fragment is being sampled."""
+
+_SAY_WAITING_S = 10.0
+_LAST_FRAGMENT_S = 1.0
+"""How long a worker that is told to stop goes on with the fragment that it is at, or waits for envs."""
+
+
+def run_worker(
+    config: FleetConfig, *, endpoint: str, fleet_id: str, slot: int | None, incarnation: int, recorder_dir: Path
+) -> None:
+    """Sample until SIGTERM, then drain. Raises the typed error of whatever ended it otherwise.
+
+    The recorder stands at recorder_dir/worker-{slot}-{incarnation}.rec once the broker has said which these are.
+    """
+    with (
+        stop_signals() as stopping,
+        closing(Membership(config, endpoint, fleet_id, slot, incarnation, recorder_dir)) as membership,
+    ):
+        try:
+            runner = build_runner(config, membership, stopping)
+        except StoppedError:
+            membership.leave()
+            return
+        with runner:
+            _work(Worker(config, membership, runner), stopping)
+
+
+def _work(worker: Worker, stopping: threading.Event) -> None:
+    try:
+        worker.introduce()
+        worker.wait_for_weights(stopping)
+        while not stopping.is_set():
+            if worker.wait_for_room(stopping):
+                worker.ship(worker.sample(stopping))
+        worker.drain()
+    except FencedError:
+        worker.give_up(Discard.FENCED)
+        raise
+    except (EnvError, NoEnvHostError, CallbackError, PolicyMappingError):
+        worker.drain()
+        raise
+
+
+class StoppedError(HeadraceError):
+    """The worker was told to stop before it had a fragment."""
+
+
+def build_runner(config: FleetConfig, membership: Membership, stopping: threading.Event) -> EnvRunner[Any]:
+    """The runner that `config` asks for; raises `StoppedError` when stopped while it waits for a first env host."""
+
+    def between_looks_for_hosts() -> None:
+        """The broker, and whoever watches the recorder, know that this worker lives."""
+        membership.expect_silence()
+        membership.pump()
+        if stopping.is_set():
+            raise StoppedError("stopped while it waited for a first env host")
+
+    kind = MultiAgentEnvRunner if config.sampling.is_multi_agent else SingleAgentEnvRunner
+    runner: EnvRunner[Any] = kind(
+        served_config(config),
+        membership.slot,
+        incarnation=membership.incarnation,
+        run_uid=membership.fleet_id,
+        on_wait=between_looks_for_hosts,
+    )
+    runner.call_before_rebuilds(membership.expect_silence)
+    return runner
+
+
+class Worker:
+    """A member of the fleet at work: samples with the newest weights, and delivers. Closes nothing that it is given."""
+
+    def __init__(self, config: FleetConfig, membership: Membership, runner: EnvRunner[Any]) -> None:
+        self.config = config
+        self.membership, self.runner = membership, runner
+        self.session, self.weights = membership.session, membership.weights
+        self._shipper = Shipper(
+            membership.fleet_id, self.session, membership.recorder, runner.totals, runner.take_finished_episodes
+        )
+        self._exchange: Exchange | None = None
+        """With clients that act by themselves, where there may be any."""
+        self._batches_a_cut = len(runner.module_spaces)
+        self._next_pump = 0.0
+        self._leave_at = math.inf
+        """When to go on with no fragment any longer, in monotonic seconds."""
+
+    # -- joining ------------------------------------------------------------------------------------------------------
+
+    def introduce(self) -> None:
+        """Tell the broker what chunks there will be, let clients in that cut them too, and go on counting."""
+        runner = self.runner
+        if isinstance(runner.config.env, ServedEnvs) and (exchange := runner.config.env.exchange) is not None:
+            exchange.open(runner.module_spaces, runner.config.num_envs, runner.policy_columns())
+            self._exchange = exchange
+        self.membership.introduce(runner.module_spaces)
+        self._go_on_counting()
+
+    def _go_on_counting(self) -> None:
+        """From where the slot's earlier lives were, and tell the broker from now on. Counters stop no worker.
+
+        They are those of the second WELCOME: a broker that is young itself may have heard from Redis in the meantime.
+        """
+        welcome = self.session.welcome
+        try:
+            self.runner.set_counters(welcome.counters if welcome is not None else {})
+        except StateError as error:
+            log.warning("counting begins anew, for the broker's lifetime counters are not this runner's: %s", error)
+        self.runner.steps_elsewhere = self.session.steps_elsewhere
+        self.session.read_counters = self.runner.get_counters
+
+    def wait_for_weights(self, stopping: threading.Event) -> None:
+        """Sample nothing before the current weights are in use, unless the config says to begin at random."""
+        if self.config.worker.random_actions_before_weights:
+            return
+        self._wait("the first weights", self._apply_weights, stopping)
+
+    # -- sampling -----------------------------------------------------------------------------------------------------
+
+    def wait_for_room(self, stopping: threading.Event) -> bool:
+        """Wait while the window is full; whether there is room (there may be none when stopping)."""
+        if self._has_room():
+            return True
+        self.session.blocked = "window"
+        self._wait("room in the window", self._has_room, stopping)
+        self.session.blocked = ""
+        return self._has_room()
+
+    def _has_room(self) -> bool:
+        return self.session.has_room(self._batches_a_cut)
+
+    def sample(self, stopping: threading.Event) -> Cut:
+        """One fragment with the newest weights; less of one when it is stopped and that takes its time."""
+        self._apply_weights()
+        try:
+            return self._sample(stopping)
+        except CallbackError as error:
+            if error.samples is not None:
+                self._shipper.ship(error.samples)
+            raise
+
+    def _sample(self, stopping: threading.Event) -> Cut:
+        at_random = self.runner.weights_version == (0, 0)
+        cut: Cut
+        try:
+            cut = self.runner.sample_fragment(lambda: self._between_polls(stopping), at_random)
+        except StoppedError as stopped:
+            log.info("%s; leaving with what it has", stopped)
+            cut = self.runner.cut_fragment()
+        return cut
+
+    def ship(self, cut: Cut) -> None:
+        """Hand all batches of a cut to the session, and tell callbacks of its chunks."""
+        self._shipper.ship(cut)
+        self._pump()
+        if self.runner.callbacks.wants("on_chunk_sent"):
+            for chunk in cut:
+                self.runner.callbacks.call("on_chunk_sent", chunk=chunk)
+
+    def _between_polls(self, stopping: threading.Event) -> None:
+        """The runner calls this after every poll, and while it waits for envs: record, and now and then look around.
+
+        Raises `StoppedError` where the fragment is not full soon after the worker was stopped: envs that fail, or are
+        waited for, may take for ever, and whole episodes as long as they like.
+        """
+        self._shipper.step()
+        now = time.monotonic()
+        if now >= self._next_pump or self.weights.pulling:
+            self._next_pump = now + PUMP_INTERVAL_S
+            self._pump()
+            self._apply_weights()
+            self._ship_of_clients()
+            if stopping.is_set():
+                self._leave_at = min(self._leave_at, now + _LAST_FRAGMENT_S)
+                if now >= self._leave_at:
+                    raise StoppedError("stopped in the midst of a fragment")
+
+    def _ship_of_clients(self) -> None:
+        """What clients have cut, as far as there is room for it beside the runner's own; clients wait for more."""
+        if self._exchange is None:
+            return
+        while has_room := self.session.has_room(self._batches_a_cut + 1):
+            delivery = self._exchange.take()
+            if delivery is None:
+                break
+            self._take_over(delivery)
+        # A learner that knew of nobody who waits would wait itself, for as many steps as the window never has.
+        self.session.blocked = "" if has_room or not self._exchange.has_waiting else "window"
+
+    def _take_over(self, delivery: Delivery) -> None:
+        self.runner.take_over(delivery.taken)
+        if delivery.taken.batch is not None:
+            self._shipper.ship(delivery.taken.batch)
+        delivery.done()
+
+    def _apply_weights(self) -> bool:
+        """Put the newest weights gathered into use; whether any are in use."""
+        newer = self.weights.take()
+        if newer is not None and newer.version > self.session.weights:
+            self.runner.set_weights(newer.arrays, newer.version[1], newer.version[0], newer.digest)
+            self.session.weights = newer.version
+            if self._exchange is not None:
+                self._exchange.offer(newer.version, newer.arrays, newer.digest)
+        return self.session.weights != (0, 0)
+
+    def _pump(self, wait_s: float = 0.0) -> None:
+        self.membership.pump(wait_s)
+        self.runner.steps_elsewhere = self.session.steps_elsewhere
+
+    def _wait(self, what: str, condition: Callable[[], bool], stopping: threading.Event) -> None:
+        """Pump until `condition` holds or the worker is stopped; says now and then whom it waits for."""
+        next_word = time.monotonic() + _SAY_WAITING_S
+        while not condition() and not stopping.is_set():
+            self._shipper.record()
+            self._pump(0.05)
+            if time.monotonic() > next_word:
+                next_word += _SAY_WAITING_S
+                log.warning("waiting for %s (held up by: %s)", what, self.session.waiting_for or "broker")
+
+    # -- leaving ------------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Ship the markers of unfinished episodes, hand everything over to the broker, and say BYE."""
+        deadline = time.monotonic() + self.config.worker.drain_timeout_s
+        for delivery in self._exchange.end(Discard.SHUTDOWN) if self._exchange is not None else ():
+            self._take_over(delivery)
+        last = self._discard_open(Discard.SHUTDOWN)
+        self._shipper.ship(last)
+        for chunk in last if self.runner.callbacks.wants("on_chunk_sent") else ():
+            self.runner.callbacks.tell("on_chunk_sent", chunk=chunk)
+        self.membership.link.wait_until(lambda: not self.session.unaccepted(), self.config.worker.drain_timeout_s)
+        self._shipper.record()
+        self.membership.leave(max(1.0, deadline - time.monotonic()))
+
+    def give_up(self, reason: Discard) -> None:
+        """Another took this place: count what is open as discarded; batches nobody accepted stand in the recorder."""
+        self._shipper.drop(self._discard_open(reason), Drop.FENCED)
+
+    def _discard_open(self, reason: Discard) -> Cut:
+        """As the runner's; a callback that raises is logged only, since this worker leaves anyway."""
+        cut: Cut
+        try:
+            cut = self.runner.discard_open(reason)
+        except CallbackError as error:
+            log.error("%s; leaving", error, exc_info=error.__cause__)
+            cut = error.samples
+        return cut

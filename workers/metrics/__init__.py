@@ -1,0 +1,1 @@
+"""What a runner counts and measures."""

@@ -1,0 +1,74 @@
+"""The names of a runner's report, as RLlib's users know them, and which of them count through all lives of a slot.
+
+A new figure is named here, so that no callback logs under its name; a new lifetime counter among its kind besides.
+"""
+
+from __future__ import annotations
+
+from headrace.workers.metrics.timers import TIMERS
+
+RESERVED = frozenset(
+    (
+        "num_env_steps_sampled",
+        "num_env_steps_sampled_lifetime",
+        "num_env_steps_sampled_lifetime_throughput",
+        "num_episodes",
+        "num_episodes_lifetime",
+        "num_agent_steps_sampled",
+        "num_agent_steps_sampled_lifetime",
+        "num_actions_by_agent",
+        "num_actions_by_agent_lifetime",
+        "num_module_steps_sampled",
+        "num_module_steps_sampled_lifetime",
+        "num_env_step_failures_lifetime",
+        "num_env_rebuilds_lifetime",
+        "num_env_steps_discarded_lifetime",
+        "num_agent_steps_discarded_lifetime",
+        "num_agent_rewards_lost_lifetime",
+        "agent_rewards_lost_lifetime",
+        "num_final_observations_repeated_lifetime",
+        "num_final_steps_dropped_lifetime",
+        "episode_return_mean",
+        "episode_return_min",
+        "episode_return_max",
+        "episode_len_mean",
+        "episode_len_min",
+        "episode_len_max",
+        "episode_duration_sec_mean",
+        "num_untrained_episodes_lifetime",
+        "untrained_episode_return_mean",
+        "untrained_episode_len_mean",
+        "agent_episode_returns_mean",
+        "agent_steps",
+        "module_episode_returns_mean",
+        "windows",
+        "weights_seq_no",
+        *TIMERS,
+    )
+)
+"""Names of a report that a callback cannot log under. Rates are a second, durations in seconds.
+
+num_agent_steps_sampled and num_module_steps_sampled are observations that steps gave to agents, as in RLlib, and
+num_actions_by_agent what agents did upon them, which is what chunks hold. They differ where an agent appears later than
+the reset (an observation more) or ends without a last observation (one less).
+"""
+
+SINGLE_COUNTERS = ("num_env_steps_sampled_lifetime", "num_episodes_lifetime")
+"""Lifetime counters of what was delivered."""
+LOSS_COUNTERS = (
+    "num_env_step_failures_lifetime",
+    "num_env_rebuilds_lifetime",
+    "num_env_steps_discarded_lifetime",
+    "num_agent_steps_discarded_lifetime",
+    "num_agent_rewards_lost_lifetime",
+    "num_final_observations_repeated_lifetime",
+    "num_final_steps_dropped_lifetime",
+    "num_untrained_episodes_lifetime",
+)
+"""Of failures, and of what they and clients kept back; each life of a runner counts these from 0."""
+NAMED_COUNTERS = (
+    "num_agent_steps_sampled_lifetime",
+    "num_module_steps_sampled_lifetime",
+    "num_actions_by_agent_lifetime",
+)
+"""Those by agent or module."""

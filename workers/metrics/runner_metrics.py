@@ -1,0 +1,243 @@
+"""What a runner sampled and what finished episodes looked like, under the names that RLlib's users know."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.errors import StateError
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.metrics.logger import MetricsLogger, Path, Window, build_report
+from headrace.workers.metrics.names import LOSS_COUNTERS, NAMED_COUNTERS, RESERVED, SINGLE_COUNTERS
+from headrace.workers.metrics.totals import RunnerTotals
+from headrace.workers.sampling.fragment import OpenChunk
+
+MOST_FINISHED = 10_000
+"""Finished episodes that wait to be taken. Only workers take them, and other users' memory must stay flat too."""
+
+
+class RunnerMetrics:
+    """Steps and episodes as they are delivered; what a failure took away is counted by the totals, by name.
+
+    An episode counts when its last chunk is delivered, with what all its chunks add up to. Figures of episodes are
+    over the newest `metrics_num_episodes_for_smoothing`, divided among the runners of the fleet.
+    """
+
+    def __init__(self, config: EnvRunnerConfig, totals: RunnerTotals) -> None:
+        self._totals = totals
+        self._window = math.ceil(config.metrics_num_episodes_for_smoothing / max(config.num_workers, 1))
+        self.logger = MetricsLogger(self._window, RESERVED)
+        self._returns: deque[float] = deque(maxlen=self._window)
+        self._lengths: deque[int] = deque(maxlen=self._window)
+        self._durations: deque[float] = deque(maxlen=self._window)
+        self._by_name: dict[Path, deque[Any]] = {}
+        self._steps: dict[Path, int] = {}
+        self._untrained = 0
+        self._untrained_returns: deque[float] = deque(maxlen=self._window)
+        self._untrained_lengths: deque[int] = deque(maxlen=self._window)
+        self._untrained_finished: deque[tuple[float, int]] = deque(maxlen=MOST_FINISHED)
+        self._episodes = 0
+        self._episodes_lifetime = 0
+        self._reported_steps = 0
+        self._reported_at = time.perf_counter()
+        self._finished: deque[tuple[float, int]] = deque(maxlen=MOST_FINISHED)
+        self.steps_before = 0
+        """Lifetime steps of earlier lives, as restored from a checkpoint."""
+        self.count_losses: Callable[[], Mapping[str, int]] = dict
+        """What a kind of runner loses besides, in this life."""
+        self._lost_before: dict[str, int] = {}
+
+    def add(self, chunks: Sequence[OpenChunk], batch: ChunkBatch) -> None:
+        """`chunks` of one agent were delivered as the first rows of `batch`."""
+        table = batch.table[: len(chunks)]
+        if self.add_table(table, batch):
+            self._durations.extend(chunks[i].episode.duration_s for i in np.flatnonzero(_done(table)).tolist())
+
+    def add_table(self, table: NDArray[np.void], batch: ChunkBatch) -> int:
+        """Likewise of chunks of which only the rows of `batch` are known; how many episodes have ended in them."""
+        done = _done(table)
+        returns, lengths = table["episode_return"][done].tolist(), table["episode_length"][done].tolist()
+        agent, module = batch.agents[0], batch.modules[0]
+        self.count_steps({agent: batch.steps}, {module: batch.steps}, {agent: batch.steps})
+        if not returns:
+            return 0
+        self._add_episodes(returns, lengths)
+        self._window_of("agent_episode_returns_mean", agent).extend(returns)
+        self._window_of("agent_steps", agent).extend(lengths)
+        self._window_of("module_episode_returns_mean", module).extend(returns)
+        return len(returns)
+
+    def add_agents(self, batch: ChunkBatch) -> None:
+        """The agents whose episodes end in `batch`, of one module of several, for the figures by agent."""
+        for row in batch.table[_done(batch.table)]:
+            agent = batch.agents[row["agent"]]
+            self._window_of("agent_episode_returns_mean", agent).append(float(row["episode_return"]))
+            self._window_of("agent_steps", agent).append(int(row["episode_length"]))
+
+    def add_episodes(self, episodes: Sequence[tuple[float, int]]) -> None:
+        """(return, length) of whole episodes of which nothing else is known."""
+        self._add_episodes([earned for earned, _ in episodes], [length for _, length in episodes])
+
+    def add_untrained(self, episode_return: float, length: int) -> None:
+        """An episode has ended that is not to be trained on, and so is in no other figure."""
+        self._untrained += 1
+        self._untrained_finished.append((episode_return, length))
+        self._untrained_returns.append(episode_return)
+        self._untrained_lengths.append(length)
+
+    def count_steps(self, agents: Mapping[str, int], modules: Mapping[str, int], actions: Mapping[str, int]) -> None:
+        """So many observations of these agents and modules, and actions of agents, were delivered."""
+        counts = (
+            ("num_agent_steps_sampled", agents),
+            ("num_module_steps_sampled", modules),
+            ("num_actions_by_agent", actions),
+        )
+        for figure, by_name in counts:
+            for name, count in by_name.items():
+                for counter in (figure, f"{figure}_lifetime"):
+                    self._steps[counter, name] = self._steps.get((counter, name), 0) + count
+
+    def add_episode(
+        self,
+        episode_return: float,
+        length: int,
+        duration_s: float,
+        agents: Mapping[str, tuple[float, int]],
+        modules: Mapping[str, float],
+    ) -> None:
+        """An episode of several agents was delivered to its end: (return, steps) by agent, return by module."""
+        self._durations.append(duration_s)
+        self._add_episodes([episode_return], [length])
+        for agent, (agent_return, steps) in agents.items():
+            self._window_of("agent_episode_returns_mean", agent).append(agent_return)
+            self._window_of("agent_steps", agent).append(steps)
+        for module, module_return in modules.items():
+            self._window_of("module_episode_returns_mean", module).append(module_return)
+
+    def _add_episodes(self, returns: list[float], lengths: list[int]) -> None:
+        self._returns.extend(returns)
+        self._lengths.extend(lengths)
+        self._finished.extend(zip(returns, lengths, strict=True))
+        self._episodes += len(returns)
+        self._episodes_lifetime += len(returns)
+
+    def _window_of(self, figure: str, name: str) -> deque[Any]:
+        path = figure, name
+        if path not in self._by_name:
+            self._by_name[path] = deque(maxlen=self._window)
+        return self._by_name[path]
+
+    def take_finished(self) -> list[tuple[float, int]]:
+        """(return, length) of each episode delivered whole since the last call; of very many, the newest."""
+        finished = list(self._finished)
+        self._finished.clear()
+        return finished
+
+    def take_untrained(self, most: int) -> list[tuple[float, int]]:
+        """Likewise of episodes that are not to be trained on, the oldest of them, `most` at a time."""
+        return [self._untrained_finished.popleft() for _ in range(min(most, len(self._untrained_finished)))]
+
+    @property
+    def steps_lifetime(self) -> int:
+        """Env steps delivered in this life and those before."""
+        return self.steps_before + self._totals.env_steps_delivered
+
+    def read_counters(self) -> dict[str, Any]:
+        """Lifetime counters by the names they have in a report."""
+        counters: dict[str, Any] = {
+            "num_env_steps_sampled_lifetime": self.steps_lifetime,
+            "num_episodes_lifetime": self._episodes_lifetime,
+            **self._losses(),
+        }
+        for (counter, name), count in self._steps.items():
+            if counter.endswith("_lifetime"):
+                counters.setdefault(counter, {})[name] = count
+        return counters
+
+    def _lost_now(self) -> dict[str, int]:
+        totals = self._totals
+        return {
+            "num_env_step_failures_lifetime": totals.env_failures,
+            "num_env_rebuilds_lifetime": totals.env_rebuilds,
+            "num_env_steps_discarded_lifetime": totals.env_steps_discarded,
+            **({"num_untrained_episodes_lifetime": self._untrained} if self._untrained else {}),
+            **self.count_losses(),
+        }
+
+    def _losses(self) -> dict[str, int]:
+        """In this life and those before."""
+        now, before = self._lost_now(), self._lost_before
+        return {name: now.get(name, 0) + before.get(name, 0) for name in {**now, **before}}
+
+    def write_counters(self, counters: Mapping[str, Any]) -> None:
+        """Go on counting from those of `counters` that are there; other entries are not looked at.
+
+        Raises `StateError`, changing nothing, for one of another kind.
+        """
+        try:
+            single = {name: int(counters[name]) for name in SINGLE_COUNTERS if name in counters}
+            lost = {name: int(counters[name]) for name in LOSS_COUNTERS if name in counters}
+            named: dict[Path, int] = {
+                (counter, str(name)): int(count)
+                for counter in NAMED_COUNTERS
+                for name, count in counters.get(counter, {}).items()
+            }
+        except (TypeError, ValueError, OverflowError, AttributeError) as error:
+            raise StateError(f"lifetime counters are numbers, or numbers by name: {error}") from error
+        delivered = self._totals.env_steps_delivered
+        self.steps_before = single.get("num_env_steps_sampled_lifetime", self.steps_lifetime) - delivered
+        self._episodes_lifetime = single.get("num_episodes_lifetime", self._episodes_lifetime)
+        self._steps |= named
+        now = self._lost_now()
+        self._lost_before |= {name: count - now.get(name, 0) for name, count in lost.items()}
+
+    def report(self, weights_seq: int = 0) -> dict[str, Any]:
+        """Counts since the last report, lifetime sums, and figures of the window. What has no value is absent.
+
+        "weights_seq_no" is `weights_seq`, of the weights in use; 0 are those the module was built with, which bear no
+        number. `merge_metrics` makes one report of several runners', with the newest weights that any of them uses.
+        """
+        totals, now = self._totals, time.perf_counter()
+        steps = totals.env_steps_delivered - self._reported_steps
+        sums: dict[Path, float] = {
+            ("num_env_steps_sampled",): steps,
+            ("num_env_steps_sampled_lifetime",): self.steps_lifetime,
+            ("num_env_steps_sampled_lifetime_throughput",): steps / max(now - self._reported_at, 1e-9),
+            ("num_episodes",): self._episodes,
+            ("num_episodes_lifetime",): self._episodes_lifetime,
+            **{(name,): count for name, count in self._losses().items()},
+            **{path: count for path, count in self._steps.items() if count},
+            **self.logger.take_sums(),
+        }
+        self._reported_steps, self._reported_at, self._episodes = totals.env_steps_delivered, now, 0
+        self._steps = {path: count for path, count in self._steps.items() if path[0].endswith("_lifetime")}
+        own = [
+            *self._windows(),
+            *totals.timers.windows(),
+            Window(("weights_seq_no",), "max", [weights_seq] if weights_seq else []),
+        ]
+        return build_report(sums, [*own, *self.logger.windows()])
+
+    def _windows(self) -> list[Window]:
+        figures = [
+            Window((f"{name}_{reduce}",), reduce, values)
+            for name, values in (("episode_return", self._returns), ("episode_len", self._lengths))
+            for reduce in ("mean", "min", "max")
+        ]
+        figures.append(Window(("untrained_episode_return_mean",), "mean", self._untrained_returns))
+        figures.append(Window(("untrained_episode_len_mean",), "mean", self._untrained_lengths))
+        figures.append(Window(("episode_duration_sec_mean",), "mean", self._durations))
+        return figures + [Window(path, "mean", values) for path, values in self._by_name.items()]
+
+
+def _done(table: NDArray[np.void]) -> NDArray[np.bool_]:
+    """Which chunks are the last of an episode that has ended."""
+    return np.asarray((table["end"] == ChunkEnd.TERMINATED) | (table["end"] == ChunkEnd.TRUNCATED))

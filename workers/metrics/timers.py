@@ -1,0 +1,69 @@
+"""How long the parts of sampling take, measured so rarely that it costs next to nothing."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from headrace.workers.metrics.logger import Window
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+TIMERS = {
+    "sample_timer": "a whole sample() or fragment, callbacks of its end left out",
+    "time_between_sampling": "from the end of one to the beginning of the next",
+    "env_step_timer": "all envs of a poll, with the checks of what they answer",
+    "env_reset_timer": "the resets after the episodes that end in a poll",
+    "rlmodule_inference_timer": "a poll's choice of actions: all forward passes, and module_to_env behind them",
+    "env_to_module_timer": "a poll's observations on their way through env_to_module",
+}
+"""Figures of a report, each the mean over the newest `WINDOW` times, in seconds. Parts of a poll are timed in one poll
+of `EVERY`. Single connectors, single envs and single modules are not: on a small env the clock would take longer than
+they do."""
+
+EVERY = 64
+WINDOW = 50
+
+
+class Timers:
+    """The newest times by name. One object a runner, shared by its parts."""
+
+    def __init__(self) -> None:
+        self._times: dict[str, deque[float]] = {name: deque(maxlen=WINDOW) for name in TIMERS}
+        self._polls = 0
+        self._begun = 0.0
+        self._ended: float | None = None
+
+    def is_due(self) -> bool:
+        """Whether the poll that begins is to be timed; ask once a poll."""
+        self._polls += 1
+        return self._polls % EVERY == 1
+
+    def timed(self, name: str, call: Callable[P, R]) -> Callable[P, R]:
+        """`call`, which notes how long it took unless it raises."""
+
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            begun = time.perf_counter()
+            answer = call(*args, **kwargs)
+            self._times[name].append(time.perf_counter() - begun)
+            return answer
+
+        return run
+
+    def begin_sample(self) -> None:
+        """Sampling begins."""
+        self._begun = time.perf_counter()
+        if self._ended is not None:
+            self._times["time_between_sampling"].append(self._begun - self._ended)
+
+    def end_sample(self) -> None:
+        """What was begun is delivered."""
+        self._ended = time.perf_counter()
+        self._times["sample_timer"].append(self._ended - self._begun)
+
+    def windows(self) -> list[Window]:
+        """For a report."""
+        return [Window((name,), "mean", times) for name, times in self._times.items()]

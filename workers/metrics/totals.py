@@ -1,0 +1,38 @@
+"""What a runner has counted so far, in plain integers that are true after every poll, and how long it took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headrace.schemas.ledger import Discard
+from headrace.workers.metrics.timers import Timers
+
+
+@dataclass(slots=True)
+class RunnerTotals:
+    """Agent steps since the runner was built: stepped = open + discarded + delivered, at any moment.
+
+    A step counts once `env.step` has returned; `open` ones stand in the fragment, or wait for the observation that
+    completes them; `delivered` ones were in a batch. With one agent in an env, its steps are the env's.
+    """
+
+    stepped: int = 0
+    open: int = 0
+    delivered: int = 0
+    delivered_chunks: int = 0
+    discarded: dict[str, int] = field(default_factory=dict)
+    env_steps: int = 0
+    env_steps_delivered: int = 0
+    """Env steps of which the agents' steps were delivered, or hang."""
+    env_steps_discarded: int = 0
+    """Env steps of episodes that were given up, from where they were cut last."""
+    episodes: int = 0
+    env_failures: int = 0
+    env_rebuilds: int = 0
+    timers: Timers = field(default_factory=Timers, compare=False)
+
+    def discard(self, reason: Discard, steps: int, env_steps: int | None = None) -> None:
+        """`steps` that stood open, or were never put there, will not become a chunk; None: each was an env step."""
+        self.env_steps_discarded += steps if env_steps is None else env_steps
+        if steps:
+            self.discarded[reason.value] = self.discarded.get(reason.value, 0) + steps

@@ -1,0 +1,86 @@
+"""What a policy's batches have besides the leaves of their spaces, to compare with it what others have cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.batch import OFF_POLICY, STATE_IN, ChunkBatch, belongs_to_space
+from headrace.schemas.errors import DecodeError
+from headrace.schemas.lookback import LOOKBACK
+from headrace.schemas.sampling_settings import SamplingSettings
+from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves
+from headrace.workers.policy.acting import Actor
+
+Kind = tuple[np.dtype[Any], tuple[int, ...]]
+"""Of one row of a column."""
+
+_SAMPLERS_OWN = frozenset(("rewards", "weights_seq", "env_t"))
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyColumns:
+    """What each batch with steps has; one of end markers alone may have less."""
+
+    kinds: Mapping[str, Kind]
+    looks_back: bool
+
+    @classmethod
+    def of(
+        cls, module: Any, spaces: Spaces, env_spaces: Spaces, settings: SamplingSettings, *, maps: bool
+    ) -> PolicyColumns:
+        """Of batches of external envs by `module`, which is asked once what it would do where nothing is seen.
+
+        `spaces` are the module's, `maps`: module_to_env makes the envs' actions. Raises `ModuleError`.
+        """
+        seen: dict[str, NDArray[Any]] = {
+            name: np.zeros((1, *leaf_shape(leaf)), column_dtype(leaf))
+            for name, leaf in leaves(spaces.observation, "obs")
+        }
+        actor = Actor(module, spaces, seen, lambda: 0)
+        states = actor.memory.of(0) if actor.memory is not None else {}
+        columns = actor(np.zeros((1, module.noise_size), np.float32) if settings.explore else None)
+        kinds = {name: (column.dtype, column.shape[1:]) for name, column in columns.items()}
+        if maps:
+            kinds = {name: kind for name, kind in kinds.items() if name.split("/", 1)[0] != "actions_for_env"}
+            sent = leaves(env_spaces.action, "actions_for_env")
+            kinds |= {name: (column_dtype(leaf), leaf_shape(leaf)) for name, leaf in sent}
+        kinds |= {STATE_IN + name: (row.dtype, row.shape) for name, row in states.items()}
+        kinds[OFF_POLICY] = np.dtype(np.bool_), ()
+        looks_back = settings.episode_lookback_horizon > 0
+        return cls({name: kind for name, kind in kinds.items() if not belongs_to_space(name)}, looks_back)
+
+    def check(self, batch: ChunkBatch) -> None:
+        """Raise `DecodeError` for one that is of another policy or has other settings. The leaves of the spaces, and
+        whether lookback columns are like the columns they look back on, are for `BatchReader` to check."""
+        if not batch.steps:
+            return
+        own: dict[str, Kind] = {}
+        looks_back = False
+        for name, column in batch.columns.items():
+            if name.startswith(LOOKBACK):
+                looks_back = True
+            elif not belongs_to_space(name) and name not in _SAMPLERS_OWN:
+                own[name] = column.dtype, column.shape[1:]
+        for name in sorted(own.keys() | self.kinds.keys()):
+            if own.get(name) != self.kinds.get(name):
+                seen, wanted = _in_words(own.get(name)), _in_words(self.kinds.get(name))
+                raise DecodeError(
+                    "bad_column",
+                    f"column {name!r:.80} is {seen}, and {wanted} in chunks of this policy and its settings",
+                )
+        if looks_back is not self.looks_back:
+            words = ["do not look back", "look back"]
+            raise DecodeError(
+                "bad_column",
+                f"the chunks {words[looks_back]}, and those of here {words[self.looks_back]}: give both the same "
+                "episode_lookback_horizon",
+            )
+
+
+def _in_words(kind: Kind | None) -> str:
+    return "absent" if kind is None else f"{kind[0]} of {kind[1]}"

@@ -1,0 +1,1 @@
+"""The public env runners and their state."""

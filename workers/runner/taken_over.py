@@ -1,0 +1,63 @@
+"""What others have sampled and cut, in the books of the runner whose worker ships it as its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.ledger import Discard
+from headrace.workers.metrics.runner_metrics import RunnerMetrics
+from headrace.workers.metrics.totals import RunnerTotals
+from headrace.workers.sampling.module_batches import ModuleBatches
+
+Episodes = Sequence[tuple[float, int]]
+"""(return, length) of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakenOver:
+    """A batch, if there is one, and counts besides."""
+
+    batch: ChunkBatch | None = None
+    discarded: Mapping[Discard, int] = field(default_factory=dict)
+    """Steps that will be in no batch."""
+    untrained: Episodes = ()
+    """Those that have ended, and are not to be trained on."""
+    episodes: Episodes = ()
+    """Those of several agents that have ended; of one agent the batch tells."""
+    env_steps: tuple[int, int, int] = (0, 0, 0)
+    """Of several agents: taken, delivered, discarded; of one, each step is one."""
+
+
+def take_over(taken: TakenOver, totals: RunnerTotals, metrics: RunnerMetrics, *, several_agents: bool) -> None:
+    """Add it to both."""
+    for reason, steps in taken.discarded.items():
+        totals.stepped += steps
+        totals.discard(reason, steps, 0 if several_agents else steps)
+    if taken.batch is not None:
+        totals.stepped += taken.batch.steps
+        totals.delivered += taken.batch.steps
+        totals.delivered_chunks += len(taken.batch)
+    for episode_return, length in taken.untrained:
+        metrics.add_untrained(episode_return, length)
+    if several_agents:
+        _count_agents(taken, totals, metrics)
+        return
+    if taken.batch is not None:
+        totals.episodes += metrics.add_table(taken.batch.table, taken.batch)
+    totals.env_steps, totals.env_steps_delivered = totals.stepped, totals.delivered
+
+
+def _count_agents(taken: TakenOver, totals: RunnerTotals, metrics: RunnerMetrics) -> None:
+    stepped, delivered, discarded = taken.env_steps
+    totals.env_steps += stepped
+    totals.env_steps_delivered += delivered
+    totals.env_steps_discarded += discarded
+    totals.episodes += len(taken.episodes)
+    metrics.add_episodes(taken.episodes)
+    if taken.batch is not None:
+        module_id = taken.batch.modules[0]
+        steps = ModuleBatches({module_id: taken.batch}).agent_steps()
+        metrics.count_steps(steps, {module_id: taken.batch.steps}, steps)
+        metrics.add_agents(taken.batch)

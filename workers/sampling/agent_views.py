@@ -1,0 +1,96 @@
+"""An episode of several agents as callbacks and curious people see it: as a whole, and agent by agent when asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
+from headrace.workers.sampling.episode_view import AnyEpisodeView, EpisodeView
+
+
+@dataclass(frozen=True, slots=True)
+class AgentView(EpisodeView):
+    """One agent's part of an episode. Its steps are those that were answered; `end` is its own, from then on.
+
+    `action` is its newest also when that is not answered yet; `reward` is that of its newest step. Of an agent that was
+    done before the last cut only its length and return are left.
+    """
+
+    seat: Seat = field(kw_only=True)
+
+    @property
+    def agent_id(self) -> str:
+        """As on its chunks."""
+        return self.seat.episode.agent
+
+    @property
+    def module_id(self) -> str:
+        """Which module plays it in this episode."""
+        return self.seat.module.module_id
+
+    @property
+    def episode_return(self) -> float:
+        """Sum of all rewards since it appeared, and of those given before; also for what is not answered yet."""
+        return self.episode.episode_return + float(self.rewards.sum()) + self.seat.reward
+
+
+@dataclass(frozen=True, slots=True)
+class MultiAgentEpisodeView(AnyEpisodeView):
+    """One episode of several agents as it stands now; do not keep it beyond the callback that got it.
+
+    Agents go by the ids that the env gives them. Before the reset there are none.
+    """
+
+    episode: MultiAgentEpisode
+    taken: dict[Any, AgentView] | None = None
+    """Views that were taken before the buffers forget the episode."""
+
+    def lasting(self) -> MultiAgentEpisodeView:
+        """The same, readable also when the episode's rows were given up, until others are written over them."""
+        return replace(self, taken=self.agents)
+
+    def __len__(self) -> int:
+        """Env steps since the reset."""
+        return self.episode.t
+
+    @property
+    def episode_return(self) -> float:
+        """Sum of all rewards of all agents since the reset."""
+        return sum(view.episode_return for view in self.agents.values())
+
+    @property
+    def agent_ids(self) -> list[Any]:
+        """Agents that have appeared, in that order."""
+        return list(self.episode.seats)
+
+    @property
+    def agents_to_act(self) -> list[Any]:
+        """Agents with an observation to act upon, in the order in which the env gave them."""
+        return list(self.episode.agents)
+
+    @property
+    def agents_done(self) -> list[Any]:
+        """Agents that have come to their own end."""
+        return [agent for agent, seat in self.episode.seats.items() if seat.done]
+
+    @property
+    def agents(self) -> dict[Any, AgentView]:
+        """A view of each agent that has appeared."""
+        return {agent: self._view(seat) for agent, seat in self.episode.seats.items()}
+
+    def agent(self, agent_id: Any) -> AgentView:
+        """The view of one agent. Raises `KeyError` for one that has not appeared."""
+        seat = self.episode.seats.get(agent_id)
+        if seat is None:
+            raise KeyError(f"agent {agent_id!r} has not appeared in this episode; those that have: {self.agent_ids!r}")
+        return self._view(seat)
+
+    def _view(self, seat: Seat) -> AgentView:
+        if self.taken is not None:
+            return self.taken[seat.agent]
+        fragment = seat.module.fragment
+        rows = fragment.rows_of(seat.row, seat.episode, hangs=seat.hangs) if fragment is not None else None
+        return AgentView(
+            seat.episode, self.id_high, seat.module.spaces, rows, end=seat.end, made_at=self.made_at, seat=seat
+        )

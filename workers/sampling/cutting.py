@@ -1,0 +1,148 @@
+"""From a fragment to a batch: which rows make the chunks, and the table that says whose they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.batch import STATE_IN, ChunkBatch, is_obs_column
+from headrace.schemas.chunk import CHUNK_TABLE, ChunkEnd
+from headrace.schemas.ledger import Discard
+from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves
+from headrace.workers.envs.lane import Episode
+from headrace.workers.sampling.fragment import Fragment, OpenChunk
+from headrace.workers.sampling.lookback import look_back
+
+REASONS = ("", *(reason.value for reason in Discard))
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """An episode of which a part was delivered will never finish."""
+
+    episode: Episode
+    reason: Discard
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What all chunks of a batch have in common."""
+
+    id_high: int
+    flags: int
+    slot: int
+    incarnation: int
+    learner_epoch: int
+    weights_digest: str
+    lookback_horizon: int = 0
+
+
+def cut(
+    fragment: Fragment, chunks: Sequence[OpenChunk], markers: Sequence[Marker], spaces: Spaces, stamp: Stamp
+) -> ChunkBatch:
+    """The batch of `chunks` and end `markers`; the fragment's buffers are its own from now on.
+
+    Columns hold the chunks by lane and time, markers last. Iterated are finished episodes, cut ones, then markers.
+    The episodes know afterwards how much of them was delivered.
+    """
+    starts = np.array([chunk.start for chunk in chunks], np.int64)
+    lengths = np.array([chunk.stop for chunk in chunks], np.int64) - starts
+    if fragment.is_rectangle(chunks):
+        columns = {name: column.reshape(-1, *column.shape[2:]) for name, column in fragment.columns.items()}
+    else:
+        columns = _take(fragment, chunks, starts, lengths)
+    for name, leaf in leaves(spaces.action, "actions"):
+        # A fragment makes its action columns at the first step; markers alone travel in one that never had any.
+        columns.setdefault(name, np.empty((0, *leaf_shape(leaf)), column_dtype(leaf)))
+    looks_back: list[int] = []
+    if stamp.lookback_horizon:
+        looks_back, lookback = look_back(columns, chunks, lengths, stamp.lookback_horizon)
+        columns |= lookback
+    for name in chunks[0].state_in if chunks else ():
+        columns[STATE_IN + name] = np.stack([chunk.state_in[name] for chunk in chunks])
+    table = np.zeros(len(chunks) + len(markers), CHUNK_TABLE)
+    returns = _sums(columns["rewards"], lengths)
+    _fill_chunks(table[: len(chunks)], chunks, lengths, returns)
+    _fill_markers(table[len(chunks) :], markers)
+    table["id_high"], table["flags"] = stamp.id_high, stamp.flags
+    table["lookback"][: len(looks_back)] = looks_back
+    done = (table["end"] == ChunkEnd.TERMINATED) | (table["end"] == ChunkEnd.TRUNCATED)
+    return ChunkBatch(
+        table=table,
+        columns=columns,
+        observation_space=spaces.observation,
+        action_space=spaces.action,
+        reasons=REASONS,
+        infos={i: chunk.infos for i, chunk in enumerate(chunks) if chunk.infos},
+        slot=stamp.slot,
+        incarnation=stamp.incarnation,
+        learner_epoch=stamp.learner_epoch,
+        weights_digest=stamp.weights_digest,
+        order=np.argsort(~done, kind="stable"),
+    )
+
+
+def _take(
+    fragment: Fragment, chunks: Sequence[OpenChunk], starts: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> dict[str, NDArray[Any]]:
+    lanes = np.array([chunk.lane for chunk in chunks], np.int64)
+    step_rows = _ranges(lanes * fragment.capacity + starts, lengths)
+    obs_rows = _ranges(lanes * (fragment.capacity + 1) + starts, lengths + 1)
+    last = np.cumsum(lengths + 1) - 1
+    final = np.array([chunk.final for chunk in chunks], np.int64)
+    closed = final >= 0
+    columns = {}
+    for name, column in fragment.columns.items():
+        rows = obs_rows if is_obs_column(name) else step_rows
+        columns[name] = np.take(column.reshape(-1, *column.shape[2:]), rows, axis=0)
+        if is_obs_column(name) and closed.any():
+            columns[name][last[closed]] = np.concatenate(fragment.finals[name])[final[closed]]
+    return columns
+
+
+def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[s, s + 1, ... s + n - 1] for each (s, n), one after another."""
+    offsets = np.cumsum(lengths) - lengths
+    return np.repeat(starts - offsets, lengths) + np.arange(int(lengths.sum()))
+
+
+def _sums(rewards: NDArray[np.float64], lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Each chunk's sum of rewards. No chunk is empty, which `reduceat` would get wrong."""
+    if not len(lengths):
+        return np.empty(0)
+    return np.add.reduceat(rewards, np.cumsum(lengths) - lengths)
+
+
+def _fill_chunks(
+    table: NDArray[np.void], chunks: Sequence[OpenChunk], lengths: NDArray[np.int64], returns: NDArray[np.float64]
+) -> None:
+    episodes = [chunk.episode for chunk in chunks]
+    _fill_episodes(table, episodes)
+    table["length"] = lengths
+    table["end"] = [chunk.end for chunk in chunks]
+    table["episode_length"] += lengths
+    table["episode_return"] += returns
+    totals = zip(table["episode_length"].tolist(), table["episode_return"].tolist(), strict=True)
+    for episode, (steps, episode_return) in zip(episodes, totals, strict=True):
+        episode.chunks += 1
+        episode.steps, episode.episode_return = steps, episode_return
+
+
+def _fill_markers(table: NDArray[np.void], markers: Sequence[Marker]) -> None:
+    _fill_episodes(table, [marker.episode for marker in markers])
+    table["end"] = ChunkEnd.ABORTED
+    table["reason"] = [REASONS.index(marker.reason.value) for marker in markers]
+
+
+def _fill_episodes(table: NDArray[np.void], episodes: Sequence[Episode]) -> None:
+    """Who and how far, as of what was delivered before."""
+    table["id_low"] = [episode.id_low for episode in episodes]
+    table["seed"] = [episode.seed for episode in episodes]
+    table["env_index"] = [episode.env_index for episode in episodes]
+    table["chunk_index"] = [episode.chunks for episode in episodes]
+    table["t_start"] = table["episode_length"] = [episode.steps for episode in episodes]
+    table["episode_return"] = [episode.episode_return for episode in episodes]

@@ -1,0 +1,56 @@
+"""Actions that nobody asked the policy for, in the place of those it would have taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.schemas.batch import OFF_POLICY
+from headrace.schemas.spaces import Space, leaves, nest
+from headrace.workers.envs.actions import action_root
+from headrace.workers.external.calls import Row
+from headrace.workers.policy.acting import Columns
+
+
+def put_logged(columns: Columns, logged: Mapping[int, Row], module: Any, space: Space) -> Columns:
+    """The policy's `columns` (width, ...) with what was done in the lanes `logged`; changes none of those given.
+
+    "actions" is in the policy's own terms: where it sends the env something else ("actions_for_env"), the module's
+    `policy_actions(env_actions)` says what it would have had to choose; without that method they are the env's.
+    "logp" is that of the logged actions, by `module.logp` and the column "action_dist_inputs"; NaN where it cannot be
+    had. "off_policy" tells them apart. `module` None: random actions.
+    """
+    lanes = np.array(sorted(logged), np.intp)
+    taken = {name: np.stack([logged[lane][name] for lane in lanes.tolist()]) for name, _ in leaves(space, "actions")}
+    done = {**columns}
+    _put(done, OFF_POLICY, lanes, True)
+    chosen, in_policys_terms = taken, action_root(columns) == "actions"
+    if not in_policys_terms:
+        for name, rows in taken.items():
+            _put(done, "actions_for_env" + name.removeprefix("actions"), lanes, rows)
+        if hasattr(module, "policy_actions"):
+            chosen, in_policys_terms = module.policy_actions(taken), True
+    for name, rows in chosen.items():
+        _put(done, name, lanes, rows)
+    if "logp" in columns:
+        _put(done, "logp", lanes, np.nan)
+        if in_policys_terms and hasattr(module, "logp") and "action_dist_inputs" in columns:
+            _put(done, "logp", lanes, _logp(module, columns["action_dist_inputs"][lanes], chosen, space))
+    return done
+
+
+def _logp(module: Any, dist_inputs: NDArray[Any], actions: Mapping[str, NDArray[Any]], space: Space) -> NDArray[Any]:
+    tensors: Mapping[str, Any] = {name: torch.from_numpy(rows) for name, rows in actions.items()}
+    with torch.inference_mode():
+        logp: NDArray[Any] = module.logp(torch.from_numpy(dist_inputs), nest(space, tensors, "actions")).numpy()
+    return logp
+
+
+def _put(columns: Columns, name: str, lanes: NDArray[np.intp], rows: NDArray[Any] | float) -> None:
+    column = columns[name].copy()
+    column[lanes] = rows
+    columns[name] = column

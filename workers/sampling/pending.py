@@ -1,0 +1,126 @@
+"""Buffers for lanes whose actions are not answered at once: a cursor goes on when an answer comes, some polls later.
+
+Row r of a lane holds what it saw, what it did and, once that is answered, what it got for it. An action that hangs at
+a cut is not part of the chunk that is cut: its observation is that chunk's last one, and the row goes on into the next
+fragment as its first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.batch import is_obs_column
+from headrace.schemas.chunk import ChunkEnd
+from headrace.workers.sampling.fragment import Fragment, OpenChunk
+
+Rows = NDArray[np.intp]
+
+
+class HangingFragment(Fragment):
+    """A `Fragment` whose lanes act and are answered each in its own time."""
+
+    def __init__(self, width: int, capacity: int, observations: Mapping[str, NDArray[Any]]) -> None:
+        super().__init__(width, capacity, observations)
+        self._finals_kept = 0
+
+    # -- one poll -----------------------------------------------------------------------------------------------------
+
+    def act(self, rows: Rows, columns: Mapping[str, NDArray[Any]], weights_seq: int) -> None:
+        """The lanes `rows` act: `columns` have a row for every lane."""
+        self.aim(None if len(rows) == self.width else rows)
+        self.put(columns)
+        self.columns["weights_seq"][self._where] = weights_seq
+
+    def chosen(self, rows: Rows, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+        """Of the columns `names` what `rows` did last, which is not answered yet."""
+        at = self._level if self._level is not None else self._cursor[rows]
+        return {name: self.columns[name][rows, at] for name in names}
+
+    def answer(self, rows: Rows, rewards: NDArray[np.float64]) -> None:
+        """The last actions of `rows` are answered."""
+        if self._level is not None and len(rows) == self.width:
+            self.columns["rewards"][rows, self._level] = rewards
+            self._level += 1
+            return
+        self._settle_cursors()
+        at = self._cursor[rows]
+        self.columns["rewards"][rows, at] = rewards
+        self._cursor[rows] = at + 1
+
+    def end(self, ended: Sequence[tuple[int, ChunkEnd]]) -> None:
+        """The episodes of these lanes are over. A chunk of no steps is forgotten."""
+        rows: list[int] = []
+        for row, end in ended:
+            chunk = self.open[row]
+            assert chunk is not None, "only an episode that was begun can end"
+            self.open[row] = None
+            if self.cursor(row) > chunk.start:
+                chunk.stop, chunk.end, chunk.final = self.cursor(row), end, self._finals_kept + len(rows)
+                self.ended.append(chunk)
+                rows.append(row)
+        self._keep_finals(rows)
+
+    def _keep_finals(self, rows: list[int]) -> None:
+        self._finals_kept += len(rows)
+        for name, current in self._observations.items():
+            self.finals[name].append(current[rows])
+
+    # -- the end of the fragment --------------------------------------------------------------------------------------
+
+    def take(
+        self, hanging: Sequence[int], unfinished: Sequence[OpenChunk], *, keep_open: bool
+    ) -> tuple[list[OpenChunk], Self | None]:
+        """The chunks to be cut, by row and time, and the fragment in which others go on, if there are any.
+
+        Rows of `hanging` lanes go on; with `keep_open` so do all open chunks, and those of `ended` that are
+        `unfinished` because others still play.
+        """
+        kept = [chunk for chunk in self.open if chunk is not None] + list(unfinished) if keep_open else []
+        moved = None
+        if hanging or kept:
+            longest = max((self._stop(chunk) - chunk.start for chunk in kept), default=0)
+            moved = type(self)(self.width, max(self.capacity, longest + 1), self._observations)
+            self._move(moved, kept, np.array(hanging, np.intp))
+        if not keep_open:
+            return super().take_chunks(keep_open=False)[0], moved
+        left = set(map(id, unfinished))
+        self.open = [None] * self.width
+        self.ended = [chunk for chunk in self.ended if id(chunk) not in left]
+        return super().take_chunks(keep_open=False)[0], moved
+
+    def _stop(self, chunk: OpenChunk) -> int:
+        return self.cursor(chunk.lane) if chunk.end is ChunkEnd.ONGOING else chunk.stop
+
+    def _move(self, moved: Self, kept: Sequence[OpenChunk], hanging: Rows) -> None:
+        self._settle_cursors()
+        moved._settle_cursors()
+        for name, column in self.columns.items():
+            if name not in moved.columns:
+                moved._add(name, column[:, 0])
+        for chunk in kept:
+            self._move_chunk(moved, chunk)
+        for name, column in self.columns.items():
+            current = (
+                self._observations[name][hanging] if is_obs_column(name) else column[hanging, self._cursor[hanging]]
+            )
+            moved.columns[name][hanging, moved._cursor[hanging]] = current
+
+    def _move_chunk(self, moved: Self, chunk: OpenChunk) -> None:
+        row, stop = chunk.lane, self._stop(chunk)
+        steps = stop - chunk.start
+        for name, column in self.columns.items():
+            moved.columns[name][row, :steps] = column[row, chunk.start : stop]
+        moved._cursor[row] = steps
+        if chunk.end is ChunkEnd.ONGOING:
+            moved.open[row] = chunk
+        else:
+            for name, parts in self.finals.items():
+                moved.finals[name].append(np.concatenate(parts)[chunk.final, None])
+            chunk.final, moved._finals_kept = moved._finals_kept, moved._finals_kept + 1
+            chunk.stop = steps
+            moved.ended.append(chunk)
+        chunk.start = 0

@@ -1,0 +1,36 @@
+"""From a module's fragment to its batch: as for one agent, and then every chunk says whose it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.spaces import Spaces
+from headrace.workers.agents.episodes import AgentEpisode
+from headrace.workers.sampling.cutting import Marker, Stamp, cut
+from headrace.workers.sampling.fragment import OpenChunk
+from headrace.workers.sampling.seat_fragment import SeatFragment
+
+
+def cut_seats(
+    fragment: SeatFragment,
+    chunks: Sequence[OpenChunk],
+    markers: Sequence[Marker],
+    spaces: Spaces,
+    stamp: Stamp,
+    module_id: str,
+) -> ChunkBatch:
+    """See `cutting.cut`. A chunk's `t_start` is the env step of its first row; its length counts the agent's own."""
+    batch = cut(fragment, chunks, markers, spaces, stamp)
+    parts: list[OpenChunk | Marker] = [*chunks, *markers]
+    episodes = [cast(AgentEpisode, part.episode) for part in parts]
+    names = {name: i for i, name in enumerate(dict.fromkeys(episode.agent for episode in episodes))}
+    batch.table["agent"] = [names[episode.agent] for episode in episodes]
+    env_t, offsets = batch.columns["env_t"], batch.offsets
+    first, last = env_t[offsets[: len(chunks)]], env_t[offsets[1 : len(chunks) + 1] - 1]
+    batch.table["t_start"] = [*first.tolist(), *(episode.t_end for episode in episodes[len(chunks) :])]
+    for episode, t in zip(episodes, last.tolist(), strict=False):
+        episode.t_end = t + 1
+    return replace(batch, agents=list(names), modules=(module_id,))

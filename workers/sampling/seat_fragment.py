@@ -1,0 +1,52 @@
+"""The buffers of one module's seats, whose actions are answered by what their agents see next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.workers.envs.lane import Episode
+from headrace.workers.sampling.episode_view import OpenRows
+from headrace.workers.sampling.pending import HangingFragment, Rows
+
+
+class SeatFragment(HangingFragment):
+    """A `HangingFragment` whose lanes are seats."""
+
+    def __init__(self, width: int, capacity: int, observations: Mapping[str, NDArray[Any]]) -> None:
+        super().__init__(width, capacity, observations)
+        self._add("env_t", np.empty(0, np.int64))
+
+    def widen(self, observations: Mapping[str, NDArray[Any]]) -> None:
+        """Make room for the seats below those there are; `observations` are the wider columns."""
+        old, self.width = self.width, len(next(iter(observations.values())))
+        self._observations = observations
+        for name, column in self.columns.items():
+            wider = np.empty((self.width, *column.shape[1:]), column.dtype)
+            wider[:old] = column
+            self.columns[name] = wider
+        self.open += [None] * (self.width - old)
+        cursor = np.zeros(self.width, np.intp)
+        cursor[:old] = self._cursor
+        self._cursor = cursor
+
+    def act_at(
+        self, rows: Rows, columns: Mapping[str, NDArray[Any]], weights_seq: int, env_t: NDArray[np.int64]
+    ) -> None:
+        """`act`, in the env steps `env_t`, one for each of `rows`."""
+        self.act(rows, columns, weights_seq)
+        at = self._level if self._level is not None else self._cursor[rows]
+        self.columns["env_t"][rows, at] = env_t
+
+    def rows_of(self, row: int, episode: Episode, *, hangs: bool) -> OpenRows | None:
+        """What a seat has in `episode` and was not cut yet, for those who look on; None if it has nothing."""
+        chunk = self.open[row]
+        if chunk is None or chunk.episode is not episode:
+            chunk = next((chunk for chunk in reversed(self.ended) if chunk.episode is episode), None)
+        if chunk is None:
+            return None
+        stop = self._stop(chunk)
+        return OpenRows(self.columns, self._observations, chunk.infos, row, chunk.start, stop, hangs)

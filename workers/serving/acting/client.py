@@ -1,0 +1,243 @@
+"""A client of a policy server that acts by itself: only weights come from there, and whole chunks go back.
+
+The episodes go through the very table, sampler and cutting that a worker has, in this process, so chunks are the same.
+Needs torch; `serving.client` has the client that needs neither torch nor the policy.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import secrets
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+from headrace.schemas.episode_errors import EpisodeTimeoutError
+from headrace.schemas.errors import ConfigError, HeadraceError
+from headrace.schemas.keys import ClientKeys
+from headrace.schemas.ledger import Discard
+from headrace.schemas.serving_errors import MessageTooLargeError, UnknownSessionError
+from headrace.schemas.serving_messages import ClientBye
+from headrace.schemas.spaces import Spaces, column_dtype, leaf_size, leaves
+from headrace.schemas.wire import DEFAULT_CAPS
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.external.calls import Answer
+from headrace.workers.fleet.shipping import Cut
+from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
+from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
+from headrace.workers.serving.acting.here import env_here
+from headrace.workers.serving.acting.pulling import WeightsPuller
+from headrace.workers.serving.acting.shipments import AnyRunner, Shipments
+from headrace.workers.serving.client import PolicyClient
+from headrace.workers.serving.space_values import SpaceValues
+from headrace.workers.serving.values import read_info
+
+log = logging.getLogger(__name__)
+
+_LEAVING_S = 5.0
+"""How long a client that closes still waits for a server that is gone."""
+_FURTHER_BYTES = 64
+"""Of a step besides what is seen and done: reward, version, log-prob, ..."""
+_INFO_BYTES = DEFAULT_CAPS.infos_bytes
+"""Of one info: more is in no chunk at all."""
+_FORGOTTEN = "the policy server has begun anew, or ended this session, which was silent"
+
+
+class _BrokenOffError(HeadraceError):
+    """The client closes, or its session has ended, or a message is full, while a fragment is being gathered."""
+
+
+class ActingClient:
+    """Drives episodes by a policy that is here, with the newest weights of a policy server; see `PolicyClient`.
+
+    `config` is the worker's: module, connectors, fragment length and the rest must be the same there; `env` is left
+    out. `index` tells apart clients with one seed. The server's config has serving.client_inference = true. Calls are
+    those of `ExternalEnv`, with its deadlines and errors, or of `ExternalMultiAgentEnv`, where agents go by the texts
+    of their ids, in the policies' mapping too; before the first weights have come they wait. What a server has not
+    taken when it ends, or when it forgets a client that was silent, is lost, and the next one's books name it
+    `unshipped`; so is a chunk that fits no message. Open episodes are then aborted, and their next call is an
+    `EpisodeAbortedError`. What ends the client itself is raised by its next calls as `EpisodesClosedError`, and stands
+    in `failure`.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        config: EnvRunnerConfig,
+        *,
+        index: int = 0,
+        session: str | None = None,
+        keys: ClientKeys | str | None = None,
+        timeout_s: float = 300.0,
+        connect_timeout_s: float = 60.0,
+        update_interval_s: float = 1.0,
+    ) -> None:
+        """Open a session; raises what `PolicyClient` does, and what building module and connectors raises."""
+        if config.env is not None:
+            raise ConfigError("the episodes of an ActingClient are its caller's; leave it out", key="env")
+        self._timeout_s = timeout_s
+        self._link = PolicyClient(
+            endpoint,
+            session=session,
+            keys=keys,
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            reopens=False,  # a shipment whose answer was lost must not be taken again by a session of the same name
+        )
+        self.spaces = self._link.spaces
+        """One agent's, or those of several by the texts of their ids."""
+        kind = MultiAgentEnvRunner if config.is_multi_agent else SingleAgentEnvRunner
+        try:
+            _check_kind(config, self.spaces)
+            self._values = SpaceValues.of(self.spaces)
+            self._env = env_here(self.spaces)
+            here = config.model_copy(update={"env": lambda context: self._env, "env_placement": "inline"})
+            self._runner: AnyRunner = kind(here, index, run_uid=secrets.token_hex(8))
+        except BaseException:
+            self._link.close()
+            raise
+        self.start_episode = self._env.start_episode
+        self.failure: HeadraceError | None = None
+        self._closing = threading.Event()
+        self._shipments = Shipments(self._link, self._runner, self._closing, timeout_s)
+        most_bytes = max(map(_step_bytes, self._runner.module_spaces.values()))
+        self._most_open = self._shipments.room // (2 * most_bytes)
+        self._puller = WeightsPuller(self._link, update_interval_s)
+        self._thread = threading.Thread(target=self._run, name="acting", daemon=True)
+        self._thread.start()
+
+    def get_action(self, episode_id: str, observation: Any) -> Any:
+        """See `ExternalEnv`; what is seen may be lists and numbers too."""
+        return self._env.get_action(episode_id, self._values.observation.read(observation))
+
+    def log_action(self, episode_id: str, observation: Any, action: Any) -> None:
+        """See `ExternalEnv`, and `get_action`."""
+        values = self._values
+        self._env.log_action(episode_id, values.observation.read(observation), values.action.read(action))
+
+    def log_returns(self, episode_id: str, reward: Any, info: Any = None, *dones: Any, **named_dones: Any) -> None:
+        """See `ExternalEnv`; an info that no chunk could carry is refused here, not when its episode is shipped."""
+        if isinstance(self.spaces, Spaces):
+            info = None if info is None else read_info(info, most_bytes=_INFO_BYTES)
+        elif isinstance(info, Mapping):
+            info = {agent: read_info(own, f"info of agent {agent!r}", _INFO_BYTES) for agent, own in info.items()}
+        self._env.log_returns(episode_id, reward, info, *dones, **named_dones)
+
+    def end_episode(self, episode_id: str, observation: Any, truncated: bool = False) -> None:
+        """The episode has ended with this observation. Blocks until that is taken in, so that its place is free."""
+        answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        last = self._values.observation.read(observation)
+        self._env.episodes.end(episode_id, last, answers.put, truncated=truncated)
+        try:
+            answer = answers.get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise EpisodeTimeoutError(episode_id, "end_episode()", "timeout_s", self._timeout_s) from None
+        if answer.error is not None:
+            raise answer.error
+
+    def abort_episode(self, episode_id: str, reason: str = "given up") -> None:
+        """The episode will never finish."""
+        self._env.episodes.abort(episode_id, str(reason)[:200])
+
+    def close(self) -> None:
+        """Ship what has ended, end the session, and abort episodes that are open. When no other call is under way."""
+        self._closing.set()
+        self._thread.join()
+        self._puller.stop()
+        self._link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- the thread that acts -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._wait_for_weights()
+            while not self._closing.is_set():
+                self._ship(self._gather())
+            self._ship(self._runner.discard_open(Discard.CLIENT_LOST))
+        except _BrokenOffError:
+            pass
+        except HeadraceError as error:
+            self.failure = error
+            log.error("the client ends: %s", error)
+            self._env.episodes.close(f"the client has ended ({error})")
+        finally:
+            self._runner.stop()
+
+    def _wait_for_weights(self) -> None:
+        while not self._puller.arrived.wait(0.05):
+            if self._closing.is_set():
+                raise _BrokenOffError
+            if self._puller.lost.is_set():
+                self._open_anew()
+        self._apply_newest()
+
+    def _gather(self) -> Cut:
+        try:
+            return self._runner.sample_fragment(self._between_polls)
+        except _BrokenOffError:
+            return self._runner.cut_fragment()
+
+    def _between_polls(self) -> None:
+        self._apply_newest()
+        if self._closing.is_set() or self._puller.lost.is_set() or self._runner.totals.open > self._most_open:
+            raise _BrokenOffError
+
+    def _apply_newest(self) -> None:
+        pulled = self._puller.take()
+        if pulled is not None and pulled.version > self._runner.weights_version:
+            epoch, seq = pulled.version
+            self._runner.set_weights(pulled.arrays, seq, epoch, pulled.digest)
+        if self._puller.failure is not None:
+            raise self._puller.failure
+
+    def _ship(self, cut: Cut) -> None:
+        """Blocks until the server has it in its stream: while nobody trains, nobody acts."""
+        if self._puller.lost.is_set():
+            self._shipments.lose(cut)
+            self._begin_anew(_FORGOTTEN)
+            return
+        try:
+            self._shipments.ship(cut)
+        except UnknownSessionError:
+            self._begin_anew(_FORGOTTEN)
+        except MessageTooLargeError as error:
+            self._begin_anew(str(error))
+
+    def _begin_anew(self, reason: str) -> None:
+        """Nothing may go on from what was shipped before: another session, and other episodes."""
+        self._env.episodes.abort_all(reason)
+        self._shipments.lose(self._runner.discard_open(Discard.UNSHIPPED))
+        log.warning("%s; %d steps of this client are lost so far, and told", reason, self._shipments.lost_steps)
+        self._open_anew()
+        if self._closing.is_set():  # and nothing more is shipped
+            self._shipments.tell()
+
+    def _open_anew(self) -> None:
+        with suppress(HeadraceError):  # a server that knows nothing of the session has ended it already
+            self._link.ask(ClientBye, timeout_s=1.0)
+        self._link.open_anew(_LEAVING_S if self._closing.is_set() else self._timeout_s)
+        self._shipments.begin_anew()
+        self._puller.lost.clear()
+
+
+def _check_kind(config: EnvRunnerConfig, spaces: Any) -> None:
+    if config.is_multi_agent is isinstance(spaces, Spaces):
+        told, here = ("one agent", "several") if config.is_multi_agent else ("several agents", "one")
+        raise ConfigError(f"the server's episodes are of {told}, and this config's of {here}", key="policies")
+
+
+def _step_bytes(spaces: Spaces) -> int:
+    """Of a step in a message, about."""
+    both = (*leaves(spaces.observation, "obs"), *leaves(spaces.action, "actions"))
+    return _FURTHER_BYTES + sum(leaf_size(leaf) * column_dtype(leaf).itemsize for _, leaf in both)

@@ -1,0 +1,291 @@
+"""A client of a policy server: the simulator is here, the policy there."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+from numpy.typing import NDArray
+
+from headrace.schemas.episode_errors import (
+    EpisodeAbortedError,
+    EpisodesClosedError,
+    NoActionYetError,
+    NoFreePlaceError,
+    UnknownEpisodeError,
+)
+from headrace.schemas.errors import HeadraceError, UnreachableError
+from headrace.schemas.keys import CLIENT, ClientKeys, client_keys
+from headrace.schemas.serving_agents import served_spaces_from_json
+from headrace.schemas.serving_errors import UnknownSessionError
+from headrace.schemas.serving_messages import (
+    ClientBye,
+    ClientHeartbeat,
+    ClientHello,
+    ClientRequest,
+    ClientWelcome,
+    EpisodeAbort,
+    EpisodeAnswer,
+    EpisodeStart,
+)
+from headrace.schemas.spaces import Spaces, nest
+from headrace.workers.serving.client.connection import Connection, request_of
+from headrace.workers.serving.client.earned import Dones, Earned, EarnedByAgent, nothing_earned
+from headrace.workers.serving.space_values import SpaceValues
+
+_BEFORE_WELCOME_BYTES = 4096
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Episode:
+    earned: Earned | EarnedByAgent
+    step: int = 0
+
+
+class PolicyClient:
+    """Drives episodes for which a policy server chooses the actions; of several agents in dicts by agent id.
+
+    Any number of threads may call, each episode by one at a time. Calls block until they are answered, `timeout_s` at
+    most, whatever becomes of the connection meanwhile: what is asked again is answered alike and is one step. Raises
+    what the server refuses a call with, by the same class (`schemas/serving_errors.py`, `schemas/episode_errors.py`),
+    and `UnreachableError`. A server that has begun anew knows no episode of before: `EpisodeAbortedError`, once each.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        session: str | None = None,
+        keys: ClientKeys | str | None = None,
+        timeout_s: float = 300.0,
+        connect_timeout_s: float = 60.0,
+        reopens: bool = True,
+    ) -> None:
+        """Open a session at `endpoint`, "tcp://host:port". `session` is its name, for the server's log; None takes a
+        random one. `keys` is a folder with client.secret and worker.public; None: that of HEADRACE_KEYS__DIR.
+        Without `reopens` a session that has ended stays so until `open_anew`."""
+        self.session = session or f"client-{secrets.token_hex(8)}"
+        self._token = secrets.token_hex(16)
+        self._reopens = reopens
+        self._endpoint, self._keys = endpoint, client_keys(keys, CLIENT)
+        self._timeout_s = timeout_s
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._connections: list[Connection] = []
+        """Idle ones; each call takes one, so that calls of several threads wait side by side."""
+        self._episodes: dict[str, _Episode] = {}
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._max_message_bytes = _BEFORE_WELCOME_BYTES
+        self._let_in = False
+        try:
+            welcome = self._open(connect_timeout_s)
+        except BaseException:
+            self._disconnect()
+            raise
+        self.spaces: Spaces | dict[str, Spaces] = served_spaces_from_json(welcome.spaces)
+        """Of several agents those of each, by the text of its id."""
+        self._values = SpaceValues.of(self.spaces)
+        self._beats = threading.Thread(target=self._beat, args=(welcome.lease_s / 4,), name="beats", daemon=True)
+        self._beats.start()
+
+    # -- episodes -----------------------------------------------------------------------------------------------------
+
+    def start_episode(self, episode_id: str | None = None, training_enabled: bool = True) -> str:
+        """Open an episode and give its id. Waits for a free place; raises `NoFreePlaceError` after `timeout_s`."""
+        episode_id = episode_id or uuid.uuid4().hex
+        until = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                self.ask(EpisodeStart, episode=episode_id, training_enabled=training_enabled)
+                break
+            except NoFreePlaceError:
+                if time.monotonic() >= until or self._closing.wait(0.1):
+                    raise
+        with self._lock:
+            self._episodes[episode_id] = _Episode(nothing_earned(self.spaces))
+        return episode_id
+
+    def get_action(self, episode_id: str, observation: Any) -> Any:
+        """What the current policy does, in the nesting of the action space; arrays are read-only.
+
+        Of several agents, by id: what each does that is observed and not done.
+        """
+        _, arrays = self._step(episode_id, observation)
+        if isinstance(self.spaces, Spaces):
+            return nest(self.spaces.action, arrays, "actions")
+        ids = {str(agent): agent for agent in observation}
+        return {ids.get(agent, agent): action for agent, action in self._values.action.of_arrays(arrays).items()}
+
+    def log_action(self, episode_id: str, observation: Any, action: Any) -> None:
+        """Tell an action that was not asked for; of several agents, that of each who is observed and not done."""
+        values = self._values.action
+        self._step(episode_id, observation, values.arrays(values.read(action)), off_policy=True)
+
+    def log_returns(
+        self,
+        episode_id: str,
+        reward: Any,
+        info: dict[Any, Any] | None = None,
+        multiagent_done_dict: Dones | None = None,
+        multiagent_truncated_dict: Dones | None = None,
+    ) -> None:
+        """Add to the reward since the last action; goes out with the next call. Of several agents, dicts by id.
+
+        Who is done, or truncated, may be observed once more by the next call, and not after it. Raises
+        `EnvContractError` for a reward that is no finite number and for what is of no agent, or one that is done;
+        `NoActionYetError` before the first action. Nothing of such a call counts.
+        """
+        episode = self._find(episode_id)
+        if not episode.step:
+            raise NoActionYetError(episode_id)
+        episode.earned.add(reward, info, multiagent_done_dict, multiagent_truncated_dict)
+
+    def end_episode(self, episode_id: str, observation: Any, truncated: bool = False) -> None:
+        """The episode has ended with this observation."""
+        self._step(episode_id, observation, end="truncated" if truncated else "terminated")
+        self._forget(episode_id)
+
+    def abort_episode(self, episode_id: str, reason: str = "") -> None:
+        """The episode will never finish."""
+        self._find(episode_id)
+        self._forget(episode_id)
+        self.ask(EpisodeAbort, episode=episode_id, reason=str(reason)[:200])
+
+    def _step(
+        self, episode_id: str, observation: Any, arrays: Mapping[str, NDArray[Any]] | None = None, **fields: Any
+    ) -> tuple[EpisodeAnswer, dict[str, NDArray[Any]]]:
+        episode = self._find(episode_id)
+        values = self._values.observation
+        arrays = {**values.arrays(values.read(observation)), **(arrays or {})}
+        fields |= {"episode": episode_id, "step": episode.step, **episode.earned.fields()}
+        try:
+            answer, found = self.ask(self._values.step, arrays, **fields)
+        except (EpisodeAbortedError, UnknownEpisodeError, UnknownSessionError) as error:
+            self._forget(episode_id)
+            if isinstance(error, EpisodeAbortedError):
+                raise
+            raise EpisodeAbortedError(episode_id, str(error)) from error
+        assert isinstance(answer, EpisodeAnswer)
+        episode.step = answer.next_step
+        episode.earned.settle()
+        return answer, found
+
+    def _find(self, episode_id: str) -> _Episode:
+        episode = self._episodes.get(episode_id)
+        if episode is None:
+            raise UnknownEpisodeError(episode_id)
+        return episode
+
+    def _forget(self, episode_id: str) -> None:
+        with self._lock:
+            self._episodes.pop(episode_id, None)
+
+    # -- the session --------------------------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        kind: type[ClientRequest],
+        arrays: Mapping[str, NDArray[Any]] | None = None,
+        *,
+        timeout_s: float | None = None,
+        **fields: Any,
+    ) -> tuple[Any, dict[str, NDArray[Any]]]:
+        """Any request of this session's, answered: (message, arrays). For clients that are built on this one.
+
+        Raises as other calls do; an `UnknownSessionError` when the session has ended.
+        """
+        if self._closing.is_set() and kind is not ClientBye:
+            raise EpisodesClosedError(fields.get("episode", ""), "this client is closed")
+        request = request_of(kind, session=self.session, token=self._token, **fields)
+        try:
+            return self._say(request, timeout_s or self._timeout_s, arrays)
+        except UnknownSessionError:
+            if not self._reopens:
+                raise
+            self._open(self._timeout_s)
+            if not isinstance(request, EpisodeStart):
+                raise
+            return self._say(request, self._timeout_s)
+
+    @property
+    def max_message_bytes(self) -> int:
+        """The most that the server takes in one message, as it said last."""
+        return self._max_message_bytes
+
+    def open_anew(self, timeout_s: float) -> None:
+        """Open another session, of which nothing that was said in this one can become a part."""
+        self.session, self._token = f"client-{secrets.token_hex(8)}", secrets.token_hex(16)
+        self._open(timeout_s)
+
+    def _open(self, timeout_s: float) -> ClientWelcome:
+        hello = request_of(ClientHello, session=self.session, token=self._token)
+        welcome, _ = self._say(hello, timeout_s)
+        assert isinstance(welcome, ClientWelcome)
+        self._let_in, self._max_message_bytes = True, welcome.max_message_bytes
+        return welcome
+
+    def _say(
+        self, request: ClientRequest, timeout_s: float, arrays: Mapping[str, NDArray[Any]] | None = None
+    ) -> tuple[Any, dict[str, NDArray[Any]]]:
+        with self._connection() as connection:
+            return connection.ask(request, timeout_s, arrays, self._max_message_bytes)
+
+    @contextmanager
+    def _connection(self) -> Iterator[Connection]:
+        with self._lock:
+            connection = self._connections.pop() if self._connections else None
+        if connection is None:
+            connection = Connection(self._context, self._endpoint, self._keys, agreed=self._let_in)
+        try:
+            yield connection
+        finally:
+            with self._lock:
+                self._connections.append(connection)
+
+    def _beat(self, interval_s: float) -> None:
+        """The simulator may take longer for a step than the server would wait for a sign of life."""
+        while not self._closing.wait(interval_s):
+            try:
+                self._say(ClientHeartbeat(session=self.session, token=self._token), interval_s)
+            except UnknownSessionError:
+                with suppress(HeadraceError):
+                    if self._reopens:
+                        self._open(interval_s)
+            except UnreachableError as error:
+                log.warning("%s; trying on", error)
+            except HeadraceError as error:
+                log.error("no heartbeats any more: %s", error)
+                return
+
+    # -- leaving ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the session; episodes that are open are aborted. Call it when no other call is under way."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._beats.join()
+        with suppress(HeadraceError):  # a server that is gone has ended it already
+            self._say(ClientBye(session=self.session, token=self._token), 1.0)
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        self._context.destroy(linger=200)  # what was sent has a moment to leave
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

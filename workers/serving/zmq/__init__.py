@@ -1,0 +1,1 @@
+"""The policy server's ZeroMQ side."""
