@@ -23,7 +23,7 @@ from headrace.schemas.messages import Obituary, SupervisorHello
 from headrace.schemas.recorder import read_recorder
 from headrace.schemas.spaces import Spaces
 from headrace.schemas.weights import weights_digest
-from headrace.workers import worker as worker_module
+from headrace.workers.fleet import worker as worker_module
 
 SAMPLING: dict[str, Any] = {"env": "CartPole-v1", "num_envs": 2, "rollout_fragment_length": 16, "seed": 1}
 AT_RANDOM = {"sampling": SAMPLING, "worker": {"random_actions_before_weights": True, "drain_timeout_s": 5.0}}

@@ -12,7 +12,7 @@ from raw_http import HEALTH, RawHttp, head, put
 from served import LIMITS, Served
 
 from headrace.schemas.spaces import Discrete, MultiDiscrete, Spaces
-from headrace.workers.serving import http_connection
+from headrace.workers.serving.http import connection as http_connection
 from headrace.workers.serving.http.connection import HEAD_BYTES
 from headrace.workers.serving.http.way import connection_places
 
