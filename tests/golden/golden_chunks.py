@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -90,4 +91,5 @@ def add_new(words: list[str]) -> None:
 
 if __name__ == "__main__":
     logging.disable()  # envs that fail are meant to
+    warnings.simplefilter("ignore")
     add_new(sys.argv[1:])

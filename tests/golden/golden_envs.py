@@ -19,6 +19,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from headrace.workers import EnvContext, MultiAgentEnv, StepFailedRecreateEnv, VectorEnv
+from headrace.workers.external import ExternalEnv, ExternalMultiAgentEnv
 
 MODULUS = 256
 
@@ -202,7 +203,7 @@ class Jittery(Walk):
 
 
 class OwnVector(VectorEnv):
-    """A vector of walks of the user's own. Step `config["all"]` raises; an env that fails answers with its exception."""
+    """A user's own vector of walks. Step `config["all"]` raises; an env that fails answers with its exception."""
 
     def __init__(self, context: EnvContext) -> None:
         self._context = context
@@ -293,6 +294,106 @@ class Rows(gym.vector.VectorEnv[Any, Any, Any]):
         truncated = ~begins & ~terminated & (self._times >= self._limit + np.arange(self.num_envs))
         self._over = terminated | truncated
         return self._observe(), np.where(begins, 0.0, self._sums / 4), terminated, truncated, {}
+
+
+class Serving(ExternalEnv):
+    """Plays one episode after another in its own thread, and logs every `config["logged"]`th action by itself.
+
+    `config["untrained"]`: every fifth episode is not to be trained on. `config["fails"]`: episodes before `run` raises.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(Walk.action_space, Walk.observation_space)
+        self.config = config
+        self._recreated = config.recreated
+
+    def run(self) -> None:
+        for number in range(1_000_000):
+            if number == self.config.get("fails") and not self._recreated:
+                raise RuntimeError("the simulator is gone")
+            self._play(number)
+
+    def _play(self, number: int) -> None:
+        walk = Walk(self.config)
+        trains = not self.config.get("untrained") or number % 5 != 4
+        episode = self.start_episode(training_enabled=trains)
+        observation, _ = walk.reset(seed=number)
+        over = truncated = False
+        while not over and not truncated:
+            action = self._act(episode, observation, walk.time)
+            observation, reward, over, truncated, info = walk.step(action)
+            self.log_returns(episode, reward / 2)
+            self.log_returns(episode, reward / 2, info)
+        self.end_episode(episode, observation, truncated=truncated)
+
+    def _act(self, episode: str, observation: Any, time: int) -> Any:
+        every = self.config.get("logged")
+        if every and time % every == 0:
+            self.log_action(episode, observation, np.int64(time % 5 - 1))
+            return time % 5 - 1
+        return self.get_action(episode, observation)
+
+
+LOGGED: dict[Any, Any] = {
+    "red/1": np.int64(1),
+    3: np.array([0.25, -0.5], np.float32),
+    "blue": np.int64(1),
+    "late": np.zeros(2, np.float32),
+}
+"""An action that each agent of a `Crowd` may always take."""
+
+
+class ServingAgents(ExternalMultiAgentEnv):
+    """Plays one episode of a `Crowd` after another in its own thread; some actions are logged, as in `Serving`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(Crowd.action_spaces, Crowd.observation_spaces)
+        self.config = config
+
+    def run(self) -> None:
+        for number in range(1_000_000):
+            self._play(number)
+
+    def _play(self, number: int) -> None:
+        crowd = Crowd(self.config)
+        episode = self.start_episode()
+        observations, infos = crowd.reset(seed=number)
+        over = truncated = False
+        while True:
+            acting = {agent: seen for agent, seen in observations.items() if agent not in crowd.done}
+            actions = self._act(episode, observations, acting, crowd.time) if acting else {}
+            observations, rewards, terminateds, truncateds, infos = crowd.step(actions)
+            over, truncated = terminateds.pop("__all__"), truncateds.pop("__all__")
+            self.log_returns(episode, rewards, infos, terminateds, truncateds)
+            if over or truncated:
+                return self.end_episode(episode, observations, truncated=truncated)
+
+    def _act(self, episode: str, observations: Any, acting: Any, time: int) -> Any:
+        every = self.config.get("logged")
+        if every and time % every == 0:
+            actions = {
+                agent: np.int64(1) if agent in ("red/1", "blue") else np.zeros(2, np.float32) for agent in acting
+            }
+            self.log_action(episode, observations, actions)
+            return actions
+        return self.get_action(episode, observations)
+
+
+class Idle(ExternalEnv):
+    """Waits while a script drives its episodes, which finds the newest such env in `newest`."""
+
+    newest: ClassVar[list[Idle]] = []
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(Walk.action_space, Walk.observation_space)
+        self._closed = threading.Event()
+        self.newest[:] = [self]
+
+    def run(self) -> None:
+        self._closed.wait()
+
+    def close(self) -> None:
+        self._closed.set()
 
 
 # -- several agents ---------------------------------------------------------------------------------------------------

@@ -131,8 +131,8 @@ def choose(leaf: Any, scores: torch.Tensor, mask: torch.Tensor | None) -> torch.
         if mask is None:
             return score % leaf.n + leaf.start
         legal = mask.to(torch.int64)
-        nth = score % legal.sum(1) + 1
-        return (legal.cumsum(1) < nth[:, None]).sum(1) + leaf.start
+        nth = score % legal.sum(1).clamp(min=1) + 1  # a row of an agent that does not act may have an empty mask
+        return (legal.cumsum(1) < nth[:, None]).sum(1).clamp(max=leaf.n - 1) + leaf.start
     if isinstance(leaf, MultiDiscrete):
         table = torch.tensor([leaf.nvec, leaf.start], dtype=torch.int64)
         return (scores % table[0] + table[1]).reshape(-1, *leaf.shape)

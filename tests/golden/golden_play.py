@@ -68,7 +68,8 @@ class Play:
         given: Settings = {"seed": 7, "env_restart_backoff_s": 0.0, "rollout_fragment_length": 8, "num_envs": 3}
         given |= self._case.settings | settings
         if self._case.host is not None:
-            given |= {"env_placement": "remote", "env_hosts_port": self._hosts.port(self._case.host)}
+            first = self._hosts.port(self._case.host) - self._case.runner.get("worker_index", 0)
+            given |= {"env_placement": "remote", "env_hosts_port": first, "env_hosts_timeout_s": 60.0}
         if self._case.events:
             given["callbacks"] = [self.events]
         kind = MultiAgentEnvRunner if self._case.several else SingleAgentEnvRunner
