@@ -47,8 +47,9 @@ format: $(READY) ## repair formatting and what ruff can repair
 bench: $(READY) ## measure against the limits, side by side; writes bench-results/
 	$(BIN)/python tests/bench/run.py
 
-golden: $(READY) ## add to tests/golden/ what a new kind of message or space needs
+golden: $(READY) ## add to tests/golden/ what a new kind of message or space, or a new case of sampling needs
 	$(BIN)/python tests/golden/golden_samples.py
+	$(BIN)/python tests/golden/golden_chunks.py
 
 wheel: $(READY) ## build dist/*.whl from a clean build folder
 	@rm -rf build dist
