@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from headrace.broker.holdings import Holdings
+from headrace.broker.batch_store import BatchStore
 from headrace.broker.limits import BrokerLimits
 from headrace.broker.outbox import Outbox
 from headrace.broker.source import Source
@@ -22,9 +22,9 @@ wakes four threads, which costs more than all else that is done for a small batc
 class Acknowledgements:
     """Gathers what changed into one Ack for each worker. `waits_for` says whom a worker without credit waits for."""
 
-    def __init__(self, limits: BrokerLimits, holdings: Holdings, outbox: Outbox, waits_for: Callable[[], str]) -> None:
+    def __init__(self, limits: BrokerLimits, store: BatchStore, outbox: Outbox, waits_for: Callable[[], str]) -> None:
         self._limits = limits
-        self._holdings = holdings
+        self._store = store
         self._outbox = outbox
         self._waits_for = waits_for
         self.due_at = math.inf
@@ -35,9 +35,9 @@ class Acknowledgements:
 
         `workers` share the credit.
         """
-        changed = self._holdings.changed
+        changed = self._store.changed
         is_due = now >= self.due_at
-        for source in [self._holdings.sources[key] for key in changed]:
+        for source in [self._store.sources[key] for key in changed]:
             if is_due or source.progress() - source.told >= _GATHER:
                 changed.discard(source.key)
                 if source.peer is not None:
@@ -57,9 +57,9 @@ class Acknowledgements:
             accepted=source.accepted,
             settled=source.settled,
             credit=credit,
-            weights=self._holdings.weights,
+            weights=self._store.weights,
             closed=source.closed,
-            steps_elsewhere=self._holdings.steps - source.counted,
+            steps_elsewhere=self._store.steps - source.counted,
             waiting_for="" if credit > source.accepted else self._waits_for(),
         )
 
@@ -73,6 +73,6 @@ class Acknowledgements:
             return source.accepted
         if self._limits.overflow == "drop_oldest":
             return source.accepted + _MOST_CREDIT
-        room = max(0, self._limits.max_held_bytes - self._holdings.nbytes)
+        room = max(0, self._limits.max_held_bytes - self._store.nbytes)
         batches = room // max(1, workers) // (source.batch_bytes or self._limits.max_batch_bytes)
         return source.accepted + max(min(batches, _MOST_CREDIT), 0 if source.held else 1)

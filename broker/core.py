@@ -1,6 +1,6 @@
 """The broker's state machine: messages and time in, messages out, no I/O of its own.
 
-    worker ──▶ WorkerDesk ──▶ Holdings ──▶ LearnerDesk ──▶ learner
+    worker ──▶ WorkerSessions ──▶ BatchStore ──▶ LearnerSessions ──▶ learner
            ◀── Ack ──           (held until settled)  ◀── Commit
 
 What it promises: each batch id is accepted once; per incarnation batches reach the learner in order, each exactly once
@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from headrace.broker.acknowledgements import Acknowledgements
-from headrace.broker.holdings import Holdings
-from headrace.broker.learner_desk import LearnerDesk
+from headrace.broker.batch_store import BatchStore
+from headrace.broker.learner_sessions import LearnerSessions
 from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.outbox import Outbox, Send
 from headrace.broker.source import Peer, Source
-from headrace.broker.worker_desk import WorkerDesk
+from headrace.broker.worker_sessions import WorkerSessions
 from headrace.schemas.batch import BatchHeader
 from headrace.schemas.ledger import Discard, LedgerRow
 from headrace.schemas.messages import (
@@ -38,7 +38,7 @@ from headrace.schemas.messages import (
 from headrace.schemas.runner_counters import Counters, larger
 from headrace.schemas.wire import Buffer
 
-SETTLING_IN_S = 30.0
+RECONCILE_WAIT_S = 30.0
 """How long a young broker waits to hear which batches the learner has, before it counts any as lost or drops one."""
 
 
@@ -47,11 +47,11 @@ class BrokerCore:
 
     def __init__(self, fleet_id: str, limits: BrokerLimits, state: BrokerState | None = None, now: float = 0.0) -> None:
         self.state = state or BrokerState()
-        self.holdings = Holdings(limits)
+        self.store = BatchStore(limits)
         self._outbox = Outbox()
-        self._learners = LearnerDesk(fleet_id, self.state, self.holdings, self._outbox)
-        self._acks = Acknowledgements(limits, self.holdings, self._outbox, self._learners.waits_for)
-        self._workers = WorkerDesk(fleet_id, limits, self.state, self.holdings, self._outbox, self._acks)
+        self._learners = LearnerSessions(fleet_id, self.state, self.store, self._outbox)
+        self._acks = Acknowledgements(limits, self.store, self._outbox, self._learners.waits_for)
+        self._workers = WorkerSessions(fleet_id, limits, self.state, self.store, self._outbox, self._acks)
         self._heartbeat_interval_s = limits.heartbeat_interval_s
         self._started = now
         self._next_heartbeat = now
@@ -90,13 +90,13 @@ class BrokerCore:
 
     def published(self, version: Version) -> None:
         """The relay has taken this version."""
-        self.holdings.weights = max(self.weights, version)
-        self.holdings.drop_stale()
+        self.store.weights = max(self.weights, version)
+        self.store.drop_stale()
 
     def tick(self, now: float) -> None:
         """Call it several times a heartbeat interval: leases, obituaries, and the cumulative state to every peer."""
-        if now > self._started + SETTLING_IN_S:
-            self.holdings.is_settled_in = True
+        if now > self._started + RECONCILE_WAIT_S:
+            self.store.is_reconciled = True
         self._workers.tick(now)
         self._learners.deliver()
         if now >= self._next_heartbeat:
@@ -113,9 +113,9 @@ class BrokerCore:
     ) -> None:
         """Take over what Redis remembers of earlier brokers of this fleet; what is known better already stays."""
         for row in rows:
-            source = self.holdings.source(row.slot, row.incarnation)
+            source = self.store.source(row.slot, row.incarnation)
             source.made_before = max(source.made_before, row.totals.steps_of_envs)
-            self.holdings.learn(source, row.settled)
+            self.store.learn(source, row.settled)
             if row.closed and row.held == (0, 0) and not source.closed and not source.held:
                 source.totals, source.closed, source.restored = row.totals, True, row
                 source.end_reason = source.end_reason or Discard.WORKER_KILLED
@@ -123,7 +123,7 @@ class BrokerCore:
             self.state.incarnations[slot] = max(self.state.incarnations.get(slot, 0), incarnation)
         for slot, known in (counters or {}).items():
             self.state.counters[slot] = larger(known, self.state.counters.get(slot, {}))
-        self._learners.outbid((epoch, 0), self._workers.spaces)
+        self._learners.raise_epoch((epoch, 0), self._workers.spaces)
 
     # -- what goes out, and what others may read ----------------------------------------------------------------------
 
@@ -140,16 +140,16 @@ class BrokerCore:
     @property
     def weights(self) -> Version:
         """The newest published."""
-        return self.holdings.weights
+        return self.store.weights
 
     @property
     def sources(self) -> dict[tuple[int, int], Source]:
         """By (slot, incarnation)."""
-        return self.holdings.sources
+        return self.store.sources
 
     def rows(self) -> list[LedgerRow]:
         """The books of every incarnation known, each as of one consistent moment."""
-        return self.holdings.rows()
+        return self.store.rows()
 
     def live(self) -> list[Source]:
         """Sources with a connection."""
@@ -165,7 +165,7 @@ class BrokerCore:
     def _on_worker_hello(self, peer: Peer, hello: WorkerHello, now: float) -> None:
         knew_spaces = bool(self._workers.spaces)
         self._workers.on_hello(peer, hello, now)
-        self._learners.outbid(hello.weights, self._workers.spaces)
+        self._learners.raise_epoch(hello.weights, self._workers.spaces)
         if self._workers.spaces and not knew_spaces:
             self._learners.tell_status(self.live(), self._workers.spaces)
 
@@ -175,4 +175,4 @@ class BrokerCore:
 
     def _on_heartbeat(self, peer: Peer, beat: Heartbeat, now: float) -> None:
         self._workers.on_heartbeat(peer, beat, now)
-        self._learners.outbid(beat.weights, self._workers.spaces)
+        self._learners.raise_epoch(beat.weights, self._workers.spaces)

@@ -10,7 +10,7 @@ from headrace.schemas.messages import LearnerHello
 
 
 @dataclass(slots=True)
-class Learner:
+class LearnerLease:
     """The learner that holds the lease. It has two connections, a stream and a publisher, known by their token."""
 
     token: str

@@ -66,13 +66,13 @@ class FleetMetrics:
         while self._arrivals and self._arrivals[0][0] < now - RATE_WINDOW_S:
             self._arrivals.popleft()
         span = max(now - self._arrivals[0][0], 0.5) if self._arrivals else 1.0
-        oldest = core.holdings.oldest_held_at()
+        oldest = core.store.oldest_held_at()
         gauges: dict[str, float] = {
             "env_steps_per_s": sum(steps for _, steps in self._arrivals) / span,
             "episodes_window": len(self._episodes),
             "weights_seq": core.weights[1],
             "learner_epoch": core.state.epoch,
-            "held_batches": core.holdings.held_batches(),
+            "held_batches": core.store.held_batches(),
             "oldest_unsettled_age_s": now - oldest if oldest is not None else 0.0,
         }
         if self._episodes:

@@ -37,9 +37,9 @@ from headrace.schemas.messages import (
     read,
     read_hello,
 )
-from headrace.schemas.stopping import stop_signals
+from headrace.schemas.stop_event import stop_event
 from headrace.schemas.weights import read_weights
-from headrace.schemas.wire import Caps, MessageKind, decode, decode_header
+from headrace.schemas.wire import MessageKind, WireLimits, decode, decode_header
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def run_broker(config: FleetConfig, *, fleet_id: str, run_dir: Path, redis_url: 
     """Serve until SIGTERM. Raises `PortInUseError`, `RunDirError`, `ConfigError` or `KeysError` before it serves."""
     keys = read_broker_keys(Path(config.keys.dir)) if config.keys.dir else None
     broker = Broker(config.broker, fleet_id, run_dir, redis_url, keys)
-    with stop_signals() as stopping:
+    with stop_event() as stopping:
         try:
             while not stopping.is_set():
                 broker.step()
@@ -96,13 +96,13 @@ class Broker:
         self.core = BrokerCore(fleet_id, limits, state, time.monotonic())
         self.reporter = RedisReporter(redis_url, fleet_id) if redis_url else None
         self._restored = self.reporter is None or self._restore(_SAVED_WAIT_S)
-        self._caps = Caps(payload_bytes=config.max_batch_bytes)
+        self._limits = WireLimits(payload_bytes=config.max_batch_bytes)
         self._written: BrokerState | None = None
         self._next_report = 0.0
         self._next_tick = 0.0
         self._poller = zmq.Poller()
         own = (self.sockets.workers, self.sockets.learners, self.sockets.weights)
-        for socket in (*own, *self.sockets.entrance.sockets):
+        for socket in (*own, *self.sockets.auth.sockets):
             self._poller.register(socket, zmq.POLLIN)
         self._write_state()
         how = "with keys" if keys is not None else "without keys"
@@ -118,7 +118,7 @@ class Broker:
             self._drain(self.sockets.workers)
         if self.sockets.weights in ready:
             self._greet_subscribers()
-        self.sockets.entrance.attend(ready)
+        self.sockets.auth.attend(ready)
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + _TICK_S
@@ -151,7 +151,7 @@ class Broker:
 
     def _take(self, socket: Socket, peer: bytes, frames: list[zmq.Frame]) -> None:
         now = time.monotonic()
-        kind, header = decode_header([frame.buffer for frame in frames], self._caps)
+        kind, header = decode_header([frame.buffer for frame in frames], self._limits)
         if kind is MessageKind.BATCH and socket is self.sockets.workers:
             self._take_batch(peer, header, frames, now)
         elif kind is MessageKind.WEIGHTS and socket is self.sockets.learners:

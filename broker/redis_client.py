@@ -44,7 +44,7 @@ def in_words(error: BaseException) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class RedisReader:
     """The few reads Headrace does, typed. Everything that comes back is bytes somebody else may have written."""
 
     client: redis.Redis

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import orjson
 import redis
 
-from headrace.broker.redis_client import Reader
+from headrace.broker.redis_client import RedisReader
 from headrace.broker.redis_scripts import FLIP
 from headrace.schemas.redis_keys import WEIGHTS_BLOB, WEIGHTS_CURRENT, key_name
 from headrace.schemas.wire import Buffer
@@ -36,7 +36,7 @@ class StoredWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsShelf:
+class RedisWeights:
     """Where the weights of one fleet stand. Every method may raise what `redis_client.REDIS_FAILURES` lists."""
 
     client: redis.Redis
@@ -45,7 +45,7 @@ class WeightsShelf:
     def store(self, version: Version, frames: Sequence[Buffer]) -> str:
         """Make this version the current one: "flipped", or else "older" (nothing changed) or "moved" (try again)."""
         pointer = key_name(self.fleet_id, WEIGHTS_CURRENT)
-        seen = Reader(self.client).text(pointer) or b""
+        seen = RedisReader(self.client).text(pointer) or b""
         current = _version(seen)
         if current is not None and current >= version:
             return "older"
@@ -57,10 +57,10 @@ class WeightsShelf:
 
     def load(self) -> StoredWeights | None:
         """The current weights, whole; None when there are none or what stands there is not weights."""
-        current = _version(Reader(self.client).text(key_name(self.fleet_id, WEIGHTS_CURRENT)) or b"")
+        current = _version(RedisReader(self.client).text(key_name(self.fleet_id, WEIGHTS_CURRENT)) or b"")
         if current is None:
             return None
-        reader, blob = Reader(self.client), self._blob(current)
+        reader, blob = RedisReader(self.client), self._blob(current)
         sizes = _sizes(reader.field(blob, "sizes"))
         if sizes is None:
             return None

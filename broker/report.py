@@ -13,8 +13,8 @@ from typing import Any
 import orjson
 import redis
 
+from headrace.broker.redis_parser import SourceKey
 from headrace.broker.redis_scripts import MERGE
-from headrace.broker.redis_values import Source
 from headrace.schemas import redis_keys as keys
 from headrace.schemas.ledger import LedgerRow
 from headrace.schemas.runner_counters import Counters
@@ -47,7 +47,7 @@ class Report:
     """
 
     rows: list[LedgerRow] = field(default_factory=list)
-    counters: Mapping[Source, Mapping[str, int]] = field(default_factory=dict)
+    counters: Mapping[SourceKey, Mapping[str, int]] = field(default_factory=dict)
     gauges: Mapping[str, float] = field(default_factory=dict)
     workers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     lease: Mapping[str, Any] = field(default_factory=dict)

@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from headrace.broker.redis_client import REDIS_FAILURES, connect, in_words
-from headrace.broker.redis_saved import Saved, read_saved
-from headrace.broker.redis_weights import LARGEST_BYTES, StoredWeights, Version, WeightsShelf
+from headrace.broker.redis_weights import LARGEST_BYTES, RedisWeights, StoredWeights, Version
 from headrace.broker.report import MergeScript, Report
+from headrace.broker.saved_state import SavedState, read_saved_state
 from headrace.schemas import redis_keys as keys
 from headrace.schemas.wire import Buffer
 
@@ -44,14 +44,14 @@ class RedisReporter:
         self._client = connect(url)
         self._fleet_id = fleet_id
         self._merge = MergeScript(self._client, fleet_id)
-        self._shelf = WeightsShelf(self._client, fleet_id)
+        self._shelf = RedisWeights(self._client, fleet_id)
         self._news = threading.Condition()
         # All of the following is shared, and read or written under `_news` only.
         self._report: Report | None = None
         self._weights: StoredWeights | None = None
         self._events: deque[tuple[int, list[str]]] = deque(maxlen=MOST_EVENTS)
         self._event_number = 0
-        self._saved: Saved | None = None
+        self._saved: SavedState | None = None
         self._saved_read = False
         self._failures = 0
         self._away_since: float | None = None
@@ -99,7 +99,7 @@ class RedisReporter:
                 self._weights = StoredWeights(version, [_as_bytes(frame) for frame in frames])
                 self._news.notify_all()
 
-    def take_saved(self, wait_s: float = 0.0) -> Saved | None:
+    def take_saved(self, wait_s: float = 0.0) -> SavedState | None:
         """What stood in Redis, once, after it was first reached; None before and afterwards. Waits `wait_s` for it."""
         with self._news:
             self._news.wait_for(lambda: self._saved_read, wait_s)
@@ -160,7 +160,7 @@ class RedisReporter:
             weights = self._weights if closing or now >= self._weights_not_before else None
             failures = self._failures
         if not saved_read:
-            saved = read_saved(self._client, self._fleet_id)
+            saved = read_saved_state(self._client, self._fleet_id)
             with self._news:
                 self._saved, self._saved_read = saved, True
                 self._news.notify_all()

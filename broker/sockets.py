@@ -8,8 +8,8 @@ from typing import Any
 
 import zmq
 
-from headrace.broker.entrance import Entrance
 from headrace.broker.state_file import Endpoints
+from headrace.broker.zap_auth import ZapAuthenticator
 from headrace.schemas import sockets
 from headrace.schemas.config import BrokerSection, is_loopback
 from headrace.schemas.errors import ConfigError, PortInUseError
@@ -30,7 +30,7 @@ class BrokerSockets:
     def __init__(self, config: BrokerSection, before: Endpoints | None, keys: BrokerKeys | None) -> None:
         _check_host(config, keys)
         self._context = zmq.Context()
-        self.entrance = Entrance(self._context, keys)
+        self.auth = ZapAuthenticator(self._context, keys)
         max_frame = config.max_batch_bytes + (1 << 20)
         limits = {"MAXMSGSIZE": max_frame}
         try:
@@ -50,7 +50,7 @@ class BrokerSockets:
         socket = self._context.socket(kind)
         for name, value in (options | limits | {"IPV6": int(":" in config.host)}).items():
             socket.setsockopt(getattr(zmq, name), value)
-        self.entrance.guard(socket, role)
+        self.auth.guard(socket, role)
         address = f"tcp://{_bracketed(config.host)}"
         if port == 0 and before is not None:
             port = int(getattr(before, role).rpartition(":")[2])

@@ -19,7 +19,7 @@ Peer = bytes
 
 
 @dataclass(slots=True)
-class Held:
+class StoredBatch:
     """A batch between acceptance and settlement. `frames` is None when only the learner has its bytes."""
 
     seq: int
@@ -57,7 +57,7 @@ class Source:
     accepted: int = 0
     accepted_count: Count = (0, 0)
     settled: Settled = field(default_factory=Settled)
-    held: dict[int, Held] = field(default_factory=dict)
+    held: dict[int, StoredBatch] = field(default_factory=dict)
     with_learner: dict[int, HeldBatch] = field(default_factory=dict)
     """Batches the learner says it has, that this broker (restarted since) has not yet accepted."""
     totals: WorkerTotals = field(default_factory=WorkerTotals)
@@ -102,7 +102,7 @@ class Source:
         """Grows by one with each batch accepted and with each settled."""
         return self.accepted + self.settled.seq
 
-    def accept(self, held: Held, totals: WorkerTotals) -> None:
+    def accept(self, held: StoredBatch, totals: WorkerTotals) -> None:
         """Take batch `accepted + 1`."""
         known = self.with_learner.pop(held.seq, None)
         if known is not None:
@@ -113,7 +113,7 @@ class Source:
         self.totals = totals
         self.batch_bytes = max(held.nbytes, self.batch_bytes * 15 // 16)
 
-    def learn_settled(self, settled: Settled) -> list[Held]:
+    def learn_settled(self, settled: Settled) -> list[StoredBatch]:
         """Take over a longer history; returns the held batches it settles."""
         if settled.seq <= self.settled.seq:
             return []
@@ -129,7 +129,7 @@ class Source:
             self.accepted, self.accepted_count = settled.seq, settled.total()
         return gone
 
-    def fold_dropped(self) -> list[Held]:
+    def fold_dropped(self) -> list[StoredBatch]:
         """Settle dropped batches that stand first in line; no learner needs to be asked about those."""
         gone = []
         while (held := self.held.get(self.settled.seq + 1)) is not None and held.dropped and not held.with_learner:
@@ -140,7 +140,7 @@ class Source:
     def adopt_with_learner(self, now: float) -> None:
         """Accept, without their bytes, the next batches in line that only the learner has: their worker is gone."""
         while (known := self.with_learner.get(self.accepted + 1)) is not None:
-            self.accept(Held(known.seq, known.steps, known.chunks, 0, None, 0, now), self.totals)
+            self.accept(StoredBatch(known.seq, known.steps, known.chunks, 0, None, 0, now), self.totals)
 
     def close(self, totals: WorkerTotals, window: list[HeldBatch], reason: str) -> None:
         """Take the worker's last totals and what it left behind: open steps and batches nobody accepted.
@@ -186,6 +186,6 @@ class Source:
             )
         return self.row
 
-    def waiting(self) -> Iterator[Held]:
+    def waiting(self) -> Iterator[StoredBatch]:
         """Held batches that the learner is still to be told of, in order."""
         return (held for held in self.held.values() if not held.with_learner)

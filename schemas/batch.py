@@ -27,7 +27,7 @@ from headrace.schemas.errors import DecodeError, EncodeError, InfosTooLargeError
 from headrace.schemas.ledger import Natural, WorkerTotals
 from headrace.schemas.lookback import LOOKBACK, Lookback
 from headrace.schemas.spaces import Space, nest
-from headrace.schemas.wire import DEFAULT_CAPS, Buffer, MessageKind, encode
+from headrace.schemas.wire import DEFAULT_LIMITS, Buffer, MessageKind, encode
 
 Infos = Mapping[int, Mapping[int, dict[str, Any]]]
 """Non-empty infos only: chunk row -> observation row within the chunk -> info."""
@@ -276,8 +276,8 @@ def _dump_infos(infos: Infos) -> bytes:
         raise EncodeError(
             f"an info cannot be written as JSON: {error}; drop the value in the env, or set infos = 'none'"
         ) from error
-    if len(written) > DEFAULT_CAPS.infos_bytes:
-        raise InfosTooLargeError(len(written), DEFAULT_CAPS.infos_bytes)
+    if len(written) > DEFAULT_LIMITS.infos_bytes:
+        raise InfosTooLargeError(len(written), DEFAULT_LIMITS.infos_bytes)
     return written
 
 

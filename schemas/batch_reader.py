@@ -23,7 +23,7 @@ from headrace.schemas.chunk import CHUNK_TABLE, ChunkEnd
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.lookback import LOOKBACK
 from headrace.schemas.spaces import Space, column_dtype, leaf_shape, leaves
-from headrace.schemas.wire import DEFAULT_CAPS, Buffer, Caps, MessageKind, decode_arrays, decode_header
+from headrace.schemas.wire import DEFAULT_LIMITS, Buffer, MessageKind, WireLimits, decode_arrays, decode_header
 
 _INDICES = ("agent", "module", "reason")
 _INDEX_LAYOUT: Any = {
@@ -50,10 +50,10 @@ class UnreadBatch:
 class BatchReader:
     """Reads batches of one pair of spaces."""
 
-    def __init__(self, observation_space: Space, action_space: Space, caps: Caps = DEFAULT_CAPS) -> None:
+    def __init__(self, observation_space: Space, action_space: Space, limits: WireLimits = DEFAULT_LIMITS) -> None:
         self._observation_space = observation_space
         self._action_space = action_space
-        self._caps = caps
+        self._limits = limits
         both = (*leaves(observation_space, "obs"), *leaves(action_space, "actions"))
         self._required: dict[str, _Rows] = {name: (column_dtype(leaf), leaf_shape(leaf)) for name, leaf in both}
         self._required |= {"rewards": (np.dtype("<f8"), ()), "weights_seq": (np.dtype("<i8"), ())}
@@ -65,7 +65,7 @@ class BatchReader:
         Checked against the spaces are names, dtypes and shapes. Values are the sampler's: a NaN in them passes.
         """
         header = unread.header
-        arrays = decode_arrays(unread.raw_header, unread.frames, self._caps)
+        arrays = decode_arrays(unread.raw_header, unread.frames, self._limits)
         table, columns = _split(arrays)
         _check_table(table, header)
         batch = ChunkBatch(
@@ -76,7 +76,7 @@ class BatchReader:
             agents=header.agents,
             modules=header.modules,
             reasons=header.reasons,
-            infos=_load_infos(arrays.get("_infos"), table, self._caps),
+            infos=_load_infos(arrays.get("_infos"), table, self._limits),
             slot=header.slot,
             incarnation=header.incarnation,
             seq=header.seq,
@@ -117,14 +117,14 @@ class BatchReader:
 
 
 def decode_batch(
-    frames: Sequence[Buffer], observation_space: Space, action_space: Space, caps: Caps = DEFAULT_CAPS
+    frames: Sequence[Buffer], observation_space: Space, action_space: Space, limits: WireLimits = DEFAULT_LIMITS
 ) -> tuple[BatchHeader, ChunkBatch]:
     """One batch: see `BatchReader.read`."""
-    kind, raw_header = decode_header(frames, caps)
+    kind, raw_header = decode_header(frames, limits)
     if kind is not MessageKind.BATCH:
         raise DecodeError("unexpected_kind", f"{kind.name} where BATCH was expected")
     unread = UnreadBatch(read_batch_header(raw_header), raw_header, frames)
-    return unread.header, BatchReader(observation_space, action_space, caps).read(unread)
+    return unread.header, BatchReader(observation_space, action_space, limits).read(unread)
 
 
 def _split(arrays: dict[str, NDArray[Any]]) -> tuple[NDArray[np.void], dict[str, NDArray[Any]]]:
@@ -168,11 +168,11 @@ def _check_lookback(batch: ChunkBatch) -> None:
             raise DecodeError("bad_column", f"lookback of column {name!r:.80} has other rows than the column")
 
 
-def _load_infos(raw: NDArray[Any] | None, table: NDArray[np.void], caps: Caps) -> Infos:
+def _load_infos(raw: NDArray[Any] | None, table: NDArray[np.void], limits: WireLimits) -> Infos:
     if raw is None:
         return {}
-    if raw.dtype != np.uint8 or raw.ndim != 1 or raw.nbytes > caps.infos_bytes:
-        raise DecodeError("bad_infos", f"infos are not at most {caps.infos_bytes} bytes of JSON")
+    if raw.dtype != np.uint8 or raw.ndim != 1 or raw.nbytes > limits.infos_bytes:
+        raise DecodeError("bad_infos", f"infos are not at most {limits.infos_bytes} bytes of JSON")
     try:
         rows = orjson.loads(raw.data)
         infos = {int(i): {int(t): info for t, info in row.items()} for i, row in rows.items()}

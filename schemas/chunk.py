@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunk_algebra import (
+from headrace.schemas.chunk_arrays import (
     check_adjacent,
     join_columns,
     join_infos,

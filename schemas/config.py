@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from headrace.schemas.config_section import ConfigSection
 from headrace.schemas.recorder import WINDOW
 from headrace.schemas.sampling_settings import SamplingSettings
-from headrace.schemas.section import Section
 from headrace.schemas.serving_settings import ServingSection
 
 LEAST_WINDOW = 4
@@ -23,7 +23,7 @@ DEFAULT_WINDOW = 16
 """Batches in a worker's window where it is not known how many a learner needs, or how long they are."""
 
 
-class FleetSection(Section):
+class FleetSection(ConfigSection):
     """The fleet as a whole."""
 
     workers: int = Field(
@@ -63,14 +63,14 @@ class SamplingSection(SamplingSettings):
     )
 
 
-class ModuleSection(Section):
+class ModuleSection(ConfigSection):
     """The policy module, built by the same name in workers and in the learner."""
 
     build: str = Field(default="headrace.workers.modules:actor_critic", description='"package.module:build"')
     config: dict[str, Any] = Field(default={}, description="keyword arguments of build")
 
 
-class WorkerSection(Section):
+class WorkerSection(ConfigSection):
     """How a worker talks to the broker."""
 
     window_batches: int | None = Field(
@@ -87,7 +87,7 @@ class WorkerSection(Section):
     drain_timeout_s: float = Field(default=10.0, gt=0, description="how long SIGTERM waits for batches to be accepted")
 
 
-class BrokerSection(Section):
+class BrokerSection(ConfigSection):
     """The broker's endpoints and limits."""
 
     host: str = Field(default="127.0.0.1", description="address to bind; off loopback needs [keys]")
@@ -139,7 +139,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class LearnerSection(Section):
+class LearnerSection(ConfigSection):
     """The reference PPO learner. Its defaults take CartPole-v1 to a sampled return of 475 in some 100,000 steps."""
 
     enabled: bool = Field(default=True, description="false: `up` starts no learner; connect your own EpisodeStream")
@@ -165,13 +165,13 @@ class LearnerSection(Section):
     torch_threads: int = Field(default=1, gt=0)
 
 
-class RedisSection(Section):
+class RedisSection(ConfigSection):
     """Which Redis the fleet reports to."""
 
     url: str = Field(default="", description="empty: a server of our own in the run directory")
 
 
-class KeysSection(Section):
+class KeysSection(ConfigSection):
     """Keys of the fleet's sockets: see `schemas/keys.py`."""
 
     dir: str = Field(
@@ -186,7 +186,7 @@ class KeysSection(Section):
         return str(Path(folder).expanduser().absolute()) if folder else ""
 
 
-class SupervisorSection(Section):
+class SupervisorSection(ConfigSection):
     """How `up` keeps its processes alive."""
 
     restart_backoff_s: float = Field(
@@ -203,7 +203,7 @@ class SupervisorSection(Section):
     stop_timeout_s: float = Field(default=20.0, gt=0, description="how long a draining process has before it is killed")
 
 
-class FleetConfig(Section):
+class FleetConfig(ConfigSection):
     """All sections."""
 
     fleet: FleetSection = FleetSection()

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from headrace.schemas.ledger import Natural, Settled
-from headrace.schemas.message import HeldBatch, Message, Positive, SourcePosition, Version
+from headrace.schemas.message_base import HeldBatch, Message, Positive, SourcePosition, Version
 from headrace.schemas.wire import MessageKind
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunk_algebra import named_arrays
+from headrace.schemas.chunk_arrays import named_arrays
 from headrace.schemas.errors import ChunkError
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.caps import DEFAULT_CAPS, Caps
 from headrace.schemas.errors import DecodeError, EncodeError
+from headrace.schemas.wire_limits import DEFAULT_LIMITS, WireLimits
 
 _ALIGN = 64
 OWN_FRAME_BYTES = 64 * 1024
@@ -19,7 +19,7 @@ OWN_FRAME_BYTES = 64 * 1024
 ALLOWED_DTYPES = frozenset(("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"))
 _DTYPES: dict[str, np.dtype[Any]] = {dtype: np.dtype(dtype) for dtype in ALLOWED_DTYPES}
 
-_OWN_FRAMES = DEFAULT_CAPS.frames - 3
+_OWN_FRAMES = DEFAULT_LIMITS.frames - 3
 """Beyond these large arrays are joined with the small ones, at the price of a copy: frames are few by the caps."""
 
 Buffer = bytes | bytearray | memoryview
@@ -58,14 +58,14 @@ def _raw(name: str, array: NDArray[Any]) -> tuple[Buffer, str]:
     code = dtype.str
     if code not in ALLOWED_DTYPES:
         raise EncodeError(f"array {name!r} has dtype {dtype}, which may not go on the wire")
-    if array.ndim > DEFAULT_CAPS.dims:
-        raise EncodeError(f"array {name!r} has {array.ndim} axes; {DEFAULT_CAPS.dims} are allowed")
+    if array.ndim > DEFAULT_LIMITS.dims:
+        raise EncodeError(f"array {name!r} has {array.ndim} axes; {DEFAULT_LIMITS.dims} are allowed")
     if array.nbytes < OWN_FRAME_BYTES:
         return array.tobytes(), code  # cheaper than a view of its bytes, which are joined with others' anyway
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, code
 
 
-def view(row: Any, frames: Sequence[Buffer], caps: Caps) -> tuple[str, NDArray[Any]]:
+def view(row: Any, frames: Sequence[Buffer], limits: WireLimits) -> tuple[str, NDArray[Any]]:
     """One manifest row as a read-only array over its frame. Rows may share bytes: nobody can write to them.
 
     What is of the wrong type is never printed: a list nested a thousand deep has no repr, only a RecursionError.
@@ -78,12 +78,12 @@ def view(row: Any, frames: Sequence[Buffer], caps: Caps) -> tuple[str, NDArray[A
     known = _DTYPES.get(dtype)
     if known is None:
         raise DecodeError("bad_dtype", f"array {name!r:.80} has dtype {dtype!r:.40}, which is not allowed")
-    if len(shape) > caps.dims:
-        raise DecodeError("bad_shape", f"array {name!r:.80} has a shape that is not at most {caps.dims} sizes")
+    if len(shape) > limits.dims:
+        raise DecodeError("bad_shape", f"array {name!r:.80} has a shape that is not at most {limits.dims} sizes")
     count = 1
     for n in shape:
         if type(n) is not int or not 0 <= n < 1 << 48:
-            raise DecodeError("bad_shape", f"array {name!r:.80} has a shape that is not at most {caps.dims} sizes")
+            raise DecodeError("bad_shape", f"array {name!r:.80} has a shape that is not at most {limits.dims} sizes")
         count *= n
     if type(frame) is not int or type(offset) is not int or not 0 <= frame < len(frames) - 2 or offset < 0:
         raise DecodeError("bad_manifest", f"array {name!r:.80} lies in no frame that was received")

@@ -32,7 +32,7 @@ from headrace.schemas.learner_messages import (
     SourceStart,
     Status,
 )
-from headrace.schemas.message import Fenced, HeldBatch, Message, Positive, Reject, SourcePosition, Version, read
+from headrace.schemas.message_base import Fenced, HeldBatch, Message, Positive, Reject, SourcePosition, Version, read
 from headrace.schemas.weights_messages import WeightsAck, WeightsHeader, WeightsPart, WeightsPull
 from headrace.schemas.worker_messages import (
     Ack,

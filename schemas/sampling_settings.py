@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from headrace.schemas.config_section import ConfigSection
 from headrace.schemas.module_spaces import check_mapping_table, check_module_ids
-from headrace.schemas.section import Section
 
 LONGEST_S = 1_000_000.0
 """Seconds of any wait, eleven days; the kernel's own calls can sleep for no more than twice that."""
@@ -17,7 +17,7 @@ Piece = str | dict[str, Any]
 """What builds a connector: see `plugins.load_factory`."""
 
 
-class PolicySettings(Section):
+class PolicySettings(ConfigSection):
     """One of several policies; what is absent is as in [module]."""
 
     build: str | None = Field(default=None, description='"package.module:build"')
@@ -26,7 +26,7 @@ class PolicySettings(Section):
     module_to_env: list[Piece] | None = Field(default=None, description="likewise")
 
 
-class SamplingSettings(Section):
+class SamplingSettings(ConfigSection):
     """What one runner samples, as plain values: the part of EnvRunnerConfig that a file can hold."""
 
     env_config: dict[str, Any] = Field(

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace.schemas.section import Section
+from headrace.schemas.config_section import ConfigSection
 
 HIGHEST_PORT = 65_535
 
 
-class ServingSection(Section):
+class ServingSection(ConfigSection):
     """Clients drive the episodes. sampling.env is not stepped: its spaces are what clients send and get."""
 
     enabled: bool = Field(

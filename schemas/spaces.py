@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.wire import ALLOWED_DTYPES, DEFAULT_CAPS
+from headrace.schemas.wire import ALLOWED_DTYPES, DEFAULT_LIMITS
 
 _MODEL = ConfigDict(frozen=True, extra="forbid")
 MAX_DEPTH = 8
@@ -31,7 +31,7 @@ def _wire_dtype(name: str) -> str:
 
 Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 DType = Annotated[str, AfterValidator(_wire_dtype)]
-Shape = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...], Field(max_length=DEFAULT_CAPS.dims - 1)]
+Shape = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...], Field(max_length=DEFAULT_LIMITS.dims - 1)]
 """Of one row: a column has one axis more."""
 
 

@@ -15,7 +15,7 @@ import orjson
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import DecodeError, EncodeError
-from headrace.schemas.wire import ALLOWED_DTYPES, DEFAULT_CAPS
+from headrace.schemas.wire import ALLOWED_DTYPES, DEFAULT_LIMITS
 
 _TREE = "_state"
 _ARRAY = "_array"
@@ -46,7 +46,7 @@ def arrays_to_state(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
         raise DecodeError("bad_state", f"{_TREE!r} is no JSON: {error}") from error
     if not isinstance(tree, dict):
         raise DecodeError("bad_state", f"{_TREE!r} is a {type(tree).__name__}, not a dict")
-    state = _fill(tree, arrays, DEFAULT_CAPS.header_depth)
+    state = _fill(tree, arrays, DEFAULT_LIMITS.header_depth)
     if not isinstance(state, dict):
         raise DecodeError("bad_state", "the state is a single array")
     return state
@@ -71,7 +71,7 @@ def _fill(value: Any, arrays: Mapping[str, NDArray[Any]], left: int) -> Any:
     if not isinstance(value, dict):
         return value
     if left == 0:
-        raise DecodeError("bad_state", f"nested deeper than {DEFAULT_CAPS.header_depth} levels")
+        raise DecodeError("bad_state", f"nested deeper than {DEFAULT_LIMITS.header_depth} levels")
     if _ARRAY not in value:
         return {key: _fill(sub, arrays, left - 1) for key, sub in value.items()}
     name = value[_ARRAY]

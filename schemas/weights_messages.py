@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from headrace.schemas.ledger import Natural
-from headrace.schemas.message import Message, Version
+from headrace.schemas.message_base import Message, Version
 from headrace.schemas.wire import MessageKind
 
 

@@ -33,20 +33,20 @@ import orjson
 import xxhash
 from numpy.typing import NDArray
 
-from headrace.schemas.caps import DEFAULT_CAPS, Caps
 from headrace.schemas.errors import DecodeError, EncodeError
 from headrace.schemas.manifest import ALLOWED_DTYPES, OWN_FRAME_BYTES, Buffer, pack, view
+from headrace.schemas.wire_limits import DEFAULT_LIMITS, WireLimits
 
 __all__ = [
     "ALLOWED_DTYPES",
-    "DEFAULT_CAPS",
+    "DEFAULT_LIMITS",
     "MAGIC",
     "OWN_FRAME_BYTES",
     "PROTOCOL_MAJOR",
     "PROTOCOL_MINOR",
     "Buffer",
-    "Caps",
     "MessageKind",
+    "WireLimits",
     "WireMessage",
     "check_payload",
     "decode",
@@ -118,12 +118,13 @@ def encode(
     """Frames of one message. Large arrays are passed on without a copy: do not write to them until it is settled.
 
     Raises `EncodeError` for a dtype outside the allow-list (object arrays above all), a header JSON cannot carry, and
-    one that no receiver takes (`DEFAULT_CAPS`). The payload's size is the sender's to compare with what was advertised.
+    one that no receiver takes (`DEFAULT_LIMITS`). The payload's size is the sender's to compare with what was
+    advertised.
     """
     if not arrays:
         return _seal(kind, header, [])
-    if len(arrays) > DEFAULT_CAPS.arrays:
-        raise EncodeError(f"{kind.name} has {len(arrays)} arrays; {DEFAULT_CAPS.arrays} are allowed")
+    if len(arrays) > DEFAULT_LIMITS.arrays:
+        raise EncodeError(f"{kind.name} has {len(arrays)} arrays; {DEFAULT_LIMITS.arrays} are allowed")
     return encode_packed(kind, header, *pack(arrays))
 
 
@@ -149,8 +150,8 @@ def _seal(kind: MessageKind, header: Mapping[str, Any], payload: list[Buffer]) -
         body = orjson.dumps(header)
     except TypeError as error:
         raise EncodeError(f"header of {kind.name} cannot be written as JSON: {error}") from error
-    if len(body) > DEFAULT_CAPS.header_bytes:
-        raise EncodeError(f"header of {kind.name} has {len(body)} bytes; {DEFAULT_CAPS.header_bytes} are allowed")
+    if len(body) > DEFAULT_LIMITS.header_bytes:
+        raise EncodeError(f"header of {kind.name} has {len(body)} bytes; {DEFAULT_LIMITS.header_bytes} are allowed")
     head = _TAG_HEAD.pack(MAGIC, PROTOCOL_MAJOR, PROTOCOL_MINOR, kind, 0)
     return [head + xxhash.xxh3_64_intdigest(head + body).to_bytes(8, "little"), body, *payload]
 
@@ -179,31 +180,31 @@ def _check_version(major: int, minor: int) -> None:
         raise DecodeError("version_mismatch", f"peer speaks protocol {major}.{minor}, this side {PROTOCOL_MAJOR}.x")
 
 
-def decode_header(frames: Sequence[Buffer], caps: Caps = DEFAULT_CAPS) -> tuple[MessageKind, dict[str, Any]]:
+def decode_header(frames: Sequence[Buffer], limits: WireLimits = DEFAULT_LIMITS) -> tuple[MessageKind, dict[str, Any]]:
     """(kind, header) after every check that needs no array byte: what a broker does with a message it forwards."""
-    if not 2 <= len(frames) <= caps.frames:
-        raise DecodeError("frame_count", f"{len(frames)} frames; 2 to {caps.frames} are allowed")
+    if not 2 <= len(frames) <= limits.frames:
+        raise DecodeError("frame_count", f"{len(frames)} frames; 2 to {limits.frames} are allowed")
     kind, major, minor, checksum = _read_tag(frames[0])
     _check_version(major, minor)
-    if len(frames[1]) > caps.header_bytes:
-        raise DecodeError("header_too_large", f"header of {len(frames[1])} bytes; {caps.header_bytes} are allowed")
+    if len(frames[1]) > limits.header_bytes:
+        raise DecodeError("header_too_large", f"header of {len(frames[1])} bytes; {limits.header_bytes} are allowed")
     tag, body = bytes(frames[0]), bytes(frames[1])
     if xxhash.xxh3_64_intdigest(tag[:8] + body) != checksum:
         raise DecodeError("header_checksum", "tag and header do not match their checksum")
-    header = _load_header(body, caps)
-    _check_sizes(header.get("payload"), frames, caps)
+    header = _load_header(body, limits)
+    _check_sizes(header.get("payload"), frames, limits)
     return kind, header
 
 
-def _load_header(body: bytes, caps: Caps) -> dict[str, Any]:
+def _load_header(body: bytes, limits: WireLimits) -> dict[str, Any]:
     try:
         header = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise DecodeError("bad_header", f"header is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise DecodeError("bad_header", f"header is a JSON {type(header).__name__}, not an object")
-    if body.count(b"[") + body.count(b"{") > caps.header_depth and is_deeper(header, caps.header_depth):
-        raise DecodeError("bad_header", f"header is nested deeper than {caps.header_depth} levels")
+    if body.count(b"[") + body.count(b"{") > limits.header_depth and is_deeper(header, limits.header_depth):
+        raise DecodeError("bad_header", f"header is nested deeper than {limits.header_depth} levels")
     return header
 
 
@@ -219,10 +220,10 @@ def is_deeper(value: Any, depth: int) -> bool:
     )
 
 
-def _check_sizes(payload: Any, frames: Sequence[Buffer], caps: Caps) -> None:
+def _check_sizes(payload: Any, frames: Sequence[Buffer], limits: WireLimits) -> None:
     sizes = list(map(len, frames[2:]))
-    if sum(sizes) > caps.payload_bytes:
-        raise DecodeError("payload_too_large", f"payload of {sum(sizes)} bytes; {caps.payload_bytes} are allowed")
+    if sum(sizes) > limits.payload_bytes:
+        raise DecodeError("payload_too_large", f"payload of {sum(sizes)} bytes; {limits.payload_bytes} are allowed")
     if payload is None:
         if sizes:
             raise DecodeError("payload_sizes", f"{len(sizes)} payload frames, but the header announces none")
@@ -231,14 +232,14 @@ def _check_sizes(payload: Any, frames: Sequence[Buffer], caps: Caps) -> None:
         raise DecodeError("payload_sizes", f"payload frames of {sizes[:8]} bytes are not what the header announces")
 
 
-def decode(frames: Sequence[Buffer], caps: Caps = DEFAULT_CAPS) -> WireMessage:
+def decode(frames: Sequence[Buffer], limits: WireLimits = DEFAULT_LIMITS) -> WireMessage:
     """The message in `frames`, its arrays as read-only views; raises `DecodeError` and nothing else."""
-    kind, header = decode_header(frames, caps)
-    return WireMessage(kind, header, decode_arrays(header, frames, caps))
+    kind, header = decode_header(frames, limits)
+    return WireMessage(kind, header, decode_arrays(header, frames, limits))
 
 
 def decode_arrays(
-    header: dict[str, Any], frames: Sequence[Buffer], caps: Caps = DEFAULT_CAPS
+    header: dict[str, Any], frames: Sequence[Buffer], limits: WireLimits = DEFAULT_LIMITS
 ) -> dict[str, NDArray[Any]]:
     """The arrays of a message of which `decode_header` gave `header`; raises `DecodeError`."""
     payload = header.get("payload")
@@ -246,11 +247,11 @@ def decode_arrays(
         return {}
     check_payload(payload, frames)
     manifest = payload.get("arrays")
-    if not isinstance(manifest, list) or len(manifest) > caps.arrays:
-        raise DecodeError("bad_manifest", f"manifest is not a list of at most {caps.arrays} arrays")
+    if not isinstance(manifest, list) or len(manifest) > limits.arrays:
+        raise DecodeError("bad_manifest", f"manifest is not a list of at most {limits.arrays} arrays")
     arrays: dict[str, NDArray[Any]] = {}
     for row in manifest:
-        name, array = view(row, frames, caps)
+        name, array = view(row, frames, limits)
         if name in arrays:
             raise DecodeError("bad_manifest", f"array {name!r} is listed twice")
         arrays[name] = array

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from headrace.schemas.ledger import Natural, Settled, WorkerTotals
-from headrace.schemas.message import HeldBatch, Message, Positive, Version
+from headrace.schemas.message_base import HeldBatch, Message, Positive, Version
 from headrace.schemas.runner_counters import Counters
 from headrace.schemas.wire import MessageKind
 

@@ -15,7 +15,7 @@ Row = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
 """Dtype and shape of each array, by name."""
 
 
-class Layout:
+class RowLayout:
     """Where `pack` puts the arrays of one row, all of them in one frame."""
 
     def __init__(self, row: Row, manifest: list[list[Any]], row_bytes: int) -> None:
@@ -55,10 +55,10 @@ class Layout:
         return encode_packed(kind, header, [payload], self._manifest)
 
 
-def layout_of(row: Row) -> Layout | None:
+def row_layout_of(row: Row) -> RowLayout | None:
     """None for a large one, which is not worth a copy, and where there is nothing in one of the arrays."""
     arrays = {name: np.zeros(shape, dtype) for name, (dtype, shape) in row.items()}
     frames, manifest = pack(arrays)
     if len(frames) != 1 or len(frames[0]) >= OWN_FRAME_BYTES or not all(array.nbytes for array in arrays.values()):
         return None
-    return Layout(row, manifest, len(frames[0]))
+    return RowLayout(row, manifest, len(frames[0]))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.broker.acknowledgements import Acknowledgements
-from headrace.broker.holdings import Holdings
+from headrace.broker.batch_store import BatchStore
 from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.outbox import Outbox
-from headrace.broker.source import Held, Peer, Source
+from headrace.broker.source import Peer, Source, StoredBatch
 from headrace.schemas.batch import BatchHeader
 from headrace.schemas.ledger import Discard
 from headrace.schemas.messages import (
@@ -30,7 +30,7 @@ FIRST_ASSIGNED_SLOT = 1000
 """Slots below belong to supervisors, who name them; a worker that names none gets one from here on."""
 
 
-class WorkerDesk:
+class WorkerSessions:
     """One object a core."""
 
     def __init__(
@@ -38,7 +38,7 @@ class WorkerDesk:
         fleet_id: str,
         limits: BrokerLimits,
         state: BrokerState,
-        holdings: Holdings,
+        store: BatchStore,
         outbox: Outbox,
         acks: Acknowledgements,
     ) -> None:
@@ -47,7 +47,7 @@ class WorkerDesk:
         self.peers: dict[Peer, Source] = {}
         self._limits = limits
         self._state = state
-        self._holdings = holdings
+        self._store = store
         self._outbox = outbox
         self._acks = acks
         self._obituaries: dict[tuple[int, int], tuple[Peer, LastWords]] = {}
@@ -61,7 +61,7 @@ class WorkerDesk:
             return
         source = self._place(hello)
         slot, highest = source.slot, self._state.incarnations.get(source.slot, 0)
-        self._holdings.learn(source, hello.settled)
+        self._store.learn(source, hello.settled)
         if source.incarnation < highest or source.ended:
             self._fence(peer, source)
             return
@@ -82,7 +82,7 @@ class WorkerDesk:
             if given is not None:
                 return given
         slot = hello.slot if hello.slot is not None else self._free_slot()
-        return self._holdings.source(slot, hello.incarnation or self._state.incarnations.get(slot, 0) + 1)
+        return self._store.source(slot, hello.incarnation or self._state.incarnations.get(slot, 0) + 1)
 
     def on_supervisor_hello(self, peer: Peer, hello: SupervisorHello, now: float) -> None:
         """A supervisor of another fleet is told so; ours needs no answer, and may report deaths from now on."""
@@ -114,13 +114,13 @@ class WorkerDesk:
 
     def _supersede(self, slot: int, incarnation: int, now: float) -> None:
         """Fence every older life of this slot: none of its later batches counts."""
-        for source in self._holdings.sources.values():
+        for source in self._store.sources.values():
             if source.slot == slot and source.incarnation < incarnation and not source.ended:
                 source.adopt_with_learner(now)
                 if source.peer is not None:
                     self._fence(source.peer, source)
                     self.forget_peer(source)
-                self._holdings.end(source, Discard.FENCED)
+                self._store.end(source, Discard.FENCED)
 
     def _fence(self, peer: Peer, source: Source) -> None:
         detail = f"slot {source.slot} has a newer incarnation than {source.incarnation}; this one must stop"
@@ -152,8 +152,8 @@ class WorkerDesk:
             lease_s=self._limits.lease_s,
             heartbeat_interval_s=self._limits.heartbeat_interval_s,
             weights_endpoint=self._limits.weights_endpoint,
-            weights=self._holdings.weights,
-            steps_elsewhere=self._holdings.steps - source.counted,
+            weights=self._store.weights,
+            steps_elsewhere=self._store.steps - source.counted,
             counters=self._state.counters.get(source.slot, {}),
         )
 
@@ -162,24 +162,24 @@ class WorkerDesk:
     def on_batch(self, peer: Peer, header: BatchHeader, frames: list[Buffer], nbytes: int, now: float) -> bool:
         """Accept a batch if it is the next one of a live incarnation; whether it was accepted."""
         version = (header.learner_epoch, header.weights_seq)
-        held = Held(header.seq, header.steps, header.chunks, nbytes, frames, 0, now, version)
+        held = StoredBatch(header.seq, header.steps, header.chunks, nbytes, frames, 0, now, version)
         return self._accept(peer, header, held, now)
 
     def on_skip(self, peer: Peer, skip: Skip, now: float) -> None:
         """Accept, in a batch's place, the word that it exists no more."""
         batch = skip.batch
-        held = Held(batch.seq, batch.steps, batch.chunks, 0, None, 0, now, dropped=skip.reason)
+        held = StoredBatch(batch.seq, batch.steps, batch.chunks, 0, None, 0, now, dropped=skip.reason)
         self._accept(peer, skip, held, now)
 
-    def _accept(self, peer: Peer, told: BatchHeader | Skip, held: Held, now: float) -> bool:
+    def _accept(self, peer: Peer, told: BatchHeader | Skip, held: StoredBatch, now: float) -> bool:
         source = self._speaker(peer, told.slot, told.incarnation)
         if source is None:
             return False
-        self._holdings.changed.add(source.key)
+        self._store.changed.add(source.key)
         if held.seq != source.accepted + 1:
             return False
         source.silent_until = now + self._limits.lease_s
-        self._holdings.accept(source, held, told.totals)
+        self._store.accept(source, held, told.totals)
         return True
 
     def on_heartbeat(self, peer: Peer, beat: Heartbeat, now: float) -> None:
@@ -192,7 +192,7 @@ class WorkerDesk:
         if beat.totals.seq == source.accepted:
             source.totals = beat.totals
         self._remember(source.slot, beat.counters)
-        self._holdings.changed.add(source.key)
+        self._store.changed.add(source.key)
 
     def _remember(self, slot: int, counters: Counters) -> None:
         """Counters of the slot's runner; a worker that is still building its envs tells none."""
@@ -204,7 +204,7 @@ class WorkerDesk:
         source = self.peers.get(peer)
         if source is not None and source.key == (slot, incarnation):
             return source
-        known = self._holdings.sources.get((slot, incarnation))
+        known = self._store.sources.get((slot, incarnation))
         if known is not None and known.ended:
             self._fence(peer, known)
         else:
@@ -215,7 +215,7 @@ class WorkerDesk:
 
     def on_bye(self, peer: Peer, bye: Bye, now: float) -> None:
         """A worker leaves of its own will; only itself can say so, or say it again when it missed the answer."""
-        known = self._holdings.sources.get((bye.slot, bye.incarnation))
+        known = self._store.sources.get((bye.slot, bye.incarnation))
         if (known is not None and known.closed) or self._speaker(peer, bye.slot, bye.incarnation) is not None:
             self._remember(bye.slot, bye.counters)
             self._bury(peer, bye, now)
@@ -230,22 +230,22 @@ class WorkerDesk:
 
     def bury_dead(self, now: float) -> None:
         """Close the books of all that were reported dead, once it is known what the learner has."""
-        if self._obituaries and self._holdings.is_settled_in:
+        if self._obituaries and self._store.is_reconciled:
             for peer, words in self._obituaries.values():
                 self._bury(peer, words, now)
             self._obituaries.clear()
 
     def _bury(self, peer: Peer, words: LastWords, now: float) -> None:
         """Close an incarnation's books with what it left behind. Said again, it is only acknowledged again."""
-        source = self._holdings.source(words.slot, words.incarnation)
+        source = self._store.source(words.slot, words.incarnation)
         if not source.closed:
-            self._holdings.learn(source, words.settled)
+            self._store.learn(source, words.settled)
             source.adopt_with_learner(now)
             self.forget_peer(source)
             source.close(words.totals, words.window, words.reason)
             highest = self._state.incarnations.get(words.slot, 0)
             self._state.incarnations[words.slot] = max(highest, words.incarnation)
-            self._holdings.end(source, words.reason)
+            self._store.end(source, words.reason)
         self._outbox.send(peer, self._acks.ack(source, len(self.peers)))
 
     # -- telling ------------------------------------------------------------------------------------------------------
@@ -258,4 +258,4 @@ class WorkerDesk:
 
     def tell_all(self) -> None:
         """Every worker is to hear the cumulative state."""
-        self._holdings.changed.update(source.key for source in self.peers.values())
+        self._store.changed.update(source.key for source in self.peers.values())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Caps:
+class WireLimits:
     """What a receiver accepts at most, checked before anything is allocated. Sizes in bytes."""
 
     header_bytes: int = 1 << 20
@@ -18,4 +18,4 @@ class Caps:
     header_depth: int = 64
 
 
-DEFAULT_CAPS = Caps()
+DEFAULT_LIMITS = WireLimits()

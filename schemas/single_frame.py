@@ -24,7 +24,7 @@ _LENGTH = struct.Struct("<I")
 _HEAD_BYTES = _TAG_BYTES + _LENGTH.size
 
 
-def join(frames: Sequence[Buffer]) -> list[Buffer]:
+def join_frames(frames: Sequence[Buffer]) -> list[Buffer]:
     """The message in one frame, or as it is if it is large, or has several frames of arrays or an empty one."""
     sizes = [len(frame) for frame in frames]
     if len(sizes) > 3 or 0 in sizes or sum(sizes) > LARGEST:
@@ -32,7 +32,7 @@ def join(frames: Sequence[Buffer]) -> list[Buffer]:
     return [b"".join((frames[0], _LENGTH.pack(len(frames[1])), *frames[1:]))]
 
 
-def split(frames: Sequence[bytes]) -> Sequence[bytes]:
+def split_frame(frames: Sequence[bytes]) -> Sequence[bytes]:
     """The frames of a message that came joined, or those that came; raises `DecodeError`."""
     if len(frames) != 1:
         return frames

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def stop_signals() -> Iterator[threading.Event]:
+def stop_event() -> Iterator[threading.Event]:
     """An event that the first SIGTERM or Ctrl-C sets; a second one acts as if this were not here."""
     stopping = threading.Event()
     numbers = (signal.SIGTERM, signal.SIGINT)

@@ -17,7 +17,7 @@ from headrace.schemas.redis_keys import source_name
 from headrace.schemas.runner_counters import Counters, read_counters
 
 Hash = Mapping[bytes, bytes]
-Source = tuple[int, int]
+SourceKey = tuple[int, int]
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -26,12 +26,12 @@ _LARGEST = 1 << 53
 
 
 @dataclass(slots=True)
-class Values:
+class HashParser:
     """Parses the hashes of a fleet; `garbage` collects a sentence for each value that was left out."""
 
     garbage: list[str] = field(default_factory=list)
 
-    def rows(self, raw: Hash) -> dict[Source, LedgerRow]:
+    def rows(self, raw: Hash) -> dict[SourceKey, LedgerRow]:
         """The ledger, by (slot, incarnation)."""
         return self._parse("ledger", raw, _source, _row)
 
@@ -39,9 +39,9 @@ class Values:
         """Lifetime counters by name."""
         return self._parse("totals", raw, str, _count)
 
-    def sources(self, raw: Hash) -> dict[Source, dict[str, int]]:
+    def sources(self, raw: Hash) -> dict[SourceKey, dict[str, int]]:
         """What was merged so far, counter by counter, for each (slot, incarnation)."""
-        found: dict[Source, dict[str, int]] = {}
+        found: dict[SourceKey, dict[str, int]] = {}
         for (slot, incarnation, name), value in self._parse("sources", raw, _source_counter, _count).items():
             found.setdefault((slot, incarnation), {})[name] = value
         return found
@@ -97,7 +97,7 @@ def _row(text: str) -> LedgerRow:
     return LedgerRow.model_validate_json(text)
 
 
-def _source(text: str) -> Source:
+def _source(text: str) -> SourceKey:
     slot, incarnation = text.split("/")
     return _slot(slot), _count(incarnation)
 

@@ -26,7 +26,7 @@ _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _BURST = 256
 
 
-class Entrance:
+class ZapAuthenticator:
     """The door of one broker, with or without keys; for the thread that owns the context's sockets.
 
     To be made before the first of them binds: from then on libzmq may ask. The context's end closes it.

@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Iterable
 
 from headrace.broker.limits import BrokerLimits
-from headrace.broker.source import Held, Source
+from headrace.broker.source import Source, StoredBatch
 from headrace.schemas.ledger import Drop, LedgerRow, Settled, WorkerTotals
 from headrace.schemas.messages import HeldBatch, SourcePosition, Version
 
 
-class Holdings:
+class BatchStore:
     """Sources by (slot, incarnation), and the queue to the learner."""
 
     def __init__(self, limits: BrokerLimits) -> None:
@@ -25,7 +25,7 @@ class Holdings:
         """Accepted from all sources ever, this broker's and those that Redis told of."""
         self.weights: Version = (0, 0)
         """The newest published; what staleness is measured against."""
-        self.is_settled_in = False
+        self.is_reconciled = False
         """A learner has said what it has, so that batches may be counted as lost and dropped."""
         self.changed: set[tuple[int, int]] = set()
         """Sources whose workers have something to be told."""
@@ -41,7 +41,7 @@ class Holdings:
 
     # -- in -----------------------------------------------------------------------------------------------------------
 
-    def accept(self, source: Source, held: Held, totals: WorkerTotals) -> None:
+    def accept(self, source: Source, held: StoredBatch, totals: WorkerTotals) -> None:
         """Take the next batch of a source."""
         self._arrivals += 1
         held.arrival = self._arrivals
@@ -71,13 +71,13 @@ class Holdings:
 
     def _fold(self, source: Source) -> None:
         self._count(source)
-        if self.is_settled_in:
+        if self.is_reconciled:
             source.fold_dropped()
         self.changed.add(source.key)
 
     # -- out ----------------------------------------------------------------------------------------------------------
 
-    def first(self) -> tuple[Source, Held | None] | None:
+    def first(self) -> tuple[Source, StoredBatch | None] | None:
         """What the learner is to hear of next: a batch, or (None) that a source has ended."""
         while self._queue:
             source, seq = self._queue[0]
@@ -100,7 +100,7 @@ class Holdings:
         for key, batches in in_hand.items():
             slot, _, incarnation = key.partition("/")
             self._leave_with_learner(self.source(int(slot), int(incarnation)), batches)
-        self.is_settled_in = True
+        self.is_reconciled = True
         for position in positions:
             self.learn(self.source(position.slot, position.incarnation), position.settled)
         for source in self.sources.values():
@@ -129,13 +129,13 @@ class Holdings:
 
     def drop_stale(self) -> None:
         """Where the policy says so, drop what was sampled under weights too many versions behind the newest."""
-        if self._limits.overflow == "drop_stale" and self.is_settled_in:
+        if self._limits.overflow == "drop_stale" and self.is_reconciled:
             for source, seq in list(self._droppable):
                 held = source.held.get(seq)
                 if held is not None and _may_be_dropped(held) and self._is_stale(held):
                     self._drop(source, held, Drop.STALE)
 
-    def _is_stale(self, held: Held) -> bool:
+    def _is_stale(self, held: StoredBatch) -> bool:
         """Too far behind the newest weights known here, of which a restarted broker may know none yet. (0, 0) is random
         actions, which are as old as they want to be."""
         if held.weights == (0, 0) or held.weights >= self.weights:
@@ -143,13 +143,13 @@ class Holdings:
         epoch, seq = self.weights
         return held.weights[0] != epoch or held.weights[1] < seq - self._limits.max_staleness
 
-    def _make_room(self, source: Source, newest: Held) -> None:
+    def _make_room(self, source: Source, newest: StoredBatch) -> None:
         """Apply the overflow policy to what was just accepted and what waits before it; `newest` is never overflow."""
         if self._limits.overflow == "block":
             return
         self._droppable.append((source, newest.seq))
         oldest = self._oldest_droppable()
-        if not self.is_settled_in:
+        if not self.is_reconciled:
             return
         if self._limits.overflow == "drop_stale" and _may_be_dropped(newest) and self._is_stale(newest):
             self._drop(source, newest, Drop.STALE)
@@ -158,7 +158,7 @@ class Holdings:
             oldest = self._oldest_droppable()
         self.first()  # lets go of the queue's entries for what is gone, also while there is no learner to deliver to
 
-    def _oldest_droppable(self) -> tuple[Source, Held] | None:
+    def _oldest_droppable(self) -> tuple[Source, StoredBatch] | None:
         while self._droppable:
             source, seq = self._droppable[0]
             held = source.held.get(seq)
@@ -167,7 +167,7 @@ class Holdings:
             self._droppable.popleft()
         return None
 
-    def _drop(self, source: Source, held: Held, reason: str) -> None:
+    def _drop(self, source: Source, held: StoredBatch, reason: str) -> None:
         held.dropped, held.frames = reason, None
         self.nbytes -= held.nbytes
         held.nbytes = 0
@@ -193,6 +193,6 @@ class Holdings:
         return min((held.at for source in self.sources.values() for held in source.held.values()), default=None)
 
 
-def _may_be_dropped(held: Held) -> bool:
+def _may_be_dropped(held: StoredBatch) -> bool:
     """Nobody has it: a learner that was once given a batch may have trained on it."""
     return not held.handed and not held.dropped
