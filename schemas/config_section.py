@@ -1,4 +1,4 @@
-"""What all parts of the configuration are: values that do not change once they were checked."""
+"""The base class of all sections of the configuration."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class ConfigSection(BaseModel):
-    """A part of the configuration; parts are handed to those who use them, never the whole tree."""
+    """A frozen part of the configuration, checked when built. Code gets the parts it uses, never the whole tree."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

@@ -1,4 +1,4 @@
-"""The codec: one message as ZeroMQ frames, and back, without running any of its bytes.
+"""The codec: it writes one message as ZeroMQ frames and reads it back, without running any of its bytes.
 
     frame 0   16 bytes   "HDRC" | major u8 | minor u8 | kind u8 | 0 | checksum u64le
                          checksum = xxh3_64 over the first 8 bytes of this frame and all of frame 1
@@ -10,15 +10,15 @@
                          sent without a copy; smaller ones are joined in one frame, each at a multiple of 64 bytes.
 
 The two checksums chain: frame 0 covers the header, and the header names the checksum of the payload. So a broker checks
-all it reads (frames 0 and 1) without touching array bytes, and the receiver of the arrays checks the rest. xxh3 is
-a checksum against faults, not against forgery: forgery is what CURVE is for.
+all it reads (frames 0 and 1) without touching array bytes, and the receiver of the arrays checks the rest. xxh3
+protects against faults, not against forgery: forgery is what CURVE is for.
 
-`decode` allocates nothing in proportion to what a header claims: sizes, counts and dtypes are compared with the bytes
-at hand first, and arrays are read-only views of the received frames. What it does allocate is the parsed header, about
-thirty times its bytes at worst. Anything wrong is one `DecodeError`.
+`decode` allocates nothing in proportion to what a header claims. It first compares sizes, counts and dtypes with the
+bytes at hand, and arrays are read-only views of the received frames. It does allocate the parsed header, about thirty
+times its bytes at worst. Anything wrong is one `DecodeError`.
 
 A view may lie at an address that is no multiple of its item size, since libzmq hands small frames out of its receive
-buffer: numpy and torch read such views correctly, other consumers should copy.
+buffer. numpy and torch read such views correctly; other consumers should copy.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _TAG_HEAD = struct.Struct("<4sBBBB")
 
 @unique
 class MessageKind(IntEnum):
-    """What a message is; each but BATCH and WEIGHTS has its fields in a file of messages."""
+    """The kinds of messages. Each but BATCH and WEIGHTS has its fields in a file of messages."""
 
     HELLO = 1
     WELCOME = 2
@@ -90,7 +90,7 @@ class MessageKind(IntEnum):
     SKIP = 17
     SOURCE_START = 18
     SOURCE_GAP = 19
-    CHECKPOINT = 20  # of files only: a learner's checkpoint, never sent
+    CHECKPOINT = 20  # in files only: a learner's checkpoint, never sent
     ENV_ORDERS = 21
     ENV_ANSWERS = 22
     EPISODE_START = 40  # from here on: between a policy server and its clients
@@ -115,11 +115,11 @@ class WireMessage:
 def encode(
     kind: MessageKind, header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]] | None = None
 ) -> list[Buffer]:
-    """Frames of one message. Large arrays are passed on without a copy: do not write to them until it is settled.
+    """Return the frames of one message. Large arrays are not copied: do not write to them until the message is settled.
 
-    Raises `EncodeError` for a dtype outside the allow-list (object arrays above all), a header JSON cannot carry, and
-    one that no receiver takes (`DEFAULT_LIMITS`). The payload's size is the sender's to compare with what was
-    advertised.
+    Raises `EncodeError` for a dtype outside the allow-list (object arrays above all), a header that JSON cannot carry,
+    and a message that no receiver takes (`DEFAULT_LIMITS`). The sender must compare the payload's size with what the
+    receiver advertised.
     """
     if not arrays:
         return _seal(kind, header, [])
@@ -131,7 +131,10 @@ def encode(
 def encode_packed(
     kind: MessageKind, header: Mapping[str, Any], frames: list[Buffer], manifest: list[list[Any]]
 ) -> list[Buffer]:
-    """`encode`, of arrays that lie in `frames` already, as the manifest says. Raises as it does."""
+    """Return the frames of a message whose arrays already lie in `frames`, as the manifest says.
+
+    Raises as `encode` does.
+    """
     payload = {"checksum": _checksum(frames), "sizes": [len(f) for f in frames], "arrays": manifest}
     return _seal(kind, {**header, "payload": payload}, frames)
 
@@ -157,12 +160,12 @@ def _seal(kind: MessageKind, header: Mapping[str, Any], payload: list[Buffer]) -
 
 
 def read_tag(frame: Buffer) -> tuple[MessageKind, int, int]:
-    """(kind, major, minor) of frame 0, without judging the version: a refusal must reach peers of any version."""
+    """Read (kind, major, minor) of frame 0 without judging the version: a refusal must reach peers of any version."""
     return _read_tag(frame)[:3]
 
 
 def _read_tag(frame: Buffer) -> tuple[MessageKind, int, int, int]:
-    """`read_tag`, and the checksum."""
+    """Read (kind, major, minor, checksum) of frame 0."""
     if len(frame) != _TAG_BYTES:
         raise DecodeError("bad_tag", f"frame 0 has {len(frame)} bytes, not {_TAG_BYTES}")
     magic, major, minor, kind, zero, checksum = _TAG.unpack(frame)
@@ -181,7 +184,7 @@ def _check_version(major: int, minor: int) -> None:
 
 
 def decode_header(frames: Sequence[Buffer], limits: WireLimits = DEFAULT_LIMITS) -> tuple[MessageKind, dict[str, Any]]:
-    """(kind, header) after every check that needs no array byte: what a broker does with a message it forwards."""
+    """Return (kind, header) after every check that needs no array byte, as a broker does before it forwards it."""
     if not 2 <= len(frames) <= limits.frames:
         raise DecodeError("frame_count", f"{len(frames)} frames; 2 to {limits.frames} are allowed")
     kind, major, minor, checksum = _read_tag(frames[0])
@@ -209,7 +212,7 @@ def _load_header(body: bytes, limits: WireLimits) -> dict[str, Any]:
 
 
 def is_deeper(value: Any, depth: int) -> bool:
-    """Whether JSON is nested deeper than that.
+    """Return whether a JSON value is nested deeper than `depth`.
 
     orjson reads a thousand levels, but writes a quarter of them; `repr` and pydantic fail in ways of their own.
     """
@@ -233,7 +236,7 @@ def _check_sizes(payload: Any, frames: Sequence[Buffer], limits: WireLimits) -> 
 
 
 def decode(frames: Sequence[Buffer], limits: WireLimits = DEFAULT_LIMITS) -> WireMessage:
-    """The message in `frames`, its arrays as read-only views; raises `DecodeError` and nothing else."""
+    """Return the message in `frames`, its arrays as read-only views. Raises `DecodeError` and nothing else."""
     kind, header = decode_header(frames, limits)
     return WireMessage(kind, header, decode_arrays(header, frames, limits))
 
@@ -241,7 +244,7 @@ def decode(frames: Sequence[Buffer], limits: WireLimits = DEFAULT_LIMITS) -> Wir
 def decode_arrays(
     header: dict[str, Any], frames: Sequence[Buffer], limits: WireLimits = DEFAULT_LIMITS
 ) -> dict[str, NDArray[Any]]:
-    """The arrays of a message of which `decode_header` gave `header`; raises `DecodeError`."""
+    """Return the arrays of a message whose `header` came from `decode_header`. Raises `DecodeError`."""
     payload = header.get("payload")
     if payload is None:
         return {}
@@ -259,6 +262,6 @@ def decode_arrays(
 
 
 def check_payload(payload: dict[str, Any], frames: Sequence[Buffer]) -> None:
-    """Raise `DecodeError` for another payload than the one that was sent, of which the header says `payload`."""
+    """Raise `DecodeError` unless the frames hold the payload that was sent, which the header describes as `payload`."""
     if payload.get("checksum") != _checksum(frames[2:]):
         raise DecodeError("payload_checksum", "payload does not match its checksum")

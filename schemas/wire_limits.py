@@ -1,4 +1,4 @@
-"""What a receiver of messages accepts at most, for whoever sends them to know too."""
+"""The limits of what a receiver of messages accepts. Senders know them too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WireLimits:
-    """What a receiver accepts at most, checked before anything is allocated. Sizes in bytes."""
+    """The most that a receiver accepts, checked before it allocates anything. Sizes in bytes."""
 
     header_bytes: int = 1 << 20
     payload_bytes: int = 256 << 20
