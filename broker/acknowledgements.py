@@ -1,4 +1,4 @@
-"""What workers are told of their batches: which are accepted, which are settled, and how many more they may send."""
+"""Acknowledgements to workers: which batches are accepted, which are settled, and how many more a worker may send."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ _MOST_CREDIT = 1024
 
 GATHER_S = 0.002
 _GATHER = 8
-"""How long, and for how many batches accepted or settled, an Ack may wait for what the next one would say: each Ack
-wakes four threads, which costs more than all else that is done for a small batch."""
+"""An Ack may wait this long, and for this many batches accepted or settled, to cover the next one too. Each Ack wakes
+four threads, which costs more than all other work for a small batch.
+"""
 
 
 class Acknowledgements:
-    """Gathers what changed into one Ack for each worker. `waits_for` says whom a worker without credit waits for."""
+    """Gathers what changed into one Ack for each worker.
+
+    `waits_for` names the peer that a worker without credit waits for.
+    """
 
     def __init__(self, limits: BrokerLimits, store: BatchStore, outbox: Outbox, waits_for: Callable[[], str]) -> None:
         self._limits = limits
@@ -28,12 +32,12 @@ class Acknowledgements:
         self._outbox = outbox
         self._waits_for = waits_for
         self.due_at = math.inf
-        """When the next Ack is due, if nothing more changes."""
+        """Time at which the next Ack is due if nothing more changes."""
 
     def send(self, workers: int, now: float) -> None:
-        """One Ack to each worker for whom something changed: at once if much did, else within `GATHER_S`.
+        """Send one Ack to each worker whose state changed: at once if much changed, else within `GATHER_S`.
 
-        `workers` share the credit.
+        `workers` is the number of workers that share the credit.
         """
         changed = self._store.changed
         is_due = now >= self.due_at
@@ -48,7 +52,7 @@ class Acknowledgements:
             self.due_at = min(self.due_at, now + GATHER_S)
 
     def ack(self, source: Source, workers: int) -> Ack:
-        """All that its worker may want to know, by now."""
+        """Return the Ack with the present state of `source` for its worker."""
         credit = self.credit(source, workers)
         source.told = source.progress()
         return Ack(
@@ -64,10 +68,10 @@ class Acknowledgements:
         )
 
     def credit(self, source: Source, workers: int) -> int:
-        """The highest batch that this worker, one of `workers`, may send.
+        """Return the highest batch that this worker, one of `workers`, may send.
 
-        Its share of what room is left, and one batch in any case while the broker holds none of its batches, so that
-        whatever is larger than a share gets through too.
+        It is the worker's share of the room left. While the broker holds none of its batches the worker may send one in
+        any case, so that a batch larger than a share gets through too.
         """
         if source.ended:
             return source.accepted

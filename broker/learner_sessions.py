@@ -24,14 +24,14 @@ from headrace.schemas.messages import (
 )
 
 RESEND_S = 5.0
-"""How long a batch may be under way to the learner before the connection's state is settled anew by a HELLO."""
+"""How long a batch may be under way to the learner before the broker asks it for a HELLO, to compare their state."""
 
 CHECK_S = 0.25
-"""How often that is looked at: it takes a walk over everything held."""
+"""Interval of that check: it walks over all batches held."""
 
 
 class LearnerSessions:
-    """One object a core."""
+    """The lease of one fleet's learner and the sessions of its stream and publisher. A core has one such object."""
 
     def __init__(self, fleet_id: str, state: BrokerState, store: BatchStore, outbox: Outbox) -> None:
         self.lease: LearnerLease | None = None
@@ -43,7 +43,10 @@ class LearnerSessions:
     # -- the lease ----------------------------------------------------------------------------------------------------
 
     def on_hello(self, peer: Peer, hello: LearnerHello, spaces: dict[str, Any]) -> None:
-        """A stream or publisher connects: its own lease again, a new one for a new learner, none for an old one."""
+        """Handle the HELLO of a stream or publisher.
+
+        A learner that holds the lease gets it again, a new learner gets a new one, and an old learner is fenced.
+        """
         if hello.fleet_id not in ("", self._fleet_id):
             detail = f"this broker serves fleet {self._fleet_id!r}, not {hello.fleet_id!r}; check the endpoint"
             self._outbox.reject(peer, "wrong_fleet", detail)
@@ -60,7 +63,10 @@ class LearnerSessions:
         self._outbox.send(peer, self._welcome(learner, spaces))
 
     def _lease_for(self, hello: LearnerHello) -> LearnerLease | None:
-        """The newest wins. A learner that claims an epoch is newest if no higher one was ever given out."""
+        """Return the lease for a learner, or None for an old one. The newest wins.
+
+        A learner that claims an epoch is the newest if the broker never gave out a higher one.
+        """
         holder, state = self.lease, self._state
         if holder is not None and holder.token == hello.token:
             holder.epoch = state.epoch = max(holder.epoch, hello.epoch)
@@ -87,8 +93,11 @@ class LearnerSessions:
         )
 
     def raise_epoch(self, version: Version, spaces: dict[str, Any]) -> None:
-        """Somebody knows weights of an epoch this broker never gave out, having lost its state: the lease, which would
-        publish what workers take for old, must go beyond it."""
+        """Raise the epoch above `version`, which a worker or Redis knows.
+
+        A broker that lost its state may give out an epoch that was used before. Workers would ignore such a learner's
+        weights as old, so its lease gets a higher epoch.
+        """
         self._state.epoch = max(self._state.epoch, version[0])
         learner = self.lease
         if learner is None or version <= self._store.weights:
@@ -99,18 +108,18 @@ class LearnerSessions:
                 self._outbox.send(peer, self._welcome(learner, spaces))
 
     def may_publish(self, peer: Peer, version: Version, spaces: dict[str, Any]) -> bool:
-        """Whether weights of this version, from this peer, are the lease holder's. Otherwise the peer is told."""
+        """Return whether weights of this version, from this peer, are the lease holder's. Otherwise tell the peer."""
         learner = self.lease
         if learner is None or peer != learner.publisher:
-            self._turn_away(peer, version[0])
+            self._reject_stale_peer(peer, version[0])
             return False
         if version[0] != learner.epoch:
             self._outbox.send(peer, self._welcome(learner, spaces))
             return False
         return True
 
-    def _turn_away(self, peer: Peer, epoch: int) -> None:
-        """A peer that does not speak for the lease holder is fenced if its epoch is over, else asked who it is."""
+    def _reject_stale_peer(self, peer: Peer, epoch: int) -> None:
+        """Fence a peer that does not speak for the lease holder if its epoch is over; else ask it for a HELLO."""
         if self.lease is not None and epoch < self.lease.epoch:
             self._fence(peer)
         else:
@@ -119,13 +128,13 @@ class LearnerSessions:
     # -- commits ------------------------------------------------------------------------------------------------------
 
     def on_commit(self, peer: Peer, commit: Commit, now: float) -> None:
-        """Settle what the learner has settled, and give it credit for what it has handed out."""
+        """Settle what the learner has settled, and give it credit for the batches it handed to its user."""
         learner = self.lease
         if learner is None or peer != learner.stream:
-            self._turn_away(peer, commit.epoch)
+            self._reject_stale_peer(peer, commit.epoch)
             return
         for position in commit.position:
-            self._store.learn(self._store.source(position.slot, position.incarnation), position.settled)
+            self._store.merge_settled(self._store.source(position.slot, position.incarnation), position.settled)
         learner.take_consumed(commit.consumed_batches)
         if now < learner.next_check:
             return
@@ -136,7 +145,7 @@ class LearnerSessions:
     # -- delivery -----------------------------------------------------------------------------------------------------
 
     def deliver(self) -> None:
-        """Send what the learner has room for. Word of a dropped batch or of a source's end takes no room."""
+        """Send the batches that the learner has room for. News of a dropped batch or a source's end takes no room."""
         learner = self.lease
         if learner is None or learner.stream is None:
             return
@@ -153,19 +162,19 @@ class LearnerSessions:
                 held.with_learner = True
                 self._outbox.send(learner.stream, _source_gap(source, held))
             else:
-                held.give()
+                held.mark_given()
                 learner.sent(held.nbytes)
                 self._outbox.send(learner.stream, held.frames)
 
     def _announce(self, source: Source, learner: LearnerLease, seq: int) -> None:
-        """Before `seq` of a source: say what became of the batches that were settled without the learner, if any."""
+        """Tell the learner, before `seq` of a source, what became of batches that were settled without it, if any."""
         if learner.told.get(source.key, -1) < source.settled.seq:
             start = SourceStart(slot=source.slot, incarnation=source.incarnation, settled=source.settled)
             self._outbox.send(learner.stream, start)
         learner.told[source.key] = seq
 
-    def tell_status(self, workers: list[Source], spaces: dict[str, Any]) -> None:
-        """The heartbeat to the learner."""
+    def send_status(self, workers: list[Source], spaces: dict[str, Any]) -> None:
+        """Send the heartbeat to the learner."""
         learner = self.lease
         if learner is None:
             return
@@ -181,7 +190,7 @@ class LearnerSessions:
             self._outbox.send(peer, status)
 
     def waits_for(self) -> str:
-        """Whom a worker waits for that has no credit."""
+        """Return which peer a worker without credit waits for: "learner" or "broker"."""
         return "learner" if self.lease is None or not self.lease.has_room() else "broker"
 
 

@@ -1,4 +1,4 @@
-"""What an earlier broker left in Redis, for the next one to go on from."""
+"""The state that an earlier broker left in Redis, from which the next one goes on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """What stood in Redis when the reporter first reached it. Checked for form; the frames are not decoded yet."""
+    """What stood in Redis when the reporter first reached it. Its form is checked; the frames are not decoded yet."""
 
     rows: dict[SourceKey, LedgerRow]
     counters: dict[SourceKey, dict[str, int]]
@@ -30,7 +30,7 @@ class SavedState:
 
 
 def read_saved_state(client: redis.Redis, fleet_id: str) -> SavedState:
-    """What stands in Redis for this fleet; what cannot be read is logged and left out. May raise `REDIS_FAILURES`."""
+    """Read what stands in Redis for this fleet. Log and leave out what cannot be read. May raise `REDIS_FAILURES`."""
     wanted = (keys.LEDGER, keys.SOURCES, keys.INCARNATIONS, keys.LEASE, keys.RUNNER_STATE)
     raw, wrong = RedisReader(client).hashes_at_once({key.name: keys.key_name(fleet_id, key) for key in wanted})
     values = HashParser(garbage=wrong)
@@ -43,5 +43,5 @@ def read_saved_state(client: redis.Redis, fleet_id: str) -> SavedState:
         weights=RedisWeights(client, fleet_id).load(),
     )
     for sentence in values.garbage:
-        log.error("left out what stands in Redis: %s", sentence)
+        log.error("left out a value in Redis: %s", sentence)
     return saved

@@ -25,7 +25,7 @@ from headrace.schemas.messages import Obituary
 from headrace.workers.membership import Membership
 
 JOIN_S = 3.0
-MISLED = "a peer that takes another broker's key for this one's"
+MISLED = "a peer that expects another broker's key"
 
 
 @pytest.fixture(scope="module")

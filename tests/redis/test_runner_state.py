@@ -44,7 +44,7 @@ def test_what_is_no_counter_is_named_and_left_out(
     client.hset(key_name(fleet_id, RUNNER_STATE), mapping={"0": value, "x": b"{}"})
     assert saved_by(url, fleet_id).runner_state == {}
     for field in ("0", "x"):
-        assert f"left out what stands in Redis: runner_state: field b'{field}'" in caplog.text
+        assert f"left out a value in Redis: runner_state: field b'{field}'" in caplog.text
 
 
 def welcome(core: BrokerCore, token: str, incarnation: int = 0) -> WorkerWelcome:
