@@ -10,8 +10,8 @@ from headrace.schemas.messages import LearnerHello
 
 
 @dataclass(slots=True)
-class Learner:
-    """The learner that holds the lease. It has two connections, a stream and a publisher, known by their token."""
+class LearnerLease:
+    """The lease and the learner that holds it. The learner's stream and publisher connections share its token."""
 
     token: str
     epoch: int
@@ -26,12 +26,15 @@ class Learner:
     behind_since: float | None = None
     next_check: float = 0.0
     told: dict[tuple[int, int], int] = field(default_factory=dict)
-    """The last batch of each source that was spoken of on this connection."""
+    """The last batch of each source that the learner was told of on this connection."""
     granted: bool = False
-    """The epoch was given out here and not claimed by the learner."""
+    """True when this broker gave out the epoch; False when the learner claimed it."""
 
     def attach_stream(self, peer: Peer, hello: LearnerHello) -> None:
-        """A stream (re)connected: what was under way on its last connection is lost, what it received is not."""
+        """Note that a stream connected or reconnected.
+
+        Batches under way on its last connection are lost, received ones are not.
+        """
         self.stream = peer
         self.window_batches, self.window_bytes = hello.window_batches, hello.window_bytes
         self.outstanding.clear()
@@ -41,7 +44,7 @@ class Learner:
         self.told.clear()
 
     def has_room(self) -> bool:
-        """Another batch may be sent. One is always allowed, however large."""
+        """Return whether another batch may be sent. One is always allowed, however large."""
         if self.stream is None:
             return False
         if not self.outstanding:
@@ -49,11 +52,12 @@ class Learner:
         return len(self.outstanding) < self.window_batches and self.outstanding_bytes < self.window_bytes
 
     def sent(self, nbytes: int) -> None:
+        """Note that a batch of `nbytes` was sent to the learner."""
         self.outstanding.append(nbytes)
         self.outstanding_bytes += nbytes
 
     def missing_for(self, in_hand: int, sent: int, now: float) -> float:
-        """Seconds since when the learner has had fewer batches in hand than were sent to it and not committed."""
+        """Return for how many seconds the learner has held fewer batches than were sent to it and not committed."""
         if in_hand >= sent:
             self.behind_since = None
             return 0.0
@@ -61,7 +65,7 @@ class Learner:
         return now - self.behind_since
 
     def take_consumed(self, consumed: int) -> None:
-        """The learner has handed out this many of all batches it ever received."""
+        """Note that the learner has handed out `consumed` of all batches it ever received."""
         while self.consumed < consumed and self.outstanding:
             self.outstanding_bytes -= self.outstanding.popleft()
             self.consumed += 1

@@ -1,4 +1,4 @@
-"""What the core is told of the configuration, and what it must be told of its own past."""
+"""The core's limits from the configuration, and the state that it must keep over a restart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Overflow = Literal["block", "drop_oldest", "drop_stale"]
 
 @dataclass(frozen=True, slots=True)
 class BrokerLimits:
-    """Sizes in bytes, times in seconds; `BrokerSection` of the configuration explains each."""
+    """Limits from the configuration. Sizes in bytes, times in seconds; `BrokerSection` explains each."""
 
     max_batch_bytes: int = 128 << 20
     max_held_bytes: int = 1 << 30
@@ -25,7 +25,7 @@ class BrokerLimits:
 
 @dataclass(slots=True)
 class BrokerState:
-    """What must survive a restart of the broker for its answers to stay true; written before they are sent."""
+    """State that must survive a restart for the broker's answers to stay true. It is written before they are sent."""
 
     epoch: int = 0
     learner_token: str = ""

@@ -1,4 +1,4 @@
-"""What the broker tells Redis of the fleet: rates and windows from batch headers, the rest from the core."""
+"""The broker's metrics of the fleet for Redis: rates and windows from batch headers, the rest from the core."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ RATE_WINDOW_S = 5.0
 
 
 class FleetMetrics:
-    """Fed with each accepted batch's header; makes the report."""
+    """Collects metrics from the header of each accepted batch, and makes the report."""
 
     def __init__(self, bytes_before: Mapping[tuple[int, int], Mapping[str, int]] | None = None) -> None:
         self._episodes: deque[tuple[float, int]] = deque(maxlen=EPISODE_WINDOW)
         self._arrivals: deque[tuple[float, int]] = deque()
-        """(when, env steps) of each batch lately."""
+        """(time, env steps) of each recent batch."""
         self._env_steps: dict[tuple[int, int], int] = {}
-        """Of each source, as of its last batch."""
+        """Env steps of each source as of its last batch."""
         self._bytes: dict[tuple[int, int], int] = {}
         self._events: list[dict[str, Any]] = []
         self._lease_since = 0.0
@@ -33,22 +33,22 @@ class FleetMetrics:
         self.continue_from(bytes_before or {})
 
     def continue_from(self, counters: Mapping[tuple[int, int], Mapping[str, int]]) -> None:
-        """Counters an earlier broker reported, which must not go back."""
+        """Go on from the counters that an earlier broker reported, which must not go back."""
         for key, values in counters.items():
             self._bytes[key] = self._bytes.get(key, 0) + values.get("bytes_total", 0)
 
     def observe(self, header: BatchHeader, nbytes: int, now: float) -> None:
-        """A batch was accepted for the first time."""
+        """Count a batch that was accepted for the first time."""
         self._episodes.extend(header.episodes)
         key, env_steps = (header.slot, header.incarnation), header.totals.steps_of_envs
-        # The first that a young broker hears of an old worker says nothing of how fast it is.
+        # The first batch that a new broker gets from an old worker does not show how fast the worker is.
         before = self._env_steps.get(key, 0 if header.seq == 1 else env_steps)
         self._arrivals.append((now, max(0, env_steps - before)))
         self._env_steps[key] = env_steps
         self._bytes[key] = self._bytes.get(key, 0) + nbytes
 
     def report(self, core: BrokerCore, now: float) -> Report:
-        """Everything, as of now."""
+        """Make the report of the state as of now, and forget the events in it."""
         self._note_events(core.sources.values())
         events, self._events = self._events, []
         return Report(
@@ -66,13 +66,13 @@ class FleetMetrics:
         while self._arrivals and self._arrivals[0][0] < now - RATE_WINDOW_S:
             self._arrivals.popleft()
         span = max(now - self._arrivals[0][0], 0.5) if self._arrivals else 1.0
-        oldest = core.holdings.oldest_held_at()
+        oldest = core.store.oldest_held_at()
         gauges: dict[str, float] = {
             "env_steps_per_s": sum(steps for _, steps in self._arrivals) / span,
             "episodes_window": len(self._episodes),
             "weights_seq": core.weights[1],
             "learner_epoch": core.state.epoch,
-            "held_batches": core.holdings.held_batches(),
+            "held_batches": core.store.held_batches(),
             "oldest_unsettled_age_s": now - oldest if oldest is not None else 0.0,
         }
         if self._episodes:

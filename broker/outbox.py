@@ -1,4 +1,4 @@
-"""Messages on their way out of the core."""
+"""Messages that the core has ready to send."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from headrace.schemas.wire import Buffer
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """One message for one peer; batches go as the frames they came in."""
+    """One message for one peer. A batch goes as the frames it came in."""
 
     peer: Peer
     content: Message | list[Buffer]
 
 
 class Outbox:
-    """Gathers what the core says, in order."""
+    """Gathers the core's messages in order."""
 
     def __init__(self) -> None:
         self._sends: list[Send] = []
 
     def send(self, peer: Peer | None, content: Message | list[Buffer]) -> None:
-        """Say it to `peer`, if there is one."""
+        """Add a message for `peer`, if there is one."""
         if peer is not None:
             self._sends.append(Send(peer, content))
 
@@ -33,10 +33,10 @@ class Outbox:
         self.send(peer, Reject(code=code, detail=detail, fatal=True))
 
     def ask_hello(self, peer: Peer, detail: str = "say HELLO first") -> None:
-        """Ask this peer to introduce itself (again), with all it knows."""
+        """Ask this peer for a HELLO with all it knows."""
         self.send(peer, Reject(code="unknown_peer", detail=detail, fatal=False))
 
     def take(self) -> list[Send]:
-        """Everything since the last call."""
+        """Return and forget all messages since the last call."""
         sends, self._sends = self._sends, []
         return sends

@@ -1,4 +1,4 @@
-"""The broker process: one poll loop that carries messages between sockets and the core, array bytes unseen."""
+"""The broker process: one poll loop that carries messages between sockets and the core without reading array bytes."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from headrace.schemas.messages import (
     read,
     read_hello,
 )
-from headrace.schemas.stopping import stop_signals
+from headrace.schemas.stop_event import stop_event
 from headrace.schemas.weights import read_weights
-from headrace.schemas.wire import Caps, MessageKind, decode, decode_header
+from headrace.schemas.wire import MessageKind, WireLimits, decode, decode_header
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def run_broker(config: FleetConfig, *, fleet_id: str, run_dir: Path, redis_url: 
     """Serve until SIGTERM. Raises `PortInUseError`, `RunDirError`, `ConfigError` or `KeysError` before it serves."""
     keys = read_broker_keys(Path(config.keys.dir)) if config.keys.dir else None
     broker = Broker(config.broker, fleet_id, run_dir, redis_url, keys)
-    with stop_signals() as stopping:
+    with stop_event() as stopping:
         try:
             while not stopping.is_set():
                 broker.step()
@@ -96,20 +96,20 @@ class Broker:
         self.core = BrokerCore(fleet_id, limits, state, time.monotonic())
         self.reporter = RedisReporter(redis_url, fleet_id) if redis_url else None
         self._restored = self.reporter is None or self._restore(_SAVED_WAIT_S)
-        self._caps = Caps(payload_bytes=config.max_batch_bytes)
+        self._limits = WireLimits(payload_bytes=config.max_batch_bytes)
         self._written: BrokerState | None = None
         self._next_report = 0.0
         self._next_tick = 0.0
         self._poller = zmq.Poller()
         own = (self.sockets.workers, self.sockets.learners, self.sockets.weights)
-        for socket in (*own, *self.sockets.entrance.sockets):
+        for socket in (*own, *self.sockets.auth.sockets):
             self._poller.register(socket, zmq.POLLIN)
         self._write_state()
         how = "with keys" if keys is not None else "without keys"
         log.info("serving fleet %s %s: %s", fleet_id, how, self.sockets.endpoints.model_dump())
 
     def step(self) -> None:
-        """Wait for messages a moment, take a burst from each socket, answer."""
+        """Wait a moment for messages, take a burst from each socket, and answer."""
         wait_s = max(0.0, min(_TICK_S, self.core.next_due - time.monotonic()))
         ready = dict(self._poller.poll(math.ceil(wait_s * 1000)))
         if self.sockets.learners in ready:
@@ -117,8 +117,8 @@ class Broker:
         if self.sockets.workers in ready:
             self._drain(self.sockets.workers)
         if self.sockets.weights in ready:
-            self._greet_subscribers()
-        self.sockets.entrance.attend(ready)
+            self._answer_subscribers()
+        self.sockets.auth.handle_ready(ready)
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + _TICK_S
@@ -129,7 +129,7 @@ class Broker:
             self._report(now)
 
     def close(self) -> None:
-        """Answer what is due, report a last time, and go."""
+        """Send what is due, report a last time, and close the sockets."""
         self._flush()
         self._report(time.monotonic())
         if self.reporter is not None:
@@ -151,7 +151,7 @@ class Broker:
 
     def _take(self, socket: Socket, peer: bytes, frames: list[zmq.Frame]) -> None:
         now = time.monotonic()
-        kind, header = decode_header([frame.buffer for frame in frames], self._caps)
+        kind, header = decode_header([frame.buffer for frame in frames], self._limits)
         if kind is MessageKind.BATCH and socket is self.sockets.workers:
             self._take_batch(peer, header, frames, now)
         elif kind is MessageKind.WEIGHTS and socket is self.sockets.learners:
@@ -166,7 +166,7 @@ class Broker:
             raise DecodeError("unexpected_kind", f"{kind.name} is not for a broker")
 
     def _take_hello(self, socket: Socket, peer: bytes, hello: Message, now: float) -> None:
-        """A HELLO at the other role's port would never get further: say where to go instead."""
+        """Handle a HELLO. One at the other role's port would never succeed, so tell its sender the right endpoint."""
         if isinstance(hello, LearnerHello) is (socket is self.sockets.learners):
             self.core.receive(_tag(socket, self.sockets.learners, peer), hello, now)
             return
@@ -182,7 +182,7 @@ class Broker:
             self.metrics.observe(typed, nbytes, now)
 
     def _take_weights(self, peer: bytes, frames: list[zmq.Frame]) -> None:
-        """A version from the publisher: keep it, broadcast it, and say so. An older one is only acknowledged."""
+        """Keep a version from the publisher, broadcast it, and acknowledge it. An older one is only acknowledged."""
         message = decode([frame.buffer for frame in frames])
         header, _ = read_weights(message)
         if not self.core.may_publish(_LEARNER + peer, header.version):
@@ -195,7 +195,10 @@ class Broker:
         self._send(self.sockets.learners, peer, WeightsAck(version=header.version).frames())
 
     def _refuse(self, socket: Socket, peer: bytes, error: DecodeError) -> None:
-        """Say what was wrong. A peer whose batch cannot be read tries again, and skips it after the third time."""
+        """Tell a peer what was wrong.
+
+        A peer whose batch cannot be read sends it again, and skips it after the third time.
+        """
         tagged = _tag(socket, self.sockets.learners, peer)
         seq = self.core.next_seq(tagged)
         code = error.reason if error.reason == "version_mismatch" else "decode_error"
@@ -203,8 +206,11 @@ class Broker:
         reject = Reject(code=code, detail=str(error), fatal=code == "version_mismatch" or seq == 0, seq=seq)
         self._send(socket, peer, reject.frames())
 
-    def _greet_subscribers(self) -> None:
-        """A late subscriber gets the last version; XPUB can only tell all, and those who have it ignore it."""
+    def _answer_subscribers(self) -> None:
+        """Broadcast the last version for late subscribers.
+
+        XPUB can only send to all; subscribers that have it ignore it.
+        """
         greeted = False
         for _ in range(_BURST):
             try:
@@ -229,7 +235,7 @@ class Broker:
         self._send(socket, message.peer[1:], content)
 
     def _send(self, socket: Socket, peer: bytes, frames: list[Any]) -> None:
-        """Forward without copying. A peer that has gone needs nothing: it will say HELLO when it is back."""
+        """Forward without copying. A peer that has gone gets nothing: it sends a HELLO when it is back."""
         try:
             send(socket, [peer, *frames])
         except zmq.ZMQError as error:
@@ -257,7 +263,7 @@ class Broker:
         self.reporter.offer(report)
 
     def _restore(self, wait_s: float) -> bool:
-        """Go on from what Redis remembers; whether it could be asked."""
+        """Go on from what Redis remembers. Return whether Redis answered."""
         saved = self.reporter.take_saved(wait_s=wait_s) if self.reporter else None
         if saved is None:
             return False
@@ -279,5 +285,5 @@ _LEARNER = b"l"
 
 
 def _tag(socket: Socket, learners: Socket, peer: bytes) -> bytes:
-    """Peers of the two ROUTERs bear names of their own: routing ids of different sockets may be equal."""
+    """Prefix a peer's routing id with its role: routing ids of different ROUTER sockets may be equal."""
     return (_LEARNER if socket is learners else _WORKER) + peer

@@ -1,7 +1,7 @@
-"""One way to speak to Redis: short timeouts, no retries by the client, and failures in words.
+"""Access to Redis: short timeouts, no retries by the client, and failures in words.
 
-The client must not retry by itself: a retried command whose first reply was lost runs twice, and the caller, who knows
-which of its writes are harmless to repeat, decides better (see `redis_scripts.py`).
+The client must not retry by itself: a retried command whose first reply was lost runs twice. The caller knows which of
+its writes are harmless to repeat, and decides (see `redis_scripts.py`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from headrace.schemas.redis_keys import without_password
 TIMEOUT_S = 0.25
 
 REDIS_FAILURES = (RedisError, OSError)
-"""What any call may raise while Redis is away or refuses: no connection, time out, LOADING, NOAUTH, READONLY, OOM."""
+"""Errors that any call may raise while Redis is away or refuses: no connection, time out, LOADING, NOAUTH, READONLY,
+OOM.
+"""
 
 
 def connect(url: str, timeout_s: float = TIMEOUT_S) -> redis.Redis:
-    """A client that connects when first used; each send and each answer may take `timeout_s` seconds.
+    """Return a client that connects when first used. Each send and each answer may take `timeout_s` seconds.
 
     Raises `RedisUnavailableError` for a URL that cannot be understood.
     """
@@ -34,44 +36,44 @@ def connect(url: str, timeout_s: float = TIMEOUT_S) -> redis.Redis:
             url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0), protocol=2
         )
     except (ValueError, TypeError) as error:
-        raise RedisUnavailableError(without_password(url), f"it is no Redis URL ({error})") from error
+        raise RedisUnavailableError(without_password(url), f"it is not a Redis URL ({error})") from error
 
 
 def in_words(error: BaseException) -> str:
-    """One line that says why Redis did not do what was asked."""
+    """Return one line that says why Redis did not do what was asked."""
     text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return text[:200]
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
-    """The few reads Headrace does, typed. Everything that comes back is bytes somebody else may have written."""
+class RedisReader:
+    """The few typed reads that Headrace does. All results are bytes that any other program may have written."""
 
     client: redis.Redis
 
     def hash(self, key: str) -> dict[bytes, bytes]:
-        """All fields of a hash; empty when there is none."""
+        """Return all fields of a hash; empty when there is none."""
         return dict(self._do("HGETALL", key))
 
     def field(self, key: str, field: str) -> bytes | None:
-        """One field of a hash."""
+        """Return one field of a hash."""
         return _bytes(self._do("HGET", key, field))
 
     def text(self, key: str) -> bytes | None:
-        """A string key."""
+        """Return the value of a string key."""
         return _bytes(self._do("GET", key))
 
     def lengths(self, key: str, fields: Sequence[str]) -> list[int]:
-        """Bytes in each of these fields of a hash, without fetching them; 0 for one that is absent."""
+        """Return the bytes in each of these fields of a hash, without fetching them; 0 for one that is absent."""
         with self.client.pipeline(transaction=False) as pipe:
             for field in fields:
                 pipe.hstrlen(key, field)
             return [int(length) for length in pipe.execute()]
 
     def hashes_at_once(self, keys: Mapping[str, str]) -> tuple[dict[str, dict[bytes, bytes]], list[str]]:
-        """Several hashes as they stand at one moment (MULTI), by the names they are given in `keys`.
+        """Read several hashes as of one moment (MULTI). Return them by the names that `keys` gives them.
 
-        A key that is no hash counts as empty, and has a sentence in the second list.
+        A key that is not a hash counts as empty, and has a sentence in the second list.
         """
         with self.client.pipeline(transaction=True) as pipe:
             for key in keys.values():
@@ -81,7 +83,7 @@ class Reader:
         for answer in wrong.values():
             if not str(answer).startswith("WRONGTYPE"):
                 raise answer
-        return answers | {name: {} for name in wrong}, [f"{name}: is no hash" for name in wrong]
+        return answers | {name: {} for name in wrong}, [f"{name}: is not a hash" for name in wrong]
 
     def _do(self, *command: str) -> Any:
         execute: Any = self.client.execute_command

@@ -1,9 +1,9 @@
-"""The two Lua scripts that write to Redis, both harmless when run twice, late or out of order.
+"""The two Lua scripts that write to Redis. Both are harmless when they run twice, late or out of order.
 
-MERGE writes one report. A source's counters are cumulative; what was merged before is kept in `sources`, and only a
-positive difference is added to `totals`. So a repeated call adds nothing, one that arrives late adds nothing, and
-after Redis lost its newest writes the next report makes them good. A ledger row gives way only to one that knows no
-less, and the counters of a source wait with its row, so that rows and totals always speak of the same moment.
+MERGE writes one report. A source's counters are cumulative. What was merged before is kept in `sources`, and the script
+adds only a positive difference to `totals`. So a repeated or late call adds nothing, and after Redis lost its newest
+writes the next report restores them. A ledger row is replaced only by one that knows no less. The counters of a source
+wait with its row, so rows and totals always belong to the same moment.
 
 FLIP makes a blob of weights the current one, unless a newer version is.
 """
@@ -11,7 +11,7 @@ FLIP makes a blob of weights the current one, unless a newer version is.
 from __future__ import annotations
 
 MERGE = """
--- KEYS as named below; ARGV[1]: JSON of the report (see report.py: _as_json). Answers the counters it had to skip.
+-- KEYS as named below; ARGV[1]: JSON of the report (see report.py: _as_json). Returns the counters it had to skip.
 local FLEET, LEDGER, TOTALS, SOURCES, GAUGES, WORKERS, LEASE, INCARNATIONS, RUNNER_STATE, EVENTS = unpack(KEYS)
 local report = cjson.decode(ARGV[1])
 local skipped = {}
@@ -21,8 +21,8 @@ local function replace(key, fields)
   for field, value in pairs(fields) do redis.call('HSET', key, field, value) end
 end
 
--- What a row knows: batches cut, batches settled, steps and chunks accepted. nil for what is no row. Of a closed life
--- the steps accepted or lost, and how many are not held any more: what a broker took and died with is lost in the end.
+-- What a row knows: batches cut, batches settled, steps and chunks accepted; nil for a value that is no row. For a
+-- closed life: the steps accepted or lost, and how many are not held any more, since a dead broker's batches are lost.
 local function knowledge(row)
   if type(row) ~= 'table' or type(row.totals) ~= 'table' or type(row.settled) ~= 'table'
       or type(row.accepted) ~= 'table' then return nil end

@@ -1,7 +1,7 @@
 """The newest weights in Redis: a blob under a name of its own, then a pointer flipped to it.
 
 A reader that follows the pointer finds whole weights or none, whenever the writer is killed: a blob that no pointer was
-flipped to expires. Frames travel in pieces of 1 MiB, each of which must get through within the client's timeout.
+flipped to expires. Frames travel in pieces of 1 MiB. Each piece must get through within the client's timeout.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import orjson
 import redis
 
-from headrace.broker.redis_client import Reader
+from headrace.broker.redis_client import RedisReader
 from headrace.broker.redis_scripts import FLIP
+from headrace.schemas.messages import Version
 from headrace.schemas.redis_keys import WEIGHTS_BLOB, WEIGHTS_CURRENT, key_name
 from headrace.schemas.wire import Buffer
 
@@ -22,30 +23,31 @@ LARGEST_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20
 MOST_FRAMES = 64
 STAGED_S = 600
-"""How long an unfinished blob stays before Redis forgets it."""
-
-Version = tuple[int, int]
+"""Seconds that an unfinished blob stays before Redis deletes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """The frames of a WEIGHTS message as they were published; `version` is what the pointer says, not the header."""
+    """The frames of a WEIGHTS message as they were published. `version` is the pointer's, not the header's."""
 
     version: Version
     frames: list[bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsShelf:
-    """Where the weights of one fleet stand. Every method may raise what `redis_client.REDIS_FAILURES` lists."""
+class RedisWeights:
+    """Writes and reads the weights of one fleet. Every method may raise the errors in `redis_client.REDIS_FAILURES`."""
 
     client: redis.Redis
     fleet_id: str
 
     def store(self, version: Version, frames: Sequence[Buffer]) -> str:
-        """Make this version the current one: "flipped", or else "older" (nothing changed) or "moved" (try again)."""
+        """Make this version the current one.
+
+        Return "flipped" when it is, "older" when a newer one was current (nothing changed), or "moved" (try again).
+        """
         pointer = key_name(self.fleet_id, WEIGHTS_CURRENT)
-        seen = Reader(self.client).text(pointer) or b""
+        seen = RedisReader(self.client).text(pointer) or b""
         current = _version(seen)
         if current is not None and current >= version:
             return "older"
@@ -56,11 +58,11 @@ class WeightsShelf:
         return answer.decode() if isinstance(answer, bytes) else "moved"
 
     def load(self) -> StoredWeights | None:
-        """The current weights, whole; None when there are none or what stands there is not weights."""
-        current = _version(Reader(self.client).text(key_name(self.fleet_id, WEIGHTS_CURRENT)) or b"")
+        """Return the current weights, whole; None when there are none or the value is not weights."""
+        current = _version(RedisReader(self.client).text(key_name(self.fleet_id, WEIGHTS_CURRENT)) or b"")
         if current is None:
             return None
-        reader, blob = Reader(self.client), self._blob(current)
+        reader, blob = RedisReader(self.client), self._blob(current)
         sizes = _sizes(reader.field(blob, "sizes"))
         if sizes is None:
             return None
@@ -89,7 +91,7 @@ class WeightsShelf:
 
 
 def _pieces(frame: int, size: int) -> Iterator[tuple[str, int, int]]:
-    """(field, start, end) of each piece of a frame."""
+    """Yield (field, start, end) of each piece of a frame."""
     for piece, start in enumerate(range(0, size, PIECE_BYTES)):
         yield f"{frame}/{piece}", start, min(start + PIECE_BYTES, size)
 

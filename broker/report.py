@@ -13,8 +13,8 @@ from typing import Any
 import orjson
 import redis
 
+from headrace.broker.redis_parser import SourceKey
 from headrace.broker.redis_scripts import MERGE
-from headrace.broker.redis_values import Source
 from headrace.schemas import redis_keys as keys
 from headrace.schemas.ledger import LedgerRow
 from headrace.schemas.runner_counters import Counters
@@ -37,17 +37,18 @@ _WRITTEN = (
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The broker's full state for Redis; do not change what it holds once it is offered.
+    """The broker's full state for Redis. Do not change its contents after `offer`.
 
-    `rows` are all ledger rows, also those of dead incarnations; their counters (`redis_keys.row_counters`) are
-    reported with them. `counters` are further cumulative counters by (slot, incarnation), such as bytes_total; one
-    that the row tells as well is taken from the row.
-    `workers` and `runner_state`, by slot, and `lease` go to Redis as JSON and text. `events` are news since the last
-    report, each a flat dict.
+    - rows: all ledger rows, also those of dead incarnations. Their counters (`redis_keys.row_counters`) are reported
+      with them.
+    - counters: further cumulative counters by (slot, incarnation), such as bytes_total. A counter that the row has too
+      is taken from the row.
+    - workers and runner_state, by slot, and lease: go to Redis as JSON and text.
+    - events: news since the last report, each a flat dict.
     """
 
     rows: list[LedgerRow] = field(default_factory=list)
-    counters: Mapping[Source, Mapping[str, int]] = field(default_factory=dict)
+    counters: Mapping[SourceKey, Mapping[str, int]] = field(default_factory=dict)
     gauges: Mapping[str, float] = field(default_factory=dict)
     workers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     lease: Mapping[str, Any] = field(default_factory=dict)
@@ -57,7 +58,7 @@ class Report:
 
 
 class MergeScript:
-    """Sends a report by the MERGE script; the same report may be sent any number of times."""
+    """Sends a report by the MERGE script. The same report may be sent any number of times."""
 
     def __init__(self, client: redis.Redis, fleet_id: str) -> None:
         self._script = client.register_script(MERGE)
@@ -71,6 +72,7 @@ class MergeScript:
         self._event_source = secrets.token_hex(8)
 
     def __call__(self, report: Report, events: list[tuple[int, list[str]]], failures: int) -> None:
+        """Merge a report into Redis. May raise `REDIS_FAILURES`."""
         fleet = {**self._fleet, "reported_unix_s": f"{time.time():.3f}"}
         body = {
             **_as_json(report),
@@ -86,7 +88,7 @@ class MergeScript:
 
 
 def _as_json(report: Report) -> dict[str, Any]:
-    """The parts of a report as the MERGE script reads them: integers to compare, everything else as text to store."""
+    """Return the parts of a report as the MERGE script reads them: integers to compare, all else as text to store."""
     rows = {keys.source_name(row.slot, row.incarnation): row for row in report.rows}
     from_rows = {source: keys.row_counters(row) for source, row in rows.items()}
     further: dict[str, dict[str, int]] = {}

@@ -1,11 +1,11 @@
-"""The broker's reports to Redis: one thread, a mailbox with room for the newest report, and nobody who waits for it.
+"""The broker's reports to Redis: one thread, and a mailbox for the newest report, so that no caller waits.
 
     broker loop  ── offer(report) ──▶ [newest report]  ─┐
                  ── offer_weights ──▶ [newest weights] ─┼─▶ reporter thread ── one script call ──▶ Redis
                  ◀── take_saved ───── [what stood there]┘      250 ms a call, no retries by the client
 
-A report is the full cumulative state, so a lost one costs nothing: the next says it all. That is also how Redis is made
-good after it came back without its newest writes. Sampling and delivery never depend on any of this.
+A report is the full cumulative state, so a lost one costs nothing: the next one says it all. In the same way Redis gets
+back newest writes that it lost. Sampling and delivery never depend on any of this.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from collections import deque
 from collections.abc import Sequence
 
 from headrace.broker.redis_client import REDIS_FAILURES, connect, in_words
-from headrace.broker.redis_saved import Saved, read_saved
-from headrace.broker.redis_weights import LARGEST_BYTES, StoredWeights, Version, WeightsShelf
+from headrace.broker.redis_weights import LARGEST_BYTES, RedisWeights, StoredWeights
 from headrace.broker.report import MergeScript, Report
+from headrace.broker.saved_state import SavedState, read_saved_state
 from headrace.schemas import redis_keys as keys
+from headrace.schemas.messages import Version
 from headrace.schemas.wire import Buffer
 
 log = logging.getLogger(__name__)
@@ -33,10 +34,11 @@ MOST_EVENTS = 1000
 
 
 class RedisReporter:
-    """Reports to the Redis at `url`. Every method but `close` returns at once, whatever Redis does, from any thread.
+    """Reports to the Redis at `url`. Any thread may call it; every method but `close` returns at once.
 
-    While Redis is away or refuses writes, attempts are counted in `failures` and repeated after at most a second; the
-    outage is logged once. Raises `RedisUnavailableError` for a URL that cannot be understood, and nothing afterwards.
+    While Redis is away or refuses writes, the reporter counts attempts in `failures` and repeats them after at most a
+    second. It logs the outage once. Raises `RedisUnavailableError` for a URL that cannot be understood, and nothing
+    afterwards.
     """
 
     def __init__(self, url: str, fleet_id: str) -> None:
@@ -44,14 +46,14 @@ class RedisReporter:
         self._client = connect(url)
         self._fleet_id = fleet_id
         self._merge = MergeScript(self._client, fleet_id)
-        self._shelf = WeightsShelf(self._client, fleet_id)
+        self._shelf = RedisWeights(self._client, fleet_id)
         self._news = threading.Condition()
         # All of the following is shared, and read or written under `_news` only.
         self._report: Report | None = None
         self._weights: StoredWeights | None = None
         self._events: deque[tuple[int, list[str]]] = deque(maxlen=MOST_EVENTS)
         self._event_number = 0
-        self._saved: Saved | None = None
+        self._saved: SavedState | None = None
         self._saved_read = False
         self._failures = 0
         self._away_since: float | None = None
@@ -64,18 +66,21 @@ class RedisReporter:
 
     @property
     def failures(self) -> int:
-        """Attempts to reach Redis that failed so far."""
+        """Return the number of failed attempts to reach Redis so far."""
         with self._news:
             return self._failures
 
     @property
     def available(self) -> bool:
-        """Whether the last attempt succeeded, and there was one."""
+        """Return whether the last attempt succeeded; False before the first one."""
         with self._news:
             return self._saved_read and self._away_since is None
 
     def offer(self, report: Report) -> None:
-        """Hand over the newest state. Never waits; a report that was not sent yet is replaced, its events are kept."""
+        """Hand over the newest state. Never waits.
+
+        It replaces a report that was not sent yet, whose events are kept.
+        """
         with self._news:
             for event in report.events:
                 if fields := [str(part) for item in event.items() for part in item]:
@@ -85,10 +90,10 @@ class RedisReporter:
             self._news.notify_all()
 
     def offer_weights(self, version: Version, frames: Sequence[Buffer]) -> None:
-        """Hand over the newest WEIGHTS message, to be found by a broker that starts later. Never waits.
+        """Hand over the newest WEIGHTS message for a broker that starts later. Never waits.
 
-        At most one version a second is written, the newest. More than 64 MiB are skipped with one line in the log.
-        Frames that are not bytes are copied.
+        The reporter writes at most one version a second, the newest. It skips more than 64 MiB with one line in the
+        log. Frames that are not bytes are copied.
         """
         size = sum(memoryview(frame).nbytes for frame in frames)
         if size > LARGEST_BYTES:
@@ -99,8 +104,11 @@ class RedisReporter:
                 self._weights = StoredWeights(version, [_as_bytes(frame) for frame in frames])
                 self._news.notify_all()
 
-    def take_saved(self, wait_s: float = 0.0) -> Saved | None:
-        """What stood in Redis, once, after it was first reached; None before and afterwards. Waits `wait_s` for it."""
+    def take_saved(self, wait_s: float = 0.0) -> SavedState | None:
+        """Return what stood in Redis when it was first reached. Waits `wait_s` for it.
+
+        None before that, and after the first call that returned it.
+        """
         with self._news:
             self._news.wait_for(lambda: self._saved_read, wait_s)
             saved, self._saved = self._saved, None
@@ -109,7 +117,7 @@ class RedisReporter:
     def close(self, deadline_s: float = 1.0) -> bool:
         """Send what is still in the mailbox, if Redis takes it within `deadline_s`, and end the thread.
 
-        Returns whether all was sent. Waits at most for the deadline and the one call that is under way then.
+        Return whether all was sent. Waits at most for the deadline and the one call that is under way then.
         """
         with self._news:
             self._closing_at = min(self._closing_at, time.monotonic() + deadline_s)
@@ -131,7 +139,7 @@ class RedisReporter:
         self._client.close()
 
     def _wait_for_work(self) -> bool:
-        """Wait until there is something to do and the backoff is over; False when it is time to end."""
+        """Wait until there is something to do and the backoff is over. Return False when it is time to end."""
         with self._news:
             while True:
                 now = time.monotonic()
@@ -153,14 +161,14 @@ class RedisReporter:
         return due
 
     def _visit(self) -> None:
-        """Do what is due. What stands in Redis is read before the first write, so that nothing of it is lost."""
+        """Do what is due. Reads what stands in Redis before the first write, so that nothing of it is lost."""
         with self._news:
             saved_read, report, events = self._saved_read, self._report, list(self._events)
             closing, now = not math.isinf(self._closing_at), time.monotonic()
             weights = self._weights if closing or now >= self._weights_not_before else None
             failures = self._failures
         if not saved_read:
-            saved = read_saved(self._client, self._fleet_id)
+            saved = read_saved_state(self._client, self._fleet_id)
             with self._news:
                 self._saved, self._saved_read = saved, True
                 self._news.notify_all()

@@ -8,8 +8,8 @@ from typing import Any
 
 import zmq
 
-from headrace.broker.entrance import Entrance
 from headrace.broker.state_file import Endpoints
+from headrace.broker.zap_auth import ZapAuthenticator
 from headrace.schemas import sockets
 from headrace.schemas.config import BrokerSection, is_loopback
 from headrace.schemas.errors import ConfigError, PortInUseError
@@ -22,15 +22,16 @@ Socket = zmq.Socket[bytes]
 
 
 class BrokerSockets:
-    """Bound sockets, where they listen, and who may come in.
+    """The bound sockets, their endpoints, and the authenticator of their peers.
 
-    Raises `PortInUseError`, or `ConfigError` for a host that is not ours, or is open to others without keys.
+    Raises `PortInUseError`. Raises `ConfigError` for a host that is not this machine's, or one open to others without
+    keys.
     """
 
     def __init__(self, config: BrokerSection, before: Endpoints | None, keys: BrokerKeys | None) -> None:
         _check_host(config, keys)
         self._context = zmq.Context()
-        self.entrance = Entrance(self._context, keys)
+        self.auth = ZapAuthenticator(self._context, keys)
         max_frame = config.max_batch_bytes + (1 << 20)
         limits = {"MAXMSGSIZE": max_frame}
         try:
@@ -50,7 +51,7 @@ class BrokerSockets:
         socket = self._context.socket(kind)
         for name, value in (options | limits | {"IPV6": int(":" in config.host)}).items():
             socket.setsockopt(getattr(zmq, name), value)
-        self.entrance.guard(socket, role)
+        self.auth.guard(socket, role)
         address = f"tcp://{_bracketed(config.host)}"
         if port == 0 and before is not None:
             port = int(getattr(before, role).rpartition(":")[2])
@@ -68,12 +69,12 @@ class BrokerSockets:
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def close(self) -> None:
-        """Close all; what was sent has half a second to leave."""
+        """Close all sockets; messages already sent have half a second to leave."""
         self._context.destroy(linger=500)
 
 
 def receive(socket: Socket) -> list[zmq.Frame] | None:
-    """The next message, its frames without a copy; None if there is none."""
+    """Return the next message, its frames without a copy; None if there is none."""
     try:
         frames = [socket.recv(sockets.DONTWAIT, copy=False)]
     except zmq.Again:
@@ -84,7 +85,7 @@ def receive(socket: Socket) -> list[zmq.Frame] | None:
 
 
 def send(socket: Socket, frames: list[Any]) -> None:
-    """Send one message without waiting; frames that were received go out again without a copy."""
+    """Send one message without waiting. Frames that were received go out again without a copy."""
     for frame in frames[:-1]:
         socket.send(frame, sockets.MORE | sockets.DONTWAIT, copy=False)
     socket.send(frames[-1], sockets.DONTWAIT, copy=False)
@@ -95,7 +96,7 @@ def _bracketed(host: str) -> str:
 
 
 def _check_host(config: BrokerSection, keys: BrokerKeys | None) -> None:
-    """Off loopback anybody may come, and read along: without keys that must be asked for by name."""
+    """Refuse a host off loopback without keys unless `allow_insecure` is set: any machine could connect and listen."""
     if keys is not None or is_loopback(config.host):
         return
     if not config.allow_insecure:

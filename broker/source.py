@@ -1,7 +1,7 @@
-"""One life of a worker as the broker sees it: which of its batches were accepted or held, and what became of others.
+"""A source: one life of a worker as the broker sees it, with the batches accepted, held and settled.
 
-A batch is *held* from its acceptance until it is settled. Settling goes strictly by sequence number, so that what
-became of batches 1..n is one value (`Settled`), the same whoever tells it: the learner by its commits, a worker or
+A batch is *held* from its acceptance until it is settled. Batches settle strictly by sequence number, so one value
+(`Settled`) says what became of batches 1..n. It is the same whether the learner tells it by its commits, or a worker or
 Redis after a restart of the broker. The longer history always wins.
 """
 
@@ -19,7 +19,7 @@ Peer = bytes
 
 
 @dataclass(slots=True)
-class Held:
+class StoredBatch:
     """A batch between acceptance and settlement. `frames` is None when only the learner has its bytes."""
 
     seq: int
@@ -32,16 +32,17 @@ class Held:
     weights: Version = (0, 0)
     with_learner: bool = False
     handed: bool = False
-    """It was once with a learner, who may have trained on it: it can no longer be dropped here."""
+    """A learner once had it and may have trained on it, so the broker can no longer drop it."""
     dropped: str = ""
-    """Why the learner will not be given it; "" while it will."""
+    """Why the learner will not get it; "" while it will."""
 
     @property
     def count(self) -> Count:
+        """Return (steps, chunks)."""
         return (self.steps, self.chunks)
 
-    def give(self) -> None:
-        """It is with the learner now, who decides what becomes of it."""
+    def mark_given(self) -> None:
+        """Mark the batch as given to the learner, which decides what becomes of it."""
         self.with_learner = self.handed = True
         self.dropped = ""
 
@@ -57,68 +58,70 @@ class Source:
     accepted: int = 0
     accepted_count: Count = (0, 0)
     settled: Settled = field(default_factory=Settled)
-    held: dict[int, Held] = field(default_factory=dict)
+    held: dict[int, StoredBatch] = field(default_factory=dict)
     with_learner: dict[int, HeldBatch] = field(default_factory=dict)
-    """Batches the learner says it has, that this broker (restarted since) has not yet accepted."""
+    """Batches that the learner has, and that this broker (restarted since) has not yet accepted."""
     totals: WorkerTotals = field(default_factory=WorkerTotals)
-    """The worker's, as of batch `accepted`; older only between a restart and the next batch."""
+    """The worker's totals as of batch `accepted`; older only between a restart and the next batch."""
     left: dict[int, HeldBatch] = field(default_factory=dict)
-    """Batches a closed incarnation left behind that nobody accepted."""
+    """Batches that a closed incarnation left behind and no broker accepted."""
     left_reason: str = ""
     end_reason: str = ""
     end_due: bool = False
-    """The present learner is to hear of the end."""
+    """The present learner must be told of the end."""
     closed: bool = False
     silent_until: float = 0.0
     weights: Version = (0, 0)
     blocked: str = ""
     batch_bytes: int = 0
-    """Of the largest batch lately, from which credit is reckoned; 0 until there was one."""
+    """Bytes of the largest recent batch, from which credit is computed; 0 before the first one."""
     told: int = 0
-    """`progress` as its worker was last told."""
+    """`progress` as of the last Ack to its worker."""
     row: LedgerRow | None = None
     restored: LedgerRow | None = None
     """The final books, when an earlier broker closed them."""
     made_before: int = 0
-    """Env steps that earlier brokers knew of, as Redis has it; those of live workers come again and are the same."""
+    """Env steps that earlier brokers knew of, from Redis. Those of live workers are told again and are the same steps.
+    """
     counted: int = 0
-    """`steps`, as the fleet's sum has it."""
+    """`steps` as counted in the fleet's sum."""
 
     @property
     def key(self) -> tuple[int, int]:
+        """Return (slot, incarnation)."""
         return (self.slot, self.incarnation)
 
     @property
     def ended(self) -> bool:
-        """No later batch of it will be accepted."""
+        """Return whether the broker accepts no later batch of it."""
         return bool(self.end_reason)
 
     @property
     def steps(self) -> int:
-        """Env steps this life has made, as of the newest totals that came to this broker or those before."""
+        """Return the env steps of this life, by the newest totals that this broker or an earlier one got."""
         return max(self.totals.steps_of_envs, self.made_before)
 
     def progress(self) -> int:
-        """Grows by one with each batch accepted and with each settled."""
+        """Return a number that grows by one with each batch accepted and with each settled."""
         return self.accepted + self.settled.seq
 
-    def accept(self, held: Held, totals: WorkerTotals) -> None:
+    def accept(self, held: StoredBatch, totals: WorkerTotals) -> None:
         """Take batch `accepted + 1`."""
         known = self.with_learner.pop(held.seq, None)
         if known is not None:
-            held.give()
+            held.mark_given()
         self.accepted = held.seq
         self.accepted_count = plus(self.accepted_count, held.count)
         self.held[held.seq] = held
         self.totals = totals
         self.batch_bytes = max(held.nbytes, self.batch_bytes * 15 // 16)
 
-    def learn_settled(self, settled: Settled) -> list[Held]:
-        """Take over a longer history; returns the held batches it settles."""
+    def learn_settled(self, settled: Settled) -> list[StoredBatch]:
+        """Take over a longer history; return the held batches it settles."""
         if settled.seq <= self.settled.seq:
             return []
         gone = []
-        while self.held and (seq := next(iter(self.held))) <= settled.seq:  # they stand in order
+        while self.held and (seq := next(iter(self.held))) <= settled.seq:  # held batches are in order of seq
             gone.append(self.held.pop(seq))
         for seq in [seq for seq in self.with_learner if seq <= settled.seq]:
             del self.with_learner[seq]
@@ -129,8 +132,8 @@ class Source:
             self.accepted, self.accepted_count = settled.seq, settled.total()
         return gone
 
-    def fold_dropped(self) -> list[Held]:
-        """Settle dropped batches that stand first in line; no learner needs to be asked about those."""
+    def settle_dropped(self) -> list[StoredBatch]:
+        """Settle dropped batches that are first in line; this needs no learner's commit."""
         gone = []
         while (held := self.held.get(self.settled.seq + 1)) is not None and held.dropped and not held.with_learner:
             self.settled = self.settled.add((0, 0), {held.dropped: held.count})
@@ -140,13 +143,13 @@ class Source:
     def adopt_with_learner(self, now: float) -> None:
         """Accept, without their bytes, the next batches in line that only the learner has: their worker is gone."""
         while (known := self.with_learner.get(self.accepted + 1)) is not None:
-            self.accept(Held(known.seq, known.steps, known.chunks, 0, None, 0, now), self.totals)
+            self.accept(StoredBatch(known.seq, known.steps, known.chunks, 0, None, 0, now), self.totals)
 
     def close(self, totals: WorkerTotals, window: list[HeldBatch], reason: str) -> None:
-        """Take the worker's last totals and what it left behind: open steps and batches nobody accepted.
+        """Take the worker's last totals and what it left behind: open steps and batches that no broker accepted.
 
         `window` are the batches it had cut and not seen settled, each with its own counts, as the recorder holds them.
-        The recorder has no steps by module, so that those of the last batch accepted stay, if they were told.
+        The recorder has no steps by module, so those of the last batch accepted stay, if the worker told them.
         """
         discarded = dict(totals.discarded)
         if totals.open:
@@ -160,14 +163,14 @@ class Source:
         self.peer = None
 
     def lost(self) -> dict[str, Count]:
-        """Batches cut and never accepted, by name; known once the incarnation is closed."""
+        """Return batches cut and never accepted, by name; known once the incarnation is closed."""
         total: Count = (0, 0)
         for batch in self.left.values():
             total = plus(total, (batch.steps, batch.chunks))
         return {self.left_reason: total} if self.left else {}
 
     def ledger_row(self) -> LedgerRow | None:
-        """The books as of one moment: the last at which the worker's totals spoke of the batches accepted."""
+        """Return the books as of the last moment at which the worker's totals covered exactly the batches accepted."""
         if self.restored is not None:
             return self.restored
         if self.closed or self.totals.seq == self.accepted:
@@ -186,6 +189,6 @@ class Source:
             )
         return self.row
 
-    def waiting(self) -> Iterator[Held]:
-        """Held batches that the learner is still to be told of, in order."""
+    def waiting(self) -> Iterator[StoredBatch]:
+        """Return the held batches that the learner was not told of yet, in order."""
         return (held for held in self.held.values() if not held.with_learner)

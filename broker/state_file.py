@@ -1,7 +1,7 @@
-"""run_dir/broker.json: where the broker listens, and what a restarted broker must know. Mode 0600, replaced atomically.
+"""run_dir/broker.json: the broker's endpoints, and the state for a restart. Mode 0600, replaced atomically.
 
-It is written before an answer that depends on it leaves, so no incarnation or learner epoch is ever given out twice,
-Redis or not.
+The broker writes it before it sends an answer that depends on it. So it never gives out an incarnation or learner epoch
+twice, with Redis or without.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headrace.schemas.errors import RunDirError
 
 
 class Endpoints(BaseModel):
-    """Where each role connects."""
+    """The address for each role to connect to."""
 
     model_config = ConfigDict(frozen=True)
     worker: str
@@ -26,7 +26,7 @@ class Endpoints(BaseModel):
 
 
 class BrokerFile(BaseModel):
-    """The file's content."""
+    """The content of the file."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     pid: int
@@ -37,16 +37,20 @@ class BrokerFile(BaseModel):
     incarnations: dict[int, int] = {}
 
     def state(self) -> BrokerState:
-        """The part of it that the broker's core goes on from."""
+        """Return the part of it from which the broker's core goes on."""
         return BrokerState(self.epoch, self.learner_token, dict(self.incarnations))
 
 
 def file_path(run_dir: Path) -> Path:
+    """Return the path of the file in `run_dir`."""
     return run_dir / "broker.json"
 
 
 def read_broker_file(run_dir: Path) -> BrokerFile | None:
-    """What an earlier broker of this run directory left; raises `RunDirError` when it cannot be understood."""
+    """Read what an earlier broker of this run directory left; None without one.
+
+    Raises `RunDirError` for a damaged file.
+    """
     path = file_path(run_dir)
     try:
         return BrokerFile.model_validate(orjson.loads(path.read_bytes()))

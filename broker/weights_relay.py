@@ -1,4 +1,4 @@
-"""The newest weights, kept for whoever comes late: broadcast whole when small, announced and pulled when large."""
+"""The relay of the newest weights. It keeps them for late subscribers: small ones whole, large ones by announcement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INLINE_BYTES = 1 << 20
 
 
 class WeightsRelay:
-    """Holds one version. Never goes back: an equal or older version is ignored."""
+    """Holds one version. It ignores an equal or older version, so it never goes back."""
 
     def __init__(self) -> None:
         self.version: Version = (0, 0)
@@ -21,7 +21,7 @@ class WeightsRelay:
         self._sizes: list[int] = []
 
     def offer(self, header: WeightsHeader, frames: list[Buffer]) -> bool:
-        """Keep this version if it is newer; True when it was."""
+        """Keep this version if it is newer. Return whether it was."""
         if header.version <= self.version:
             return False
         self.version = header.version
@@ -33,15 +33,15 @@ class WeightsRelay:
         return True
 
     def broadcast(self) -> list[Buffer]:
-        """What goes to every subscriber, and again to each new one; empty before the first version."""
+        """Return the frames for every subscriber, which each new one gets again; empty before the first version."""
         return self._announcement
 
     def frames(self) -> list[Buffer]:
-        """The whole WEIGHTS message of the version held."""
+        """Return the whole WEIGHTS message of the version held."""
         return self._frames
 
     def part(self, pull: WeightsPull) -> list[Buffer]:
-        """The piece asked for, of the newest version; its first piece when another version was asked for."""
+        """Return the piece asked for, of the newest version; its first piece when another version was asked for."""
         offset = pull.offset if pull.version == self.version else 0
         piece = np.frombuffer(self._blob[offset : offset + pull.length], np.uint8)
         header = WeightsPart(version=self.version, offset=offset, frame_sizes=self._sizes)

@@ -96,7 +96,7 @@ def _totals_against_sources(snapshot: Snapshot) -> Iterator[str]:
             yield f"fleet: {counter} is {total}, but its incarnations add up to {added_up}"
 
 
-def open_fleet(run_dir: Path) -> tuple[str, str]:
+def find_books(run_dir: Path) -> tuple[str, str]:
     """(Redis URL, fleet id) of the fleet in this run directory, from its fleet.json. Raises `RunDirError`."""
     fleet = read_fleet_file(run_dir / "fleet.json")
     if not fleet.redis_url or not fleet.fleet_id:

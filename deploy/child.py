@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from headrace.deploy import parent_death
-from headrace.deploy.last_word import VARIABLE, LastWord, take_last_word
-from headrace.deploy.sign_of_life import VARIABLE as SIGN_OF_LIFE
+from headrace.deploy.exit_record import VARIABLE, ExitRecord, take_exit_record
+from headrace.deploy.liveness_file import VARIABLE as LIVENESS_VARIABLE
 from headrace.schemas.errors import ExitCode, RunDirError
 from headrace.schemas.signal_names import signal_name
 
@@ -40,10 +40,10 @@ class Child:
     ) -> None:
         self.log_path = log_path
         self.incarnation = incarnation
-        self._last_word_at = log_path.with_name(f".{log_path.stem}-{incarnation}.end")
-        self.sign_of_life_at = log_path.with_name(f".{log_path.stem}-{incarnation}.alive")
+        self._exit_record_path = log_path.with_name(f".{log_path.stem}-{incarnation}.end")
+        self.liveness_path = log_path.with_name(f".{log_path.stem}-{incarnation}.alive")
         """Where it says that it lives, if it is of those who do so."""
-        self.last_word: LastWord | None = None
+        self.exit_record: ExitRecord | None = None
         """What it said of its end, once it was reaped; None when it was not the process itself that meant to end so."""
         launcher = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), str(int(death_signal))]
         with _open(log_path) as log:
@@ -62,7 +62,7 @@ class Child:
         self.started = time.monotonic()
 
     def _places(self) -> dict[str, str]:
-        return {VARIABLE: str(self._last_word_at.absolute()), SIGN_OF_LIFE: str(self.sign_of_life_at.absolute())}
+        return {VARIABLE: str(self._exit_record_path.absolute()), LIVENESS_VARIABLE: str(self.liveness_path.absolute())}
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal; nothing happens when the process has ended."""
@@ -86,9 +86,9 @@ class Child:
         returncode = self._process.wait()
         os.close(self.pidfd)
         self.pidfd = -1
-        self.sign_of_life_at.unlink(missing_ok=True)
-        word = take_last_word(self._last_word_at, self.pid)
-        self.last_word = word if word is not None and word.exit_code == returncode else None
+        self.liveness_path.unlink(missing_ok=True)
+        word = take_exit_record(self._exit_record_path, self.pid)
+        self.exit_record = word if word is not None and word.exit_code == returncode else None
         return returncode
 
     def log_lines(self, count: int) -> list[str]:

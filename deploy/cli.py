@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 
 from headrace.deploy import keys_command, role_commands
-from headrace.deploy.last_word import place_for_last_word, say_last_word
+from headrace.deploy.exit_record import exit_record_path, write_exit_record
 from headrace.deploy.options import (
     AsJson,
     ConfigPath,
@@ -35,7 +35,7 @@ from headrace.deploy.options import (
     resolve,
     text_of,
 )
-from headrace.deploy.streams import make_usable, unread
+from headrace.deploy.std_streams import ignore_closed_reader, open_std_streams
 from headrace.schemas.errors import ExitCode, HeadraceError
 
 app = typer.Typer(
@@ -54,8 +54,8 @@ PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show every va
 
 def main() -> None:
     """Entry point of the console script and of `python -m headrace.deploy`."""
-    make_usable()
-    last_word_at = place_for_last_word()
+    open_std_streams()
+    exit_record_at = exit_record_path()
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # `package.module:make_env` from here, as `python -m` finds it
     try:
@@ -63,13 +63,13 @@ def main() -> None:
     except HeadraceError as error:
         if "--debug" in sys.argv or os.environ.get("HEADRACE_DEBUG"):
             traceback.print_exc()
-        with unread(sys.stderr):
+        with ignore_closed_reader(sys.stderr):
             print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
-        say_last_word(last_word_at, error.exit_code, str(error))
+        write_exit_record(exit_record_at, error.exit_code, str(error))
         sys.exit(int(error.exit_code))
     except SystemExit as end:  # how typer ends a command, or one that was not typed right
         if end.code in (ExitCode.OK, ExitCode.USAGE):
-            say_last_word(last_word_at, int(end.code))
+            write_exit_record(exit_record_at, int(end.code))
         raise
 
 
@@ -119,7 +119,7 @@ def up(
     """
     from headrace.deploy.config_print import print_config as config_text
     from headrace.deploy.summary import print_summary
-    from headrace.deploy.up import Options
+    from headrace.deploy.up import UpOptions
     from headrace.deploy.up import up as run_fleet
 
     flags = {
@@ -139,8 +139,8 @@ def up(
     if print_config:
         typer.echo(config_text(resolved, origins), nl=False)
         return
-    summary = run_fleet(resolved, Options(as_json, debug, config, describe_origin(config, origins)))
-    with unread(sys.stdout):
+    summary = run_fleet(resolved, UpOptions(as_json, debug, config, describe_origin(config, origins)))
+    with ignore_closed_reader(sys.stdout):
         if as_json:
             typer.echo(summary.as_json().decode())
         elif summary.failure is None or summary.steps:
@@ -177,7 +177,7 @@ def audit(
 
     Running or stopped: what was stepped, and what became of it.
     """
-    from headrace.deploy.auditing import audit_run
+    from headrace.deploy.audit_command import audit_run
 
     resolved, _ = resolve(config, None, {"fleet.run_dir": text_of(run_dir)})
     audit_run(Path(resolved.fleet.run_dir), strict=strict, as_json=as_json, stream=sys.stdout)

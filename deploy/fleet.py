@@ -11,22 +11,22 @@ from typing import Any
 import orjson
 
 from headrace.broker.state_file import Endpoints, read_broker_file, write_broker_file
-from headrace.deploy import commands
-from headrace.deploy.book import Book
+from headrace.deploy import child_commands
 from headrace.deploy.child import Child
 from headrace.deploy.client_ports import client_endpoints, with_client_ports
 from headrace.deploy.env_ports import env_endpoints, own_env_hosts, with_env_ports
-from headrace.deploy.failures import OwnRedisError, StoppedError
-from headrace.deploy.goal import Numbers
-from headrace.deploy.loop import Loop
-from headrace.deploy.obituaries import Obituaries, reason_of, write_obituary
+from headrace.deploy.event_loop import EventLoop
+from headrace.deploy.fleet_errors import DrainCutShortError, OwnRedisError
+from headrace.deploy.fleet_record import FleetRecord
+from headrace.deploy.goal import RunNumbers
+from headrace.deploy.obituary_sender import ObituarySender, reason_of, write_obituary
 from headrace.deploy.redis_server import check_url, prepare_redis, wait_ready
 from headrace.deploy.redis_view import Snapshot
 from headrace.deploy.run_dir import RunDir, write_private
-from headrace.deploy.silence import SilenceWatch
+from headrace.deploy.snapshot_poller import INTERVAL_S, SnapshotPoller
 from headrace.deploy.stop_signals import StopSignals
-from headrace.deploy.supervisor import ProcessSpec, Role, Service, State, Supervisor
-from headrace.deploy.watch import INTERVAL_S, Watch
+from headrace.deploy.supervisor import ProcessSpec, Role, Service, ServiceState, Supervisor
+from headrace.deploy.watchdog import FleetWatchdog
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import RedisUnavailableError, UnreachableError
 from headrace.schemas.keys import client_keys
@@ -53,15 +53,15 @@ class Fleet:
         self._keys = client_keys(config.keys.dir, "supervisor")
         self.config = config
         self.run_dir = run_dir
-        self.loop = Loop()
-        self.book = Book(run_dir, config.fleet.fleet_id, config_origin)
+        self.loop = EventLoop()
+        self.record = FleetRecord(run_dir, config.fleet.fleet_id, config_origin)
         self.supervisor = Supervisor(self.loop, config.supervisor, run_dir.logs, self)
-        self.numbers_before = Numbers()
+        self.numbers_before = RunNumbers()
         """What stood in Redis before this run's broker began."""
-        self._watch: Watch | None = None
+        self._poller: SnapshotPoller | None = None
         self._signals = signals
-        self._obituaries: Obituaries | None = None
-        self._silence: SilenceWatch | None = None
+        self._obituaries: ObituarySender | None = None
+        self._watchdog: FleetWatchdog | None = None
         self.loop.watch(signals.fd, signals.clear)
 
     def __enter__(self) -> Fleet:
@@ -72,33 +72,33 @@ class Fleet:
         self.loop.turn_until(self.supervisor.gone, 5.0)
         if self._obituaries is not None:
             self._obituaries.close()
-        if self._watch is not None:
-            self._watch.close()
-        self.book.note(state="stopped")
+        if self._poller is not None:
+            self._poller.close()
+        self.record.note(state="stopped")
 
     @property
     def fleet_id(self) -> str:
         """The fleet's name."""
-        return self.book.page.fleet_id
+        return self.record.content.fleet_id
 
     @property
     def endpoints(self) -> dict[str, str]:
         """Where the broker serves: worker, learner, weights; and where env hosts and clients come to each worker."""
-        return self.book.page.endpoints
+        return self.record.content.endpoints
 
     @property
     def snapshot(self) -> Snapshot | None:
         """The newest numbers from Redis; None when none were ever read."""
-        return self._watch.snapshot if self._watch else None
+        return self._poller.snapshot if self._poller else None
 
     @property
     def redis_age_s(self) -> float:
         """Seconds since Redis last answered."""
-        return self._watch.age_s if self._watch else 0.0
+        return self._poller.age_s if self._poller else 0.0
 
-    def numbers(self) -> Numbers:
+    def numbers(self) -> RunNumbers:
         """The newest numbers that goals are judged by."""
-        return Numbers.of(self.snapshot.gauges, self.snapshot.totals) if self.snapshot else Numbers()
+        return RunNumbers.of(self.snapshot.gauges, self.snapshot.totals) if self.snapshot else RunNumbers()
 
     @property
     def stop_asked(self) -> bool:
@@ -119,17 +119,17 @@ class Fleet:
 
     def _start_others(self) -> None:
         at, recorders = self.endpoints["worker"], self.run_dir.recorders
-        self._obituaries = Obituaries(self.loop, at, self.fleet_id, recorders, self._keys)
+        self._obituaries = ObituarySender(self.loop, at, self.fleet_id, recorders, self._keys)
         self._obituaries.tell_left_over()
         config, path, where = self.config, self.run_dir.config_json, self.run_dir.path
         if config.learner.enabled:
-            self.supervisor.start(commands.learner(config, path, where, self.endpoints["learner"], self.fleet_id))
+            self.supervisor.start(child_commands.learner(config, path, where, self.endpoints["learner"], self.fleet_id))
         for slot in range(config.fleet.workers):
-            spec = commands.worker(config, path, where, self.endpoints["worker"], self.fleet_id, slot)
+            spec = child_commands.worker(config, path, where, self.endpoints["worker"], self.fleet_id, slot)
             self.supervisor.start(spec)
         for number, (address, num_envs) in enumerate(own_env_hosts(config)):
-            self.supervisor.start(commands.env_host(path, address, num_envs, self.fleet_id, number))
-        self._silence = SilenceWatch(
+            self.supervisor.start(child_commands.env_host(path, address, num_envs, self.fleet_id, number))
+        self._watchdog = FleetWatchdog(
             self.loop,
             self.supervisor,
             self.run_dir.recorders,
@@ -138,7 +138,7 @@ class Fleet:
             # While a host closes its envs it says nothing; its worker may know it as lost before.
             config.sampling.env_hosts_lease_s + config.sampling.env_close_timeout_s,
         )
-        self.book.note(state="running")
+        self.record.note(state="running")
 
     def _start_redis(self) -> None:
         url = self.config.redis.url
@@ -157,17 +157,19 @@ class Fleet:
         section = self.config.redis.model_copy(update={"url": url})
         self.config = with_client_ports(with_env_ports(self.config.model_copy(update={"redis": section})))
         write_private(self.run_dir.config_json, orjson.dumps(self.config.model_dump(mode="json")))
-        self.book.note(redis_url=url)
-        self._watch = Watch(url, self.fleet_id)
+        self.record.note(redis_url=url)
+        self._poller = SnapshotPoller(url, self.fleet_id)
         self.numbers_before = self.numbers()
 
     def _start_broker(self) -> None:
         _forget_ports(self.run_dir.path)
-        service = self.supervisor.start(commands.broker(self.run_dir.config_json, self.run_dir.path, self.fleet_id))
+        service = self.supervisor.start(
+            child_commands.broker(self.run_dir.config_json, self.run_dir.path, self.fleet_id)
+        )
         self.wait(lambda: _endpoints_of(self.run_dir.broker_json, service) is not None, BROKER_DEADLINE_S)
         endpoints = _endpoints_of(self.run_dir.broker_json, service)
         if endpoints is not None:
-            self.book.note(endpoints=endpoints | env_endpoints(self.config) | client_endpoints(self.config))
+            self.record.note(endpoints=endpoints | env_endpoints(self.config) | client_endpoints(self.config))
         elif self.supervisor.failure is None and not self.stop_asked:
             raise UnreachableError("broker", f"any endpoint named in {self.run_dir.broker_json}", BROKER_DEADLINE_S)
 
@@ -181,12 +183,12 @@ class Fleet:
         """Stop everything in the order in which nothing is lost: workers ship what they have, the learner commits what
         the broker holds, the broker tells Redis, Redis saves.
 
-        Each wait has its deadline; what is left after it is queued in the ledger. Raises `StoppedError` at the second
-        signal.
+        Each wait has its deadline; what is left after it is queued in the ledger. Raises `DrainCutShortError` at the
+        second signal.
         """
-        self.book.note(state="draining")
-        if self._silence is not None:
-            self._silence.stop()
+        self.record.note(state="draining")
+        if self._watchdog is not None:
+            self._watchdog.stop()
         self._stop(Role.WORKER)
         self._stop(Role.ENV_HOST)
         if self._obituaries is not None:
@@ -198,9 +200,9 @@ class Fleet:
             self._obituaries.tell_again(unsettled_only=True)
             self._turn_until(self._obituaries.all_told, OBITUARY_DEADLINE_S)
         self._stop(Role.BROKER)
-        if self._watch is not None:
-            self._watch.close()
-            self._watch.read()
+        if self._poller is not None:
+            self._poller.close()
+            self._poller.read()
         self._stop(Role.REDIS)
 
     def _await_commits(self) -> None:
@@ -231,27 +233,27 @@ class Fleet:
     def _turn_until(self, done: Callable[[], bool], deadline_s: float) -> None:
         self.loop.turn_until(lambda: done() or self._signals.count > 1, deadline_s)
         if self._signals.count > 1:
-            raise StoppedError
+            raise DrainCutShortError
 
     # What the supervisor tells us (its Observer).
 
     def next_incarnation(self, name: str) -> int:
         """A number no earlier life of `name` had."""
-        return self.book.next_incarnation(name)
+        return self.record.next_incarnation(name)
 
     def changed(self) -> None:
         """Keep fleet.json true."""
-        self.book.note_processes(self.supervisor.services.values())
+        self.record.note_processes(self.supervisor.services.values())
 
     def ended(self, service: Service, child: Child, returncode: int) -> None:
         """Read a dead worker's recorder and tell the broker; tell a new broker of all that died before it."""
         if self._obituaries is None:
             return
-        if service.spec.role is Role.BROKER and service.state is State.RUNNING:
+        if service.spec.role is Role.BROKER and service.state is ServiceState.RUNNING:
             self._obituaries.tell_again()
         if service.spec.slot is None:
             return
-        reason = reason_of(child.last_word)
+        reason = reason_of(child.exit_record)
         obituary = write_obituary(self.run_dir.recorders, service.spec.slot, child.incarnation, reason)
         log.info(
             "worker %d incarnation %d: its recorder shows %d steps, %d open, %d batches unsettled",

@@ -12,7 +12,7 @@ EPISODES_NEEDED = 100
 
 
 @dataclass(frozen=True)
-class Numbers:
+class RunNumbers:
     """The few numbers a goal is judged by and a summary is made of."""
 
     steps: int = 0
@@ -23,10 +23,10 @@ class Numbers:
     window: int = 0
 
     @staticmethod
-    def of(gauges: Mapping[str, float], totals: Mapping[str, int]) -> Numbers:
+    def of(gauges: Mapping[str, float], totals: Mapping[str, int]) -> RunNumbers:
         """The numbers in one snapshot."""
         window = int(gauges.get("episodes_window", 0))
-        return Numbers(
+        return RunNumbers(
             steps=totals.get("env_steps_sampled_total", 0),
             episodes=totals.get("episodes_total", 0),
             mean_return=gauges.get("episode_return_mean") if window else None,
@@ -47,7 +47,7 @@ class Goal:
         """The goal that is configured."""
         return Goal(section.until_return, section.until_steps, section.timeout_s)
 
-    def reached(self, now: Numbers, start: Numbers) -> bool:
+    def reached(self, now: RunNumbers, start: RunNumbers) -> bool:
         """Judge by `now`. Numbers left by an earlier run in the same directory do not count: some step of this run must
         have been reported, and with it, in the same write, this run's mean."""
         if now.steps <= start.steps:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import orjson
 
-from headrace.deploy.streams import unread
+from headrace.deploy.std_streams import ignore_closed_reader
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
@@ -68,7 +68,7 @@ class _Stderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""
-        with unread(sys.stderr):
+        with ignore_closed_reader(sys.stderr):
             print(self.format(record), file=sys.stderr, flush=True)  # noqa: T201
 
 

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from headrace.deploy.goal import Goal, Numbers
+from headrace.deploy.goal import Goal, RunNumbers
 from headrace.deploy.redis_view import Snapshot
-from headrace.deploy.streams import unread
+from headrace.deploy.std_streams import ignore_closed_reader
 
 LIVE_INTERVAL_S = 0.5
 LINE_INTERVAL_S = 5.0
@@ -22,11 +22,11 @@ STALE_S = 2.0
 
 
 @dataclass(frozen=True)
-class View:
+class ProgressView:
     """What there is to show at one moment."""
 
     seconds: float
-    numbers: Numbers
+    numbers: RunNumbers
     goal: Goal
     steps_per_s: float = 0.0
     weights: tuple[int, int] = (0, 0)
@@ -40,14 +40,14 @@ class View:
     @staticmethod
     def of(
         snapshot: Snapshot | None, seconds: float, goal: Goal, restarts: Mapping[str, int], redis_age_s: float
-    ) -> View:
+    ) -> ProgressView:
         """The view of a snapshot; None shows zeros."""
         if snapshot is None:
-            return View(seconds, Numbers(), goal, restarts=restarts, redis_age_s=redis_age_s)
+            return ProgressView(seconds, RunNumbers(), goal, restarts=restarts, redis_age_s=redis_age_s)
         gauges = snapshot.gauges
-        return View(
+        return ProgressView(
             seconds=seconds,
-            numbers=Numbers.of(gauges, snapshot.totals),
+            numbers=RunNumbers.of(gauges, snapshot.totals),
             goal=goal,
             steps_per_s=gauges.get("env_steps_per_s", 0.0),
             weights=(int(gauges.get("learner_epoch", 0)), int(gauges.get("weights_seq", 0))),
@@ -88,7 +88,7 @@ def weights_lag(snapshot: Snapshot) -> int:
     return max([0, *(int(worker.get("weights_behind", 0)) for worker in snapshot.workers.values())])
 
 
-class Progress:
+class ProgressDisplay:
     """Shows views as they come, on `stream`; within `with`."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -97,7 +97,7 @@ class Progress:
         self.interval_s = LIVE_INTERVAL_S if self._live else LINE_INTERVAL_S
         self._shown = float("-inf")
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressDisplay:
         if self._live is not None:
             self._live.start()
         return self
@@ -106,12 +106,12 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
-    def show(self, view: View, *, last: bool = False) -> None:
+    def show(self, view: ProgressView, *, last: bool = False) -> None:
         """Show `view`, unless the one before is too fresh and more will follow."""
         if not last and time.monotonic() - self._shown < self.interval_s:
             return
         self._shown = time.monotonic()
-        with unread(self._stream):
+        with ignore_closed_reader(self._stream):
             if self._live is not None:
                 self._live.update(_table(view), refresh=True)
             else:
@@ -124,7 +124,7 @@ def _live(stream: TextIO) -> Live:
     return Live(console=Console(file=stream), auto_refresh=False, redirect_stderr=sys.stderr.isatty())
 
 
-def _table(view: View) -> Table:
+def _table(view: ProgressView) -> Table:
     table = Table.grid(padding=(0, 2))
     for what, value in view.rows():
         table.add_row(f"[dim]{what}[/dim]", value)

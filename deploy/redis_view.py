@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.broker.redis_client import REDIS_FAILURES, Reader, connect, in_words
-from headrace.broker.redis_values import Source, Values
+from headrace.broker.redis_client import REDIS_FAILURES, RedisReader, connect, in_words
+from headrace.broker.redis_parser import HashParser, SourceKey
 from headrace.schemas import redis_keys as keys
 from headrace.schemas.errors import RedisUnavailableError
 from headrace.schemas.ledger import FleetLedger, LedgerRow, add_up
@@ -35,11 +35,11 @@ class Snapshot:
     """
 
     fleet_id: str = ""
-    rows: Mapping[Source, LedgerRow] = field(default_factory=dict)
+    rows: Mapping[SourceKey, LedgerRow] = field(default_factory=dict)
     fleet: FleetLedger = field(default_factory=FleetLedger)
     gauges: Mapping[str, float] = field(default_factory=dict)
     totals: Mapping[str, int] = field(default_factory=dict)
-    sources: Mapping[Source, Mapping[str, int]] = field(default_factory=dict)
+    sources: Mapping[SourceKey, Mapping[str, int]] = field(default_factory=dict)
     workers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     lease: Mapping[str, Any] = field(default_factory=dict)
     incarnations: Mapping[int, int] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class FleetView:
     def __init__(self, url: str, fleet_id: str) -> None:
         self._url = keys.without_password(url)
         self._fleet_id = fleet_id
-        self._reader = Reader(connect(url, READ_TIMEOUT_S))
+        self._reader = RedisReader(connect(url, READ_TIMEOUT_S))
 
     def read(self) -> Snapshot:
         """The fleet as it stands now; waits at most some seconds. Raises `RedisUnavailableError`."""
@@ -62,7 +62,7 @@ class FleetView:
             raw, wrong = self._reader.hashes_at_once({key.name: keys.key_name(self._fleet_id, key) for key in _READ})
         except REDIS_FAILURES as error:
             raise RedisUnavailableError(self._url, in_words(error), READ_TIMEOUT_S) from error
-        values = Values(garbage=wrong)
+        values = HashParser(garbage=wrong)
         rows = values.rows(raw["ledger"])
         return Snapshot(
             fleet_id=self._fleet_id,

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.deploy.fleet_file import read_addresses
+from headrace.deploy.liveness_file import LivenessFile
 from headrace.deploy.logs import Identity, set_up_logging
 from headrace.deploy.options import describe_origin, resolve
-from headrace.deploy.sign_of_life import SignOfLife
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import ConfigError, EnvError, HeadraceError, ModuleError, RunDirError
 from headrace.schemas.keys import ENV_HOST, client_keys
@@ -109,7 +109,7 @@ def start_env_host(config: Path | None, sets: Sets, flags: Flags, *, connect: st
 
     settings = {**sampling.model_dump(), "env_placement": "process", "policies": None, "policy_mapping_fn": None}
     with no_exit_from(EnvError, "the env"):
-        run_env_host(EnvRunnerConfig(**settings), connect, keys, SignOfLife.asked_for().give)
+        run_env_host(EnvRunnerConfig(**settings), connect, keys, LivenessFile.from_environment().touch)
 
 
 @contextmanager

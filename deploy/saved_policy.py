@@ -10,7 +10,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from headrace.broker.redis_client import REDIS_FAILURES, connect, in_words
-from headrace.broker.redis_weights import WeightsShelf
+from headrace.broker.redis_weights import RedisWeights
 from headrace.deploy.fleet_file import read_fleet_file
 from headrace.schemas.errors import CheckpointError, ConfigError, DecodeError, RedisUnavailableError
 from headrace.schemas.messages import Version
@@ -105,7 +105,7 @@ def _of_redis(url: str, fleet_id: str) -> SavedPolicy:
         raise ConfigError("say whose policy is wanted of Redis, which may know several fleets", key="--fleet-id")
     client = connect(url, _READ_TIMEOUT_S)
     try:
-        stored = WeightsShelf(client, fleet_id).load()
+        stored = RedisWeights(client, fleet_id).load()
     except REDIS_FAILURES as error:
         raise RedisUnavailableError(shown, in_words(error), _READ_TIMEOUT_S) from error
     finally:

@@ -14,11 +14,11 @@ from headrace.deploy.logs import Identity, set_up_logging
 from headrace.deploy.options import describe_origin, resolve
 from headrace.deploy.roles import Flags, Sets, no_exit_from
 from headrace.deploy.saved_policy import SavedPolicy, config_beside, find_policy
-from headrace.deploy.streams import unread
+from headrace.deploy.std_streams import ignore_closed_reader
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import ConfigError, ConnectorError, EnvError, ModuleError
 from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
-from headrace.schemas.stopping import stop_signals
+from headrace.schemas.stop_event import stop_event
 
 log = logging.getLogger("headrace.deploy")
 
@@ -35,7 +35,7 @@ def serve(config: Path | None, sets: Sets, flags: Flags, *, checkpoint: str, as_
     _check_policies(policy, resolved)
     with no_exit_from(EnvError, "the env or the module"):
         told = _serve(resolved, policy, describe_origin(config, origins))
-    with unread(sys.stdout):
+    with ignore_closed_reader(sys.stdout):
         print(orjson.dumps(told).decode() if as_json else _in_words(told), flush=True)  # noqa: T201
 
 
@@ -76,7 +76,7 @@ def _serve(config: FleetConfig, policy: SavedPolicy, origin: str) -> dict[str, A
             " and ".join(filter(None, (server.env.endpoint, server.env.url))),
             origin,
         )
-        with stop_signals() as stopping:
+        with stop_event() as stopping:
             server.serve(stopping)
     finally:
         server.close()

@@ -9,7 +9,7 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from headrace.deploy.goal import Numbers
+from headrace.deploy.goal import RunNumbers
 from headrace.deploy.progress import name_restarts
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.ledger import FleetLedger
@@ -54,14 +54,14 @@ class Summary:
         return orjson.dumps(facts)
 
 
-def conclude(
+def summarise(
     *,
     fleet_id: str,
     run_dir: str,
     seconds: float,
-    start: Numbers,
-    end: Numbers,
-    at_goal: Numbers | None,
+    start: RunNumbers,
+    end: RunNumbers,
+    at_goal: RunNumbers | None,
     restarts: dict[str, int],
     weights_seq: int,
     ledger: FleetLedger | None,

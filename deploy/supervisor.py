@@ -7,7 +7,7 @@
           └── stop() ──▶ STOPPING ── ends, or is killed after stop_timeout_s ──▶ STOPPED
 
 Everything happens in the thread that turns the loop. That must be the main thread: children die with the thread that
-started them. Workers and env hosts are watched for silence (`silence.py`); a broker or learner that hangs is not
+started them. Workers and env hosts are watched for silence (`watchdog.py`); a broker or learner that hangs is not
 noticed here.
 """
 
@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.deploy.child import Child, describe_end
-from headrace.deploy.failures import ProcessFailedError
-from headrace.deploy.last_word import LastWord
-from headrace.deploy.loop import Loop, Timer
+from headrace.deploy.event_loop import EventLoop, Timer
+from headrace.deploy.exit_record import ExitRecord
+from headrace.deploy.fleet_errors import ProcessFailedError
 from headrace.deploy.restarts import RestartPolicy
 from headrace.schemas.config import SupervisorSection
 from headrace.schemas.errors import CrashLoopError, ExitCode, HeadraceError
@@ -60,7 +60,7 @@ class Role(StrEnum):
     ENV_HOST = "env-host"
 
 
-class State(StrEnum):
+class ServiceState(StrEnum):
     """Where a service stands; see the drawing above."""
 
     RUNNING = "running"
@@ -71,7 +71,7 @@ class State(StrEnum):
     FAILED = "failed"
 
 
-OVER = (State.STOPPED, State.FENCED, State.FAILED)
+OVER = (ServiceState.STOPPED, ServiceState.FENCED, ServiceState.FAILED)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Service:
 
     spec: ProcessSpec
     policy: RestartPolicy
-    state: State = State.RESTARTING
+    state: ServiceState = ServiceState.RESTARTING
     child: Child | None = None
     zombies: list[Child] = field(default_factory=list)
     restarts: int = 0
@@ -121,7 +121,12 @@ class Supervisor:
     """Owns the child processes; `failure` is set once something happened that must end the fleet."""
 
     def __init__(
-        self, loop: Loop, section: SupervisorSection, logs: Path, observer: Observer, rng: random.Random | None = None
+        self,
+        loop: EventLoop,
+        section: SupervisorSection,
+        logs: Path,
+        observer: Observer,
+        rng: random.Random | None = None,
     ) -> None:
         self.services: dict[str, Service] = {}
         self.failure: HeadraceError | None = None
@@ -142,7 +147,7 @@ class Supervisor:
         """Give a silent process's place to a new one. A silent worker is killed only after `zombie_grace_s`, so that it
         may wake, find itself fenced and give up in order, unless it has what the new one needs."""
         zombie = service.child
-        if zombie is None or service.state is not State.RUNNING:
+        if zombie is None or service.state is not ServiceState.RUNNING:
             return
         log.warning("%s (pid %d) %s; a new one takes its place", service.spec.name, zombie.pid, why)
         service.zombies.append(zombie)
@@ -157,11 +162,11 @@ class Supervisor:
         for service in self._of(roles):
             self._cancel(service)
             if service.child is not None:
-                service.state = State.STOPPING
+                service.state = ServiceState.STOPPING
                 service.child.send(signal.SIGTERM)
                 service.timer = self._loop.call_later(self._section.stop_timeout_s, self._killer(service))
             elif service.state not in OVER:
-                service.state = State.STOPPED
+                service.state = ServiceState.STOPPED
             for zombie in service.zombies:
                 zombie.send(signal.SIGKILL)
         self._observer.changed()
@@ -170,7 +175,7 @@ class Supervisor:
         """Kill every child at once and restart none."""
         for service in self.services.values():
             self._cancel(service)
-            service.state = State.STOPPING if service.child else State.STOPPED
+            service.state = ServiceState.STOPPING if service.child else ServiceState.STOPPED
             for child in (service.child, *service.zombies):
                 if child is not None:
                     child.send(signal.SIGKILL)
@@ -203,7 +208,7 @@ class Supervisor:
             env=spec.env,
             death_signal=spec.death_signal,
         )
-        service.child, service.state, service.timer = child, State.RUNNING, None
+        service.child, service.state, service.timer = child, ServiceState.RUNNING, None
         self._loop.watch(child.pidfd, lambda: self._on_end(service, child))
         log.info("%s started: pid %d, incarnation %d", spec.name, child.pid, incarnation)
         self._observer.changed()
@@ -221,16 +226,16 @@ class Supervisor:
         self._observer.changed()
 
     def _after_end(self, service: Service, child: Child, returncode: int) -> None:
-        name, end, word = service.spec.name, describe_end(returncode), child.last_word
+        name, end, word = service.spec.name, describe_end(returncode), child.exit_record
         if word is None and returncode in INCURABLE:
             end += ", which it did not announce: an env or module of yours ended it"
         service.last_words = end + _because(child)
-        if service.state is State.STOPPING:
+        if service.state is ServiceState.STOPPING:
             self._cancel(service)
-            service.state = State.STOPPED
+            service.state = ServiceState.STOPPED
             log.info("%s stopped with %s", name, end)
         elif word is not None and returncode == ExitCode.FENCED and service.spec.role is Role.LEARNER:
-            service.state = State.FENCED
+            service.state = ServiceState.FENCED
             log.warning("%s: %s; the newer learner has the fleet now", name, word.sentence or "fenced")
         elif word is not None and _is_final(word, service):
             sentence = word.sentence or f"ended with {end}; its log is {child.log_path}"
@@ -244,7 +249,7 @@ class Supervisor:
         if delay_s is None:
             self._fail(service, self._crash_loop(service, child, end))
             return
-        service.state = State.RESTARTING
+        service.state = ServiceState.RESTARTING
         service.restarts += 1
         log.info("%s starts again in %.2f s (restart %d)", service.spec.name, delay_s, service.restarts)
         service.timer = self._loop.call_later(delay_s, lambda: self._spawn(service))
@@ -260,7 +265,7 @@ class Supervisor:
         )
 
     def _fail(self, service: Service, error: HeadraceError) -> None:
-        service.state = State.FAILED
+        service.state = ServiceState.FAILED
         self.failure = self.failure or error
         log.error("%s", error)
 
@@ -280,7 +285,7 @@ class Supervisor:
             service.timer = None
 
 
-def _is_final(word: LastWord, service: Service) -> bool:
+def _is_final(word: ExitRecord, service: Service) -> bool:
     """Whether it would end so again. A port that was free before will be so again."""
     return word.exit_code in INCURABLE or (word.exit_code == ExitCode.PORT_IN_USE and service.restarts == 0)
 

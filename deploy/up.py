@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
-from headrace.deploy.failures import GoalTimeoutError, StoppedError
 from headrace.deploy.fleet import Fleet
-from headrace.deploy.goal import Goal, Numbers
+from headrace.deploy.fleet_errors import DrainCutShortError, GoalTimeoutError
+from headrace.deploy.goal import Goal, RunNumbers
 from headrace.deploy.logs import Identity, set_up_logging
-from headrace.deploy.progress import Progress, View
+from headrace.deploy.progress import ProgressDisplay, ProgressView
 from headrace.deploy.run_dir import RunDir
 from headrace.deploy.stop_signals import StopSignals
-from headrace.deploy.summary import Summary, conclude
+from headrace.deploy.summary import Summary, summarise
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import HeadraceError
 
@@ -26,7 +26,7 @@ TICK_S = 0.25
 
 
 @dataclass(frozen=True)
-class Options:
+class UpOptions:
     """What `up` is told beyond the configuration."""
 
     json: bool = False
@@ -36,17 +36,17 @@ class Options:
 
 
 @dataclass
-class Outcome:
+class RunOutcome:
     """How a run went; filled in while it goes."""
 
     began: float
-    start: Numbers = field(default_factory=Numbers)
-    at_goal: Numbers | None = None
+    start: RunNumbers = field(default_factory=RunNumbers)
+    at_goal: RunNumbers | None = None
     failure: HeadraceError | None = None
     seconds: float = 0.0
 
 
-def up(config: FleetConfig, options: Options) -> Summary:
+def up(config: FleetConfig, options: UpOptions) -> Summary:
     """Run a fleet until its goal, its timeout, a failure or a signal; drain it; say what it came to.
 
     Raises only what happens before the fleet exists (`RunDirError`, `ConfigError`, `KeysError`); later errors are in
@@ -58,12 +58,12 @@ def up(config: FleetConfig, options: Options) -> Summary:
             set_up_logging(
                 Identity(fleet.fleet_id, "supervisor"), debug=options.debug, file=run_dir.logs / "supervisor.log"
             )
-            outcome = Outcome(began=time.monotonic())
+            outcome = RunOutcome(began=time.monotonic())
             try:
                 fleet.start()
                 outcome.start = fleet.numbers_before
                 _announce(fleet, options)
-                with Progress(sys.stderr if options.json else sys.stdout) as progress:
+                with ProgressDisplay(sys.stderr if options.json else sys.stdout) as progress:
                     _run(fleet, outcome, progress)
             except HeadraceError as error:
                 outcome.failure = error
@@ -73,7 +73,7 @@ def up(config: FleetConfig, options: Options) -> Summary:
             return _summarise(fleet, outcome)
 
 
-def _announce(fleet: Fleet, options: Options) -> None:
+def _announce(fleet: Fleet, options: UpOptions) -> None:
     endpoints = ", ".join(f"{name} {endpoint}" for name, endpoint in fleet.endpoints.items())
     log.info(
         "headrace %s up: fleet %s in %s, %d workers on %s; %s; config: %s",
@@ -87,7 +87,7 @@ def _announce(fleet: Fleet, options: Options) -> None:
     )
 
 
-def _run(fleet: Fleet, outcome: Outcome, progress: Progress) -> None:
+def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay) -> None:
     """Turn until there is a reason to stop; raises the failure or the timeout, if it is one of those."""
     goal = Goal.of(fleet.config.fleet)
     while not fleet.stop_asked:
@@ -96,7 +96,7 @@ def _run(fleet: Fleet, outcome: Outcome, progress: Progress) -> None:
             raise fleet.supervisor.failure
         seconds, now = time.monotonic() - outcome.began, fleet.numbers()
         reached = goal.reached(now, outcome.start)
-        view = View.of(fleet.snapshot, seconds, goal, fleet.supervisor.restarts(), fleet.redis_age_s)
+        view = ProgressView.of(fleet.snapshot, seconds, goal, fleet.supervisor.restarts(), fleet.redis_age_s)
         progress.show(view, last=reached)
         if reached:
             outcome.at_goal = now
@@ -107,21 +107,21 @@ def _run(fleet: Fleet, outcome: Outcome, progress: Progress) -> None:
     log.info("a signal asks for it: draining; another one stops at once")
 
 
-def _where(now: Numbers) -> str:
+def _where(now: RunNumbers) -> str:
     mean = "no episode has ended" if now.mean_return is None else f"mean return {now.mean_return:.1f} over {now.window}"
     return f"{now.steps:,} steps, {mean}"
 
 
-def _drain(fleet: Fleet, outcome: Outcome) -> None:
+def _drain(fleet: Fleet, outcome: RunOutcome) -> None:
     try:
         fleet.drain()
-    except StoppedError as error:
+    except DrainCutShortError as error:
         outcome.failure = outcome.failure or error
 
 
-def _summarise(fleet: Fleet, outcome: Outcome) -> Summary:
+def _summarise(fleet: Fleet, outcome: RunOutcome) -> Summary:
     snapshot = fleet.snapshot
-    return conclude(
+    return summarise(
         fleet_id=fleet.fleet_id,
         run_dir=str(fleet.run_dir.path),
         seconds=outcome.seconds,

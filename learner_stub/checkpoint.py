@@ -23,7 +23,7 @@ from torch import Tensor
 
 from headrace.schemas.errors import CheckpointError, DecodeError, FencedError, RunDirError
 from headrace.schemas.weights import CONNECTORS, join_modules, split_modules
-from headrace.schemas.wire import Buffer, Caps, MessageKind, decode, encode
+from headrace.schemas.wire import Buffer, MessageKind, WireLimits, decode, encode
 
 log = logging.getLogger("headrace.learner")
 
@@ -145,7 +145,7 @@ def _write(path: Path, frames: list[Buffer]) -> None:
 def _read(path: Path) -> Checkpoint:
     message_frames = _frames(path, path.read_bytes())
     try:
-        message = decode(message_frames, _caps(message_frames))
+        message = decode(message_frames, _limits(message_frames))
     except DecodeError as error:
         raise CheckpointError(str(path), str(error)) from error
     epoch, position, state = (message.header.get(key) for key in ("epoch", "position", "state"))
@@ -159,10 +159,10 @@ def _read(path: Path) -> Checkpoint:
     return Checkpoint(epoch, position, state, message.arrays)
 
 
-def _caps(frames: list[Buffer]) -> Caps:
+def _limits(frames: list[Buffer]) -> WireLimits:
     # A file of our own run directory may be as large as it is; its bytes are in memory already.
     size = sum(len(frame) for frame in frames)
-    return Caps(header_bytes=size, payload_bytes=size, frames=_FRAMES, arrays=_FRAMES)
+    return WireLimits(header_bytes=size, payload_bytes=size, frames=_FRAMES, arrays=_FRAMES)
 
 
 def _frames(path: Path, data: bytes) -> list[Buffer]:

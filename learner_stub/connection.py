@@ -18,10 +18,10 @@ from headrace.schemas.wire import Buffer
 
 _TOKENS: dict[tuple[int, str], str] = {}
 _STREAMING: set[str] = set()
-_PUMPED: weakref.WeakSet[Pumped] = weakref.WeakSet()
+_PUMPED: weakref.WeakSet[Pumpable] = weakref.WeakSet()
 
 
-class Pumped(Protocol):
+class Pumpable(Protocol):
     """Something whose sockets want looking at now and then."""
 
     endpoint: str
@@ -51,19 +51,19 @@ def forget_token(endpoint: str, token: str) -> None:
         del _TOKENS[(os.getpid(), endpoint)]
 
 
-def pump_together(member: Pumped) -> None:
+def pump_together(member: Pumpable) -> None:
     """Look after the other connections of the same learner too."""
     for other in list(_PUMPED):
         if other is not member and other.token == member.token:
             other.pump()
 
 
-def enroll(member: Pumped) -> None:
+def enroll(member: Pumpable) -> None:
     """Let others pump `member` from now on."""
     _PUMPED.add(member)
 
 
-def leave(member: Pumped) -> None:
+def leave(member: Pumpable) -> None:
     """Undo `enroll`."""
     _PUMPED.discard(member)
 

@@ -22,7 +22,7 @@ from headrace.schemas.ledger import Count
 
 
 @dataclass(frozen=True, slots=True)
-class Sifted:
+class FilteredBatch:
     """What is left of a batch after a gap, the markers to be given out before it, and the count of what is left out."""
 
     batch: ChunkBatch
@@ -45,12 +45,12 @@ class SourceEpisodes:
         self._templates: dict[str, ChunkBatch] = {}
         """By module: a batch of no chunks with its spaces and columns, which markers are made of."""
 
-    def take(self, batch: ChunkBatch) -> Sifted:
+    def take(self, batch: ChunkBatch) -> FilteredBatch:
         """What of the next batch may be handed out; all of it as long as no batch before it is missing."""
         if self.gap_reason:
-            return self.sift(batch)
+            return self.filter(batch)
         self.observe(batch)
-        return Sifted(batch, None, (0, 0))
+        return FilteredBatch(batch, None, (0, 0))
 
     def observe(self, batch: ChunkBatch) -> None:
         """Note which episodes go on after this batch."""
@@ -61,7 +61,7 @@ class SourceEpisodes:
         ordered = rows[_in_order(rows)] if rows["length"].min() == 0 else rows
         self._open[ordered["env_index"], ordered["agent"]] = ordered
 
-    def sift(self, batch: ChunkBatch) -> Sifted:
+    def filter(self, batch: ChunkBatch) -> FilteredBatch:
         """A batch after a gap: keep the chunks that continue an open episode or begin one, leave out the others."""
         rows = self._rows(batch)
         keep = np.ones(len(batch), np.bool_)
@@ -74,7 +74,7 @@ class SourceEpisodes:
         kept = batch if keep.all() else batch.select(keep)
         left_out = (batch.steps - kept.steps, len(batch) - len(kept))
         markers = self._markers(batch.modules[0], aborted, self.gap_reason) if aborted else None
-        return Sifted(kept, markers, left_out)
+        return FilteredBatch(kept, markers, left_out)
 
     def end(self, reason: str) -> list[ChunkBatch]:
         """Markers for all open episodes, a batch for each module that has any: nothing more comes of this source."""

@@ -16,7 +16,8 @@ from headrace.schemas.spaces import Spaces
 class TrainableModule(Protocol):
     """A torch module with three methods more. Observations and actions are tensors, in the nesting of their space.
 
-    One that also has `initial_state()` is recurrent: its `forward_train` is given whole chunks, see `feed.ChunkFeed`.
+    One that also has `initial_state()` is recurrent: its `forward_train` is given whole chunks, see
+    `minibatches.ChunkMinibatches`.
     """
 
     def forward_train(self, batch: dict[str, Any]) -> dict[str, Tensor]:

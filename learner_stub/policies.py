@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from headrace.learner_stub.checkpoint import training_arrays, training_tensors
 from headrace.learner_stub.connector_merger import ConnectorMerger
 from headrace.learner_stub.ppo import Metrics
-from headrace.learner_stub.tally import Tally
+from headrace.learner_stub.training_stats import TrainingStats
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.errors import ModuleError
 from headrace.schemas.weights import CONNECTORS, join_modules, split_modules
@@ -27,10 +27,10 @@ Arrays = dict[str, NDArray[Any]]
 StateDict = dict[str, Tensor | NDArray[Any]]
 
 
-class Policy(Protocol):
-    """One module's share of the learner: `PPO`, or `Frozen`."""
+class LearnerPolicy(Protocol):
+    """One module's share of the learner: `PPO`, or `FrozenPolicy`."""
 
-    tally: Tally
+    stats: TrainingStats
 
     def weights(self) -> dict[str, Tensor]: ...
     def update(self, batches: Sequence[ChunkBatch]) -> Metrics: ...
@@ -38,7 +38,7 @@ class Policy(Protocol):
     def set_state(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None: ...
 
 
-class Frozen:
+class FrozenPolicy:
     """A module that acts as it was built, or as the checkpoint has it; its batches are counted.
 
     Its connectors go on learning: build those that should not with `update = false`, or the like.
@@ -46,7 +46,7 @@ class Frozen:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.tally = Tally()
+        self.stats = TrainingStats()
 
     def weights(self) -> dict[str, Tensor]:
         """The module's state dict."""
@@ -54,23 +54,25 @@ class Frozen:
 
     def update(self, batches: Sequence[ChunkBatch]) -> Metrics:
         """Count `batches`."""
-        self.tally.count(batches)
-        return self.tally.metrics()
+        self.stats.count(batches)
+        return self.stats.metrics()
 
     def get_state(self) -> tuple[dict[str, Any], Arrays]:
         """See `PPO`."""
-        return self.tally.get_state(), training_arrays(self.weights(), {"state": {}})
+        return self.stats.get_state(), training_arrays(self.weights(), {"state": {}})
 
     def set_state(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
         """See `PPO`; of a module that was in training before, the optimizer is forgotten."""
         self.module.load_state_dict(training_tensors(arrays)[0])
-        self.tally.set_state(state)
+        self.stats.set_state(state)
 
 
-class Policies:
+class LearnerPolicies:
     """`by_id`: module id -> its policy. `connectors`: module id -> its merger, for those that have connectors."""
 
-    def __init__(self, by_id: Mapping[str, Policy], connectors: Mapping[str, ConnectorMerger] | None = None) -> None:
+    def __init__(
+        self, by_id: Mapping[str, LearnerPolicy], connectors: Mapping[str, ConnectorMerger] | None = None
+    ) -> None:
         self.by_id = dict(by_id)
         self._mergers = {module_id: (connectors or {}).get(module_id) or ConnectorMerger() for module_id in by_id}
         self._nameless = list(by_id) == [DEFAULT_MODULE]
@@ -78,12 +80,12 @@ class Policies:
     @property
     def updates(self) -> int:
         """How often `update` was called, over the learner's whole life."""
-        return next(iter(self.by_id.values())).tally.updates
+        return next(iter(self.by_id.values())).stats.updates
 
     @property
     def steps(self) -> int:
         """Steps of all modules' batches together, likewise."""
-        return sum(policy.tally.steps for policy in self.by_id.values())
+        return sum(policy.stats.steps for policy in self.by_id.values())
 
     def update(self, batches: Sequence[ChunkBatch]) -> Metrics:
         """Train each policy on its own of `batches`, which may be none; says what came of it, by "module id/name".

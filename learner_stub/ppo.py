@@ -31,11 +31,11 @@ from torch import Tensor, nn
 
 from headrace.learner_stub.adam import Adam
 from headrace.learner_stub.checkpoint import training_arrays, training_tensors
-from headrace.learner_stub.feed import Feed, Minibatch, feed_for, take
 from headrace.learner_stub.gae import advantages
+from headrace.learner_stub.minibatches import Minibatch, Minibatches, minibatches_for, take
 from headrace.learner_stub.module import TrainableModule, check_answer
 from headrace.learner_stub.rollout import Rollout, join
-from headrace.learner_stub.tally import Tally
+from headrace.learner_stub.training_stats import TrainingStats
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.config import LearnerSection
 from headrace.schemas.errors import ModuleError
@@ -61,13 +61,13 @@ class Targets:
 
 
 class PPO:
-    """A module, its optimizer and the tally of its batches. No I/O, no clock, no random state."""
+    """A module, its optimizer and the stats of its batches. No I/O, no clock, no random state."""
 
     def __init__(self, module: TrainableModule, settings: LearnerSection) -> None:
         self.module = module
         self.settings = settings
         self.optimizer = Adam(module.parameters(), lr=settings.learning_rate, eps=1e-5)
-        self.tally = Tally()
+        self.stats = TrainingStats()
 
     def weights(self) -> dict[str, Tensor]:
         """The module's state dict; its tensors are the live ones."""
@@ -78,18 +78,18 @@ class PPO:
 
         Raises `ModuleError` when module or batches lack what PPO needs.
         """
-        self.tally.count(batches)
-        metrics: Metrics = self.tally.metrics()
+        self.stats.count(batches)
+        metrics: Metrics = self.stats.metrics()
         rollout = join(batches)
         if rollout is not None:
-            feed = feed_for(self.module, rollout)
+            feed = minibatches_for(self.module, rollout)
             targets = self._targets(rollout, feed)
             metrics["explained_variance"] = targets.explained_variance
             metrics["behaviour_kl"] = float((rollout.logp - targets.logp).mean())
             metrics |= self._optimize(rollout, feed, targets)
         return metrics
 
-    def _targets(self, rollout: Rollout, feed: Feed) -> Targets:
+    def _targets(self, rollout: Rollout, feed: Minibatches) -> Targets:
         dist_inputs, all_values = self._forward(feed)
         step_rows = rollout.step_rows
         values = all_values[step_rows]
@@ -113,7 +113,7 @@ class PPO:
             explained_variance=1.0 - float(advantage.var()) / max(variance, 1e-12),
         )
 
-    def _forward(self, feed: Feed) -> tuple[Tensor, NDArray[np.float64]]:
+    def _forward(self, feed: Minibatches) -> tuple[Tensor, NDArray[np.float64]]:
         """(action_dist_inputs (rows, ...), values (rows,)) of the module as it is, without gradients."""
         with torch.no_grad():
             parts = feed.all_rows(_FORWARD_ROWS)
@@ -121,10 +121,10 @@ class PPO:
         dist_inputs, values = zip(*answers, strict=True)
         return torch.cat(dist_inputs), torch.cat(values).double().numpy()
 
-    def _optimize(self, rollout: Rollout, feed: Feed, targets: Targets) -> Metrics:
+    def _optimize(self, rollout: Rollout, feed: Minibatches, targets: Targets) -> Metrics:
         """Passes over the steps in shuffled minibatches, until the policy has moved by more than `target_kl`."""
         s = self.settings
-        random = np.random.default_rng((s.seed, self.tally.updates))
+        random = np.random.default_rng((s.seed, self.stats.updates))
         metrics: Metrics = {}
         for epoch in range(1, s.epochs + 1):
             seen: list[Metrics] = []
@@ -165,7 +165,7 @@ class PPO:
 
     def get_state(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """(plain JSON values, arrays by name) for a checkpoint. The arrays are the live ones: write them at once."""
-        return self.tally.get_state(), training_arrays(self.module.state_dict(), self.optimizer.state_dict())
+        return self.stats.get_state(), training_arrays(self.module.state_dict(), self.optimizer.state_dict())
 
     def set_state(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
         """Go on from `get_state`'s answer; settings stay those of the config.
@@ -175,7 +175,7 @@ class PPO:
         module, moments = training_tensors(arrays)
         self.module.load_state_dict(module)
         self.optimizer.load_state_dict({"state": moments})
-        self.tally.set_state(state)
+        self.stats.set_state(state)
 
 
 def _float32(array: NDArray[np.float64]) -> Tensor:

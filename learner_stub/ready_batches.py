@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from headrace.learner_stub.continuity import SourceEpisodes
 from headrace.learner_stub.module_readers import ModuleReaders
 from headrace.learner_stub.session import LearnerSession
-from headrace.learner_stub.sources import Arrival, ArrivalKind, Key
+from headrace.learner_stub.source_progress import Arrival, ArrivalKind, SourceKey
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.batch_reader import UnreadBatch
 from headrace.schemas.errors import DecodeError
@@ -36,7 +36,7 @@ class ReadyBatches:
         self.modules = ModuleReaders()
         self.dropped: Counter[str] = Counter()
         self._session = session
-        self._episodes: dict[Key, SourceEpisodes] = {}
+        self._episodes: dict[SourceKey, SourceEpisodes] = {}
         self._ready: deque[_Ready] = deque()
 
     def __len__(self) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from headrace.learner_stub.sources import Arrival, ArrivalKind, Key, Source, growth, position_of
+from headrace.learner_stub.source_progress import Arrival, ArrivalKind, SourceKey, SourceProgress, growth, position_of
 from headrace.schemas.batch import BatchHeader
 from headrace.schemas.ledger import Count
 from headrace.schemas.messages import (
@@ -32,7 +32,7 @@ from headrace.schemas.messages import (
 )
 
 
-class State(Enum):
+class LearnerSessionState(Enum):
     """JOINING until the broker's WELCOME; STOPPED after a refusal or a fencing, which `refusal` then holds."""
 
     JOINING = "joining"
@@ -63,7 +63,7 @@ class LearnerSession:
         self.token = token
         self.limits = limits
         self.fleet_id = fleet_id
-        self.state = State.JOINING
+        self.state = LearnerSessionState.JOINING
         self.epoch = 0
         self.spaces: dict[str, Any] = {}
         self.status: Status | None = None
@@ -72,16 +72,16 @@ class LearnerSession:
         self.redelivered = 0
         self.received_batches = 0
         self.consumed_batches = 0
-        self._sources: dict[Key, Source] = {}
-        self._changed: set[Key] = set()
-        self._to_tell: set[Key] = set()
+        self._sources: dict[SourceKey, SourceProgress] = {}
+        self._changed: set[SourceKey] = set()
+        self._to_tell: set[SourceKey] = set()
         self._outbox: list[Message] = []
         self._gathered = 0
         """Batches committed that the broker has not been told of."""
         self._next_send = 0.0
         self._heard = 0.0
         for place in position or []:
-            known = Source(place.settled.seq, place.settled, place.settled)
+            known = SourceProgress(place.settled.seq, place.settled, place.settled)
             self._sources[(place.slot, place.incarnation)] = known
         self._handlers: dict[type, Callable[[Any], None]] = {
             LearnerWelcome: self._on_welcome,
@@ -97,23 +97,23 @@ class LearnerSession:
         """Take any control message from the broker."""
         self._heard = now
         handler = self._handlers.get(type(message))
-        if handler is not None and self.state is not State.STOPPED:
+        if handler is not None and self.state is not LearnerSessionState.STOPPED:
             handler(message)
 
     def receive_batch(self, header: BatchHeader, content: object, now: float) -> None:
         """Take a BATCH, with whatever `take` is to give back: keep the next of its source, ignore what came before."""
         self._heard = now
-        if self.state is not State.ACTIVE:
+        if self.state is not LearnerSessionState.ACTIVE:
             return
         self.received_batches += 1
         key = (header.slot, header.incarnation)
-        source = self._sources.setdefault(key, Source())
+        source = self._sources.setdefault(key, SourceProgress())
         if header.seq != source.received + 1:
             self.consumed_batches += 1
             if header.seq <= source.received:
                 self.redelivered += 1
             else:
-                self.state, self._next_send = State.JOINING, 0.0
+                self.state, self._next_send = LearnerSessionState.JOINING, 0.0
             return
         batch = HeldBatch(seq=header.seq, steps=header.steps, chunks=header.chunks)
         source.received = header.seq
@@ -151,7 +151,7 @@ class LearnerSession:
                 source.in_hand.popleft()
         self._to_tell |= self._changed
         self._changed.clear()
-        if self.state is State.ACTIVE and not at_once:
+        if self.state is LearnerSessionState.ACTIVE and not at_once:
             self._next_send = min(self._next_send, now + self.limits.gather_s)
         if at_once or now >= self._next_send or self._gathered >= self.limits.gather_batches:
             self._send_commit(now)
@@ -166,11 +166,11 @@ class LearnerSession:
 
     def tick(self, now: float, *, waiting: bool = False) -> None:
         """Call it often: says HELLO until welcomed, repeats the cumulative state, notices a broker that has gone."""
-        if self.state is State.STOPPED or now < self._next_send:
+        if self.state is LearnerSessionState.STOPPED or now < self._next_send:
             return
-        if self.state is State.ACTIVE and now - self._heard > self.limits.silence_s:
-            self.state = State.JOINING
-        if self.state is State.JOINING:
+        if self.state is LearnerSessionState.ACTIVE and now - self._heard > self.limits.silence_s:
+            self.state = LearnerSessionState.JOINING
+        if self.state is LearnerSessionState.JOINING:
             self._say_hello(now)
         else:
             self._send_commit(now, waiting=waiting)
@@ -182,7 +182,7 @@ class LearnerSession:
 
     def not_sent(self) -> None:
         """The connection did not take a message, which it does as soon as it stands: a HELLO is worth trying again."""
-        if self.state is State.JOINING:
+        if self.state is LearnerSessionState.JOINING:
             self._next_send = 0.0
 
     def _say_hello(self, now: float) -> None:
@@ -203,7 +203,7 @@ class LearnerSession:
         )
 
     def _send_commit(self, now: float, *, waiting: bool = False) -> None:
-        if self.state is not State.ACTIVE:
+        if self.state is not LearnerSessionState.ACTIVE:
             return
         self._next_send = now + self.limits.heartbeat_s
         self._gathered = 0
@@ -220,8 +220,8 @@ class LearnerSession:
     def _on_welcome(self, welcome: LearnerWelcome) -> None:
         self.fleet_id, self.epoch = welcome.fleet_id, welcome.epoch
         self.spaces = welcome.spaces or self.spaces
-        if self.state is State.JOINING:
-            self.state = State.ACTIVE
+        if self.state is LearnerSessionState.JOINING:
+            self.state = LearnerSessionState.ACTIVE
             self._next_send = 0.0
 
     def _on_status(self, status: Status) -> None:
@@ -231,7 +231,7 @@ class LearnerSession:
     def _on_start(self, start: SourceStart) -> None:
         """The batches up to `start.settled.seq` will not come. Those dropped leave a hole in their episodes."""
         key = (start.slot, start.incarnation)
-        source = self._sources.setdefault(key, Source())
+        source = self._sources.setdefault(key, SourceProgress())
         if start.settled.seq <= source.received:
             return
         lost = growth(source.taken.dropped, start.settled.dropped)
@@ -242,7 +242,7 @@ class LearnerSession:
 
     def _on_gap(self, gap: SourceGap) -> None:
         key = (gap.slot, gap.incarnation)
-        source = self._sources.setdefault(key, Source())
+        source = self._sources.setdefault(key, SourceProgress())
         if gap.batch.seq != source.received + 1:
             return
         source.received = gap.batch.seq
@@ -252,17 +252,17 @@ class LearnerSession:
 
     def _on_end(self, end: SourceEnd) -> None:
         key = (end.slot, end.incarnation)
-        source = self._sources.setdefault(key, Source())
+        source = self._sources.setdefault(key, SourceProgress())
         if not source.ended and end.seq <= source.received:
             source.ended = True
             self.arrivals.append(Arrival(ArrivalKind.END, key, None, None, end.reason))
 
     def _on_fenced(self, fenced: Fenced) -> None:
-        self.state, self.refusal = State.STOPPED, ("fenced", fenced.detail)
+        self.state, self.refusal = LearnerSessionState.STOPPED, ("fenced", fenced.detail)
 
     def _on_reject(self, reject: Reject) -> None:
         if reject.fatal:
-            self.state, self.refusal = State.STOPPED, (reject.code, reject.detail)
+            self.state, self.refusal = LearnerSessionState.STOPPED, (reject.code, reject.detail)
         else:
-            self.state = State.JOINING
+            self.state = LearnerSessionState.JOINING
             self._next_send = 0.0

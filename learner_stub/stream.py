@@ -20,8 +20,8 @@ from typing import Any, Self
 
 from headrace.learner_stub import connection
 from headrace.learner_stub.ready_batches import ReadyBatches
-from headrace.learner_stub.session import LearnerSession, State, StreamLimits
-from headrace.learner_stub.waiting import Waiting
+from headrace.learner_stub.session import LearnerSession, LearnerSessionState, StreamLimits
+from headrace.learner_stub.stall_detector import StallDetector
 from headrace.schemas.batch import ChunkBatch, read_batch_header
 from headrace.schemas.batch_reader import UnreadBatch
 from headrace.schemas.errors import DecodeError, UnreachableError, refusal
@@ -84,7 +84,7 @@ class EpisodeStream:
         self.token = connection.stream_token(endpoint)
         self._session = LearnerSession(self.token, limits, fleet_id=fleet_id, position=places)
         self._ready = ReadyBatches(self._session)
-        self._waiting = Waiting(self._session)
+        self._stall = StallDetector(self._session)
         self._socket = connection.LearnerSocket(endpoint, own_keys)
         connection.enroll(self)
         self._join(connect_timeout_s)
@@ -109,12 +109,12 @@ class EpisodeStream:
                 return self._ready.hand_out()
             arrival = self._session.take()
             if arrival is not None:
-                self._waiting.over()
+                self._stall.reset()
                 self._ready.open(arrival)
                 continue
             left = deadline - connection.now()
             if left <= 0:
-                self._waiting.waited(timeout_s)
+                self._stall.add_wait(timeout_s)
                 return None
             self.pump(min(left, 0.1))
 
@@ -154,7 +154,7 @@ class EpisodeStream:
 
         Train on what was handed out, and commit. Who waits on gets a `WindowStalledError` from `next` after 30 s.
         """
-        return self._waiting.starved
+        return self._stall.starved
 
     @property
     def epoch(self) -> int:
@@ -216,7 +216,7 @@ class EpisodeStream:
     def _join(self, timeout_s: float) -> None:
         deadline = connection.now() + timeout_s
         try:
-            while self._session.state is State.JOINING:
+            while self._session.state is LearnerSessionState.JOINING:
                 if connection.now() > deadline:
                     raise self._socket.why_silent(timeout_s)
                 self.pump(0.05)

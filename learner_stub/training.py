@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from headrace.learner_stub.building import build_policies
 from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from headrace.learner_stub.policies import Policies
+from headrace.learner_stub.policies import LearnerPolicies
+from headrace.learner_stub.policy_builder import build_policies
 from headrace.learner_stub.ppo import Metrics
 from headrace.learner_stub.publisher import WeightPublisher
 from headrace.learner_stub.stream import EpisodeStream
@@ -27,7 +27,7 @@ from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import CheckpointError, ConnectorError, UnreachableError
 from headrace.schemas.keys import client_keys
 from headrace.schemas.spaces import Spaces
-from headrace.schemas.stopping import stop_signals
+from headrace.schemas.stop_event import stop_event
 
 log = logging.getLogger("headrace.learner")
 
@@ -41,7 +41,7 @@ _FINISH_S = 5.0
 """How long after a stop signal further updates are begun, where batches keep coming."""
 
 
-class Source(Protocol):
+class BatchStream(Protocol):
     """What training needs of an `EpisodeStream`."""
 
     @property
@@ -60,9 +60,9 @@ class Publisher(Protocol):
 
 
 def train(
-    policies: Policies,
+    policies: LearnerPolicies,
     steps_per_update: int,
-    stream: Source,
+    stream: BatchStream,
     weights: Publisher,
     checkpoint: Path,
     stopping: threading.Event,
@@ -87,7 +87,7 @@ def train(
             stop_by = min(stop_by, time.monotonic() + _FINISH_S)
 
 
-def gather(stream: Source, steps: int, stopping: threading.Event) -> list[ChunkBatch]:
+def gather(stream: BatchStream, steps: int, stopping: threading.Event) -> list[ChunkBatch]:
     """Batches of `steps` steps or more together, the last one whole. Blocks until then, or, once `stopping` is set,
     until nothing more comes. Fewer where workers have no room for as many, which is logged: none would ever come.
 
@@ -118,7 +118,7 @@ def staleness(batches: Sequence[ChunkBatch], epoch: int, newest: int) -> Metrics
     return {"staleness": float(behind.mean()), "staleness_max": float(behind.max())}
 
 
-def _snapshot(policies: Policies, stream: Source) -> Checkpoint:
+def _snapshot(policies: LearnerPolicies, stream: BatchStream) -> Checkpoint:
     state, arrays = policies.get_state()
     return Checkpoint(stream.epoch, stream.position(), state, arrays)
 
@@ -150,7 +150,7 @@ def run_learner(config: FleetConfig, *, endpoint: str, run_dir: Path) -> None:
     position = _position_in(fleet_id, saved)
     keys = client_keys(config.keys.dir, "learner") or ""
     with (
-        stop_signals() as stopping,
+        stop_event() as stopping,
         EpisodeStream(endpoint, position=position, auto_commit=False, fleet_id=fleet_id, keys=keys) as stream,
         WeightPublisher(endpoint, fleet_id=fleet_id, keys=keys) as weights,
     ):
@@ -184,7 +184,7 @@ def _first_spaces(stream: EpisodeStream, stopping: threading.Event) -> dict[str,
     return None
 
 
-def _resume(policies: Policies, saved: Checkpoint, path: Path) -> None:
+def _resume(policies: LearnerPolicies, saved: Checkpoint, path: Path) -> None:
     try:
         policies.set_state(saved.state, saved.arrays)
     except (ConnectorError, KeyError, RuntimeError, ValueError) as error:

@@ -1,1 +1,1 @@
-
+"""What all processes share: messages, chunks, spaces, settings, keys and errors. It imports none of the others."""

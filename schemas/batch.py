@@ -1,13 +1,16 @@
-"""A batch of chunks in columns: the unit that samplers fill, the wire carries and learners read.
+"""A batch of chunks in columns: samplers fill it, the wire carries it, learners read it.
 
-All chunks' steps stand one after another in each column. Chunk i owns rows `offsets[i]:offsets[i+1]` of a step column
-(actions, rewards, ...), and rows `obs_offsets[i]:obs_offsets[i+1]` of an observation column, one more, since a chunk
-has T+1 observations. A state column ("state_in/...": what a recurrent module remembered before a chunk's first step)
-has one row for each chunk that has steps, a lookback column ("lookback/...": see `lookback.py`) as many as the chunk
-looks back. `table` has one `CHUNK_TABLE` row a chunk.
+Each column holds the steps of all chunks, one chunk after another. `table` has one `CHUNK_TABLE` row for each chunk.
 
-On the wire (`wire.py`) the columns are the message's arrays, the table is the array `_table`, `_infos` is JSON, and
-`_connectors/...` is what the connectors learnt.
+| column | rows of chunk i |
+|---|---|
+| step (actions, rewards, ...) | `offsets[i]:offsets[i+1]` |
+| observation ("obs...") | `obs_offsets[i]:obs_offsets[i+1]`: one more than steps, since a chunk has T+1 observations |
+| state ("state_in/...": a recurrent module's memory before the chunk's first step) | one, if the chunk has steps |
+| lookback ("lookback/...": see `lookback.py`) | as many as the chunk looks back |
+
+On the wire (`wire.py`) the columns are the message's arrays. The table is the array `_table`, `_infos` is JSON, and
+`_connectors/...` holds what the connectors learnt.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from headrace.schemas.errors import DecodeError, EncodeError, InfosTooLargeError
 from headrace.schemas.ledger import Natural, WorkerTotals
 from headrace.schemas.lookback import LOOKBACK, Lookback
 from headrace.schemas.spaces import Space, nest
-from headrace.schemas.wire import DEFAULT_CAPS, Buffer, MessageKind, encode
+from headrace.schemas.wire import DEFAULT_LIMITS, Buffer, MessageKind, encode
 
 Infos = Mapping[int, Mapping[int, dict[str, Any]]]
 """Non-empty infos only: chunk row -> observation row within the chunk -> info."""
@@ -40,8 +43,9 @@ STATE_IN = "state_in/"
 
 
 OFF_POLICY = "off_policy"
-"""Column of batches of external envs, bool (T,): the action was not asked of the policy but logged. Its `logp` is what
-the policy would have given it, or NaN, and is no sample of that policy."""
+"""Column of external envs' batches, bool (T,): the env logged this action and did not ask the policy for it. Its `logp`
+is what the policy would have given it, or NaN. Such a step is not a sample of that policy.
+"""
 
 
 CONNECTOR_UPDATE = "_connectors/"
@@ -49,12 +53,15 @@ CONNECTOR_UPDATE = "_connectors/"
 
 
 def is_obs_column(name: str) -> bool:
-    """Observation columns have T+1 rows a chunk, all others but state and lookback columns T."""
+    """Return whether `name` is an observation column.
+
+    Observation columns have T+1 rows for each chunk. Step columns have T.
+    """
     return name == "obs" or name.startswith("obs/")
 
 
 class BatchHeader(BaseModel):
-    """What everyone who handles a batch may know of it without reading array bytes."""
+    """The part of a batch that can be read without array bytes: ids, counts and totals."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
     fleet_id: str
@@ -72,12 +79,12 @@ class BatchHeader(BaseModel):
     episodes: list[Annotated[tuple[float, Natural], Strict(False)]] = []
     """(return, length) of each episode that ended in this batch."""
     totals: WorkerTotals
-    """The worker's running totals right after this batch was cut."""
+    """The worker's running totals right after it cut this batch."""
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkBatch(Sequence[EpisodeChunk]):
-    """Several chunks: iterates as `EpisodeChunk`, or read `columns` with `offsets` and `obs_offsets`.
+    """Several chunks. Iterate over them as `EpisodeChunk`, or read `columns` with `offsets` and `obs_offsets`.
 
     `order` is the order in which chunks are iterated; None is that of the columns.
     """
@@ -98,16 +105,17 @@ class ChunkBatch(Sequence[EpisodeChunk]):
     order: NDArray[np.intp] | None = None
     connector_update: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """What the connectors of this batch's module learnt since its last batch: "env_to_module/0.MeanStd/obs/count". It
-    is delivered exactly as often as the batch, and lost where that is lost."""
+    is delivered exactly as often as the batch, and lost with it.
+    """
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
-        """int64 (chunks + 1,): where each chunk's steps begin in a step column."""
+        """Return where each chunk's steps begin in a step column: int64 (chunks + 1,)."""
         return _running(self.table["length"])
 
     @cached_property
     def obs_offsets(self) -> NDArray[np.int64]:
-        """int64 (chunks + 1,): where each chunk's observations begin in an observation column."""
+        """Return where each chunk's observations begin in an observation column: int64 (chunks + 1,)."""
         return self.offsets + _running(self._has_obs)
 
     @property
@@ -116,16 +124,16 @@ class ChunkBatch(Sequence[EpisodeChunk]):
 
     @cached_property
     def state_offsets(self) -> NDArray[np.int64]:
-        """int64 (chunks + 1,): where each chunk's row begins in a state column; an end marker has none."""
+        """Return where each chunk's row begins in a state column: int64 (chunks + 1,). An end marker has no row."""
         return _running(self._has_obs)
 
     @cached_property
     def lookback_offsets(self) -> NDArray[np.int64]:
-        """int64 (chunks + 1,): where each chunk's rows begin in a lookback column."""
+        """Return where each chunk's rows begin in a lookback column: int64 (chunks + 1,)."""
         return _running(self.table["lookback"])
 
     def offsets_of(self, name: str) -> NDArray[np.int64]:
-        """int64 (chunks + 1,): where each chunk's rows begin in the column `name`."""
+        """Return where each chunk's rows begin in the column `name`: int64 (chunks + 1,)."""
         if is_obs_column(name):
             return self.obs_offsets
         if name.startswith(LOOKBACK):
@@ -134,12 +142,12 @@ class ChunkBatch(Sequence[EpisodeChunk]):
 
     @property
     def steps(self) -> int:
-        """Steps in all chunks together."""
+        """Return the number of steps in all chunks together."""
         return int(self.offsets[-1])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays together."""
+        """Return the number of bytes of all arrays together."""
         return self.table.nbytes + sum(column.nbytes for column in self.columns.values())
 
     def __len__(self) -> int:
@@ -215,7 +223,7 @@ class ChunkBatch(Sequence[EpisodeChunk]):
 
     @cached_property
     def _apart(self) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
-        """Step and observation columns; state columns and lookback columns, without their prefixes."""
+        """Return step and observation columns, state columns, and lookback columns; the last two without prefixes."""
         kinds: dict[str, dict[str, NDArray[Any]]] = {STATE_IN: {}, LOOKBACK: {}, "": {}}
         for name, column in self.columns.items():
             prefix = next(prefix for prefix in kinds if name.startswith(prefix))
@@ -227,7 +235,7 @@ class ChunkBatch(Sequence[EpisodeChunk]):
         return [sparse.get(t, {}) for t in range(length + 1)] if sparse and length else []
 
     def select(self, keep: NDArray[np.bool_]) -> ChunkBatch:
-        """A copy with only the chunks where `keep` (bool, one a chunk in column order) is true."""
+        """Return a copy with only the chunks where `keep` (bool, one for each chunk in column order) is true."""
         return replace(
             self,
             table=self.table[keep],
@@ -237,7 +245,10 @@ class ChunkBatch(Sequence[EpisodeChunk]):
         )
 
     def halves(self) -> list[ChunkBatch]:
-        """The first chunks, with what connectors learnt, and the others; in column order, each with its own infos."""
+        """Split the batch in two, in column order; each half has its own infos.
+
+        The first half keeps what the connectors learnt.
+        """
         first = np.arange(len(self)) < len(self) // 2
         return [self.select(first), replace(self.select(~first), connector_update={})]
 
@@ -247,17 +258,17 @@ def _further(views: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
 
 
 def _running(counts: NDArray[Any]) -> NDArray[np.int64]:
-    """0 and the running sum."""
+    """Return 0 and then the running sum of `counts`."""
     sums = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=sums[1:])
     return sums
 
 
 def encode_batch(batch: ChunkBatch, header: BatchHeader) -> list[Buffer]:
-    """Frames of a BATCH message; the batch's arrays are not copied when they are large.
+    """Return the frames of a BATCH message. Large arrays are not copied.
 
-    Raises `EncodeError` for what may not go on the wire: see `encode`; besides, infos that are no JSON, and
-    `InfosTooLargeError`.
+    Raises `EncodeError` as `encode` does, and for infos that are not JSON. Raises `InfosTooLargeError` for too many
+    bytes of infos.
     """
     if reserved := [name for name in batch.columns if name.startswith("_")]:
         raise EncodeError(f"column {reserved[0]!r}: names that begin with an underscore are the codec's own")
@@ -276,13 +287,13 @@ def _dump_infos(infos: Infos) -> bytes:
         raise EncodeError(
             f"an info cannot be written as JSON: {error}; drop the value in the env, or set infos = 'none'"
         ) from error
-    if len(written) > DEFAULT_CAPS.infos_bytes:
-        raise InfosTooLargeError(len(written), DEFAULT_CAPS.infos_bytes)
+    if len(written) > DEFAULT_LIMITS.infos_bytes:
+        raise InfosTooLargeError(len(written), DEFAULT_LIMITS.infos_bytes)
     return written
 
 
 def read_batch_header(header: Mapping[str, Any]) -> BatchHeader:
-    """The typed header of a BATCH message; raises `DecodeError`."""
+    """Parse the header of a BATCH message. Raises `DecodeError`."""
     try:
         return BatchHeader.model_validate(header)
     except ValidationError as error:
@@ -292,5 +303,5 @@ def read_batch_header(header: Mapping[str, Any]) -> BatchHeader:
 
 
 def belongs_to_space(name: str) -> bool:
-    """Whether a column holds leaves of the observation or the action space."""
+    """Return whether a column holds leaves of the observation or the action space."""
     return is_obs_column(name) or name == "actions" or name.startswith("actions/")

@@ -1,4 +1,4 @@
-"""Reading a BATCH message: all that is in it is compared with all else, and with the spaces, before it is used."""
+"""Reader of BATCH messages. It checks all parts of a message against each other and the spaces before it uses them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headrace.schemas.chunk import CHUNK_TABLE, ChunkEnd
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.lookback import LOOKBACK
 from headrace.schemas.spaces import Space, column_dtype, leaf_shape, leaves
-from headrace.schemas.wire import DEFAULT_CAPS, Buffer, Caps, MessageKind, decode_arrays, decode_header
+from headrace.schemas.wire import DEFAULT_LIMITS, Buffer, MessageKind, WireLimits, decode_arrays, decode_header
 
 _INDICES = ("agent", "module", "reason")
 _INDEX_LAYOUT: Any = {
@@ -33,14 +33,14 @@ _INDEX_LAYOUT: Any = {
     "itemsize": CHUNK_TABLE.itemsize,
 }
 _INDEX_TABLE: np.dtype[Any] = np.dtype(_INDEX_LAYOUT)
-"""The chunk table's three neighbours of one type, seen as one array: numpy's price is by call, not by row."""
+"""The three neighbouring uint16 fields of the chunk table as one array: numpy costs time by call, not by row."""
 
 _Rows = tuple[np.dtype[Any], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class UnreadBatch:
-    """A BATCH message of which only the header was read and checked."""
+    """A BATCH message with its header read and checked, and its arrays unread."""
 
     header: BatchHeader
     raw_header: dict[str, Any]
@@ -48,24 +48,25 @@ class UnreadBatch:
 
 
 class BatchReader:
-    """Reads batches of one pair of spaces."""
+    """Reads batches whose chunks have one pair of spaces."""
 
-    def __init__(self, observation_space: Space, action_space: Space, caps: Caps = DEFAULT_CAPS) -> None:
+    def __init__(self, observation_space: Space, action_space: Space, limits: WireLimits = DEFAULT_LIMITS) -> None:
         self._observation_space = observation_space
         self._action_space = action_space
-        self._caps = caps
+        self._limits = limits
         both = (*leaves(observation_space, "obs"), *leaves(action_space, "actions"))
         self._required: dict[str, _Rows] = {name: (column_dtype(leaf), leaf_shape(leaf)) for name, leaf in both}
         self._required |= {"rewards": (np.dtype("<f8"), ()), "weights_seq": (np.dtype("<i8"), ())}
         self._known = self._required | {"env_t": (np.dtype("<i8"), ())}
 
     def read(self, unread: UnreadBatch) -> ChunkBatch:
-        """The whole batch, its columns views of the frames; raises `DecodeError` when anything contradicts itself.
+        """Read the whole batch; its columns are views of the frames.
 
-        Checked against the spaces are names, dtypes and shapes. Values are the sampler's: a NaN in them passes.
+        Raises `DecodeError` when parts of the message contradict each other. The spaces fix names, dtypes and shapes,
+        which are checked. Values are the sampler's affair: a NaN in them passes.
         """
         header = unread.header
-        arrays = decode_arrays(unread.raw_header, unread.frames, self._caps)
+        arrays = decode_arrays(unread.raw_header, unread.frames, self._limits)
         table, columns = _split(arrays)
         _check_table(table, header)
         batch = ChunkBatch(
@@ -76,7 +77,7 @@ class BatchReader:
             agents=header.agents,
             modules=header.modules,
             reasons=header.reasons,
-            infos=_load_infos(arrays.get("_infos"), table, self._caps),
+            infos=_load_infos(arrays.get("_infos"), table, self._limits),
             slot=header.slot,
             incarnation=header.incarnation,
             seq=header.seq,
@@ -98,7 +99,7 @@ class BatchReader:
     def _check_columns(self, batch: ChunkBatch) -> None:
         if missing := self._required.keys() - batch.columns.keys():
             raise DecodeError("missing_column", f"column {min(missing)!r:.80} is missing")
-        ends: dict[int, int] = {}  # by offsets: the few kinds of columns are asked for once
+        ends: dict[int, int] = {}  # by offsets: there are few kinds of columns, so each is computed once
         for name, column in batch.columns.items():
             offsets = batch.offsets_of(name)
             rows = ends.get(id(offsets))
@@ -117,14 +118,14 @@ class BatchReader:
 
 
 def decode_batch(
-    frames: Sequence[Buffer], observation_space: Space, action_space: Space, caps: Caps = DEFAULT_CAPS
+    frames: Sequence[Buffer], observation_space: Space, action_space: Space, limits: WireLimits = DEFAULT_LIMITS
 ) -> tuple[BatchHeader, ChunkBatch]:
-    """One batch: see `BatchReader.read`."""
-    kind, raw_header = decode_header(frames, caps)
+    """Read one batch, as `BatchReader.read` does."""
+    kind, raw_header = decode_header(frames, limits)
     if kind is not MessageKind.BATCH:
         raise DecodeError("unexpected_kind", f"{kind.name} where BATCH was expected")
     unread = UnreadBatch(read_batch_header(raw_header), raw_header, frames)
-    return unread.header, BatchReader(observation_space, action_space, caps).read(unread)
+    return unread.header, BatchReader(observation_space, action_space, limits).read(unread)
 
 
 def _split(arrays: dict[str, NDArray[Any]]) -> tuple[NDArray[np.void], dict[str, NDArray[Any]]]:
@@ -148,12 +149,15 @@ def _check_table(table: NDArray[np.void], header: BatchHeader) -> None:
     if not length.all() and bool((end[length == 0] != ChunkEnd.ABORTED).any()):
         raise DecodeError("bad_table", "a chunk of no steps that is no end marker")
     for name in ("t_start", "episode_length"):
-        if int(table[name].view("<u8").max()) >= 1 << 62:  # as unsigned, what is negative is huge
+        if int(table[name].view("<u8").max()) >= 1 << 62:  # read as unsigned, a negative number is huge
             raise DecodeError("bad_table", f"a chunk's {name} is out of range")
 
 
 def _check_lookback(batch: ChunkBatch) -> None:
-    """Every step and observation column looks back or none does, and no chunk beyond the first step of its episode."""
+    """Raise `DecodeError` unless all step and observation columns look back or none does.
+
+    Raise it also for a chunk that looks back beyond the first step of its episode.
+    """
     back = {name.removeprefix(LOOKBACK): c for name, c in batch.columns.items() if name.startswith(LOOKBACK)}
     table = batch.table
     if not back and not table["lookback"].any():
@@ -168,11 +172,11 @@ def _check_lookback(batch: ChunkBatch) -> None:
             raise DecodeError("bad_column", f"lookback of column {name!r:.80} has other rows than the column")
 
 
-def _load_infos(raw: NDArray[Any] | None, table: NDArray[np.void], caps: Caps) -> Infos:
+def _load_infos(raw: NDArray[Any] | None, table: NDArray[np.void], limits: WireLimits) -> Infos:
     if raw is None:
         return {}
-    if raw.dtype != np.uint8 or raw.ndim != 1 or raw.nbytes > caps.infos_bytes:
-        raise DecodeError("bad_infos", f"infos are not at most {caps.infos_bytes} bytes of JSON")
+    if raw.dtype != np.uint8 or raw.ndim != 1 or raw.nbytes > limits.infos_bytes:
+        raise DecodeError("bad_infos", f"infos are not at most {limits.infos_bytes} bytes of JSON")
     try:
         rows = orjson.loads(raw.data)
         infos = {int(i): {int(t): info for t, info in row.items()} for i, row in rows.items()}

@@ -1,4 +1,4 @@
-"""Frames of a message that stand one after another in one run of bytes, to be sent in pieces or as an array."""
+"""Frames of a message that stand one after another in one run of bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from headrace.schemas.wire import Buffer
 
 
 def frames_of(blob: Buffer, sizes: Iterable[int]) -> list[Buffer]:
-    """The frames of these `sizes` that `blob` is made of; views of it."""
+    """Return the frames of these `sizes` that make up `blob`, as views of it."""
     whole, start, frames = memoryview(blob), 0, list[Buffer]()
     for size in sizes:
         frames.append(whole[start : start + size])

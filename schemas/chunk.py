@@ -1,9 +1,11 @@
-"""Episode chunks: the record of what one agent experienced, and the table in which many of them travel.
+"""Episode chunks: the record of one agent's experience, and the table row that describes a chunk in a batch.
 
-A chunk is a contiguous part of one agent's episode: T steps and T+1 observations. The observation more is the one
-after the last step, from which a learner bootstraps; at an episode's end it is the env's true final observation, never
-the one of the next reset. T is never 0, except in an end marker (`ChunkEnd.ABORTED`), which says that the episode
-will never finish and why.
+A chunk is a contiguous part of one agent's episode: T steps and T+1 observations. The extra observation is the one
+after the last step, from which a learner bootstraps. At an episode's end it is the env's true final observation, never
+the first one after the next reset.
+
+T is never 0, except in an end marker (`ChunkEnd.ABORTED`). An end marker says that the episode will never finish, and
+why.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunk_algebra import (
+from headrace.schemas.chunk_arrays import (
     check_adjacent,
     join_columns,
     join_infos,
@@ -39,7 +41,9 @@ class ChunkEnd(IntEnum):
 
 
 UNSEEDED = 2**64 - 1
-"""In place of a seed, larger than any: the env was reset without one, by the vector that it is a part of."""
+"""Stands in the seed field when the env was reset without a seed, by the vector that it is part of. Larger than any
+seed.
+"""
 
 EXPLORE = 1
 RANDOM_ACTIONS = 2
@@ -50,38 +54,42 @@ CHUNK_TABLE = np.dtype(
         ("id_low", "<u8"),
         ("seed", "<u8"),  # what the env's reset got, or UNSEEDED
         ("t_start", "<i8"),  # env step of the episode at which the chunk starts
-        ("episode_return", "<f8"),  # up to and including this chunk
-        ("episode_length", "<i8"),  # likewise
+        ("episode_return", "<f8"),  # sum of rewards up to and including this chunk
+        ("episode_length", "<i8"),  # steps up to and including this chunk
         ("chunk_index", "<u4"),  # 0 for the first chunk of the episode
         ("length", "<u4"),  # T
         ("env_index", "<u4"),
         ("agent", "<u2"),  # indices into the batch header's lists
         ("module", "<u2"),
-        ("reason", "<u2"),  # of ABORTED; 0 is none
+        ("reason", "<u2"),  # why the episode was ABORTED; 0 is no reason
         ("end", "|u1"),  # ChunkEnd
         ("flags", "|u1"),  # EXPLORE | RANDOM_ACTIONS
         ("lookback", "<u4"),  # rows of lookback columns: see lookback.py
     ]
 )
-"""One row a chunk, in the order in which their steps stand in the batch's columns."""
+"""One row for each chunk, in the order in which their steps stand in the batch's columns."""
 
 
 def format_episode_id(high: int, low: int) -> str:
-    """32 hexadecimal digits."""
+    """Write an episode id as 32 hexadecimal digits."""
     return f"{high:016x}{low:016x}"
 
 
 @dataclass(slots=True, eq=False)
 class EpisodeChunk:
-    """T steps of one agent's episode. Arrays are views: of the sampler's buffers, or read-only of a received message.
+    """T steps of one agent's episode.
 
-    obs: (T+1, *shape), in the nesting of the observation space; actions: (T, *shape), likewise.
-    rewards: float64 (T,). weights_seq, env_t: int64 (T,). columns: further per-step arrays (T, ...) such as `logp`,
-    `values`, and `actions_for_env` where the env got something else than the policy's action.
-    infos: T+1 dicts aligned with obs, or empty when no info had any content.
-    state_in: what a recurrent module remembered before the first step, one row without a leading axis by name; empty
-    for other modules, and for a cut that begins within a chunk, where it is not known.
-    lookback: the steps just before, at most `episode_lookback_horizon`; None if there are none.
+    Arrays are views: of the sampler's buffers, or read-only ones of a received message.
+
+    - obs: (T+1, *shape), in the nesting of the observation space.
+    - actions: (T, *shape), in the nesting of the action space.
+    - rewards: float64 (T,). weights_seq, env_t: int64 (T,).
+    - columns: further per-step arrays (T, ...) such as `logp` and `values`. `actions_for_env` is there where the env
+      got something else than the policy's action.
+    - infos: T+1 dicts aligned with obs; empty when no info had any content.
+    - state_in: a recurrent module's memory before the first step, by name, one row without a leading axis. Empty for
+      other modules, and for a cut that begins within a chunk, where the memory is not known.
+    - lookback: the steps just before, at most `episode_lookback_horizon`; None if there are none.
     """
 
     episode_id: str
@@ -104,7 +112,9 @@ class EpisodeChunk:
     slot: int = 0
     incarnation: int = 0
     seed: int | None = 0
-    """What the reset of the env, or of the vector that it is a part of, got; None: that vector reset it by itself."""
+    """The seed for the reset of the env, or of the vector that it is part of. None: the vector reset this env by
+    itself.
+    """
     explore: bool = True
     random_actions: bool = False
     learner_epoch: int = 0
@@ -119,10 +129,10 @@ class EpisodeChunk:
         return True
 
     def __getitem__(self, steps: slice) -> EpisodeChunk:
-        """`chunk[a:b]`: those steps, counted from the chunk's own first, as a chunk. Views, not copies.
+        """Return the steps `a` to `b` of `chunk[a:b]`, counted from the chunk's own first step, as a chunk of views.
 
-        What ends before this chunk does is ONGOING; what begins after it does has no lookback, whose place is the rest
-        of this chunk, in the hands of whoever cut. Raises `ChunkError` for no step at all, or a stride.
+        A cut that ends before this chunk does is ONGOING. A cut that begins after its first step has no lookback: the
+        steps before it are in the rest of this chunk. Raises `ChunkError` for a cut without a step, or with a stride.
         """
         if not isinstance(steps, slice):
             raise TypeError(f"a chunk is cut, as in chunk[2:5], and not indexed with {steps!r:.40}")
@@ -151,20 +161,22 @@ class EpisodeChunk:
         )
 
     def concat(self, other: EpisodeChunk) -> EpisodeChunk:
-        """This chunk and the one that follows it, as one; see `to_episode`."""
+        """Join this chunk and the one that follows it into one, as `to_episode` does."""
         return to_episode((self, other))
 
     @property
     def is_done(self) -> bool:
-        """The episode terminated or was truncated with this chunk."""
+        """Return whether the episode terminated or was truncated with this chunk."""
         return self.end in (ChunkEnd.TERMINATED, ChunkEnd.TRUNCATED)
 
     @property
     def is_terminated(self) -> bool:
+        """Return whether the episode terminated with this chunk."""
         return self.end is ChunkEnd.TERMINATED
 
     @property
     def is_truncated(self) -> bool:
+        """Return whether the episode was truncated with this chunk."""
         return self.end is ChunkEnd.TRUNCATED
 
     def __repr__(self) -> str:
@@ -173,13 +185,14 @@ class EpisodeChunk:
 
 
 def to_episode(chunks: Iterable[EpisodeChunk]) -> EpisodeChunk:
-    """The chunks of one agent's episode, given in any order, as a single chunk; its arrays are copies.
+    """Join the chunks of one agent's episode, given in any order, into a single chunk. Its arrays are copies.
 
-    It ends as the last one does, which may be an ABORTED marker. `learner_epoch` and `weights_digest` are the last
-    one's too, while `weights_seq` speaks of every step; `explore` and `random_actions` say whether any step was so.
-    Lookback is that of the first chunk, so that a whole episode has none. Where some chunks are of random actions and
-    some of a policy, columns that only one kind has ("logp") are left out.
-    Raises `ChunkError` naming what differs: ids, a gap or an overlap, observations at a boundary, columns, lookback.
+    The result ends as the last chunk does, which may be an ABORTED marker. `learner_epoch` and `weights_digest` are
+    those of the last chunk, while `weights_seq` covers every step. `explore` and `random_actions` say whether any step
+    was so. Lookback is that of the first chunk, so a whole episode has none. Where some chunks have random actions and
+    others a policy's, columns that only one kind has ("logp") are left out.
+
+    Raises `ChunkError` and names what differs: ids, a gap or an overlap, observations at a boundary, columns, lookback.
     """
     parts = sorted(chunks, key=lambda chunk: (chunk.chunk_index, chunk.t_start))
     if not parts:

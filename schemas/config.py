@@ -1,6 +1,6 @@
-"""The one configuration of a fleet: sections of frozen values, each validated when built.
+"""The configuration of a fleet: sections of frozen values, each validated when built.
 
-`config_loading.py` says where the values come from; `deploy/fleet.toml` shows every key.
+`config_loading.py` finds where the values come from; `deploy/fleet.toml` shows every key.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from headrace.schemas.config_section import ConfigSection
 from headrace.schemas.recorder import WINDOW
 from headrace.schemas.sampling_settings import SamplingSettings
-from headrace.schemas.section import Section
 from headrace.schemas.serving_settings import ServingSection
 
 LEAST_WINDOW = 4
 _HIGHEST_PORT = 65_535
 DEFAULT_WINDOW = 16
-"""Batches in a worker's window where it is not known how many a learner needs, or how long they are."""
+"""Batches in a worker's window when the learner's need, or the length of batches, is not known."""
 
 
-class FleetSection(Section):
-    """The fleet as a whole."""
+class FleetSection(ConfigSection):
+    """Settings of the fleet as a whole."""
 
     workers: int = Field(
         default=2,
@@ -56,22 +56,22 @@ class FleetSection(Section):
 
 
 class SamplingSection(SamplingSettings):
-    """What each worker samples."""
+    """Settings of sampling, for every worker."""
 
     env: str = Field(
         default="CartPole-v1", min_length=1, description='a registered gymnasium id, or "package.module:make_env"'
     )
 
 
-class ModuleSection(Section):
-    """The policy module, built by the same name in workers and in the learner."""
+class ModuleSection(ConfigSection):
+    """The policy module. Workers and the learner build it by the same name."""
 
     build: str = Field(default="headrace.workers.modules:actor_critic", description='"package.module:build"')
     config: dict[str, Any] = Field(default={}, description="keyword arguments of build")
 
 
-class WorkerSection(Section):
-    """How a worker talks to the broker."""
+class WorkerSection(ConfigSection):
+    """Settings of a worker's connection to the broker."""
 
     window_batches: int | None = Field(
         default=None,
@@ -79,7 +79,9 @@ class WorkerSection(Section):
         le=WINDOW - 1,
         description="batches a worker keeps until they are settled; absent: what two updates of the learner need",
     )
-    window_bytes: int = Field(default=256 << 20, ge=1, description="bytes, likewise; one batch is always allowed")
+    window_bytes: int = Field(
+        default=256 << 20, ge=1, description="bytes of the batches it keeps; one is always allowed"
+    )
     random_actions_before_weights: bool = Field(
         default=False, description="sample at random until the first weights arrive"
     )
@@ -87,7 +89,7 @@ class WorkerSection(Section):
     drain_timeout_s: float = Field(default=10.0, gt=0, description="how long SIGTERM waits for batches to be accepted")
 
 
-class BrokerSection(Section):
+class BrokerSection(ConfigSection):
     """The broker's endpoints and limits."""
 
     host: str = Field(default="127.0.0.1", description="address to bind; off loopback needs [keys]")
@@ -102,7 +104,7 @@ class BrokerSection(Section):
         default=1 << 30, ge=1 << 20, description="bytes held until committed; workers wait beyond that"
     )
     overflow: Literal["block", "drop_oldest", "drop_stale"] = Field(
-        default="block", description="what gives when it is full"
+        default="block", description="what to do when it is full"
     )
     max_staleness: int = Field(
         default=8, ge=1, description="drop_stale: weights versions behind the newest that are still kept"
@@ -132,15 +134,18 @@ class BrokerSection(Section):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a broker that binds `host` can be reached from this machine only."""
+    """Return whether a broker that binds `host` can be reached from this machine only."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
 
 
-class LearnerSection(Section):
-    """The reference PPO learner. Its defaults take CartPole-v1 to a sampled return of 475 in some 100,000 steps."""
+class LearnerSection(ConfigSection):
+    """Settings of the reference PPO learner.
+
+    The defaults take CartPole-v1 to a sampled return of 475 in some 100,000 steps.
+    """
 
     enabled: bool = Field(default=True, description="false: `up` starts no learner; connect your own EpisodeStream")
     steps_per_update: int = Field(default=2048, gt=0, description="agent steps gathered for one PPO update")
@@ -165,14 +170,14 @@ class LearnerSection(Section):
     torch_threads: int = Field(default=1, gt=0)
 
 
-class RedisSection(Section):
-    """Which Redis the fleet reports to."""
+class RedisSection(ConfigSection):
+    """The Redis that the fleet reports to."""
 
     url: str = Field(default="", description="empty: a server of our own in the run directory")
 
 
-class KeysSection(Section):
-    """Keys of the fleet's sockets: see `schemas/keys.py`."""
+class KeysSection(ConfigSection):
+    """Keys of the fleet's sockets; `schemas/keys.py` describes the files."""
 
     dir: str = Field(
         default="",
@@ -182,12 +187,12 @@ class KeysSection(Section):
     @field_validator("dir")
     @classmethod
     def _absolute(cls, folder: str) -> str:
-        """The same folder for every process of the fleet, whatever its working directory."""
+        """Make the folder absolute, so that it is the same for every process of the fleet."""
         return str(Path(folder).expanduser().absolute()) if folder else ""
 
 
-class SupervisorSection(Section):
-    """How `up` keeps its processes alive."""
+class SupervisorSection(ConfigSection):
+    """Settings of the supervisor, by which `up` keeps its processes alive."""
 
     restart_backoff_s: float = Field(
         default=0.2, gt=0, description="pause before the first restart; doubles, with jitter"
@@ -203,8 +208,8 @@ class SupervisorSection(Section):
     stop_timeout_s: float = Field(default=20.0, gt=0, description="how long a draining process has before it is killed")
 
 
-class FleetConfig(Section):
-    """All sections."""
+class FleetConfig(ConfigSection):
+    """The whole configuration: all sections."""
 
     fleet: FleetSection = FleetSection()
     sampling: SamplingSection = SamplingSection()
@@ -235,7 +240,7 @@ class FleetConfig(Section):
         if self.learner.enabled and window is not None and window < enough:
             raise ValueError(
                 f"worker.window_batches = {window} keeps too little for one update of learner.steps_per_update = "
-                f"{self.learner.steps_per_update}: everybody would wait; {enough} batches a worker are the least"
+                f"{self.learner.steps_per_update}: all would wait; {enough} batches a worker are the least"
             )
         return self
 
@@ -260,12 +265,14 @@ class FleetConfig(Section):
 
     @property
     def _modules(self) -> int:
-        """Of how many modules a cut gives a batch each."""
+        """Return the number of modules; a cut gives one batch for each."""
         return len(self.sampling.policies or ("default_policy",))
 
     def window_batches(self) -> int:
-        """Batches a worker keeps until they are settled. Few mean fresh data: a worker that may not run ahead samples
-        with newer weights."""
+        """Return how many batches a worker keeps until they are settled.
+
+        A small window means fresh data: a worker that may not run ahead samples with newer weights.
+        """
         if self.worker.window_batches is not None:
             return self.worker.window_batches
         if not self.learner.enabled or self.sampling.batch_mode != "truncate_episodes":
@@ -274,9 +281,10 @@ class FleetConfig(Section):
         return min(max(least, enough), WINDOW - 1)
 
     def window_steps(self) -> int:
-        """Steps of those batches when they are full; while envs are down they are small, and more of them are kept.
+        """Return how many steps a window's batches have when they are full.
 
-        0 where it is the number of batches that was asked for, or where batches vary.
+        Batches are small while envs are down, and then the worker keeps more of them. 0 where the user set the number
+        of batches, or where batches vary.
         """
         if self.worker.window_batches is not None or self.sampling.batch_mode != "truncate_episodes":
             return 0
@@ -284,13 +292,15 @@ class FleetConfig(Section):
 
     @property
     def _cut_steps(self) -> int:
-        """Env steps of a cut while all envs are up."""
+        """Return the env steps of a cut while all envs are up."""
         return self.sampling.num_envs * self.sampling.rollout_fragment_length
 
     def _batches_for(self, steps: int) -> int:
-        """Batches that each worker must have under way for `steps` of the fleet: one a module and cut.
+        """Return how many batches each worker must have under way for `steps` of the fleet.
 
-        Agents that act together make more steps of a cut than is reckoned with here. 1 where batches vary.
+        A cut gives one batch for each module.
+
+        Agents that act together make more steps of a cut than this counts. 1 where batches vary.
         """
         if self.sampling.batch_mode != "truncate_episodes":
             return 1

@@ -1,6 +1,6 @@
-"""Where a configuration's values come from: defaults < file < environment (`HEADRACE_SECTION__KEY`) < flags.
+"""Loading of a configuration: defaults < file < environment (`HEADRACE_SECTION__KEY`) < flags.
 
-`load_config` also tells the origin of each value. An unknown key is an error that names the nearest known one.
+`load_config` also returns the origin of each value. An unknown key is an error that names the nearest known one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from headrace.schemas.errors import ConfigError
 ENV_PREFIX = "HEADRACE_"
 
 Origins = dict[str, str]
-"""Dotted key -> where its value came from, for keys that are not at their default."""
+"""Dotted key -> origin of its value, for keys that are not at their default."""
 
 
 def load_config(
     path: Path | None = None, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
 ) -> tuple[FleetConfig, Origins]:
-    """The configuration and the origin of every value that is no default.
+    """Return the configuration, and the origin of every value that is not the default.
 
     `flags` maps dotted keys ("sampling.num_envs") to values; None means not given. Raises `ConfigError`.
     """
@@ -45,7 +45,10 @@ def load_config(
 
 
 def build_config(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> FleetConfig:
-    """The configuration in `values` (sections of keys); raises `ConfigError` for the first thing that is wrong."""
+    """Build the configuration from `values` (sections of keys).
+
+    Raises `ConfigError` for the first thing that is wrong.
+    """
     try:
         config = FleetConfig.model_validate(values)
     except ValidationError as error:
@@ -67,7 +70,10 @@ def build_config(values: Mapping[str, Any], origins: Mapping[str, str] | None = 
 
 
 def _beyond_json(value: Any) -> str | None:
-    """What in a value would not reach the other processes of a fleet as it is, in words; None when all does."""
+    """Name, in words, a part of `value` that JSON cannot carry to other processes unchanged.
+
+    None when there is none.
+    """
     if isinstance(value, dict):
         return next(filter(None, map(_beyond_json, value.values())), None)
     if isinstance(value, list | tuple):
@@ -82,7 +88,7 @@ def _beyond_json(value: Any) -> str | None:
 
 
 def known_keys() -> dict[str, Any]:
-    """Every dotted key with its default."""
+    """Return every dotted key with its default."""
     return {
         f"{section}.{key}": value
         for section, values in FleetConfig().model_dump().items()
@@ -97,7 +103,10 @@ def _nearest(key: str) -> str:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """TOML, or JSON by its suffix: `up` hands its resolved configuration to its children as JSON, which knows null."""
+    """Read a TOML file, or JSON by its suffix.
+
+    `up` gives its children the resolved configuration as JSON, which has null.
+    """
     try:
         text = path.read_text(encoding="utf-8-sig")
         tree = orjson.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -115,7 +124,7 @@ def _merge(values: dict[str, Any], origins: Origins, tree: Mapping[str, Any], so
     for section, content in tree.items():
         if not isinstance(content, Mapping):
             raise ConfigError(f"stands outside any [section]{_nearest(section)}", key=section, source=source)
-        values.setdefault(section, {})  # so that an unknown section is told even when it is empty
+        values.setdefault(section, {})  # this way an unknown section is reported even when it is empty
         for key, value in content.items():
             _set(values, origins, f"{section}.{key}", value, source)
 
@@ -127,7 +136,7 @@ def _set(values: dict[str, Any], origins: Origins, dotted: str, value: Any, sour
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """HEADRACE_SAMPLING__NUM_ENVS=8 as {"sampling.num_envs": "8"}."""
+    """Read HEADRACE_SAMPLING__NUM_ENVS=8 as {"sampling.num_envs": "8"}."""
     found = {}
     for name, text in environ.items():
         section, double, key = name.removeprefix(ENV_PREFIX).lower().partition("__")
@@ -137,7 +146,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def parse_text(text: str) -> Any:
-    """A value typed by a person: JSON for tables, lists and null; else the text, which each field reads itself."""
+    """Parse a value that a person typed: JSON for tables, lists and null; else text, which each field reads itself."""
     if not text.startswith(("{", "[")) and text != "null":
         return text
     try:

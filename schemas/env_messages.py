@@ -1,18 +1,18 @@
-"""What a worker and the hosts of its envs say to one another, at a port of the worker's own.
+"""Messages between a worker and the hosts of its envs, at a port of the worker's own.
 
                  env host                    worker
     HELLO        ─────────────────────────────▶      a life begins: how many envs, of which spaces
     WELCOME      ◀─────────────────────────────      what the envs' creators are told
     ENV_ORDERS   ◀─────────────────────────────      build, reset or step some of the envs
-    ENV_ANSWERS  ─────────────────────────────▶      what came of them
-    HEARTBEAT    ◀────────────────────────────▶      alive; the host's says what it is at
+    ENV_ANSWERS  ─────────────────────────────▶      the results
+    HEARTBEAT    ◀────────────────────────────▶      alive; the host's says which orders it works on
     BYE          ─────────────────────────────▶      leaving: the envs are gone
-    REJECT       ◀─────────────────────────────      do not come again
+    REJECT       ◀─────────────────────────────      do not connect again
     FENCED       ◀─────────────────────────────      this life is over, or unknown: begin another
 
-Each place of a host, which holds one env, has at most one order under way. Orders of a place are numbered from 1 within
-a life of its host. An order that comes again is not obeyed again but answered again, so any of them may be lost: what
-is neither answered nor under way is sent once more.
+Each place of a host holds one env and has at most one order under way. Orders of a place are numbered from 1 within a
+life of its host. Orders are idempotent: a host that gets one again answers it again and does not repeat it. So any
+message may be lost: the worker sends an order again when it is neither answered nor under way.
 """
 
 from __future__ import annotations
@@ -37,39 +37,40 @@ Order = Annotated[
     Strict(False),
 ]
 """(place, number, command, seed, index of the env in the worker). Commands are BUILD, REBUILD, RESET and STEP, 1 to 4,
-as for processes of envs; a STEP's seed, unless NO_SEED, is that of the reset which follows if it ends the episode."""
+as for processes of envs. A STEP's seed, unless NO_SEED, is for the reset that follows if the step ends the episode.
+"""
 Info = dict[str, Any] | None
 
 
 class EnvHostHello(Message):
-    """An env host begins a life, with fresh envs."""
+    """Begins a life of an env host, with fresh envs."""
 
     KIND = MessageKind.HELLO
     role: Literal["env-host"] = "env-host"
     life: Life
-    """Random, one a life: what an earlier one left behind is told apart by it."""
+    """Random, one for each life; it tells apart what an earlier life left behind."""
     num_envs: Annotated[int, Field(ge=1, le=MOST_ENVS)]
     spaces: dict[str, Any]
-    """Of each of its envs, as `schemas/spaces.py` writes them."""
+    """Spaces of each of its envs, as `schemas/spaces.py` writes them."""
     env: str = ""
     host: str = ""
     pid: Natural = 0
 
 
 class EnvHostWelcome(Message):
-    """The worker's answer. A host without orders is a spare one."""
+    """The worker's answer to HELLO. A host that then gets no orders is a spare one."""
 
     KIND = MessageKind.WELCOME
     worker_index: Natural
     num_workers: Natural
     num_envs: Positive
-    """The worker's, wherever they are."""
+    """Number of envs of the worker, wherever they are."""
     lease_s: float = Field(gt=0)
     heartbeat_interval_s: float = Field(gt=0)
 
 
 class EnvHeartbeat(Message):
-    """Alive. From a host, `under_way` is all that it was ordered and has not answered."""
+    """Says that the sender is alive. From a host, `under_way` lists all orders that it has not answered."""
 
     KIND = MessageKind.HEARTBEAT
     life: Life
@@ -77,7 +78,7 @@ class EnvHeartbeat(Message):
 
 
 class EnvOrders(Message):
-    """Header of the orders; arrays "actions..." have one row for each STEP, in order."""
+    """Header of the orders. Arrays "actions..." have one row for each STEP, in order."""
 
     KIND = MessageKind.ENV_ORDERS
     life: Life
@@ -85,25 +86,28 @@ class EnvOrders(Message):
 
 
 class EnvAnswers(Message):
-    """Header of the answers. Arrays: "rewards" float64 and "obs..." have one row for each of `stepped`, "first..." for
-    each of `began`, in order: what is seen after the step, and first in the next episode."""
+    """Header of the answers.
+
+    Arrays: "rewards" float64 and "obs..." have one row for each of `stepped`; "first..." has one for each of `began`,
+    in order. "obs..." is the observation after the step, "first..." the first one of the next episode.
+    """
 
     KIND = MessageKind.ENV_ANSWERS
     life: Life
     answers: list[Numbered]
-    """The orders that are obeyed herewith."""
+    """The orders that this message answers."""
     stepped: list[Place] = Field(default=[])
     ended: list[Annotated[tuple[Place, Literal[1, 2]], Strict(False)]] = Field(default=[])
-    """Of those that stepped: terminated, truncated."""
+    """Places that stepped and ended their episode: 1 terminated, 2 truncated."""
     began: list[Annotated[tuple[Place, Info], Strict(False)]] = Field(default=[])
     built: list[Place] = Field(default=[])
     infos: list[Annotated[tuple[Place, dict[str, Any]], Strict(False)]] = Field(default=[])
     failures: list[Annotated[tuple[Place, str, bool, dict[str, Any]], Strict(False)]] = Field(default=[])
-    """(place, in which call, whether that returned, the error): it has no env now."""
+    """(place, call that failed, whether that call returned, the error): the place has no env now."""
 
 
 class EnvHostBye(Message):
-    """The host leaves, and its envs with it."""
+    """Says that the host leaves, and its envs with it."""
 
     KIND = MessageKind.BYE
     life: Life

@@ -1,6 +1,6 @@
-"""What is wrong with a call about an external episode, and why an external env, or a client of one, cannot go on.
+"""Errors of calls about external episodes, and the errors that stop an external env or a client of one.
 
-    EpisodeError            `code` is one word for a wire, `episode_id` whose it was
+    EpisodeError            `code` is its word on the wire, `episode_id` names the episode
     ├── UnknownEpisodeError     no such episode is open
     ├── EpisodeStartedError     the id is in use
     ├── EpisodeCompletedError   the episode has ended
@@ -8,14 +8,14 @@
     ├── EpisodeBusyError        the call before is not answered yet
     ├── NoActionYetError        a reward before the first action
     ├── NoFreePlaceError        as many episodes are open as there may be
-    ├── CannotLogError          an action of the env's is nothing that a policy behind connectors could have chosen
+    ├── CannotLogError          a logged action of the env cannot be traced back through module_to_env
     └── EpisodesClosedError     the env is over, and with it all its episodes
     EpisodeTimeoutError     a call was not answered within its deadline
-    ExternalSilenceError    `sample()` heard from nobody within its deadline
+    ExternalSilenceError    `sample()` got no call from external episodes within its deadline
     RunReturnedError        `run()` of an external env returned
-    ClientLostError         whoever drove an episode is gone
+    ClientLostError         the client that drove an episode is gone
 
-`EpisodeError`s are ValueErrors, as RLlib's `ExternalEnv` raises.
+Each `EpisodeError` is a ValueError, as in RLlib's `ExternalEnv`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headrace.schemas.errors import EnvError, HeadraceError
 
 
 class EpisodeError(HeadraceError, ValueError):
-    """A call about the episode `episode_id` cannot be done; the state of that and of all others is as before."""
+    """A call about the episode `episode_id` cannot be done. The state of all episodes is as before the call."""
 
     code = "episode_error"
 
@@ -61,7 +61,7 @@ class EpisodeCompletedError(EpisodeError):
 
 
 class EpisodeAbortedError(EpisodeError):
-    """The episode was given up, for `reason`; its unfinished steps are in the books under a name."""
+    """The episode was given up, for `reason`; the books count its unfinished steps under a name."""
 
     code = "aborted"
 
@@ -71,7 +71,7 @@ class EpisodeAbortedError(EpisodeError):
 
 
 class EpisodeBusyError(EpisodeError):
-    """An episode is to be used by one caller at a time."""
+    """Two callers used one episode at a time."""
 
     code = "busy"
 
@@ -89,7 +89,7 @@ class NoActionYetError(EpisodeError):
 
 
 class NoFreePlaceError(EpisodeError):
-    """As many episodes are open as there may be."""
+    """The limit of open episodes is reached."""
 
     code = "no_place"
 
@@ -102,7 +102,7 @@ class NoFreePlaceError(EpisodeError):
 
 
 class CannotLogError(EpisodeError):
-    """What was logged is the env's action, and module_to_env has pieces that nobody can run backwards."""
+    """An env's action was logged, but module_to_env has pieces that cannot be inverted."""
 
     code = "cannot_log"
 
@@ -123,7 +123,7 @@ class EpisodesClosedError(EpisodeError):
 
 
 class EpisodeTimeoutError(HeadraceError, TimeoutError):
-    """`call` was not answered within `timeout_s` seconds, so that its episode was given up."""
+    """`call` was not answered within `timeout_s` seconds, so its episode was given up."""
 
     def __init__(self, episode_id: str, call: str, setting: str, timeout_s: float) -> None:
         self.episode_id = episode_id
@@ -131,33 +131,33 @@ class EpisodeTimeoutError(HeadraceError, TimeoutError):
         self.timeout_s = timeout_s
         super().__init__(
             f"{call} of episode {episode_id!r:.80} waited for the sampler, which did not answer within "
-            f"{setting} = {timeout_s:g} s; the episode was given up. Does anybody sample, and does its learner train?"
+            f"{setting} = {timeout_s:g} s; the episode was given up. Check that a runner samples and a learner trains"
         )
 
 
 class ExternalSilenceError(EnvError, TimeoutError):
-    """`sample()` waited for external episodes, and nobody said anything for `timeout_s` seconds."""
+    """`sample()` waited for external episodes and got no call for `timeout_s` seconds."""
 
     def __init__(self, timeout_s: float, open_episodes: int) -> None:
         self.timeout_s = timeout_s
         self.open_episodes = open_episodes
         super().__init__(
-            f"sample() heard of no external episode for external_silence_timeout_s = {timeout_s:g} s "
+            f"sample() got no call about an external episode for external_silence_timeout_s = {timeout_s:g} s "
             f"({open_episodes} are open); what was sampled is kept for the next call"
         )
 
 
 class RunReturnedError(EnvError):
-    """`run()` is to drive episodes until the env is closed."""
+    """`run()` returned, although it must drive episodes until the env is closed."""
 
     def __init__(self, env: str) -> None:
-        super().__init__(f"run() of {env} returned; it is to drive episodes for as long as it is not told to stop")
+        super().__init__(f"run() of {env} returned; it must drive episodes until it is told to stop")
 
 
 class ClientLostError(EnvError):
-    """Whoever drove the episode is gone, for `reason`."""
+    """The client that drove the episode is gone, for `reason`."""
 
     def __init__(self, episode_id: str, reason: str) -> None:
         self.episode_id = episode_id
         self.reason = reason
-        super().__init__(f"whoever drove episode {episode_id!r:.80} is gone: {reason}")
+        super().__init__(f"the client of episode {episode_id!r:.80} is gone: {reason}")

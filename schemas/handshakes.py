@@ -1,7 +1,7 @@
-"""What became of a client's handshakes with the broker, told by the events of its socket's monitor. Does no I/O.
+"""The outcome of a client's handshakes with the broker, read from the events of its socket's monitor. Does no I/O.
 
-ZeroMQ says nothing to a peer that is turned away: its socket only stays without a connection. Without these events
-"wrong key" would look as "no broker".
+ZeroMQ says nothing to a peer that is turned away: its socket only stays without a connection. Without these events a
+wrong key would look like a missing broker.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _SAY_AFTER = 3
 
 
 def read_event(frames: Sequence[bytes]) -> tuple[int, int]:
-    """(event, value) of a monitor's message."""
+    """Read (event, value) from a monitor's message."""
     event, value = _EVENT.unpack(frames[0])
     return event, value
 
 
 class Handshakes:
-    """Those of one client with the broker, or another `server`, at `endpoint`, which it showed `keys`.
+    """The handshakes of one client that shows `keys` at `endpoint` to the broker, or to another `server`.
 
-    `agreed`: it was let in there before, with the same keys.
+    `agreed`: the server let this client in before, with the same keys.
     """
 
     def __init__(self, endpoint: str, keys: ClientKeys | None, server: str = BROKER, *, agreed: bool = False) -> None:
@@ -44,12 +44,15 @@ class Handshakes:
         self.keys = keys
         self.server = server
         self.broken_off = 0
-        """By the other side, one after another."""
+        """Handshakes that the other side broke off, one after another."""
         self._agreed = agreed
 
     def observe(self, frames: Sequence[bytes]) -> None:
-        """Take a message of the monitor. Raises `KeysRefusedError` when it says that no handshake can ever succeed:
-        after such an event libzmq does not connect again."""
+        """Take a message of the monitor.
+
+        Raises `KeysRefusedError` when it says that no handshake can ever succeed: after such an event libzmq does not
+        connect again.
+        """
         event, value = read_event(frames)
         if event == SUCCEEDED:
             self.broken_off, self._agreed = 0, True
@@ -63,9 +66,11 @@ class Handshakes:
                 log.warning("%s", self._refused(self._breaks_off()))
 
     def why_silent(self, deadline_s: float) -> KeysRefusedError | UnreachableError:
-        """The error for a broker that has not answered within `deadline_s`. A handshake broken off may be a broker that
-        has just died, or a tunnel to one that is not up yet, so only now they count as a refusal; never from one that
-        has let this client in before."""
+        """Return the error for a broker that has not answered within `deadline_s`.
+
+        A broken-off handshake may come from a broker that has just died, or from a tunnel to one that is not up yet. So
+        it counts as a refusal only after the deadline, and never from a broker that let this client in before.
+        """
         if self.broken_off and not self._agreed:
             return self._refused(self._breaks_off())
         return UnreachableError(self.server, self.endpoint, deadline_s)
@@ -75,7 +80,7 @@ class Handshakes:
 
     def _not_let_in(self) -> str:
         if self.keys is None:
-            return "lets nobody in without keys; name their folder in keys.dir"
+            return "refuses peers without keys; name their folder in keys.dir"
         keys, role = self.keys, self.keys.role
         return (
             f"does not let in the {role} key {keys.public[:8].decode()}... of {keys.folder}; copy {role}.secret from "
@@ -84,11 +89,11 @@ class Handshakes:
 
     def _other_mechanism(self) -> str:
         if self.keys is None:
-            return "lets nobody in without keys; name their folder in keys.dir"
-        return f"serves without keys, but here they are asked for ({self.keys.folder}); give keys.dir to all or to none"
+            return "refuses peers without keys; name their folder in keys.dir"
+        return f"serves without keys, but this peer asks for them ({self.keys.folder}); give keys.dir to all or to none"
 
     def _breaks_off(self) -> str:
-        seen = f"breaks off each handshake ({self.broken_off} so far), as one does that"
+        seen = f"breaks off each handshake ({self.broken_off} so far), as a server does that"
         if self.keys is None:
             return f"{seen} asks for keys; name their folder in keys.dir, or check the address"
         file = self.keys.folder / f"{self.server}.public"

@@ -1,11 +1,11 @@
-"""Key files: who is who on the fleet's sockets, by CURVE key pairs of one role each.
+"""Key files: CURVE key pairs, each of one role on the fleet's sockets.
 
-    DIR/ROLE.secret     role, public, secret, checksum; mode 0600: whoever has it is of that role
+    DIR/ROLE.secret     role, public, secret, checksum; mode 0600: a peer that has it is of that role
     DIR/ROLE.public     role, public, checksum
 
-Both are TOML. Keys are 40 characters of Z85; the checksum is of all that stands before it, so that a damaged file is
-not taken for a stranger's. The broker needs broker.secret and the .public of all whom it lets in, everybody else the
-own .secret and broker.public. `headrace keys init` makes them. Data only: schemas do not import zmq.
+Both are TOML. Keys are 40 characters of Z85. The checksum covers everything before it, so that a damaged file is not
+taken for a stranger's. The broker needs broker.secret and the .public of every role that it lets in. Each other peer
+needs its own .secret and broker.public. `headrace keys init` makes them. Data only: schemas do not import zmq.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ ADMITTED: Mapping[str, tuple[str, ...]] = {
     "learner": ("learner",),
     "weights": ("worker",),
 }
-"""Port of the broker -> the roles that may come in there; a ZAP domain each."""
+"""Port of the broker -> the roles that may connect there. Each port is a ZAP domain."""
 
 ENV_HOST, ENV_PORT = "env-host", "envs"
-"""The role of those who lend a worker their envs, and the ZAP domain of the worker's port for them."""
+"""The role of hosts that lend a worker their envs, and the ZAP domain of the worker's port for them."""
 
 CLIENT, CLIENT_PORT = "client", "clients"
-"""The role of those who have a worker's policy act for them, and the ZAP domain of the worker's port for them."""
+"""The role of clients for which a worker's policy acts, and the ZAP domain of the worker's port for them."""
 
 ROLES = (BROKER, *sorted({role for roles in ADMITTED.values() for role in roles} | {ENV_HOST, CLIENT}))
 TOKEN_FILE = "http.token"
-"""Of the same folder: one word, which clients of a policy server show when they come by HTTP; mode 0600."""
+"""In the same folder: one word, which HTTP clients of a policy server show; mode 0600."""
 DIR_VARIABLE = "HEADRACE_KEYS__DIR"
 
 _Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
@@ -46,7 +46,10 @@ _LARGEST_FILE = 4096
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """What a peer of the broker shows, and whom it takes for the broker; all in Z85. `folder` is where they stood."""
+    """The keys that a peer shows, and the server's key that it expects; all in Z85.
+
+    `folder` is where they came from.
+    """
 
     role: str
     public: bytes
@@ -55,7 +58,7 @@ class ClientKeys:
     folder: Path
 
     def options(self) -> dict[str, bytes]:
-        """Socket options, by their ZeroMQ names, to be set before connecting."""
+        """Return the socket options to set before connecting, by their ZeroMQ names."""
         return {"CURVE_SERVERKEY": self.broker, "CURVE_PUBLICKEY": self.public, "CURVE_SECRETKEY": self.secret}
 
 
@@ -67,10 +70,10 @@ class BrokerKeys:
     roles: Mapping[bytes, str]
 
     def options(self, port: str) -> dict[str, bytes | int]:
-        """Options of the socket that serves `port`, a key of `ADMITTED`.
+        """Return options of the socket that serves `port`, a key of `ADMITTED`.
 
-        ENFORCE_DOMAIN: while nobody answers for the domain nobody gets in. Without it libzmq would then let in
-        everybody who knows the broker's public key.
+        ENFORCE_DOMAIN: without a ZAP handler for the domain, no peer gets in. Without this option libzmq would then let
+        in every peer that knows the broker's public key.
         """
         return {
             "CURVE_SERVER": 1,
@@ -81,20 +84,28 @@ class BrokerKeys:
 
 
 def read_env_port_keys(folder: Path) -> BrokerKeys:
-    """What a worker serves its env hosts with: its own secret, and their public key. Raises `KeysError` likewise."""
+    """Read the keys with which a worker serves its env hosts: its own secret, and their public key.
+
+    Raises `KeysError`.
+    """
     own, host = read_key_file(folder / "worker.secret"), read_key_file(folder / f"{ENV_HOST}.public")
     return BrokerKeys(own["secret"].encode(), {host["public"].encode(): ENV_HOST})
 
 
 def read_client_port_keys(folder: Path) -> BrokerKeys:
-    """What a worker serves clients of its policy with, likewise."""
+    """Read the keys with which a worker serves clients of its policy: its secret, and their public key.
+
+    Raises `KeysError`.
+    """
     own, client = read_key_file(folder / "worker.secret"), read_key_file(folder / f"{CLIENT}.public")
     return BrokerKeys(own["secret"].encode(), {client["public"].encode(): CLIENT})
 
 
 def client_keys(keys: ClientKeys | str | os.PathLike[str] | None, role: str) -> ClientKeys | None:
-    """The keys of `role` in a folder, or those given. None: the folder in the environment's HEADRACE_KEYS__DIR, or no
-    keys without one; "" is no keys. Raises `KeysError`."""
+    """Return the keys of `role` in a folder, or those given.
+
+    None: the folder in the environment's HEADRACE_KEYS__DIR, or no keys without one. "" is no keys. Raises `KeysError`.
+    """
     if keys is None:
         keys = os.environ.get(DIR_VARIABLE, "")
     if isinstance(keys, ClientKeys):
@@ -104,36 +115,39 @@ def client_keys(keys: ClientKeys | str | os.PathLike[str] | None, role: str) -> 
 
 
 def read_client_keys(folder: Path, role: str) -> ClientKeys:
-    """The keys of `role`. Raises `KeysError` for a file that is missing, damaged, or a secret that others may read."""
+    """Read the keys of `role`.
+
+    Raises `KeysError` for a file that is missing, damaged, or a secret that others may read.
+    """
     own, broker = read_key_file(folder / f"{role}.secret"), read_key_file(folder / f"{server_of(role)}.public")
     return ClientKeys(role, own["public"].encode(), own["secret"].encode(), broker["public"].encode(), folder)
 
 
 def server_of(role: str) -> str:
-    """Who serves a peer of this role."""
+    """Return the role of the server that a peer of this role connects to."""
     return "worker" if role in (ENV_HOST, CLIENT) else BROKER
 
 
 def read_broker_keys(folder: Path) -> BrokerKeys:
-    """The broker's keys and those of all whom it lets in. Raises `KeysError` likewise."""
+    """Read the broker's keys and those of all roles that it lets in. Raises `KeysError`."""
     own = read_key_file(folder / f"{BROKER}.secret")
     known = (read_key_file(folder / f"{role}.public") for role in ROLES if role != BROKER)
     return BrokerKeys(own["secret"].encode(), {file["public"].encode(): file["role"] for file in known})
 
 
 def key_file(role: str, public: bytes, secret: bytes | None = None) -> str:
-    """The text of ROLE.secret, or, without the secret, of ROLE.public."""
+    """Return the text of ROLE.secret, or, without the secret, of ROLE.public."""
     values = {"role": role, "public": public.decode()}
-    title = f"# Headrace: the public key of role {role}, for those who talk with it.\n"
+    title = f"# Headrace: the public key of role {role}, for its peers.\n"
     if secret is not None:
         values["secret"] = secret.decode()
-        title = f"# Headrace: SECRET key of role {role}. Whoever has this file is a {role} of the fleet.\n"
+        title = f"# Headrace: SECRET key of role {role}. A peer with this file is a {role} of the fleet.\n"
     values["checksum"] = _checksum(values)
     return title + "".join(f'{name} = "{value}"\n' for name, value in values.items())
 
 
 def read_key_file(path: Path) -> dict[str, str]:
-    """role, public and, of a .secret, secret. Raises `KeysError`."""
+    """Read role, public and, of a .secret, secret. Raises `KeysError`."""
     kinds = ("role", "public", "secret", "checksum") if path.suffix == ".secret" else ("role", "public", "checksum")
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What a learner and the broker say to one another, but for BATCH and the weights."""
+"""Messages between a learner and the broker, except BATCH and the weights."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from headrace.schemas.ledger import Natural, Settled
-from headrace.schemas.message import HeldBatch, Message, Positive, SourcePosition, Version
+from headrace.schemas.message_base import HeldBatch, Message, Positive, SourcePosition, Version
 from headrace.schemas.wire import MessageKind
 
 
 class LearnerHello(Message):
-    """A learner's stream or publisher (re)connects; both of one process bear the same token."""
+    """Connects or reconnects a learner's stream or publisher. Both of one process bear the same token."""
 
     KIND = MessageKind.HELLO
     role: Literal["learner"] = "learner"
     fleet_id: str = ""
-    """Empty: whichever fleet this broker serves."""
+    """Empty: any fleet that this broker serves."""
     token: str
     channel: Literal["stream", "publisher"]
     epoch: Natural = 0
@@ -26,7 +26,7 @@ class LearnerHello(Message):
     held: dict[Annotated[str, Field(pattern=r"^[0-9]{1,18}/[0-9]{1,18}$")], list[HeldBatch]] = {}
     """Batches received and not yet committed, by "slot/incarnation"."""
     received_batches: Natural = 0
-    """Batches that ever reached this process, repeated ones too; what the broker counts its credit from."""
+    """Batches that ever reached this process, repeated ones too. The broker counts the learner's credit from it."""
     window_batches: Positive = 64
     window_bytes: Positive = 256 << 20
     host: str = ""
@@ -52,12 +52,12 @@ class Commit(Message):
     in_hand: Natural = 0
     """Batches and gaps received and not committed."""
     consumed_batches: Natural = 0
-    """Of all batches ever received, how many the user has been given."""
+    """Of all batches ever received, how many the learner's user has been given."""
     waiting: bool = False
 
 
 class Status(Message):
-    """Broker to learner: heartbeat with what a learner may want to know."""
+    """Broker to learner: the heartbeat, with the fleet's state."""
 
     KIND = MessageKind.STATUS
     epoch: Positive
@@ -69,8 +69,10 @@ class Status(Message):
 
 
 class SourceStart(Message):
-    """Broker to learner, before the first batch of an incarnation on a connection: what became of those up to
-    `settled.seq`, which the learner will not be given."""
+    """Broker to learner, before the first batch of an incarnation on a connection.
+
+    It says what became of the batches up to `settled.seq`, which the learner will not be given.
+    """
 
     KIND = MessageKind.SOURCE_START
     slot: Natural
@@ -79,7 +81,7 @@ class SourceStart(Message):
 
 
 class SourceGap(Message):
-    """Broker to learner, in the place of batch `batch.seq`: it was dropped."""
+    """Broker to learner, in place of batch `batch.seq`, which was dropped."""
 
     KIND = MessageKind.SOURCE_GAP
     slot: Natural
@@ -89,7 +91,7 @@ class SourceGap(Message):
 
 
 class SourceEnd(Message):
-    """Broker to learner: after batch `seq` nothing more comes from this incarnation; its open episodes are aborted."""
+    """Broker to learner: batch `seq` was the last of this incarnation; the learner aborts its open episodes."""
 
     KIND = MessageKind.SOURCE_END
     slot: Natural

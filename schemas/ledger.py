@@ -1,4 +1,4 @@
-"""The books: what was stepped, and what became of it. Everything here is measured where it happens, and added up later.
+"""The books: which steps were made, and what became of them. Each number is measured where it happens, then added up.
 
 For each life of a worker (slot, incarnation), in steps and in chunks:
 
@@ -6,11 +6,13 @@ For each life of a worker (slot, incarnation), in steps and in chunks:
     shipped   = accepted + lost                             lost: shipped batches no broker accepted, by name
     accepted  = committed + held + dropped by name          by the broker, which alone decides what became of a batch
 
-Steps are those of chunks: an agent's, so that where an env has several agents an env step counts once for each that
-acted in it. `open` is what stands in fragment buffers, or was cut and waits for its number. Discarded steps never
-became a chunk; those the worker dropped did, but their batch got no number. Numbers from both sides belong to the same
-moment because the worker's totals ride in the header of each batch: the broker keeps those of the last batch it
-accepted, so `shipped` there and `accepted` here speak of exactly the same batches.
+Steps are those of chunks, so they are an agent's: in an env of several agents an env step counts once for each agent
+that acted in it. `open` steps are in fragment buffers, or were cut and wait for their number. Discarded steps never
+became a chunk. Steps that the worker dropped became a chunk, but their batch got no number.
+
+Numbers from worker and broker belong to the same moment, because the worker's totals ride in the header of each batch.
+The broker keeps the totals of the last batch it accepted, so `shipped` there and `accepted` here cover exactly the same
+batches.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ Count = Annotated[tuple[Natural, Natural], Strict(False)]
 
 
 class Discard(StrEnum):
-    """Why steps never became a chunk."""
+    """Reasons for which steps never became a chunk."""
 
     ENV_EXCEPTION = "env_exception"
     ENV_HANG = "env_hang"
@@ -47,16 +49,17 @@ class Discard(StrEnum):
     ENV_HOST_LOST = "env_host_lost"
     """The host of remote envs fell silent, left, or was refused."""
     CLIENT_LOST = "client_lost"
-    """Whoever drove an external episode is gone."""
+    """The client that drove an external episode is gone."""
     TRAINING_DISABLED = "training_disabled"
     """Steps of external episodes that were not to be trained on."""
     UNSHIPPED = "unshipped"
-    """Steps of a client that acts by itself, which it could not bring to its worker: that died, or forgot the client,
-    or takes no message so large."""
+    """Steps of a client that acts by itself, which it could not bring to its worker: the worker died, forgot the
+    client, or takes no message so large.
+    """
 
 
 class Drop(StrEnum):
-    """Why a batch that was cut did not reach a commit."""
+    """Reasons for which a batch that was cut did not reach a commit."""
 
     STALE = "stale"
     OVERFLOW = "overflow"
@@ -72,7 +75,7 @@ class Drop(StrEnum):
 
 
 class WorkerTotals(BaseModel):
-    """Running totals of one incarnation, taken right after batch `seq` was cut (0: none yet), in steps unless named."""
+    """Running totals of one incarnation right after batch `seq` was cut (0: none yet), in steps unless named so."""
 
     model_config = _MODEL
     seq: Natural = 0
@@ -82,23 +85,25 @@ class WorkerTotals(BaseModel):
     shipped_chunks: Natural = 0
     discarded: dict[str, Natural] = {}
     dropped: dict[str, Count] = {}
-    """Dropped by the worker itself before the batch got a number (what a fenced one had just cut)."""
+    """Dropped by the worker itself before the batch got a number, such as the last cut of a fenced worker."""
     episodes: Natural = 0
     env_failures: Natural = 0
     env_rebuilds: Natural = 0
     env_steps: Natural | None = None
-    """Steps of envs, whoever acted in them; None from a peer or a book that knows envs of one agent only."""
+    """Steps of envs, counted once for all agents that acted. None from a peer or a book that knows envs of one agent
+    only.
+    """
     module_steps: dict[str, Natural] = {}
-    """`shipped` by module, in a row as of the last batch accepted; empty where that is not known."""
+    """`shipped` by module; in a row, as of the last batch accepted. Empty where that is not known."""
 
     @property
     def steps_of_envs(self) -> int:
-        """`env_steps`; where that is not known every step is an env's."""
+        """Return `env_steps`; where that is not known, `stepped`, since every step is then an env's."""
         return self.stepped if self.env_steps is None else self.env_steps
 
 
 class Settled(BaseModel):
-    """What became of one incarnation's batches 1..seq, all of them: a function of history, so the longer one wins."""
+    """What became of all of one incarnation's batches 1..seq. It depends on history alone, so the longer one wins."""
 
     model_config = _MODEL
     seq: Natural = 0
@@ -106,14 +111,14 @@ class Settled(BaseModel):
     dropped: dict[str, Count] = {}
 
     def add(self, committed: Count, dropped: Mapping[str, Count]) -> Settled:
-        """The tuple one batch further on."""
+        """Return the value one batch further on."""
         merged = dict(self.dropped)
         for reason, count in dropped.items():
             merged[reason] = plus(merged.get(reason, (0, 0)), count)
         return Settled(seq=self.seq + 1, committed=plus(self.committed, committed), dropped=merged)
 
     def total(self) -> Count:
-        """Steps and chunks of all settled batches."""
+        """Return steps and chunks of all settled batches."""
         total = self.committed
         for count in self.dropped.values():
             total = plus(total, count)
@@ -121,12 +126,12 @@ class Settled(BaseModel):
 
 
 def plus(a: Count, b: Count) -> Count:
-    """Componentwise sum."""
+    """Return the componentwise sum."""
     return (a[0] + b[0], a[1] + b[1])
 
 
 class LedgerRow(BaseModel):
-    """The books of one incarnation, as the broker reports them to Redis in one write. (steps, chunks) pairs."""
+    """The books of one incarnation, as the broker reports them to Redis in one write, in (steps, chunks) pairs."""
 
     model_config = _MODEL
     slot: Natural
@@ -136,11 +141,11 @@ class LedgerRow(BaseModel):
     held: Count
     settled: Settled
     lost: dict[str, Count] = {}
-    """Shipped but never accepted, by name, as measured in the recorder of a dead worker or told by a fenced one."""
+    """Shipped but never accepted, by name: as the recorder of a dead worker holds them, or as a fenced worker told."""
     closed: bool = False
 
     def problems(self) -> Iterator[str]:
-        """One sentence for each equation that does not hold."""
+        """Yield one sentence for each equation that does not hold."""
         name = f"slot {self.slot} incarnation {self.incarnation}"
         t = self.totals
         discarded, dropped = sum(t.discarded.values()), _sum(t.dropped)
@@ -177,18 +182,18 @@ class FleetLedger(BaseModel):
     stepped: int = 0
     committed: tuple[int, int] = (0, 0)
     queued: int = 0
-    """Steps that stand in a worker's buffers, a broker's memory or a learner's hands."""
+    """Steps in workers' buffers, the broker's memory, or the learner's hands."""
     dropped: dict[str, tuple[int, int]] = {}
     discarded: dict[str, int] = {}
 
     def balance(self) -> int:
-        """Steps on the left of the equation less those on the right; 0 when the books balance."""
+        """Return steps on the left of the equation less those on the right; 0 when the books balance."""
         right = self.committed[0] + self.queued + _sum(self.dropped)[0] + sum(self.discarded.values())
         return self.stepped - right
 
 
 def add_up(rows: Mapping[tuple[int, int], LedgerRow]) -> FleetLedger:
-    """The fleet's books from those of every incarnation."""
+    """Add up the books of every incarnation to those of the fleet."""
     stepped = queued = 0
     committed: Count = (0, 0)
     dropped: dict[str, Count] = {}

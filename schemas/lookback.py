@@ -1,8 +1,8 @@
-"""The steps just before a chunk, for whoever must see further back than its first observation.
+"""Lookback: the steps just before a chunk, for code that must see further back than the chunk's first observation.
 
-They never mix with the chunk's own rows: they travel in columns of their own, named "lookback/" and the name of the
-step or observation column that they continue backwards. Chunk i owns the next `table["lookback"][i]` rows of each,
-oldest first, and row k of "lookback/obs" is what was seen before the action in row k of "lookback/actions".
+They never mix with the chunk's own rows: they travel in columns of their own. Such a column is named "lookback/" and
+the name of the step or observation column that it continues backwards. Chunk i owns the next `table["lookback"][i]`
+rows of each, oldest first. Row k of "lookback/obs" is the observation before the action in row k of "lookback/actions".
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunk_algebra import named_arrays
+from headrace.schemas.chunk_arrays import named_arrays
 from headrace.schemas.errors import ChunkError
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ LOOKBACK = "lookback/"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lookback:
-    """n steps of the same agent in the same episode, oldest first; the chunk's first observation follows the last.
+    """n steps of the same agent and episode, oldest first; the chunk's first observation follows the last.
 
-    Everything is as in `EpisodeChunk`, but `obs` has n rows too: what each action was taken upon.
+    Everything is as in `EpisodeChunk`, except that `obs` has n rows too: the observation before each action.
     """
 
     obs: Any
@@ -43,9 +43,9 @@ class Lookback:
 
 
 def check_lookbacks(parts: Sequence[EpisodeChunk], joined: EpisodeChunk) -> None:
-    """Raise `ChunkError` unless the lookback rows of each of `parts` are those that precede it in `joined`.
+    """Raise `ChunkError` unless the lookback of each of `parts` repeats the rows that precede the part in `joined`.
 
-    What is older than the first row of `joined` cannot be compared, and passes; so do columns that `joined` leaves out.
+    Rows older than the first row of `joined` cannot be compared, and pass. So do columns that `joined` leaves out.
     """
     row = 0
     left_out = {name for part in parts for name in part.columns} - joined.columns.keys()

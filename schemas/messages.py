@@ -1,4 +1,4 @@
-"""Control messages: all but BATCH (`batch.py`) that workers, broker, learners and supervisors say to one another.
+"""Control messages between workers, broker, learners and supervisors: all messages but BATCH (`batch.py`).
 
                  worker                      broker                      learner / publisher
     HELLO        ─────────────────────────────▶ ◀─────────────────────────── HELLO
@@ -14,8 +14,8 @@
     REJECT, FENCED ◀──────────────────────────  ─────────────────────────────▶
     OBITUARY     (supervisor) ────────────────▶ answered by ACK
 
-Every ACK, WELCOME, HEARTBEAT, COMMIT and STATUS carries full cumulative state, so any of them may be lost.
-Unknown fields are ignored: a newer minor version may add some, with defaults.
+Every ACK, WELCOME, HEARTBEAT, COMMIT and STATUS carries full cumulative state, so any of them may be lost. Unknown
+fields are ignored: a newer minor version may add some, with defaults.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from headrace.schemas.learner_messages import (
     SourceStart,
     Status,
 )
-from headrace.schemas.message import Fenced, HeldBatch, Message, Positive, Reject, SourcePosition, Version, read
+from headrace.schemas.message_base import Fenced, HeldBatch, Message, Positive, Reject, SourcePosition, Version, read
 from headrace.schemas.weights_messages import WeightsAck, WeightsHeader, WeightsPart, WeightsPull
 from headrace.schemas.worker_messages import (
     Ack,
@@ -87,7 +87,7 @@ HELLO_BY_ROLE: dict[str, type[Message]] = {
 
 
 def read_hello(header: dict[str, Any]) -> Message:
-    """A HELLO of whichever role."""
+    """Parse a HELLO of any role. Raises `DecodeError`."""
     role = header.get("role")
     if role == "env-host":
         where = "a worker's, sampling.env_hosts_port plus its slot (fleet.json has it as envs-SLOT)"

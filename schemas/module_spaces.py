@@ -1,8 +1,8 @@
-"""The modules of a fleet: what may name one, and the spaces of each as workers tell them and learners read them.
+"""The modules of a fleet: valid ids, and the spaces of each as workers send them and learners read them.
 
     {module id: {"observation": space, "action": space}}
 
-A fleet of one agent has one module, `DEFAULT_MODULE_ID`. Peers of protocol 1.0 tell its pair of spaces alone.
+A fleet of one agent has one module, `DEFAULT_MODULE_ID`. Peers of protocol 1.0 send only its pair of spaces.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from headrace.schemas.spaces import Spaces, spaces_from_json
 DEFAULT_MODULE_ID = "default_policy"
 
 MOST_MODULES = 512
-"""What one cut gives, and what a drain gives after it, must both fit a recorder's window of 1024 batches."""
+"""The batches of one cut, and those of a drain after it, must together fit a recorder's window of 1024 batches."""
 
 
 def check_module_ids(ids: Collection[Any]) -> None:
-    """Raise ValueError unless these may be the modules of one fleet: an id stands before a slash in names of arrays."""
+    """Raise ValueError unless these may be the modules of one fleet. In names of arrays an id stands before a slash."""
     if not ids:
         raise ValueError("there must be at least one policy")
     if len(ids) > MOST_MODULES:
@@ -38,19 +38,19 @@ def check_mapping_table(table: Mapping[str, str], ids: Collection[str]) -> None:
 
 
 def module_spaces_to_json(spaces: Mapping[str, Spaces]) -> dict[str, Any]:
-    """As a worker's HELLO tells them."""
+    """Return the spaces as a worker's HELLO carries them."""
     return {module_id: own.model_dump(mode="json") for module_id, own in spaces.items()}
 
 
 def told_by_module(told: dict[str, Any]) -> dict[str, Any]:
-    """The JSON of a peer of this or the previous minor version as today's peers tell it; not checked otherwise."""
+    """Convert the spaces JSON of a peer of this or the previous minor version to today's form. Checks nothing else."""
     observation = told.get("observation")
     is_pair = isinstance(observation, dict) and isinstance(observation.get("kind"), str)
     return {DEFAULT_MODULE_ID: told} if is_pair else told
 
 
 def module_spaces_from_json(told: Any) -> dict[str, Spaces]:
-    """What a peer of this or the previous minor version told; raises `DecodeError`."""
+    """Parse the spaces of a peer of this or the previous minor version. Raises `DecodeError`."""
     if not isinstance(told, dict) or not told:
         raise DecodeError("bad_space", "spaces are no object by module id")
     by_module = told_by_module(told)

@@ -1,4 +1,4 @@
-"""Names that stand for code: "package.module:attribute", from a config file or a flag and from nowhere else."""
+"""Names that stand for code: "package.module:attribute". They come from a config file or a flag, never from a peer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from headrace.schemas.errors import ConfigError, ConnectorError, HeadraceError
 
 
 def load_object(path: str, key: str) -> Any:
-    """The object at "package.module:attribute". `key` names the setting it came from.
+    """Import the object at "package.module:attribute". `key` names the setting it came from.
 
     Raises `ConfigError` saying which half of the path cannot be found, with the ImportError as its cause. Any other
-    error that the module raises while it is imported is the user's own and passes through.
+    error that the module raises during the import is the user's own and passes through.
     """
     module_name, colon, attribute = path.partition(":")
     if not colon or not module_name or not attribute or module_name.startswith("."):
@@ -31,10 +31,12 @@ def load_object(path: str, key: str) -> Any:
 
 
 def load_factory(spec: str | Mapping[str, Any], key: str) -> Callable[[], Any]:
-    """What builds the object that a setting describes: "package.module:factory", called without arguments, or a table
-    {build = "package.module:factory", config = {...}}, whose `config` are its keyword arguments.
+    """Return the factory of the object that a setting describes.
 
-    Raises `ConfigError` for another table, for what is not there, and for what cannot be called.
+    A setting is "package.module:factory", called without arguments, or a table {build = "package.module:factory",
+    config = {...}}, whose `config` are keyword arguments.
+
+    Raises `ConfigError` for another table, for a name that cannot be found, and for an object that cannot be called.
     """
     if isinstance(spec, str):
         return _callable(spec, key)
@@ -55,10 +57,10 @@ def _callable(path: str, key: str) -> Callable[..., Any]:
 
 
 def build_piece(spec: Any, key: str, kind: type) -> Any:
-    """A connector: what `spec` builds, a factory or what `load_factory` takes; sure to be a `kind`, a runtime-checkable
-    protocol.
+    """Build a connector from `spec`: a factory, or a setting that `load_factory` takes.
 
-    Raises `ConfigError` for what builds none, `ConnectorError` when the factory raises.
+    The result is sure to be a `kind`, a runtime-checkable protocol. Raises `ConfigError` for a factory that builds
+    something else, `ConnectorError` when the factory raises.
     """
     factory = load_factory(spec, key) if isinstance(spec, str | Mapping) else spec
     if not callable(factory):

@@ -1,7 +1,7 @@
-"""Free ports that no outgoing connection is ever given.
+"""Free ports that the kernel never gives to an outgoing connection.
 
-A client that reconnects, on loopback, to a port of the ephemeral range while nobody listens there may be given that
-very port as its own: TCP then connects it to itself, and the server cannot have its port back.
+A client that reconnects on loopback to a port of the ephemeral range, while no server listens there, may be given that
+very port as its own. TCP then connects the client to itself, and the server cannot have its port back.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ _TRIES = 64
 
 
 def quiet_ports(rng: random.Random | None = None) -> Iterator[int]:
-    """Some ports outside the ephemeral range, in random order, to be tried one after another; none where it leaves
-    none, or cannot be read."""
+    """Yield some ports outside the ephemeral range, in random order, for the caller to try one after another.
+
+    Yields none where the range leaves none, or cannot be read.
+    """
     low, high = ephemeral_range()
     outside = [*range(LOWEST, min(low, HIGHEST)), *range(max(high + 1, LOWEST), HIGHEST + 1)]
     yield from (rng or random.Random()).sample(outside, min(_TRIES, len(outside)))
 
 
 def ephemeral_range() -> tuple[int, int]:
-    """The first and last port the kernel gives to outgoing connections; all ports where it does not say."""
+    """Return the first and last port that the kernel gives to outgoing connections; all ports where it does not say."""
     try:
         low, high = map(int, _RANGE.read_text().split())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The flight recorder: a small memory-mapped file in which a worker keeps its running totals, readable after any death.
+"""The flight recorder: a small memory-mapped file with a worker's running totals, readable after any death.
 
     0      8 x i64   magic, layout version, slot, incarnation, pid, number of commits, 0, 0
     64     128 x i64 area 0   ┐ commit n writes area n % 2 whole and then stores n, a single word, so one area is
@@ -6,10 +6,11 @@
     2112   1024 x 3 x i64     the window: (seq, steps, chunks) of each batch cut, at seq % 1024, written before the
                               commit that counts it and not overwritten before it is settled
 
-The page cache outlives the process, so nothing is ever flushed: a reader on the same host sees the last commit after a
-kill or a segfault (not after a power loss, when the books of the host's workers are gone with the host).
-A live writer may be read too: the reader begins again when another commit ended while it read.
-An update costs about 0.3 microseconds.
+The page cache outlives the process, so nothing is ever flushed. A reader on the same host sees the last commit after a
+kill or a segfault. It does not after a power loss, when the books of the host's workers are gone with the host.
+
+A live writer may be read too: the reader starts over when another commit ended while it read. An update costs about 0.3
+microseconds.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Recorder:
         self.path = path
         try:
             with path.open("w+b") as file:
-                os.posix_fallocate(file.fileno(), 0, _SIZE)  # a sparse file would be SIGBUS on a full disk
+                os.posix_fallocate(file.fileno(), 0, _SIZE)  # with a sparse file, a full disk would mean SIGBUS
                 self._map = mmap.mmap(file.fileno(), _SIZE)
         except OSError as error:
             raise RunDirError(str(path), error.strerror or str(error)) from error
@@ -84,7 +85,7 @@ class Recorder:
         self._commit()
 
     def totals(self, totals: WorkerTotals, batch: HeldBatch | None = None) -> None:
-        """Record all totals and, with `batch`, that it was cut; call it before the batch is sent."""
+        """Record all totals and, with `batch`, that it was cut. Call it before the batch is sent."""
         if batch is not None:
             at = _RING + 3 * (batch.seq % WINDOW)
             self._words[at], self._words[at + 1], self._words[at + 2] = batch.seq, batch.steps, batch.chunks
@@ -107,7 +108,7 @@ class Recorder:
         self._commit()
 
     def close(self) -> None:
-        """Release the mapping; the file stays for whoever reads it."""
+        """Release the mapping; the file stays for its readers."""
         for view in (*self._areas, self._words):
             view.release()
         self._map.close()
@@ -132,7 +133,7 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a recorder file says. `updated_ns` and `silent_until_ns` are on the host's monotonic clock."""
+    """The content of a recorder file. `updated_ns` and `silent_until_ns` are on the host's monotonic clock."""
 
     slot: int
     incarnation: int
@@ -147,9 +148,10 @@ class Reading:
 
 
 def read_recorder(path: Path) -> Reading | None:
-    """The last commit in the file at `path`; None when there is none, or its writer died before the first.
+    """Read the last commit in the file at `path`.
 
-    None also for a file that is no recorder of a known layout. Raises nothing but OSError for a file it may not read.
+    None when there is no file, when its writer died before the first commit, and for a file that is not a recorder of a
+    known layout. Raises nothing but OSError for a file it may not read.
     """
     words = _snapshot(path)
     if words is None or words[0] != _MAGIC or words[1] not in _KNOWN_LAYOUTS:
@@ -161,7 +163,10 @@ def read_recorder(path: Path) -> Reading | None:
 
 
 def _snapshot(path: Path) -> memoryview | None:
-    """The file's words as of one commit. A writer that never pauses is read as it is, after a hundred attempts."""
+    """Copy the file's words as of one commit.
+
+    A writer that never pauses is read as it is, after a hundred attempts.
+    """
     try:
         with path.open("rb", buffering=0) as file:
             for _ in range(100):

@@ -1,7 +1,7 @@
 """Every Redis key of a fleet: a public, versioned contract for dashboards, `headrace audit`, `top` and exporters.
 
 All keys bear the fleet's hash tag, so that scripts over several of them work on a Redis Cluster. Values are integers,
-decimal numbers and JSON; nothing that needs code to read. Readers only read; the writer of each key is named.
+decimal numbers and JSON; nothing that needs code to read. Each key names its writer; all others only read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CONTRACT_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key: `name` after the prefix, Redis type, unit, who writes it, what it means."""
+    """One key: `name` after the prefix, Redis type, unit, writer, meaning."""
 
     name: str
     type: str
@@ -113,7 +113,7 @@ COUNTER_TABLE = (
     Metric("env_steps_total", "steps", "in batches the broker accepted for the first time"),
     Metric("chunks_total", "chunks", "in those batches"),
     Metric("batches_total", "batches", "cut by workers, up to the last accepted one, or to a worker's end"),
-    Metric("env_steps_sampled_total", "env steps", "of workers' envs, whoever acted in them, up to that batch"),
+    Metric("env_steps_sampled_total", "env steps", "of workers' envs, one for all agents that acted, up to that batch"),
     Metric("agent_steps_sampled_total", "steps", "stepped by workers, up to that batch"),
     Metric("module_steps_{module}_total", "steps", "of `env_steps_total`, those of one module's agents"),
     Metric("episodes_total", "episodes", "finished, up to that batch"),
@@ -124,11 +124,12 @@ COUNTER_TABLE = (
     Metric("committed_chunks_total", "chunks", "committed by the learner"),
     Metric("discarded_steps_{reason}_total", "steps", "that never became a chunk; reasons: schemas.ledger.Discard"),
     Metric("dropped_steps_{reason}_total", "steps", "cut and never committed; reasons: schemas.ledger.Drop"),
-    Metric("dropped_chunks_{reason}_total", "chunks", "likewise"),
+    Metric("dropped_chunks_{reason}_total", "chunks", "cut and never committed; reasons: schemas.ledger.Drop"),
     Metric("bytes_total", "bytes", "of accepted batches, as received"),
 )
 """Counters of `totals` and `sources`. A step is an agent's, as in the ledger; in an env of one agent it is the env's.
-All but bytes_total are read off a ledger row by `row_counters`."""
+`row_counters` reads all but bytes_total off a ledger row.
+"""
 
 GAUGE_TABLE = (
     Metric("env_steps_per_s", "env steps/s", "in accepted batches, over the last seconds"),
@@ -143,12 +144,15 @@ GAUGE_TABLE = (
 
 
 def source_name(slot: int, incarnation: int) -> str:
-    """The field of `ledger`, and the beginning of those of `sources`, that is about one incarnation."""
+    """Return the field of `ledger` about one incarnation, which is also the beginning of its fields of `sources`."""
     return f"{slot}/{incarnation}"
 
 
 def row_counters(row: LedgerRow) -> dict[str, int]:
-    """The lifetime counters that one ledger row stands for; the broker reports these, and the audit compares them."""
+    """Return the lifetime counters that one ledger row stands for.
+
+    The broker reports them, and the audit compares them.
+    """
     totals, settled = row.totals, row.settled
     counters = {
         "env_steps_total": row.accepted[0],
@@ -179,7 +183,7 @@ def _dropped(row: LedgerRow) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def without_password(url: str) -> str:
-    """The URL as it may stand in a log or an error: its password is replaced by `***`."""
+    """Replace the password in a URL by `***`, for logs and errors."""
     try:
         parts = urlsplit(url)
         hidden = "password=" in parts.query
@@ -193,5 +197,5 @@ def without_password(url: str) -> str:
 
 
 def key_name(fleet_id: str, key: Key, **parts: str) -> str:
-    """The full name in Redis, as in `headrace:{my-fleet}:totals`."""
+    """Return the full name in Redis, as in `headrace:{my-fleet}:totals`."""
     return f"headrace:{{{fleet_id}}}:{key.name.format(**parts)}"

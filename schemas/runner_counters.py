@@ -1,6 +1,6 @@
-"""Lifetime counters of a runner as they travel: to the broker, to Redis, and into the next life of the worker's slot.
+"""Lifetime counters of a runner, as they travel to the broker, to Redis, and into the next life of the worker's slot.
 
-They bear the names they have in a runner's report, and those of several agents or modules stand in a dict of their own:
+They bear the names they have in a runner's report. Those of several agents or modules stand in a dict of their own:
 {"num_episodes_lifetime": 12, "num_agent_steps_sampled_lifetime": {"agent_0": 400}}.
 """
 
@@ -14,7 +14,7 @@ from pydantic import AfterValidator, TypeAdapter, ValidationError
 from headrace.schemas.ledger import Natural
 
 LARGEST_BYTES = 16 << 10
-"""Of the counters of one runner as JSON."""
+"""The most bytes that the counters of one runner may have as JSON."""
 
 
 def _check_size(counters: dict[str, int | dict[str, int]]) -> dict[str, int | dict[str, int]]:
@@ -30,7 +30,7 @@ _COUNTERS: TypeAdapter[Counters] = TypeAdapter(Counters)
 
 
 def fitting(counters: Counters) -> Counters:
-    """All of them; of too many agents or modules only the counters that are one number each."""
+    """Return all counters if they fit; for too many agents or modules only the counters that are one number each."""
     for part in (counters, {name: value for name, value in counters.items() if not isinstance(value, dict)}):
         try:
             return _COUNTERS.validate_python(part, strict=True)
@@ -40,14 +40,17 @@ def fitting(counters: Counters) -> Counters:
 
 
 def read_counters(text: str) -> Counters:
-    """Counters from JSON; raises `ValueError` for anything else."""
+    """Parse counters from JSON. Raises `ValueError` for anything else."""
     if len(text) > LARGEST_BYTES:
         raise ValueError(f"{len(text)} characters; {LARGEST_BYTES} are allowed")
     return _COUNTERS.validate_json(text, strict=True)
 
 
 def larger(ours: Counters, theirs: Counters) -> Counters:
-    """Of each counter the larger value, since none goes back, as far as they fit; where kinds differ, `theirs`."""
+    """Return the larger value of each counter, since none goes back, as far as they fit.
+
+    Where kinds differ, take `theirs`.
+    """
     merged = dict(ours)
     for name, value in theirs.items():
         known = merged.get(name)

@@ -1,4 +1,4 @@
-"""What a runner samples and how, as plain values: of a fleet's file and of an `EnvRunnerConfig` alike."""
+"""Settings of sampling as plain values, shared by a fleet's file and `EnvRunnerConfig`."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from headrace.schemas.config_section import ConfigSection
 from headrace.schemas.module_spaces import check_mapping_table, check_module_ids
-from headrace.schemas.section import Section
 
 LONGEST_S = 1_000_000.0
-"""Seconds of any wait, eleven days; the kernel's own calls can sleep for no more than twice that."""
+"""Limit in seconds of any wait, eleven days. The kernel's own calls can sleep for no more than twice that."""
 Seconds = Annotated[float, Field(le=LONGEST_S)]
 
 Piece = str | dict[str, Any]
-"""What builds a connector: see `plugins.load_factory`."""
+"""The description of a connector: see `plugins.load_factory`."""
 
 
-class PolicySettings(Section):
-    """One of several policies; what is absent is as in [module]."""
+class PolicySettings(ConfigSection):
+    """One of several policies; absent values are those of [module]."""
 
     build: str | None = Field(default=None, description='"package.module:build"')
     config: dict[str, Any] | None = Field(default=None, description="keyword arguments of build")
-    env_to_module: list[Piece] | None = Field(default=None, description="its own, in place of [sampling]'s")
-    module_to_env: list[Piece] | None = Field(default=None, description="likewise")
+    env_to_module: list[Piece] | None = Field(default=None, description="its own pieces, in place of [sampling]'s")
+    module_to_env: list[Piece] | None = Field(default=None, description="its own pieces, in place of [sampling]'s")
 
 
-class SamplingSettings(Section):
-    """What one runner samples, as plain values: the part of EnvRunnerConfig that a file can hold."""
+class SamplingSettings(ConfigSection):
+    """Settings of one runner's sampling, as plain values: the part of EnvRunnerConfig that a file can hold."""
 
     env_config: dict[str, Any] = Field(
         default={}, description="keyword arguments of a gymnasium id; the EnvContext of a callable"
@@ -62,10 +62,10 @@ class SamplingSettings(Section):
     explore: bool = Field(default=True, description="sample from the policy's distribution; False takes its mode")
     env_to_module: list[Piece] = Field(
         default=[],
-        description='what observations pass on their way to the module: "package.module:factory" of a connector, or '
+        description='connectors between env and module, in order: "package.module:factory" of each, or '
         "{build = ..., config = {...}}",
     )
-    module_to_env: list[Piece] = Field(default=[], description="what actions pass on their way to the env, likewise")
+    module_to_env: list[Piece] = Field(default=[], description="connectors between module and env, in order")
     policies: dict[str, PolicySettings] | None = Field(
         default=None, description="several agents: module id -> {build, config} of its policy; {} is that of [module]"
     )
@@ -84,7 +84,7 @@ class SamplingSettings(Section):
     max_idle_env_steps: int = Field(
         default=10_000,
         ge=1,
-        description="several agents: env steps in a row in which nobody acts, after which the env counts as failed",
+        description="several agents: env steps in a row without any action, after which the env counts as failed",
     )
     infos: Literal["all", "none"] = Field(default="all", description="whether non-empty infos travel with the chunks")
     callbacks: list[str] = Field(
@@ -103,14 +103,17 @@ class SamplingSettings(Section):
     env_placement: Literal["inline", "process", "remote"] = Field(
         default="inline",
         description="where envs live: in the runner's own process; in others, where one may hang, crash or leak; or "
-        "with `headrace env-host`s, on whatever machines, that come to this worker",
+        "with `headrace env-host`s of any machine, which connect to this worker",
     )
     env_hosts_host: str = Field(
         default="127.0.0.1",
         description="remote envs: address where a worker listens for their hosts; off loopback needs [keys]",
     )
     env_hosts_port: int = Field(
-        default=0, ge=0, le=65_535, description="port, likewise, plus the worker's slot; 0 takes a free one"
+        default=0,
+        ge=0,
+        le=65_535,
+        description="remote envs: that address's port, plus the worker's slot; 0: a free one",
     )
     env_hosts_allow_insecure: bool = Field(
         default=False, description="listen for other machines without keys, unencrypted; warned of at every start"
@@ -119,7 +122,7 @@ class SamplingSettings(Section):
         default=10.0, ge=1, description="silence after which an env host counts as lost, and its episodes with it"
     )
     env_hosts_timeout_s: Seconds | None = Field(
-        default=None, gt=0, description="how long to wait while no env host at all is there; absent: for ever"
+        default=None, gt=0, description="how long to wait while no env host is connected; absent: for ever"
     )
     envs_per_process: int = Field(
         default=4, ge=1, description="envs that share a process, and its death; cheap ones share the cost of a message"
@@ -128,7 +131,7 @@ class SamplingSettings(Section):
         default=None,
         ge=0,
         le=LONGEST_S * 1000,
-        description="envs elsewhere: act for those that are ready, having waited so long for more; absent: "
+        description="envs elsewhere: act for those that are ready, after waiting this long for more; absent: "
         "for all at once when the last is ready, which cuts the same chunks every time; external envs act so always",
     )
     double_buffering: bool = Field(
@@ -143,9 +146,13 @@ class SamplingSettings(Section):
         "at least",
     )
     env_reset_timeout_s: Seconds = Field(
-        default=60.0, gt=0, description="how long reset() may take where envs have processes, which are killed then"
+        default=60.0,
+        gt=0,
+        description="how long reset() may take where envs have processes; then the process is killed",
     )
-    env_step_timeout_s: Seconds = Field(default=60.0, gt=0, description="how long step() may take, likewise")
+    env_step_timeout_s: Seconds = Field(
+        default=60.0, gt=0, description="how long step() may take where envs have processes; then the process is killed"
+    )
     env_process_max_rss_mb: int | None = Field(
         default=None,
         ge=1,
@@ -158,16 +165,16 @@ class SamplingSettings(Section):
         default=60.0, gt=0, description="external envs: how long start_episode() may wait for one of num_envs places"
     )
     external_action_timeout_s: Seconds = Field(
-        default=300.0, gt=0, description="how long get_action() may wait for the sampler, likewise"
+        default=300.0, gt=0, description="external envs: how long get_action() may wait for the sampler"
     )
     external_log_timeout_s: Seconds = Field(
-        default=60.0, gt=0, description="how long log_action() may wait for the sampler, likewise"
+        default=60.0, gt=0, description="external envs: how long log_action() may wait for the sampler"
     )
     external_fragment_max_age_s: Seconds = Field(
-        default=5.0, gt=0, description="a worker ships what external envs have given after so long, if few they are"
+        default=5.0, gt=0, description="external envs: a worker ships their steps after this time, however few they are"
     )
     external_silence_timeout_s: Seconds = Field(
-        default=300.0, gt=0, description="how long sample() waits for external envs of which nobody says anything"
+        default=300.0, gt=0, description="external envs: how long sample() waits without any call from them"
     )
     env_close_timeout_s: Seconds = Field(
         default=5.0, gt=0, description="how long an env's close() may take before it is abandoned with a warning"
@@ -186,12 +193,12 @@ class SamplingSettings(Section):
 
     @property
     def is_multi_agent(self) -> bool:
-        """Whether envs are multi-agent ones, which is what `policies` or a mapping to them say."""
+        """Return whether envs are multi-agent ones: `policies` or a mapping to them is given."""
         return self.policies is not None or self.policy_mapping_fn is not None
 
     @property
     def steps_the_ready(self) -> bool:
-        """Whether envs that are elsewhere are stepped each in its own time."""
+        """Return whether envs that are elsewhere are stepped each in its own time."""
         asked = self.double_buffering or self.remote_env_batch_wait_ms is not None
         return asked and self.env_placement != "inline"
 
@@ -213,7 +220,7 @@ class SamplingSettings(Section):
             )
         if self.double_buffering and self.remote_env_batch_wait_ms is not None:
             raise ValueError(
-                f"remote_env_batch_wait_ms = {self.remote_env_batch_wait_ms:g} acts for whoever is ready, and "
+                f"remote_env_batch_wait_ms = {self.remote_env_batch_wait_ms:g} acts for each env that is ready, and "
                 "double_buffering = true waits for one half of the envs; leave one of them out"
             )
         if self.external_fragment_max_age_s >= self.external_silence_timeout_s:

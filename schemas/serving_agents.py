@@ -1,7 +1,7 @@
-"""What is different on the wire where a policy server's episodes are those of several agents.
+"""The wire format of a policy server whose episodes have several agents, where it differs from that of one agent.
 
-Spaces are told as {"agents": {agent: {"observation": space, "action": space}}}, an agent by the text of its id. Arrays
-are named "obs/AGENT..." and "actions/AGENT...". All else of a step is told by agent too.
+Spaces are {"agents": {agent: {"observation": space, "action": space}}}, with each agent as the text of its id. Arrays
+are named "obs/AGENT..." and "actions/AGENT...". All other parts of a step are by agent too.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ from headrace.schemas.spaces import Spaces, spaces_from_json
 from headrace.schemas.wire import MessageKind
 
 ALL = "__all__"
-"""Among those who are done: the episode as a whole."""
+"""Stands among the agents that are done, for the episode as a whole."""
 
 
 class AgentsStep(AnyStep):
-    """An EPISODE_STEP of several agents. Who is seen acts, unless `terminated` or `truncated` says that it is done."""
+    """An EPISODE_STEP of several agents.
+
+    Each agent with an observation acts, unless `terminated` or `truncated` names it.
+    """
 
     KIND = MessageKind.EPISODE_STEP
     reward: dict[str, float] = Field(default={})
-    """Of all that happened to an agent since the step before, whether it is seen or not."""
+    """Sum of rewards of each agent since the step before, with or without an observation."""
     info: dict[str, dict[str, Any]] = Field(default={})
-    """Likewise."""
+    """Info of each agent since the step before, with or without an observation."""
     terminated: dict[str, bool] = Field(default={})
-    """True: the agent is done, and is seen now for the last time, if at all. "__all__": true is end = "terminated"."""
+    """True: the agent is done, and this is its last observation, if any. "__all__": true means end = "terminated"."""
     truncated: dict[str, bool] = Field(default={})
 
     @model_validator(mode="before")
@@ -44,7 +47,7 @@ class AgentsStep(AnyStep):
 
     @property
     def news(self) -> tuple[Any, ...]:
-        """See `AnyStep`: rewards, infos, and who is terminated or truncated, by agent."""
+        """Return rewards, infos, and who is terminated or truncated, by agent."""
         news = self.reward, self.info, _of_agents(self.terminated), _of_agents(self.truncated)
         return news if any(news) else ()
 
@@ -63,12 +66,12 @@ def _of_agents(dones: Mapping[str, bool]) -> dict[str, bool]:
 
 
 def agent_spaces_to_json(by_agent: Mapping[Any, Spaces]) -> dict[str, Any]:
-    """As a WELCOME tells them."""
+    """Return the spaces as a WELCOME carries them."""
     return {"agents": {str(agent): spaces.model_dump(mode="json") for agent, spaces in by_agent.items()}}
 
 
 def served_spaces_from_json(told: Any) -> Spaces | dict[str, Spaces]:
-    """The spaces of a server's episodes: one agent's, or those of several by agent. Raises `DecodeError`."""
+    """Parse the spaces of a server's episodes: one agent's, or those of several by agent. Raises `DecodeError`."""
     if not isinstance(told, dict) or "agents" not in told:
         return spaces_from_json(told)
     by_agent = told["agents"]

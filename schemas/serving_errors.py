@@ -1,4 +1,4 @@
-"""What a client of a policy server may be told, besides the errors of `episode_errors.py`.
+"""Errors that a policy server tells its clients, in addition to those of `episode_errors.py`.
 
     ServingError
     ├── UnknownSessionError     the session was never opened, has ended, or was silent for too long
@@ -25,7 +25,7 @@ from headrace.schemas.errors import DecodeError, EnvContractError, ExitCode, Hea
 
 
 class ServingError(HeadraceError):
-    """A client of a policy server is refused what it asked for; `code` is the wire's word for why."""
+    """A policy server refuses what a client asked for. `code` is the reason's word on the wire."""
 
     exit_code = ExitCode.PROTOCOL
     code: ClassVar[str] = "failed"
@@ -50,37 +50,37 @@ class ServerFullError(ServingError):
 
 
 class StepOrderError(ServingError):
-    """A step was asked for that is not the next one of its episode."""
+    """A client asked for a step that is not the next one of its episode."""
 
     code = "step_order"
 
 
 class MessageTooLargeError(ServingError):
-    """A message of more bytes than the server takes."""
+    """A message has more bytes than the server takes."""
 
     code = "too_large"
 
 
 class BadRequestError(ServingError):
-    """A request that cannot be read."""
+    """A request cannot be read."""
 
     code = "bad_request"
 
 
 class TooSlowError(ServingError):
-    """A request of which only a part has arrived in time."""
+    """Only a part of a request arrived in time."""
 
     code = "too_slow"
 
 
 class UnauthorizedError(ServingError):
-    """No token, or a wrong one."""
+    """A request shows no token, or a wrong one."""
 
     code = "unauthorized"
 
 
 class NotYetError(ServingError):
-    """There is no answer so far: the same request may be repeated, and takes no second step."""
+    """There is no answer so far. The client may repeat the same request, which takes no second step."""
 
     code = "not_yet"
 
@@ -113,11 +113,11 @@ HTTP_STATUS: Mapping[str, int] = {
     "closed": 503,
     "not_yet": 503,
 }
-"""By code; 500 for any other."""
+"""HTTP status by code; 500 for any other."""
 
 
 def code_of(error: HeadraceError) -> str:
-    """The wire's word for an error."""
+    """Return the word for an error on the wire."""
     if isinstance(error, ServingError | EpisodeError):
         return error.code
     if isinstance(error, EnvContractError):
@@ -126,12 +126,12 @@ def code_of(error: HeadraceError) -> str:
 
 
 def facts_of(error: HeadraceError) -> dict[str, Any]:
-    """The attributes of an error that JSON can carry."""
+    """Return the attributes of an error that JSON can carry."""
     return {name: value for name, value in vars(error).items() if isinstance(value, str | int | float | None)}
 
 
 def error_of(code: str, message: str, facts: Mapping[str, Any]) -> HeadraceError:
-    """The error a server told of, with its own sentence; one of an unknown code is a `ServingError`."""
+    """Rebuild the error that a server sent, with its own sentence. An unknown code gives a `ServingError`."""
     cls = _BY_CODE.get(code, ServingError)
     error = cls.__new__(cls)
     HeadraceError.__init__(error, message)

@@ -1,23 +1,25 @@
-"""What a policy server and its clients say to one another over ZeroMQ, and, as JSON, over HTTP.
+"""Messages between a policy server and its clients, over ZeroMQ and, as JSON, over HTTP.
 
                    client                        policy server
     HELLO           ─────────────────────────────▶      a session begins, or goes on after a reconnect
     WELCOME         ◀─────────────────────────────      spaces, limits, episodes that are open
     EPISODE_START   ─────────────────────────────▶
-    EPISODE_STEP    ─────────────────────────────▶      what is seen, and the reward since the step before
+    EPISODE_STEP    ─────────────────────────────▶      the observation, and the reward since the step before
     EPISODE_ABORT   ─────────────────────────────▶
     EPISODE_ANSWER  ◀─────────────────────────────      to each of the three
-    WEIGHTS_PULL    ─────────────────────────────▶      from here on of a client that acts by itself
+    WEIGHTS_PULL    ─────────────────────────────▶      from here on: of a client that acts by itself
     WEIGHTS_PART    ◀─────────────────────────────
-    EPISODE_CHUNKS  ─────────────────────────────▶      what it has cut
+    EPISODE_CHUNKS  ─────────────────────────────▶      chunks that it has cut
     HEARTBEAT, BYE  ─────────────────────────────▶
     ACK             ◀─────────────────────────────      to these three
     REJECT          ◀─────────────────────────────      in place of any answer
 
-Steps of an episode are numbered from 0, and a client sends one when the one before is answered. So any message may be
-lost or come twice: who has no answer sends the same again, gets the same answer, and has taken one step. `request` is
-the client's own number, told again in the answer. Clients of a fleet need neither an address nor a connection of their
-own for a session: it is told by its name, and by a token that only this client knows.
+Steps of an episode are numbered from 0. A client sends one when the one before is answered. Requests are idempotent, so
+any message may be lost or come twice: a client without an answer sends the same request again and gets the same answer.
+It has then taken one step. `request` is the client's own number, repeated in the answer.
+
+A session needs neither an address nor a connection of its own. It is known by its name, and by a token that only its
+client knows.
 """
 
 from __future__ import annotations
@@ -36,27 +38,27 @@ Reason = Annotated[str, Field(max_length=200)]
 End = Literal["no", "terminated", "truncated"]
 
 MOST_EPISODES = 16
-"""Of each kind in one shipment; more go into the next."""
+"""The most episodes of each kind in one shipment; more go into the next."""
 
 
 class ClientRequest(Message):
-    """What every request of a client bears."""
+    """The fields of every request of a client."""
 
     request: Natural = 0
     session: Name
     token: Name
-    """Random, one a client: two that chose the same name for their session are told apart by it."""
+    """Random, one for each client: it tells apart two clients that chose the same name for their session."""
 
 
 class ClientHello(ClientRequest):
-    """Open the session, or go on with it."""
+    """Opens the session, or goes on with it."""
 
     KIND = MessageKind.HELLO
     role: Literal["client"] = "client"
 
 
 class EpisodeStart(ClientRequest):
-    """Begin an episode."""
+    """Begins an episode."""
 
     KIND = MessageKind.EPISODE_START
     episode: EpisodeId
@@ -65,21 +67,21 @@ class EpisodeStart(ClientRequest):
 
 
 class AnyStep(ClientRequest):
-    """Header of one step; arrays "obs..." are what is seen, "actions..." what was done where the client chose it.
+    """Header of one step. Arrays: "obs..." is the observation, "actions..." the action where the client chose it.
 
-    Of one agent it is an `EpisodeStep`, of several an `AgentsStep` (`serving_agents.py`).
+    A step of one agent is an `EpisodeStep`, of several an `AgentsStep` (`serving_agents.py`).
     """
 
     episode: EpisodeId
     step: Natural
     off_policy: bool = False
-    """The client has acted by itself, and says how."""
+    """The client has acted by itself, and sends its action."""
     end: End = "no"
-    """Otherwise what is seen is the episode's last."""
+    """Any value but "no": this observation is the episode's last."""
 
     @property
     def news(self) -> tuple[Any, ...]:
-        """What came of the step before, as `log_returns` takes it; nothing where nothing is said of it."""
+        """Return the results of the step before, as `log_returns` takes them; empty where the client sent none."""
         raise NotImplementedError
 
 
@@ -88,18 +90,18 @@ class EpisodeStep(AnyStep):
 
     KIND = MessageKind.EPISODE_STEP
     reward: float = 0.0
-    """Of all that happened since the step before."""
+    """Sum of rewards since the step before."""
     info: dict[str, Any] | None = None
-    """Likewise."""
+    """Info since the step before."""
 
     @property
     def news(self) -> tuple[Any, ...]:
-        """See `AnyStep`: the reward and the info."""
+        """Return the reward and the info."""
         return (self.reward, self.info) if self.reward or self.info else ()
 
 
 class EpisodeAbort(ClientRequest):
-    """The episode will never finish."""
+    """Says that the episode will never finish."""
 
     KIND = MessageKind.EPISODE_ABORT
     episode: EpisodeId
@@ -107,8 +109,11 @@ class EpisodeAbort(ClientRequest):
 
 
 class ClientPull(ClientRequest):
-    """A piece of the newest weights is asked for. When `version` is still the newest it begins at `offset`, all bytes
-    that the client has of it; else at the beginning of the newest."""
+    """Asks for a piece of the newest weights.
+
+    When `version` is still the newest, the piece begins at `offset`, after all bytes that the client has of it.
+    Otherwise it is the first piece of the newest version.
+    """
 
     KIND = MessageKind.WEIGHTS_PULL
     version: Version = (0, 0)
@@ -118,64 +123,68 @@ class ClientPull(ClientRequest):
 class ChunkShipment(ClientRequest):
     """Chunks that the client has cut, as the array "batch", uint8: a BATCH message's frames one after another.
 
-    Shipments of a session are numbered from 1, and the next goes out when the last is answered.
+    Shipments of a session are numbered from 1. The next one goes out when the last is answered.
     """
 
     KIND = MessageKind.EPISODE_CHUNKS
     number: Positive
     frame_sizes: list[Natural] = Field(default=[], max_length=64)
-    """Where to cut the array; none where there are no chunks and no array, only counts."""
+    """Where to cut the array. Empty where there are no chunks and no array, only counts."""
     discarded: dict[str, Natural] = Field(default={}, max_length=64)
-    """Steps that will never be in a chunk, by reason, since the shipment before."""
+    """Steps since the shipment before that will never be in a chunk, by reason."""
     untrained: list[Annotated[tuple[float, Natural], Strict(False)]] = Field(default=[], max_length=MOST_EPISODES)
-    """(return, length) of episodes that have ended since, which the client did not want to be trained on."""
+    """(return, length) of episodes ended since then that the client did not want to be trained on."""
     episodes: list[Annotated[tuple[float, Natural], Strict(False)]] = Field(default=[], max_length=MOST_EPISODES)
-    """Likewise of those of several agents that are trained on; of one agent, the chunks tell."""
+    """(return, length) of episodes of several agents ended since then that are trained on. Of one agent, the chunks
+    tell.
+    """
     env_steps: Annotated[tuple[Natural, Natural, Natural], Strict(False)] = (0, 0, 0)
-    """Of several agents: env steps since then, and how many of them are in chunks, and discarded."""
+    """With several agents: env steps since then, how many of them are in chunks, and how many were discarded."""
 
 
 class ClientHeartbeat(ClientRequest):
-    """Alive; any other request says so too."""
+    """Says that the client is alive; any other request says so too."""
 
     KIND = MessageKind.HEARTBEAT
 
 
 class ClientBye(ClientRequest):
-    """The session ends, and open episodes are aborted."""
+    """Ends the session; the server aborts its open episodes."""
 
     KIND = MessageKind.BYE
 
 
 class ClientWelcome(Message):
-    """The session is open."""
+    """Says that the session is open."""
 
     KIND = MessageKind.WELCOME
     request: Natural = 0
     spaces: dict[str, Any]
-    """As `schemas/spaces.py` writes them, of several agents as `serving_agents.py` does."""
+    """As `schemas/spaces.py` writes them; of several agents, as `serving_agents.py` does."""
     lease_s: float = Field(gt=0)
-    """Silence after which the session ends."""
+    """Seconds of silence after which the session ends."""
     max_message_bytes: Positive
-    """What is larger is not to be sent: over ZeroMQ it would cost the connection."""
+    """A client must not send more: over ZeroMQ it would cost the connection."""
     episodes: dict[str, Natural] = Field(default={})
-    """Those that are open: which step is next."""
+    """Open episodes: id -> next step."""
 
 
 class EpisodeAnswer(Message):
-    """Header of an answer; arrays "actions..." are what to do, unless the client chose it or the episode is over."""
+    """Header of an answer. Arrays "actions..." are the actions, unless the client chose them or the episode is over."""
 
     KIND = MessageKind.EPISODE_ANSWER
     request: Natural = 0
     episode: EpisodeId
     next_step: Natural
     weights: Version = (0, 0)
-    """(learner_epoch, seq) by which the action was chosen."""
+    """(learner_epoch, seq) of the weights that chose the action."""
 
 
 class ClientPart(Message):
-    """Header of a piece of weights, the array "part", uint8; empty where the client has all. The bytes of a version are
-    those of a WEIGHTS message's frames one after another, `frame_sizes` where to cut them."""
+    """Header of a piece of weights, the array "part", uint8; empty where the client has all.
+
+    The bytes of a version are the frames of a WEIGHTS message one after another; `frame_sizes` says where to cut them.
+    """
 
     KIND = MessageKind.WEIGHTS_PART
     request: Natural = 0
@@ -186,19 +195,19 @@ class ClientPart(Message):
 
 
 class ClientAck(Message):
-    """Heard."""
+    """Confirms a request that needs no other answer."""
 
     KIND = MessageKind.ACK
     request: Natural = 0
 
 
 class ClientReject(Message):
-    """The request is refused, and nothing came of it."""
+    """Refuses a request, which had no effect."""
 
     KIND = MessageKind.REJECT
     request: Natural = 0
     error: str
-    """Its code, as in `serving_errors.py` and `episode_errors.py`."""
+    """The error's code, as in `serving_errors.py` and `episode_errors.py`."""
     message: str
     facts: dict[str, Any] = Field(default={})
 

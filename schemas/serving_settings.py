@@ -1,4 +1,4 @@
-"""A policy server inside each worker: where clients come in, and what they may take."""
+"""Settings of the policy server inside each worker: where clients connect, and what they may take."""
 
 from __future__ import annotations
 
@@ -6,23 +6,29 @@ from pathlib import Path
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace.schemas.section import Section
+from headrace.schemas.config_section import ConfigSection
 
 HIGHEST_PORT = 65_535
 
 
-class ServingSection(Section):
-    """Clients drive the episodes. sampling.env is not stepped: its spaces are what clients send and get."""
+class ServingSection(ConfigSection):
+    """Settings of serving: clients drive the episodes.
+
+    sampling.env is not stepped: its spaces are those of observations and actions that clients exchange.
+    """
 
     enabled: bool = Field(
         default=False, description="clients elsewhere drive the episodes, at most sampling.num_envs at once a worker"
     )
     host: str = Field(default="127.0.0.1", min_length=1, description="address to bind; off loopback needs [keys]")
     port: int = Field(
-        default=0, ge=0, le=HIGHEST_PORT, description="for ZeroMQ, plus the worker's slot; 0 takes a free one"
+        default=0, ge=0, le=HIGHEST_PORT, description="port for ZeroMQ, plus the worker's slot; 0 takes a free one"
     )
     http_port: int | None = Field(
-        default=None, ge=0, le=HIGHEST_PORT, description="for HTTP, likewise; absent: no HTTP"
+        default=None,
+        ge=0,
+        le=HIGHEST_PORT,
+        description="port for HTTP, plus the worker's slot; 0 takes a free one; absent: no HTTP",
     )
     http_token: str = Field(
         default="",
@@ -45,7 +51,7 @@ class ServingSection(Section):
     @field_validator("http_token")
     @classmethod
     def _absolute(cls, file: str) -> str:
-        """The same file for every process of the fleet, whatever its working directory."""
+        """Make the file's path absolute, so that it is the same for every process of the fleet."""
         return str(Path(file).expanduser().absolute()) if file else ""
 
     @model_validator(mode="after")
@@ -57,7 +63,7 @@ class ServingSection(Section):
         return self
 
     def check_slots(self, workers: int) -> None:
-        """Raise ValueError unless each of so many workers, whose slot is added, finds ports that are nobody else's."""
+        """Raise ValueError unless each of `workers` workers, whose slot is added, gets ports that no other has."""
         port, http_port = self.port, self.http_port or 0
         if not self.enabled or workers < 1:
             return

@@ -1,4 +1,4 @@
-"""Signals in words."""
+"""Names of signals."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _NAMES = {number.value: number.name for number in signal.Signals}
 
 
 def signal_name(number: int) -> str:
-    """ "SIGKILL"; most real-time signals have no name, and are called by their number."""
+    """Return "SIGKILL" and the like; most real-time signals have no name, so their number stands for it."""
     return _NAMES.get(number, str(number))

@@ -1,4 +1,4 @@
-"""Spaces as data: what an observation or action looks like, without gymnasium and without code.
+"""Spaces as data: the form of an observation or action, without gymnasium and without code.
 
 A `Space` is a tree of leaves. Its JSON form travels in HELLO and WELCOME, so a learner can build its module before the
 first chunk arrives. A nested space is flattened into named columns: the leaf at `Dict(arm=Tuple(Box, Discrete))` under
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.wire import ALLOWED_DTYPES, DEFAULT_CAPS
+from headrace.schemas.wire import ALLOWED_DTYPES, DEFAULT_LIMITS
 
 _MODEL = ConfigDict(frozen=True, extra="forbid")
 MAX_DEPTH = 8
@@ -31,8 +31,8 @@ def _wire_dtype(name: str) -> str:
 
 Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 DType = Annotated[str, AfterValidator(_wire_dtype)]
-Shape = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...], Field(max_length=DEFAULT_CAPS.dims - 1)]
-"""Of one row: a column has one axis more."""
+Shape = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...], Field(max_length=DEFAULT_LIMITS.dims - 1)]
+"""Shape of one row; a column has one more axis."""
 
 
 class Box(BaseModel):
@@ -67,7 +67,7 @@ class Discrete(BaseModel):
 
 
 class MultiDiscrete(BaseModel):
-    """Several integers, element i in [start[i], start[i] + nvec[i]); both flat, in C order of `shape`."""
+    """Several integers; element i is in [start[i], start[i] + nvec[i]). Both are flat, in C order of `shape`."""
 
     model_config = _MODEL
     kind: Literal["multi_discrete"] = "multi_discrete"
@@ -150,17 +150,17 @@ class Spaces(BaseModel):
 
 
 def leaf_shape(leaf: Leaf) -> tuple[int, ...]:
-    """Shape of one row of the leaf's column; () for Discrete."""
+    """Return the shape of one row of the leaf's column; () for Discrete."""
     return () if isinstance(leaf, Discrete) else leaf.shape
 
 
 def leaf_size(leaf: Leaf) -> int:
-    """Number of elements of one row."""
+    """Return the number of elements of one row."""
     return math.prod(leaf_shape(leaf))
 
 
 def leaves(space: Space, root: str) -> Iterator[tuple[str, Leaf]]:
-    """(column name, leaf) for each leaf below `space`, in the space's order; the column of a bare leaf is `root`."""
+    """Yield (column name, leaf) for each leaf below `space`, in the space's order. A bare leaf's column is `root`."""
     if isinstance(space, Dict):
         for key, sub in space.spaces.items():
             yield from leaves(sub, f"{root}/{key}")
@@ -172,7 +172,7 @@ def leaves(space: Space, root: str) -> Iterator[tuple[str, Leaf]]:
 
 
 def nest(space: Space, columns: Mapping[str, NDArray[Any]], root: str) -> Any:
-    """The arrays below `root`, in the nesting of `space`: dicts, tuples and arrays."""
+    """Nest the arrays below `root` as `space` is nested: in dicts and tuples."""
     if isinstance(space, Dict):
         return {key: nest(sub, columns, f"{root}/{key}") for key, sub in space.spaces.items()}
     if isinstance(space, Tuple):
@@ -181,12 +181,12 @@ def nest(space: Space, columns: Mapping[str, NDArray[Any]], root: str) -> Any:
 
 
 def column_dtype(leaf: Leaf) -> np.dtype[Any]:
-    """dtype of the leaf's column."""
+    """Return the dtype of the leaf's column."""
     return np.dtype(leaf.dtype)
 
 
 def space_from_json(value: Any) -> Space:
-    """The space a peer described; raises `DecodeError`."""
+    """Parse the space that a peer sent. Raises `DecodeError`."""
     _check_depth(value, 2 * MAX_DEPTH + 1)
     try:
         return _SPACE.validate_python(value)
@@ -195,7 +195,7 @@ def space_from_json(value: Any) -> Space:
 
 
 def spaces_from_json(value: Any) -> Spaces:
-    """The pair of spaces a peer described; raises `DecodeError`."""
+    """Parse the pair of spaces that a peer sent. Raises `DecodeError`."""
     _check_depth(value, 2 * MAX_DEPTH + 2)
     try:
         return Spaces.model_validate(value)
@@ -204,7 +204,7 @@ def spaces_from_json(value: Any) -> Spaces:
 
 
 def _check_depth(value: Any, left: int) -> None:
-    """Refuse what is nested too deep before anything walks it by recursion; a level of a space is two of JSON."""
+    """Refuse a value nested too deep before other code walks it by recursion; a level of a space is two of JSON."""
     if not isinstance(value, dict | list):
         return
     if left < 0:

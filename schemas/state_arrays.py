@@ -1,8 +1,8 @@
-"""A runner's state as named arrays and back: what a wire message or a file can carry, without code in it.
+"""A runner's state as named arrays and back, so that a wire message or a file can carry it without code.
 
-A state is a tree of dicts with text keys, whose leaves are arrays, numbers, strings, bools, None, and lists of these.
-Each array keeps its own name, the path to it joined by slashes; all the rest is JSON in the array "_state", where
-{"_array": name} stands for an array.
+A state is a tree of dicts with text keys. Its leaves are arrays, numbers, strings, bools, None, and lists of these.
+Each array's name is the path to it, joined by slashes. All the rest is JSON in the array "_state", where {"_array":
+name} stands for an array.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import orjson
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import DecodeError, EncodeError
-from headrace.schemas.wire import ALLOWED_DTYPES, DEFAULT_CAPS
+from headrace.schemas.wire import ALLOWED_DTYPES, DEFAULT_LIMITS
 
 _TREE = "_state"
 _ARRAY = "_array"
 
 
 def state_to_arrays(state: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-    """Arrays from which `arrays_to_state` makes `state` again; those of `state` are not copied.
+    """Return arrays from which `arrays_to_state` rebuilds `state`. Arrays of `state` are not copied.
 
-    Raises `EncodeError` naming what may not travel: object arrays, other leaves, keys that are no text.
+    Raises `EncodeError` naming what may not travel: object arrays, other leaves, keys that are not text.
     """
     arrays: dict[str, NDArray[Any]] = {}
     tree = _strip(state, "", arrays)
@@ -37,7 +37,7 @@ def state_to_arrays(state: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
 
 
 def arrays_to_state(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
-    """The state in `arrays`, which it holds on to without a copy. Raises `DecodeError`."""
+    """Rebuild the state from `arrays`. It keeps them without a copy. Raises `DecodeError`."""
     if _TREE not in arrays or arrays[_TREE].dtype != np.uint8 or arrays[_TREE].ndim != 1:
         raise DecodeError("bad_state", f"there is no byte array {_TREE!r}")
     try:
@@ -46,7 +46,7 @@ def arrays_to_state(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
         raise DecodeError("bad_state", f"{_TREE!r} is no JSON: {error}") from error
     if not isinstance(tree, dict):
         raise DecodeError("bad_state", f"{_TREE!r} is a {type(tree).__name__}, not a dict")
-    state = _fill(tree, arrays, DEFAULT_CAPS.header_depth)
+    state = _fill(tree, arrays, DEFAULT_LIMITS.header_depth)
     if not isinstance(state, dict):
         raise DecodeError("bad_state", "the state is a single array")
     return state
@@ -71,7 +71,7 @@ def _fill(value: Any, arrays: Mapping[str, NDArray[Any]], left: int) -> Any:
     if not isinstance(value, dict):
         return value
     if left == 0:
-        raise DecodeError("bad_state", f"nested deeper than {DEFAULT_CAPS.header_depth} levels")
+        raise DecodeError("bad_state", f"nested deeper than {DEFAULT_LIMITS.header_depth} levels")
     if _ARRAY not in value:
         return {key: _fill(sub, arrays, left - 1) for key, sub in value.items()}
     name = value[_ARRAY]

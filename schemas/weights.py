@@ -16,21 +16,24 @@ from headrace.schemas.wire import Buffer, MessageKind, WireMessage, encode
 Arrays = Mapping[str, NDArray[Any]]
 
 MODULES = "modules/"
-"""Before "module id/name" of arrays that are one module's of several."""
+"""Prefix of "module id/name", for arrays of one of several modules."""
 
 CONNECTORS = "connectors/"
-"""Before the names of connector state, "connectors/env_to_module/0.MeanStd/obs/count", that goes with weights."""
+"""Prefix of connector state that goes with weights: "connectors/env_to_module/0.MeanStd/obs/count"."""
 
 T = TypeVar("T")
 
 
 def join_modules(by_module: Mapping[str, Mapping[str, T]]) -> dict[str, T]:
-    """{module id: {name: array}} in one mapping, which `split_modules` takes apart again. An id has no slash."""
+    """Join {module id: {name: array}} in one mapping, which `split_modules` takes apart. An id has no slash."""
     return {f"{MODULES}{module_id}/{name}": a for module_id, own in by_module.items() for name, a in own.items()}
 
 
 def split_modules(arrays: Mapping[str, T]) -> dict[str, dict[str, T]] | None:
-    """{module id: {name: array}}; None for the weights of one module without a name, as most fleets have."""
+    """Split joined names into {module id: {name: array}}.
+
+    None for the weights of one module without a name, as most fleets have.
+    """
     by_module: dict[str, dict[str, T]] = {}
     for name, array in arrays.items():
         if not name.startswith(MODULES):
@@ -41,7 +44,7 @@ def split_modules(arrays: Mapping[str, T]) -> dict[str, dict[str, T]] | None:
 
 
 def weights_digest(arrays: Arrays) -> str:
-    """blake2b-128 over names, dtypes, shapes and bytes, in the order of names: 32 hexadecimal digits."""
+    """Return blake2b-128 over names, dtypes, shapes and bytes, in the order of names: 32 hexadecimal digits."""
     hasher = hashlib.blake2b(digest_size=16)
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])
@@ -51,15 +54,15 @@ def weights_digest(arrays: Arrays) -> str:
 
 
 def encode_weights(fleet_id: str, version: Version, arrays: Arrays) -> list[Buffer]:
-    """Frames of a WEIGHTS message; raises `EncodeError` for a dtype that may not go on the wire."""
+    """Return the frames of a WEIGHTS message. Raises `EncodeError` for a dtype that may not go on the wire."""
     header = WeightsHeader(fleet_id=fleet_id, version=version, digest=weights_digest(arrays))
     return encode(MessageKind.WEIGHTS, header.model_dump(), arrays)
 
 
 def read_weights(message: WireMessage) -> tuple[WeightsHeader, Arrays]:
-    """Header and arrays of a decoded WEIGHTS message; no arrays when it only announces a version.
+    """Return header and arrays of a decoded WEIGHTS message; no arrays when it only announces a version.
 
-    Raises `DecodeError` when the arrays are not those the digest was taken of.
+    Raises `DecodeError` when the arrays do not match the digest.
     """
     header = read(WeightsHeader, message.header)
     if message.arrays and weights_digest(message.arrays) != header.digest:

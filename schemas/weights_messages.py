@@ -1,24 +1,26 @@
-"""Weights on their way from a publisher through the broker to the workers."""
+"""Messages that carry weights from a publisher through the broker to the workers."""
 
 from __future__ import annotations
 
 from pydantic import Field
 
 from headrace.schemas.ledger import Natural
-from headrace.schemas.message import Message, Version
+from headrace.schemas.message_base import Message, Version
 from headrace.schemas.wire import MessageKind
 
 
 class WeightsAck(Message):
-    """Broker to publisher: this version stands in the relay."""
+    """Broker to publisher: the relay holds this version."""
 
     KIND = MessageKind.WEIGHTS_ACK
     version: Version
 
 
 class WeightsHeader(Message):
-    """Header of a WEIGHTS message. Its arrays are the tensors; over PUB a large version comes without them, as an
-    announcement that it can be pulled."""
+    """Header of a WEIGHTS message. Its arrays are the tensors.
+
+    Over PUB a large version comes without arrays, as an announcement that workers can pull it.
+    """
 
     KIND = MessageKind.WEIGHTS
     fleet_id: str
@@ -34,12 +36,15 @@ class WeightsPull(Message):
     offset: Natural
     length: int = Field(ge=1, le=4 << 20)
     version: Version = (0, 0)
-    """The version being pulled; at offset 0 whichever is newest."""
+    """The version being pulled; at offset 0 any version, and the newest comes."""
 
 
 class WeightsPart(Message):
-    """Header of the answer; its one array `part` (uint8) holds the bytes. The blob is the version's WEIGHTS frames one
-    after another, `frame_sizes` where to cut it. When `version` is another than was asked for, begin anew with it."""
+    """Header of a piece of weights; its one array `part` (uint8) holds the bytes.
+
+    The blob is the version's WEIGHTS frames one after another; `frame_sizes` says where to cut it. When `version` is
+    not the one asked for, the puller starts over with it.
+    """
 
     KIND = MessageKind.WEIGHTS_PART
     version: Version

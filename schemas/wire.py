@@ -1,4 +1,4 @@
-"""The codec: one message as ZeroMQ frames, and back, without running any of its bytes.
+"""The codec: it writes one message as ZeroMQ frames and reads it back, without running any of its bytes.
 
     frame 0   16 bytes   "HDRC" | major u8 | minor u8 | kind u8 | 0 | checksum u64le
                          checksum = xxh3_64 over the first 8 bytes of this frame and all of frame 1
@@ -10,15 +10,15 @@
                          sent without a copy; smaller ones are joined in one frame, each at a multiple of 64 bytes.
 
 The two checksums chain: frame 0 covers the header, and the header names the checksum of the payload. So a broker checks
-all it reads (frames 0 and 1) without touching array bytes, and the receiver of the arrays checks the rest. xxh3 is
-a checksum against faults, not against forgery: forgery is what CURVE is for.
+all it reads (frames 0 and 1) without touching array bytes, and the receiver of the arrays checks the rest. xxh3
+protects against faults, not against forgery: forgery is what CURVE is for.
 
-`decode` allocates nothing in proportion to what a header claims: sizes, counts and dtypes are compared with the bytes
-at hand first, and arrays are read-only views of the received frames. What it does allocate is the parsed header, about
-thirty times its bytes at worst. Anything wrong is one `DecodeError`.
+`decode` allocates nothing in proportion to what a header claims. It first compares sizes, counts and dtypes with the
+bytes at hand, and arrays are read-only views of the received frames. It does allocate the parsed header, about thirty
+times its bytes at worst. Anything wrong is one `DecodeError`.
 
 A view may lie at an address that is no multiple of its item size, since libzmq hands small frames out of its receive
-buffer: numpy and torch read such views correctly, other consumers should copy.
+buffer. numpy and torch read such views correctly; other consumers should copy.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ import orjson
 import xxhash
 from numpy.typing import NDArray
 
-from headrace.schemas.caps import DEFAULT_CAPS, Caps
 from headrace.schemas.errors import DecodeError, EncodeError
 from headrace.schemas.manifest import ALLOWED_DTYPES, OWN_FRAME_BYTES, Buffer, pack, view
+from headrace.schemas.wire_limits import DEFAULT_LIMITS, WireLimits
 
 __all__ = [
     "ALLOWED_DTYPES",
-    "DEFAULT_CAPS",
+    "DEFAULT_LIMITS",
     "MAGIC",
     "OWN_FRAME_BYTES",
     "PROTOCOL_MAJOR",
     "PROTOCOL_MINOR",
     "Buffer",
-    "Caps",
     "MessageKind",
+    "WireLimits",
     "WireMessage",
     "check_payload",
     "decode",
@@ -69,7 +69,7 @@ _TAG_HEAD = struct.Struct("<4sBBBB")
 
 @unique
 class MessageKind(IntEnum):
-    """What a message is; each but BATCH and WEIGHTS has its fields in a file of messages."""
+    """The kinds of messages. Each but BATCH and WEIGHTS has its fields in a file of messages."""
 
     HELLO = 1
     WELCOME = 2
@@ -90,7 +90,7 @@ class MessageKind(IntEnum):
     SKIP = 17
     SOURCE_START = 18
     SOURCE_GAP = 19
-    CHECKPOINT = 20  # of files only: a learner's checkpoint, never sent
+    CHECKPOINT = 20  # in files only: a learner's checkpoint, never sent
     ENV_ORDERS = 21
     ENV_ANSWERS = 22
     EPISODE_START = 40  # from here on: between a policy server and its clients
@@ -115,22 +115,26 @@ class WireMessage:
 def encode(
     kind: MessageKind, header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]] | None = None
 ) -> list[Buffer]:
-    """Frames of one message. Large arrays are passed on without a copy: do not write to them until it is settled.
+    """Return the frames of one message. Large arrays are not copied: do not write to them until the message is settled.
 
-    Raises `EncodeError` for a dtype outside the allow-list (object arrays above all), a header JSON cannot carry, and
-    one that no receiver takes (`DEFAULT_CAPS`). The payload's size is the sender's to compare with what was advertised.
+    Raises `EncodeError` for a dtype outside the allow-list (object arrays above all), a header that JSON cannot carry,
+    and a message that no receiver takes (`DEFAULT_LIMITS`). The sender must compare the payload's size with what the
+    receiver advertised.
     """
     if not arrays:
         return _seal(kind, header, [])
-    if len(arrays) > DEFAULT_CAPS.arrays:
-        raise EncodeError(f"{kind.name} has {len(arrays)} arrays; {DEFAULT_CAPS.arrays} are allowed")
+    if len(arrays) > DEFAULT_LIMITS.arrays:
+        raise EncodeError(f"{kind.name} has {len(arrays)} arrays; {DEFAULT_LIMITS.arrays} are allowed")
     return encode_packed(kind, header, *pack(arrays))
 
 
 def encode_packed(
     kind: MessageKind, header: Mapping[str, Any], frames: list[Buffer], manifest: list[list[Any]]
 ) -> list[Buffer]:
-    """`encode`, of arrays that lie in `frames` already, as the manifest says. Raises as it does."""
+    """Return the frames of a message whose arrays already lie in `frames`, as the manifest says.
+
+    Raises as `encode` does.
+    """
     payload = {"checksum": _checksum(frames), "sizes": [len(f) for f in frames], "arrays": manifest}
     return _seal(kind, {**header, "payload": payload}, frames)
 
@@ -149,19 +153,19 @@ def _seal(kind: MessageKind, header: Mapping[str, Any], payload: list[Buffer]) -
         body = orjson.dumps(header)
     except TypeError as error:
         raise EncodeError(f"header of {kind.name} cannot be written as JSON: {error}") from error
-    if len(body) > DEFAULT_CAPS.header_bytes:
-        raise EncodeError(f"header of {kind.name} has {len(body)} bytes; {DEFAULT_CAPS.header_bytes} are allowed")
+    if len(body) > DEFAULT_LIMITS.header_bytes:
+        raise EncodeError(f"header of {kind.name} has {len(body)} bytes; {DEFAULT_LIMITS.header_bytes} are allowed")
     head = _TAG_HEAD.pack(MAGIC, PROTOCOL_MAJOR, PROTOCOL_MINOR, kind, 0)
     return [head + xxhash.xxh3_64_intdigest(head + body).to_bytes(8, "little"), body, *payload]
 
 
 def read_tag(frame: Buffer) -> tuple[MessageKind, int, int]:
-    """(kind, major, minor) of frame 0, without judging the version: a refusal must reach peers of any version."""
+    """Read (kind, major, minor) of frame 0 without judging the version: a refusal must reach peers of any version."""
     return _read_tag(frame)[:3]
 
 
 def _read_tag(frame: Buffer) -> tuple[MessageKind, int, int, int]:
-    """`read_tag`, and the checksum."""
+    """Read (kind, major, minor, checksum) of frame 0."""
     if len(frame) != _TAG_BYTES:
         raise DecodeError("bad_tag", f"frame 0 has {len(frame)} bytes, not {_TAG_BYTES}")
     magic, major, minor, kind, zero, checksum = _TAG.unpack(frame)
@@ -179,36 +183,36 @@ def _check_version(major: int, minor: int) -> None:
         raise DecodeError("version_mismatch", f"peer speaks protocol {major}.{minor}, this side {PROTOCOL_MAJOR}.x")
 
 
-def decode_header(frames: Sequence[Buffer], caps: Caps = DEFAULT_CAPS) -> tuple[MessageKind, dict[str, Any]]:
-    """(kind, header) after every check that needs no array byte: what a broker does with a message it forwards."""
-    if not 2 <= len(frames) <= caps.frames:
-        raise DecodeError("frame_count", f"{len(frames)} frames; 2 to {caps.frames} are allowed")
+def decode_header(frames: Sequence[Buffer], limits: WireLimits = DEFAULT_LIMITS) -> tuple[MessageKind, dict[str, Any]]:
+    """Return (kind, header) after every check that needs no array byte, as a broker does before it forwards it."""
+    if not 2 <= len(frames) <= limits.frames:
+        raise DecodeError("frame_count", f"{len(frames)} frames; 2 to {limits.frames} are allowed")
     kind, major, minor, checksum = _read_tag(frames[0])
     _check_version(major, minor)
-    if len(frames[1]) > caps.header_bytes:
-        raise DecodeError("header_too_large", f"header of {len(frames[1])} bytes; {caps.header_bytes} are allowed")
+    if len(frames[1]) > limits.header_bytes:
+        raise DecodeError("header_too_large", f"header of {len(frames[1])} bytes; {limits.header_bytes} are allowed")
     tag, body = bytes(frames[0]), bytes(frames[1])
     if xxhash.xxh3_64_intdigest(tag[:8] + body) != checksum:
         raise DecodeError("header_checksum", "tag and header do not match their checksum")
-    header = _load_header(body, caps)
-    _check_sizes(header.get("payload"), frames, caps)
+    header = _load_header(body, limits)
+    _check_sizes(header.get("payload"), frames, limits)
     return kind, header
 
 
-def _load_header(body: bytes, caps: Caps) -> dict[str, Any]:
+def _load_header(body: bytes, limits: WireLimits) -> dict[str, Any]:
     try:
         header = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise DecodeError("bad_header", f"header is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise DecodeError("bad_header", f"header is a JSON {type(header).__name__}, not an object")
-    if body.count(b"[") + body.count(b"{") > caps.header_depth and is_deeper(header, caps.header_depth):
-        raise DecodeError("bad_header", f"header is nested deeper than {caps.header_depth} levels")
+    if body.count(b"[") + body.count(b"{") > limits.header_depth and is_deeper(header, limits.header_depth):
+        raise DecodeError("bad_header", f"header is nested deeper than {limits.header_depth} levels")
     return header
 
 
 def is_deeper(value: Any, depth: int) -> bool:
-    """Whether JSON is nested deeper than that.
+    """Return whether a JSON value is nested deeper than `depth`.
 
     orjson reads a thousand levels, but writes a quarter of them; `repr` and pydantic fail in ways of their own.
     """
@@ -219,10 +223,10 @@ def is_deeper(value: Any, depth: int) -> bool:
     )
 
 
-def _check_sizes(payload: Any, frames: Sequence[Buffer], caps: Caps) -> None:
+def _check_sizes(payload: Any, frames: Sequence[Buffer], limits: WireLimits) -> None:
     sizes = list(map(len, frames[2:]))
-    if sum(sizes) > caps.payload_bytes:
-        raise DecodeError("payload_too_large", f"payload of {sum(sizes)} bytes; {caps.payload_bytes} are allowed")
+    if sum(sizes) > limits.payload_bytes:
+        raise DecodeError("payload_too_large", f"payload of {sum(sizes)} bytes; {limits.payload_bytes} are allowed")
     if payload is None:
         if sizes:
             raise DecodeError("payload_sizes", f"{len(sizes)} payload frames, but the header announces none")
@@ -231,26 +235,26 @@ def _check_sizes(payload: Any, frames: Sequence[Buffer], caps: Caps) -> None:
         raise DecodeError("payload_sizes", f"payload frames of {sizes[:8]} bytes are not what the header announces")
 
 
-def decode(frames: Sequence[Buffer], caps: Caps = DEFAULT_CAPS) -> WireMessage:
-    """The message in `frames`, its arrays as read-only views; raises `DecodeError` and nothing else."""
-    kind, header = decode_header(frames, caps)
-    return WireMessage(kind, header, decode_arrays(header, frames, caps))
+def decode(frames: Sequence[Buffer], limits: WireLimits = DEFAULT_LIMITS) -> WireMessage:
+    """Return the message in `frames`, its arrays as read-only views. Raises `DecodeError` and nothing else."""
+    kind, header = decode_header(frames, limits)
+    return WireMessage(kind, header, decode_arrays(header, frames, limits))
 
 
 def decode_arrays(
-    header: dict[str, Any], frames: Sequence[Buffer], caps: Caps = DEFAULT_CAPS
+    header: dict[str, Any], frames: Sequence[Buffer], limits: WireLimits = DEFAULT_LIMITS
 ) -> dict[str, NDArray[Any]]:
-    """The arrays of a message of which `decode_header` gave `header`; raises `DecodeError`."""
+    """Return the arrays of a message whose `header` came from `decode_header`. Raises `DecodeError`."""
     payload = header.get("payload")
     if payload is None:
         return {}
     check_payload(payload, frames)
     manifest = payload.get("arrays")
-    if not isinstance(manifest, list) or len(manifest) > caps.arrays:
-        raise DecodeError("bad_manifest", f"manifest is not a list of at most {caps.arrays} arrays")
+    if not isinstance(manifest, list) or len(manifest) > limits.arrays:
+        raise DecodeError("bad_manifest", f"manifest is not a list of at most {limits.arrays} arrays")
     arrays: dict[str, NDArray[Any]] = {}
     for row in manifest:
-        name, array = view(row, frames, caps)
+        name, array = view(row, frames, limits)
         if name in arrays:
             raise DecodeError("bad_manifest", f"array {name!r} is listed twice")
         arrays[name] = array
@@ -258,6 +262,6 @@ def decode_arrays(
 
 
 def check_payload(payload: dict[str, Any], frames: Sequence[Buffer]) -> None:
-    """Raise `DecodeError` for another payload than the one that was sent, of which the header says `payload`."""
+    """Raise `DecodeError` unless the frames hold the payload that was sent, which the header describes as `payload`."""
     if payload.get("checksum") != _checksum(frames[2:]):
         raise DecodeError("payload_checksum", "payload does not match its checksum")

@@ -1,4 +1,4 @@
-"""What a worker, or the supervisor that buries it, and the broker say to one another, but for BATCH."""
+"""Messages between a worker, or the supervisor that reports its death, and the broker, except BATCH."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, Literal
 from pydantic import Field
 
 from headrace.schemas.ledger import Natural, Settled, WorkerTotals
-from headrace.schemas.message import HeldBatch, Message, Positive, Version
+from headrace.schemas.message_base import HeldBatch, Message, Positive, Version
 from headrace.schemas.runner_counters import Counters
 from headrace.schemas.wire import MessageKind
 
 
 class WorkerHello(Message):
-    """A worker (re)connects. incarnation 0 asks for one. `settled` and `totals` are its latest knowledge."""
+    """Connects or reconnects a worker. incarnation 0 asks for one. `settled` and `totals` are its latest knowledge."""
 
     KIND = MessageKind.HELLO
     role: Literal["worker"] = "worker"
@@ -25,16 +25,16 @@ class WorkerHello(Message):
     host: str = ""
     pid: Natural = 0
     spaces: dict[str, Any] = {}
-    """Once the envs stand: see `module_spaces.py`."""
+    """Absent until the envs are built: see `module_spaces.py`."""
     settled: Settled = Settled()
     totals: WorkerTotals = WorkerTotals()
     weights: Version = (0, 0)
     silence_s: float = Field(default=0.0, ge=0)
-    """How long it may stay silent from now on beyond the usual lease (an env is being built)."""
+    """Seconds that it may stay silent from now on beyond the usual lease, while an env is being built."""
 
 
 class WorkerWelcome(Message):
-    """The broker's answer to a worker: who it is now and from where to go on."""
+    """The broker's answer to a worker: its slot and incarnation, and where to go on."""
 
     KIND = MessageKind.WELCOME
     fleet_id: str
@@ -49,14 +49,17 @@ class WorkerWelcome(Message):
     weights_endpoint: str = ""
     weights: Version = (0, 0)
     steps_elsewhere: Natural = 0
-    """Env steps that all lives of workers in this fleet but this one have made, as the broker knows by now."""
+    """Env steps that all other lives of workers in this fleet have made, as far as the broker knows."""
     counters: Counters = {}
-    """Of the slot's earlier lives, for the runner to go on from."""
+    """Counters of the slot's earlier lives, from which the runner goes on."""
 
 
 class Ack(Message):
-    """Broker to worker, cumulative: batches up to `accepted` need not be sent again on this connection, up to
-    `settled.seq` need not be kept, and up to `credit` may be sent."""
+    """Broker to worker, cumulative.
+
+    The worker need not send batches up to `accepted` again on this connection, need not keep those up to `settled.seq`,
+    and may send those up to `credit`.
+    """
 
     KIND = MessageKind.ACK
     slot: Natural = 0
@@ -70,12 +73,14 @@ class Ack(Message):
     steps_elsewhere: Natural = 0
     """As in the WELCOME, by now."""
     waiting_for: str = ""
-    """Whom the fleet waits for when there is no credit: "" | "learner" | "broker"."""
+    """The peer that the fleet waits for when there is no credit: "" | "learner" | "broker"."""
 
 
 class Skip(Message):
-    """Worker to broker, in place of batch `seq`: it exists no more, for the reason given (it was poison, or the broker
-    that had it is gone and `ack = "broker"` let the worker forget it)."""
+    """Worker to broker, in place of batch `seq`, which exists no more.
+
+    The reason: it was poison, or the broker that had it is gone and `ack = "broker"` let the worker forget it.
+    """
 
     KIND = MessageKind.SKIP
     slot: Natural
@@ -97,14 +102,14 @@ class Heartbeat(Message):
     weights: Version = (0, 0)
     blocked: str = ""
     counters: Counters = {}
-    """Its runner's, all earlier lives of the slot included."""
+    """Counters of its runner, all earlier lives of the slot included."""
 
 
 class LastWords(Message):
-    """What one incarnation leaves behind: its totals, and each batch it cut and did not see settled, with its counts.
+    """The state that one incarnation leaves behind: its totals, and each batch it cut and did not see settled.
 
-    Of these the broker counts as lost, by `reason`, those it never accepted: measured batch by batch, not inferred.
-    Acknowledged by an Ack with `closed`; repeated until then.
+    The broker counts those that it never accepted as lost, by `reason`: each is measured, none is inferred. An Ack with
+    `closed` acknowledges the message; the sender repeats it until then.
     """
 
     slot: Natural
@@ -116,7 +121,7 @@ class LastWords(Message):
 
 
 class Bye(LastWords):
-    """Worker to broker: leaving."""
+    """Worker to broker: the worker leaves."""
 
     KIND = MessageKind.BYE
     reason: str = "shutdown"
@@ -125,7 +130,7 @@ class Bye(LastWords):
 
 
 class SupervisorHello(Message):
-    """A supervisor that will report deaths; it asks for nothing."""
+    """Announces a supervisor that will report deaths; it asks for nothing."""
 
     KIND = MessageKind.HELLO
     role: Literal["supervisor"] = "supervisor"
@@ -134,7 +139,7 @@ class SupervisorHello(Message):
 
 
 class Obituary(LastWords):
-    """Supervisor to broker: this incarnation is dead; the rest is what its recorder holds."""
+    """Supervisor to broker: this incarnation is dead. The fields are what its recorder holds."""
 
     KIND = MessageKind.OBITUARY
     reason: str = "worker_killed"

@@ -1,4 +1,4 @@
-"""Every error Headrace raises on purpose, and the exit code a process ends with when it meets one.
+"""Every error that Headrace raises on purpose, and the exit code of a process that ends with it.
 
     HeadraceError
     ├── ConfigError             a setting is unknown, malformed or clashes with another
@@ -8,22 +8,22 @@
     │   ├── UnknownEnvError         no such environment id, import path or callable
     │   ├── EnvContractError        reward, info or observation is not what the env's spaces promise
     │   ├── EnvRaisedError          an env in a process of its own raised
-    │   ├── EnvHangError            an env in a process of its own did not answer in time, so that was killed
+    │   ├── EnvHangError            an env in a process of its own did not answer in time; the process was killed
     │   ├── EnvCrashError           a process of envs ended by itself, or took too much memory
     │   ├── EnvNeighbourError       another env of the same process took it down
     │   ├── EnvHostLostError        the host of remote envs fell silent, left, or was refused
     │   ├── EnvRestartBudgetError   an env kept failing until its rebuild budget was spent
     │   └── (external ones)         RunReturnedError, ClientLostError and ExternalSilenceError of episode_errors.py
-    ├── EpisodeError            a call about an external episode cannot be done: episode_errors.py has its kinds
-    ├── EpisodeTimeoutError     such a call was not answered within its deadline
-    ├── ModuleError             a policy module could not be built, or answered with the wrong arrays
-    │   └── WhichModuleError        a fleet of several modules was asked for one without its name, or for another
+    ├── EpisodeError            a call about an external episode cannot be done; kinds are in episode_errors.py
+    ├── EpisodeTimeoutError     a call about an external episode was not answered within its deadline
+    ├── ModuleError             a policy module could not be built, or returned the wrong arrays
+    │   └── WhichModuleError        a fleet of several modules got no module's name, or an unknown one
     ├── CallbackError           a user's callback raised
     ├── RunnerStoppedError      a runner was asked to sample after it was stopped
-    ├── RunnerBusyError         a callback asked its own runner for what cannot be done just then
-    ├── ChunkError              chunks that are no parts of one episode, or a cut that leaves no step
+    ├── RunnerBusyError         a callback called its own runner at a moment when the runner cannot do it
+    ├── ChunkError              chunks that are not parts of one episode, or a cut that leaves no step
     ├── StateError              a runner's state that does not fit the runner it is given to
-    ├── ConnectorError          a connector raised, or answered with the wrong arrays
+    ├── ConnectorError          a connector raised, or returned the wrong arrays
     ├── WireError               bytes or messages that break the protocol
     │   ├── DecodeError             a message that is not a valid Headrace message
     │   └── EncodeError             something that must not or cannot go on the wire
@@ -32,7 +32,7 @@
     │   ├── WrongFleetError         the peer belongs to another fleet
     │   ├── VersionMismatchError    the peer speaks another protocol version
     │   ├── FencedError             a newer incarnation or a newer learner has taken this one's place
-    │   └── KeysRefusedError        the broker has not let this peer in: its keys are not those asked for
+    │   └── KeysRefusedError        the broker did not let this peer in: their keys do not match
     ├── UnreachableError        a server did not answer within its deadline
     │   ├── RedisUnavailableError   Redis did not answer, or refuses writes
     │   └── NoEnvHostError          no env host was at a worker's port for too long
@@ -43,9 +43,9 @@
     ├── WindowStalledError      the learner holds every batch uncommitted and waits for more
     └── LedgerError             the books do not balance
 
-Each error carries its facts as attributes and builds its own sentence from them: what happened, to what, the numbers,
-what to do. `exit_code` is what a process of ours exits with when the error reaches its edge. The families have a file
-each; import from here.
+Each error carries its facts as attributes and builds its sentence from them: what happened, to what, the numbers, what
+to do. `exit_code` is the exit code of a Headrace process that ends with the error. Each family has a file of its own;
+import from here.
 """
 
 from headrace.schemas.errors.envs import (

@@ -1,4 +1,4 @@
-"""What goes wrong with environments, wherever they are."""
+"""Errors of environments, wherever they run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MissingEnvError(ConfigError, ValueError):
 
 
 class UnknownEnvError(EnvError):
-    """No environment of that name can be found; `env` is the name as given, `reason` what stood in the way."""
+    """No environment of that name was found. `env` is the name as given, `reason` says why."""
 
     def __init__(self, env: str, reason: str) -> None:
         self.env = env
@@ -36,7 +36,7 @@ class UnknownEnvError(EnvError):
 
 
 class EnvContractError(EnvError, ValueError):
-    """An env answered with something its contract forbids; `what` is the offending part, `seen` a short repr of it."""
+    """An env returned something that its contract forbids. `what` names it; `seen` is a short repr of it."""
 
     def __init__(self, what: str, seen: str, expected: str) -> None:
         self.what = what
@@ -46,7 +46,7 @@ class EnvContractError(EnvError, ValueError):
 
 
 class EnvRaisedError(EnvError):
-    """An env in another process raised an error of the name `kind`; `trace` is where, as Python prints it."""
+    """An env in another process raised an error. `kind` is the error's class name, `trace` its traceback as text."""
 
     def __init__(self, kind: str, message: str, trace: str) -> None:
         self.kind = kind
@@ -58,7 +58,7 @@ class EnvRaisedError(EnvError):
 
 
 class EnvHangError(EnvError):
-    """An env did not return from `phase` within `timeout_s` seconds; `stack` is where its process stood then."""
+    """An env did not return from `phase` within `timeout_s` seconds. `stack` is where its process stood then."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class EnvHangError(EnvError):
 
 
 class EnvCrashError(EnvError):
-    """A process of envs ended by `cause`, a signal or an exit code; `stack` and `output` are its last words."""
+    """A process of envs ended by `cause`, a signal or an exit code. `stack` and `output` are the last it wrote."""
 
     def __init__(self, pid: int, cause: str, during: str, stack: str, output: str) -> None:
         self.pid = pid
@@ -96,7 +96,7 @@ class EnvCrashError(EnvError):
 
 
 class EnvNeighbourError(EnvError):
-    """Nothing is wrong with this env, but its process was lost, by what `culprit` did."""
+    """This env is fine, but its process was lost: `culprit`, another env in it, took it down."""
 
     def __init__(self, culprit: int, cause: str) -> None:
         self.culprit = culprit
@@ -105,7 +105,7 @@ class EnvNeighbourError(EnvError):
 
 
 class EnvHostLostError(EnvError):
-    """Nothing is wrong with this env, but the host it was on is lost; `host` names it."""
+    """This env is fine, but its host is lost. `host` names the host."""
 
     def __init__(self, host: str, reason: str) -> None:
         self.host = host

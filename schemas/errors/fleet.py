@@ -1,4 +1,4 @@
-"""What goes wrong with the place a fleet runs in: settings, keys, files, ports, servers, processes and books."""
+"""Errors of the fleet's surroundings: settings, keys, files, ports, servers, processes and books."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from headrace.schemas.errors.root import ExitCode, HeadraceError
 
 
 class ConfigError(HeadraceError):
-    """A setting is unknown, malformed or clashes with another; `key` names it, `source` says where it came from."""
+    """A setting is unknown, malformed or clashes with another. `key` names it, `source` says where it came from."""
 
     exit_code = ExitCode.CONFIG
 
@@ -20,7 +20,7 @@ class ConfigError(HeadraceError):
 
 
 class KeysError(HeadraceError):
-    """The key file or folder at `path` cannot be used, for `reason`, which says what to do."""
+    """The key file or folder at `path` cannot be used. `reason` says why, and what to do."""
 
     exit_code = ExitCode.KEYS
 
@@ -58,7 +58,7 @@ class RedisUnavailableError(UnreachableError):
 
 
 class NoEnvHostError(UnreachableError):
-    """No env host was at `endpoint`, the port of a worker or runner, for `deadline_s` seconds; `remedy` starts one."""
+    """No env host was at `endpoint`, the port of a worker or runner, for `deadline_s` seconds. `remedy` starts one."""
 
     def __init__(self, endpoint: str, deadline_s: float, remedy: str) -> None:
         self.endpoint = endpoint
@@ -83,7 +83,7 @@ class PortInUseError(HeadraceError):
 
 
 class RunDirError(HeadraceError):
-    """The run directory cannot be used; `path` names it."""
+    """The run directory at `path` cannot be used."""
 
     exit_code = ExitCode.RUN_DIR
 
@@ -93,7 +93,7 @@ class RunDirError(HeadraceError):
 
 
 class CheckpointError(HeadraceError):
-    """The checkpoint at `path` is not there, torn, corrupt, or of another module; `advice` is what to do."""
+    """The checkpoint at `path` is missing, torn, corrupt, or of another module. `advice` says what to do."""
 
     exit_code = ExitCode.RUN_DIR
 
@@ -110,7 +110,7 @@ class CrashLoopError(HeadraceError):
 
 
 class WindowStalledError(HeadraceError):
-    """The learner holds `uncommitted` batches uncommitted and waits for more, while every worker waits for a commit."""
+    """The learner holds `uncommitted` batches and waits for more, while every worker waits for a commit."""
 
     exit_code = ExitCode.WINDOW_STALLED
 

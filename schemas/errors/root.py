@@ -1,4 +1,4 @@
-"""Where every error comes from, and the exit code a process ends with when it meets one."""
+"""The root of all errors, and the exit codes of processes that end with one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a Headrace process exits with; scripts may rely on these numbers."""
+    """The exit codes of Headrace processes. Scripts may rely on these numbers."""
 
     OK = 0
     FAILURE = 1
@@ -32,6 +32,6 @@ class ExitCode(IntEnum):
 
 
 class HeadraceError(Exception):
-    """Root of every error Headrace raises on purpose."""
+    """Root of every error that Headrace raises on purpose."""
 
     exit_code: ExitCode = ExitCode.FAILURE

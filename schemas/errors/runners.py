@@ -1,4 +1,4 @@
-"""What goes wrong with policies, callbacks and connectors, and calls that a runner cannot do."""
+"""Errors of policies, callbacks and connectors, and of calls that a runner cannot do."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from headrace.schemas.errors.root import ExitCode, HeadraceError
 
 
 class ModuleError(HeadraceError):
-    """A policy module could not be built, or answered with the wrong arrays."""
+    """A policy module could not be built, or returned the wrong arrays."""
 
     exit_code = ExitCode.MODULE
 
 
 class WhichModuleError(ModuleError, LookupError):
-    """`asked` names none of the fleet's `modules`, or nothing was named where there are several."""
+    """`asked` is none of the fleet's `modules`, or the caller named no module and there are several."""
 
     def __init__(self, asked: str | None, modules: Collection[str]) -> None:
         self.asked = asked
         self.modules = sorted(modules)
-        what = "which module is meant is not said" if asked is None else f"there is no module {asked!r:.80}"
+        what = "no module was named" if asked is None else f"there is no module {asked!r:.80}"
         super().__init__(f"{what}; this fleet's modules are {self.modules!r:.300}")
 
 
 class CallbackError(HeadraceError):
-    """`callback` raised in `event`; its own error is `__cause__`. `samples` is what was sampled, if that was all."""
+    """`callback` raised in `event`; its own error is `__cause__`.
+
+    `samples` holds the finished samples, if there are any.
+    """
 
     exit_code = ExitCode.CALLBACK
 
@@ -43,11 +46,11 @@ class RunnerStoppedError(HeadraceError):
     """`sample` was called after `stop`, which has closed all envs."""
 
     def __init__(self) -> None:
-        super().__init__("this runner was stopped and has closed its envs; make_env() builds them anew")
+        super().__init__("this runner was stopped and has closed its envs; make_env() rebuilds them")
 
 
 class RunnerBusyError(HeadraceError):
-    """`call` of a runner was made by one of its own callbacks, in `event`, where it cannot be done."""
+    """A callback called `call` of its own runner in `event`, where the runner cannot do it."""
 
     exit_code = ExitCode.CALLBACK
 
@@ -61,17 +64,17 @@ class RunnerBusyError(HeadraceError):
 
 
 class ChunkError(HeadraceError, ValueError):
-    """Chunks that are no neighbouring parts of one agent's episode, or a cut that leaves no step."""
+    """Chunks that are not neighbouring parts of one agent's episode, or a cut that leaves no step."""
 
 
 class StateError(HeadraceError, ValueError):
-    """A state, or the part of it that is named, does not fit the runner it is given to."""
+    """A state, or the named part of it, does not fit the runner it is given to."""
 
     exit_code = ExitCode.CONFIG
 
 
 class ConnectorError(HeadraceError):
-    """A connector raised, or answered with the wrong arrays; `connector` says which one, `seen` what it was given."""
+    """A connector raised, or returned the wrong arrays. `connector` names it; `seen` says what it was given."""
 
     exit_code = ExitCode.MODULE
 

@@ -1,4 +1,4 @@
-"""What goes wrong between peers: messages that cannot be read or sent, and peers that refuse one another."""
+"""Errors between peers: messages that cannot be read or sent, and peers that refuse each other."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from headrace.schemas.errors.root import ExitCode, HeadraceError
 
 
 class WireError(HeadraceError):
-    """Bytes or messages that break the protocol."""
+    """Bytes or messages break the protocol."""
 
     exit_code = ExitCode.PROTOCOL
 
 
 class DecodeError(WireError):
-    """A message that is not a valid Headrace message; `reason` is a stable word, `detail` says what was seen."""
+    """A message is not a valid Headrace message. `reason` is a stable word, `detail` says what was seen."""
 
     def __init__(self, reason: str, detail: str) -> None:
         self.reason = reason
@@ -21,11 +21,11 @@ class DecodeError(WireError):
 
 
 class EncodeError(WireError):
-    """Something that must not or cannot go on the wire."""
+    """Something must not or cannot go on the wire."""
 
 
 class InfosTooLargeError(EncodeError):
-    """A batch's infos are `nbytes` bytes of JSON, and no more than `limit` go into one message."""
+    """A batch's infos are `nbytes` bytes of JSON; one message carries `limit` at most."""
 
     def __init__(self, nbytes: int, limit: int) -> None:
         self.nbytes = nbytes
@@ -37,7 +37,7 @@ class InfosTooLargeError(EncodeError):
 
 
 class RefusedError(HeadraceError):
-    """The broker, or the worker whom this env host came to, refused this peer; `code` is the wire's word for why."""
+    """The broker, or a worker that an env host came to, refused this peer. `code` is the reason's word on the wire."""
 
     exit_code = ExitCode.PROTOCOL
 
@@ -66,8 +66,10 @@ class FencedError(RefusedError):
 
 
 class KeysRefusedError(RefusedError):
-    """The broker at `endpoint`, or whatever `server` is there, and this peer did not agree about keys, so nothing was
-    ever said between them."""
+    """A server's keys and this peer's do not match, so they exchanged no message.
+
+    The server is the broker at `endpoint`, or whatever `server` names.
+    """
 
     exit_code = ExitCode.KEYS
 
@@ -84,5 +86,5 @@ REFUSALS: dict[str, type[RefusedError]] = {
 
 
 def refusal(code: str, detail: str) -> RefusedError:
-    """The typed error for a REJECT or FENCED message with `code`."""
+    """Return the typed error for a REJECT or FENCED message with `code`."""
     return REFUSALS.get(code, RefusedError)(code, detail)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import zmq
 
-from headrace.schemas.joined import join, split
 from headrace.schemas.serving_messages import ClientHello, EpisodeStart, EpisodeStep
+from headrace.schemas.single_frame import join_frames, split_frame
 from headrace.schemas.wire import MessageKind, decode, encode
 
 OBSERVATION = np.full(4, 0.01, np.float32)
@@ -99,9 +99,9 @@ class ByZmq(_Sockets):
         self._written = Written(count, self._step)
         self.write = self._written.fill
         for client, one in enumerate(self._sockets):
-            one.send_multipart(join(ClientHello(**self._who[client]).frames()))
-            assert decode(split(one.recv_multipart())).kind is MessageKind.WELCOME
-            one.send_multipart(join(EpisodeStart(**self._who[client], episode=f"z{client}").frames()))
+            one.send_multipart(join_frames(ClientHello(**self._who[client]).frames()))
+            assert decode(split_frame(one.recv_multipart())).kind is MessageKind.WELCOME
+            one.send_multipart(join_frames(EpisodeStart(**self._who[client], episode=f"z{client}").frames()))
             self._take(one.recv_multipart())
 
     def ask(self, client: int) -> None:
@@ -109,10 +109,10 @@ class ByZmq(_Sockets):
 
     def _step(self, client: int, step: int) -> Any:
         fields = {**self._who[client], "episode": f"z{client}", "step": step, "reward": float(step > 0)}
-        return join(encode(EpisodeStep.KIND, fields, {"obs": OBSERVATION}))[0]
+        return join_frames(encode(EpisodeStep.KIND, fields, {"obs": OBSERVATION}))[0]
 
     def _take(self, frames: list[bytes]) -> None:
-        assert frames[0][KIND_BYTE] == MessageKind.EPISODE_ANSWER, decode(split(frames))
+        assert frames[0][KIND_BYTE] == MessageKind.EPISODE_ANSWER, decode(split_frame(frames))
 
 
 class ByHttp:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headrace.deploy.child import Child
-from headrace.deploy.loop import Loop
+from headrace.deploy.event_loop import EventLoop
 from headrace.deploy.supervisor import ProcessSpec, Role, Service, Supervisor
 from headrace.schemas.config import SupervisorSection
 
@@ -50,7 +50,7 @@ class Notes:
 class Nursery:
     """A supervisor with all that belongs to it."""
 
-    loop: Loop
+    loop: EventLoop
     supervisor: Supervisor
     notes: Notes
     logs: Path
@@ -73,7 +73,7 @@ class Nursery:
 
 
 def nursery_in(logs: Path, section: SupervisorSection = SECTION) -> Nursery:
-    loop, notes = Loop(), Notes()
+    loop, notes = EventLoop(), Notes()
     return Nursery(loop, Supervisor(loop, section, logs, notes, random.Random(0)), notes, logs)
 
 

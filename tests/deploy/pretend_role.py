@@ -16,7 +16,7 @@ import zmq
 
 from headrace.broker.report import Report
 from headrace.broker.reporter import RedisReporter
-from headrace.deploy.last_word import place_for_last_word, say_last_word
+from headrace.deploy.exit_record import exit_record_path, write_exit_record
 from headrace.schemas.ledger import LedgerRow, Settled, WorkerTotals
 from headrace.schemas.messages import Ack, Obituary, read
 from headrace.schemas.recorder import Recorder
@@ -122,4 +122,4 @@ if __name__ == "__main__":
         worker(where, int(sys.argv[3]), int(sys.argv[4]))
     else:
         learner()
-    say_last_word(place_for_last_word(), 0)
+    write_exit_record(exit_record_path(), 0)

@@ -10,7 +10,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.deploy.commands import child_environment
+from headrace.deploy.child_commands import child_environment
 from headrace.deploy.config_print import print_config, to_toml
 from headrace.deploy.options import describe_origin, resolve
 from headrace.schemas.config import FleetConfig

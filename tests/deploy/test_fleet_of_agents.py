@@ -9,7 +9,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.deploy.audit import open_fleet
+from headrace.deploy.audit import find_books
 from headrace.deploy.redis_server import serving
 from headrace.deploy.redis_view import FleetView
 from headrace.schemas.errors import ExitCode
@@ -34,7 +34,7 @@ def test_env_steps_and_steps_of_agents_and_modules_are_counted_apart(tmp_path: P
     found = orjson.loads(result.stdout)
     assert (found["goal_reached"], found["balanced"]) == (True, True)
     assert 1000 <= found["env_steps"] < found["steps"]
-    url, fleet_id = open_fleet(tmp_path)
+    url, fleet_id = find_books(tmp_path)
     with serving(tmp_path, url), FleetView(url, fleet_id) as view:
         totals = view.read().totals
     assert totals["env_steps_sampled_total"] == found["env_steps"]

@@ -7,14 +7,14 @@ import io
 import orjson
 import pytest
 
-from headrace.deploy.goal import Goal, Numbers
-from headrace.deploy.progress import Progress, View, weights_lag
+from headrace.deploy.goal import Goal, RunNumbers
+from headrace.deploy.progress import ProgressDisplay, ProgressView, weights_lag
 from headrace.deploy.redis_view import Snapshot
-from headrace.deploy.summary import Summary, conclude, ledger_table, print_summary
+from headrace.deploy.summary import Summary, ledger_table, print_summary, summarise
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.ledger import FleetLedger
 
-START = Numbers(steps=1000, episodes=50, mean_return=480.0, window=100)
+START = RunNumbers(steps=1000, episodes=50, mean_return=480.0, window=100)
 BOOKS = FleetLedger(
     stepped=100, committed=(60, 6), queued=20, dropped={"stale": (15, 2)}, discarded={"worker_killed": 5}
 )
@@ -22,27 +22,27 @@ BOOKS = FleetLedger(
 
 def test_a_return_counts_over_a_hundred_episodes_only() -> None:
     goal = Goal(until_return=475.0)
-    assert not goal.reached(Numbers(2000, 99, 500.0, 99), Numbers())
-    assert goal.reached(Numbers(2000, 100, 475.0, 100), Numbers())
-    assert not goal.reached(Numbers(2000, 100, 474.9, 100), Numbers())
-    assert not goal.reached(Numbers(2000, 0, None, 0), Numbers())
+    assert not goal.reached(RunNumbers(2000, 99, 500.0, 99), RunNumbers())
+    assert goal.reached(RunNumbers(2000, 100, 475.0, 100), RunNumbers())
+    assert not goal.reached(RunNumbers(2000, 100, 474.9, 100), RunNumbers())
+    assert not goal.reached(RunNumbers(2000, 0, None, 0), RunNumbers())
 
 
 def test_numbers_of_an_earlier_run_reach_no_goal() -> None:
     assert not Goal(until_return=475.0).reached(START, START)
     assert not Goal(until_steps=500).reached(START, START)
-    assert Goal(until_steps=500).reached(Numbers(steps=1001), START)
+    assert Goal(until_steps=500).reached(RunNumbers(steps=1001), START)
 
 
 def test_without_a_goal_nothing_is_reached_or_late() -> None:
-    assert not Goal().reached(Numbers(10**9, 10**6, 1e9, 100), Numbers())
+    assert not Goal().reached(RunNumbers(10**9, 10**6, 1e9, 100), RunNumbers())
     assert not Goal().late(1e9)
     assert Goal(timeout_s=5.0).late(5.0)
 
 
 def test_a_negative_mean_return_is_a_number_and_none_is_absent() -> None:
-    assert Numbers.of({"episode_return_mean": -200.0, "episodes_window": 3.0}, {}).mean_return == -200.0
-    assert Numbers.of({"episode_return_mean": 0.0, "episodes_window": 0.0}, {}).mean_return is None
+    assert RunNumbers.of({"episode_return_mean": -200.0, "episodes_window": 3.0}, {}).mean_return == -200.0
+    assert RunNumbers.of({"episode_return_mean": 0.0, "episodes_window": 0.0}, {}).mean_return is None
 
 
 def test_weights_lag_is_that_of_the_worker_furthest_behind() -> None:
@@ -53,10 +53,10 @@ def test_weights_lag_is_that_of_the_worker_furthest_behind() -> None:
 
 def test_without_a_terminal_progress_is_a_line_every_few_seconds() -> None:
     stream = io.StringIO()
-    view = View(
+    view = ProgressView(
         12.0, START, Goal(until_return=475.0), steps_per_s=8200.0, weights=(2, 3), restarts={"worker": 1, "broker": 0}
     )
-    with Progress(stream) as progress:
+    with ProgressDisplay(stream) as progress:
         progress.show(view)
         progress.show(view)
     (line,) = stream.getvalue().splitlines()
@@ -70,18 +70,18 @@ def test_without_a_terminal_progress_is_a_line_every_few_seconds() -> None:
 
 
 def test_numbers_that_are_old_say_so() -> None:
-    rows = dict(View(1.0, Numbers(), Goal(), redis_age_s=7.0).rows())
+    rows = dict(ProgressView(1.0, RunNumbers(), Goal(), redis_age_s=7.0).rows())
     assert rows["Redis"] == "silent for 7 s, numbers are old"
 
 
 def summary_of(ledger: FleetLedger | None, failure: HeadraceError | None = None) -> Summary:
-    return conclude(
+    return summarise(
         fleet_id="f",
         run_dir="/r",
         seconds=2.0,
         start=START,
-        end=Numbers(steps=3000, episodes=70, mean_return=470.0, window=100),
-        at_goal=Numbers(steps=2900, episodes=69, mean_return=475.5, window=100),
+        end=RunNumbers(steps=3000, episodes=70, mean_return=470.0, window=100),
+        at_goal=RunNumbers(steps=2900, episodes=69, mean_return=475.5, window=100),
         restarts={"worker": 1},
         weights_seq=4,
         ledger=ledger,

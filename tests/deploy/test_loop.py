@@ -6,12 +6,12 @@ import os
 import signal
 import time
 
-from headrace.deploy.loop import Loop
+from headrace.deploy.event_loop import EventLoop
 from headrace.deploy.stop_signals import StopSignals
 
 
 def test_timers_fire_in_order_and_not_once_cancelled() -> None:
-    loop, fired = Loop(), []
+    loop, fired = EventLoop(), []
     loop.call_later(0.02, lambda: fired.append("second"))
     loop.call_later(0.01, lambda: fired.append("first"))
     loop.call_later(0.015, lambda: fired.append("never")).cancel()
@@ -20,7 +20,7 @@ def test_timers_fire_in_order_and_not_once_cancelled() -> None:
 
 
 def test_a_source_forgotten_within_the_same_turn_is_not_called() -> None:
-    loop, called = Loop(), []
+    loop, called = EventLoop(), []
     pipes = [os.pipe(), os.pipe()]
     for reader, writer in pipes:
         os.write(writer, b"x")
@@ -34,13 +34,13 @@ def test_a_source_forgotten_within_the_same_turn_is_not_called() -> None:
 
 
 def test_turn_until_gives_up_at_its_deadline() -> None:
-    assert not Loop().turn_until(lambda: False, 0.05)
+    assert not EventLoop().turn_until(lambda: False, 0.05)
 
 
 def test_a_signal_ends_the_wait_and_is_counted() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopSignals() as signals:
-        loop = Loop()
+        loop = EventLoop()
         loop.watch(signals.fd, signals.clear)
         for count in (1, 2):
             os.kill(os.getpid(), signal.SIGTERM)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from headrace.deploy.last_word import LastWord
-from headrace.deploy.loop import Loop
-from headrace.deploy.obituaries import Obituaries, reason_of, write_obituary
+from headrace.deploy.event_loop import EventLoop
+from headrace.deploy.exit_record import ExitRecord
+from headrace.deploy.obituary_sender import ObituarySender, reason_of, write_obituary
 from headrace.schemas.ledger import Settled, WorkerTotals
 from headrace.schemas.messages import Ack, HeldBatch, Obituary, read, read_hello
 from headrace.schemas.ports import quiet_ports
@@ -40,7 +40,7 @@ def bind(socket: zmq.Socket[bytes], port: int) -> None:
 class Registrar:
     """The broker's part: takes obituaries at its endpoint and answers those it is told to answer."""
 
-    def __init__(self, loop: Loop, port: int = 0, *, answer: bool = True, closed: bool = True) -> None:
+    def __init__(self, loop: EventLoop, port: int = 0, *, answer: bool = True, closed: bool = True) -> None:
         self.loop = loop
         self.answer = answer
         self.closed = closed
@@ -72,20 +72,20 @@ class Registrar:
 
 
 @pytest.fixture
-def loop() -> Loop:
-    return Loop()
+def loop() -> EventLoop:
+    return EventLoop()
 
 
 @pytest.fixture
-def registrar(loop: Loop) -> Iterator[Registrar]:
+def registrar(loop: EventLoop) -> Iterator[Registrar]:
     made = Registrar(loop)
     yield made
     made.close()
 
 
 @pytest.fixture
-def obituaries(loop: Loop, registrar: Registrar, tmp_path: Path) -> Iterator[Obituaries]:
-    made = Obituaries(loop, registrar.endpoint, FLEET, tmp_path)
+def obituaries(loop: EventLoop, registrar: Registrar, tmp_path: Path) -> Iterator[ObituarySender]:
+    made = ObituarySender(loop, registrar.endpoint, FLEET, tmp_path)
     yield made
     made.close()
 
@@ -101,7 +101,7 @@ def leave_a_recorder(recorders: Path, slot: int, incarnation: int) -> Path:
 
 
 def test_an_obituary_says_what_the_recorder_holds(
-    loop: Loop, registrar: Registrar, obituaries: Obituaries, tmp_path: Path
+    loop: EventLoop, registrar: Registrar, obituaries: ObituarySender, tmp_path: Path
 ) -> None:
     path = leave_a_recorder(tmp_path, 3, 2)
     obituaries.tell(write_obituary(tmp_path, 3, 2, "worker_killed"))
@@ -118,7 +118,7 @@ def test_a_worker_that_died_before_its_first_step_left_nothing(tmp_path: Path) -
 
 
 def test_it_is_repeated_until_acknowledged_and_the_recorder_kept_so_long(
-    loop: Loop, registrar: Registrar, obituaries: Obituaries, tmp_path: Path
+    loop: EventLoop, registrar: Registrar, obituaries: ObituarySender, tmp_path: Path
 ) -> None:
     path = leave_a_recorder(tmp_path, 0, 1)
     registrar.answer = False
@@ -135,7 +135,7 @@ def test_it_is_repeated_until_acknowledged_and_the_recorder_kept_so_long(
 
 
 def test_a_recorder_is_kept_until_all_that_was_accepted_is_settled(
-    loop: Loop, registrar: Registrar, obituaries: Obituaries, tmp_path: Path
+    loop: EventLoop, registrar: Registrar, obituaries: ObituarySender, tmp_path: Path
 ) -> None:
     path = leave_a_recorder(tmp_path, 0, 1)
     registrar.accepted = 1
@@ -152,11 +152,11 @@ def test_a_recorder_is_kept_until_all_that_was_accepted_is_settled(
 
 
 def test_a_broker_that_was_started_again_is_told_everything_again_and_what_its_predecessor_knew(
-    loop: Loop, tmp_path: Path
+    loop: EventLoop, tmp_path: Path
 ) -> None:
     first = Registrar(loop)
     first.accepted, first.settled = 1, Settled(seq=1, committed=(20, 2))
-    obituaries = Obituaries(loop, first.endpoint, FLEET, tmp_path)
+    obituaries = ObituarySender(loop, first.endpoint, FLEET, tmp_path)
     for slot in (0, 1):
         leave_a_recorder(tmp_path, slot, 1)
         obituaries.tell(write_obituary(tmp_path, slot, 1, "worker_killed"))
@@ -173,7 +173,7 @@ def test_a_broker_that_was_started_again_is_told_everything_again_and_what_its_p
 
 
 def test_who_lost_what_an_earlier_fleet_left_is_named(
-    loop: Loop, registrar: Registrar, obituaries: Obituaries, tmp_path: Path
+    loop: EventLoop, registrar: Registrar, obituaries: ObituarySender, tmp_path: Path
 ) -> None:
     leave_a_recorder(tmp_path, 0, 1)
     orderly = Recorder(tmp_path / "worker-1-1.rec", 1, 1)
@@ -186,7 +186,7 @@ def test_who_lost_what_an_earlier_fleet_left_is_named(
     assert {o.slot: o.reason for o in registrar.taken} == {0: "worker_killed", 1: "broker_lost"}
 
 
-def test_what_is_no_recorder_is_left_alone(loop: Loop, obituaries: Obituaries, tmp_path: Path) -> None:
+def test_what_is_no_recorder_is_left_alone(loop: EventLoop, obituaries: ObituarySender, tmp_path: Path) -> None:
     for name in ("worker-0-0.rec", f"worker-{'9' * 30}-1.rec", "worker-x-1.rec"):
         (tmp_path / name).write_bytes(b"garbage")
     (tmp_path / "worker-0-5.rec").mkdir()
@@ -195,9 +195,9 @@ def test_what_is_no_recorder_is_left_alone(loop: Loop, obituaries: Obituaries, t
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_a_broker_that_comes_back_on_its_port_is_told(loop: Loop, tmp_path: Path) -> None:
+def test_a_broker_that_comes_back_on_its_port_is_told(loop: EventLoop, tmp_path: Path) -> None:
     first = Registrar(loop)
-    obituaries = Obituaries(loop, first.endpoint, FLEET, tmp_path)
+    obituaries = ObituarySender(loop, first.endpoint, FLEET, tmp_path)
     first.close()
     obituaries.tell(write_obituary(tmp_path, 0, 1, "worker_killed"))
     assert not loop.turn_until(obituaries.all_told, 0.3)
@@ -208,7 +208,7 @@ def test_a_broker_that_comes_back_on_its_port_is_told(loop: Loop, tmp_path: Path
 
 
 def test_what_an_earlier_supervisor_left_untold_is_told(
-    loop: Loop, registrar: Registrar, obituaries: Obituaries, tmp_path: Path
+    loop: EventLoop, registrar: Registrar, obituaries: ObituarySender, tmp_path: Path
 ) -> None:
     """Not so for a recorder whose writer still lives (this very process)."""
     script = f"""
@@ -229,7 +229,7 @@ Recorder(pathlib.Path({str(tmp_path / "worker-1-4.rec")!r}), 1, 4).close()
 
 
 def test_garbage_from_the_broker_is_survived(
-    loop: Loop, registrar: Registrar, obituaries: Obituaries, tmp_path: Path
+    loop: EventLoop, registrar: Registrar, obituaries: ObituarySender, tmp_path: Path
 ) -> None:
     answers = iter([[b"garbage"], [b"", b"", os.urandom(64)]])
 
@@ -248,5 +248,5 @@ def test_garbage_from_the_broker_is_survived(
 
 
 def test_reasons() -> None:
-    words = [None, *(LastWord(pid=1, exit_code=code) for code in (0, 12, 1))]
+    words = [None, *(ExitRecord(pid=1, exit_code=code) for code in (0, 12, 1))]
     assert [reason_of(word) for word in words] == ["worker_killed", "shutdown", "fenced", "worker_killed"]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
-from headrace.deploy.book import Book
 from headrace.deploy.fleet_file import read_addresses, read_fleet_file
+from headrace.deploy.fleet_record import FleetRecord
 from headrace.deploy.run_dir import RunDir
 from headrace.deploy.supervisor import Role
 from headrace.schemas.errors import ExitCode, RunDirError
@@ -56,15 +56,15 @@ def test_a_directory_that_cannot_be_used_is_one_typed_error(tmp_path: Path, plac
 
 def test_fleet_id_and_incarnations_go_on_from_an_earlier_fleet(tmp_path: Path) -> None:
     with RunDir(tmp_path) as run_dir:
-        first = Book(run_dir, "", None)
+        first = FleetRecord(run_dir, "", None)
         assert [first.next_incarnation("worker-0") for _ in range(3)] == [1, 2, 3]
     (tmp_path / "recorders" / "worker-1-9.rec").touch()
     with RunDir(tmp_path) as run_dir:
-        second = Book(run_dir, "", None)
-    assert second.page.fleet_id == first.page.fleet_id
+        second = FleetRecord(run_dir, "", None)
+    assert second.content.fleet_id == first.content.fleet_id
     assert second.next_incarnation("worker-0") == 4
     assert second.next_incarnation("worker-1") == 10
-    assert Book(run_dir, "of-my-own", None).page.fleet_id == "of-my-own"
+    assert FleetRecord(run_dir, "of-my-own", None).content.fleet_id == "of-my-own"
 
 
 def test_a_damaged_fleet_file_is_one_typed_error(tmp_path: Path) -> None:
@@ -76,16 +76,16 @@ def test_a_damaged_fleet_file_is_one_typed_error(tmp_path: Path) -> None:
 
 def test_fleet_json_is_private_and_true_while_processes_come_and_go(tmp_path: Path, nursery: Nursery) -> None:
     with RunDir(tmp_path / "run") as run_dir:
-        book = Book(run_dir, "", "fleet.toml")
+        record = FleetRecord(run_dir, "", "fleet.toml")
         waited: list[str] = []
 
         def changed() -> None:
-            book.note_processes(nursery.supervisor.services.values())
+            record.note_processes(nursery.supervisor.services.values())
             page = read_fleet_file(run_dir.fleet_json)
             waited.extend(entry.name for entry in page.waiting if not page.processes)
 
         nursery.notes.changed = changed  # type: ignore[method-assign]
-        book.note(redis_url="redis://:secret@127.0.0.1:1/0")
+        record.note(redis_url="redis://:secret@127.0.0.1:1/0")
         assert stat.S_IMODE(run_dir.fleet_json.stat().st_mode) == 0o600
         service = nursery.start("import signal; signal.pause()", name="worker-0", role=Role.WORKER, slot=0)
 
@@ -111,15 +111,15 @@ def test_a_run_directory_that_is_removed_ends_no_fleet_that_trains(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with RunDir(tmp_path / "run") as run_dir:
-        book = Book(run_dir, "", None)
+        record = FleetRecord(run_dir, "", None)
         shutil.rmtree(run_dir.path)
-        book.note(state="running")
-        book.note(state="draining")
+        record.note(state="running")
+        record.note(state="draining")
         assert caplog.text.count("fleet.json is out of date") == 1
         with pytest.raises(RunDirError):
-            book.next_incarnation("worker-0")
+            record.next_incarnation("worker-0")
         run_dir.path.mkdir()
-        book.note(state="stopped")
+        record.note(state="stopped")
         assert read_fleet_file(run_dir.fleet_json).state == "stopped"
 
 

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.deploy.liveness_file import seconds_silent
 from headrace.deploy.ps import is_alive
-from headrace.deploy.sign_of_life import silent_s
-from headrace.deploy.silence import SilenceWatch, silence
 from headrace.deploy.supervisor import ProcessSpec, Role
+from headrace.deploy.watchdog import FleetWatchdog, why_silent
 from headrace.schemas.ledger import Settled, WorkerTotals
 from headrace.schemas.recorder import Reading
 
@@ -45,18 +45,18 @@ def reading(updated_ns: int, silent_until_ns: int = 0) -> Reading:
 
 
 def test_silence_is_counted_from_the_recorder() -> None:
-    assert silence(reading(100 * S), 50.0, 109 * S, 10.0, 60.0) is None
-    assert silence(reading(100 * S), 50.0, 111 * S, 10.0, 60.0) == "has been silent for 11.0 s"
+    assert why_silent(reading(100 * S), 50.0, 109 * S, 10.0, 60.0) is None
+    assert why_silent(reading(100 * S), 50.0, 111 * S, 10.0, 60.0) == "has been silent for 11.0 s"
 
 
 def test_a_worker_that_said_it_would_be_silent_may_be() -> None:
-    assert silence(reading(100 * S, 300 * S), 50.0, 299 * S, 10.0, 60.0) is None
-    assert silence(reading(100 * S, 300 * S), 50.0, 301 * S, 10.0, 60.0) is not None
+    assert why_silent(reading(100 * S, 300 * S), 50.0, 299 * S, 10.0, 60.0) is None
+    assert why_silent(reading(100 * S, 300 * S), 50.0, 301 * S, 10.0, 60.0) is not None
 
 
 def test_a_worker_without_a_recorder_has_its_first_minute() -> None:
-    assert silence(None, 59.0, 0, 10.0, 60.0) is None
-    assert silence(None, 61.0, 0, 10.0, 60.0) == "has given no sign of life in 61 s"
+    assert why_silent(None, 59.0, 0, 10.0, 60.0) is None
+    assert why_silent(None, 61.0, 0, 10.0, 60.0) == "has given no sign of life in 61 s"
 
 
 def test_a_stopped_worker_is_replaced_and_an_active_one_is_not(nursery: Nursery, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_stopped_worker_is_replaced_and_an_active_one_is_not(nursery: Nursery,
         slot=0,
     )
     service = nursery.supervisor.start(spec)
-    watch = SilenceWatch(nursery.loop, nursery.supervisor, tmp_path, lease_s=1.0, connect_timeout_s=1.0)
+    watch = FleetWatchdog(nursery.loop, nursery.supervisor, tmp_path, lease_s=1.0, connect_timeout_s=1.0)
     nursery.until(lambda: (tmp_path / "worker-0-1.rec").exists())
     assert not nursery.loop.turn_until(lambda: service.restarts > 0, 1.5), "replaced although it was active"
     assert service.child is not None
@@ -82,10 +82,10 @@ def test_a_stopped_worker_is_replaced_and_an_active_one_is_not(nursery: Nursery,
 
 TURNING = """
 import sys, time
-from headrace.deploy.sign_of_life import SignOfLife
-sign = SignOfLife.asked_for()
+from headrace.deploy.liveness_file import LivenessFile
+sign = LivenessFile.from_environment()
 while True:
-    if sys.argv[1] == "turns": sign.give()
+    if sys.argv[1] == "turns": sign.touch()
     time.sleep(0.02)
 """
 
@@ -93,22 +93,22 @@ while True:
 def test_an_env_host_that_turns_no_more_is_killed_and_replaced(nursery: Nursery, tmp_path: Path) -> None:
     argv = [sys.executable, "-c", TURNING, "turns"]
     service = nursery.supervisor.start(ProcessSpec("env-host-0", Role.ENV_HOST, lambda _: argv))
-    watch = SilenceWatch(nursery.loop, nursery.supervisor, tmp_path, 0.4, connect_timeout_s=1.0, host_lease_s=2.0)
+    watch = FleetWatchdog(nursery.loop, nursery.supervisor, tmp_path, 0.4, connect_timeout_s=1.0, host_lease_s=2.0)
     stopped = service.child
     assert stopped is not None
-    nursery.until(lambda: silent_s(stopped.sign_of_life_at) is not None)
+    nursery.until(lambda: seconds_silent(stopped.liveness_path) is not None)
     assert not nursery.loop.turn_until(lambda: service.restarts > 0, 2.5), "replaced although it turned"
     stopped.send(signal.SIGSTOP)
     nursery.until(lambda: service.restarts == 1 and not service.zombies)
     watch.stop()
     assert not is_alive(stopped.pid)
-    assert not stopped.sign_of_life_at.exists()
+    assert not stopped.liveness_path.exists()
 
 
 def test_an_env_host_is_not_judged_before_its_envs_can_be_had(nursery: Nursery, tmp_path: Path) -> None:
     """Its first env may take its time, for which there is a deadline of its own."""
     argv = [sys.executable, "-c", TURNING, "builds"]
     service = nursery.supervisor.start(ProcessSpec("env-host-0", Role.ENV_HOST, lambda _: argv))
-    watch = SilenceWatch(nursery.loop, nursery.supervisor, tmp_path, 0.4, connect_timeout_s=1.0, host_lease_s=0.1)
+    watch = FleetWatchdog(nursery.loop, nursery.supervisor, tmp_path, 0.4, connect_timeout_s=1.0, host_lease_s=0.1)
     assert not nursery.loop.turn_until(lambda: service.restarts > 0, 0.8)
     watch.stop()

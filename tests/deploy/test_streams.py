@@ -7,11 +7,11 @@ import sys
 
 SCRIPT = """
 import sys
-from headrace.deploy.streams import make_usable, unread
+from headrace.deploy.std_streams import open_std_streams, ignore_closed_reader
 
-make_usable()
+open_std_streams()
 for line in range(20_000):
-    with unread(sys.stdout):
+    with ignore_closed_reader(sys.stdout):
         print("line", line, flush=True)
 print("went on to the end", file=sys.stderr)
 """
@@ -28,7 +28,7 @@ def test_a_reader_that_has_had_enough_does_not_end_the_writer() -> None:
 
 
 def test_what_an_encoding_lacks_is_replaced() -> None:
-    script = "from headrace.deploy.streams import make_usable; make_usable(); print('\\u2713 fine')"
+    script = "from headrace.deploy.std_streams import open_std_streams; open_std_streams(); print('\\u2713 fine')"
     environment = {"PYTHONIOENCODING": "ascii"}
     result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=False)
     assert result.stdout == b"? fine\n", result.stderr

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.deploy.failures import ProcessFailedError
+from headrace.deploy.fleet_errors import ProcessFailedError
 from headrace.deploy.ps import is_alive
-from headrace.deploy.supervisor import INCURABLE, ProcessSpec, Role, State
+from headrace.deploy.supervisor import INCURABLE, ProcessSpec, Role, ServiceState
 from headrace.schemas.config import SupervisorSection
 from headrace.schemas.errors import CrashLoopError, ExitCode
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 SLEEP = "import signal; print('up', flush=True); signal.pause()"
 ENDS = """
 import sys
-from headrace.deploy.last_word import place_for_last_word, say_last_word
-say_last_word(place_for_last_word(), {code}, "no such thing")
+from headrace.deploy.exit_record import exit_record_path, write_exit_record
+write_exit_record(exit_record_path(), {code}, "no such thing")
 sys.exit({code})
 """
 PORT_TAKEN_ON_RETURN = f"""
@@ -44,7 +44,7 @@ def test_a_killed_process_comes_back_as_the_next_incarnation(nursery: Nursery) -
     nursery.until(lambda: nursery.says("child", "up", times=2))
     assert service.child is not None
     assert service.child.pid != first
-    assert (service.child.incarnation, service.restarts, service.state) == (2, 1, State.RUNNING)
+    assert (service.child.incarnation, service.restarts, service.state) == (2, 1, ServiceState.RUNNING)
     assert nursery.notes.ends == [("child", 1, -signal.SIGKILL)]
     assert nursery.supervisor.restarts() == {"broker": 1}
 
@@ -63,7 +63,7 @@ def test_a_crash_loop_ends_in_a_typed_error_that_shows_the_log(nursery: Nursery)
     assert error.exit_code is ExitCode.CRASH_LOOP
     assert "child died 4 times" in str(error)
     assert "the ground is gone" in str(error)
-    assert (service.state, service.restarts) == (State.FAILED, 3)
+    assert (service.state, service.restarts) == (ServiceState.FAILED, 3)
     assert nursery.supervisor.gone()
 
 
@@ -109,7 +109,7 @@ def test_a_taken_port_is_final_at_the_first_start_only(nursery: Nursery) -> None
 def test_a_fenced_learner_is_not_started_again(nursery: Nursery) -> None:
     service = nursery.start(ENDS.format(code=12), name="learner", role=Role.LEARNER)
     nursery.until(nursery.supervisor.gone)
-    assert (service.state, service.restarts, nursery.supervisor.failure) == (State.FENCED, 0, None)
+    assert (service.state, service.restarts, nursery.supervisor.failure) == (ServiceState.FENCED, 0, None)
 
 
 def test_stop_drains_and_kills_who_ignores_it(nursery: Nursery) -> None:
@@ -118,15 +118,15 @@ def test_stop_drains_and_kills_who_ignores_it(nursery: Nursery) -> None:
     nursery.until(lambda: nursery.says("polite", "up") and nursery.says("deaf", "up"))
     nursery.supervisor.stop()
     nursery.until(nursery.supervisor.gone)
-    assert polite.state is State.STOPPED
+    assert polite.state is ServiceState.STOPPED
     assert sorted(nursery.notes.ends) == [("deaf", 1, -signal.SIGKILL), ("polite", 1, -signal.SIGTERM)]
 
 
 def test_stop_cancels_a_restart_that_is_pending(nursery: Nursery) -> None:
     service = nursery.start("import sys; sys.exit(1)")
-    nursery.until(lambda: service.state is State.RESTARTING)
+    nursery.until(lambda: service.state is ServiceState.RESTARTING)
     nursery.supervisor.stop()
-    assert service.state is State.STOPPED
+    assert service.state is ServiceState.STOPPED
     assert nursery.supervisor.gone()
 
 

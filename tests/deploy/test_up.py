@@ -12,12 +12,12 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.deploy import commands
+from headrace.deploy import child_commands
 from headrace.deploy.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.ps import is_alive
 from headrace.deploy.summary import Summary
 from headrace.deploy.supervisor import ProcessSpec, Role
-from headrace.deploy.up import Options, up
+from headrace.deploy.up import UpOptions, up
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.config_loading import build_config
 from headrace.schemas.errors import CrashLoopError, ExitCode, HeadraceError, RedisUnavailableError
@@ -25,8 +25,8 @@ from headrace.schemas.errors import CrashLoopError, ExitCode, HeadraceError, Red
 PRETEND = str(Path(__file__).with_name("pretend_role.py"))
 ENDS = """
 import sys
-from headrace.deploy.last_word import place_for_last_word, say_last_word
-say_last_word(place_for_last_word(), {code}, "{sentence}")
+from headrace.deploy.exit_record import exit_record_path, write_exit_record
+write_exit_record(exit_record_path(), {code}, "{sentence}")
 sys.exit({code})
 """
 
@@ -42,12 +42,14 @@ def pretend(role: Role, run_dir: Path, slot: int | None = None) -> ProcessSpec:
 
 @pytest.fixture(autouse=True)
 def roles_are_pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "broker", lambda config_json, run_dir, fleet_id: pretend(Role.BROKER, run_dir))
+    monkeypatch.setattr(child_commands, "broker", lambda config_json, run_dir, fleet_id: pretend(Role.BROKER, run_dir))
     monkeypatch.setattr(
-        commands, "learner", lambda config, path, run_dir, endpoint, fleet_id: pretend(Role.LEARNER, run_dir)
+        child_commands, "learner", lambda config, path, run_dir, endpoint, fleet_id: pretend(Role.LEARNER, run_dir)
     )
     monkeypatch.setattr(
-        commands, "worker", lambda config, path, run_dir, endpoint, fleet_id, slot: pretend(Role.WORKER, run_dir, slot)
+        child_commands,
+        "worker",
+        lambda config, path, run_dir, endpoint, fleet_id, slot: pretend(Role.WORKER, run_dir, slot),
     )
 
 
@@ -105,7 +107,7 @@ def stepping(run_dir: Path) -> FleetFile:
 def test_it_runs_to_its_goal_and_drains_in_the_order_that_loses_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    summary = up(config_for(tmp_path, until_return=20.0), Options(json=True))
+    summary = up(config_for(tmp_path, until_return=20.0), UpOptions(json=True))
     assert summary.failure is None
     assert summary.goal_reached
     assert summary.mean_return is not None
@@ -121,7 +123,7 @@ def test_it_runs_to_its_goal_and_drains_in_the_order_that_loses_nothing(
 
 
 def test_the_summary_as_json_is_one_object_on_one_line(tmp_path: Path) -> None:
-    line = up(config_for(tmp_path, until_steps=500), Options(json=True)).as_json()
+    line = up(config_for(tmp_path, until_steps=500), UpOptions(json=True)).as_json()
     assert b"\n" not in line
     found = orjson.loads(line)
     assert found["goal_reached"] is True
@@ -133,10 +135,10 @@ def test_the_summary_as_json_is_one_object_on_one_line(tmp_path: Path) -> None:
 
 
 def test_a_second_run_in_the_same_directory_goes_on_and_is_not_fooled_by_old_numbers(tmp_path: Path) -> None:
-    first = up(config_for(tmp_path, until_return=15.0), Options(json=True))
+    first = up(config_for(tmp_path, until_return=15.0), UpOptions(json=True))
     (tmp_path / "drained").unlink()
     (tmp_path / "ready").unlink()
-    second = up(config_for(tmp_path, until_return=15.0, timeout_s=120.0), Options(json=True))
+    second = up(config_for(tmp_path, until_return=15.0, timeout_s=120.0), UpOptions(json=True))
     assert second.fleet_id == first.fleet_id
     assert second.goal_reached
     assert second.steps > first.steps
@@ -144,7 +146,7 @@ def test_a_second_run_in_the_same_directory_goes_on_and_is_not_fooled_by_old_num
 
 
 def test_a_timeout_drains_and_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
-    summary = up(config_for(tmp_path, until_return=1e9, timeout_s=1.5), Options(json=True))
+    summary = up(config_for(tmp_path, until_return=1e9, timeout_s=1.5), UpOptions(json=True))
     assert summary.failure is not None
     assert summary.failure.exit_code is ExitCode.TIMEOUT
     assert "not reached within 1.5 s" in str(summary.failure)
@@ -161,7 +163,7 @@ def test_the_first_signal_drains_and_is_no_failure(
         os.kill(os.getpid(), signal.SIGINT)
 
     meanwhile(interrupt)
-    summary = up(config_for(tmp_path), Options(json=True))
+    summary = up(config_for(tmp_path), UpOptions(json=True))
     assert (summary.failure, summary.goal_reached, summary.balanced) == (None, False, True)
     assert (tmp_path / "drained").read_text().split() == ["worker", "worker", "learner", "broker"]
 
@@ -179,7 +181,7 @@ def test_the_second_signal_stops_at_once(tmp_path: Path, meanwhile: Callable[[Ca
         os.kill(os.getpid(), signal.SIGTERM)
 
     meanwhile(interrupt)
-    summary = up(config_for(tmp_path), Options(json=True))
+    summary = up(config_for(tmp_path), UpOptions(json=True))
     assert "second signal" in str(summary.failure)
     assert len(pids) == 5
     assert not [pid for pid in pids if is_alive(pid)]
@@ -196,7 +198,7 @@ def test_whoever_is_killed_comes_back_and_the_goal_is_reached(
         os.kill(os.getpid(), signal.SIGTERM)
 
     meanwhile(kill)
-    summary = up(config_for(tmp_path), Options(json=True))
+    summary = up(config_for(tmp_path), UpOptions(json=True))
     assert summary.failure is None
     assert sum(summary.restarts.values()) == 1
     assert summary.restarts[name.partition("-")[0]] == 1
@@ -214,8 +216,8 @@ def test_an_error_of_a_role_ends_the_fleet_with_its_code_and_sentence(
 ) -> None:
     script = ENDS.format(code=4, sentence="environment Nope cannot be found")
     spec = ProcessSpec("worker-0", Role.WORKER, lambda _: [sys.executable, "-c", script], slot=0)
-    monkeypatch.setattr(commands, "worker", lambda *_: spec)
-    error = failing(up(config_for(tmp_path, workers=1), Options(json=True)))
+    monkeypatch.setattr(child_commands, "worker", lambda *_: spec)
+    error = failing(up(config_for(tmp_path, workers=1), UpOptions(json=True)))
     assert (str(error), error.exit_code) == ("worker-0: environment Nope cannot be found", ExitCode.ENV)
     assert read_fleet_file(tmp_path / "fleet.json").processes == []
 
@@ -223,15 +225,15 @@ def test_an_error_of_a_role_ends_the_fleet_with_its_code_and_sentence(
 def test_a_broker_whose_port_is_taken_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = ENDS.format(code=6, sentence="tcp://127.0.0.1:1 is already in use")
     spec = ProcessSpec("broker", Role.BROKER, lambda _: [sys.executable, "-c", script])
-    monkeypatch.setattr(commands, "broker", lambda *_: spec)
-    error = failing(up(config_for(tmp_path), Options(json=True)))
+    monkeypatch.setattr(child_commands, "broker", lambda *_: spec)
+    error = failing(up(config_for(tmp_path), UpOptions(json=True)))
     assert (str(error), error.exit_code) == ("broker: tcp://127.0.0.1:1 is already in use", ExitCode.PORT_IN_USE)
 
 
 def test_a_crash_loop_ends_the_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ProcessSpec("learner", Role.LEARNER, lambda _: [sys.executable, "-c", "raise RuntimeError('diverged')"])
-    monkeypatch.setattr(commands, "learner", lambda *_: spec)
-    error = failing(up(config_for(tmp_path), Options(json=True)))
+    monkeypatch.setattr(child_commands, "learner", lambda *_: spec)
+    error = failing(up(config_for(tmp_path), UpOptions(json=True)))
     assert isinstance(error, CrashLoopError)
     assert "RuntimeError: diverged" in str(error)
 
@@ -240,7 +242,7 @@ def test_an_own_redis_that_cannot_start_says_why(tmp_path: Path) -> None:
     files = tmp_path / "redis" / "appendonlydir"
     files.mkdir(parents=True)
     (files / "appendonly.aof.manifest").write_bytes(b"garbage")
-    error = failing(up(config_for(tmp_path), Options(json=True)))
+    error = failing(up(config_for(tmp_path), UpOptions(json=True)))
     assert error.exit_code is ExitCode.REDIS_UNAVAILABLE
     for part in ("own Redis server does not start", "AOF", "redis.log", str(tmp_path / "redis"), "move it away"):
         assert part in str(error)
@@ -249,6 +251,6 @@ def test_an_own_redis_that_cannot_start_says_why(tmp_path: Path) -> None:
 def test_a_redis_that_does_not_answer_is_one_typed_error(tmp_path: Path, free_port: int) -> None:
     config = config_for(tmp_path)
     redis = config.redis.model_copy(update={"url": f"redis://127.0.0.1:{free_port}/0"})
-    error = failing(up(config.model_copy(update={"redis": redis}), Options(json=True)))
+    error = failing(up(config.model_copy(update={"redis": redis}), UpOptions(json=True)))
     assert isinstance(error, RedisUnavailableError)
     assert "--redis-url" in str(error)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.learner_stub.building import build_policies
 from headrace.learner_stub.checkpoint import training_arrays
 from headrace.learner_stub.connector_merger import ConnectorMerger
 from headrace.learner_stub.module import TrainableModule
-from headrace.learner_stub.policies import DEFAULT_MODULE, Frozen, Policies
+from headrace.learner_stub.policies import DEFAULT_MODULE, FrozenPolicy, LearnerPolicies
+from headrace.learner_stub.policy_builder import build_policies
 from headrace.learner_stub.ppo import PPO
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.chunk import EXPLORE, RANDOM_ACTIONS, ChunkEnd
@@ -52,7 +52,7 @@ def _assert_same_weights(policy: Any, other: Any) -> None:
 
 
 def test_each_policy_learns_as_if_it_were_alone(make_batch: MakeBatch, new_module: NewModule) -> None:
-    together = Policies({"one": PPO(new_module(), SETTINGS), "two": PPO(new_module(), SETTINGS)})
+    together = LearnerPolicies({"one": PPO(new_module(), SETTINGS), "two": PPO(new_module(), SETTINGS)})
     alone = {"one": PPO(new_module(), SETTINGS), "two": PPO(new_module(), SETTINGS)}
     for seed in range(3):
         ones = [make_batch([20, 5], [TERMINATED, ONGOING], seed=seed + i) for i in (0, 100)]
@@ -69,7 +69,7 @@ def test_each_policy_learns_as_if_it_were_alone(make_batch: MakeBatch, new_modul
 
 
 def test_a_policy_without_batches_waits_for_nobody_and_stays(make_batch: MakeBatch, new_module: NewModule) -> None:
-    policies = Policies({"one": PPO(new_module(), SETTINGS), "idle": PPO(new_module(), SETTINGS)})
+    policies = LearnerPolicies({"one": PPO(new_module(), SETTINGS), "idle": PPO(new_module(), SETTINGS)})
     metrics = policies.update([_of("one", make_batch([20], [TERMINATED]))])
     assert (metrics["one/steps"], metrics["idle/steps"]) == (20, 0)
     assert "idle/kl" not in metrics
@@ -80,7 +80,7 @@ def test_a_policy_without_batches_waits_for_nobody_and_stays(make_batch: MakeBat
 def test_batches_of_an_unknown_module_are_refused_before_anything_is_trained(
     make_batch: MakeBatch, new_module: NewModule
 ) -> None:
-    policies = Policies({"one": PPO(new_module(), SETTINGS)})
+    policies = LearnerPolicies({"one": PPO(new_module(), SETTINGS)})
     with pytest.raises(ModuleError, match=r"slot 0 is of \['other'\], and this learner's policies are \['one'\]"):
         policies.update([_of("one", make_batch([20], [TERMINATED])), _of("other", make_batch([20], [TERMINATED]))])
     _assert_same_weights(policies.by_id["one"], PPO(new_module(), SETTINGS))
@@ -90,7 +90,7 @@ def test_a_module_without_a_name_has_flat_weights_metrics_and_checkpoint(
     make_batch: MakeBatch, new_module: NewModule
 ) -> None:
     ppo, batch = PPO(new_module(), SETTINGS), make_batch([20], [TERMINATED])
-    policies = Policies({DEFAULT_MODULE: ppo})
+    policies = LearnerPolicies({DEFAULT_MODULE: ppo})
     assert policies.update([batch]) == PPO(new_module(), SETTINGS).update([batch])
     assert policies.weights().keys() == ppo.module.state_dict().keys()
     state, arrays = policies.get_state()
@@ -104,7 +104,7 @@ def test_the_checkpoint_of_one_module_from_before_there_could_be_several_is_gone
     ppo = PPO(new_module(), SETTINGS)
     ppo.update([make_batch([20], [TERMINATED])])
     arrays = training_arrays(ppo.module.state_dict(), ppo.optimizer.state_dict())
-    policies = Policies(
+    policies = LearnerPolicies(
         {DEFAULT_MODULE: PPO(new_module(), SETTINGS)},
         {DEFAULT_MODULE: ConnectorMerger(["headrace.workers.connectors:MeanStd"])},
     )
@@ -116,8 +116,8 @@ def test_the_checkpoint_of_one_module_from_before_there_could_be_several_is_gone
 
 def test_what_connectors_learnt_is_published_beside_their_module(make_batch: MakeBatch, new_module: NewModule) -> None:
     mean_std = "headrace.workers.connectors:MeanStd"
-    policies = Policies(
-        {"one": PPO(new_module(), SETTINGS), "two": Frozen(torch.nn.Identity())},
+    policies = LearnerPolicies(
+        {"one": PPO(new_module(), SETTINGS), "two": FrozenPolicy(torch.nn.Identity())},
         {"one": ConnectorMerger([mean_std]), "two": ConnectorMerger([mean_std])},
     )
     random = make_batch([8], [TERMINATED], flags=EXPLORE | RANDOM_ACTIONS)
@@ -137,7 +137,7 @@ def test_what_connectors_learnt_is_published_beside_their_module(make_batch: Mak
 def test_a_batch_of_foreign_connectors_is_refused_before_anything_is_trained(
     make_batch: MakeBatch, new_module: NewModule
 ) -> None:
-    policies = Policies({"one": PPO(new_module(), SETTINGS)})
+    policies = LearnerPolicies({"one": PPO(new_module(), SETTINGS)})
     with pytest.raises(ConnectorError, match="give workers and learner the same ones"):
         policies.update([_of("one", _telling(make_batch([4], [ONGOING]), [1.0]))])
     _assert_same_weights(policies.by_id["one"], PPO(new_module(), SETTINGS))
@@ -145,21 +145,21 @@ def test_a_batch_of_foreign_connectors_is_refused_before_anything_is_trained(
 
 def test_a_policy_may_be_frozen_and_trained_again_over_restarts(make_batch: MakeBatch, new_module: NewModule) -> None:
     batch = _of("one", make_batch([20], [TERMINATED]))
-    trained = Policies({"one": PPO(new_module(), SETTINGS), "two": Frozen(new_module())})  # type: ignore[arg-type]
+    trained = LearnerPolicies({"one": PPO(new_module(), SETTINGS), "two": FrozenPolicy(new_module())})  # type: ignore[arg-type]
     trained.update([batch])
-    frozen = Policies({"one": Frozen(new_module()), "two": PPO(new_module(), SETTINGS)})  # type: ignore[arg-type]
+    frozen = LearnerPolicies({"one": FrozenPolicy(new_module()), "two": PPO(new_module(), SETTINGS)})  # type: ignore[arg-type]
     frozen.set_state(*trained.get_state())
     _assert_same_weights(frozen.by_id["one"], trained.by_id["one"])
-    assert frozen.by_id["one"].tally.steps == 20
+    assert frozen.by_id["one"].stats.steps == 20
     frozen.update([batch])
     _assert_same_weights(frozen.by_id["one"], trained.by_id["one"])
-    again = Policies({"one": PPO(new_module(), SETTINGS), "two": Frozen(new_module())})  # type: ignore[arg-type]
+    again = LearnerPolicies({"one": PPO(new_module(), SETTINGS), "two": FrozenPolicy(new_module())})  # type: ignore[arg-type]
     again.set_state(*frozen.get_state())
     assert again.update([batch])["one/steps"] == 60
 
 
 def test_the_state_of_other_policies_is_refused_by_name(new_module: NewModule) -> None:
-    one, two = (Policies({module_id: PPO(new_module(), SETTINGS)}) for module_id in ("one", "two"))
+    one, two = (LearnerPolicies({module_id: PPO(new_module(), SETTINGS)}) for module_id in ("one", "two"))
     with pytest.raises(ValueError, match=r"it is of the modules \['one'\], and these are \['two'\]"):
         two.set_state(*one.get_state())
 
@@ -178,7 +178,7 @@ def test_policies_are_built_for_their_own_spaces_with_what_is_absent_from_module
     policies = build_policies(config, {"plain": spaces, "large": WIDE, "idle": spaces})
     shapes = {m: tuple(p.weights()["trunk.0.weight"].shape) for m, p in policies.by_id.items() if p.weights()}
     assert shapes == {"plain": (8, 3), "large": (32, 7)}
-    assert isinstance(policies.by_id["idle"], Frozen)
+    assert isinstance(policies.by_id["idle"], FrozenPolicy)
 
 
 def test_without_policies_there_is_one_without_a_name(spaces: Spaces) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from headrace.learner_stub.feed import feed_for
+from headrace.learner_stub.minibatches import minibatches_for
 from headrace.learner_stub.module import TrainableModule, build_module
 from headrace.learner_stub.ppo import PPO
 from headrace.learner_stub.rollout import join
@@ -61,7 +61,10 @@ def test_a_chunk_is_worth_its_last_observation_unless_the_episode_terminated(mak
     ppo = PPO(ConstantValue(), LearnerSection(gamma=1.0, gae_lambda=1.0))
     rollout = join([batch])
     assert rollout is not None
-    assert ppo._targets(rollout, feed_for(ppo.module, rollout)).returns.tolist() == [0.0] * 2 + [10.0] * 3 + [10.0] * 4
+    assert (
+        ppo._targets(rollout, minibatches_for(ppo.module, rollout)).returns.tolist()
+        == [0.0] * 2 + [10.0] * 3 + [10.0] * 4
+    )
 
 
 def test_each_step_is_matched_with_the_observation_it_was_taken_from(make_batch: MakeBatch) -> None:

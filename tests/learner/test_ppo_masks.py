@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from headrace.learner_stub.feed import feed_for
+from headrace.learner_stub.minibatches import minibatches_for
 from headrace.learner_stub.module import build_module
 from headrace.learner_stub.ppo import PPO
 from headrace.learner_stub.rollout import join
@@ -59,7 +59,7 @@ def test_ppo_learns_among_legal_actions_only() -> None:
             batch = runner.sample(num_timesteps=512)
             rollout = join([batch])
             assert rollout is not None
-            targets = ppo._targets(rollout, feed_for(ppo.module, rollout))
+            targets = ppo._targets(rollout, minibatches_for(ppo.module, rollout))
             assert torch.allclose(targets.logp, rollout.logp, atol=1e-5)
             metrics = ppo.update([batch])
     assert first < 0.7

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.learner_stub.feed import ChunkFeed, feed_for
+from headrace.learner_stub.minibatches import ChunkMinibatches, minibatches_for
 from headrace.learner_stub.module import build_module
 from headrace.learner_stub.ppo import PPO
 from headrace.learner_stub.rollout import join
@@ -73,7 +73,7 @@ def test_before_the_first_step_every_ratio_is_one(fragment: int) -> None:
         assert any(chunk.t_start and chunk.state_in["h"].any() for batch in batches for chunk in batch)
     rollout = join(batches)
     assert rollout is not None
-    targets = ppo._targets(rollout, feed_for(ppo.module, rollout))
+    targets = ppo._targets(rollout, minibatches_for(ppo.module, rollout))
     ratios = torch.exp(targets.logp - rollout.logp)
     np.testing.assert_allclose(ratios.numpy(), 1.0, atol=1e-5)
 
@@ -84,7 +84,7 @@ def test_minibatches_are_whole_chunks_and_hold_each_step_once() -> None:
         module = build_module(LSTM, runner.spaces)
     rollout = join(batches)
     assert rollout is not None
-    feed = ChunkFeed(rollout)
+    feed = ChunkMinibatches(rollout)
     whole = module.forward_train(next(feed.all_rows(10**6))[0])["values"][torch.from_numpy(rollout.step_rows)]
     seen = []
     for minibatch in feed.shuffled(np.random.default_rng(0), 50):
@@ -100,7 +100,7 @@ def test_passes_over_all_rows_do_not_divide_chunks() -> None:
         rollout = join([runner.sample_fragment() for _ in range(3)])
         module = build_module(LSTM, runner.spaces)
     assert rollout is not None
-    feed = ChunkFeed(rollout)
+    feed = ChunkMinibatches(rollout)
     parts = [(module.forward_train(batch)["values"], rows) for batch, rows in feed.all_rows(40)]
     assert len(parts) > 5
     assert all(len(values) == rows for values, rows in parts)
@@ -114,7 +114,7 @@ def test_a_recurrent_module_is_given_what_the_workers_sequences_say() -> None:
     assert isinstance(batch, ChunkBatch)
     rollout = join([batch])
     assert rollout is not None
-    given, expected = next(ChunkFeed(rollout).all_rows(10**6))[0], sequences(batch)
+    given, expected = next(ChunkMinibatches(rollout).all_rows(10**6))[0], sequences(batch)
     assert given.keys() == expected.keys()
     for name in ("obs", "lengths", "step_rows"):
         assert torch.equal(given[name], expected[name]), name

@@ -17,14 +17,14 @@ from headrace.learner_stub import training
 from headrace.learner_stub.checkpoint import load_checkpoint
 from headrace.learner_stub.connector_merger import ConnectorMerger
 from headrace.learner_stub.module import TrainableModule
-from headrace.learner_stub.policies import DEFAULT_MODULE, Frozen, Policies
+from headrace.learner_stub.policies import DEFAULT_MODULE, FrozenPolicy, LearnerPolicies
 from headrace.learner_stub.ppo import PPO
 from headrace.learner_stub.training import gather, train
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.config import LearnerSection
 from headrace.schemas.errors import CheckpointError
-from headrace.schemas.stopping import stop_signals
+from headrace.schemas.stop_event import stop_event
 
 MakeBatch = Callable[..., ChunkBatch]
 NewModule = Callable[[], TrainableModule]
@@ -83,7 +83,7 @@ class Link:
         return len(self.published)
 
 
-def _live(broker: Broker, epoch: int, policies: Policies, path: Path) -> tuple[Policies, Link]:
+def _live(broker: Broker, epoch: int, policies: LearnerPolicies, path: Path) -> tuple[LearnerPolicies, Link]:
     """One life of a learner, from its checkpoint on, as `run_learner` does it."""
     stopping = threading.Event()
     saved = load_checkpoint(path)
@@ -110,12 +110,12 @@ def _batches(make_batch: MakeBatch, modules: Sequence[str] = (DEFAULT_MODULE,)) 
     ]
 
 
-def _policies(new_module: NewModule, modules: Sequence[str] = (DEFAULT_MODULE,)) -> Policies:
+def _policies(new_module: NewModule, modules: Sequence[str] = (DEFAULT_MODULE,)) -> LearnerPolicies:
     """All trained, except a last one of several."""
     *trained, last = (PPO(new_module(), SETTINGS) for _ in modules)
-    by_id: list[Any] = [*trained, Frozen(new_module()) if trained else last]  # type: ignore[arg-type]
+    by_id: list[Any] = [*trained, FrozenPolicy(new_module()) if trained else last]  # type: ignore[arg-type]
     mergers = {module_id: ConnectorMerger(["headrace.workers.connectors:MeanStd"]) for module_id in modules}
-    return Policies(dict(zip(modules, by_id, strict=True)), mergers)
+    return LearnerPolicies(dict(zip(modules, by_id, strict=True)), mergers)
 
 
 def test_each_update_is_checkpointed_then_committed_then_published(
@@ -173,7 +173,7 @@ def test_the_checkpoint_of_another_module_is_refused_by_name(
     _live(Broker(_batches(make_batch)), 1, _policies(new_module), path)
     saved = load_checkpoint(path)
     assert saved is not None
-    other = Policies({DEFAULT_MODULE: PPO(torch.nn.Linear(2, 2), SETTINGS)})  # type: ignore[arg-type]
+    other = LearnerPolicies({DEFAULT_MODULE: PPO(torch.nn.Linear(2, 2), SETTINGS)})  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="does not fit the modules"):
         training._resume(other, saved, path)
 
@@ -183,7 +183,7 @@ def test_the_first_stop_signal_is_an_event_and_the_second_its_old_self(number: s
     heard: list[int] = []
     before = signal.signal(number, lambda n, _: heard.append(n))
     try:
-        with stop_signals() as stopping:
+        with stop_event() as stopping:
             assert not stopping.is_set()
             signal.raise_signal(number)
             assert stopping.is_set()

@@ -8,8 +8,8 @@ from typing import Any
 import gymnasium as gym
 import torch
 
-from headrace.learner_stub.building import build_policies
-from headrace.learner_stub.policies import Policies
+from headrace.learner_stub.policies import LearnerPolicies
+from headrace.learner_stub.policy_builder import build_policies
 from headrace.schemas.config import FleetConfig
 from headrace.workers import EnvRunnerConfig, MultiAgentEnv, MultiAgentEnvRunner
 
@@ -67,7 +67,9 @@ def _runner() -> MultiAgentEnvRunner:
     )
 
 
-def _train(updates: int, trained: list[str] | None = None) -> tuple[Policies, dict[str, float], dict[str, float]]:
+def _train(
+    updates: int, trained: list[str] | None = None
+) -> tuple[LearnerPolicies, dict[str, float], dict[str, float]]:
     """(policies, metrics of the first update, of the last)."""
     first: dict[str, float] = {}
     with _runner() as runner:

@@ -78,7 +78,7 @@ class BrokerThread:
         return {(row.slot, row.incarnation): row for row in self.ask(lambda broker: broker.core.rows())}
 
     def held_bytes(self) -> int:
-        return self.ask(lambda broker: broker.core.holdings.nbytes)
+        return self.ask(lambda broker: broker.core.store.nbytes)
 
     def stop(self) -> None:
         """Stop turning and close all sockets; a broker started after it on the same run_dir takes its ports."""

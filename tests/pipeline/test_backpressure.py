@@ -23,7 +23,7 @@ def books_balance(broker: BrokerThread, shipped: int) -> None:
 
 def _settled_in(broker: Broker) -> None:
     """As if the broker had served for half a minute without a learner."""
-    broker.core.holdings.is_settled_in = True
+    broker.core.store.is_reconciled = True
 
 
 def train(broker: BrokerThread, feeders: list[Feeder]) -> tuple[Witness, EpisodeStream]:
@@ -81,8 +81,8 @@ def test_drop_oldest_keeps_the_newest_and_names_the_rest(start_broker: StartBrok
     feeder = start_feeder(broker.endpoints.worker, plan, window=50)
     until(lambda: feeder.session.accepted == 80, "all batches accepted without a learner")
     assert broker.held_bytes() <= MIB
-    assert broker.ask(lambda b: len(b.core.holdings._queue)) < 40
-    assert broker.ask(lambda b: len(b.core.holdings._droppable)) < 40
+    assert broker.ask(lambda b: len(b.core.store._queue)) < 40
+    assert broker.ask(lambda b: len(b.core.store._droppable)) < 40
     witness, stream = train(broker, [feeder])
     total = sum(batch.steps for batch in plan)
     books_balance(broker, total)

@@ -12,9 +12,9 @@ import pytest
 import zmq
 from parties import FLEET, BrokerThread, Envs, Feeder, StartBroker, StartFeeder, batches_of, until
 
+from headrace.deploy.event_loop import EventLoop
 from headrace.deploy.key_pairs import make_keys
-from headrace.deploy.loop import Loop
-from headrace.deploy.obituaries import Obituaries
+from headrace.deploy.obituary_sender import ObituarySender
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas import sockets
 from headrace.schemas.config import FleetConfig, KeysSection
@@ -25,7 +25,7 @@ from headrace.schemas.messages import Obituary
 from headrace.workers.fleet.membership import Membership
 
 JOIN_S = 3.0
-MISLED = "a peer that takes another broker's key for this one's"
+MISLED = "a peer that expects another broker's key"
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def keys_of(folder: Path, role: str = "worker") -> ClientKeys:
 
 def refusals(broker: BrokerThread, port: str) -> dict[str, int]:
     """Why, and how often, somebody was turned away at a port."""
-    counts = broker.ask(lambda asked: dict(asked.sockets.entrance.refused))
+    counts = broker.ask(lambda asked: dict(asked.sockets.auth.refused))
     return {why: count for (at, why), count in counts.items() if at == port}
 
 
@@ -112,7 +112,7 @@ def test_with_the_fleets_keys_chunks_and_weights_arrive(
     taken = feeder.weights.take()
     assert taken is not None
     assert taken.arrays["w"][-1] == size - 1
-    assert guarded.ask(lambda broker: not broker.sockets.entrance.refused)
+    assert guarded.ask(lambda broker: not broker.sockets.auth.refused)
 
 
 def test_the_environment_names_the_folder_where_no_argument_does(
@@ -141,8 +141,8 @@ def test_a_restarted_broker_lets_everybody_in_again(
 
 
 def test_the_supervisor_tells_of_a_death_with_its_own_key(guarded: BrokerThread, ours: Path, tmp_path: Path) -> None:
-    loop = Loop()
-    told = Obituaries(loop, guarded.endpoints.worker, FLEET, tmp_path, keys_of(ours, "supervisor"))
+    loop = EventLoop()
+    told = ObituarySender(loop, guarded.endpoints.worker, FLEET, tmp_path, keys_of(ours, "supervisor"))
     told.tell(Obituary(slot=0, incarnation=1, totals=WorkerTotals(), settled=Settled(), reason="worker_killed"))
     with EpisodeStream(guarded.endpoints.learner, keys=ours, connect_timeout_s=100):  # whom the broker hears first
         assert loop.turn_until(told.all_told, 100.0)
@@ -260,8 +260,8 @@ def test_who_tries_for_ever_fills_no_log(
 def test_a_supervisor_that_is_not_let_in_says_so(
     guarded: BrokerThread, strangers: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop = Loop()
-    told = Obituaries(loop, guarded.endpoints.worker, FLEET, tmp_path, keys_of(strangers, "supervisor"))
+    loop = EventLoop()
+    told = ObituarySender(loop, guarded.endpoints.worker, FLEET, tmp_path, keys_of(strangers, "supervisor"))
     assert loop.turn_until(lambda: "does not let in the supervisor key" in caplog.text, 100.0)
     told.close()
 

@@ -112,7 +112,7 @@ def test_a_place_is_given_once(broker: BrokerThread, start_feeder: StartFeeder) 
     second = start_feeder(broker.endpoints.worker, slot=0, incarnation=1)
     until(lambda: second.error, "a refusal")
     assert isinstance(second.error, RefusedError)
-    assert "slot 0 incarnation 1 is another process already" in str(second.error)
+    assert "slot 0 incarnation 1 already belongs to another process" in str(second.error)
     assert first.error is None
 
 

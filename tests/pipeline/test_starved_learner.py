@@ -10,7 +10,7 @@ import pytest
 from parties import FLEET, BrokerThread, Envs, StartFeeder, until
 from test_worker import WorkerThread
 
-from headrace.learner_stub import EpisodeStream, waiting
+from headrace.learner_stub import EpisodeStream, stall_detector
 from headrace.learner_stub.training import gather
 from headrace.schemas.config_loading import build_config
 from headrace.schemas.ledger import WorkerTotals, add_up
@@ -32,7 +32,7 @@ NEVER = threading.Event()
 
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "STARVED_S", 1.0)  # five heartbeats of these brokers
+    monkeypatch.setattr(stall_detector, "STARVED_S", 1.0)  # five heartbeats of these brokers
 
 
 def _filled(batches: int, steps: int, **limits: Any) -> WorkerSession:

@@ -24,7 +24,7 @@ from parties import (
     until,
 )
 
-from headrace.learner_stub import EpisodeStream, waiting
+from headrace.learner_stub import EpisodeStream, stall_detector
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.errors import ExitCode, FencedError, UnreachableError, WindowStalledError, WrongFleetError
 from headrace.schemas.ledger import WorkerTotals, add_up
@@ -221,7 +221,7 @@ def test_no_broker_is_an_error_within_the_deadline(free_port: int) -> None:
 def test_who_waits_for_data_without_committing_is_told_so(
     broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "STALLED_S", 0.5)
+    monkeypatch.setattr(stall_detector, "STALLED_S", 0.5)
     start_feeder(broker.endpoints.worker, Envs().fragments(9), window=3)
     stream = open_stream(auto_commit=False)
     with pytest.raises(WindowStalledError, match="3 uncommitted") as raised:
@@ -263,7 +263,7 @@ def test_prefetched_batches_survive_a_long_training_step(
     first = stream.next(100.0)
     assert first is not None
     witness.see(first)
-    until(lambda: broker.ask(lambda b: b.core.holdings.sent_and_unsettled()) == 12, "all sent ahead")
+    until(lambda: broker.ask(lambda b: b.core.store.sent_and_unsettled()) == 12, "all sent ahead")
     stream._session._heard -= 60.0
     for batch in batches_of(stream, feeder.all_settled):
         witness.see(batch)

@@ -10,7 +10,7 @@ import pytest
 from parties import BrokerThread
 from test_worker import WorkerThread, closed_row
 
-from headrace.learner_stub import EpisodeStream, WeightPublisher, waiting
+from headrace.learner_stub import EpisodeStream, WeightPublisher, stall_detector
 from headrace.learner_stub.training import gather
 from headrace.schemas.episode_errors import EpisodeAbortedError, EpisodesClosedError
 from headrace.schemas.ledger import add_up
@@ -37,7 +37,7 @@ def play(client: ActingClient, enough: threading.Event) -> None:
 def test_a_learner_trains_though_what_fits_the_window_beside_a_clients_chunks_is_less_than_an_update(
     broker: BrokerThread, free_port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(waiting, "STARVED_S", 1.0)  # five heartbeats of these brokers
+    monkeypatch.setattr(stall_detector, "STARVED_S", 1.0)  # five heartbeats of these brokers
     sections = {
         "sampling": {"env": "CartPole-v1", **SAMPLING},
         "serving": {"enabled": True, "port": free_port, "client_inference": True},

@@ -37,7 +37,7 @@ class WorkerThread:
     ) -> None:
         self.stopping = threading.Event()
         self.error: HeadraceError | None = None
-        monkeypatch.setattr(worker_module, "stop_signals", lambda: nullcontext(self.stopping))
+        monkeypatch.setattr(worker_module, "stop_event", lambda: nullcontext(self.stopping))
         self._arguments: dict[str, Any] = {"endpoint": endpoint, "fleet_id": FLEET, "recorder_dir": recorders}
         self._config = build_config(sections)
         self._thread = threading.Thread(target=self._run, name="worker")

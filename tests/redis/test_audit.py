@@ -13,7 +13,7 @@ from rich.console import Console
 
 from headrace.broker.report import Report
 from headrace.broker.reporter import RedisReporter
-from headrace.deploy.audit import audit, equation, open_fleet, render, warnings
+from headrace.deploy.audit import audit, equation, find_books, render, warnings
 from headrace.deploy.redis_view import FleetView, Snapshot
 from headrace.schemas.errors import RunDirError
 from headrace.schemas.ledger import LedgerRow
@@ -152,12 +152,12 @@ def test_the_rendering_says_the_equation_and_names_the_problem(reported: FleetVi
 
 def test_open_fleet_reads_the_run_directory(tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match=r"no fleet\.json"):
-        open_fleet(tmp_path)
+        find_books(tmp_path)
     (tmp_path / "fleet.json").write_text("{")
     with pytest.raises(RunDirError, match="damaged"):
-        open_fleet(tmp_path)
+        find_books(tmp_path)
     (tmp_path / "fleet.json").write_text('{"redis_url": ""}')
     with pytest.raises(RunDirError, match="damaged"):
-        open_fleet(tmp_path)
+        find_books(tmp_path)
     (tmp_path / "fleet.json").write_text('{"redis_url": "redis://h:1", "fleet_id": "f"}')
-    assert open_fleet(tmp_path) == ("redis://h:1", "f")
+    assert find_books(tmp_path) == ("redis://h:1", "f")

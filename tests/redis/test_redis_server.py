@@ -92,8 +92,8 @@ def test_a_usable_server_is_accepted(url: str) -> None:
 @pytest.mark.parametrize(
     ("bad_url", "reason"),
     [
-        ("http://localhost:1", "no Redis URL"),
-        ("redis://localhost:port", "no Redis URL"),
+        ("http://localhost:1", "not a Redis URL"),
+        ("redis://localhost:port", "not a Redis URL"),
         ("redis://127.0.0.1:{free}/0", "[Rr]efused"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace.broker.redis_weights import LARGEST_BYTES, PIECE_BYTES, WeightsShelf
+from headrace.broker.redis_weights import LARGEST_BYTES, PIECE_BYTES, RedisWeights
 from headrace.broker.reporter import RedisReporter
 from headrace.schemas.redis_keys import WEIGHTS_BLOB, WEIGHTS_CURRENT, key_name
 
@@ -15,15 +15,15 @@ FRAMES = [b"tag", b'{"a": 1}', bytes(range(256)) * 10_000, b"", bytes(PIECE_BYTE
 
 
 @pytest.fixture
-def shelf(client: Any, fleet_id: str) -> WeightsShelf:
-    return WeightsShelf(client, fleet_id)
+def shelf(client: Any, fleet_id: str) -> RedisWeights:
+    return RedisWeights(client, fleet_id)
 
 
 def blob(fleet_id: str, version: tuple[int, int]) -> str:
     return key_name(fleet_id, WEIGHTS_BLOB, version=f"{version[0]}-{version[1]}")
 
 
-def test_frames_come_back_as_they_went_in(shelf: WeightsShelf) -> None:
+def test_frames_come_back_as_they_went_in(shelf: RedisWeights) -> None:
     assert shelf.load() is None
     assert shelf.store((2, 9), FRAMES) == "flipped"
     stored = shelf.load()
@@ -33,7 +33,7 @@ def test_frames_come_back_as_they_went_in(shelf: WeightsShelf) -> None:
 
 
 def test_an_older_version_is_refused_and_the_replaced_blob_deleted(
-    shelf: WeightsShelf, client: Any, fleet_id: str
+    shelf: RedisWeights, client: Any, fleet_id: str
 ) -> None:
     assert shelf.store((2, 9), [b"second learner"]) == "flipped"
     assert shelf.store((1, 100), [b"first learner, stale"]) == "older"
@@ -47,16 +47,16 @@ def test_an_older_version_is_refused_and_the_replaced_blob_deleted(
 
 
 def test_the_pointer_is_not_flipped_behind_another_writer(
-    shelf: WeightsShelf, client: Any, fleet_id: str, monkeypatch: pytest.MonkeyPatch
+    shelf: RedisWeights, client: Any, fleet_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = WeightsShelf._stage
+    stage = RedisWeights._stage
 
-    def overtaken(self: WeightsShelf, name: str, frames: Any) -> None:
+    def overtaken(self: RedisWeights, name: str, frames: Any) -> None:
         stage(self, name, frames)
         monkeypatch.undo()
         assert shelf.store((3, 1), [b"the newer learner"]) == "flipped"
 
-    monkeypatch.setattr(WeightsShelf, "_stage", overtaken)
+    monkeypatch.setattr(RedisWeights, "_stage", overtaken)
     assert shelf.store((2, 1), [b"the stale learner"]) == "moved"
     stored = shelf.load()
     assert stored is not None
@@ -64,14 +64,14 @@ def test_the_pointer_is_not_flipped_behind_another_writer(
     assert 0 < client.ttl(blob(fleet_id, (2, 1))) <= 600, "a blob no pointer was flipped to expires"
 
 
-def test_weights_without_a_pointer_are_none(shelf: WeightsShelf, client: Any, fleet_id: str) -> None:
+def test_weights_without_a_pointer_are_none(shelf: RedisWeights, client: Any, fleet_id: str) -> None:
     shelf._stage(blob(fleet_id, (1, 1)), FRAMES)
     assert shelf.load() is None
 
 
 @pytest.mark.parametrize("pointer", [b"", b"1", b"1/", b"-1/2", b"\x80\x04K\x01.", b"9" * 50 + b"/1", b"1/1\n"])
 def test_a_pointer_that_is_none_counts_as_absent(
-    shelf: WeightsShelf, client: Any, fleet_id: str, pointer: bytes
+    shelf: RedisWeights, client: Any, fleet_id: str, pointer: bytes
 ) -> None:
     client.set(key_name(fleet_id, WEIGHTS_CURRENT), pointer)
     assert shelf.load() is None
@@ -92,7 +92,7 @@ def test_a_pointer_that_is_none_counts_as_absent(
     ],
 )
 def test_a_blob_that_is_not_what_it_says_is_none(
-    shelf: WeightsShelf, client: Any, fleet_id: str, field: str, value: bytes
+    shelf: RedisWeights, client: Any, fleet_id: str, field: str, value: bytes
 ) -> None:
     assert shelf.store((1, 1), [b"a frame of bytes", bytes(100)]) == "flipped"
     client.hset(blob(fleet_id, (1, 1)), field, value)

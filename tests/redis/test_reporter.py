@@ -362,7 +362,7 @@ def test_a_wrong_password_counts_as_absence(url: str, fleet_id: str, wait_for: W
 
 
 def test_a_url_that_is_none_is_refused_at_once() -> None:
-    with pytest.raises(RedisUnavailableError, match="no Redis URL"):
+    with pytest.raises(RedisUnavailableError, match="not a Redis URL"):
         RedisReporter("localhost", "fleet")
 
 
@@ -388,7 +388,7 @@ def test_garbage_in_any_key_is_left_out_and_logged(
     snapshot = read(url, fleet_id)
     assert snapshot.rows[0, 1].accepted == (352, 22)
     assert snapshot.rows[10, 1].accepted == (64, 4)
-    assert "left out what stands in Redis" in caplog.text
+    assert "left out a value in Redis" in caplog.text
     assert any("lease" in sentence for sentence in snapshot.garbage)
 
 
@@ -414,7 +414,7 @@ def test_a_key_of_another_type_counts_as_absence_until_it_is_gone(
     reporter = RedisReporter(url, fleet_id)
     reporter.offer(fleet_report(make_row, 3))
     wait_for(lambda: reporter.failures >= 1)
-    assert "Redis holds what no broker writes: ledger: is no hash" in audit(read(url, fleet_id))
+    assert "Redis holds what no broker writes: ledger: is not a hash" in audit(read(url, fleet_id))
     client.delete(key_name(fleet_id, LEDGER))
     wait_for(lambda: reporter.available)
     assert reporter.close(30.0)

@@ -8,9 +8,9 @@ import pytest
 
 from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits
-from headrace.broker.redis_saved import Saved
 from headrace.broker.report import Report
 from headrace.broker.reporter import RedisReporter
+from headrace.broker.saved_state import SavedState
 from headrace.schemas.ledger import WorkerTotals
 from headrace.schemas.messages import Bye, Heartbeat, WorkerHello, WorkerWelcome
 from headrace.schemas.redis_keys import RUNNER_STATE, key_name
@@ -19,7 +19,7 @@ from headrace.schemas.runner_counters import LARGEST_BYTES, Counters
 KNOWN: Counters = {"num_episodes_lifetime": 7, "num_agent_steps_sampled_lifetime": {"a": 12}}
 
 
-def saved_by(url: str, fleet_id: str, *reports: Report) -> Saved:
+def saved_by(url: str, fleet_id: str, *reports: Report) -> SavedState:
     """What stands in Redis after these reports."""
     reporter = RedisReporter(url, fleet_id)
     for report in reports:
@@ -44,7 +44,7 @@ def test_what_is_no_counter_is_named_and_left_out(
     client.hset(key_name(fleet_id, RUNNER_STATE), mapping={"0": value, "x": b"{}"})
     assert saved_by(url, fleet_id).runner_state == {}
     for field in ("0", "x"):
-        assert f"left out what stands in Redis: runner_state: field b'{field}'" in caplog.text
+        assert f"left out a value in Redis: runner_state: field b'{field}'" in caplog.text
 
 
 def welcome(core: BrokerCore, token: str, incarnation: int = 0) -> WorkerWelcome:

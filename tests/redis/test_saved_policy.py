@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.broker.redis_weights import WeightsShelf
+from headrace.broker.redis_weights import RedisWeights
 from headrace.deploy.fleet_file import FleetFile
 from headrace.deploy.saved_policy import find_policy
 from headrace.schemas.errors import CheckpointError, ConfigError, RedisUnavailableError
@@ -18,7 +18,7 @@ def test_weights_are_found_by_the_fleets_name_and_by_its_run_directory(
     client: Any, fleet_id: str, url: str, tmp_path: Any, free_port: int
 ) -> None:
     arrays = {"w": np.arange(3.0)}
-    assert WeightsShelf(client, fleet_id).store((3, 5), encode_weights(fleet_id, (3, 5), arrays)) == "flipped"
+    assert RedisWeights(client, fleet_id).store((3, 5), encode_weights(fleet_id, (3, 5), arrays)) == "flipped"
     FleetFile(fleet_id=fleet_id, redis_url=url).write(tmp_path / "fleet.json")
     for where, name in ((url, fleet_id), (str(tmp_path), "")):
         found = find_policy(where, name)

@@ -24,7 +24,7 @@ from headrace.schemas.errors import ConnectorError, DecodeError
 from headrace.schemas.messages import Message, read, read_hello
 from headrace.schemas.module_spaces import module_spaces_from_json
 from headrace.schemas.spaces import space_from_json, spaces_from_json
-from headrace.schemas.wire import DEFAULT_CAPS, Caps, MessageKind, decode
+from headrace.schemas.wire import DEFAULT_LIMITS, MessageKind, WireLimits, decode
 
 SECONDS = 10
 """How long mutated messages are tried."""
@@ -231,8 +231,8 @@ def _claims() -> dict[str, dict[str, Any]]:
         "huge": [["x", "<f8", [2**47], 0, 0]],
         "product": [["x", "<f8", [2**31, 2**31, 2**31], 0, 0]],
         "empty but huge": [["x", "<f8", [0, 2**40, 2**40], 0, 0]],
-        "many": [[str(i), "<f8", [2**30], 0, 0] for i in range(DEFAULT_CAPS.arrays)],
-        "too many": [[str(i), "<f8", [0], 0, 0] for i in range(DEFAULT_CAPS.arrays + 1)],
+        "many": [[str(i), "<f8", [2**30], 0, 0] for i in range(DEFAULT_LIMITS.arrays)],
+        "too many": [[str(i), "<f8", [0], 0, 0] for i in range(DEFAULT_LIMITS.arrays + 1)],
         "far": [["x", "<f8", [1], 0, 2**62]],
     }
     return {
@@ -258,11 +258,11 @@ def test_a_hostile_header_costs_no_more_memory_than_its_cap_times_forty(name: st
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert refused == ("payload" in header and name != "numbers")
-    assert peak < 40 * DEFAULT_CAPS.header_bytes
+    assert peak < 40 * DEFAULT_LIMITS.header_bytes
 
 
 def test_infos_over_their_cap_are_refused_before_they_are_read() -> None:
     spaces = golden_samples.SPACES["box"]
     frames = [bytes(f) for f in golden_samples.encoded(golden_samples.make_batch(spaces, infos={0: {0: {"x": 1}}}))]
     with pytest.raises(DecodeError, match="bad_infos"):
-        decode_batch(frames, *spaces, Caps(infos_bytes=8))
+        decode_batch(frames, *spaces, WireLimits(infos_bytes=8))

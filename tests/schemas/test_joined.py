@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.joined import LARGEST, join, split
+from headrace.schemas.single_frame import LARGEST, join_frames, split_frame
 from headrace.schemas.wire import MessageKind, decode, encode
 
 HEADER = {"session": "s", "token": "t", "step": 3}
@@ -18,7 +18,7 @@ HEADER = {"session": "s", "token": "t", "step": 3}
 def test_it_says_what_the_frames_say(sizes: list[int], text: str) -> None:
     arrays = {f"obs/{place}": np.arange(size, dtype=np.float32) for place, size in enumerate(sizes)}
     frames = encode(MessageKind.EPISODE_STEP, {**HEADER, "text": text}, arrays)
-    message, told = decode(frames), decode(split([bytes(frame) for frame in join(frames)]))
+    message, told = decode(frames), decode(split_frame([bytes(frame) for frame in join_frames(frames)]))
     assert (told.kind, told.header) == (message.kind, message.header)
     assert {name: array.tolist() for name, array in told.arrays.items()} == {
         name: array.tolist() for name, array in arrays.items()
@@ -27,20 +27,20 @@ def test_it_says_what_the_frames_say(sizes: list[int], text: str) -> None:
 
 def test_a_large_one_keeps_its_frames() -> None:
     frames = encode(MessageKind.EPISODE_STEP, HEADER, {"obs": np.zeros(LARGEST, np.uint8)})
-    assert join(frames) == frames
-    assert split([bytes(frame) for frame in frames]) == frames
+    assert join_frames(frames) == frames
+    assert split_frame([bytes(frame) for frame in frames]) == frames
 
 
 @given(cut=st.integers(0, 300), byte=st.integers(0, 255))
 def test_what_is_cut_or_altered_is_refused(cut: int, byte: int) -> None:
-    (joined,) = join(encode(MessageKind.EPISODE_STEP, HEADER, {"obs": np.ones(4, np.float32)}))
+    (joined,) = join_frames(encode(MessageKind.EPISODE_STEP, HEADER, {"obs": np.ones(4, np.float32)}))
     joined = bytes(joined)
     cut %= len(joined)
     for damaged in (joined[:cut], joined[:cut] + bytes([joined[cut] ^ (byte or 1)]) + joined[cut + 1 :]):
         with pytest.raises(DecodeError):
-            decode(split([damaged]))
+            decode(split_frame([damaged]))
 
 
 def test_a_header_of_any_length_claims_no_memory() -> None:
     with pytest.raises(DecodeError, match="would end at byte 4294967315 of 20"):
-        split([b"HDRC" + bytes(12) + b"\xff" * 4])
+        split_frame([b"HDRC" + bytes(12) + b"\xff" * 4])

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.layout import Layout, layout_of
 from headrace.schemas.manifest import ALLOWED_DTYPES
+from headrace.schemas.row_layout import RowLayout, row_layout_of
 from headrace.schemas.wire import MessageKind, decode_arrays, decode_header, encode
 
 KIND = MessageKind.EPISODE_STEP
@@ -34,8 +34,8 @@ def arrays_of(row: Any, rng: np.random.Generator) -> dict[str, NDArray[Any]]:
     return found
 
 
-def of(row: Any) -> Layout:
-    layout = layout_of(row)
+def of(row: Any) -> RowLayout:
+    layout = row_layout_of(row)
     assert layout is not None
     return layout
 
@@ -70,7 +70,7 @@ def test_a_layout_writes_the_same_bytes_and_reads_the_same_arrays(row: Any, coun
     ],
 )
 def test_there_is_no_layout_of_what_is_large_or_empty(row: Any) -> None:
-    assert layout_of(row) is None
+    assert row_layout_of(row) is None
 
 
 def test_arrays_that_lie_in_another_way_are_left_to_their_manifest() -> None:

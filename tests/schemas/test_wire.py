@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from headrace.schemas.errors import DecodeError, EncodeError
 from headrace.schemas.wire import (
     ALLOWED_DTYPES,
-    DEFAULT_CAPS,
+    DEFAULT_LIMITS,
     OWN_FRAME_BYTES,
     Buffer,
-    Caps,
     MessageKind,
+    WireLimits,
     decode,
     decode_header,
     encode,
@@ -57,9 +57,9 @@ def with_arrays(manifest: Any, *payload: bytes) -> list[Buffer]:
     return sealed({"payload": {"checksum": checksum, "sizes": sizes, "arrays": manifest}}, *payload)
 
 
-def reason_of(frames: list[Buffer], caps: Caps = DEFAULT_CAPS) -> str:
+def reason_of(frames: list[Buffer], limits: WireLimits = DEFAULT_LIMITS) -> str:
     with pytest.raises(DecodeError) as caught:
-        decode(frames, caps)
+        decode(frames, limits)
     assert str(caught.value) == f"{caught.value.reason}: {caught.value.detail}"
     assert len(str(caught.value)) < 500
     return caught.value.reason
@@ -107,7 +107,7 @@ def test_arrays_in_foreign_layouts_arrive_little_endian_and_contiguous() -> None
 def test_no_message_has_more_frames_than_receivers_take() -> None:
     arrays = {f"w{i}": np.full(OWN_FRAME_BYTES, i, np.uint8) for i in range(80)}
     frames = encode(MessageKind.WEIGHTS, {}, arrays)
-    assert len(frames) <= DEFAULT_CAPS.frames
+    assert len(frames) <= DEFAULT_LIMITS.frames
     assert [int(array[0]) for array in decode(frames).arrays.values()] == list(range(80))
 
 
@@ -119,7 +119,7 @@ def test_no_message_has_more_frames_than_receivers_take() -> None:
         ({"x": np.zeros(2, [("a", "<i4")])}, "may not go on the wire"),
         ({"x": np.zeros(2, np.complex64)}, "complex64"),
         ({"x": np.zeros((1,) * 9)}, "9 axes"),
-        ({str(i): np.zeros(0) for i in range(DEFAULT_CAPS.arrays + 1)}, "arrays; 4096 are allowed"),
+        ({str(i): np.zeros(0) for i in range(DEFAULT_LIMITS.arrays + 1)}, "arrays; 4096 are allowed"),
     ],
 )
 def test_arrays_no_receiver_would_take_are_refused_by_the_sender(arrays: dict[str, Any], word: str) -> None:
@@ -228,10 +228,10 @@ def test_what_is_malformed_is_named(frames: list[Buffer], reason: str) -> None:
 
 def test_caps_hold_before_anything_is_read() -> None:
     frames = encode(MessageKind.BATCH, {}, {"x": np.arange(9), "y": np.zeros(OWN_FRAME_BYTES)})
-    assert reason_of(frames, Caps(payload_bytes=OWN_FRAME_BYTES)) == "payload_too_large"
-    assert reason_of(frames, Caps(frames=3)) == "frame_count"
-    assert reason_of(frames, Caps(arrays=1)) == "bad_manifest"
-    assert reason_of(frames, Caps(header_bytes=20)) == "header_too_large"
+    assert reason_of(frames, WireLimits(payload_bytes=OWN_FRAME_BYTES)) == "payload_too_large"
+    assert reason_of(frames, WireLimits(frames=3)) == "frame_count"
+    assert reason_of(frames, WireLimits(arrays=1)) == "bad_manifest"
+    assert reason_of(frames, WireLimits(header_bytes=20)) == "header_too_large"
 
 
 def test_arrays_may_share_bytes_and_be_empty() -> None:

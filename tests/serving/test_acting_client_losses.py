@@ -16,7 +16,7 @@ from headrace.schemas.episode_errors import EpisodeAbortedError, EpisodeError
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.ledger import Discard
 from headrace.schemas.serving_errors import BadRequestError
-from headrace.schemas.wire import DEFAULT_CAPS
+from headrace.schemas.wire import DEFAULT_LIMITS
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.connectors import ClipActions, FrameStack, UnsquashActions
 from headrace.workers.serving.client import PolicyClient
@@ -112,7 +112,7 @@ def test_infos_beyond_any_message_end_their_episode_and_not_the_client() -> None
     with harbour(max_message_bytes=1 << 25, **quick) as there:
         with acting(there.endpoint, **quick) as client:
             with pytest.raises(EpisodeAbortedError, match="or set infos = 'none'"):
-                walk(client, 1000, info={"words": "x" * (DEFAULT_CAPS.infos_bytes // 8)})
+                walk(client, 1000, info={"words": "x" * (DEFAULT_LIMITS.infos_bytes // 8)})
             lost = client._shipments.lost_steps
             walk(client, 5)
         assert client.failure is None

@@ -23,7 +23,6 @@ from headrace.schemas.episode_errors import (
     UnknownEpisodeError,
 )
 from headrace.schemas.errors import EnvContractError, HeadraceError
-from headrace.schemas.joined import split
 from headrace.schemas.serving_errors import (
     BadRequestError,
     MessageTooLargeError,
@@ -39,6 +38,7 @@ from headrace.schemas.serving_messages import (
     EpisodeStart,
     EpisodeStep,
 )
+from headrace.schemas.single_frame import split_frame
 from headrace.schemas.wire import decode, encode
 from headrace.workers.serving.client import PolicyClient
 
@@ -290,7 +290,7 @@ def test_garbage_on_either_port_harms_nobody(way: Any, shared: Served) -> None:
                 continue
             sock.send_multipart(frames)
             assert sock.poll(100_000), "no answer"
-            told = decode(split(sock.recv_multipart()))
+            told = decode(split_frame(sock.recv_multipart()))
             assert told.kind is ClientReject.KIND, told
             assert told.header["error"] in ("bad_request", "not_in_space")
         sock.send(b"x" * 2 * LIMITS.max_message_bytes)  # libzmq ends this connection

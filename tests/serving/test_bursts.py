@@ -13,8 +13,8 @@ import zmq
 from plain_episodes import rule
 from served import Served
 
-from headrace.schemas.joined import join, split
 from headrace.schemas.serving_messages import ClientHello, EpisodeStart, EpisodeStep
+from headrace.schemas.single_frame import join_frames, split_frame
 from headrace.schemas.wire import MessageKind, WireMessage, decode, encode
 from headrace.workers.envs.remote.router_port import Door, DoorSettings
 
@@ -42,11 +42,11 @@ class Client:
             assert self.hear().kind in (MessageKind.WELCOME, MessageKind.EPISODE_ANSWER)
 
     def _say(self, frames: Any) -> None:
-        self._socket.send_multipart(join(frames) if self._rng.random() < 0.7 else frames)
+        self._socket.send_multipart(join_frames(frames) if self._rng.random() < 0.7 else frames)
 
     def hear(self) -> WireMessage:
         assert self._socket.poll(100_000), "no answer"
-        return decode(split(self._socket.recv_multipart()))
+        return decode(split_frame(self._socket.recv_multipart()))
 
     def close(self) -> None:
         self._socket.close(linger=0)
@@ -110,11 +110,11 @@ def test_what_one_client_says_at_a_time_is_heard_in_its_order(server: Served) ->
         said = [ClientHello(session="s", token="t").frames(), EpisodeStart(**who).frames()]
         said += [encode(EpisodeStep.KIND, {**who, "step": 0}, {"obs": np.zeros(2, np.float32)})]
         for frames in said:
-            socket.send_multipart(join(frames))
+            socket.send_multipart(join_frames(frames))
         answers = []
         for _ in said:
             assert socket.poll(100_000)
-            answers.append(decode(split(socket.recv_multipart())))
+            answers.append(decode(split_frame(socket.recv_multipart())))
         assert [answer.kind.name for answer in answers] == ["WELCOME", "EPISODE_ANSWER", "EPISODE_ANSWER"]
         assert [answer.header.get("next_step") for answer in answers] == [None, 0, 1]
 

@@ -14,9 +14,9 @@ from other_client import somebody_else
 from plain_episodes import rule
 from served import LIMITS, Served
 
-from headrace.schemas.joined import join, split
 from headrace.schemas.serving_errors import HTTP_STATUS
 from headrace.schemas.serving_messages import ANSWERS
+from headrace.schemas.single_frame import join_frames, split_frame
 from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.schemas.wire import decode, encode
 from headrace.workers.serving.client import PolicyClient
@@ -34,9 +34,9 @@ def test_sealed_messages_that_say_anything_are_answered_by_name(seed: int) -> No
             for number in range(MESSAGES // 2):
                 kind, header, arrays = hostile.message()
                 frames = encode(kind, header, arrays)
-                sock.send_multipart(join(frames) if seed == 1 else frames)
+                sock.send_multipart(join_frames(frames) if seed == 1 else frames)
                 assert sock.poll(100_000), f"no answer to {kind.name} {header}"
-                answer = decode(split(sock.recv_multipart()))
+                answer = decode(split_frame(sock.recv_multipart()))
                 assert answer.kind in ANSWERS
                 hostile.heard(answer.header)
                 told[answer.header.get("error", "")] += 1

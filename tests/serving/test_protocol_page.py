@@ -18,8 +18,8 @@ from served_agents import served_agents
 
 from headrace.schemas.chunk import to_episode
 from headrace.schemas.episode_errors import EpisodeError
-from headrace.schemas.joined import join, split
 from headrace.schemas.serving_errors import HTTP_STATUS, ServingError
+from headrace.schemas.single_frame import join_frames, split_frame
 from headrace.schemas.wire import MessageKind, decode, encode
 
 PAGE = (Path(__file__).parents[2] / "workers" / "serving" / "protocol.md").read_text()
@@ -75,11 +75,11 @@ def exchange_by_zeromq(endpoint: str, lines: list[str], *, joined: bool = False)
         socket.connect(endpoint)
         for asked, expected in zip(lines[::2], lines[1::2], strict=True):
             frames = encode(*parse(asked))
-            socket.send_multipart(join(frames) if joined else frames)
+            socket.send_multipart(join_frames(frames) if joined else frames)
             assert socket.poll(100_000), asked
             answer = socket.recv_multipart()
             assert len(answer) > 1 or joined
-            told, (kind, header, arrays) = decode(split(answer)), parse(expected)
+            told, (kind, header, arrays) = decode(split_frame(answer)), parse(expected)
             told.header.pop("payload", None)
             assert (told.kind, told.header) == (kind, header), asked
             assert {name: (a.dtype, a.tolist()) for name, a in told.arrays.items()} == {

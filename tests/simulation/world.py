@@ -16,8 +16,8 @@ from typing import Any
 from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.learner_stub.session import LearnerSession, StreamLimits
-from headrace.learner_stub.session import State as LearnerState
-from headrace.learner_stub.sources import ArrivalKind
+from headrace.learner_stub.session import LearnerSessionState as LearnerState
+from headrace.learner_stub.source_progress import ArrivalKind
 from headrace.schemas.batch import BatchHeader
 from headrace.schemas.ledger import Drop, LedgerRow, Settled, WorkerTotals, plus
 from headrace.schemas.messages import Ack, HeldBatch, Message, Obituary, SourcePosition, SupervisorHello, WorkerHello

@@ -15,13 +15,13 @@ from headrace.schemas.errors import DecodeError, refusal
 from headrace.schemas.handshakes import CLIENT_EVENTS, Handshakes
 from headrace.schemas.keys import ClientKeys
 from headrace.schemas.messages import Ack, Fenced, Message, Reject, WorkerWelcome, read
-from headrace.schemas.wire import MAGIC, Caps, MessageKind, WireMessage, decode
+from headrace.schemas.wire import MAGIC, MessageKind, WireLimits, WireMessage, decode
 from headrace.workers.fleet.session import State, WorkerSession
 from headrace.workers.fleet.weights import WeightsReceiver
 from headrace.workers.fleet.window import Shipment
 
 _CONTROL: dict[MessageKind, type[Message]] = {m.KIND: m for m in (WorkerWelcome, Ack, Fenced, Reject)}
-_CAPS = Caps(payload_bytes=1 << 30)
+_CAPS = WireLimits(payload_bytes=1 << 30)
 
 
 class BrokerLink:

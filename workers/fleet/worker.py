@@ -14,7 +14,7 @@ from typing import Any
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import CallbackError, EnvError, FencedError, HeadraceError, NoEnvHostError, StateError
 from headrace.schemas.ledger import Discard, Drop
-from headrace.schemas.stopping import stop_signals
+from headrace.schemas.stop_event import stop_event
 from headrace.workers.fleet.membership import Membership
 from headrace.workers.fleet.shipping import Cut, Shipper
 from headrace.workers.policy.policies import PolicyMappingError
@@ -42,7 +42,7 @@ def run_worker(
     The recorder stands at recorder_dir/worker-{slot}-{incarnation}.rec once the broker has said which these are.
     """
     with (
-        stop_signals() as stopping,
+        stop_event() as stopping,
         closing(Membership(config, endpoint, fleet_id, slot, incarnation, recorder_dir)) as membership,
     ):
         try:

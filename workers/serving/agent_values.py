@@ -11,7 +11,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import EnvContractError
-from headrace.schemas.layout import Layout
+from headrace.schemas.row_layout import RowLayout
 from headrace.schemas.spaces import Space, leaves
 from headrace.workers.serving.values import Values, judged
 
@@ -23,7 +23,7 @@ class AgentValues:
     constructor too, for agents of whom an array could not tell whose it is, or who would have none.
     """
 
-    layout: Layout | None = None
+    layout: RowLayout | None = None
     """Each message says anew of whom it has arrays."""
 
     def __init__(self, spaces: Mapping[Any, Space], root: str, *, check_bounds: bool = True) -> None:

@@ -24,7 +24,7 @@ from headrace.schemas.serving_errors import BadRequestError, NotYetError
 from headrace.schemas.serving_messages import ChunkShipment
 from headrace.schemas.spaces import Spaces
 from headrace.schemas.weights import Arrays, encode_weights
-from headrace.schemas.wire import Buffer, Caps, MessageKind, decode_header
+from headrace.schemas.wire import Buffer, MessageKind, WireLimits, decode_header
 from headrace.workers.policy.columns import PolicyColumns
 from headrace.workers.runner.taken_over import TakenOver
 from headrace.workers.serving.client_episodes import ClientEpisodes
@@ -51,7 +51,7 @@ class Exchange:
     """For any thread; nothing blocks. Until `open`, and after `end`, no chunks are taken."""
 
     def __init__(self, max_message_bytes: int) -> None:
-        self._caps = Caps(payload_bytes=max_message_bytes)
+        self._limits = WireLimits(payload_bytes=max_message_bytes)
         self._lock = threading.Lock()
         self._offered: tuple[Version, Arrays] | None = None
         self._blob = WeightsBlob()
@@ -71,7 +71,7 @@ class Exchange:
         """
         with self._lock:
             self._readers = {
-                module_id: (BatchReader(own.observation, own.action, self._caps), columns[module_id])
+                module_id: (BatchReader(own.observation, own.action, self._limits), columns[module_id])
                 for module_id, own in spaces.items()
             }
             self._episodes = self._episodes or ClientEpisodes(places)
@@ -138,7 +138,7 @@ class Exchange:
                 self._deliveries.extend(map(_markers, markers))
 
     def _read(self, frames: list[Buffer]) -> ChunkBatch:
-        kind, raw = decode_header(frames, self._caps)
+        kind, raw = decode_header(frames, self._limits)
         if kind is not MessageKind.BATCH:
             raise BadRequestError(f"a {kind.name} message was shipped; chunks are in a BATCH")
         header = read_batch_header(raw)

@@ -17,13 +17,13 @@ import orjson
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import EnvContractError
-from headrace.schemas.layout import layout_of
+from headrace.schemas.row_layout import row_layout_of
 from headrace.schemas.spaces import Dict, Leaf, Space, Tuple, column_dtype, leaf_shape, leaves, nest
-from headrace.schemas.wire import DEFAULT_CAPS, Buffer, is_deeper
+from headrace.schemas.wire import DEFAULT_LIMITS, Buffer, is_deeper
 from headrace.workers.envs.bounds import LARGEST_REWARD, leaf_bounds
 
-_LARGEST_INFO = DEFAULT_CAPS.header_bytes // 2
-_DEEPEST_INFO = DEFAULT_CAPS.header_depth // 2
+_LARGEST_INFO = DEFAULT_LIMITS.header_bytes // 2
+_DEEPEST_INFO = DEFAULT_LIMITS.header_depth // 2
 """The rest of a message's header is for all else that it says."""
 
 
@@ -87,7 +87,7 @@ class Values:
         self.space = space
         self.root = root
         self._leaves = {name: _leaf(name, leaf, check_bounds) for name, leaf in leaves(space, root)}
-        self.layout = layout_of({name: (leaf.dtype, leaf.shape) for name, leaf in self._leaves.items()})
+        self.layout = row_layout_of({name: (leaf.dtype, leaf.shape) for name, leaf in self._leaves.items()})
         """Of a message's arrays, where they are small; who sends them may lay them out in another way."""
 
     def read(self, value: Any) -> Any:

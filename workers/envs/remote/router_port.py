@@ -21,7 +21,7 @@ from headrace.schemas.config import is_loopback
 from headrace.schemas.errors import ConfigError, PortInUseError
 from headrace.schemas.keys import ENV_PORT, BrokerKeys, client_keys, read_env_port_keys
 from headrace.schemas.ports import quiet_ports
-from headrace.schemas.wire import DEFAULT_CAPS, Buffer
+from headrace.schemas.wire import DEFAULT_LIMITS, Buffer
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class DoorSettings:
     who: str = "env hosts"
     setting: str = "env_hosts"
     """What settings of the port begin with."""
-    largest_frame: int = DEFAULT_CAPS.payload_bytes + (1 << 20)
+    largest_frame: int = DEFAULT_LIMITS.payload_bytes + (1 << 20)
 
 
 def env_port_keys(folder: str | None) -> BrokerKeys | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves
-from headrace.schemas.wire import DEFAULT_CAPS
+from headrace.schemas.wire import DEFAULT_LIMITS
 from headrace.workers.agents.packing import Packing, is_packed
 from headrace.workers.config import EnvRunnerConfig
 
@@ -25,6 +25,6 @@ def problem_of(spaces: Spaces, config: EnvRunnerConfig, first: Spaces | None) ->
         Packing.of(spaces)
     for what, space in (("observation", spaces.observation), ("action", spaces.action)):
         size = sum(math.prod(leaf_shape(leaf)) * column_dtype(leaf).itemsize for _, leaf in leaves(space, what))
-        if not 0 < size <= DEFAULT_CAPS.payload_bytes:
-            return f"one {what} of its envs has {size} bytes; 1 to {DEFAULT_CAPS.payload_bytes} can be sent"
+        if not 0 < size <= DEFAULT_LIMITS.payload_bytes:
+            return f"one {what} of its envs has {size} bytes; 1 to {DEFAULT_LIMITS.payload_bytes} can be sent"
     return ""

@@ -22,7 +22,7 @@ from headrace.schemas.ledger import Discard
 from headrace.schemas.serving_errors import MessageTooLargeError, UnknownSessionError
 from headrace.schemas.serving_messages import ClientBye
 from headrace.schemas.spaces import Spaces, column_dtype, leaf_size, leaves
-from headrace.schemas.wire import DEFAULT_CAPS
+from headrace.schemas.wire import DEFAULT_LIMITS
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.external.calls import Answer
 from headrace.workers.fleet.shipping import Cut
@@ -41,7 +41,7 @@ _LEAVING_S = 5.0
 """How long a client that closes still waits for a server that is gone."""
 _FURTHER_BYTES = 64
 """Of a step besides what is seen and done: reward, version, log-prob, ..."""
-_INFO_BYTES = DEFAULT_CAPS.infos_bytes
+_INFO_BYTES = DEFAULT_LIMITS.infos_bytes
 """Of one info: more is in no chunk at all."""
 _FORGOTTEN = "the policy server has begun anew, or ended this session, which was silent"
 

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from headrace.schemas import sockets
 from headrace.schemas.errors import ConfigError, DecodeError
 from headrace.schemas.handshakes import CLIENT_EVENTS, SUCCEEDED, Handshakes, read_event
-from headrace.schemas.joined import join, split
 from headrace.schemas.keys import ClientKeys
 from headrace.schemas.messages import Message, read
 from headrace.schemas.serving_errors import BadRequestError, MessageTooLargeError, error_of
 from headrace.schemas.serving_messages import ANSWERS, ClientReject, ClientRequest
-from headrace.schemas.wire import DEFAULT_CAPS, Buffer, decode, encode
+from headrace.schemas.single_frame import join_frames, split_frame
+from headrace.schemas.wire import DEFAULT_LIMITS, Buffer, decode, encode
 
 SERVER = "policy server"
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 4.0
@@ -43,7 +43,7 @@ class Connection:
     ) -> None:
         self._endpoint = endpoint
         self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        options = sockets.DEALER | {"MAXMSGSIZE": DEFAULT_CAPS.payload_bytes} | (keys.options() if keys else {})
+        options = sockets.DEALER | {"MAXMSGSIZE": DEFAULT_LIMITS.payload_bytes} | (keys.options() if keys else {})
         for name, value in options.items():
             self._socket.setsockopt(getattr(zmq, name), value)
         self._handshakes = Handshakes(endpoint, keys, SERVER, agreed=agreed)
@@ -62,7 +62,7 @@ class Connection:
         request: ClientRequest,
         timeout_s: float,
         arrays: Mapping[str, NDArray[Any]] | None = None,
-        max_message_bytes: int = DEFAULT_CAPS.payload_bytes,
+        max_message_bytes: int = DEFAULT_LIMITS.payload_bytes,
     ) -> tuple[Message, dict[str, NDArray[Any]]]:
         """The answer to a request, which may go out several times.
 
@@ -71,7 +71,7 @@ class Connection:
         """
         number = next(_numbers)
         frames = encode(request.KIND, request.model_copy(update={"request": number}).model_dump(), arrays)
-        size, frames = sum(map(len, frames)), join(frames)
+        size, frames = sum(map(len, frames)), join_frames(frames)
         if size > max_message_bytes:
             raise MessageTooLargeError(f"a message of {size} bytes, and the server takes {max_message_bytes}")
         now = time.monotonic()
@@ -104,7 +104,7 @@ class Connection:
 
     def _read(self, frames: list[bytes], number: int) -> tuple[Message, dict[str, NDArray[Any]]] | None:
         """None for what answers an earlier request, which came again."""
-        message = decode(split(frames))
+        message = decode(split_frame(frames))
         kind = ANSWERS.get(message.kind)
         if kind is None:
             raise DecodeError("bad_message", f"{message.kind.name} is nothing that a policy server says")

@@ -14,7 +14,7 @@ import orjson
 from headrace.schemas.messages import read
 from headrace.schemas.serving_errors import BadRequestError, MessageTooLargeError
 from headrace.schemas.serving_messages import AnyStep, ClientRequest
-from headrace.schemas.wire import DEFAULT_CAPS, is_deeper
+from headrace.schemas.wire import DEFAULT_LIMITS, is_deeper
 from headrace.workers.serving.http.connection import HttpRequest
 from headrace.workers.serving.space_values import SpaceValues
 
@@ -24,7 +24,7 @@ _TOKEN = TOKEN_HEADER.lower().encode()
 _LONGEST_NUMBER = 19
 _LONGEST_KNOWN = 512
 """A path of more bytes is read anew each time: clients decide how long paths are, and many are kept in mind."""
-_MOST_SAID = DEFAULT_CAPS.header_bytes
+_MOST_SAID = DEFAULT_LIMITS.header_bytes
 _HEALTH = b"/v1/health"
 
 
@@ -78,7 +78,7 @@ def step_of(request: HttpRequest, path: StepPath, values: SpaceValues) -> tuple[
 
 def body_of(request: HttpRequest) -> dict[str, Any]:
     """The body, a JSON object, whatever its content type is called; none is an empty one. Raises `BadRequestError`."""
-    raw, most = request.body or b"{}", DEFAULT_CAPS.header_depth
+    raw, most = request.body or b"{}", DEFAULT_LIMITS.header_depth
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.schemas.errors import HeadraceError, WireError
-from headrace.schemas.joined import join, split
 from headrace.schemas.messages import read
 from headrace.schemas.serving_errors import BadRequestError, MessageTooLargeError
 from headrace.schemas.serving_messages import REQUESTS, ChunkShipment, ClientRequest
+from headrace.schemas.single_frame import join_frames, split_frame
 from headrace.schemas.wire import (
     Buffer,
-    Caps,
     MessageKind,
+    WireLimits,
     decode_arrays,
     decode_header,
     encode,
@@ -68,7 +68,7 @@ class FramesDoor:
     def __init__(self, door: Door, values: SpaceValues, max_message_bytes: int) -> None:
         self._door = door
         self._values = values
-        self._caps = Caps(payload_bytes=max_message_bytes)
+        self._limits = WireLimits(payload_bytes=max_message_bytes)
         self._layout = values.observation.layout
 
     def watch(self, fd: int) -> None:
@@ -95,8 +95,8 @@ class FramesDoor:
         for route, frames in self._door.receive(each_one):
             address, header = Route(route, self, joined=len(frames) == 1), _NO_HEADER
             try:
-                parts = split(frames)
-                kind, header = decode_header(parts, self._caps)
+                parts = split_frame(frames)
+                kind, header = decode_header(parts, self._limits)
                 if kind is MessageKind.EPISODE_STEP:
                     steps.append(self._read_step(header, parts, address))
                 else:
@@ -112,7 +112,7 @@ class FramesDoor:
             step.packed = self._layout.payload_of(header, parts)
         if step.packed is not None and not step.request.off_policy:
             return step
-        arrays = decode_arrays(header, parts, self._caps)
+        arrays = decode_arrays(header, parts, self._limits)
         step.packed, step.row = None, self._values.observation.row_of(arrays)
         if step.request.off_policy:
             step.action = self._values.action.row_of(arrays)
@@ -143,7 +143,7 @@ class FramesDoor:
         sessions: Sessions,
         now: float,
     ) -> None:
-        arrays = decode_arrays(header, parts, self._caps)
+        arrays = decode_arrays(header, parts, self._limits)
         asked: type[ClientRequest] | None = REQUESTS.get(kind)
         if asked is None:
             raise BadRequestError(f"{kind.name} is nothing that a client says")
@@ -159,7 +159,7 @@ class FramesDoor:
     def send(self, to: Route, reply: Reply) -> None:
         """Send it, unless nobody is there any more: then it will be asked for again."""
         frames = self._frames(reply)
-        self._door.send(to.route, join(frames) if to.joined else frames)
+        self._door.send(to.route, join_frames(frames) if to.joined else frames)
 
     def _frames(self, reply: Reply) -> list[Buffer]:
         values = self._values.action

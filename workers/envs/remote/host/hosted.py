@@ -13,7 +13,7 @@ from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.env_messages import NO_SEED, EnvAnswers, EnvHostWelcome, EnvOrders
 from headrace.schemas.errors import DecodeError, EncodeError, EnvContractError
 from headrace.schemas.spaces import Spaces
-from headrace.schemas.wire import DEFAULT_CAPS, Buffer, MessageKind, encode, is_deeper
+from headrace.schemas.wire import DEFAULT_LIMITS, Buffer, MessageKind, encode, is_deeper
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.process.answers import Answers
@@ -22,7 +22,7 @@ from headrace.workers.envs.process.pool import EnvProcessPool
 from headrace.workers.envs.process.reported import error_to_json
 from headrace.workers.envs.process.shared import columns_layout
 
-_INFO_DEPTH = DEFAULT_CAPS.header_depth - 3
+_INFO_DEPTH = DEFAULT_LIMITS.header_depth - 3
 """Levels of an info, which stands in a row of a list of the header."""
 
 
@@ -243,8 +243,8 @@ class HostedEnvs:
             raise EncodeError(f"infos of ENV_ANSWERS are nested deeper than {_INFO_DEPTH} levels")
         rows = self._rows(stepped, began)
         size = sum(array.nbytes for array in rows.values())
-        if size > DEFAULT_CAPS.payload_bytes:
-            raise EncodeError(f"arrays of ENV_ANSWERS have {size} bytes; {DEFAULT_CAPS.payload_bytes} are allowed")
+        if size > DEFAULT_LIMITS.payload_bytes:
+            raise EncodeError(f"arrays of ENV_ANSWERS have {size} bytes; {DEFAULT_LIMITS.payload_bytes} are allowed")
         return encode(MessageKind.ENV_ANSWERS, header.model_dump(), rows)
 
     def _tell(self, error: BaseException) -> dict[str, Any]:

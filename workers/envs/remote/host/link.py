@@ -11,9 +11,9 @@ from headrace.schemas import sockets
 from headrace.schemas.handshakes import CLIENT_EVENTS, SUCCEEDED, Handshakes, read_event
 from headrace.schemas.keys import ClientKeys
 from headrace.schemas.messages import Message
-from headrace.schemas.wire import DEFAULT_CAPS, Buffer
+from headrace.schemas.wire import DEFAULT_LIMITS, Buffer
 
-_LARGEST_FRAME = DEFAULT_CAPS.payload_bytes + (1 << 20)
+_LARGEST_FRAME = DEFAULT_LIMITS.payload_bytes + (1 << 20)
 
 
 class WorkerLink:

@@ -15,7 +15,7 @@ from headrace.schemas.errors import DecodeError, refusal
 from headrace.schemas.keys import ClientKeys
 from headrace.schemas.messages import Reject, read
 from headrace.schemas.spaces import Spaces
-from headrace.schemas.stopping import stop_signals
+from headrace.schemas.stop_event import stop_event
 from headrace.schemas.wire import Buffer, MessageKind, WireMessage, decode
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.remote.host.hosted import AnyEnvPool, HostedEnvs
@@ -37,7 +37,7 @@ def run_env_host(
     `on_turn` is called ten times a second or more once they can be had, but while those of one life are closed.
     Raises `EnvError` for an env that cannot be built here, and `RefusedError` when the worker does not want it.
     """
-    with stop_signals() as stopping:
+    with stop_event() as stopping:
         host = EnvHost(config, endpoint, keys, learn_spaces(config))
         try:
             host.serve(stopping, on_turn)

@@ -8,7 +8,7 @@ from typing import TextIO
 import orjson
 from rich.console import Console
 
-from headrace.deploy.audit import audit, open_fleet, render, warnings
+from headrace.deploy.audit import audit, find_books, render, warnings
 from headrace.deploy.redis_server import serving
 from headrace.deploy.redis_view import FleetView, Snapshot
 from headrace.schemas.errors import LedgerError
@@ -20,7 +20,7 @@ FILE_WIDTH = 160
 def audit_run(run_dir: Path, *, strict: bool, as_json: bool, stream: TextIO) -> None:
     """Print the rows and what is wrong. Raises `LedgerError` naming it when `strict`, `RunDirError` without a fleet and
     `RedisUnavailableError` when its Redis cannot be read."""
-    url, fleet_id = open_fleet(run_dir)
+    url, fleet_id = find_books(run_dir)
     with serving(run_dir, url), FleetView(url, fleet_id) as view:
         snapshot = view.read()
     problems, warned = audit(snapshot), warnings(snapshot)

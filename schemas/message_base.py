@@ -1,4 +1,4 @@
-"""What every control message is, and the parts that several of them share."""
+"""The base class of control messages, and the parts that several of them share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.schemas.wire import Buffer, MessageKind, encode
 
 Positive = Annotated[Natural, Field(gt=0)]
 Version = Annotated[tuple[Natural, Natural], Strict(False)]
-"""(learner_epoch, seq) of weights, ordered as a pair; (0, 0) is none yet."""
+"""(learner_epoch, seq) of weights, ordered as a pair; (0, 0) means no weights yet."""
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -24,12 +24,12 @@ class Message(BaseModel):
     KIND: ClassVar[MessageKind]
 
     def frames(self) -> list[Buffer]:
-        """The message as ZeroMQ frames."""
+        """Return the message as ZeroMQ frames."""
         return encode(self.KIND, self.model_dump())
 
 
 class SourcePosition(BaseModel):
-    """How far a learner got with one incarnation's batches: all up to `seq` that it was given are trained on."""
+    """A learner's progress with one incarnation: it has trained on all batches up to `seq` that it was given."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
     slot: Natural
@@ -38,7 +38,7 @@ class SourcePosition(BaseModel):
 
 
 class HeldBatch(BaseModel):
-    """A batch in somebody's hands, by its counts."""
+    """The counts of a batch that a worker, the broker or a learner holds."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
     seq: Positive
@@ -47,7 +47,7 @@ class HeldBatch(BaseModel):
 
 
 class Reject(Message):
-    """This peer or this message is refused; `fatal` says whether to stop."""
+    """Refuses this peer or this message; `fatal` says whether the peer must stop."""
 
     KIND = MessageKind.REJECT
     code: str
@@ -58,7 +58,10 @@ class Reject(Message):
 
 
 class Fenced(Message):
-    """Another has taken this one's place. For a worker: `accepted` is final, no later batch of it counts."""
+    """Tells a peer that a newer one has taken its place.
+
+    For a worker `accepted` is final: no later batch of it counts.
+    """
 
     KIND = MessageKind.FENCED
     detail: str
@@ -67,7 +70,7 @@ class Fenced(Message):
 
 
 def read(message: type[M], header: dict[str, Any]) -> M:
-    """The header as `message`; raises `DecodeError` naming the field that is wrong."""
+    """Parse the header as `message`. Raises `DecodeError` naming the field that is wrong."""
     try:
         return message.model_validate(header)
     except ValidationError as error:

@@ -7,10 +7,10 @@ import math
 import time
 from pathlib import Path
 
-from headrace.deploy.loop import Loop
+from headrace.deploy.event_loop import EventLoop
+from headrace.deploy.liveness_file import seconds_silent
 from headrace.deploy.recorders import recorder_path
-from headrace.deploy.sign_of_life import silent_s
-from headrace.deploy.supervisor import Role, Service, State, Supervisor
+from headrace.deploy.supervisor import Role, Service, ServiceState, Supervisor
 from headrace.schemas.recorder import Reading, read_recorder
 
 log = logging.getLogger("headrace.supervisor")
@@ -19,17 +19,17 @@ FIRST_SIGN_S = 60.0
 """How long a new worker has before its recorder must exist: torch and the user's env take their time to import."""
 
 
-def silence(reading: Reading | None, lived_s: float, now_ns: int, lease_s: float, first_sign_s: float) -> str | None:
+def why_silent(reading: Reading | None, lived_s: float, now_ns: int, lease_s: float, first_sign_s: float) -> str | None:
     """What a silent worker is to be told of; None when it is not silent."""
     if reading is None:
         return f"has given no sign of life in {lived_s:.0f} s" if lived_s > first_sign_s else None
-    silent_s = (now_ns - reading.updated_ns) / 1e9
-    if silent_s <= lease_s or now_ns <= reading.silent_until_ns:
+    seconds_silent = (now_ns - reading.updated_ns) / 1e9
+    if seconds_silent <= lease_s or now_ns <= reading.silent_until_ns:
         return None
-    return f"has been silent for {silent_s:.1f} s"
+    return f"has been silent for {seconds_silent:.1f} s"
 
 
-class SilenceWatch:
+class FleetWatchdog:
     """Replaces workers whose recorder has not been written for `lease_s`; looks four times a lease.
 
     Likewise env hosts that have given a sign of life, and no other for `host_lease_s`.
@@ -37,7 +37,7 @@ class SilenceWatch:
 
     def __init__(
         self,
-        loop: Loop,
+        loop: EventLoop,
         supervisor: Supervisor,
         recorders: Path,
         lease_s: float,
@@ -62,7 +62,7 @@ class SilenceWatch:
         late_s = time.monotonic() - self._last_look - self._interval_s
         if late_s < self._lease_s / 2:  # else we were stopped ourselves, and perhaps everyone with us: ask again later
             for service in list(self._supervisor.services.values()):
-                if service.state is State.RUNNING and (why := self._why_silent(service)) is not None:
+                if service.state is ServiceState.RUNNING and (why := self._why_silent(service)) is not None:
                     self._supervisor.replace(service, why)
         self._last_look = time.monotonic()
         self._timer = self._loop.call_later(self._interval_s, self._look)
@@ -72,9 +72,9 @@ class SilenceWatch:
         if child is not None and service.spec.role is Role.WORKER and slot is not None:
             reading = read_recorder(recorder_path(self._recorders, slot, child.incarnation))
             lived_s = time.monotonic() - child.started
-            return silence(reading, lived_s, time.monotonic_ns(), self._lease_s, self._first_sign_s)
+            return why_silent(reading, lived_s, time.monotonic_ns(), self._lease_s, self._first_sign_s)
         if child is not None and service.spec.role is Role.ENV_HOST:
-            silent = silent_s(child.sign_of_life_at)
+            silent = seconds_silent(child.liveness_path)
             if silent is not None and silent > self._host_lease_s:
                 return f"has been silent for {silent:.1f} s"
         return None

@@ -14,7 +14,7 @@ from headrace.schemas.chunk import ChunkEnd
 RECENT_EPISODES = 100
 
 
-class Tally:
+class TrainingStats:
     """Updates, steps and finished episodes over the learner's whole life, and the returns of the newest episodes.
 
     Where envs have several agents, steps and episodes are those of agents.

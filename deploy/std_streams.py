@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 
-def make_usable() -> None:
+def open_std_streams() -> None:
     """Give this process a stdin, stdout and stderr even where it was started without (`>&-`), so that no socket gets
     their numbers; and write what an encoding does not have as "?"."""
     for descriptor in (0, 1, 2):
@@ -25,7 +25,7 @@ def make_usable() -> None:
 
 
 @contextmanager
-def unread(stream: TextIO) -> Iterator[None]:
+def ignore_closed_reader(stream: TextIO) -> Iterator[None]:
     """Within it nobody needs to read `stream`: once its reader has gone (`| head`), all further output goes nowhere."""
     try:
         yield

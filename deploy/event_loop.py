@@ -26,7 +26,7 @@ class Timer:
         self.handler = None
 
 
-class Loop:
+class EventLoop:
     """Calls handlers of readable sources and of timers that are due, all in the thread that calls `turn`."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:

@@ -4,7 +4,7 @@ HeadraceError
 ├── ProcessFailedError   a process ended with an error that no restart can cure
 ├── OwnRedisError        the server that the fleet starts for itself does not start
 ├── GoalTimeoutError     the goal was not reached in time
-└── StoppedError         a second signal cut the drain short
+└── DrainCutShortError   a second signal cut the drain short
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class GoalTimeoutError(HeadraceError):
         )
 
 
-class StoppedError(HeadraceError):
+class DrainCutShortError(HeadraceError):
     """A second signal cut the drain short; recorders of the workers that were killed stay in the run directory."""
 
     def __init__(self) -> None:

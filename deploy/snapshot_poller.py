@@ -11,7 +11,7 @@ from headrace.schemas.errors import RedisUnavailableError
 INTERVAL_S = 0.5
 
 
-class Watch:
+class SnapshotPoller:
     """`snapshot` is the newest that could be read, `age_s` how long ago that was. Close it."""
 
     def __init__(self, url: str, fleet_id: str) -> None:

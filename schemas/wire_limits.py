@@ -1,4 +1,4 @@
-"""What a receiver of messages accepts at most, for whoever sends them to know too."""
+"""The limits of what a receiver of messages accepts. Senders know them too."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Caps:
-    """What a receiver accepts at most, checked before anything is allocated. Sizes in bytes."""
+class WireLimits:
+    """The most that a receiver accepts, checked before it allocates anything. Sizes in bytes."""
 
     header_bytes: int = 1 << 20
     payload_bytes: int = 256 << 20
@@ -18,4 +18,4 @@ class Caps:
     header_depth: int = 64
 
 
-DEFAULT_CAPS = Caps()
+DEFAULT_LIMITS = WireLimits()

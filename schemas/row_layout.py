@@ -1,4 +1,4 @@
-"""Arrays that lie alike in many small messages: all are read at once, and no manifest is gone through twice."""
+"""A fixed layout of arrays shared by many small messages: they are read at once and their manifest checked once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
 """Dtype and shape of each array, by name."""
 
 
-class Layout:
+class RowLayout:
     """Where `pack` puts the arrays of one row, all of them in one frame."""
 
     def __init__(self, row: Row, manifest: list[list[Any]], row_bytes: int) -> None:
@@ -28,9 +28,9 @@ class Layout:
         self._dtype = np.dtype(form)  # type: ignore[call-overload]
 
     def payload_of(self, header: Mapping[str, Any], frames: Sequence[Buffer]) -> Buffer | None:
-        """The payload of a message, of which `decode_header` gave `header`, for `read`; None if it lies in another way.
+        """Return the payload of a message for `read`; None if its arrays lie in another way.
 
-        Raises `DecodeError` for one that is not what was sent.
+        `decode_header` gave `header`. Raises `DecodeError` for a payload that does not match its checksum.
         """
         payload = header.get("payload")
         if payload is None or payload.get("arrays") != self._manifest or payload["sizes"] != self._sizes:
@@ -39,12 +39,15 @@ class Layout:
         return frames[2]
 
     def read(self, frames: Sequence[Buffer]) -> dict[str, NDArray[Any]]:
-        """The arrays of messages that lie so, (messages, *shape), read-only; `frames` is the payload of each."""
+        """Return the arrays of messages of this layout: (messages, *shape), read-only.
+
+        `frames` holds one payload each.
+        """
         rows = np.frombuffer(frames[0] if len(frames) == 1 else b"".join(frames), self._dtype)
         return {name: rows[name] for name in self._names}
 
     def encode(self, kind: MessageKind, header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> list[Buffer]:
-        """`wire.encode`, of arrays with the dtypes and shapes of the row. Raises as it does."""
+        """Encode arrays with the dtypes and shapes of the row. Raises as `wire.encode` does."""
         if len(self._names) == 1:
             payload = arrays[self._names[0]].tobytes().ljust(self._sizes[0], b"\0")
         else:
@@ -55,10 +58,13 @@ class Layout:
         return encode_packed(kind, header, [payload], self._manifest)
 
 
-def layout_of(row: Row) -> Layout | None:
-    """None for a large one, which is not worth a copy, and where there is nothing in one of the arrays."""
+def row_layout_of(row: Row) -> RowLayout | None:
+    """Return the layout of a row of arrays.
+
+    None for a large row, which is not worth a copy, and for a row with an empty array.
+    """
     arrays = {name: np.zeros(shape, dtype) for name, (dtype, shape) in row.items()}
     frames, manifest = pack(arrays)
     if len(frames) != 1 or len(frames[0]) >= OWN_FRAME_BYTES or not all(array.nbytes for array in arrays.values()):
         return None
-    return Layout(row, manifest, len(frames[0]))
+    return RowLayout(row, manifest, len(frames[0]))

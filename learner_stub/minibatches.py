@@ -26,7 +26,7 @@ class Minibatch:
     answers: Tensor | slice
 
 
-class Feed(Protocol):
+class Minibatches(Protocol):
     """A rollout as its module wants it."""
 
     def all_rows(self, rows: int) -> Iterator[tuple[dict[str, Any], int]]:
@@ -36,39 +36,39 @@ class Feed(Protocol):
         """Each step once, some `steps` at a time, in an order drawn from `random`."""
 
 
-def feed_for(module: Any, rollout: Rollout) -> Feed:
+def minibatches_for(module: Any, rollout: Rollout) -> Minibatches:
     """Chunk by chunk for a module with `initial_state`. Raises `ModuleError` when one that remembers did not sample."""
     if not hasattr(module, "initial_state"):
-        return RowFeed(rollout)
+        return RowMinibatches(rollout)
     if not rollout.state_in:
         raise ModuleError(
             f"{type(module).__name__} is recurrent, and the batches carry no state_in: they were sampled by another "
             "module; name the same one for workers and learner"
         )
-    return ChunkFeed(rollout)
+    return ChunkMinibatches(rollout)
 
 
-class RowFeed:
+class RowMinibatches:
     """Rows in any order: {"obs": ...}."""
 
     def __init__(self, rollout: Rollout) -> None:
         self._rollout = rollout
 
     def all_rows(self, rows: int) -> Iterator[tuple[dict[str, Any], int]]:
-        """See `Feed`."""
+        """See `Minibatches`."""
         total = int(self._rollout.obs_offsets[-1])
         for start in range(0, total, rows):
             part = slice(start, min(start + rows, total))
             yield {"obs": take(self._rollout.obs, part)}, part.stop - part.start
 
     def shuffled(self, random: np.random.Generator, steps: int) -> Iterator[Minibatch]:
-        """See `Feed`; the last minibatch has what is left."""
+        """See `Minibatches`; the last minibatch has what is left."""
         step_rows = torch.from_numpy(self._rollout.step_rows)
         for some in torch.split(torch.from_numpy(random.permutation(len(self._rollout))), steps):
             yield Minibatch({"obs": take(self._rollout.obs, step_rows[some])}, some, slice(None))
 
 
-class ChunkFeed:
+class ChunkMinibatches:
     """Whole chunks, each from the state that was stored with it.
 
     {"obs": (rows, ...), each chunk's T+1 observations one after another, "lengths": int64 (chunks,), those T+1,
@@ -80,14 +80,14 @@ class ChunkFeed:
         self._lengths = np.diff(rollout.offsets)
 
     def all_rows(self, rows: int) -> Iterator[tuple[dict[str, Any], int]]:
-        """See `Feed`; no chunk is divided."""
+        """See `Minibatches`; no chunk is divided."""
         chunks = np.arange(len(self._lengths))
         for some in _groups(chunks, self._lengths + 1, rows):
             batch = self._batch(some)
             yield batch, int(batch["lengths"].sum())
 
     def shuffled(self, random: np.random.Generator, steps: int) -> Iterator[Minibatch]:
-        """See `Feed`; chunks are shuffled, not the steps within."""
+        """See `Minibatches`; chunks are shuffled, not the steps within."""
         chunks = random.permutation(len(self._lengths))
         for some in _groups(chunks, self._lengths[chunks], steps):
             batch = self._batch(some)

@@ -9,13 +9,13 @@ from collections.abc import Iterable
 
 from headrace.deploy.fleet_file import FleetFile, ProcessEntry, WaitingEntry, continue_fleet
 from headrace.deploy.run_dir import RunDir
-from headrace.deploy.supervisor import Service, State
+from headrace.deploy.supervisor import Service, ServiceState
 from headrace.schemas.errors import RunDirError
 
 log = logging.getLogger("headrace.supervisor")
 
 
-class Book:
+class FleetRecord:
     """The fleet's page; each change is on disk before the method returns.
 
     A disk that is full, or a run directory that was removed, does not end a fleet that trains: it is said once, and
@@ -24,16 +24,16 @@ class Book:
 
     def __init__(self, run_dir: RunDir, fleet_id: str, config_origin: str | None) -> None:
         self._path = run_dir.fleet_json
-        self.page: FleetFile = continue_fleet(run_dir, fleet_id)
-        self.page.supervisor_pid, self.page.started, self.page.config = os.getpid(), time.time(), config_origin
-        self.page.write(self._path)
+        self.content: FleetFile = continue_fleet(run_dir, fleet_id)
+        self.content.supervisor_pid, self.content.started, self.content.config = os.getpid(), time.time(), config_origin
+        self.content.write(self._path)
         self._stale = False
 
     def note(self, **fields: object) -> None:
         """Change fields of the page (`state`, `endpoints`, `redis_url`)."""
-        self.page = self.page.model_copy(update=fields)
+        self.content = self.content.model_copy(update=fields)
         try:
-            self.page.write(self._path)
+            self.content.write(self._path)
             self._stale = False
         except RunDirError as error:
             if not self._stale:
@@ -42,9 +42,9 @@ class Book:
 
     def next_incarnation(self, name: str) -> int:
         """Count up the lives of `name`; on disk first, so that no number is ever given twice. Raises `RunDirError`."""
-        number = self.page.incarnations.get(name, 0) + 1
-        self.page = self.page.model_copy(update={"incarnations": {**self.page.incarnations, name: number}})
-        self.page.write(self._path)
+        number = self.content.incarnations.get(name, 0) + 1
+        self.content = self.content.model_copy(update={"incarnations": {**self.content.incarnations, name: number}})
+        self.content.write(self._path)
         return number
 
     def note_processes(self, services: Iterable[Service]) -> None:
@@ -57,7 +57,7 @@ class Book:
 
 
 def _living(service: Service) -> list[ProcessEntry]:
-    state = "draining" if service.state is State.STOPPING else "running"
+    state = "draining" if service.state is ServiceState.STOPPING else "running"
     children = [(service.child, state)] if service.child else []
     children += [(zombie, "silent") for zombie in service.zombies]
     return [

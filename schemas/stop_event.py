@@ -1,4 +1,4 @@
-"""Stop signals as an event that a loop can look at between two pieces of work."""
+"""Stop signals as an event that a loop can check between two pieces of work."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def stop_signals() -> Iterator[threading.Event]:
-    """An event that the first SIGTERM or Ctrl-C sets; a second one acts as if this were not here."""
+def stop_event() -> Iterator[threading.Event]:
+    """Give an event that the first SIGTERM or Ctrl-C sets. A second signal acts as it did before this block."""
     stopping = threading.Event()
     numbers = (signal.SIGTERM, signal.SIGINT)
 

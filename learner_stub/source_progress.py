@@ -9,7 +9,7 @@ from enum import Enum
 from headrace.schemas.ledger import Count, Settled
 from headrace.schemas.messages import HeldBatch, SourcePosition
 
-Key = tuple[int, int]
+SourceKey = tuple[int, int]
 """(slot, incarnation)."""
 
 
@@ -26,7 +26,7 @@ class Arrival:
     """One thing the user's stream takes, in order: a batch, a hole in a source, or a source's end."""
 
     kind: ArrivalKind
-    key: Key
+    key: SourceKey
     batch: HeldBatch | None = None
     content: object = None
     """Of a batch: what the caller of `receive_batch` handed in."""
@@ -36,7 +36,7 @@ class Arrival:
 
 
 @dataclass(slots=True)
-class Source:
+class SourceProgress:
     """One incarnation of a worker, as far as this learner has got with it."""
 
     received: int = 0
@@ -49,7 +49,7 @@ class Source:
     ended: bool = False
 
 
-def position_of(key: Key, settled: Settled) -> SourcePosition:
+def position_of(key: SourceKey, settled: Settled) -> SourcePosition:
     """How far the learner got with that source."""
     return SourcePosition(slot=key[0], incarnation=key[1], settled=settled)
 

@@ -7,13 +7,13 @@ import os
 import time
 from pathlib import Path
 
-VARIABLE = "HEADRACE_SIGN_OF_LIFE"
+VARIABLE = "HEADRACE_LIVENESS_FILE"
 """Environment variable with the path of the file whose time is the last sign."""
 
 _EVERY_S = 0.5
 
 
-class SignOfLife:
+class LivenessFile:
     """Gives signs at `place`; None: nobody looks."""
 
     def __init__(self, place: Path | None) -> None:
@@ -21,12 +21,12 @@ class SignOfLife:
         self._next = 0.0
 
     @classmethod
-    def asked_for(cls) -> SignOfLife:
+    def from_environment(cls) -> LivenessFile:
         """As our supervisor wants it. Asked once: what we start is not to answer for us."""
         place = os.environ.pop(VARIABLE, "")
         return cls(Path(place) if place else None)
 
-    def give(self) -> None:
+    def touch(self) -> None:
         """Cheap enough for every turn of a loop."""
         now = time.monotonic()
         if self._place is None or now < self._next:
@@ -38,7 +38,7 @@ class SignOfLife:
             os.utime(self._place, ns=(time.monotonic_ns(),) * 2)
 
 
-def silent_s(place: Path) -> float | None:
+def seconds_silent(place: Path) -> float | None:
     """Seconds since the last sign; None where none was given yet."""
     try:
         return (time.monotonic_ns() - place.stat().st_mtime_ns) / 1e9

@@ -1,8 +1,8 @@
-"""Who may come in at which of the broker's ports: answers ZAP's questions, and counts whom it turned away.
+"""Authentication of peers at the broker's ports: it answers ZAP requests, and counts the refused connections.
 
-ZAP (ZeroMQ RFC 27) is how libzmq asks: for each new CURVE connection its I/O thread sends a request to a socket at a
-well-known name in the same context, and waits for the answer. The broker's own thread answers between two turns of its
-loop, so a handshake may take one turn longer, and there is nothing to be stopped at the end.
+By ZAP (ZeroMQ RFC 27) libzmq asks whether a peer may connect. For each new CURVE connection its I/O thread sends a
+request to a socket at a well-known name in the same context, and waits for the answer. The broker's own thread answers
+between two turns of its loop. So a handshake may take one turn longer, and there is no thread to stop at the end.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _BURST = 256
 
 
-class Entrance:
-    """The door of one broker, with or without keys; for the thread that owns the context's sockets.
+class ZapAuthenticator:
+    """Authenticates the peers of one broker, with or without keys. Only the thread that owns the sockets may use it.
 
-    To be made before the first of them binds: from then on libzmq may ask. The context's end closes it.
+    Create it before the first socket binds: from then on libzmq may ask. The context's end closes it.
     """
 
     def __init__(self, context: zmq.Context[Socket], keys: BrokerKeys | None) -> None:
         self.refused: Counter[tuple[str, str]] = Counter()
-        """Connections that were turned away, by (port, why)."""
+        """Number of refused connections, by (port, reason)."""
         self._keys = keys
         self._monitors: dict[Socket, str] = {}
         self._zap: Socket | None = None
@@ -44,7 +44,7 @@ class Entrance:
             self._zap.bind(_ZAP_ENDPOINT)
 
     def guard(self, socket: Socket, port: str) -> None:
-        """Let only those in at this socket, not yet bound, who may come to `port`."""
+        """Admit at this socket, which is not yet bound, only peers whose role may connect to `port`."""
         if self._keys is not None:
             for name, value in self._keys.options(port).items():
                 socket.setsockopt(getattr(zmq, name), value)
@@ -52,11 +52,11 @@ class Entrance:
 
     @property
     def sockets(self) -> list[Socket]:
-        """Those to be polled, and `attend`ed when they are readable."""
+        """Return the sockets to poll, and to pass to `handle_ready` when they are readable."""
         return [*self._monitors, *([self._zap] if self._zap is not None else [])]
 
-    def attend(self, ready: Container[Socket]) -> None:
-        """Answer who asks and note who failed, as far as `ready`. Does not block."""
+    def handle_ready(self, ready: Container[Socket]) -> None:
+        """Answer ZAP requests and note failed handshakes on the sockets in `ready`. Does not block."""
         if self._zap is not None and self._zap in ready:
             for request in _received(self._zap):
                 self._zap.send_multipart(self._judge(*request))
@@ -68,7 +68,7 @@ class Entrance:
     def _judge(
         self, version: bytes, request: bytes, domain: bytes, address: bytes, _: bytes, mechanism: bytes, key: bytes
     ) -> list[bytes]:
-        """The answer to one request. 400 tells the client that it is refused for good, and it does not come again."""
+        """Answer one request. 400 tells the client that the refusal is final, and it does not connect again."""
         assert self._keys is not None
         port, public = domain.decode(), z85.encode(key) if mechanism == b"CURVE" else b""
         role = self._keys.roles.get(public, "")
@@ -79,9 +79,12 @@ class Entrance:
         return [version, request, b"400", b"not for this port" if role else b"unknown key", b"", b""]
 
     def _note_failure(self, port: str, event: int, value: int) -> None:
-        """A handshake failed before any key was shown. Which side notices first that the two disagree is chance."""
+        """Count a handshake that failed before any key was shown.
+
+        Chance decides which side notices the mismatch first.
+        """
         if event == PROTOCOL and value == WRONG_BROKER_KEY:
-            self._refuse(port, "a peer that takes another broker's key for this one's", "")
+            self._refuse(port, "a peer that expects another broker's key", "")
         elif event == PROTOCOL and value != OTHER_MECHANISM:
             self._refuse(port, "a peer that speaks another protocol", hex(value))
         elif self._keys is not None:
@@ -89,18 +92,18 @@ class Entrance:
         elif event == PROTOCOL:
             self._refuse(port, "a peer with keys, at a broker without", "")
         else:
-            self._refuse(port, "a peer that broke off, as one with keys does at a broker without", "")
+            self._refuse(port, "a peer that broke off, as a peer with keys does at a broker without", "")
 
     def _refuse(self, port: str, why: str, seen: str) -> None:
         self.refused[port, why] += 1
         count = self.refused[port, why]
-        if count & (count - 1) == 0:  # the first, second, fourth, ...: some try for ever
+        if count & (count - 1) == 0:  # the first, second, fourth, ...: some peers try for ever
             detail = f" ({seen})" if seen else ""
             log.warning("refused at the %s port: %s%s, number %d", port, why, detail, count)
 
 
 def _received(socket: Socket) -> Iterator[list[bytes]]:
-    """Messages that wait, a burst at most."""
+    """Yield waiting messages, a burst at most."""
     for _ in range(_BURST):
         try:
             yield socket.recv_multipart(sockets.DONTWAIT)

@@ -1,12 +1,12 @@
-"""A small message in one ZeroMQ frame, where each frame would cost more than what is in it.
+"""A small message in one ZeroMQ frame, where each frame would cost more than its content.
 
     16 bytes   the tag, as frame 0 of `wire.py`
     u32le      bytes of the header
     header     as frame 1
     payload    as frame 2, up to the end; nothing where the message has no arrays
 
-The checksums are those of the message in frames. Between a policy server and its clients only: a broker forwards frames
-that it does not read.
+The checksums are those of the message in frames. Only a policy server and its clients use this form: a broker forwards
+frames that it does not read.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ from headrace.schemas.errors import DecodeError
 from headrace.schemas.wire import Buffer
 
 LARGEST = 64 * 1024
-"""From here on bytes weigh more than frames."""
+"""From this size on bytes cost more than frames."""
 _TAG_BYTES = 16
 _LENGTH = struct.Struct("<I")
 _HEAD_BYTES = _TAG_BYTES + _LENGTH.size
 
 
-def join(frames: Sequence[Buffer]) -> list[Buffer]:
-    """The message in one frame, or as it is if it is large, or has several frames of arrays or an empty one."""
+def join_frames(frames: Sequence[Buffer]) -> list[Buffer]:
+    """Join a message's frames into one.
+
+    A large message, one with several frames of arrays, and one with an empty frame stay as they are.
+    """
     sizes = [len(frame) for frame in frames]
     if len(sizes) > 3 or 0 in sizes or sum(sizes) > LARGEST:
         return list(frames)
     return [b"".join((frames[0], _LENGTH.pack(len(frames[1])), *frames[1:]))]
 
 
-def split(frames: Sequence[bytes]) -> Sequence[bytes]:
-    """The frames of a message that came joined, or those that came; raises `DecodeError`."""
+def split_frame(frames: Sequence[bytes]) -> Sequence[bytes]:
+    """Split a single frame into the frames of its message; return several frames as they are. Raises `DecodeError`."""
     if len(frames) != 1:
         return frames
     joined = frames[0]

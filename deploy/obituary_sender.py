@@ -15,8 +15,8 @@ from pathlib import Path
 
 import zmq
 
-from headrace.deploy.last_word import LastWord
-from headrace.deploy.loop import Loop, Timer
+from headrace.deploy.event_loop import EventLoop, Timer
+from headrace.deploy.exit_record import ExitRecord
 from headrace.deploy.recorders import Life, recorder_path, recorders_in
 from headrace.schemas.errors import DecodeError, ExitCode, KeysRefusedError
 from headrace.schemas.handshakes import CLIENT_EVENTS, Handshakes
@@ -64,14 +64,14 @@ class _Death:
             self.timer = None
 
 
-class Obituaries:
+class ObituarySender:
     """Sends obituaries to the broker's worker endpoint, each again and again until it is acknowledged.
 
     A broker that restarts forgets whom it talked to, and a DEALER does not notice: each obituary brings its own HELLO.
     """
 
     def __init__(
-        self, loop: Loop, endpoint: str, fleet_id: str, recorders: Path, keys: ClientKeys | None = None
+        self, loop: EventLoop, endpoint: str, fleet_id: str, recorders: Path, keys: ClientKeys | None = None
     ) -> None:
         self._loop = loop
         self._recorders = recorders
@@ -173,7 +173,7 @@ class Obituaries:
             recorder_path(self._recorders, *life).unlink(missing_ok=True)
 
 
-def reason_of(word: LastWord | None) -> str:
+def reason_of(word: ExitRecord | None) -> str:
     """The obituary's reason for a worker that said so of its end."""
     reasons: dict[int, str] = {ExitCode.OK: "shutdown", ExitCode.FENCED: "fenced"}
     return reasons.get(word.exit_code, "worker_killed") if word is not None else "worker_killed"

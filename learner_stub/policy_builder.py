@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from headrace.learner_stub.connector_merger import ConnectorMerger
 from headrace.learner_stub.module import build_frozen_module, build_module
-from headrace.learner_stub.policies import DEFAULT_MODULE, Frozen, Policies, Policy
+from headrace.learner_stub.policies import DEFAULT_MODULE, FrozenPolicy, LearnerPolicies, LearnerPolicy
 from headrace.learner_stub.ppo import PPO
 from headrace.schemas.config import FleetConfig, ModuleSection
 from headrace.schemas.errors import ModuleError
@@ -14,7 +14,7 @@ from headrace.schemas.sampling_settings import PolicySettings, SamplingSettings
 from headrace.schemas.spaces import Spaces
 
 
-def build_policies(config: FleetConfig, spaces: Mapping[str, Spaces]) -> Policies:
+def build_policies(config: FleetConfig, spaces: Mapping[str, Spaces]) -> LearnerPolicies:
     """What `config` names, each for its own of `spaces`. Raises `ConfigError`, `ModuleError` and `ConnectorError`."""
     named = config.sampling.policies or {DEFAULT_MODULE: PolicySettings()}
     if missing := sorted(named.keys() - spaces.keys()):
@@ -23,16 +23,16 @@ def build_policies(config: FleetConfig, spaces: Mapping[str, Spaces]) -> Policie
             "the same sampling.policies"
         )
     trained = config.learner.policies_to_train
-    by_id: dict[str, Policy] = {}
+    by_id: dict[str, LearnerPolicy] = {}
     connectors: dict[str, ConnectorMerger] = {}
     for module_id, policy in named.items():
         section, where = _section(policy, config.module), _where(module_id, policy)
         if trained is None or module_id in trained:
             by_id[module_id] = PPO(build_module(section, spaces[module_id], where), config.learner)
         else:
-            by_id[module_id] = Frozen(build_frozen_module(section, spaces[module_id], where))
+            by_id[module_id] = FrozenPolicy(build_frozen_module(section, spaces[module_id], where))
         connectors[module_id] = _merger(policy, config.sampling)
-    return Policies(by_id, connectors)
+    return LearnerPolicies(by_id, connectors)
 
 
 def _section(policy: PolicySettings, default: ModuleSection) -> ModuleSection:

@@ -1,5 +1,7 @@
-"""What stands in Redis, read back. Anybody may have written there, so every value is checked, and one that is not what
-the table of keys promises is named and left out: never an error, never code.
+"""Parser of values read from Redis. Any program may have written there, so every value is checked.
+
+A value that breaks the promise of the table of keys is left out and named in a sentence. It is never an error and never
+runs as code.
 """
 
 from __future__ import annotations
@@ -17,53 +19,53 @@ from headrace.schemas.redis_keys import source_name
 from headrace.schemas.runner_counters import Counters, read_counters
 
 Hash = Mapping[bytes, bytes]
-Source = tuple[int, int]
+SourceKey = tuple[int, int]
 K = TypeVar("K")
 V = TypeVar("V")
 
 _LARGEST = 1 << 53
-"""Beyond this Lua's numbers, which are doubles, stop being exact."""
+"""Above this Lua's numbers, which are doubles, stop being exact."""
 
 
 @dataclass(slots=True)
-class Values:
-    """Parses the hashes of a fleet; `garbage` collects a sentence for each value that was left out."""
+class HashParser:
+    """Parses the hashes of a fleet. `garbage` collects a sentence for each value that was left out."""
 
     garbage: list[str] = field(default_factory=list)
 
-    def rows(self, raw: Hash) -> dict[Source, LedgerRow]:
-        """The ledger, by (slot, incarnation)."""
+    def rows(self, raw: Hash) -> dict[SourceKey, LedgerRow]:
+        """Parse the ledger, by (slot, incarnation)."""
         return self._parse("ledger", raw, _source, _row)
 
     def totals(self, raw: Hash) -> dict[str, int]:
-        """Lifetime counters by name."""
+        """Parse lifetime counters by name."""
         return self._parse("totals", raw, str, _count)
 
-    def sources(self, raw: Hash) -> dict[Source, dict[str, int]]:
-        """What was merged so far, counter by counter, for each (slot, incarnation)."""
-        found: dict[Source, dict[str, int]] = {}
+    def sources(self, raw: Hash) -> dict[SourceKey, dict[str, int]]:
+        """Parse what was merged so far, counter by counter, for each (slot, incarnation)."""
+        found: dict[SourceKey, dict[str, int]] = {}
         for (slot, incarnation, name), value in self._parse("sources", raw, _source_counter, _count).items():
             found.setdefault((slot, incarnation), {})[name] = value
         return found
 
     def gauges(self, raw: Hash) -> dict[str, float]:
-        """Newest values by name; finite numbers only."""
+        """Parse the newest values by name; finite numbers only."""
         return self._parse("gauges", raw, str, _finite)
 
     def workers(self, raw: Hash) -> dict[int, dict[str, Any]]:
-        """The newest state of the worker in each slot."""
+        """Parse the newest state of the worker in each slot."""
         return self._parse("workers", raw, _slot, _object)
 
     def incarnations(self, raw: Hash) -> dict[int, int]:
-        """The highest incarnation given out in each slot."""
+        """Parse the highest incarnation given out in each slot."""
         return self._parse("incarnations", raw, _slot, _count)
 
     def runner_state(self, raw: Hash) -> dict[int, Counters]:
-        """Lifetime counters of the runner in each slot."""
+        """Parse the lifetime counters of the runner in each slot."""
         return self._parse("runner_state", raw, _slot, read_counters)
 
     def lease(self, raw: Hash) -> dict[str, Any]:
-        """The learner's lease: epoch and since are numbers, the rest text. Empty when there is none."""
+        """Parse the learner's lease: epoch and since are numbers, the rest text. Empty when there is none."""
         lease: dict[str, Any] = self._parse("lease", raw, str, str)
         for name, read in (("epoch", _count), ("since", _finite)):
             if name in lease:
@@ -72,7 +74,7 @@ class Values:
         return lease
 
     def moment(self, key: str, raw: bytes | None) -> float | None:
-        """A single time in unix seconds; None when it is absent."""
+        """Parse a single time in unix seconds; None when it is absent."""
         found = self._parse(key, {} if raw is None else {b"time": raw}, str, _finite)
         return found.get("time")
 
@@ -97,7 +99,7 @@ def _row(text: str) -> LedgerRow:
     return LedgerRow.model_validate_json(text)
 
 
-def _source(text: str) -> Source:
+def _source(text: str) -> SourceKey:
     slot, incarnation = text.split("/")
     return _slot(slot), _count(incarnation)
 

@@ -1,14 +1,14 @@
-"""The broker's side towards workers and their supervisors: places, acceptance, fencing, closing the books."""
+"""The broker's side towards workers and their supervisors: slots, acceptance, fencing, closing the books."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from headrace.broker.acknowledgements import Acknowledgements
-from headrace.broker.holdings import Holdings
+from headrace.broker.batch_store import BatchStore
 from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.outbox import Outbox
-from headrace.broker.source import Held, Peer, Source
+from headrace.broker.source import Peer, Source, StoredBatch
 from headrace.schemas.batch import BatchHeader
 from headrace.schemas.ledger import Discard
 from headrace.schemas.messages import (
@@ -27,18 +27,18 @@ from headrace.schemas.runner_counters import Counters, larger
 from headrace.schemas.wire import Buffer
 
 FIRST_ASSIGNED_SLOT = 1000
-"""Slots below belong to supervisors, who name them; a worker that names none gets one from here on."""
+"""Slots below this belong to supervisors, which name them. A worker that names none gets one from here on."""
 
 
-class WorkerDesk:
-    """One object a core."""
+class WorkerSessions:
+    """The sessions of all workers and supervisors of one fleet. A core has one such object."""
 
     def __init__(
         self,
         fleet_id: str,
         limits: BrokerLimits,
         state: BrokerState,
-        holdings: Holdings,
+        store: BatchStore,
         outbox: Outbox,
         acks: Acknowledgements,
     ) -> None:
@@ -47,7 +47,7 @@ class WorkerDesk:
         self.peers: dict[Peer, Source] = {}
         self._limits = limits
         self._state = state
-        self._holdings = holdings
+        self._store = store
         self._outbox = outbox
         self._acks = acks
         self._obituaries: dict[tuple[int, int], tuple[Peer, LastWords]] = {}
@@ -56,17 +56,17 @@ class WorkerDesk:
     # -- joining ------------------------------------------------------------------------------------------------------
 
     def on_hello(self, peer: Peer, hello: WorkerHello, now: float) -> None:
-        """Give the worker its place, if it is still its own."""
+        """Handle a worker's HELLO: give it its slot and incarnation, if they are still its own."""
         if not self._same_fleet(peer, hello.fleet_id) or not self._same_spaces(peer, hello):
             return
         source = self._place(hello)
         slot, highest = source.slot, self._state.incarnations.get(source.slot, 0)
-        self._holdings.learn(source, hello.settled)
+        self._store.merge_settled(source, hello.settled)
         if source.incarnation < highest or source.ended:
             self._fence(peer, source)
             return
         if source.token not in ("", hello.token):
-            detail = f"slot {slot} incarnation {source.incarnation} is another process already"
+            detail = f"slot {slot} incarnation {source.incarnation} already belongs to another process"
             self._outbox.reject(peer, "slot_taken", detail)
             return
         source.token = hello.token
@@ -76,16 +76,19 @@ class WorkerDesk:
         self._outbox.send(peer, self._welcome(source))
 
     def _place(self, hello: WorkerHello) -> Source:
-        """The place a HELLO asks for. One that names none, said again because the answer was slow, gets the same."""
+        """Return the source that a HELLO asks for.
+
+        A HELLO that names none, repeated because the answer was slow, gets the same source again.
+        """
         if not hello.incarnation:
             given = next((source for source in self.peers.values() if source.token == hello.token), None)
             if given is not None:
                 return given
         slot = hello.slot if hello.slot is not None else self._free_slot()
-        return self._holdings.source(slot, hello.incarnation or self._state.incarnations.get(slot, 0) + 1)
+        return self._store.source(slot, hello.incarnation or self._state.incarnations.get(slot, 0) + 1)
 
     def on_supervisor_hello(self, peer: Peer, hello: SupervisorHello, now: float) -> None:
-        """A supervisor of another fleet is told so; ours needs no answer, and may report deaths from now on."""
+        """Note a supervisor, which may report deaths from now on. Refuse one of another fleet; ours gets no answer."""
         if self._same_fleet(peer, hello.fleet_id):
             self._supervisors.add(peer)
 
@@ -114,13 +117,13 @@ class WorkerDesk:
 
     def _supersede(self, slot: int, incarnation: int, now: float) -> None:
         """Fence every older life of this slot: none of its later batches counts."""
-        for source in self._holdings.sources.values():
+        for source in self._store.sources.values():
             if source.slot == slot and source.incarnation < incarnation and not source.ended:
                 source.adopt_with_learner(now)
                 if source.peer is not None:
                     self._fence(source.peer, source)
                     self.forget_peer(source)
-                self._holdings.end(source, Discard.FENCED)
+                self._store.end(source, Discard.FENCED)
 
     def _fence(self, peer: Peer, source: Source) -> None:
         detail = f"slot {source.slot} has a newer incarnation than {source.incarnation}; this one must stop"
@@ -135,7 +138,7 @@ class WorkerDesk:
             source.totals = hello.totals
 
     def forget_peer(self, source: Source) -> None:
-        """This source's connection is not to be spoken to any more."""
+        """Forget this source's connection; send nothing to it any more."""
         if source.peer is not None:
             self.peers.pop(source.peer, None)
             source.peer = None
@@ -152,59 +155,59 @@ class WorkerDesk:
             lease_s=self._limits.lease_s,
             heartbeat_interval_s=self._limits.heartbeat_interval_s,
             weights_endpoint=self._limits.weights_endpoint,
-            weights=self._holdings.weights,
-            steps_elsewhere=self._holdings.steps - source.counted,
+            weights=self._store.weights,
+            steps_elsewhere=self._store.steps - source.counted,
             counters=self._state.counters.get(source.slot, {}),
         )
 
     # -- working ------------------------------------------------------------------------------------------------------
 
     def on_batch(self, peer: Peer, header: BatchHeader, frames: list[Buffer], nbytes: int, now: float) -> bool:
-        """Accept a batch if it is the next one of a live incarnation; whether it was accepted."""
+        """Accept a batch if it is the next one of a live incarnation. Return whether it was accepted."""
         version = (header.learner_epoch, header.weights_seq)
-        held = Held(header.seq, header.steps, header.chunks, nbytes, frames, 0, now, version)
+        held = StoredBatch(header.seq, header.steps, header.chunks, nbytes, frames, 0, now, version)
         return self._accept(peer, header, held, now)
 
     def on_skip(self, peer: Peer, skip: Skip, now: float) -> None:
-        """Accept, in a batch's place, the word that it exists no more."""
+        """Accept, in place of a batch, the message that the batch exists no more."""
         batch = skip.batch
-        held = Held(batch.seq, batch.steps, batch.chunks, 0, None, 0, now, dropped=skip.reason)
+        held = StoredBatch(batch.seq, batch.steps, batch.chunks, 0, None, 0, now, dropped=skip.reason)
         self._accept(peer, skip, held, now)
 
-    def _accept(self, peer: Peer, told: BatchHeader | Skip, held: Held, now: float) -> bool:
-        source = self._speaker(peer, told.slot, told.incarnation)
+    def _accept(self, peer: Peer, told: BatchHeader | Skip, held: StoredBatch, now: float) -> bool:
+        source = self._source_of(peer, told.slot, told.incarnation)
         if source is None:
             return False
-        self._holdings.changed.add(source.key)
+        self._store.changed.add(source.key)
         if held.seq != source.accepted + 1:
             return False
         source.silent_until = now + self._limits.lease_s
-        self._holdings.accept(source, held, told.totals)
+        self._store.accept(source, held, told.totals)
         return True
 
     def on_heartbeat(self, peer: Peer, beat: Heartbeat, now: float) -> None:
-        """Note what a worker says of itself, and answer."""
-        source = self._speaker(peer, beat.slot, beat.incarnation)
+        """Note the state that a worker reports, and answer with an Ack."""
+        source = self._source_of(peer, beat.slot, beat.incarnation)
         if source is None:
             return
         source.silent_until = now + self._limits.lease_s
         source.weights, source.blocked = beat.weights, beat.blocked
         if beat.totals.seq == source.accepted:
             source.totals = beat.totals
-        self._remember(source.slot, beat.counters)
-        self._holdings.changed.add(source.key)
+        self._keep_counters(source.slot, beat.counters)
+        self._store.changed.add(source.key)
 
-    def _remember(self, slot: int, counters: Counters) -> None:
-        """Counters of the slot's runner; a worker that is still building its envs tells none."""
+    def _keep_counters(self, slot: int, counters: Counters) -> None:
+        """Keep the counters of the slot's runner; a worker that is still building its envs sends none."""
         if counters:
             self._state.counters[slot] = larger(self._state.counters.get(slot, {}), counters)
 
-    def _speaker(self, peer: Peer, slot: int, incarnation: int) -> Source | None:
-        """The source this peer speaks for; a stranger is asked to say HELLO, a superseded one is fenced."""
+    def _source_of(self, peer: Peer, slot: int, incarnation: int) -> Source | None:
+        """Return the source that this peer speaks for. Ask an unknown peer for a HELLO; fence a superseded one."""
         source = self.peers.get(peer)
         if source is not None and source.key == (slot, incarnation):
             return source
-        known = self._holdings.sources.get((slot, incarnation))
+        known = self._store.sources.get((slot, incarnation))
         if known is not None and known.ended:
             self._fence(peer, known)
         else:
@@ -214,38 +217,45 @@ class WorkerDesk:
     # -- leaving ------------------------------------------------------------------------------------------------------
 
     def on_bye(self, peer: Peer, bye: Bye, now: float) -> None:
-        """A worker leaves of its own will; only itself can say so, or say it again when it missed the answer."""
-        known = self._holdings.sources.get((bye.slot, bye.incarnation))
-        if (known is not None and known.closed) or self._speaker(peer, bye.slot, bye.incarnation) is not None:
-            self._remember(bye.slot, bye.counters)
-            self._bury(peer, bye, now)
+        """Close the books of a worker that leaves.
+
+        Only the worker can say so, or repeat it when it missed the answer.
+        """
+        known = self._store.sources.get((bye.slot, bye.incarnation))
+        if (known is not None and known.closed) or self._source_of(peer, bye.slot, bye.incarnation) is not None:
+            self._keep_counters(bye.slot, bye.counters)
+            self._close_books(peer, bye, now)
 
     def on_obituary(self, peer: Peer, obituary: Obituary, now: float) -> None:
-        """A worker is dead. The learner may hold batches of it that this broker never saw, so it is heard first."""
+        """Note a supervisor's report that a worker is dead.
+
+        The learner may hold batches of it that this broker never saw, so the books stay open until the learner was
+        heard.
+        """
         if peer not in self._supervisors:
             self._outbox.ask_hello(peer, "say HELLO first: this may be another fleet's broker")
             return
         self._obituaries[(obituary.slot, obituary.incarnation)] = (peer, obituary)
-        self.bury_dead(now)
+        self.close_dead(now)
 
-    def bury_dead(self, now: float) -> None:
-        """Close the books of all that were reported dead, once it is known what the learner has."""
-        if self._obituaries and self._holdings.is_settled_in:
+    def close_dead(self, now: float) -> None:
+        """Close the books of all workers reported dead, once the learner has said which batches it has."""
+        if self._obituaries and self._store.is_reconciled:
             for peer, words in self._obituaries.values():
-                self._bury(peer, words, now)
+                self._close_books(peer, words, now)
             self._obituaries.clear()
 
-    def _bury(self, peer: Peer, words: LastWords, now: float) -> None:
-        """Close an incarnation's books with what it left behind. Said again, it is only acknowledged again."""
-        source = self._holdings.source(words.slot, words.incarnation)
+    def _close_books(self, peer: Peer, words: LastWords, now: float) -> None:
+        """Close an incarnation's books with what it left behind. A repeated message is only acknowledged again."""
+        source = self._store.source(words.slot, words.incarnation)
         if not source.closed:
-            self._holdings.learn(source, words.settled)
+            self._store.merge_settled(source, words.settled)
             source.adopt_with_learner(now)
             self.forget_peer(source)
             source.close(words.totals, words.window, words.reason)
             highest = self._state.incarnations.get(words.slot, 0)
             self._state.incarnations[words.slot] = max(highest, words.incarnation)
-            self._holdings.end(source, words.reason)
+            self._store.end(source, words.reason)
         self._outbox.send(peer, self._acks.ack(source, len(self.peers)))
 
     # -- telling ------------------------------------------------------------------------------------------------------
@@ -254,8 +264,8 @@ class WorkerDesk:
         """Forget the connections of workers whose lease ran out."""
         for source in [source for source in self.peers.values() if now > source.silent_until]:
             self.forget_peer(source)
-        self.bury_dead(now)
+        self.close_dead(now)
 
-    def tell_all(self) -> None:
-        """Every worker is to hear the cumulative state."""
-        self._holdings.changed.update(source.key for source in self.peers.values())
+    def mark_all_changed(self) -> None:
+        """Mark every worker's source as changed, so that each gets the cumulative state."""
+        self._store.changed.update(source.key for source in self.peers.values())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.broker.holdings import Holdings
-from headrace.broker.lease import Learner
+from headrace.broker.batch_store import BatchStore
+from headrace.broker.lease import LearnerLease
 from headrace.broker.limits import BrokerState
 from headrace.broker.outbox import Outbox
-from headrace.broker.source import Held, Peer, Source
+from headrace.broker.source import Peer, Source, StoredBatch
 from headrace.schemas.ledger import Drop
 from headrace.schemas.messages import (
     Commit,
@@ -24,26 +24,29 @@ from headrace.schemas.messages import (
 )
 
 RESEND_S = 5.0
-"""How long a batch may be under way to the learner before the connection's state is settled anew by a HELLO."""
+"""How long a batch may be under way to the learner before the broker asks it for a HELLO, to compare their state."""
 
 CHECK_S = 0.25
-"""How often that is looked at: it takes a walk over everything held."""
+"""Interval of that check: it walks over all batches held."""
 
 
-class LearnerDesk:
-    """One object a core."""
+class LearnerSessions:
+    """The lease of one fleet's learner and the sessions of its stream and publisher. A core has one such object."""
 
-    def __init__(self, fleet_id: str, state: BrokerState, holdings: Holdings, outbox: Outbox) -> None:
-        self.learner: Learner | None = None
+    def __init__(self, fleet_id: str, state: BrokerState, store: BatchStore, outbox: Outbox) -> None:
+        self.lease: LearnerLease | None = None
         self._fleet_id = fleet_id
         self._state = state
-        self._holdings = holdings
+        self._store = store
         self._outbox = outbox
 
     # -- the lease ----------------------------------------------------------------------------------------------------
 
     def on_hello(self, peer: Peer, hello: LearnerHello, spaces: dict[str, Any]) -> None:
-        """A stream or publisher connects: its own lease again, a new one for a new learner, none for an old one."""
+        """Handle the HELLO of a stream or publisher.
+
+        A learner that holds the lease gets it again, a new learner gets a new one, and an old learner is fenced.
+        """
         if hello.fleet_id not in ("", self._fleet_id):
             detail = f"this broker serves fleet {self._fleet_id!r}, not {hello.fleet_id!r}; check the endpoint"
             self._outbox.reject(peer, "wrong_fleet", detail)
@@ -56,42 +59,48 @@ class LearnerDesk:
             learner.publisher = peer
         else:
             learner.attach_stream(peer, hello)
-            self._holdings.reconcile(hello.position, hello.held)
+            self._store.reconcile(hello.position, hello.held)
         self._outbox.send(peer, self._welcome(learner, spaces))
 
-    def _lease_for(self, hello: LearnerHello) -> Learner | None:
-        """The newest wins. A learner that claims an epoch is newest if no higher one was ever given out."""
-        holder, state = self.learner, self._state
+    def _lease_for(self, hello: LearnerHello) -> LearnerLease | None:
+        """Return the lease for a learner, or None for an old one. The newest wins.
+
+        A learner that claims an epoch is the newest if the broker never gave out a higher one.
+        """
+        holder, state = self.lease, self._state
         if holder is not None and holder.token == hello.token:
             holder.epoch = state.epoch = max(holder.epoch, hello.epoch)
             return holder
         taken = hello.epoch == state.epoch and state.learner_token not in ("", hello.token)
         if hello.epoch and (hello.epoch < state.epoch or taken):
             return None
-        state.epoch = hello.epoch or max(state.epoch, self._holdings.weights[0]) + 1
+        state.epoch = hello.epoch or max(state.epoch, self._store.weights[0]) + 1
         state.learner_token = hello.token
         if holder is not None:
             self._fence(holder.stream)
             self._fence(holder.publisher)
-        self._holdings.forget_ends()
-        self.learner = Learner(hello.token, state.epoch, granted=not hello.epoch)
-        return self.learner
+        self._store.forget_ends()
+        self.lease = LearnerLease(hello.token, state.epoch, granted=not hello.epoch)
+        return self.lease
 
     def _fence(self, peer: Peer | None) -> None:
         detail = f"a newer learner (epoch {self._state.epoch}) has taken over; this one must stop"
         self._outbox.send(peer, Fenced(detail=detail))
 
-    def _welcome(self, learner: Learner, spaces: dict[str, Any]) -> LearnerWelcome:
+    def _welcome(self, learner: LearnerLease, spaces: dict[str, Any]) -> LearnerWelcome:
         return LearnerWelcome(
-            fleet_id=self._fleet_id, epoch=learner.epoch, spaces=spaces, published=self._holdings.weights
+            fleet_id=self._fleet_id, epoch=learner.epoch, spaces=spaces, published=self._store.weights
         )
 
-    def outbid(self, version: Version, spaces: dict[str, Any]) -> None:
-        """Somebody knows weights of an epoch this broker never gave out, having lost its state: the lease, which would
-        publish what workers take for old, must go beyond it."""
+    def raise_epoch(self, version: Version, spaces: dict[str, Any]) -> None:
+        """Raise the epoch above `version`, which a worker or Redis knows.
+
+        A broker that lost its state may give out an epoch that was used before. Workers would ignore such a learner's
+        weights as old, so its lease gets a higher epoch.
+        """
         self._state.epoch = max(self._state.epoch, version[0])
-        learner = self.learner
-        if learner is None or version <= self._holdings.weights:
+        learner = self.lease
+        if learner is None or version <= self._store.weights:
             return
         if version[0] > learner.epoch or (learner.granted and version[0] == learner.epoch):
             learner.epoch = self._state.epoch = version[0] + 1
@@ -99,19 +108,19 @@ class LearnerDesk:
                 self._outbox.send(peer, self._welcome(learner, spaces))
 
     def may_publish(self, peer: Peer, version: Version, spaces: dict[str, Any]) -> bool:
-        """Whether weights of this version, from this peer, are the lease holder's. Otherwise the peer is told."""
-        learner = self.learner
+        """Return whether weights of this version, from this peer, are the lease holder's. Otherwise tell the peer."""
+        learner = self.lease
         if learner is None or peer != learner.publisher:
-            self._turn_away(peer, version[0])
+            self._reject_stale_peer(peer, version[0])
             return False
         if version[0] != learner.epoch:
             self._outbox.send(peer, self._welcome(learner, spaces))
             return False
         return True
 
-    def _turn_away(self, peer: Peer, epoch: int) -> None:
-        """A peer that does not speak for the lease holder is fenced if its epoch is over, else asked who it is."""
-        if self.learner is not None and epoch < self.learner.epoch:
+    def _reject_stale_peer(self, peer: Peer, epoch: int) -> None:
+        """Fence a peer that does not speak for the lease holder if its epoch is over; else ask it for a HELLO."""
+        if self.lease is not None and epoch < self.lease.epoch:
             self._fence(peer)
         else:
             self._outbox.ask_hello(peer)
@@ -119,33 +128,33 @@ class LearnerDesk:
     # -- commits ------------------------------------------------------------------------------------------------------
 
     def on_commit(self, peer: Peer, commit: Commit, now: float) -> None:
-        """Settle what the learner has settled, and give it credit for what it has handed out."""
-        learner = self.learner
+        """Settle what the learner has settled, and give it credit for the batches it handed to its user."""
+        learner = self.lease
         if learner is None or peer != learner.stream:
-            self._turn_away(peer, commit.epoch)
+            self._reject_stale_peer(peer, commit.epoch)
             return
         for position in commit.position:
-            self._holdings.learn(self._holdings.source(position.slot, position.incarnation), position.settled)
+            self._store.merge_settled(self._store.source(position.slot, position.incarnation), position.settled)
         learner.take_consumed(commit.consumed_batches)
         if now < learner.next_check:
             return
         learner.next_check = now + CHECK_S
-        if learner.missing_for(commit.in_hand, self._holdings.sent_and_unsettled(), now) > RESEND_S:
+        if learner.missing_for(commit.in_hand, self._store.sent_and_unsettled(), now) > RESEND_S:
             self._outbox.ask_hello(peer, "a batch sent to you has not arrived; say HELLO again")
 
     # -- delivery -----------------------------------------------------------------------------------------------------
 
     def deliver(self) -> None:
-        """Send what the learner has room for. Word of a dropped batch or of a source's end takes no room."""
-        learner = self.learner
+        """Send the batches that the learner has room for. News of a dropped batch or a source's end takes no room."""
+        learner = self.lease
         if learner is None or learner.stream is None:
             return
-        while (first := self._holdings.first()) is not None:
+        while (first := self._store.first()) is not None:
             source, held = first
             is_batch = held is not None and held.frames is not None and not held.dropped
             if is_batch and not learner.has_room():
                 return
-            self._holdings.pop_first()
+            self._store.pop_first()
             self._announce(source, learner, source.accepted if held is None else held.seq)
             if held is None:
                 self._outbox.send(learner.stream, _source_end(source))
@@ -153,43 +162,43 @@ class LearnerDesk:
                 held.with_learner = True
                 self._outbox.send(learner.stream, _source_gap(source, held))
             else:
-                held.give()
+                held.mark_given()
                 learner.sent(held.nbytes)
                 self._outbox.send(learner.stream, held.frames)
 
-    def _announce(self, source: Source, learner: Learner, seq: int) -> None:
-        """Before `seq` of a source: say what became of the batches that were settled without the learner, if any."""
+    def _announce(self, source: Source, learner: LearnerLease, seq: int) -> None:
+        """Tell the learner, before `seq` of a source, what became of batches that were settled without it, if any."""
         if learner.told.get(source.key, -1) < source.settled.seq:
             start = SourceStart(slot=source.slot, incarnation=source.incarnation, settled=source.settled)
             self._outbox.send(learner.stream, start)
         learner.told[source.key] = seq
 
-    def tell_status(self, workers: list[Source], spaces: dict[str, Any]) -> None:
-        """The heartbeat to the learner."""
-        learner = self.learner
+    def send_status(self, workers: list[Source], spaces: dict[str, Any]) -> None:
+        """Send the heartbeat to the learner."""
+        learner = self.lease
         if learner is None:
             return
         status = Status(
             epoch=learner.epoch,
-            held_batches=self._holdings.held_batches(),
+            held_batches=self._store.held_batches(),
             workers=len(workers),
             workers_blocked=sum(1 for source in workers if source.blocked),
             spaces=spaces,
-            published=self._holdings.weights,
+            published=self._store.weights,
         )
         for peer in (learner.stream, learner.publisher):
             self._outbox.send(peer, status)
 
     def waits_for(self) -> str:
-        """Whom a worker waits for that has no credit."""
-        return "learner" if self.learner is None or not self.learner.has_room() else "broker"
+        """Return which peer a worker without credit waits for: "learner" or "broker"."""
+        return "learner" if self.lease is None or not self.lease.has_room() else "broker"
 
 
 def _source_end(source: Source) -> SourceEnd:
     return SourceEnd(slot=source.slot, incarnation=source.incarnation, seq=source.accepted, reason=source.end_reason)
 
 
-def _source_gap(source: Source, held: Held) -> SourceGap:
+def _source_gap(source: Source, held: StoredBatch) -> SourceGap:
     batch = HeldBatch(seq=held.seq, steps=held.steps, chunks=held.chunks)
     reason = held.dropped or Drop.BROKER_LOST
     return SourceGap(slot=source.slot, incarnation=source.incarnation, batch=batch, reason=reason)

@@ -1,4 +1,4 @@
-"""What cutting chunks and joining them is made of: arrays nested as the spaces are, and the seam of two chunks."""
+"""Operations on the nested arrays of chunks: mapping, joining, and checks where one chunk follows another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def map_arrays(change: Callable[..., Any], *trees: Any) -> Any:
-    """`change` of the arrays that stand at the same place of all `trees` (dicts, tuples, arrays), as such a tree."""
+    """Apply `change` to the arrays at the same place of all `trees` (dicts, tuples, arrays); return the results."""
     first = trees[0]
     if isinstance(first, dict):
         return {key: map_arrays(change, *(tree[key] for tree in trees)) for key in first}
@@ -25,24 +25,24 @@ def map_arrays(change: Callable[..., Any], *trees: Any) -> Any:
 
 
 def join_columns(parts: Sequence[Any]) -> Any:
-    """Step columns (T, ...) one after another, in their nesting."""
+    """Join step columns (T, ...) one after another, keeping their nesting."""
     return map_arrays(lambda *arrays: np.concatenate(arrays), *parts)
 
 
 def join_shared(parts: Sequence[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
-    """Step columns likewise, of those that all parts have."""
+    """Join the step columns that all parts have."""
     shared = [name for name in parts[0] if all(name in part for part in parts)]
     return {name: np.concatenate([part[name] for part in parts]) for name in shared}
 
 
 def join_observations(parts: Sequence[Any]) -> Any:
-    """Observation columns (T+1, ...) likewise; the last observation of each part is the first of the next."""
+    """Join observation columns (T+1, ...); the last observation of each part is the first of the next."""
     heads = [map_arrays(lambda array: array[:-1], part) for part in parts[:-1]]
     return join_columns([*heads, parts[-1]])
 
 
 def join_infos(chunks: Sequence[EpisodeChunk]) -> list[dict[str, Any]]:
-    """Infos of T+1 observations, or none when no chunk has any."""
+    """Join the infos of T+1 observations each; return an empty list when no chunk has any."""
     if not any(chunk.infos for chunk in chunks):
         return []
     joined: list[dict[str, Any]] = [{}]
@@ -76,7 +76,7 @@ def _check_seam(before: EpisodeChunk, after: EpisodeChunk) -> None:
     _check_alike("observations", before.obs, after.obs, before, after)
     _check_alike("actions", before.actions, after.actions, before, after)
     ours, theirs = before.columns, after.columns
-    if before.random_actions != after.random_actions:  # a policy's columns are its own
+    if before.random_actions != after.random_actions:  # only a policy's chunk has the policy's columns
         ours = {name: column for name, column in ours.items() if name in theirs}
         theirs = {name: theirs[name] for name in ours}
     _check_alike("columns", ours, theirs, before, after)
@@ -102,7 +102,7 @@ def _check_alike(what: str, ours: Any, theirs: Any, before: EpisodeChunk, after:
 
 
 def named_arrays(tree: Any, name: str) -> Iterator[tuple[str, NDArray[Any]]]:
-    """The arrays of a tree by their column names, `name` that of its root."""
+    """Yield the arrays of a tree with their column names; `name` is that of its root."""
     if isinstance(tree, dict):
         for key, part in tree.items():
             yield from named_arrays(part, f"{name}/{key}")

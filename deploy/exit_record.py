@@ -13,11 +13,11 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-VARIABLE = "HEADRACE_LAST_WORD"
+VARIABLE = "HEADRACE_EXIT_RECORD"
 """Environment variable with the path of the file."""
 
 
-class LastWord(BaseModel):
+class ExitRecord(BaseModel):
     """The content of the file."""
 
     pid: int
@@ -26,23 +26,23 @@ class LastWord(BaseModel):
     """Of the error that ended it."""
 
 
-def place_for_last_word() -> Path | None:
+def exit_record_path() -> Path | None:
     """Where the supervisor looks for ours; None when nobody does. Asked once: what we start is not to answer for us."""
     place = os.environ.pop(VARIABLE, "")
     return Path(place) if place else None
 
 
-def say_last_word(place: Path | None, exit_code: int, sentence: str = "") -> None:
+def write_exit_record(place: Path | None, exit_code: int, sentence: str = "") -> None:
     """Write it down. On a full disk it remains unsaid, and the supervisor starts this process again."""
     if place is not None:
         with contextlib.suppress(OSError):
-            place.write_text(LastWord(pid=os.getpid(), exit_code=exit_code, sentence=sentence).model_dump_json())
+            place.write_text(ExitRecord(pid=os.getpid(), exit_code=exit_code, sentence=sentence).model_dump_json())
 
 
-def take_last_word(place: Path, pid: int) -> LastWord | None:
+def take_exit_record(place: Path, pid: int) -> ExitRecord | None:
     """What the process of this pid has said; the file is gone then. None when it said nothing that can be read."""
     try:
-        word = LastWord.model_validate_json(place.read_bytes())
+        word = ExitRecord.model_validate_json(place.read_bytes())
         place.unlink()
     except (OSError, ValidationError):
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.learner_stub.session import LearnerSession, State
+from headrace.learner_stub.session import LearnerSession, LearnerSessionState
 from headrace.schemas.errors import WindowStalledError
 
 STARVED_S = 3.0
@@ -11,18 +11,18 @@ STARVED_S = 3.0
 STALLED_S = 30.0
 
 
-class Waiting:
+class StallDetector:
     """How long a stream has been waiting for a batch, and whether one can come at all."""
 
     def __init__(self, session: LearnerSession) -> None:
         self._session = session
         self._waited_s = 0.0
 
-    def over(self) -> None:
+    def reset(self) -> None:
         """Something came."""
         self._waited_s = 0.0
 
-    def waited(self, seconds: float) -> None:
+    def add_wait(self, seconds: float) -> None:
         """Nothing came for so much longer. Raises `WindowStalledError` rather than have everybody wait for ever."""
         self._waited_s += seconds
         if self._waited_s > STALLED_S and self._all_wait:
@@ -38,4 +38,4 @@ class Waiting:
         """As the broker said last: every worker's window is full, and a commit would make room."""
         status = self._session.status
         blocked = status is not None and 0 < status.workers == status.workers_blocked
-        return blocked and self._session.state is State.ACTIVE and self._session.uncommitted() > 0
+        return blocked and self._session.state is LearnerSessionState.ACTIVE and self._session.uncommitted() > 0

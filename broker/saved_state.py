@@ -1,0 +1,47 @@
+"""The state that an earlier broker left in Redis, from which the next one goes on."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import redis
+
+from headrace.broker.redis_client import RedisReader
+from headrace.broker.redis_parser import HashParser, SourceKey
+from headrace.broker.redis_weights import RedisWeights, StoredWeights
+from headrace.schemas import redis_keys as keys
+from headrace.schemas.ledger import LedgerRow
+from headrace.schemas.runner_counters import Counters
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """What stood in Redis when the reporter first reached it. Its form is checked; the frames are not decoded yet."""
+
+    rows: dict[SourceKey, LedgerRow]
+    counters: dict[SourceKey, dict[str, int]]
+    incarnations: dict[int, int]
+    runner_state: dict[int, Counters]
+    lease_epoch: int
+    weights: StoredWeights | None
+
+
+def read_saved_state(client: redis.Redis, fleet_id: str) -> SavedState:
+    """Read what stands in Redis for this fleet. Log and leave out what cannot be read. May raise `REDIS_FAILURES`."""
+    wanted = (keys.LEDGER, keys.SOURCES, keys.INCARNATIONS, keys.LEASE, keys.RUNNER_STATE)
+    raw, wrong = RedisReader(client).hashes_at_once({key.name: keys.key_name(fleet_id, key) for key in wanted})
+    values = HashParser(garbage=wrong)
+    saved = SavedState(
+        rows=values.rows(raw["ledger"]),
+        counters=values.sources(raw["sources"]),
+        incarnations=values.incarnations(raw["incarnations"]),
+        runner_state=values.runner_state(raw["runner_state"]),
+        lease_epoch=values.lease(raw["lease"]).get("epoch", 0),
+        weights=RedisWeights(client, fleet_id).load(),
+    )
+    for sentence in values.garbage:
+        log.error("left out a value in Redis: %s", sentence)
+    return saved
