@@ -8,8 +8,9 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import own_ports
 import pytest
+
+from support import ports
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,13 +37,21 @@ def wait_for() -> WaitFor:
 @pytest.fixture
 def free_port() -> int:
     """A loopback TCP port that nobody listened on a moment ago, and that no outgoing connection is given."""
-    return own_ports.free_port()
+    return ports.free_port()
 
 
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository's root folder."""
     return ROOT
+
+
+@pytest.fixture(scope="session", autouse=True)
+def child_processes_find_support() -> Iterator[None]:
+    """Let child processes import `support`: they find envs by import paths such as `support.envs.toy:make_counting`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=os.pathsep)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

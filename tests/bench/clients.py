@@ -1,6 +1,6 @@
 """Whether a policy server stays as small as it is while 100 clients come, go, repeat themselves and are killed.
 
-python tests/bench/clients.py [--episodes 10000] [--json FILE]
+PYTHONPATH=tests python -m bench.clients [--episodes 10000] [--json FILE]
 
 What the worker of a real fleet holds, before, each tenth on the way, and after so many episodes, and once all clients
 are gone. The first thousand episodes are start-up. Every few hundred a process of four clients is killed, and another
@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
-
-from storm_of_clients import Storm
+from support.fleets.storm_of_clients import Storm
 
 START_UP = 1_000
 A_KILL = 250

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -11,14 +10,11 @@ from pathlib import Path
 import gymnasium as gym
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from running_fleet import RunningFleet
-
 from headrace.deploy.fleet_file import read_fleet_file
 from headrace.schemas.episode_errors import EpisodeAbortedError
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.serving.acting import ActingClient
+from support.fleets.running_fleet import RunningFleet
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(150)]
 

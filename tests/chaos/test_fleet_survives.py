@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,7 @@ import pytest
 
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.errors import HeadraceError
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from running_fleet import RunningFleet
+from support.fleets.running_fleet import RunningFleet
 
 pytestmark = pytest.mark.chaos
 
@@ -124,7 +120,9 @@ def _closed(fleet: RunningFleet, slot: int, incarnation: int) -> bool:
 
 
 def test_three_of_eight_envs_that_fail_all_the_time_cost_only_their_own_steps(tmp_path: Path) -> None:
-    with RunningFleet(tmp_path, *ALONE, "--env", "faulty_envs:three_of_eight", "--until-steps", "20000") as fleet:
+    with RunningFleet(
+        tmp_path, *ALONE, "--env", "support.envs.fleet:three_of_eight", "--until-steps", "20000"
+    ) as fleet:
         result = fleet.finish()
     assert_goal_and_books(fleet, result)
     assert set(result["ledger"]["discarded"]) == {"env_exception"}
@@ -132,7 +130,9 @@ def test_three_of_eight_envs_that_fail_all_the_time_cost_only_their_own_steps(tm
 
 
 def test_an_env_that_always_fails_ends_in_a_typed_error(tmp_path: Path) -> None:
-    with RunningFleet(tmp_path, *ALONE, "--env", "faulty_envs:always_failing", "--until-steps", "40000") as fleet:
+    with RunningFleet(
+        tmp_path, *ALONE, "--env", "support.envs.fleet:always_failing", "--until-steps", "40000"
+    ) as fleet:
         result = fleet.finish()
     assert result["returncode"] == 13, result["stderr"]
     assert "the simulator diverged" in result["stderr"]

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from running_fleet import RunningFleet
-
 from headrace.deploy.fleet_file import read_fleet_file
 from headrace.deploy.key_pairs import make_keys
+from support.fleets.running_fleet import RunningFleet
 
 pytestmark = pytest.mark.chaos
 

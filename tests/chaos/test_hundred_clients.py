@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from storm_of_clients import Storm
+from support.fleets.storm_of_clients import Storm
 
 pytestmark = pytest.mark.chaos
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,7 @@ import pytest
 
 from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint
 from headrace.learner_stub.training import CHECKPOINT_FILE
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from running_fleet import RunningFleet
+from support.fleets.running_fleet import RunningFleet
 
 pytestmark = pytest.mark.chaos
 

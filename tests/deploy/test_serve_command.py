@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -17,10 +16,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from serving_process import cart_spaces, serving
-
 from headrace.deploy.cli import app
 from headrace.deploy.clients import http_client
 from headrace.deploy.saved_policy import find_policy
@@ -31,6 +26,7 @@ from headrace.schemas.weights import CONNECTORS, join_modules
 from headrace.workers.connectors import MeanStd
 from headrace.workers.modules import actor_critic
 from headrace.workers.serving.client import PolicyClient
+from support.fleets.serving_process import cart_spaces, serving
 
 MEAN, COUNT = np.array([0.2, -0.2, 0.1, 0.2]), 1_000_000
 CONFIG = '[sampling]\nenv = "CartPole-v1"\nnum_envs = 4\nenv_to_module = ["headrace.workers.connectors:MeanStd"]\n'

@@ -22,7 +22,7 @@ from headrace.schemas.config import FleetConfig
 from headrace.schemas.config_loading import build_config
 from headrace.schemas.errors import CrashLoopError, ExitCode, HeadraceError, RedisUnavailableError
 
-PRETEND = str(Path(__file__).with_name("pretend_role.py"))
+PRETEND = "support.fleets.pretend_role"
 ENDS = """
 import sys
 from headrace.deploy.last_word import place_for_last_word, say_last_word
@@ -35,7 +35,7 @@ def pretend(role: Role, run_dir: Path, slot: int | None = None) -> ProcessSpec:
     name = role.value if slot is None else f"{role.value}-{slot}"
 
     def command(incarnation: int) -> list[str]:
-        return [sys.executable, PRETEND, role.value, str(run_dir), str(slot), str(incarnation)]
+        return [sys.executable, "-m", PRETEND, role.value, str(run_dir), str(slot), str(incarnation)]
 
     return ProcessSpec(name, role, command, slot=slot)
 

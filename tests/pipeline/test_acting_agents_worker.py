@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from parties import BrokerThread
-from several_agents import AgentWitness
 from test_several_modules import drain
 from test_worker import WorkerThread, closed_row
 
@@ -17,6 +15,8 @@ from headrace.schemas.ledger import add_up
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.modules import actor_critic
 from headrace.workers.serving.acting import ActingClient
+from support.pipeline.parties import BrokerThread
+from support.pipeline.several_agents import AgentWitness
 
 SAMPLING: dict[str, Any] = {"num_envs": 4, "policies": {"short": {}, "long": {}}, "external_fragment_max_age_s": 0.2}
 ENV = "headrace.workers.agents.examples:two_carts"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from parties import BrokerThread, Envs, Feeder, StartBroker, StartFeeder, Witness, batches_of, until
-
 from headrace.broker.process import Broker
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.ledger import add_up
+from support.pipeline.parties import BrokerThread, Envs, Feeder, StartBroker, StartFeeder, Witness, batches_of, until
 
 PIXELS = 4000
 MIB = 1 << 20

@@ -9,7 +9,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from parties import (
+
+from headrace.broker.state_file import file_path, read_broker_file
+from headrace.learner_stub import EpisodeStream
+from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.errors import FencedError, RunDirError
+from support.pipeline.parties import (
     Envs,
     Feeder,
     StartBroker,
@@ -20,11 +25,6 @@ from parties import (
     broker_process,
     until,
 )
-
-from headrace.broker.state_file import file_path, read_broker_file
-from headrace.learner_stub import EpisodeStream
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.errors import FencedError, RunDirError
 
 
 def paced(plan: list[ChunkBatch], every: int, gates: list[threading.Event]) -> Iterator[ChunkBatch | None]:

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
-from parties import FLEET, BrokerThread, Envs, Feeder, StartBroker, StartFeeder, batches_of, until
 
 from headrace.deploy.key_pairs import make_keys
 from headrace.deploy.loop import Loop
@@ -23,6 +22,7 @@ from headrace.schemas.keys import ADMITTED, BROKER, ClientKeys, read_broker_keys
 from headrace.schemas.ledger import Settled, WorkerTotals
 from headrace.schemas.messages import Obituary
 from headrace.workers.fleet.membership import Membership
+from support.pipeline.parties import FLEET, BrokerThread, Envs, Feeder, StartBroker, StartFeeder, batches_of, until
 
 JOIN_S = 3.0
 MISLED = "a peer that takes another broker's key for this one's"

@@ -6,7 +6,6 @@ import random
 import socket
 
 import pytest
-from parties import FLEET, SPACES, BrokerThread, Envs, RawPeer, StartBroker, StartFeeder, Witness, batches_of, until
 
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.errors import ExitCode, PortInUseError, RefusedError, WrongFleetError
@@ -23,6 +22,18 @@ from headrace.schemas.messages import (
 )
 from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.schemas.wire import MessageKind
+from support.pipeline.parties import (
+    FLEET,
+    SPACES,
+    BrokerThread,
+    Envs,
+    RawPeer,
+    StartBroker,
+    StartFeeder,
+    Witness,
+    batches_of,
+    until,
+)
 
 
 def hello(**fields: object) -> WorkerHello:

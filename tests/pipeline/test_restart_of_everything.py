@@ -14,7 +14,6 @@ import orjson
 import pytest
 import redis as redis_client
 from numpy.typing import NDArray
-from parties import FLEET, BrokerThread, Envs, Process, StartFeeder, broker_process, until, worker_process
 
 from headrace.broker.state_file import read_broker_file
 from headrace.deploy.redis_server import RedisLaunch, prepare_redis, wait_ready
@@ -26,6 +25,16 @@ from headrace.schemas.redis_keys import RUNNER_STATE, key_name
 from headrace.schemas.weights import CONNECTORS
 from headrace.workers.config import runner_config
 from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
+from support.pipeline.parties import (
+    FLEET,
+    BrokerThread,
+    Envs,
+    Process,
+    StartFeeder,
+    broker_process,
+    until,
+    worker_process,
+)
 
 SECTIONS: dict[str, Any] = {
     "sampling": {
@@ -34,7 +43,7 @@ SECTIONS: dict[str, Any] = {
         "rollout_fragment_length": 8,
         "env_to_module": ["headrace.workers.connectors:MeanStd"],
     },
-    "module": {"build": "timed_module:Timed"},
+    "module": {"build": "support.pipeline.timed_module:Timed"},
     "learner": {"steps_per_update": 32},
     "broker": {"heartbeat_interval_s": 0.2},
 }
@@ -134,9 +143,8 @@ def first_of(stream: EpisodeStream, incarnation: int) -> ChunkBatch | None:
 @pytest.mark.chaos
 @pytest.mark.parametrize("killed", ["everything", "broker", "redis"])
 def test_a_restarted_worker_begins_with_the_current_version_of_everything(
-    killed: str, stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    killed: str, stack: ExitStack, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     redis = Redis(tmp_path / "redis")
     stack.callback(redis.kill)
     redis.start()

@@ -9,18 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from parties import (
-    FLEET,
-    SPACES,
-    BrokerThread,
-    Envs,
-    RawPeer,
-    StartFeeder,
-    broker_process,
-    until,
-    worker_process,
-)
-from several_agents import CARTS_AT_RANDOM, TWO_CARTS, AgentWitness
 from test_worker import WorkerThread, accepted, closed_row, constant_value, report_death
 
 from headrace.broker.state_file import read_broker_file
@@ -32,6 +20,18 @@ from headrace.schemas.module_spaces import module_spaces_to_json
 from headrace.schemas.recorder import read_recorder
 from headrace.schemas.wire import Buffer, MessageKind, decode, encode
 from headrace.workers.policy.policies import PolicyMappingError
+from support.pipeline.parties import (
+    FLEET,
+    SPACES,
+    BrokerThread,
+    Envs,
+    RawPeer,
+    StartFeeder,
+    broker_process,
+    until,
+    worker_process,
+)
+from support.pipeline.several_agents import CARTS_AT_RANDOM, TWO_CARTS, AgentWitness
 
 
 def drain(stream: EpisodeStream, witness: AgentWitness) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parties import FLEET, BrokerThread, Envs, StartFeeder, until
 from test_worker import WorkerThread
 
 from headrace.learner_stub import EpisodeStream, waiting
@@ -18,10 +17,11 @@ from headrace.schemas.messages import HeldBatch, WorkerHello
 from headrace.schemas.recorder import WINDOW
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.window import SessionLimits, Shipment
+from support.pipeline.parties import FLEET, BrokerThread, Envs, StartFeeder, until
 
 FRAGMENT, NUM_ENVS = 16, 4
 SAMPLING: dict[str, Any] = {
-    "env": "downed_envs:one_of_four",
+    "env": "support.envs.down:one_of_four",
     "num_envs": NUM_ENVS,
     "rollout_fragment_length": FRAGMENT,
     "env_restart_backoff_s": 600.0,

@@ -9,7 +9,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from parties import (
+
+from headrace.learner_stub import EpisodeStream, waiting
+from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.errors import ExitCode, FencedError, UnreachableError, WindowStalledError, WrongFleetError
+from headrace.schemas.ledger import WorkerTotals, add_up
+from headrace.schemas.messages import Obituary, SupervisorHello, WorkerHello
+from headrace.schemas.wire import Buffer
+from support.pipeline.parties import (
     FLEET,
     SPACES,
     BrokerThread,
@@ -23,13 +30,6 @@ from parties import (
     batches_of,
     until,
 )
-
-from headrace.learner_stub import EpisodeStream, waiting
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.errors import ExitCode, FencedError, UnreachableError, WindowStalledError, WrongFleetError
-from headrace.schemas.ledger import WorkerTotals, add_up
-from headrace.schemas.messages import Obituary, SupervisorHello, WorkerHello
-from headrace.schemas.wire import Buffer
 
 OpenStream = Callable[..., EpisodeStream]
 

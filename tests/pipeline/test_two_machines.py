@@ -12,11 +12,11 @@ from pathlib import Path
 
 import orjson
 import pytest
-from namespaces import NoNamespacesError, TwoMachines
-from parties import until
 
 from headrace.deploy.key_pairs import make_keys
 from headrace.schemas.errors import ExitCode
+from support.fleets.two_machines import NoNamespacesError, TwoMachines
+from support.pipeline.parties import until
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow]
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from parties import FLEET, BrokerThread, Envs, Feeder, RawPeer, StartBroker, StartFeeder, batches_of, until
 
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.errors import EncodeError, FencedError
@@ -17,6 +16,17 @@ from headrace.schemas.messages import Version, WeightsPart, WeightsPull, read
 from headrace.schemas.weights import encode_weights
 from headrace.schemas.wire import MessageKind, WireMessage, decode, encode
 from headrace.workers.fleet.weights import BROADCAST_S, WeightsReceiver
+from support.pipeline.parties import (
+    FLEET,
+    BrokerThread,
+    Envs,
+    Feeder,
+    RawPeer,
+    StartBroker,
+    StartFeeder,
+    batches_of,
+    until,
+)
 
 SMALL = 10
 LARGE = 700_000

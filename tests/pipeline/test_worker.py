@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from parties import FLEET, BrokerThread, Process, RawPeer, StartBroker, Witness, until, worker_process
 
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.module import build_module
@@ -23,7 +22,8 @@ from headrace.schemas.messages import Obituary, SupervisorHello
 from headrace.schemas.recorder import read_recorder
 from headrace.schemas.spaces import Spaces
 from headrace.schemas.weights import weights_digest
-from headrace.workers import worker as worker_module
+from headrace.workers.fleet import worker as worker_module
+from support.pipeline.parties import FLEET, BrokerThread, Process, RawPeer, StartBroker, Witness, until, worker_process
 
 SAMPLING: dict[str, Any] = {"env": "CartPole-v1", "num_envs": 2, "rollout_fragment_length": 16, "seed": 1}
 AT_RANDOM = {"sampling": SAMPLING, "worker": {"random_actions_before_weights": True, "drain_timeout_s": 5.0}}

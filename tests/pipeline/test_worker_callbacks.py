@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import worker_callbacks
-from parties import BrokerThread, Witness, until
 from test_worker import AT_RANDOM, SAMPLING, WorkerThread, closed_row, drain
 
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.errors import CallbackError, EnvRestartBudgetError, ExitCode
+from support.pipeline import worker_callbacks
+from support.pipeline.parties import BrokerThread, Witness, until
 
 
 def _config(callback: str, **sampling: Any) -> dict[str, Any]:
-    return {**AT_RANDOM, "sampling": {**SAMPLING, "callbacks": [f"worker_callbacks:{callback}"], **sampling}}
+    return {
+        **AT_RANDOM,
+        "sampling": {**SAMPLING, "callbacks": [f"support.pipeline.worker_callbacks:{callback}"], **sampling},
+    }
 
 
 def test_every_chunk_that_was_sent_is_told(

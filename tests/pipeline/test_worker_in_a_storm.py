@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parties import BrokerThread, until
 from test_worker import AT_RANDOM, WorkerThread, closed_row
 
 from headrace.schemas.errors import EnvRestartBudgetError
 from headrace.schemas.recorder import read_recorder
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+from support.pipeline.parties import BrokerThread, until
 
 ENDLESS = 1_000_000
 STORM: dict[str, Any] = {
-    "env": "stormy_envs:Stormy",
+    "env": "support.envs.stormy:Stormy",
     "num_envs": 2,
     "env_restart_attempts": ENDLESS,
     "max_env_restarts_per_window": ENDLESS,
@@ -63,7 +63,7 @@ def _works_in_vain(caplog: pytest.LogCaptureFixture, recorder: Path) -> bool:
 
 def test_sample_waits_for_envs_that_are_all_down_until_their_budget_of_failures_is_spent() -> None:
     config = EnvRunnerConfig(
-        env="stormy_envs:Stormy", num_envs=2, env_config={"fails": "reset"}, env_restart_attempts=4,
+        env="support.envs.stormy:Stormy", num_envs=2, env_config={"fails": "reset"}, env_restart_attempts=4,
         env_restart_backoff_s=0.01,
     )  # fmt: skip
     with SingleAgentEnvRunner(config) as runner, pytest.raises(EnvRestartBudgetError, match="env_restart_attempts"):

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from parties import BrokerThread, Witness, until, worker_process
 from test_worker import AT_RANDOM, closed_row, drain
 
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.ledger import add_up
 from headrace.workers.serving.client import PolicyClient
+from support.pipeline.parties import BrokerThread, Witness, until, worker_process
 
 pytestmark = pytest.mark.chaos
 

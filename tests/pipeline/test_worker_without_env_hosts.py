@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parties import BrokerThread, Process, Witness, until
 from test_worker import AT_RANDOM, WorkerThread, closed_row, drain
 
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.errors import NoEnvHostError
 from headrace.schemas.ledger import add_up
+from support.pipeline.parties import BrokerThread, Process, Witness, until
 
 HOST = "import sys; from headrace.deploy.cli import main; sys.argv[0] = 'headrace'; main()"
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harbours import PAIR as ENV
-from harbours import Harbour, acting, assert_alike, external, harbour
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.episode_errors import EpisodeAbortedError
@@ -19,6 +17,8 @@ from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner
 from headrace.workers.connectors import FrameStack
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.client_episodes import ClientEpisodes
+from support.serving.harbours import PAIR as ENV
+from support.serving.harbours import Harbour, acting, assert_alike, external, harbour
 
 PAIR: dict[str, Any] = {"policies": {"short": None, "long": None}, "missing_final_observation": "repeat"}
 QUICK: dict[str, Any] = {**PAIR, "external_fragment_max_age_s": 0.1}

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harbours import Shipper, acting, assert_alike, harbour, play
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.episode_errors import EpisodeAbortedError, EpisodesClosedError
@@ -19,6 +18,7 @@ from headrace.schemas.serving_settings import ServingSection
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.served_env import ServedEnvs
+from support.serving.harbours import Shipper, acting, assert_alike, harbour, play
 
 
 def by_episode(chunks: list[EpisodeChunk]) -> list[list[EpisodeChunk]]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harbours import Harbour, Shipper, acting, external, harbour
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.episode_errors import EpisodeAbortedError, EpisodeError
@@ -20,6 +19,7 @@ from headrace.schemas.wire import DEFAULT_CAPS
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.connectors import ClipActions, FrameStack, UnsquashActions
 from headrace.workers.serving.client import PolicyClient
+from support.serving.harbours import Harbour, Shipper, acting, external, harbour
 
 LSTM = "headrace.workers.modules:lstm_actor_critic"
 SEEN = np.zeros(4, np.float32)

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from served import Served
-from served_agents import ByHttp, ByZmq, rule, served_agents
 
 from headrace.schemas.chunk import to_episode
 from headrace.schemas.episode_errors import NoActionYetError, UnknownEpisodeError
@@ -25,6 +23,8 @@ from headrace.workers.serving.agent_values import AgentValues
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.client.earned import Earned, EarnedByAgent
 from headrace.workers.serving.served_env import ServedEnvs
+from support.serving.served import Served
+from support.serving.served_agents import ByHttp, ByZmq, rule, served_agents
 
 AGENTS = ("red", "blue", "grey")
 NUMBERS = itertools.count(1)

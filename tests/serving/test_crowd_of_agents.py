@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from agent_lives import Life, check
-from served_agents import ByHttp, ByZmq, served_agents
 
 from headrace.schemas.chunk import ChunkEnd
+from support.serving.agent_lives import Life, check
+from support.serving.served_agents import ByHttp, ByZmq, served_agents
 
 AGENTS = ("red", "blue", "late")
 CLIENTS, EPISODES = 12, 3

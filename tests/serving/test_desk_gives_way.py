@@ -9,12 +9,12 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from plain_episodes import SPACES, PlainEpisodes
 
 from headrace.workers.serving.desk import Desk
 from headrace.workers.serving.records import ServingLimits
 from headrace.workers.serving.sessions import Sessions
 from headrace.workers.serving.space_values import SpaceValues
+from support.serving.plain_episodes import SPACES, PlainEpisodes
 
 LONG_S = 0.2
 """More than a sampler has to be away before the other thread stands in."""

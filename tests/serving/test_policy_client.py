@@ -13,8 +13,6 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from plain_episodes import SPACES, rule
-from served import LIMITS, Served
 
 from headrace.deploy.key_pairs import make_keys
 from headrace.schemas.episode_errors import EpisodeAbortedError, NoFreePlaceError
@@ -23,10 +21,9 @@ from headrace.schemas.keys import read_client_port_keys
 from headrace.schemas.spaces import Box, Dict, Discrete, MultiBinary, Spaces, Tuple, nest
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.records import ServingLimits
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "workers"))
-
-from env_hosts import cable_to
+from support.fleets.env_hosts import cable_to
+from support.serving.plain_episodes import SPACES, rule
+from support.serving.served import LIMITS, Served
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_lives import Life, check
-from served_agents import ByHttp, ByZmq, Rule, rule, served_agents
 
 from headrace.schemas.chunk import ChunkEnd, to_episode
 from headrace.schemas.episode_errors import EpisodeAbortedError
 from headrace.workers.connectors import FrameStack
 from headrace.workers.serving.client import PolicyClient
+from support.serving.agent_lives import Life, check
+from support.serving.served_agents import ByHttp, ByZmq, Rule, rule, served_agents
 
 WAYS = pytest.mark.parametrize("way", [ByZmq, ByHttp])
 

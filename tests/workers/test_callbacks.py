@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from test_env_failures import _faulty, _same, diverge
-from toy_callbacks import Recording, always, count_events, raise_at
-from toy_envs import Counting, Faulty, Walk, check_books, runner
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import CallbackError, ConfigError, EnvRestartBudgetError
 from headrace.workers import EnvContext
 from headrace.workers.callbacks import EVENTS, RunnerCallback
+from support.envs.toy import Counting, Faulty, Walk, check_books, runner
+from support.runners.callbacks import Recording, always, count_events, raise_at
 
 
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
@@ -107,7 +107,9 @@ def test_objects_come_first_then_functions_each_in_the_order_of_the_list() -> No
 
 
 def test_callbacks_are_found_by_their_path() -> None:
-    with runner(callbacks=["toy_envs:CountingSteps", {"on_sample_end": "toy_envs:log_sample"}]) as sampler:
+    with runner(
+        callbacks=["support.envs.toy:CountingSteps", {"on_sample_end": "support.envs.toy:log_sample"}]
+    ) as sampler:
         sampler.sample(num_timesteps=7)
         metrics = sampler.get_metrics()
     assert (metrics["steps_counted"], metrics["samples_seen"]) == (7, 1)

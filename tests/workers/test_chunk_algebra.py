@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_envs import Counting, Walk, runner
-from toy_multi_envs import multi_runner
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
 from headrace.schemas.errors import ChunkError
+from support.envs.toy import Counting, Walk, runner
+from support.envs.toy_agents import multi_runner
 
 
 class Nested(Counting):

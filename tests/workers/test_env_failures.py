@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_envs import Counting, Faulty, check_books, runner
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
 from headrace.workers import EnvContext, StepFailedRecreateEnv
 from headrace.workers.envs.restarts import RestartBudget
+from support.envs.toy import Counting, Faulty, check_books, runner
 
 Answer = tuple[Any, Any, Any, Any, Any]
 

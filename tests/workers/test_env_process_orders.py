@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from process_driving import POLL_S
 
 from headrace.schemas.errors import ModuleError
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.process.control import SLOTS
 from headrace.workers.envs.process.pool import EnvProcessPool
 from headrace.workers.envs.process.quorum import Quorum, answered
+from support.runners.process_driver import POLL_S
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_an_answer_is_heard_after_a_poll_that_was_broken_off() -> None:
 
 
 def pool_of(env: str, num_envs: int, in_process: int, **env_config: float) -> EnvProcessPool:
-    config = EnvRunnerConfig(env=f"process_envs:{env}", num_envs=num_envs, envs_per_process=in_process)
+    config = EnvRunnerConfig(env=f"support.envs.troubled:{env}", num_envs=num_envs, envs_per_process=in_process)
     pool = EnvProcessPool(config.model_copy(update={"env_config": env_config}))
     for lane in range(num_envs):
         pool.try_reset(lane, lane)

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_table import BAD_DATA, DEATHS, HANGS
-from process_driving import Driver, descriptors, is_running, live_inline
 
 from headrace.schemas.errors import EnvCrashError, EnvError, EnvHangError
 from headrace.schemas.ledger import Discard
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.envs.process.pool import EnvProcessPool
+from support.envs.fault_table import BAD_DATA, DEATHS, HANGS
+from support.runners.process_driver import Driver, descriptors, is_running, live_inline
 
 LANES, FAULTY, NEIGHBOUR, ELSEWHERE = 3, 1, 0, 2
 ENOUGH = 40
@@ -45,12 +45,12 @@ def nothing_stays_open() -> Iterator[None]:
 def configure(fault: str, at: str, **settings: Any) -> EnvRunnerConfig:
     env_config = {"faults": {at: fault}, "lane": FAULTY, **settings.pop("env_config", {})}
     settings = {"num_envs": LANES, "envs_per_process": 2, "env_close_timeout_s": 1.0, **settings}
-    return EnvRunnerConfig(env="process_envs:Troubled", env_config=env_config, **settings)
+    return EnvRunnerConfig(env="support.envs.troubled:Troubled", env_config=env_config, **settings)
 
 
 def plain() -> EnvRunnerConfig:
     """The same envs without any fault."""
-    return EnvRunnerConfig(env="process_envs:Troubled")
+    return EnvRunnerConfig(env="support.envs.troubled:Troubled")
 
 
 def drive(config: EnvRunnerConfig, *, until_failed: bool = True) -> Driver:

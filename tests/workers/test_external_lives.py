@@ -9,8 +9,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from external_envs import Failing, Idle, Serving, idle, pieced, see, table
-from toy_envs import check_books, runner
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.episode_errors import (
@@ -23,6 +21,8 @@ from headrace.schemas.episode_errors import (
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
 from headrace.schemas.ledger import Discard
 from headrace.workers.external import Answer, ExternalEnv
+from support.envs.external import Failing, Idle, Serving, idle, pieced, see, table
+from support.envs.toy import check_books, runner
 
 WaitFor = Callable[..., None]
 

@@ -79,7 +79,7 @@ def test_what_cannot_be_obeyed_is_named(
 
 
 def test_an_answer_that_no_message_holds_is_a_failure_of_that_env_alone(wait_for: Callable[..., None]) -> None:
-    config = EnvRunnerConfig(env="process_envs:Wordy", num_envs=2, envs_per_process=2, env_placement="process")
+    config = EnvRunnerConfig(env="support.envs.troubled:Wordy", num_envs=2, envs_per_process=2, env_placement="process")
     welcome = EnvHostWelcome(worker_index=0, num_workers=1, num_envs=2, lease_s=10.0, heartbeat_interval_s=1.0)
     hosted = HostedEnvs(config, "life", welcome, learn_spaces(config))
     try:
@@ -102,7 +102,7 @@ def test_an_env_that_comes_after_one_that_hung_in_close_is_still_the_workers_own
     """It is the worker's env 3, here at place 0: the fault of its fifth step is that one's."""
     faults = {"lane": 3, "faults": {"step": "raises", "close": "hangs with the lock"}, "again": {"step": "raises"}}
     settings: dict[str, Any] = {"env_config": faults, "env_close_timeout_s": 0.5, "env_placement": "process"}
-    config = EnvRunnerConfig(env="process_envs:Troubled", num_envs=1, **settings)
+    config = EnvRunnerConfig(env="support.envs.troubled:Troubled", num_envs=1, **settings)
     welcome = EnvHostWelcome(worker_index=0, num_workers=1, num_envs=4, lease_s=10.0, heartbeat_interval_s=1.0)
     hosted = HostedEnvs(config, "life", welcome, learn_spaces(config))
     number = 0

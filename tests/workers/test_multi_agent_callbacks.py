@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_callbacks import Recording, always, count_events, raise_at
-from toy_multi_envs import Schedule, Together, check_books, multi_runner, scheduled
 
 from headrace.schemas.chunk import ChunkEnd, to_episode
 from headrace.schemas.errors import CallbackError, ConfigError, EnvRestartBudgetError
 from headrace.workers import EnvContext
 from headrace.workers.callbacks import RunnerCallback
 from headrace.workers.connectors import FlattenObservations, FrameStack, MeanStd, PreviousActionReward
+from support.envs.toy_agents import Schedule, Together, check_books, multi_runner, scheduled
+from support.runners.callbacks import Recording, always, count_events, raise_at
 
 REMEMBERING: dict[str, Any] = {
     "env_to_module": [PreviousActionReward, FlattenObservations, MeanStd, partial(FrameStack, 2)],

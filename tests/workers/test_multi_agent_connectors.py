@@ -10,7 +10,6 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from toy_multi_envs import BOX, CHOICE, Together, check_books, multi_runner, scheduled
 
 from headrace.schemas.chunk import EpisodeChunk, to_episode
 from headrace.schemas.errors import ConfigError, ConnectorError, ModuleError
@@ -26,6 +25,7 @@ from headrace.workers.connectors import (
     Rows,
     TimeOneHot,
 )
+from support.envs.toy_agents import BOX, CHOICE, Together, check_books, multi_runner, scheduled
 
 
 class Echo(torch.nn.Module):

@@ -10,13 +10,13 @@ import pytest
 import torch
 from test_multi_agent_connectors import Failing, TakingTurns
 from test_recurrent_modules import LSTM, Ages, Broken, over_the_wire
-from toy_multi_envs import Schedule, Together, check_books, multi_runner, scheduled
 
 from headrace.schemas.chunk import EpisodeChunk, to_episode
 from headrace.schemas.errors import ConnectorError, ModuleError
 from headrace.workers import PolicySpec
 from headrace.workers.connectors import FlattenObservations, FrameStack, MeanStd, PreviousActionReward
 from headrace.workers.modules import lstm_actor_critic, sequences
+from support.envs.toy_agents import Schedule, Together, check_books, multi_runner, scheduled
 
 Lives = dict[Any, list[EpisodeChunk]]
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from test_runner_metrics import _numbers
-from toy_multi_envs import Together, check_books, multi_runner, scheduled
 
 from headrace.workers import merge_metrics
+from support.envs.toy_agents import Together, check_books, multi_runner, scheduled
 
 Truth = list[dict[str, Any]]
 POLICIES: dict[str, Any] = {

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from test_multi_agent_callbacks import REMEMBERING
 from test_state_components import _equal, _through_arrays
-from toy_multi_envs import Schedule, Together, check_books, multi_runner, scheduled
 
 from headrace.schemas.chunk import EpisodeChunk
 from headrace.schemas.errors import StateError
 from headrace.workers.policy.seat_noise import SeatNoise
 from headrace.workers.randomness.seeds import SeatStreams
+from support.envs.toy_agents import Schedule, Together, check_books, multi_runner, scheduled
 
 POLICIES = pytest.mark.parametrize(
     "policies",

@@ -9,7 +9,6 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from toy_envs import Counting, Faulty, Walk, check_books, runner
 
 from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.batch_reader import decode_batch
@@ -18,6 +17,7 @@ from headrace.schemas.errors import ModuleError
 from headrace.schemas.ledger import WorkerTotals
 from headrace.workers.connectors import PreviousActionReward
 from headrace.workers.modules import LstmActorCritic, RecurrentModule, lstm_actor_critic, sequences
+from support.envs.toy import Counting, Faulty, Walk, check_books, runner
 
 LSTM = "headrace.workers.modules:lstm_actor_critic"
 

@@ -14,9 +14,6 @@ from typing import Any
 
 import pytest
 import zmq
-from env_hosts import EnvHosts, cable_to
-from own_ports import free_port
-from toy_envs import check_books
 
 from headrace.deploy.key_pairs import make_keys
 from headrace.schemas.chunk import EpisodeChunk
@@ -26,6 +23,9 @@ from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.schemas.wire import MessageKind, decode, encode
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.remote.wanted import problem_of
+from support.envs.toy import check_books
+from support.fleets.env_hosts import EnvHosts, cable_to
+from support.ports import free_port
 
 WaitFor = Callable[..., None]
 
@@ -67,7 +67,7 @@ def who_acts(sampler: SingleAgentEnvRunner) -> set[int]:
 
 def test_chunks_are_those_of_envs_inline_to_the_bit(hosts: EnvHosts) -> None:
     """Of envs that show all that their creators are told."""
-    hosts.start(env := "remote_envs:Telling", 3)
+    hosts.start(env := "support.envs.telling:Telling", 3)
     found = []
     for placement in ("inline", "remote"):
         with runner(hosts, env, placement, rollout_fragment_length=40, num_workers=4) as sampler:
@@ -147,8 +147,8 @@ def test_a_fault_of_an_env_is_told_as_if_it_were_near(
     fault: str, reason: str, hosts: EnvHosts, wait_for: WaitFor
 ) -> None:
     table = f'{{"lane": 2, "faults": {{"step": "{fault}"}}}}'
-    hosts.start("process_envs:Troubled", 3, f"sampling.env_config={table}", "sampling.env_step_timeout_s=1")
-    with runner(hosts, "process_envs:Troubled", env_restart_backoff_s=0.0) as sampler:
+    hosts.start("support.envs.troubled:Troubled", 3, f"sampling.env_config={table}", "sampling.env_step_timeout_s=1")
+    with runner(hosts, "support.envs.troubled:Troubled", env_restart_backoff_s=0.0) as sampler:
         wait_for(lambda: sampler.sample_fragment() and sampler.totals.discarded.get(reason), what=reason)
         wait_for(lambda: who_acts(sampler) == {0, 1, 2}, what="all lanes")
         assert sampler.totals.env_failures == 1

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_env_failures import _faulty, diverge
-from toy_envs import Faulty, Walk, runner
-from toy_multi_envs import multi_runner
 
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner, merge_metrics
 from headrace.workers.metrics.logger import MetricsLogger, Window, build_report
 from headrace.workers.metrics.runner_metrics import MOST_FINISHED, RunnerMetrics
 from headrace.workers.metrics.totals import RunnerTotals
+from support.envs.toy import Faulty, Walk, runner
+from support.envs.toy_agents import multi_runner
 
 
 def _numbers(report: Any) -> list[float]:

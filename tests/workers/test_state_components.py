@@ -11,14 +11,14 @@ import orjson
 import pytest
 from test_chunk_algebra import Nested
 from test_env_failures import _same
-from toy_envs import Counting, Walk, runner
-from toy_multi_envs import multi_runner
 
 from headrace.schemas.errors import DecodeError, EncodeError, ModuleError, StateError
 from headrace.schemas.state_arrays import arrays_to_state, state_to_arrays
 from headrace.schemas.wire import MessageKind, decode, encode
 from headrace.workers.connectors import FlattenObservations, FrameStack, MeanStd, PreviousActionReward
 from headrace.workers.runner.state_components import Selection
+from support.envs.toy import Counting, Walk, runner
+from support.envs.toy_agents import multi_runner
 
 COUNTERS = {
     "num_env_steps_sampled_lifetime",

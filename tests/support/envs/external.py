@@ -9,11 +9,11 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from toy_envs import runner
 
 from headrace.schemas.chunk import EpisodeChunk, to_episode
 from headrace.workers import SingleAgentEnvRunner
 from headrace.workers.external import ExternalEnv, ExternalEpisodes
+from support.envs.toy import runner
 
 
 class Serving(ExternalEnv):

@@ -9,11 +9,11 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from toy_multi_envs import multi_runner
 
 from headrace.schemas.chunk import EpisodeChunk, to_episode
 from headrace.workers import MultiAgentEnvRunner
 from headrace.workers.external import ExternalAgentEpisodes, ExternalMultiAgentEnv
+from support.envs.toy_agents import multi_runner
 
 AGENTS = ("a", "b", "c")
 

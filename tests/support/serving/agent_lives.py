@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from served_agents import rule
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
+from support.serving.served_agents import rule
 
 
 class Life:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from plain_episodes import rule
-from served import Served
-
 from headrace.workers.serving.client import PolicyClient
+from support.serving.plain_episodes import rule
+from support.serving.served import Served
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from headrace.deploy.fleet_file import read_fleet_file
 from headrace.deploy.redis_view import FleetView, Snapshot
 from headrace.schemas.errors import HeadraceError
 
-HERE = Path(__file__).parent
 DEADLINE_S = 150.0
 
 
@@ -27,13 +26,11 @@ class RunningFleet:
     def __init__(self, run_dir: Path, *arguments: str) -> None:
         self.run_dir = run_dir
         command = [sys.executable, "-m", "headrace.deploy", "up", "--json", "--run-dir", str(run_dir)]
-        environment = os.environ | {"PYTHONPATH": str(HERE)}
         self._process = subprocess.Popen(
             [*command, "--seed", "0", "--timeout-s", "240", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment,
         )
 
     def __enter__(self) -> RunningFleet:

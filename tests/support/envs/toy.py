@@ -6,9 +6,9 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from counting_envs import Counting
 
 from headrace.workers import EnvContext, EnvRunnerConfig, SingleAgentEnvRunner
+from support.envs.counting import Counting
 
 
 class Walk(Counting):

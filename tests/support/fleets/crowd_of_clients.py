@@ -1,6 +1,6 @@
 """A process of several clients, each of which plays short episodes until standard input ends, then says how many.
 
-    python crowd_of_clients.py KIND COUNT ENDPOINT URL SEED
+    python -m support.fleets.crowd_of_clients KIND COUNT ENDPOINT URL SEED
 
 Half of them come by ZeroMQ and half by HTTP. KIND is "plain", "repeating" (says everything again, on the same and on
 other connections, and wants the same answer) or "slow".

@@ -6,7 +6,8 @@ import threading
 from typing import Any
 
 import numpy as np
-from counting_envs import Counting
+
+from support.envs.counting import Counting
 
 
 class Painter(Counting):

@@ -1,4 +1,4 @@
-"""What an env may do amiss, by the names that `process_envs.FAULTS` has for it: the rows of every fault matrix."""
+"""What an env may do amiss, by the names that `troubled.FAULTS` has for it: the rows of every fault matrix."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
-from process_envs import FAULTS as OF_ONE
 
 from headrace.workers import EnvContext, MultiAgentEnv
+from support.envs.troubled import FAULTS as OF_ONE
 
 MASKED: Any = gym.spaces.Dict(
     {"at": gym.spaces.Box(1.0, 2.0, (2,), np.float32), "action_mask": gym.spaces.MultiBinary(3)}

@@ -16,9 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from own_ports import free_port
-
-HERE = Path(__file__).parent
+from support.ports import free_port
 
 
 class EnvHosts:
@@ -33,9 +31,8 @@ class EnvHosts:
         command += ["--connect", f"tcp://127.0.0.1:{port or self.port}"]
         for assignment in ("sampling.envs_per_process=2", *sets):
             command += ["--set", assignment]
-        path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
         with self.log(len(self.processes)).open("wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"PYTHONPATH": path})
+            process = subprocess.Popen(command, stdout=log, stderr=log)
         self.processes.append(process)
         return process
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import toy_envs
-import toy_multi_envs
+
+from support.envs import toy, toy_agents
 
 LENGTH = 50
 
@@ -31,8 +31,8 @@ class Kind:
         return steps // self.agents
 
 
-SINGLE = Kind(1, toy_envs.runner, toy_envs.check_books)
-MULTI = Kind(2, toy_multi_envs.multi_runner, toy_multi_envs.check_books)
+SINGLE = Kind(1, toy.runner, toy.check_books)
+MULTI = Kind(2, toy_agents.multi_runner, toy_agents.check_books)
 
 KINDS = pytest.mark.parametrize("kind", [SINGLE, MULTI], ids=["single", "multi"])
 WIDTHS = pytest.mark.parametrize("num_envs", [1, 3, 8])

@@ -1,17 +1,13 @@
-"""The faults of `process_envs`, by envs that live in the worker itself."""
+"""The faults of `troubled`, by envs that live in the worker itself."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "workers"))
-
-import process_envs
+from support.envs import troubled
 
 
-class NowAndThen(process_envs.Troubled):
+class NowAndThen(troubled.Troubled):
     """Each life of the faulty lane steps well nine times; the fault is its tenth step's."""
 
     def _maybe(self, at: str, answer: Any = None) -> Any:
@@ -20,7 +16,7 @@ class NowAndThen(process_envs.Troubled):
 
 def end_children() -> int:
     """Kill what envs have left behind; how many these were."""
-    children, process_envs._left = process_envs._left, []
+    children, troubled._left = troubled._left, []
     for child in children:
         child.kill()
         child.wait()

@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from parties import BrokerThread, until
 from test_worker import WorkerThread, closed_row
 
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.ledger import add_up
+from support.pipeline.parties import BrokerThread, until
 
 ENOUGH = 96
 """Steps of a lane after which a test has seen enough."""

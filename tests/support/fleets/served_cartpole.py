@@ -1,6 +1,8 @@
 """A fleet that learns CartPole from games played by a program that knows its client and nothing else of Headrace.
 
-python tests/deploy/served_cartpole.py zmq|http [RETURN]     trains until the mean return, and prints what it came to
+    PYTHONPATH=tests python -m support.fleets.served_cartpole zmq|http [RETURN]
+
+trains until the mean return, and prints what it came to.
 """
 
 from __future__ import annotations

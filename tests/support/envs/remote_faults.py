@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import inline_faults
-
 from headrace.workers import EnvContext
+from support.envs import inline_faults, troubled
 
 noted: list[tuple[int, str]] = []
 """(lane, class and sentence of its error) of each failure that this process was told."""
@@ -35,5 +34,5 @@ class Assigned(inline_faults.NowAndThen):
         if at == "step":
             answer = (*answer[:4], {"pid": os.getpid()})
             if self.context.get("leaks"):
-                return inline_faults.process_envs.FAULTS["leaks"](answer, self.context)
+                return troubled.FAULTS["leaks"](answer, self.context)
         return super()._maybe(at, answer)

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from plain_episodes import SPACES, PlainEpisodes
-
 from headrace.schemas.keys import CLIENT_PORT, BrokerKeys
 from headrace.schemas.spaces import Spaces
 from headrace.workers.envs.remote.router_port import Door, DoorSettings
@@ -21,6 +19,7 @@ from headrace.workers.serving.http.listening import listen
 from headrace.workers.serving.records import ServingLimits
 from headrace.workers.serving.space_values import SpaceValues
 from headrace.workers.serving.zmq.frames import FramesDoor
+from support.serving.plain_episodes import SPACES, PlainEpisodes
 
 LIMITS = ServingLimits(lease_s=10.0, max_sessions=50, max_episodes=20, max_message_bytes=1 << 16)
 

@@ -1,4 +1,4 @@
-"""Stand-ins for the roles, run as processes: `python pretend_role.py ROLE RUN_DIR [SLOT INCARNATION]`.
+"""Stand-ins for the roles, run as processes: `python -m support.fleets.pretend_role ROLE RUN_DIR [SLOT INCARNATION]`.
 
 The broker takes obituaries, and reports to Redis books that grow as if somebody sampled and trained. Each role writes
 its name to RUN_DIR/drained when SIGTERM reaches it, so that a test can see the order.

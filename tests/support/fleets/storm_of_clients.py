@@ -11,11 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from running_fleet import RunningFleet
-
 from headrace.deploy.fleet_file import read_fleet_file
+from support.fleets.running_fleet import RunningFleet
 
-PROGRAM = Path(__file__).with_name("crowd_of_clients.py")
+PROGRAM = "support.fleets.crowd_of_clients"
 STEADY = (("plain", 25), ("plain", 25), ("repeating", 10), ("repeating", 10), ("slow", 10))
 DOOMED, OF_ONE = 5, 4
 """Processes that are killed, and come again; clients of each."""
@@ -90,7 +89,7 @@ class Storm:
 
     def _start(self, kind: str, count: int) -> subprocess.Popen[str]:
         where = [self._endpoint("clients-0"), self._endpoint("http-0"), str(self._rng.random())]
-        command = [sys.executable, str(PROGRAM), kind, str(count), *where]
+        command = [sys.executable, "-m", PROGRAM, kind, str(count), *where]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def _endpoint(self, name: str) -> str:
