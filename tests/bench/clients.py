@@ -39,7 +39,7 @@ def measure(episodes: int) -> dict[str, Any]:
             _play(storm, first + played + A_KILL)
         after, seconds = storm.sizes(), monotonic() - began
         told = storm.end_clients()
-        storm.fleet.wait_for(lambda: storm.sizes()["sessions"] == 0, "the end of the last lease")
+        storm.fleet.wait_until(lambda: storm.sizes()["sessions"] == 0, "the end of the last lease")
         empty = storm.sizes()
         storm.fleet.terminate()
         result = storm.fleet.finish()
@@ -50,7 +50,7 @@ def measure(episodes: int) -> dict[str, Any]:
 
 
 def _play(storm: Storm, until: int) -> None:
-    storm.fleet.wait_for(lambda: storm.episodes() >= until, f"{until} episodes")
+    storm.fleet.wait_until(lambda: storm.episodes() >= until, f"{until} episodes")
     storm.kill_one()
 
 

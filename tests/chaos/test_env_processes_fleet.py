@@ -31,7 +31,7 @@ def test_a_killed_process_of_multi_agent_envs_costs_no_worker(tmp_path: Path) ->
     words = [word for setting in settings for word in ("--set", f"sampling.{setting}")]
     arguments = ("--env", "headrace.workers.agents.examples:two_carts", "--workers", "1", "--num-envs", "4")
     with RunningFleet(tmp_path, *arguments, *words, "--until-steps", "8000") as fleet:
-        fleet.wait_for(lambda: fleet.steps() > 500, "steps")
+        fleet.wait_until(lambda: fleet.steps() > 500, "steps")
         worker = fleet.pid("worker")
         children = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
         os.kill(int(children[0]), signal.SIGKILL)

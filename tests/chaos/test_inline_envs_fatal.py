@@ -21,9 +21,9 @@ def test_envs_inline_that_take_their_workers_along_cost_those_lives_by_name(tmp_
     arguments = ("--env", "support.envs.fleet:fatal_once", "--workers", "3", "--num-envs", "2")
     with RunningFleet(tmp_path / "run", *arguments, *settings) as fleet:
         for slot in range(3):
-            fleet.wait_for(lambda: fleet.pid("worker", slot=slot, incarnation=2), f"worker {slot}'s second life")  # noqa: B023 - asked at once
+            fleet.wait_until(lambda: fleet.pid("worker", slot=slot, incarnation=2), f"worker {slot}'s second life")  # noqa: B023 - asked at once
         before = fleet.steps()
-        fleet.wait_for(lambda: fleet.steps() > before + 4_000, "the fleet goes on")
+        fleet.wait_until(lambda: fleet.steps() > before + 4_000, "the fleet goes on")
         fleet.terminate()
         result = fleet.finish()
     assert result["returncode"] == 0, result["stderr"]

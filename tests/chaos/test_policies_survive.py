@@ -24,7 +24,7 @@ SMALL = ("--workers", str(WORKERS), "--num-envs", str(NUM_ENVS), "--set", "learn
 def _after_kills(fleet: RunningFleet) -> dict[str, Any]:
     """Learner and broker are killed while it trains; what the fleet says at its end."""
     for reached, role in ((3_000, "learner"), (6_000, "broker")):
-        fleet.wait_for(lambda: fleet.steps() > reached, f"{reached} steps")  # noqa: B023 - asked at once
+        fleet.wait_until(lambda: fleet.steps() > reached, f"{reached} steps")  # noqa: B023 - asked at once
         fleet.send(signal.SIGKILL, role)
     return fleet.finish()
 

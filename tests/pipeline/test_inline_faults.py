@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_worker import WorkerThread
 
 from headrace.schemas.errors import EnvError
 from support.envs import inline_faults
 from support.envs.fault_table import BAD_DATA, BURDENS
 from support.pipeline.fault_runs import brief, check_alike, lives_of
-from support.pipeline.parties import BrokerThread, StartBroker, until
+from support.pipeline.parties import BrokerThread, StartBroker
+from support.pipeline.worker_threads import WorkerThread
+from support.waiting import wait_until
 
 FAULTY, SIBLINGS = 1, (0, 2)
 Run = Callable[..., WorkerThread]
@@ -112,7 +113,7 @@ def test_an_env_that_cannot_be_built_at_first_ends_its_worker_with_a_typed_error
     broker: BrokerThread, run: Run
 ) -> None:
     with run(broker, {"lane": FAULTY, "faults": {"construction": "raises"}}) as worker:
-        until(lambda: worker.error, "the end of the worker")
+        wait_until(lambda: worker.error, "the end of the worker")
     assert isinstance(worker.error, EnvError)
     assert "env 1 ('support.envs.inline_faults:NowAndThen') could not be built: RuntimeError: diverged" in str(
         worker.error

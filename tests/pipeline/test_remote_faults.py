@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_worker import WorkerThread
 
 from headrace.schemas.chunk import EpisodeChunk
 from support.envs import remote_faults
@@ -19,6 +18,7 @@ from support.envs.fault_table import BAD_DATA, BURDENS, DEATHS, HANGS
 from support.fleets.env_hosts import EnvHosts
 from support.pipeline.fault_runs import ENOUGH, brief, check_alike, lives_of
 from support.pipeline.parties import BrokerThread
+from support.pipeline.worker_threads import WorkerThread
 from support.ports import free_port
 from support.runners.process_driver import is_running
 

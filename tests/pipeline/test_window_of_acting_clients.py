@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_worker import WorkerThread, closed_row
 
 from headrace.learner_stub import EpisodeStream, WeightPublisher, waiting
 from headrace.learner_stub.training import gather
@@ -17,6 +16,7 @@ from headrace.workers import EnvRunnerConfig
 from headrace.workers.modules import actor_critic
 from headrace.workers.serving.acting import ActingClient
 from support.pipeline.parties import BrokerThread
+from support.pipeline.worker_threads import WorkerThread, closed_row
 
 NUM_ENVS, FRAGMENT, WINDOW = 2, 8, 3
 SAMPLING = {"num_envs": NUM_ENVS, "rollout_fragment_length": FRAGMENT}

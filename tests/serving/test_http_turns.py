@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -19,6 +18,7 @@ from support.serving.http_sampler import STEPS, drive, sample_until, sampler
 from support.serving.plain_episodes import rule
 from support.serving.raw_http import HEALTH, RawHttp, put
 from support.serving.served import Served
+from support.waiting import wait_until
 
 
 def test_http_has_no_thread_of_its_own_and_leaves_signals_alone() -> None:
@@ -87,7 +87,7 @@ def test_what_is_said_in_one_go_is_answered_in_its_order() -> None:
         assert [body.get("action") for body in bodies] == [None, None, 0, 7, None, 7, None, 14]
 
 
-def test_a_server_that_stops_tells_who_waits_by_http(wait_for: Callable[..., None]) -> None:
+def test_a_server_that_stops_tells_who_waits_by_http() -> None:
     server = Served()
     try:
         server.hold.set()
@@ -97,7 +97,7 @@ def test_a_server_that_stops_tells_who_waits_by_http(wait_for: Callable[..., Non
             assert client.hear().status == 200
         steps = [put(f"/v1/sessions/s/episodes/e/steps/{n}", b'{"observation": [1, 2]}') for n in range(2)]
         client.say(steps[0] + HEALTH + steps[1])
-        wait_for(lambda: server.episodes.waiting, what="the step")
+        wait_until(lambda: server.episodes.waiting, what="the step")
     finally:
         server.close()
     with client:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from support.envs.toy_agents import check_books
 from support.fleets.env_hosts import EnvHosts
 from support.ports import free_port
 from support.runners.process_driver import descriptors
+from support.waiting import wait_until
 
 CROWD: dict[str, Any] = {
     "env": "support.envs.crowd:Crowd",
@@ -186,18 +187,18 @@ def test_a_first_reset_that_fails_is_tried_again() -> None:
         assert lives[lane] == sound[lane]
 
 
-def test_a_host_that_is_lost_costs_the_steps_of_its_envs_alone(hosts: EnvHosts, wait_for: Callable[..., None]) -> None:
+def test_a_host_that_is_lost_costs_the_steps_of_its_envs_alone(hosts: EnvHosts) -> None:
     def all_act() -> bool:
         return {chunk.env_index for chunk in sampler.sample_fragment() if len(chunk)} == set(range(LANES))
 
     first = hosts.start(str(CROWD["env"]), 2)
     with runner("remote", env_hosts_port=hosts.port, env_hosts_lease_s=1.0, **CROWD) as sampler:
         hosts.start(str(CROWD["env"]), 4)  # two places more than are needed
-        wait_for(all_act, what="steps of all envs")
+        wait_until(all_act, what="steps of all envs")
         polls = iter(range(1000))
         sampler.sample_fragment(lambda: first.kill() if next(polls) == 5 else None)
         assert sampler.totals.discarded["env_host_lost"] > 0
-        wait_for(all_act, what="envs in the spare places")
+        wait_until(all_act, what="envs in the spare places")
         check_books(sampler)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from headrace.workers.envs.process.control import SLOTS
 from headrace.workers.envs.process.pool import EnvProcessPool
 from headrace.workers.envs.process.quorum import Quorum, answered
 from support.runners.process_driver import POLL_S
+from support.waiting import wait_until
 
 
 @pytest.fixture
@@ -86,12 +87,12 @@ def pool_of(env: str, num_envs: int, in_process: int, **env_config: float) -> En
     return pool
 
 
-def test_a_process_goes_on_with_its_next_order_without_its_driver(wait_for: Callable[..., None]) -> None:
+def test_a_process_goes_on_with_its_next_order_without_its_driver() -> None:
     with pool_of("Slow", 2, 2, step_s=0.1) as pool:
         before = pool.observations["obs"].copy()
         pool.send_actions([0], pool.actions)
         pool.send_actions([1], pool.actions)
-        wait_for(lambda: (pool.observations["obs"] != before).all(), what="both steps, though nobody listens")
+        wait_until(lambda: (pool.observations["obs"] != before).all(), what="both steps, though nobody listens")
         assert pool.poll(POLL_S, batch_wait_s=POLL_S).stepped == [0, 1]
 
 

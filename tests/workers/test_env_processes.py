@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from headrace.workers.envs.process.pool import EnvProcessPool
 from support.envs.troubled import Troubled
 from support.runners.call_rate import IDLE, calls_a_second
 from support.runners.process_driver import POLL_S, Driver, is_running, live_inline
+from support.waiting import wait_until
 
 
 def configure(env: Any = "support.envs.troubled:Troubled", **settings: Any) -> EnvRunnerConfig:
@@ -181,7 +181,7 @@ def test_processes_do_not_load_torch() -> None:
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "False\n"
 
 
-def test_processes_and_what_they_started_die_with_their_parent(tmp_path: Path, wait_for: Callable[..., None]) -> None:
+def test_processes_and_what_they_started_die_with_their_parent(tmp_path: Path) -> None:
     """Killed without a chance to say anything, while an env holds the interpreter lock for ever."""
     script = f"""
         import signal, sys
@@ -204,7 +204,7 @@ def test_processes_and_what_they_started_die_with_their_parent(tmp_path: Path, w
         pids += [int(pid) for pid in (tmp_path / "pids").read_text().split()]
         assert all(is_running(pid) for pid in pids)
         parent.send_signal(signal.SIGKILL)
-    wait_for(lambda: not any(is_running(pid) for pid in pids), what="the end of all")
+    wait_until(lambda: not any(is_running(pid) for pid in pids), what="the end of all")
 
 
 def test_a_process_that_is_stopped_as_it_starts_dies_with_its_parent_too() -> None:

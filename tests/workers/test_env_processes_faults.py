@@ -6,7 +6,7 @@ import gc
 import itertools
 import re
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from headrace.workers import EnvRunnerConfig
 from headrace.workers.envs.process.pool import EnvProcessPool
 from support.envs.fault_table import BAD_DATA, DEATHS, HANGS
 from support.runners.process_driver import Driver, descriptors, is_running, live_inline
+from support.waiting import wait_until
 
 LANES, FAULTY, NEIGHBOUR, ELSEWHERE = 3, 1, 0, 2
 ENOUGH = 40
@@ -217,9 +218,9 @@ def test_no_room_for_another_process_is_a_typed_error_and_leaves_none() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_what_an_env_has_started_ends_with_its_process(tmp_path: Path, wait_for: Callable[..., None]) -> None:
+def test_what_an_env_has_started_ends_with_its_process(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     drive(configure("leaves a child", "step", env_config={"pids": str(pids)}), until_failed=False)
     left = [int(pid) for pid in pids.read_text().split()]
     assert left
-    wait_for(lambda: not any(is_running(pid) for pid in left), what="the end of what the env started")
+    wait_until(lambda: not any(is_running(pid) for pid in left), what="the end of what the env started")

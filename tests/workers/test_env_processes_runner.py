@@ -15,6 +15,7 @@ from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, RunnerCallbac
 from headrace.workers.envs.spaces import convert, to_gym
 from support.envs.toy import check_books
 from support.runners.process_driver import is_running
+from support.waiting import wait_until
 
 FAULTY, NEIGHBOUR, ELSEWHERE = 1, 0, 2
 
@@ -82,9 +83,7 @@ def test_a_state_goes_from_envs_inline_to_envs_in_processes() -> None:
         ("hangs with the lock", {"env_hang", "env_neighbour"}),
     ],
 )
-def test_a_fault_is_named_and_lanes_elsewhere_are_the_same_to_the_bit(
-    fault: str, reasons: set[str], wait_for: Callable[..., None]
-) -> None:
+def test_a_fault_is_named_and_lanes_elsewhere_are_the_same_to_the_bit(fault: str, reasons: set[str]) -> None:
     settings = {"env_step_timeout_s": 1.0, "rollout_fragment_length": 3}
     with runner(**settings) as sound:
         expected = lives(sound, 6)
@@ -92,7 +91,7 @@ def test_a_fault_is_named_and_lanes_elsewhere_are_the_same_to_the_bit(
         before = set(pids(sampler))
         found = lives(sampler, 6)
         # Lanes come back while others go on.
-        wait_for(lambda: {chunk.env_index for chunk in sampler.sample_fragment()} == {0, 1, 2}, what="all lanes")
+        wait_until(lambda: {chunk.env_index for chunk in sampler.sample_fragment()} == {0, 1, 2}, what="all lanes")
         totals = sampler.totals
         assert totals.env_failures == 1
         assert totals.env_rebuilds == len(reasons)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from headrace.workers import EnvRunnerConfig
 from support.envs import external, external_agents
 from support.envs.external import Idle, idle, see, table
 from support.runners.call_rate import IDLE, calls_a_second
-
-WaitFor = Callable[..., None]
 
 
 def test_what_comes_slowly_is_shipped_all_the_same() -> None:

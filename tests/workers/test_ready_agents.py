@@ -16,8 +16,8 @@ from support.envs.crowd import policy_of
 from support.envs.toy_agents import check_books
 from support.fleets.env_hosts import EnvHosts
 from support.ports import free_port
+from support.runners.recurrent import LSTM
 
-LSTM = "headrace.workers.modules:lstm_actor_critic"
 READY: dict[str, dict[str, Any]] = {
     "at once": {"remote_env_batch_wait_ms": 0},
     "after a wait": {"remote_env_batch_wait_ms": 2},

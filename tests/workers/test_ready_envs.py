@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
+from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.ledger import Discard
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, RunnerCallback, SingleAgentEnvRunner
 from headrace.workers.agents.examples import two_carts
-from headrace.workers.connectors import FlattenObservations, FrameStack, PreviousActionReward
 from support.envs.toy import check_books
 from support.runners.call_rate import IDLE, calls_a_second
 from support.runners.process_driver import is_running
+from support.runners.ready import READY, SETTINGS, life, pieced
 
-LSTM = "headrace.workers.modules:lstm_actor_critic"
-PIECES = [partial(FrameStack, 3), PreviousActionReward, FlattenObservations]
-READY: dict[str, dict[str, Any]] = {
-    "at once": {"remote_env_batch_wait_ms": 0},
-    "after a wait": {"remote_env_batch_wait_ms": 2},
-    "by halves": {"double_buffering": True},
-}
 by_readiness = pytest.mark.parametrize("ready", READY)
 
 
@@ -34,36 +26,6 @@ def runner(ready: str, env: str = "support.envs.troubled:Jittery", **settings: A
     defaults = {"num_envs": 4, "envs_per_process": 2, "seed": 3, "env_restart_backoff_s": 0.0}
     placed = {"env_placement": "process", **READY[ready]} if ready != "inline" else {}
     return SingleAgentEnvRunner(EnvRunnerConfig(env=env, **{**defaults, **placed, **settings}), run_uid="test")
-
-
-def pieced(chunks: Iterable[EpisodeChunk]) -> dict[str, list[EpisodeChunk]]:
-    """Chunks by episode, in order, without a gap."""
-    parts: dict[str, list[EpisodeChunk]] = defaultdict(list)
-    for chunk in chunks:
-        parts[chunk.episode_id].append(chunk)
-    for episode in parts.values():
-        to_episode(episode)  # which compares what meets at the seams
-    return parts
-
-
-def life(parts: list[EpisodeChunk]) -> list[tuple[Any, ...]]:
-    """Of an episode, every step."""
-    steps = []
-    for chunk in parts:
-        for t in range(len(chunk)):
-            seen = chunk.obs[t].tobytes(), chunk.actions[t].tobytes(), chunk.rewards[t], chunk.obs[t + 1].tobytes()
-            columns = {name: column[t].tobytes() for name, column in chunk.columns.items()}
-            steps.append((*seen, columns, chunk.infos[t], chunk.infos[t + 1]))
-    return steps
-
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "memory": {"module": LSTM},
-    "connectors": {"env_to_module": PIECES, "module": LSTM},
-    "whole episodes": {"batch_mode": "complete_episodes", "module": LSTM},
-    "callbacks": {"callbacks": [{"on_episode_created": lambda episode: None}]},
-}
 
 
 @pytest.mark.parametrize(("ready", "kind"), list(zip([*READY, *READY], [*SETTINGS, "memory"], strict=True)))

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_ready_envs import READY, SETTINGS, life, pieced
 
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from support.envs.toy import check_books
 from support.fleets.env_hosts import EnvHosts
 from support.ports import free_port
 from support.runners.call_rate import IDLE, calls_a_second
-
-WaitFor = Callable[..., None]
+from support.runners.ready import READY, SETTINGS, life, pieced
+from support.waiting import wait_until
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def test_a_lane_lives_through_the_same_whichever_host_is_ready_when(ready: str, 
     assert sum(map(len, found)) > 20
 
 
-def test_a_slow_host_holds_up_nobody_and_is_lost_alone(hosts: EnvHosts, wait_for: WaitFor) -> None:
+def test_a_slow_host_holds_up_nobody_and_is_lost_alone(hosts: EnvHosts) -> None:
     slow = hosts.start("support.envs.troubled:Slow", 1, 'sampling.env_config={"step_s": 0.25}')
     settings = {"remote_env_batch_wait_ms": 0, "env_hosts_lease_s": 1, "num_envs": 3}
     with runner(hosts, "support.envs.troubled:Slow", **settings) as sampler:
@@ -59,12 +58,12 @@ def test_a_slow_host_holds_up_nobody_and_is_lost_alone(hosts: EnvHosts, wait_for
             chunks = sampler.sample(num_timesteps=40)
             return [sum(len(chunk) for chunk in chunks if chunk.env_index == lane) for lane in range(3)]
 
-        wait_for(lambda: all(steps()[1:]), what="the fast host")
+        wait_until(lambda: all(steps()[1:]), what="the fast host")
         first, *others = map(sum, zip(*(steps() for _ in range(3)), strict=True))
         assert 10 * first < min(others)
         check_books(sampler)
         slow.kill()
-        wait_for(lambda: steps() and sampler.totals.env_rebuilds, what="the end of the slow host")
+        wait_until(lambda: steps() and sampler.totals.env_rebuilds, what="the end of the slow host")
         assert set(sampler.totals.discarded) <= {"env_host_lost"}
         check_books(sampler)
 

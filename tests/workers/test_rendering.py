@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from headrace.workers import VectorEnv
 from support.envs.native_vectors import EVERY_KIND, vector_of
 from support.envs.painters import Painter, TallPainter
 from support.envs.toy import check_books, runner
+from support.waiting import wait_until
 
 
 def _wrapped(context: Any) -> VectorEnv:
@@ -69,7 +69,7 @@ def _steps_of(sampler: Any, index: int) -> int:
 
 
 def test_a_picture_too_large_is_none_and_one_that_never_comes_costs_its_process(
-    caplog: pytest.LogCaptureFixture, wait_for: Callable[..., None]
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     settings = {"num_envs": 3, "env_placement": "process", "envs_per_process": 3, "env_step_timeout_s": 1.0}
     with runner("support.envs.painters:TallPainter", **settings) as sampler:
@@ -77,7 +77,7 @@ def test_a_picture_too_large_is_none_and_one_that_never_comes_costs_its_process(
         assert sampler.try_render_at(1) is None
         assert "env 1 could not be rendered (a picture of 27000000 bytes, where 16777216 are the most)" in caplog.text
         assert [sampler.try_render_at(index) for index in (2, 0)] == [None, None]
-        wait_for(lambda: _steps_of(sampler, 0) > 0, what="steps of env 0")
+        wait_until(lambda: _steps_of(sampler, 0) > 0, what="steps of env 0")
         assert sampler.try_render_at(0) is not None
         assert sampler.totals.env_failures == 1
         check_books(sampler)

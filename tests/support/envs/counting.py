@@ -81,3 +81,19 @@ class Broken(Counted):
 
     def step(self, action: Any) -> Any:
         raise KeyError("always")
+
+
+class NestedCounting(Counting):
+    """Nested observations and actions, and an info with every third observation."""
+
+    observation_space = gym.spaces.Dict(
+        {"t": gym.spaces.Box(0.0, 1e6, (1,), np.float32), "pair": gym.spaces.Tuple((gym.spaces.Discrete(99),) * 2)}
+    )
+    action_space = gym.spaces.Dict({"a": gym.spaces.Discrete(2), "b": gym.spaces.Box(-1.0, 1.0, (2,))})
+
+    def observe(self) -> Any:
+        return {"t": np.array([self.t], np.float32), "pair": (self.t, 98 - self.t)}
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, _ = super().step(action)
+        return observation, reward, terminated, truncated, {"t": self.t} if self.t % 3 == 0 else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
@@ -72,3 +73,14 @@ def check_books(sampler: SingleAgentEnvRunner) -> None:
     """stepped = open + discarded + delivered."""
     t = sampler.totals
     assert t.stepped == t.open + sum(t.discarded.values()) + t.delivered
+
+
+Answer = tuple[Any, Any, Any, Any, Any]
+
+
+def diverge(answer: Answer) -> Answer:
+    raise RuntimeError("diverged")
+
+
+def with_fault(fault: Callable[[Answer], Any], *, faulty: set[int], every: int = 30) -> dict[str, Any]:
+    return {"fault": fault, "faulty": faulty, "every": every, "steps": {}}

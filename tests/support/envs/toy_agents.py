@@ -137,3 +137,22 @@ def check_books(sampler: MultiAgentEnvRunner) -> None:
     t = sampler.totals
     assert t.stepped == t.open + sum(t.discarded.values()) + t.delivered
     assert t.open >= 0
+
+
+class TakingTurns(Together):
+    """Agents are observed one after another; `got` are the actions as they came."""
+
+    got: list[tuple[str, int]]
+
+    def _turn(self) -> dict[str, Any]:
+        return {f"a{self.t % 2}": self.observe(self.t % 2)}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.t = 0
+        return self._turn(), {}
+
+    def step(self, actions: dict[Any, Any]) -> Any:
+        self.got += [(agent, int(action)) for agent, action in actions.items()]
+        self.t += 1
+        over = {"__all__": self.t == 7}
+        return self._turn(), {}, over, {"__all__": False}, {}

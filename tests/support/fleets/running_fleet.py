@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,9 @@ import orjson
 from headrace.deploy.fleet_file import read_fleet_file
 from headrace.deploy.redis_view import FleetView, Snapshot
 from headrace.schemas.errors import HeadraceError
+from support.waiting import wait_until
 
-DEADLINE_S = 150.0
+TIMEOUT_S = 150.0
 
 
 class RunningFleet:
@@ -45,15 +45,16 @@ class RunningFleet:
                 self._process.kill()
                 self._process.communicate()
 
-    def wait_for(self, condition: Callable[[], object], what: str) -> None:
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
         """Return once `condition()` is true; a fleet that ended before is a failure that shows its words."""
-        pause = threading.Event()
-        for _ in range(int(DEADLINE_S / 0.02)):
+
+        def met() -> bool:
             if condition():
-                return
+                return True
             assert self._process.poll() is None, f"the fleet ended before {what}:\n{self._process.communicate()[1]}"
-            pause.wait(0.02)
-        raise AssertionError(f"{what} did not come true within {DEADLINE_S:g} s")
+            return False
+
+        wait_until(met, what, TIMEOUT_S)
 
     def pid(self, role: str, slot: int | None = None, incarnation: int | None = None) -> int | None:
         """The process of this role as fleet.json has it."""

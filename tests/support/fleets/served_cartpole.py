@@ -10,15 +10,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from support.waiting import wait_until
+
 GAMES = 8
 ENDPOINTS = {"zmq": "clients-0", "http": "http-0"}
-DEADLINE_S = 150.0
+TIMEOUT_S = 150.0
 
 
 def train(way: str, run_dir: Path, *goal: str) -> dict[str, Any]:
@@ -46,14 +47,13 @@ def _games(endpoint: str) -> subprocess.Popen[bytes]:
 
 def endpoint_of(fleet_json: Path, way: str, fleet: subprocess.Popen[bytes]) -> str:
     """Where clients of the worker of slot 0 come, once that stands in `fleet_json`."""
-    pause = threading.Event()
-    for _ in range(int(DEADLINE_S / 0.05)):
+
+    def find() -> str:
         assert fleet.poll() is None, "the fleet has ended"
         found = orjson.loads(fleet_json.read_bytes())["endpoints"] if fleet_json.exists() else {}
-        if ENDPOINTS[way] in found:
-            return str(found[ENDPOINTS[way]])
-        pause.wait(0.05)
-    raise AssertionError(f"no endpoint for clients within {DEADLINE_S:g} s")
+        return str(found.get(ENDPOINTS[way], ""))
+
+    return wait_until(find, "an endpoint for clients", TIMEOUT_S)
 
 
 def main(way: str, until_return: str = "475") -> None:

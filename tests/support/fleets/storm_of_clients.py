@@ -40,13 +40,13 @@ class Storm:
 
     def begin(self) -> None:
         """Start all clients; returns once every process of them has a session."""
-        self.fleet.wait_for(lambda: self._endpoint("http-0") and self._health(), "the worker serves")
+        self.fleet.wait_until(lambda: self._endpoint("http-0") and self._health(), "the worker serves")
         for kind, count in STEADY:
             self._steady.append(self._start(kind, count))
         for _ in range(DOOMED):
             self._doomed.append(self._start("plain", OF_ONE))
         clients = sum(count for _, count in STEADY) + DOOMED * OF_ONE
-        self.fleet.wait_for(lambda: self._health()["sessions"] >= clients, f"{clients} sessions")
+        self.fleet.wait_until(lambda: self._health()["sessions"] >= clients, f"{clients} sessions")
 
     def kill_one(self) -> None:
         """A process of clients at random, at whatever it does; another one comes in its place."""

@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from test_worker import WorkerThread, closed_row
-
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.ledger import add_up
-from support.pipeline.parties import BrokerThread, until
+from support.pipeline.parties import BrokerThread
+from support.pipeline.worker_threads import WorkerThread, closed_row
+from support.waiting import wait_until
 
 ENOUGH = 96
 """Steps of a lane after which a test has seen enough."""
@@ -36,7 +36,7 @@ def lives_of(
             worker.check()
             return has_seen_all() and all(sum(map(len, lives[lane])) >= ENOUGH for lane in lanes)
 
-        until(has_enough, "enough steps of every env", LONGEST_S)
+        wait_until(has_enough, "enough steps of every env", LONGEST_S)
         worker.stopping.set()
 
         def has_drained() -> bool:
@@ -44,7 +44,7 @@ def lives_of(
             row = broker.rows()[(0, 1)]
             return row.closed and row.held == (0, 0)
 
-        until(has_drained, "the end of the worker's books")
+        wait_until(has_drained, "the end of the worker's books")
         row = closed_row(broker)
     worker.check()
     assert row.totals.open == 0

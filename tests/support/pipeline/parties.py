@@ -36,21 +36,11 @@ from headrace.workers.fleet.link import BrokerLink
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.weights import WeightsReceiver
 from headrace.workers.fleet.window import SessionLimits, Shipment
+from support.waiting import TIMEOUT_S, wait_until
 
 T = TypeVar("T")
-DEADLINE_S = 100.0
 FLEET = "fleet"
 SPACES = Spaces(observation=Box(shape=(1,), dtype="<f4"), action=Discrete(n=2))
-
-
-def until(condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
-    """What `condition` answers once it is true, asked every 10 ms; else an AssertionError naming `what`."""
-    pause, deadline = threading.Event(), time.monotonic() + deadline_s
-    while time.monotonic() < deadline:
-        if answer := condition():
-            return answer
-        pause.wait(0.01)
-    raise AssertionError(f"{what} did not come true within {deadline_s:g} s")
 
 
 # -- brokers ----------------------------------------------------------------------------------------------------------
@@ -71,7 +61,7 @@ class BrokerThread:
         """The answer of the broker's own thread."""
         answer: queue.Queue[T] = queue.Queue()
         self._questions.put(lambda: answer.put(question(self.broker)))
-        return answer.get(timeout=DEADLINE_S)
+        return answer.get(timeout=TIMEOUT_S)
 
     def rows(self) -> dict[tuple[int, int], LedgerRow]:
         """The books, by (slot, incarnation)."""
@@ -83,7 +73,7 @@ class BrokerThread:
     def stop(self) -> None:
         """Stop turning and close all sockets; a broker started after it on the same run_dir takes its ports."""
         self._stopping.set()
-        self._thread.join(DEADLINE_S)
+        self._thread.join(TIMEOUT_S)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -140,9 +130,9 @@ class Process:
     def signal(self, number: int) -> None:
         os.kill(self.popen.pid, number)
 
-    def wait(self, deadline_s: float = DEADLINE_S) -> int:
+    def wait(self, timeout_s: float = TIMEOUT_S) -> int:
         """The return code."""
-        return self.popen.wait(deadline_s)
+        return self.popen.wait(timeout_s)
 
     def __enter__(self) -> Self:
         return self
@@ -150,7 +140,7 @@ class Process:
     def __exit__(self, *_: object) -> None:
         if self.popen.poll() is None:
             self.popen.kill()
-        self.popen.wait(DEADLINE_S)
+        self.popen.wait(TIMEOUT_S)
 
 
 def broker_process(run_dir: Path, redis_url: str = "", **settings: Any) -> Process:
@@ -158,7 +148,7 @@ def broker_process(run_dir: Path, redis_url: str = "", **settings: Any) -> Proce
     settings = {"heartbeat_interval_s": 0.2, **settings}
     config = orjson.dumps({"broker": settings}).decode()
     process = Process(_BROKER, str(run_dir), config, redis_url, log=run_dir / "broker.log")
-    until(lambda: _serves(run_dir, process), "the broker's start")
+    wait_until(lambda: _serves(run_dir, process), "the broker's start")
     return process
 
 
@@ -257,7 +247,7 @@ class Feeder:
         spaces: Spaces = SPACES,
         alter: Callable[[int, list[Buffer]], list[Buffer]] = lambda seq, frames: frames,
         keys: ClientKeys | None = None,
-        join_s: float = DEADLINE_S,
+        join_s: float = TIMEOUT_S,
     ) -> None:
         hello = WorkerHello(
             fleet_id=fleet_id,
@@ -299,7 +289,7 @@ class Feeder:
     def stop(self) -> None:
         """End without a word, as a kill would."""
         self._stopping.set()
-        self._thread.join(DEADLINE_S)
+        self._thread.join(TIMEOUT_S)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -380,9 +370,9 @@ class RawPeer:
     def send(self, frames: Sequence[Buffer]) -> None:
         self.socket.send_multipart(frames)
 
-    def receive(self, deadline_s: float = DEADLINE_S) -> WireMessage:
+    def receive(self, timeout_s: float = TIMEOUT_S) -> WireMessage:
         """The next message; an AssertionError when none comes."""
-        assert self.socket.poll(int(deadline_s * 1000)), "no answer"
+        assert self.socket.poll(int(timeout_s * 1000)), "no answer"
         return decode(self.socket.recv_multipart())
 
     def receive_kind(self, kind: MessageKind) -> WireMessage:
@@ -452,10 +442,10 @@ class Witness:
 
 
 def batches_of(
-    stream: EpisodeStream, until_done: Callable[[], object], deadline_s: float = DEADLINE_S
+    stream: EpisodeStream, until_done: Callable[[], object], timeout_s: float = TIMEOUT_S
 ) -> Iterator[ChunkBatch]:
     """Batches until `until_done` is true and none is left; an AssertionError after the deadline without either."""
-    deadline = time.monotonic() + deadline_s
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         while (batch := stream.next(timeout_s=0.05)) is not None:
             yield batch
@@ -464,8 +454,8 @@ def batches_of(
     raise AssertionError("the stream did not come to its end in time")
 
 
-def ask_until_it_raises(stream: EpisodeStream, deadline_s: float = DEADLINE_S) -> None:
+def ask_until_it_raises(stream: EpisodeStream, timeout_s: float = TIMEOUT_S) -> None:
     """Ask for batch after batch without end."""
-    deadline = time.monotonic() + deadline_s
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         stream.next(0.1)
