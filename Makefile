@@ -45,7 +45,7 @@ format: $(READY) ## repair formatting and what ruff can repair
 	$(BIN)/ruff check --fix .
 
 bench: $(READY) ## measure against the limits, side by side; writes bench-results/
-	$(BIN)/python tests/bench/run.py
+	PYTHONPATH=tests $(BIN)/python -m bench.run
 
 golden: $(READY) ## add to tests/golden/ what a new kind of message or space, or a new case of sampling needs
 	$(BIN)/python tests/golden/golden_samples.py

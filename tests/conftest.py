@@ -4,39 +4,21 @@ from __future__ import annotations
 
 import os
 import subprocess
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import own_ports
 import pytest
 
+from support import ports
+from support.waiting import wait_until
+
 ROOT = Path(__file__).resolve().parents[1]
-
-WaitFor = Callable[..., None]
-
-
-def _wait_for(condition: Callable[[], object], deadline_s: float = 100.0, what: str = "the condition") -> None:
-    """Return once `condition()` is true, asked every 10 ms; fail the test naming `what` after `deadline_s` seconds."""
-    pause = threading.Event()
-    for _ in range(max(1, int(deadline_s / 0.01))):
-        if condition():
-            return
-        pause.wait(0.01)
-    if not condition():
-        pytest.fail(f"{what} did not come true within {deadline_s:g} s")
-
-
-@pytest.fixture
-def wait_for() -> WaitFor:
-    """`wait_for(condition, deadline_s=100, what="...")`: waits for an event, never for a time."""
-    return _wait_for
 
 
 @pytest.fixture
 def free_port() -> int:
     """A loopback TCP port that nobody listened on a moment ago, and that no outgoing connection is given."""
-    return own_ports.free_port()
+    return ports.free_port()
 
 
 @pytest.fixture(scope="session")
@@ -46,11 +28,19 @@ def root() -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def child_processes_find_support() -> Iterator[None]:
+    """Let child processes import `support`: they find envs by import paths such as `support.envs.toy:make_counting`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=os.pathsep)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Fails the session when a child process still runs or a new file stands in the repository at its end."""
     before = _untracked()
     yield
-    _wait_for(lambda: not _children(), 30.0, f"the end of child processes {_children()}")
+    wait_until(lambda: not _children(), f"the end of child processes {_children()}", 30.0)
     left = _untracked() - before
     assert not left, f"tests left files in the repository: {sorted(left)[:10]}"
 

@@ -1,6 +1,6 @@
 """Whether a policy server stays as small as it is while 100 clients come, go, repeat themselves and are killed.
 
-python tests/bench/clients.py [--episodes 10000] [--json FILE]
+PYTHONPATH=tests python -m bench.clients [--episodes 10000] [--json FILE]
 
 What the worker of a real fleet holds, before, each tenth on the way, and after so many episodes, and once all clients
 are gone. The first thousand episodes are start-up. Every few hundred a process of four clients is killed, and another
@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
-
-from storm_of_clients import Storm
+from support.fleets.storm_of_clients import Storm
 
 START_UP = 1_000
 A_KILL = 250
@@ -42,7 +39,7 @@ def measure(episodes: int) -> dict[str, Any]:
             _play(storm, first + played + A_KILL)
         after, seconds = storm.sizes(), monotonic() - began
         told = storm.end_clients()
-        storm.fleet.wait_for(lambda: storm.sizes()["sessions"] == 0, "the end of the last lease")
+        storm.fleet.wait_until(lambda: storm.sizes()["sessions"] == 0, "the end of the last lease")
         empty = storm.sizes()
         storm.fleet.terminate()
         result = storm.fleet.finish()
@@ -53,7 +50,7 @@ def measure(episodes: int) -> dict[str, Any]:
 
 
 def _play(storm: Storm, until: int) -> None:
-    storm.fleet.wait_for(lambda: storm.episodes() >= until, f"{until} episodes")
+    storm.fleet.wait_until(lambda: storm.episodes() >= until, f"{until} episodes")
     storm.kill_one()
 
 

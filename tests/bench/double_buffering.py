@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import sleepers
 import torch
-from sampler import Headrace
-from sleepers import WIDTH
-from table import Row, rows_of
-from turns import Turn
+
+from bench import sleepers
+from bench.sampler import Headrace
+from bench.sleepers import WIDTH
+from bench.table import Row, rows_of
+from bench.turns import Turn
 
 IN_PROCESS = 2
 MARKS = {"by halves": 1.5}
@@ -31,7 +32,11 @@ MARKS = {"by halves": 1.5}
 def measure(seconds: float, rounds: int) -> list[Row]:
     """Rows of lock-step, halves and the ideal, which is a rate that two loops have only by themselves."""
     torch.set_num_threads(1)
-    shared: dict[str, Any] = {"env": "sleepers:Sleeper", "env_placement": "process", "envs_per_process": IN_PROCESS}
+    shared: dict[str, Any] = {
+        "env": "bench.sleepers:Sleeper",
+        "env_placement": "process",
+        "envs_per_process": IN_PROCESS,
+    }
     slow = {**shared, "module": sleepers.SleepingPolicy}
     loops = {"lock-step": Headrace(WIDTH, **slow), "by halves": Headrace(WIDTH, double_buffering=True, **slow)}
     envs = Headrace(WIDTH, module=sleepers.IdlePolicy, double_buffering=True, **shared)

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
-import limits
 import torch
-from sampler import Headrace
-from table import Row, rows_of
-from turns import Turn, cpu_s
+
+from bench import limits
+from bench.sampler import Headrace
+from bench.table import Row, rows_of
+from bench.turns import Turn, cpu_s
 
 WIDTH, PROCESSES = 8, 2
 MARKS = {"headrace": 3.0}

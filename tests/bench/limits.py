@@ -21,7 +21,8 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from multi_cartpole import MultiCartPole
+
+from bench.multi_cartpole import MultiCartPole
 
 ENV = "CartPole-v1"
 HORIZON = 128

@@ -1,6 +1,6 @@
 """Whether memory stays flat: resident bytes of broker and workers while a fleet samples at full speed.
 
-python tests/bench/memory.py [--minutes 10] [--num-envs 64] [--json FILE]
+PYTHONPATH=tests python -m bench.memory [--minutes 10] [--num-envs 64] [--json FILE]
 
 The learner counts, commits, and publishes new weights every second. The first two minutes are start-up.
 """
@@ -13,8 +13,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from pipeline import Fleet
-from processes import Processes
+from bench.pipeline import Fleet
+from bench.processes import Processes
 
 FIRST_MINUTE = 2.0
 PUBLISH_INTERVAL_S = 1.0

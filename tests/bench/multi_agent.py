@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import limits
 import torch
-from multi_cartpole import MultiCartPole
-from table import Row, rows_of
-from turns import Turn
 
+from bench import limits
+from bench.multi_cartpole import MultiCartPole
+from bench.table import Row, rows_of
+from bench.turns import Turn
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner
 
 MARKS = {1: 0.6, 8: 0.7, 64: 0.7}

@@ -4,21 +4,21 @@
 processes that step a SyncVectorEnv with a torch policy into arrays and push those through a bare ZeroMQ proxy, with
 no episodes, no books and no promise.
 
-python tests/bench/run.py --only pipeline
+PYTHONPATH=tests python -m bench.run --only pipeline
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import limits
 import numpy as np
 import torch
 import zmq
-from processes import FLEET_ID, SPAWN, Processes
-from table import Row, rows_of
-from turns import in_turns
 
+from bench import limits
+from bench.processes import FLEET_ID, SPAWN, Processes
+from bench.table import Row, rows_of
+from bench.turns import in_turns
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.config_loading import build_config

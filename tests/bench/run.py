@@ -1,6 +1,6 @@
 """All benches in one run: prints a table with ratios and spread, and writes JSON.
 
-python tests/bench/run.py [--quick] [--only NAME ...] [--json FILE]
+PYTHONPATH=tests python -m bench.run [--quick] [--only NAME ...] [--json FILE]
 """
 
 from __future__ import annotations
@@ -15,16 +15,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import double_buffering
-import env_processes
-import multi_agent
-import pipeline
-import sampler
-import serving
-import transport
-import waiting
-from processes import ONE_THREAD, SPAWN
-from table import Row, show
+from bench import double_buffering, env_processes, multi_agent, pipeline, sampler, serving, transport, waiting
+from bench.processes import ONE_THREAD, SPAWN
+from bench.table import Row, show
 
 WIDTHS = [1, 8, 64]
 NATIVE_WIDTHS = [64, 512]

@@ -1,6 +1,6 @@
 """Our sampler beside the limit loops, in turns, in one process on one core: only ratios of one run mean anything.
 
-taskset -c 1 python tests/bench/sampler.py [--seconds 0.5] [--rounds 7] [--widths 1 8 64] [--json FILE]
+PYTHONPATH=tests taskset -c 1 python -m bench.sampler [--seconds 0.5] [--rounds 7] [--widths 1 8 64] [--json FILE]
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import argparse
 import gc
 import json
 import statistics
-import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,10 +16,8 @@ from typing import Any
 
 import torch
 
+from bench import limits
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
-
-sys.path.insert(0, str(Path(__file__).parent))
-import limits
 
 MARKS = {1: 0.8, 8: 0.9, 64: 0.95}
 """Least ratio to limit 2 that our sampler is to reach, by number of envs."""

@@ -6,7 +6,7 @@ server is one process on either side. All clients are sockets of this one, and e
 asks again as soon as it is answered; what they say is written before their turn and answers are only looked at, so that
 a client costs the same two frames more or less, whomever it asks.
 
-python tests/bench/run.py --only serving
+PYTHONPATH=tests python -m bench.run --only serving
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from time import perf_counter
 from typing import Protocol
 
 import numpy as np
-from processes import Processes
-from serving_clients import Bare, ByHttp, ByZmq
-from serving_servers import echo, echo_http, serve
-from table import Row, rows_of
-from turns import in_turns
 
+from bench.processes import Processes
+from bench.serving_clients import Bare, ByHttp, ByZmq
+from bench.serving_servers import echo, echo_http, serve
+from bench.table import Row, rows_of
+from bench.turns import in_turns
 from headrace.schemas.ports import quiet_ports
 
 CLIENTS = (1, 8, 64)

@@ -12,8 +12,8 @@ import orjson
 import torch
 import zmq
 from numpy.typing import NDArray
-from processes import until_terminated
 
+from bench.processes import until_terminated
 from headrace.schemas.serving_settings import ServingSection
 from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from turns import Turn
+from bench.turns import Turn
 
 
 @dataclass(frozen=True, slots=True)

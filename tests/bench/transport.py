@@ -4,7 +4,7 @@
 automatic commits. `forwarding` is a bare loop in Python that passes the very same frames on, with no promise at all.
 Both over tcp loopback, with the same chunks in a message.
 
-python tests/bench/run.py --only transport
+PYTHONPATH=tests python -m bench.run --only transport
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import zmq
-from processes import FLEET_ID, SPAWN, Processes, until_terminated
-from table import Row, rows_of
-from turns import in_turns
 
+from bench.processes import FLEET_ID, SPAWN, Processes, until_terminated
+from bench.table import Row, rows_of
+from bench.turns import in_turns
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.chunk import CHUNK_TABLE

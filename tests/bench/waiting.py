@@ -2,7 +2,7 @@
 
 A busy machine makes shares larger, though they are of processor time: its cores come back from others with cold caches.
 
-python tests/bench/run.py --only waiting
+PYTHONPATH=tests python -m bench.run --only waiting
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any
 
-import sleepers
 import torch
-from processes import Processes
-from table import Row
-from turns import cpu_s
 
+from bench import sleepers
+from bench.processes import Processes
+from bench.table import Row
+from bench.turns import cpu_s
 from headrace.schemas.ports import quiet_ports
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.remote.host.process import run_env_host
@@ -38,15 +38,15 @@ _READY: dict[str, dict[str, Any]] = {
 def measure(seconds: float, rounds: int) -> list[Row]:
     """One row for each place of the envs and each way to wait for them."""
     torch.set_num_threads(1)
-    rows = [_row("external", "who is ready", _sampler("sleepers:External"), seconds, rounds)]
+    rows = [_row("external", "who is ready", _sampler("bench.sleepers:External"), seconds, rounds)]
     for how, settings in _READY.items():
-        sampler = _sampler("sleepers:Simulator", env_placement="process", envs_per_process=1, **settings)
+        sampler = _sampler("bench.sleepers:Simulator", env_placement="process", envs_per_process=1, **settings)
         rows.append(_row("in processes", how, sampler, seconds, rounds))
     with Processes() as processes:
         for how, settings in _READY.items():
             port = _free_port()
             processes.start(_lend, f"tcp://127.0.0.1:{port}")
-            sampler = _sampler("sleepers:Simulator", env_placement="remote", env_hosts_port=port, **settings)
+            sampler = _sampler("bench.sleepers:Simulator", env_placement="remote", env_hosts_port=port, **settings)
             rows.append(_row("on an env host", how, sampler, seconds, rounds))
     return rows
 
@@ -56,7 +56,9 @@ def _sampler(env: str, **settings: Any) -> SingleAgentEnvRunner:
 
 
 def _lend(endpoint: str) -> None:
-    config = EnvRunnerConfig(env="sleepers:Simulator", num_envs=WIDTH, env_placement="process", envs_per_process=1)
+    config = EnvRunnerConfig(
+        env="bench.sleepers:Simulator", num_envs=WIDTH, env_placement="process", envs_per_process=1
+    )
     run_env_host(config, endpoint, None)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -11,14 +10,11 @@ from pathlib import Path
 import gymnasium as gym
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from running_fleet import RunningFleet
-
 from headrace.deploy.fleet_file import read_fleet_file
 from headrace.schemas.episode_errors import EpisodeAbortedError
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.serving.acting import ActingClient
+from support.fleets.running_fleet import RunningFleet
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(150)]
 
@@ -71,22 +67,22 @@ def endpoint(run_dir: Path) -> str:
 
 def test_what_a_killed_worker_had_not_taken_of_a_client_is_named_by_the_next(tmp_path: Path) -> None:
     with RunningFleet(tmp_path, *FLEET, *SETTINGS) as fleet:
-        fleet.wait_for(lambda: endpoint(tmp_path), "the worker serves")
+        fleet.wait_until(lambda: endpoint(tmp_path), "the worker serves")
         config = EnvRunnerConfig(num_envs=4, seed=1, external_fragment_max_age_s=0.5)
         with ActingClient(endpoint(tmp_path), config, timeout_s=60) as client:
             shipments, totals = client._shipments, client._runner.totals
             with Players(client):
-                fleet.wait_for(lambda: fleet.steps() > 300, "steps of the client")
+                fleet.wait_until(lambda: fleet.steps() > 300, "steps of the client")
                 taken = shipments._number
-                fleet.wait_for(lambda: shipments._number > taken, "a shipment is taken, so that none is under way")
+                fleet.wait_until(lambda: shipments._number > taken, "a shipment is taken, so that none is under way")
                 fleet.send(signal.SIGSTOP, "worker")
                 cut = totals.delivered
-                fleet.wait_for(lambda: totals.delivered > cut, "another is cut, which nobody takes")
+                fleet.wait_until(lambda: totals.delivered > cut, "another is cut, which nobody takes")
                 killed = fleet.send(signal.SIGKILL, "worker")
-                fleet.wait_for(lambda: fleet.pid("worker") not in (None, killed), "another worker")
-                fleet.wait_for(lambda: shipments.lost_steps, "the client finds out")
+                fleet.wait_until(lambda: fleet.pid("worker") not in (None, killed), "another worker")
+                fleet.wait_until(lambda: shipments.lost_steps, "the client finds out")
                 before = fleet.steps()
-                fleet.wait_for(lambda: fleet.steps() > before + 300, "progress")
+                fleet.wait_until(lambda: fleet.steps() > before + 300, "progress")
         assert client.failure is None
         fleet.terminate()
         result = fleet.finish()

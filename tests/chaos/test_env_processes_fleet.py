@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from running_fleet import RunningFleet
+from support.fleets.running_fleet import RunningFleet
 
 pytestmark = pytest.mark.chaos
 
@@ -19,7 +16,7 @@ pytestmark = pytest.mark.chaos
 def test_envs_that_segfault_and_hang_cost_no_worker(tmp_path: Path) -> None:
     placement = ("env_placement=process", "envs_per_process=2", "env_step_timeout_s=1.0", "env_restart_attempts=100")
     settings = [word for setting in placement for word in ("--set", f"sampling.{setting}")]
-    arguments = ("--env", "faulty_envs:some_crash_and_hang", "--workers", "1", "--num-envs", "4")
+    arguments = ("--env", "support.envs.fleet:some_crash_and_hang", "--workers", "1", "--num-envs", "4")
     with RunningFleet(tmp_path, *arguments, *settings, "--until-steps", "6000") as fleet:
         result = fleet.finish()
     assert result["returncode"] == 0, result["stderr"]
@@ -34,7 +31,7 @@ def test_a_killed_process_of_multi_agent_envs_costs_no_worker(tmp_path: Path) ->
     words = [word for setting in settings for word in ("--set", f"sampling.{setting}")]
     arguments = ("--env", "headrace.workers.agents.examples:two_carts", "--workers", "1", "--num-envs", "4")
     with RunningFleet(tmp_path, *arguments, *words, "--until-steps", "8000") as fleet:
-        fleet.wait_for(lambda: fleet.steps() > 500, "steps")
+        fleet.wait_until(lambda: fleet.steps() > 500, "steps")
         worker = fleet.pid("worker")
         children = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
         os.kill(int(children[0]), signal.SIGKILL)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,7 @@ import pytest
 
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.errors import HeadraceError
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from running_fleet import RunningFleet
+from support.fleets.running_fleet import RunningFleet
 
 pytestmark = pytest.mark.chaos
 
@@ -37,7 +33,7 @@ def assert_goal_and_books(fleet: RunningFleet, result: dict[str, Any]) -> None:
 @pytest.mark.parametrize("role", ["worker", "broker", "learner", "redis"])
 def test_a_kill_of_any_role_is_survived_and_named(tmp_path: Path, role: str) -> None:
     with RunningFleet(tmp_path, *SMALL, "--until-return", "150") as fleet:
-        fleet.wait_for(lambda: fleet.steps() > 3_000, "training has begun")
+        fleet.wait_until(lambda: fleet.steps() > 3_000, "training has begun")
         fleet.send(signal.SIGKILL, role)
         result = fleet.finish()
     assert_goal_and_books(fleet, result)
@@ -50,7 +46,7 @@ def test_every_role_killed_one_after_another(tmp_path: Path) -> None:
     with RunningFleet(tmp_path, *SMALL, "--until-steps", "60000", "--set", "learner.epochs=1") as fleet:
         reached = 5_000
         for role in ("broker", "worker", "learner", "redis", "broker"):
-            fleet.wait_for(lambda: fleet.steps() > reached, f"{reached} steps")  # noqa: B023 - asked at once
+            fleet.wait_until(lambda: fleet.steps() > reached, f"{reached} steps")  # noqa: B023 - asked at once
             fleet.send(signal.SIGKILL, role)
             reached += 5_000
         result = fleet.finish()
@@ -87,16 +83,16 @@ def test_a_worker_stopped_beyond_its_lease_is_replaced_and_its_late_frames_are_f
     }
     sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     with RunningFleet(tmp_path, *SMALL, *sets) as fleet:
-        fleet.wait_for(lambda: (tmp_path / "broker.json").exists(), "the broker serves")
+        fleet.wait_until(lambda: (tmp_path / "broker.json").exists(), "the broker serves")
         consumer = Consumer(fleet.endpoint("learner"))
         consumer.start()
-        fleet.wait_for(lambda: _accepted(fleet, 0, 1) and _accepted(fleet, 1, 1), "both workers deliver")
+        fleet.wait_until(lambda: _accepted(fleet, 0, 1) and _accepted(fleet, 1, 1), "both workers deliver")
         zombie = fleet.send(signal.SIGSTOP, "worker", slot=0)
-        fleet.wait_for(lambda: _accepted(fleet, 0, 2), "the replacement delivers")
+        fleet.wait_until(lambda: _accepted(fleet, 0, 2), "the replacement delivers")
         os.kill(zombie, signal.SIGCONT)
-        fleet.wait_for(lambda: _closed(fleet, 0, 1), "the zombie's books are closed")
+        fleet.wait_until(lambda: _closed(fleet, 0, 1), "the zombie's books are closed")
         before = fleet.steps()
-        fleet.wait_for(lambda: fleet.steps() > before, "the fleet goes on")
+        fleet.wait_until(lambda: fleet.steps() > before, "the fleet goes on")
         fleet.terminate()
         result = fleet.finish()
         consumer.stop.set()
@@ -124,7 +120,9 @@ def _closed(fleet: RunningFleet, slot: int, incarnation: int) -> bool:
 
 
 def test_three_of_eight_envs_that_fail_all_the_time_cost_only_their_own_steps(tmp_path: Path) -> None:
-    with RunningFleet(tmp_path, *ALONE, "--env", "faulty_envs:three_of_eight", "--until-steps", "20000") as fleet:
+    with RunningFleet(
+        tmp_path, *ALONE, "--env", "support.envs.fleet:three_of_eight", "--until-steps", "20000"
+    ) as fleet:
         result = fleet.finish()
     assert_goal_and_books(fleet, result)
     assert set(result["ledger"]["discarded"]) == {"env_exception"}
@@ -132,7 +130,9 @@ def test_three_of_eight_envs_that_fail_all_the_time_cost_only_their_own_steps(tm
 
 
 def test_an_env_that_always_fails_ends_in_a_typed_error(tmp_path: Path) -> None:
-    with RunningFleet(tmp_path, *ALONE, "--env", "faulty_envs:always_failing", "--until-steps", "40000") as fleet:
+    with RunningFleet(
+        tmp_path, *ALONE, "--env", "support.envs.fleet:always_failing", "--until-steps", "40000"
+    ) as fleet:
         result = fleet.finish()
     assert result["returncode"] == 13, result["stderr"]
     assert "the simulator diverged" in result["stderr"]

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from running_fleet import RunningFleet
-
 from headrace.deploy.fleet_file import read_fleet_file
 from headrace.deploy.key_pairs import make_keys
+from support.fleets.running_fleet import RunningFleet
 
 pytestmark = pytest.mark.chaos
 
@@ -29,14 +25,14 @@ def test_a_host_and_a_worker_that_are_killed_come_back_to_one_another(tmp_path: 
     sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     run_dir = tmp_path / "run"
     with RunningFleet(run_dir, "--workers", "1", "--env-hosts", "2", "--num-envs", "4", *sets) as fleet:
-        fleet.wait_for(lambda: _accepted(fleet, 0, 1), "the worker delivers")
+        fleet.wait_until(lambda: _accepted(fleet, 0, 1), "the worker delivers")
         endpoints = read_fleet_file(run_dir / "fleet.json").endpoints
         assert endpoints["envs-0"].startswith("tcp://127.0.0.1:")
         fleet.send(signal.SIGKILL, "env-host")
         fleet.send(signal.SIGKILL, "worker")
-        fleet.wait_for(lambda: _accepted(fleet, 0, 2), "the worker's second life delivers")
+        fleet.wait_until(lambda: _accepted(fleet, 0, 2), "the worker's second life delivers")
         before = fleet.steps()
-        fleet.wait_for(lambda: fleet.steps() > before + 3_000, "the fleet goes on")
+        fleet.wait_until(lambda: fleet.steps() > before + 3_000, "the fleet goes on")
         page = read_fleet_file(run_dir / "fleet.json")
         assert page.endpoints == endpoints, "a worker that comes back is found where it was"
         assert [p.name for p in page.processes if p.role == "env-host"] == ["env-host-0", "env-host-1"]

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from running_fleet import RunningFleet
+from support.fleets.running_fleet import RunningFleet
 
 pytestmark = pytest.mark.chaos
 
@@ -24,12 +21,12 @@ HANG_S = 5.0
 @pytest.mark.parametrize("role", ["broker", "learner"])
 def test_a_process_that_hangs_for_a_while_costs_nothing(tmp_path: Path, role: str) -> None:
     with RunningFleet(tmp_path, *SMALL, "--until-steps", "60000") as fleet:
-        fleet.wait_for(lambda: fleet.steps() > 3_000, "training has begun")
+        fleet.wait_until(lambda: fleet.steps() > 3_000, "training has begun")
         fleet.send(signal.SIGSTOP, role)
         threading.Event().wait(HANG_S)
         before = fleet.steps()
         fleet.send(signal.SIGCONT, role)
-        fleet.wait_for(lambda: fleet.steps() > before + 5_000, "the fleet goes on")
+        fleet.wait_until(lambda: fleet.steps() > before + 5_000, "the fleet goes on")
         result = fleet.finish()
     assert (result["returncode"], result["goal_reached"], result["balanced"]) == (0, True, True), result["stderr"]
     assert (result["ledger"]["dropped"], result["ledger"]["queued"]) == ({}, 0)
@@ -55,7 +52,7 @@ def test_batches_that_nobody_took_are_named_by_the_next_fleet(tmp_path: Path) ->
 
 def test_the_books_of_a_supervisor_that_was_killed_are_closed_by_the_next(tmp_path: Path) -> None:
     with RunningFleet(tmp_path, *SMALL) as fleet:
-        fleet.wait_for(lambda: fleet.steps() > 5_000, "training has begun")
+        fleet.wait_until(lambda: fleet.steps() > 5_000, "training has begun")
         reached = fleet.steps()
         fleet.kill()
     with RunningFleet(tmp_path, *SMALL, "--until-steps", str(reached + 30_000)) as fleet:

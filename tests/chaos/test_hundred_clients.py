@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from storm_of_clients import Storm
+from support.fleets.storm_of_clients import Storm
 
 pytestmark = pytest.mark.chaos
 
@@ -20,10 +17,10 @@ def test_a_hundred_clients_of_whom_twenty_are_killed(tmp_path: Path) -> None:
         before = storm.sizes()
         for kill in range(1, 6):
             storm.kill_one()
-            storm.fleet.wait_for(lambda: storm.episodes() >= 40 * kill, f"{40 * kill} episodes")  # noqa: B023
+            storm.fleet.wait_until(lambda: storm.episodes() >= 40 * kill, f"{40 * kill} episodes")  # noqa: B023
         after = storm.sizes()
         told = storm.end_clients()
-        storm.fleet.wait_for(lambda: storm.sizes()["sessions"] == 0, "the end of the last lease")
+        storm.fleet.wait_until(lambda: storm.sizes()["sessions"] == 0, "the end of the last lease")
         empty = storm.sizes()
         storm.fleet.terminate()
         result = storm.fleet.finish()

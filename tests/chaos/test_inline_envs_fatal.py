@@ -3,15 +3,12 @@ goes on to its goal, and the books name what was lost with it."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import orjson
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from running_fleet import RunningFleet
+from support.fleets.running_fleet import RunningFleet
 
 pytestmark = pytest.mark.chaos
 
@@ -21,12 +18,12 @@ def test_envs_inline_that_take_their_workers_along_cost_those_lives_by_name(tmp_
     env_config = orjson.dumps({"marks": str(tmp_path)}).decode()
     config = {"sampling.env_config": env_config, "broker.lease_s": "2.0", "supervisor.zombie_grace_s": "0.5"}
     settings = [word for key, value in config.items() for word in ("--set", f"{key}={value}")]
-    arguments = ("--env", "faulty_envs:fatal_once", "--workers", "3", "--num-envs", "2")
+    arguments = ("--env", "support.envs.fleet:fatal_once", "--workers", "3", "--num-envs", "2")
     with RunningFleet(tmp_path / "run", *arguments, *settings) as fleet:
         for slot in range(3):
-            fleet.wait_for(lambda: fleet.pid("worker", slot=slot, incarnation=2), f"worker {slot}'s second life")  # noqa: B023 - asked at once
+            fleet.wait_until(lambda: fleet.pid("worker", slot=slot, incarnation=2), f"worker {slot}'s second life")  # noqa: B023 - asked at once
         before = fleet.steps()
-        fleet.wait_for(lambda: fleet.steps() > before + 4_000, "the fleet goes on")
+        fleet.wait_until(lambda: fleet.steps() > before + 4_000, "the fleet goes on")
         fleet.terminate()
         result = fleet.finish()
     assert result["returncode"] == 0, result["stderr"]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from running_fleet import RunningFleet
+from support.fleets.running_fleet import RunningFleet
 
 pytestmark = pytest.mark.slow
 
@@ -17,8 +14,8 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "arguments"),
     [
-        ("faulty_envs:sensors", ("--until-steps", "6000")),
-        ("faulty_envs:pixels", ("--until-steps", "1200", "--set", "learner.steps_per_update=512")),
+        ("support.envs.fleet:sensors", ("--until-steps", "6000")),
+        ("support.envs.fleet:pixels", ("--until-steps", "1200", "--set", "learner.steps_per_update=512")),
     ],
 )
 def test_nested_and_image_observations_train(tmp_path: Path, env: str, arguments: tuple[str, ...]) -> None:

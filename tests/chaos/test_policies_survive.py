@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,7 @@ import pytest
 
 from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint
 from headrace.learner_stub.training import CHECKPOINT_FILE
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from running_fleet import RunningFleet
+from support.fleets.running_fleet import RunningFleet
 
 pytestmark = pytest.mark.chaos
 
@@ -28,7 +24,7 @@ SMALL = ("--workers", str(WORKERS), "--num-envs", str(NUM_ENVS), "--set", "learn
 def _after_kills(fleet: RunningFleet) -> dict[str, Any]:
     """Learner and broker are killed while it trains; what the fleet says at its end."""
     for reached, role in ((3_000, "learner"), (6_000, "broker")):
-        fleet.wait_for(lambda: fleet.steps() > reached, f"{reached} steps")  # noqa: B023 - asked at once
+        fleet.wait_until(lambda: fleet.steps() > reached, f"{reached} steps")  # noqa: B023 - asked at once
         fleet.send(signal.SIGKILL, role)
     return fleet.finish()
 

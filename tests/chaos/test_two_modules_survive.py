@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from pathlib import Path
 
@@ -13,10 +12,7 @@ from headrace.learner_stub import EpisodeStream
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import HeadraceError
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from running_fleet import RunningFleet
+from support.fleets.running_fleet import RunningFleet
 
 pytestmark = pytest.mark.chaos
 
@@ -68,18 +64,18 @@ class Consumer(threading.Thread):
 @pytest.mark.parametrize(("role", "slot"), [("worker", 0), ("broker", None)])
 def test_a_kill_costs_two_modules_no_more_than_one(tmp_path: Path, role: str, slot: int | None) -> None:
     with RunningFleet(tmp_path, *TWO_CARTS) as fleet:
-        fleet.wait_for(lambda: (tmp_path / "broker.json").exists(), "the broker serves")
+        fleet.wait_until(lambda: (tmp_path / "broker.json").exists(), "the broker serves")
         consumer = Consumer(fleet.endpoint("learner"))
         consumer.start()
         for life in range(1, 4):
             before = fleet.steps()
-            fleet.wait_for(lambda: fleet.steps() > before + 3_000, "progress")  # noqa: B023 - asked at once
+            fleet.wait_until(lambda: fleet.steps() > before + 3_000, "progress")  # noqa: B023 - asked at once
             if role == "worker":
-                fleet.wait_for(lambda: consumer.lives_of(0) == life, "steps of the one to be killed")  # noqa: B023
+                fleet.wait_until(lambda: consumer.lives_of(0) == life, "steps of the one to be killed")  # noqa: B023
             killed = fleet.send(signal.SIGKILL, role, slot)
-            fleet.wait_for(lambda: fleet.pid(role, slot) not in (None, killed), "its next life")  # noqa: B023
+            fleet.wait_until(lambda: fleet.pid(role, slot) not in (None, killed), "its next life")  # noqa: B023
         before = fleet.steps()
-        fleet.wait_for(lambda: fleet.steps() > before + 10_000, "progress after the last")
+        fleet.wait_until(lambda: fleet.steps() > before + 10_000, "progress after the last")
         fleet.terminate()
         result = fleet.finish()
         consumer.stop.set()

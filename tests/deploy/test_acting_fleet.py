@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import orjson
@@ -33,7 +32,7 @@ while True:
 
 
 def test_what_clients_have_cut_is_trained_on_and_the_books_balance_though_one_is_killed(
-    tmp_path: Path, free_port: int, wait_for: Callable[..., None]
+    tmp_path: Path, free_port: int
 ) -> None:
     command = [sys.executable, "-m", "headrace.deploy", "up", "--run-dir", str(tmp_path), "--env", "CartPole-v1"]
     command += ["--workers", "1", "--num-envs", "2", "--until-steps", "600", "--timeout-s", "180", "--json"]

@@ -11,8 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from headrace.schemas.errors import ConfigError, ExitCode
 from headrace.schemas.messages import Reject, SupervisorHello, read
 from headrace.schemas.ports import ephemeral_range
 from headrace.schemas.wire import PROTOCOL_MAJOR, MessageKind, decode_header
+from support.waiting import wait_until
 
 FLEET = "here"
 
@@ -89,18 +89,9 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingBroker]:
     run_dir = tmp_path_factory.mktemp("broker")
     arguments = command("broker", "--run-dir", str(run_dir), "--fleet-id", FLEET)
     with subprocess.Popen(arguments, stderr=subprocess.DEVNULL) as process:
-        until(lambda: (run_dir / "broker.json").exists(), "the broker serves")
+        wait_until(lambda: (run_dir / "broker.json").exists(), "the broker serves")
         yield ServingBroker(run_dir)
         process.terminate()
-
-
-def until(done: Callable[[], object], what: str) -> None:
-    pause = threading.Event()
-    for _ in range(3000):
-        if done():
-            return
-        pause.wait(0.01)
-    raise AssertionError(f"{what}: not within 30 s")
 
 
 @pytest.mark.parametrize(
@@ -209,7 +200,7 @@ def test_of_two_learners_the_newer_one_wins(tmp_path: Path, broker: ServingBroke
 
     before = epoch()
     with learner("older") as older:
-        until(lambda: epoch() > before, "the first learner has the lease")
+        wait_until(lambda: epoch() > before, "the first learner has the lease")
         with learner("newer") as newer:
             _, words = older.communicate(timeout=200)
             newer.send_signal(signal.SIGTERM)

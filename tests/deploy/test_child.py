@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ import pytest
 from headrace.deploy.child import Child, describe_end
 from headrace.deploy.ps import is_alive
 from headrace.schemas.errors import RunDirError
+from support.waiting import wait_until
 
 DEADLINE_S = 100.0
 
@@ -42,12 +42,7 @@ def test_what_a_child_started_itself_ends_with_it(tmp_path: Path) -> None:
     child = python(script, tmp_path / "log")
     ended(child)
     (grandchild,) = child.log_lines(1)
-    assert wait_until_gone(int(grandchild))
-
-
-def wait_until_gone(pid: int) -> bool:
-    pause = threading.Event()
-    return any(not is_alive(pid) or pause.wait(0.01) for _ in range(int(DEADLINE_S / 0.01)))
+    wait_until(lambda: not is_alive(int(grandchild)), "the end of the grandchild")
 
 
 def test_a_log_that_cannot_be_written_is_one_typed_error(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import zmq
 from headrace.schemas.env_messages import EnvHostWelcome
 from headrace.schemas.errors import ExitCode
 from headrace.schemas.wire import MessageKind, decode
+from support.waiting import wait_until
 
 WELCOME = EnvHostWelcome(worker_index=0, num_workers=1, num_envs=1, lease_s=10.0, heartbeat_interval_s=1.0)
 
@@ -64,9 +65,7 @@ def test_a_worker_of_another_version_is_named(tmp_path: Path) -> None:
     assert f"error: worker at tcp://127.0.0.1:{port}" in (tmp_path / "log").read_text()
 
 
-def test_while_nobody_answers_it_says_what_is_seen(
-    tmp_path: Path, free_port: int, wait_for: Callable[..., None]
-) -> None:
+def test_while_nobody_answers_it_says_what_is_seen(tmp_path: Path, free_port: int) -> None:
     script = (
         "import headrace.workers.envs.remote.host.process as p; p._SAY_WAITING_S = 0.3; import headrace.deploy.__main__"
     )
@@ -75,11 +74,13 @@ def test_while_nobody_answers_it_says_what_is_seen(
     with log.open("wb") as output:
         process = subprocess.Popen([sys.executable, "-c", script, *arguments], stdout=output, stderr=output)
     try:
-        wait_for(lambda: f"no worker answers at tcp://127.0.0.1:{free_port}" in log.read_text(), what="a word on that")
+        wait_until(
+            lambda: f"no worker answers at tcp://127.0.0.1:{free_port}" in log.read_text(), what="a word on that"
+        )
         with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
             silent.linger = 0
             silent.bind(f"tcp://127.0.0.1:{free_port}")
-            wait_for(lambda: "takes the connection and has said nothing" in log.read_text(), what="another word")
+            wait_until(lambda: "takes the connection and has said nothing" in log.read_text(), what="another word")
     finally:
         process.terminate()
         assert process.wait(100) == 0

@@ -6,7 +6,6 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import orjson
@@ -18,6 +17,7 @@ from headrace.deploy.key_pairs import make_keys, sound_roles
 from headrace.schemas.config import BrokerSection, FleetConfig, KeysSection
 from headrace.schemas.errors import ExitCode, KeysError
 from headrace.schemas.keys import ROLES, read_broker_keys, read_client_keys, read_key_file
+from support.waiting import wait_until
 
 
 def headrace(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -160,14 +160,12 @@ def test_up_without_its_keys_starts_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "fleet.json").exists()
 
 
-def test_a_worker_without_keys_ends_with_a_code_that_no_restart_cures(
-    tmp_path: Path, wait_for: Callable[..., None]
-) -> None:
+def test_a_worker_without_keys_ends_with_a_code_that_no_restart_cures(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
     arguments = ("broker", "--run-dir", "b", "--fleet-id", "f", "--set", "keys.dir=keys")
     command = [sys.executable, "-m", "headrace.deploy", *arguments]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as broker:
-        wait_for((tmp_path / "b" / "broker.json").exists, what="the broker's start")
+        wait_until((tmp_path / "b" / "broker.json").exists, what="the broker's start")
         endpoint = orjson.loads((tmp_path / "b" / "broker.json").read_bytes())["endpoints"]["worker"]
         where = ("--endpoint", endpoint, "--fleet-id", "f", "--run-dir", "w", "--set", "worker.connect_timeout_s=2")
         bare = headrace("worker", *where, cwd=tmp_path)

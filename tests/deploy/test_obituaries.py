@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from headrace.schemas.messages import Ack, HeldBatch, Obituary, read, read_hello
 from headrace.schemas.ports import quiet_ports
 from headrace.schemas.recorder import Recorder
 from headrace.schemas.wire import MessageKind, decode_header
+from support.waiting import wait_until
 
 DEADLINE_S = 100.0
 FLEET = "fleet-t"
@@ -27,14 +28,14 @@ FLEET = "fleet-t"
 
 def bind(socket: zmq.Socket[bytes], port: int) -> None:
     """Bind to `port`, which may still be given up by the socket before; 0 takes one no outgoing connection gets."""
-    pause = threading.Event()
-    for candidate in [port] * 500 if port else quiet_ports():
-        try:
+
+    def bound(candidate: int) -> bool:
+        with suppress(zmq.ZMQError):
             socket.bind(f"tcp://127.0.0.1:{candidate}")
-            return
-        except zmq.ZMQError:
-            pause.wait(0.01)
-    raise AssertionError("no port could be bound")
+            return True
+        return False
+
+    wait_until(lambda: bound(port) if port else any(map(bound, quiet_ports())), "a port to bind to")
 
 
 class Registrar:

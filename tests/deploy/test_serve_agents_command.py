@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -13,16 +12,13 @@ import orjson
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from serving_process import cart_spaces, serving
-
 from headrace.deploy.clients import http_client
 from headrace.deploy.saved_policy import find_policy
 from headrace.learner_stub.checkpoint import Checkpoint, save_checkpoint, training_arrays
 from headrace.schemas.weights import CONNECTORS, join_modules
 from headrace.workers.modules import actor_critic
 from headrace.workers.serving.client import PolicyClient
+from support.fleets.serving_process import cart_spaces, serving
 
 MEANS = {"short": np.full(4, 0.1), "long": np.full(4, -0.1)}
 AGENTS = tuple(MEANS)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import signal
 import socket
-import sys
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -16,10 +14,6 @@ import orjson
 import pytest
 import torch
 from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from serving_process import cart_spaces, serving
 
 from headrace.deploy.cli import app
 from headrace.deploy.clients import http_client
@@ -31,6 +25,8 @@ from headrace.schemas.weights import CONNECTORS, join_modules
 from headrace.workers.connectors import MeanStd
 from headrace.workers.modules import actor_critic
 from headrace.workers.serving.client import PolicyClient
+from support.fleets.serving_process import cart_spaces, serving
+from support.waiting import wait_until
 
 MEAN, COUNT = np.array([0.2, -0.2, 0.1, 0.2]), 1_000_000
 CONFIG = '[sampling]\nenv = "CartPole-v1"\nnum_envs = 4\nenv_to_module = ["headrace.workers.connectors:MeanStd"]\n'
@@ -82,9 +78,7 @@ def played(client: PolicyClient, seed: int) -> int:
     return steps
 
 
-def test_a_checkpoint_answers_over_both_ways_and_a_stop_lets_episodes_end(
-    run_dir: Path, free_port: int, wait_for: Callable[..., None]
-) -> None:
+def test_a_checkpoint_answers_over_both_ways_and_a_stop_lets_episodes_end(run_dir: Path, free_port: int) -> None:
     options = ("--config", str(run_dir / "fleet.toml"), "--port", str(free_port), "--http", "0", "--json")
     endpoint = f"tcp://127.0.0.1:{free_port}"
     with serving(run_dir, *options) as process, PolicyClient(endpoint, timeout_s=30) as client:
@@ -106,7 +100,7 @@ def test_a_checkpoint_answers_over_both_ways_and_a_stop_lets_episodes_end(
         assert answer["action"] == expected(MEAN)
 
         process.send_signal(signal.SIGTERM)
-        wait_for(lambda: _is_closed(client), what="the end of admission")
+        wait_until(lambda: _is_closed(client), what="the end of admission")
         client.log_returns(probe, 3.0)
         client.end_episode(probe, observation)
         over_http.ask("PUT", f"{walk}/steps/1", {"observation": MEAN.tolist(), "end": "terminated"})

@@ -12,9 +12,7 @@ from typing import IO
 import orjson
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from served_cartpole import endpoint_of
+from support.fleets.served_cartpole import endpoint_of
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +38,7 @@ def test_two_policies_are_trained_on_games_of_both_ways_and_books_balance(tmp_pa
         try:
             by_zmq, by_http = (endpoint_of(tmp_path / "fleet.json", way, fleet) for way in ("zmq", "http"))
             plain = ("-m", "headrace.deploy.clients.two_carts", by_http, "1000000")
-            ours = (str(Path(__file__).with_name("play_two_carts.py")), by_zmq)
+            ours = ("-m", "support.fleets.play_two_carts", by_zmq)
             with (tmp_path / "played").open("wb") as file, playing(file, *plain), playing(file, *ours):
                 told, _ = fleet.communicate()
         finally:

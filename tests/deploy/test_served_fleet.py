@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from served_cartpole import train
+from support.fleets.served_cartpole import train
 
 pytestmark = pytest.mark.slow
 

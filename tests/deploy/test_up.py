@@ -21,8 +21,9 @@ from headrace.deploy.up import UpOptions, up
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.config_loading import build_config
 from headrace.schemas.errors import CrashLoopError, ExitCode, HeadraceError, RedisUnavailableError
+from support.waiting import wait_until
 
-PRETEND = str(Path(__file__).with_name("pretend_role.py"))
+PRETEND = "support.fleets.pretend_role"
 ENDS = """
 import sys
 from headrace.deploy.exit_record import exit_record_path, write_exit_record
@@ -35,7 +36,7 @@ def pretend(role: Role, run_dir: Path, slot: int | None = None) -> ProcessSpec:
     name = role.value if slot is None else f"{role.value}-{slot}"
 
     def command(incarnation: int) -> list[str]:
-        return [sys.executable, PRETEND, role.value, str(run_dir), str(slot), str(incarnation)]
+        return [sys.executable, "-m", PRETEND, role.value, str(run_dir), str(slot), str(incarnation)]
 
     return ProcessSpec(name, role, command, slot=slot)
 
@@ -81,13 +82,16 @@ def meanwhile() -> Iterator[Callable[[Callable[[], object]], None]]:
     assert not errors, errors
 
 
-def wait_for_page(run_dir: Path, ready: Callable[[FleetFile], bool]) -> FleetFile:
-    pause = threading.Event()
-    for _ in range(3000):
-        if (run_dir / "fleet.json").exists() and ready(page := read_fleet_file(run_dir / "fleet.json")):
-            return page
-        pause.wait(0.01)
-    raise AssertionError("fleet.json never said so")
+def page_when(run_dir: Path, ready: Callable[[FleetFile], bool]) -> FleetFile:
+    """fleet.json, once it is there and `ready` with it."""
+
+    def find() -> FleetFile | None:
+        page = read_fleet_file(path) if (path := run_dir / "fleet.json").exists() else None
+        return page if page is not None and ready(page) else None
+
+    page = wait_until(find, "fleet.json that is ready")
+    assert page is not None
+    return page
 
 
 def pid_of(page: FleetFile, name: str) -> int:
@@ -101,7 +105,7 @@ def all_up(page: FleetFile) -> bool:
 def stepping(run_dir: Path) -> FleetFile:
     """The page once both workers and the learner have begun."""
     ready = run_dir / "ready"
-    return wait_for_page(run_dir, lambda page: all_up(page) and ready.exists() and len(ready.read_text().split()) >= 3)
+    return page_when(run_dir, lambda page: all_up(page) and ready.exists() and len(ready.read_text().split()) >= 3)
 
 
 def test_it_runs_to_its_goal_and_drains_in_the_order_that_loses_nothing(
@@ -177,7 +181,7 @@ def test_the_second_signal_stops_at_once(tmp_path: Path, meanwhile: Callable[[Ca
         pids.extend(process.pid for process in page.processes)
         os.kill(pid_of(page, "worker-0"), signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGTERM)
-        wait_for_page(tmp_path, lambda page: page.state == "draining")
+        page_when(tmp_path, lambda page: page.state == "draining")
         os.kill(os.getpid(), signal.SIGTERM)
 
     meanwhile(interrupt)
@@ -193,7 +197,7 @@ def test_whoever_is_killed_comes_back_and_the_goal_is_reached(
 ) -> None:
     def kill() -> None:
         os.kill(pid_of(stepping(tmp_path), name), signal.SIGKILL)
-        page = wait_for_page(tmp_path, lambda page: all_up(page) and any(p.restarts for p in page.processes))
+        page = page_when(tmp_path, lambda page: all_up(page) and any(p.restarts for p in page.processes))
         assert [p.name for p in page.processes if p.restarts] == [name]
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import orjson
@@ -15,6 +14,7 @@ import pytest
 from headrace.deploy.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.ps import is_alive
 from headrace.schemas.errors import ExitCode
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -32,15 +32,14 @@ def up(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def page_when(run_dir: Path, role: str) -> FleetFile:
     """fleet.json once a process of `role` stands in it."""
-    pause = threading.Event()
-    for _ in range(6000):
-        path = run_dir / "fleet.json"
-        if path.exists():
-            page = read_fleet_file(path)
-            if any(process.role == role for process in page.processes):
-                return page
-        pause.wait(0.01)
-    raise AssertionError(f"no {role} was ever started")
+
+    def find() -> FleetFile | None:
+        page = read_fleet_file(path) if (path := run_dir / "fleet.json").exists() else None
+        return page if page is not None and any(process.role == role for process in page.processes) else None
+
+    page = wait_until(find, f"the start of a {role}")
+    assert page is not None
+    return page
 
 
 def test_a_short_run_ends_at_its_goal_with_books_that_balance(tmp_path: Path) -> None:
@@ -97,10 +96,5 @@ def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> None:
         supervisor.send_signal(signal.SIGKILL)
         supervisor.wait()
     assert {process.role for process in page.processes} == {"redis", "broker", "learner", "worker"}
-    pause = threading.Event()
-    for _ in range(1000):
-        left = [process.name for process in page.processes if is_alive(process.pid)]
-        if not left:
-            break
-        pause.wait(0.01)
-    assert not left
+    pids = [process.pid for process in page.processes]
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), "the end of all processes")

@@ -1,19 +1,15 @@
-"""Makes `parties` importable, and gives each test a broker of its own."""
+"""Brokers and feeders for tests of the delivery path."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from parties import BrokerThread, Feeder, StartBroker, StartFeeder
-
 from headrace.schemas.keys import BrokerKeys
+from support.pipeline.parties import BrokerThread, Feeder, StartBroker, StartFeeder
 
 
 @pytest.fixture

@@ -7,16 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from parties import BrokerThread
-from several_agents import AgentWitness
-from test_several_modules import drain
-from test_worker import WorkerThread, closed_row
 
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.ledger import add_up
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.modules import actor_critic
 from headrace.workers.serving.acting import ActingClient
+from support.pipeline.parties import BrokerThread
+from support.pipeline.several_agents import AgentWitness
+from support.pipeline.worker_threads import WorkerThread, closed_row, drain
 
 SAMPLING: dict[str, Any] = {"num_envs": 4, "policies": {"short": {}, "long": {}}, "external_fragment_max_age_s": 0.2}
 ENV = "headrace.workers.agents.examples:two_carts"
@@ -53,9 +52,9 @@ def test_each_step_of_a_client_reaches_the_learner_once_or_is_named(
                 play(client, steps)
             play(client, 10, ends=False)
         totals = client._runner.totals
-        drain(stream, witness)
+        drain(stream, witness.see)
         worker.stopping.set()
-        drain(stream, witness)
+        drain(stream, witness.see)
         row = closed_row(broker)
     assert client.failure is None
     assert worker.error is None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from parties import BrokerThread, Envs, Feeder, StartBroker, StartFeeder, Witness, batches_of, until
-
 from headrace.broker.process import Broker
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.ledger import add_up
+from support.pipeline.parties import BrokerThread, Envs, Feeder, StartBroker, StartFeeder, Witness, batches_of
+from support.waiting import wait_until
 
 PIXELS = 4000
 MIB = 1 << 20
@@ -40,8 +40,8 @@ def test_without_a_learner_workers_wait_and_the_broker_holds_no_more_than_it_may
     broker = start_broker(max_held_bytes=MIB, max_batch_bytes=MIB // 4)
     plans = [Envs(seed).fragments(60, pixels=PIXELS) for seed in (1, 2)]
     feeders = [start_feeder(broker.endpoints.worker, plan, slot=i, window=50) for i, plan in enumerate(plans)]
-    until(lambda: broker.held_bytes() > MIB * 3 // 4, "a full broker")
-    until(lambda: all(feeder.session.waiting_for == "learner" for feeder in feeders), "word of whom they wait for")
+    wait_until(lambda: broker.held_bytes() > MIB * 3 // 4, "a full broker")
+    wait_until(lambda: all(feeder.session.waiting_for == "learner" for feeder in feeders), "word of whom they wait for")
     largest = max(frames for feeder in feeders for frames in (s.nbytes for s in feeder.session._window))
     assert broker.held_bytes() <= MIB + len(feeders) * largest
     assert not any(feeder.all_shipped() for feeder in feeders)
@@ -60,7 +60,7 @@ def test_a_learner_that_stands_still_with_its_window_full_holds_everybody_up_unt
     witness = Witness()
     with EpisodeStream(broker.endpoints.learner, window_batches=4) as stream:
         feeder = start_feeder(broker.endpoints.worker, plan, window=50)
-        until(lambda: feeder.session.waiting_for == "learner", "a worker that waits for the learner")
+        wait_until(lambda: feeder.session.waiting_for == "learner", "a worker that waits for the learner")
         assert broker.held_bytes() <= MIB + MIB // 4
         for batch in batches_of(stream, feeder.all_settled):
             witness.see(batch)
@@ -69,7 +69,7 @@ def test_a_learner_that_stands_still_with_its_window_full_holds_everybody_up_unt
 
 def test_a_window_stops_the_worker(broker: BrokerThread, start_feeder: StartFeeder) -> None:
     feeder = start_feeder(broker.endpoints.worker, Envs(1).fragments(9), window=3)
-    until(lambda: feeder.blocked and feeder.session.accepted == 3, "a full window")
+    wait_until(lambda: feeder.blocked and feeder.session.accepted == 3, "a full window")
     assert len(feeder.session.window()) == 3
     train(broker, [feeder])
 
@@ -79,7 +79,7 @@ def test_drop_oldest_keeps_the_newest_and_names_the_rest(start_broker: StartBrok
     plan = Envs(3, fails=0.0).fragments(80, pixels=PIXELS)
     broker.ask(_settled_in)
     feeder = start_feeder(broker.endpoints.worker, plan, window=50)
-    until(lambda: feeder.session.accepted == 80, "all batches accepted without a learner")
+    wait_until(lambda: feeder.session.accepted == 80, "all batches accepted without a learner")
     assert broker.held_bytes() <= MIB
     assert broker.ask(lambda b: len(b.core.store._queue)) < 40
     assert broker.ask(lambda b: len(b.core.store._droppable)) < 40
@@ -100,7 +100,7 @@ def test_drop_oldest_ends_the_episodes_it_cuts(start_broker: StartBroker, start_
     witness = Witness()
     with EpisodeStream(broker.endpoints.learner, window_batches=1) as stream:
         feeder = start_feeder(broker.endpoints.worker, plan, window=60)
-        until(lambda: feeder.session.accepted == 60, "a window of batches while the learner stands still")
+        wait_until(lambda: feeder.session.accepted == 60, "a window of batches while the learner stands still")
         for batch in batches_of(stream, feeder.all_settled):
             witness.see(batch)
         assert stream.dropped["overflow"] > 0
@@ -117,10 +117,10 @@ def test_drop_stale_drops_what_too_old_weights_sampled(start_broker: StartBroker
     with WeightPublisher(broker.endpoints.learner) as publisher:
         for _ in range(3):
             publisher.publish({"w": plan[0].columns["rewards"]})
-        until(lambda: broker.ask(lambda b: b.core.weights) == (1, 3) and feeder.session.accepted == 10, "both")
+        wait_until(lambda: broker.ask(lambda b: b.core.weights) == (1, 3) and feeder.session.accepted == 10, "both")
         assert broker.held_bytes() > 0
         publisher.publish({"w": plan[0].columns["rewards"]})
-        until(lambda: broker.held_bytes() == 0, "the end of what is three versions behind")
+        wait_until(lambda: broker.held_bytes() == 0, "the end of what is three versions behind")
     witness, stream = train(broker, [feeder])
     assert (witness.steps, stream.delivered) == (0, 0)
     dropped = broker.rows()[(0, 1)].settled.dropped
@@ -134,7 +134,7 @@ def test_ack_broker_lets_the_worker_forget_what_the_broker_has(
     broker = start_broker()
     plan = Envs(6).fragments(30)
     feeder = start_feeder(broker.endpoints.worker, plan, window=3, ack="broker")
-    until(lambda: feeder.session.accepted == 30, "thirty batches in a window of three, without a learner")
+    wait_until(lambda: feeder.session.accepted == 30, "thirty batches in a window of three, without a learner")
     assert all(shipment.frames is None for shipment in feeder.session._window)
     broker.stop()
     witness, _ = train(again := start_broker(), [feeder])

@@ -7,9 +7,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from parties import FLEET
-from several_agents import come_and_go
-
 from headrace.schemas.batch import BatchHeader, read_batch_header
 from headrace.schemas.ledger import LedgerRow, Settled, WorkerTotals
 from headrace.schemas.messages import HeldBatch, WorkerHello
@@ -18,6 +15,8 @@ from headrace.schemas.wire import decode_header
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.shipping import Shipper
 from headrace.workers.fleet.window import SessionLimits, Shipment
+from support.pipeline.parties import FLEET
+from support.pipeline.several_agents import come_and_go
 
 
 class Watched(WorkerSession):

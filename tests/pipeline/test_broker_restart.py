@@ -9,7 +9,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from parties import (
+
+from headrace.broker.state_file import file_path, read_broker_file
+from headrace.learner_stub import EpisodeStream
+from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.errors import FencedError, RunDirError
+from support.pipeline.parties import (
     Envs,
     Feeder,
     StartBroker,
@@ -18,13 +23,8 @@ from parties import (
     ask_until_it_raises,
     batches_of,
     broker_process,
-    until,
 )
-
-from headrace.broker.state_file import file_path, read_broker_file
-from headrace.learner_stub import EpisodeStream
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.errors import FencedError, RunDirError
+from support.waiting import wait_until
 
 
 def paced(plan: list[ChunkBatch], every: int, gates: list[threading.Event]) -> Iterator[ChunkBatch | None]:
@@ -82,7 +82,7 @@ def test_what_the_old_broker_held_comes_from_the_workers_again(
     first = start_broker()
     plan = Envs(3).fragments(10)
     feeder = start_feeder(first.endpoints.worker, plan)
-    until(lambda: feeder.session.accepted == 10, "ten accepted batches")
+    wait_until(lambda: feeder.session.accepted == 10, "ten accepted batches")
     first.stop()
     second, witness = start_broker(), Witness()
     with EpisodeStream(second.endpoints.learner) as stream:
@@ -109,7 +109,7 @@ def test_what_the_learner_has_in_hand_is_not_sent_again(start_broker: StartBroke
             stream.pump(0.01)
             return (0, 1) in second.rows() and second.rows()[(0, 1)].held[1] > 0
 
-        until(returned, "the return of both")
+        wait_until(returned, "the return of both")
         stream.commit()
         stream.auto_commit = True
         for batch in batches_of(stream, feeder.all_settled):
@@ -132,11 +132,11 @@ def test_an_epoch_is_never_given_out_twice(start_broker: StartBroker) -> None:
 def test_an_incarnation_is_never_given_out_twice(start_broker: StartBroker, start_feeder: StartFeeder) -> None:
     first = start_broker()
     feeder = start_feeder(first.endpoints.worker)
-    until(lambda: feeder.session.welcome, "a welcome")
+    wait_until(lambda: feeder.session.welcome, "a welcome")
     feeder.stop()
     first.stop()
     again = start_feeder(start_broker().endpoints.worker)
-    until(lambda: again.session.welcome, "a welcome")
+    wait_until(lambda: again.session.welcome, "a welcome")
     assert (feeder.session.incarnation, again.session.incarnation) == (1, 2)
 
 

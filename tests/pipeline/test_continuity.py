@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parties import Envs, Witness
 
 from headrace.learner_stub.continuity import SourceEpisodes
 from headrace.schemas.chunk import ChunkEnd
+from support.pipeline.parties import Envs, Witness
 
 
 @settings(max_examples=150, deadline=None)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from several_agents import AgentWitness, come_and_go
 
 from headrace.learner_stub.continuity import SourceEpisodes
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.chunk import ChunkEnd
+from support.pipeline.several_agents import AgentWitness, come_and_go
 
 
 def batches_of(num_envs: int, length: int, seed: int, cuts: int = 25) -> list[ChunkBatch]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -14,9 +13,9 @@ from pathlib import Path
 
 import orjson
 import pytest
-from namespaces import NoNamespacesError, TwoMachines
 
 from headrace.deploy.key_pairs import make_keys
+from support.fleets.two_machines import NoNamespacesError, TwoMachines
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow]
 
@@ -123,20 +122,17 @@ def test_what_the_network_does_loses_nothing_and_repeats_nothing(
     part.mkdir(mode=0o700)
     for name in ("env-host.secret", "worker.public"):
         shutil.copy2(keys / name, part)
-    env = "CartPole-v1" if trouble is not narrow_to_8_mbit else "elsewhere_envs:Pictures"
-    path = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    env = "CartPole-v1" if trouble is not narrow_to_8_mbit else "support.envs.pictures:Pictures"
     arguments = [machines.HERE, str(PORT), str(keys), env]
     worker = subprocess.Popen(
         machines.command(machines.here, sys.executable, "-c", WORKER, *arguments),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=path,
     )
     offer = ["env-host", "--connect", f"tcp://{machines.HERE}:{PORT}", "--env", env, "--num-envs", "4"]
     host = subprocess.Popen(
         machines.command(machines.there, sys.executable, "-m", "headrace.deploy", *offer, "--set", f"keys.dir={part}"),
-        env=path,
         stderr=subprocess.DEVNULL,
     )
     assert worker.stdin is not None

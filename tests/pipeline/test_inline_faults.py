@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import inline_faults  # which makes the tests of workers importable
 import pytest
-from fault_runs import brief, check_alike, lives_of
-from fault_table import BAD_DATA, BURDENS
-from parties import BrokerThread, StartBroker, until
-from test_worker import WorkerThread
 
 from headrace.schemas.errors import EnvError
+from support.envs import inline_faults
+from support.envs.fault_table import BAD_DATA, BURDENS
+from support.pipeline.fault_runs import brief, check_alike, lives_of
+from support.pipeline.parties import BrokerThread, StartBroker
+from support.pipeline.worker_threads import WorkerThread
+from support.waiting import wait_until
 
 FAULTY, SIBLINGS = 1, (0, 2)
 Run = Callable[..., WorkerThread]
@@ -39,7 +40,12 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     ) -> WorkerThread:
         settings = {"num_envs": 3, "rollout_fragment_length": 8, "seed": 5, "max_env_restarts_per_window": 10_000}
         sections = {
-            "sampling": {"env": "inline_faults:NowAndThen", "env_config": env_config, **settings, **sampling},
+            "sampling": {
+                "env": "support.envs.inline_faults:NowAndThen",
+                "env_config": env_config,
+                **settings,
+                **sampling,
+            },
             "worker": {"random_actions_before_weights": True, "drain_timeout_s": 5.0},
         }
         return WorkerThread(monkeypatch, broker.endpoints.worker, recorders, sections)
@@ -107,6 +113,8 @@ def test_an_env_that_cannot_be_built_at_first_ends_its_worker_with_a_typed_error
     broker: BrokerThread, run: Run
 ) -> None:
     with run(broker, {"lane": FAULTY, "faults": {"construction": "raises"}}) as worker:
-        until(lambda: worker.error, "the end of the worker")
+        wait_until(lambda: worker.error, "the end of the worker")
     assert isinstance(worker.error, EnvError)
-    assert "env 1 ('inline_faults:NowAndThen') could not be built: RuntimeError: diverged" in str(worker.error)
+    assert "env 1 ('support.envs.inline_faults:NowAndThen') could not be built: RuntimeError: diverged" in str(
+        worker.error
+    )

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
-from parties import FLEET, BrokerThread, Envs, Feeder, StartBroker, StartFeeder, batches_of, until
 
 from headrace.deploy.event_loop import EventLoop
 from headrace.deploy.key_pairs import make_keys
@@ -23,6 +22,8 @@ from headrace.schemas.keys import ADMITTED, BROKER, ClientKeys, read_broker_keys
 from headrace.schemas.ledger import Settled, WorkerTotals
 from headrace.schemas.messages import Obituary
 from headrace.workers.fleet.membership import Membership
+from support.pipeline.parties import FLEET, BrokerThread, Envs, Feeder, StartBroker, StartFeeder, batches_of
+from support.waiting import wait_until
 
 JOIN_S = 3.0
 MISLED = "a peer that expects another broker's key"
@@ -80,7 +81,7 @@ def refusals(broker: BrokerThread, port: str) -> dict[str, int]:
 
 def end_of(feeder: Feeder) -> KeysRefusedError:
     """The refusal that ended a worker's session."""
-    until(lambda: feeder.error is not None, "the end of a worker that is not let in")
+    wait_until(lambda: feeder.error is not None, "the end of a worker that is not let in")
     assert isinstance(feeder.error, KeysRefusedError), feeder.error
     assert feeder.error.exit_code is ExitCode.KEYS
     return feeder.error
@@ -108,7 +109,7 @@ def test_with_the_fleets_keys_chunks_and_weights_arrive(
     weights = stack.enter_context(WeightPublisher(guarded.endpoints.learner, keys=keys_of(ours, "learner")))
     weights.publish({"w": np.arange(size, dtype=np.float32)})
     assert sum(batch.steps for batch in batches_of(stream, feeder.all_settled)) == sum(feeder.steps.values())
-    until(lambda: feeder.weights.newest == (1, 1), "the weights")
+    wait_until(lambda: feeder.weights.newest == (1, 1), "the weights")
     taken = feeder.weights.take()
     assert taken is not None
     assert taken.arrays["w"][-1] == size - 1
@@ -235,7 +236,7 @@ def test_keys_are_of_no_use_at_a_broker_without(
     assert "keys" in str(end_of(feeder))
     with pytest.raises(KeysRefusedError):
         EpisodeStream(broker.endpoints.learner, keys=ours, connect_timeout_s=JOIN_S)
-    until(lambda: refusals(broker, "worker") and refusals(broker, "learner"), "the count of refusals")
+    wait_until(lambda: refusals(broker, "worker") and refusals(broker, "learner"), "the count of refusals")
     assert "at a broker without" in caplog.text
     with EpisodeStream(broker.endpoints.learner, connect_timeout_s=100) as stream:
         assert stream.epoch == 1
@@ -251,7 +252,7 @@ def test_who_tries_for_ever_fills_no_log(
     guarded: BrokerThread, misled: Path, stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     stack.enter_context(Feeder(guarded.endpoints.worker, keys=keys_of(misled), join_s=JOIN_S))
-    until(lambda: refusals(guarded, "worker").get(MISLED, 0) >= 5, "five attempts")
+    wait_until(lambda: refusals(guarded, "worker").get(MISLED, 0) >= 5, "five attempts")
     lines = [record.getMessage() for record in caplog.records if "refused at the worker port" in record.getMessage()]
     assert [line.rpartition(" ")[2] for line in lines] == ["1", "2", "4"]
     assert "breaks off each handshake (3 so far)" in caplog.text, "and the worker says why it waits"

@@ -9,7 +9,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from parties import FLEET
 
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.batch_reader import decode_batch
@@ -20,6 +19,7 @@ from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.shipping import Shipper
 from headrace.workers.fleet.window import SessionLimits
+from support.pipeline.parties import FLEET
 
 STEPS = 4
 MIB = 1 << 20

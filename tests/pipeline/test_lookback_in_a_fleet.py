@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from golden_samples import make_lookback_batch
-from parties import BrokerThread
-from test_worker import AT_RANDOM, SAMPLING, WorkerThread
 
 from headrace.learner_stub import EpisodeStream
 from headrace.learner_stub.continuity import SourceEpisodes
 from headrace.schemas.chunk import EpisodeChunk, to_episode
+from support.pipeline.parties import BrokerThread
+from support.pipeline.worker_threads import AT_RANDOM, SAMPLING, WorkerThread
 
 HORIZON = 5
 

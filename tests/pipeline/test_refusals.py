@@ -6,7 +6,6 @@ import random
 import socket
 
 import pytest
-from parties import FLEET, SPACES, BrokerThread, Envs, RawPeer, StartBroker, StartFeeder, Witness, batches_of, until
 
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.errors import ExitCode, PortInUseError, RefusedError, WrongFleetError
@@ -23,6 +22,18 @@ from headrace.schemas.messages import (
 )
 from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.schemas.wire import MessageKind
+from support.pipeline.parties import (
+    FLEET,
+    SPACES,
+    BrokerThread,
+    Envs,
+    RawPeer,
+    StartBroker,
+    StartFeeder,
+    Witness,
+    batches_of,
+)
+from support.waiting import wait_until
 
 
 def hello(**fields: object) -> WorkerHello:
@@ -76,7 +87,7 @@ def test_a_batch_from_a_stranger_is_answered_not_counted(broker: BrokerThread, s
 
 def test_a_worker_of_another_fleet_is_refused_by_name(broker: BrokerThread, start_feeder: StartFeeder) -> None:
     feeder = start_feeder(broker.endpoints.worker, fleet_id="other")
-    until(lambda: feeder.error, "a refusal")
+    wait_until(lambda: feeder.error, "a refusal")
     assert isinstance(feeder.error, WrongFleetError)
     assert feeder.error.exit_code is ExitCode.WRONG_FLEET
     assert "this broker serves fleet 'fleet', not 'other'" in str(feeder.error)
@@ -85,7 +96,7 @@ def test_a_worker_of_another_fleet_is_refused_by_name(broker: BrokerThread, star
 def test_a_supervisor_of_another_fleet_buries_nobody(broker: BrokerThread, start_feeder: StartFeeder) -> None:
     """Its broker is gone and ours has the port now: the slots have the same names."""
     feeder = start_feeder(broker.endpoints.worker, Envs().fragments(2), incarnation=1)
-    until(lambda: feeder.session.accepted == 2, "two batches")
+    wait_until(lambda: feeder.session.accepted == 2, "two batches")
     with EpisodeStream(broker.endpoints.learner), RawPeer(broker.endpoints.worker) as peer:
         peer.send(SupervisorHello(fleet_id="other", token="s").frames())
         peer.send(Obituary(slot=0, incarnation=1, totals=WorkerTotals(), settled=Settled()).frames())
@@ -97,10 +108,10 @@ def test_a_supervisor_of_another_fleet_buries_nobody(broker: BrokerThread, start
 
 def test_other_spaces_are_refused_with_what_to_do(broker: BrokerThread, start_feeder: StartFeeder) -> None:
     first = start_feeder(broker.endpoints.worker, slot=0)
-    until(lambda: first.session.welcome, "a welcome")
+    wait_until(lambda: first.session.welcome, "a welcome")
     other = Spaces(observation=Box(shape=(3,), dtype="<f4"), action=Discrete(n=2))
     feeder = start_feeder(broker.endpoints.worker, slot=1, spaces=other)
-    until(lambda: feeder.error, "a refusal")
+    wait_until(lambda: feeder.error, "a refusal")
     assert isinstance(feeder.error, RefusedError)
     assert feeder.error.code == "spaces_differ"
     assert "give every worker the same env" in str(feeder.error)
@@ -108,9 +119,9 @@ def test_other_spaces_are_refused_with_what_to_do(broker: BrokerThread, start_fe
 
 def test_a_place_is_given_once(broker: BrokerThread, start_feeder: StartFeeder) -> None:
     first = start_feeder(broker.endpoints.worker, slot=0, incarnation=1)
-    until(lambda: first.session.welcome, "a welcome")
+    wait_until(lambda: first.session.welcome, "a welcome")
     second = start_feeder(broker.endpoints.worker, slot=0, incarnation=1)
-    until(lambda: second.error, "a refusal")
+    wait_until(lambda: second.error, "a refusal")
     assert isinstance(second.error, RefusedError)
     assert "slot 0 incarnation 1 already belongs to another process" in str(second.error)
     assert first.error is None
@@ -131,9 +142,9 @@ def test_a_hello_said_twice_gets_one_place(broker: BrokerThread) -> None:
 
 def test_an_older_incarnation_is_fenced(broker: BrokerThread, start_feeder: StartFeeder) -> None:
     older = start_feeder(broker.endpoints.worker, Envs(1).fragments(1), incarnation=1)
-    until(lambda: older.session.accepted, "a batch")
+    wait_until(lambda: older.session.accepted, "a batch")
     start_feeder(broker.endpoints.worker, incarnation=2)
-    until(lambda: older.error, "a fencing")
+    wait_until(lambda: older.error, "a fencing")
     assert older.error is not None
     assert older.error.exit_code is ExitCode.FENCED
     with RawPeer(broker.endpoints.worker) as peer:
@@ -155,9 +166,9 @@ def test_spaces_reach_a_learner_that_came_first(broker: BrokerThread, start_feed
 
 def test_what_a_fenced_worker_had_left_is_counted_as_fenced(broker: BrokerThread, start_feeder: StartFeeder) -> None:
     older = start_feeder(broker.endpoints.worker, Envs(1).fragments(2), incarnation=1)
-    until(lambda: older.session.accepted == 2, "two batches")
+    wait_until(lambda: older.session.accepted == 2, "two batches")
     start_feeder(broker.endpoints.worker, incarnation=2)
-    until(lambda: older.error, "a fencing")
+    wait_until(lambda: older.error, "a fencing")
     late = HeldBatch(seq=3, steps=9, chunks=2)
     t = older.totals
     totals = t.model_copy(
@@ -167,7 +178,7 @@ def test_what_a_fenced_worker_had_left_is_counted_as_fenced(broker: BrokerThread
         peer.send(SupervisorHello(fleet_id=FLEET, token="s").frames())
         words = Obituary(slot=0, incarnation=1, totals=totals, settled=Settled(), window=[late], reason="fenced")
         peer.send(words.frames())
-        until(lambda: broker.rows()[(0, 1)].closed, "closed books")
+        wait_until(lambda: broker.rows()[(0, 1)].closed, "closed books")
     row = broker.rows()[(0, 1)]
     assert row.lost == {"fenced": (9, 2)}
     assert not list(row.problems())

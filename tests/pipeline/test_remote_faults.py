@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import remote_faults  # which makes the tests of workers importable
-from env_hosts import EnvHosts
-from fault_runs import ENOUGH, brief, check_alike, lives_of
-from fault_table import BAD_DATA, BURDENS, DEATHS, HANGS
-from own_ports import free_port
-from parties import BrokerThread
-from process_driving import is_running
-from test_worker import WorkerThread
 
 from headrace.schemas.chunk import EpisodeChunk
+from support.envs import remote_faults
+from support.envs.fault_table import BAD_DATA, BURDENS, DEATHS, HANGS
+from support.fleets.env_hosts import EnvHosts
+from support.pipeline.fault_runs import ENOUGH, brief, check_alike, lives_of
+from support.pipeline.parties import BrokerThread
+from support.pipeline.worker_threads import WorkerThread
+from support.ports import free_port
+from support.runners.process_driver import is_running
 
 Cell = dict[str, Any]
 Lives = dict[int, list[EpisodeChunk]]
@@ -28,9 +28,7 @@ SOUND: Cell = {}
 
 
 @pytest.fixture
-def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EnvHosts]:
-    here, workers = Path(__file__).parent, Path(__file__).parents[1] / "workers"
-    monkeypatch.setenv("PYTHONPATH", f"{here}:{workers}")
+def hosts(tmp_path: Path) -> Iterator[EnvHosts]:
     segments = set(Path("/dev/shm").iterdir())
     remote_faults.noted.clear()
     with EnvHosts(tmp_path, free_port()) as started:
@@ -43,7 +41,7 @@ def worker_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def make(broker: BrokerThread, cells: list[Cell], folder: str, **sampling: Any) -> WorkerThread:
         settings = {"num_envs": len(cells), "rollout_fragment_length": 8, "seed": 5, "env_config": {"cells": cells}}
         waits = {"env_restart_backoff_s": 600.0, "env_restart_backoff_max_s": 600.0}
-        noting = {"env": "remote_faults:Assigned", "callbacks": ["remote_faults:Noting"]}
+        noting = {"env": "support.envs.remote_faults:Assigned", "callbacks": ["support.envs.remote_faults:Noting"]}
         sections = {
             "sampling": {**noting, **settings, **waits, **sampling},
             "worker": {"random_actions_before_weights": True, "drain_timeout_s": 5.0},
@@ -64,7 +62,9 @@ def _run(
     sound = lives_of(broker, worker_of(broker, sound_cells, "sound"), range(len(cells)))
     broker.stop()
     table = str(cells).replace("'", '"').replace("True", "true")
-    host = hosts.start("remote_faults:Assigned", len(cells), f'sampling.env_config={{"cells": {table}}}', *sets)
+    host = hosts.start(
+        "support.envs.remote_faults:Assigned", len(cells), f'sampling.env_config={{"cells": {table}}}', *sets
+    )
     remote = {"env_placement": "remote", "env_hosts_port": hosts.port, "env_hosts_lease_s": 60.0}
     broker = start_broker(run_dir=tmp_path / "remote")
 

@@ -14,7 +14,6 @@ import orjson
 import pytest
 import redis as redis_client
 from numpy.typing import NDArray
-from parties import FLEET, BrokerThread, Envs, Process, StartFeeder, broker_process, until, worker_process
 
 from headrace.broker.state_file import read_broker_file
 from headrace.deploy.redis_server import RedisLaunch, prepare_redis, wait_ready
@@ -26,6 +25,16 @@ from headrace.schemas.redis_keys import RUNNER_STATE, key_name
 from headrace.schemas.weights import CONNECTORS
 from headrace.workers.config import runner_config
 from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
+from support.pipeline.parties import (
+    FLEET,
+    BrokerThread,
+    Envs,
+    Process,
+    StartFeeder,
+    broker_process,
+    worker_process,
+)
+from support.waiting import wait_until
 
 SECTIONS: dict[str, Any] = {
     "sampling": {
@@ -34,7 +43,7 @@ SECTIONS: dict[str, Any] = {
         "rollout_fragment_length": 8,
         "env_to_module": ["headrace.workers.connectors:MeanStd"],
     },
-    "module": {"build": "timed_module:Timed"},
+    "module": {"build": "support.pipeline.timed_module:Timed"},
     "learner": {"steps_per_update": 32},
     "broker": {"heartbeat_interval_s": 0.2},
 }
@@ -134,9 +143,8 @@ def first_of(stream: EpisodeStream, incarnation: int) -> ChunkBatch | None:
 @pytest.mark.chaos
 @pytest.mark.parametrize("killed", ["everything", "broker", "redis"])
 def test_a_restarted_worker_begins_with_the_current_version_of_everything(
-    killed: str, stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    killed: str, stack: ExitStack, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     redis = Redis(tmp_path / "redis")
     stack.callback(redis.kill)
     redis.start()
@@ -147,7 +155,7 @@ def test_a_restarted_worker_begins_with_the_current_version_of_everything(
         stream.spaces()
         publisher.publish(weights())
         check_current(stream.next(100.0))
-        until(lambda: stream.next(0.1) and redis.lifetime_steps() > 100, "lifetime counters in Redis")
+        wait_until(lambda: stream.next(0.1) and redis.lifetime_steps() > 100, "lifetime counters in Redis")
         first.signal(signal.SIGKILL)
         first.wait()
         stream.commit()
@@ -159,9 +167,9 @@ def test_a_restarted_worker_begins_with_the_current_version_of_everything(
         batch = check_current(first_of(stream, 2))
         assert int(batch.columns["t"].min()) == known >= steps_before
         second.signal(signal.SIGTERM)
-        until(lambda: stream.next(0.1) is None and second.popen.poll() is not None, "the worker's end")
+        wait_until(lambda: stream.next(0.1) is None and second.popen.poll() is not None, "the worker's end")
         assert second.popen.returncode == 0, second.log.read_text()
-        until(lambda: (0, 2) in redis.snapshot().rows and redis.snapshot().rows[0, 2].closed, "its books in Redis")
+        wait_until(lambda: (0, 2) in redis.snapshot().rows and redis.snapshot().rows[0, 2].closed, "its books in Redis")
     own = redis.snapshot().rows[0, 2].totals.shipped
     assert redis.lifetime_steps() == steps_before + own > steps_before
 
@@ -169,9 +177,9 @@ def test_a_restarted_worker_begins_with_the_current_version_of_everything(
 def redis_knows(redis: Redis) -> None:
     """Wait until the broker that runs has told Redis all it knows: two of its reports have come."""
     first = redis.snapshot().reported_unix_s
-    until(lambda: redis.snapshot().reported_unix_s != first, "a report")
+    wait_until(lambda: redis.snapshot().reported_unix_s != first, "a report")
     second = redis.snapshot().reported_unix_s
-    until(lambda: redis.snapshot().reported_unix_s != second, "another report")
+    wait_until(lambda: redis.snapshot().reported_unix_s != second, "another report")
 
 
 def test_each_worker_hears_what_the_others_have_made(broker: BrokerThread, start_feeder: StartFeeder) -> None:
@@ -179,7 +187,7 @@ def test_each_worker_hears_what_the_others_have_made(broker: BrokerThread, start
     busy = start_feeder(broker.endpoints.worker, plan, slot=0)
     idle = start_feeder(broker.endpoints.worker, slot=1)
     made = sum(batch.steps for batch in plan)
-    until(lambda: idle.session.steps_elsewhere == made, "the other's steps")
+    wait_until(lambda: idle.session.steps_elsewhere == made, "the other's steps")
     assert busy.session.steps_elsewhere == 0
 
 
@@ -189,8 +197,8 @@ def test_the_others_steps_never_go_back_though_a_broker_forgets(
     broker = start_broker()
     start_feeder(broker.endpoints.worker, Envs().fragments(10), slot=0)
     idle = start_feeder(broker.endpoints.worker, slot=1)
-    made = until(lambda: idle.session.steps_elsewhere, "the other's steps")
+    made = wait_until(lambda: idle.session.steps_elsewhere, "the other's steps")
     broker.stop()
     other = start_broker()
-    until(lambda: len(other.ask(lambda b: b.core.live())) == 2, "both workers at the new broker")
+    wait_until(lambda: len(other.ask(lambda b: b.core.live())) == 2, "both workers at the new broker")
     assert idle.session.steps_elsewhere >= made

@@ -9,19 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from parties import (
-    FLEET,
-    SPACES,
-    BrokerThread,
-    Envs,
-    RawPeer,
-    StartFeeder,
-    broker_process,
-    until,
-    worker_process,
-)
-from several_agents import CARTS_AT_RANDOM, TWO_CARTS, AgentWitness
-from test_worker import WorkerThread, accepted, closed_row, constant_value, report_death
 
 from headrace.broker.state_file import read_broker_file
 from headrace.learner_stub import EpisodeStream, WeightPublisher
@@ -32,12 +19,19 @@ from headrace.schemas.module_spaces import module_spaces_to_json
 from headrace.schemas.recorder import read_recorder
 from headrace.schemas.wire import Buffer, MessageKind, decode, encode
 from headrace.workers.policy.policies import PolicyMappingError
-
-
-def drain(stream: EpisodeStream, witness: AgentWitness) -> None:
-    """Take what is there."""
-    while (batch := stream.next(0.3)) is not None:
-        witness.see(batch)
+from support.pipeline.parties import (
+    FLEET,
+    SPACES,
+    BrokerThread,
+    Envs,
+    RawPeer,
+    StartFeeder,
+    broker_process,
+    worker_process,
+)
+from support.pipeline.several_agents import CARTS_AT_RANDOM, TWO_CARTS, AgentWitness
+from support.pipeline.worker_threads import WorkerThread, accepted, closed_row, constant_value, drain, report_death
+from support.waiting import wait_until
 
 
 def see_until_both(stream: EpisodeStream, witness: AgentWitness) -> None:
@@ -49,7 +43,7 @@ def see_until_both(stream: EpisodeStream, witness: AgentWitness) -> None:
             witness.see(batch)
         return all(witness.steps[module_id] > 100 for module_id in ("short", "long"))
 
-    until(both, "batches of both modules")
+    wait_until(both, "batches of both modules")
 
 
 def test_each_modules_chunks_arrive_with_its_own_spaces_and_in_the_books(
@@ -67,7 +61,7 @@ def test_each_modules_chunks_arrive_with_its_own_spaces_and_in_the_books(
                 stream.spaces("tall")
             see_until_both(stream, witness)
         assert worker.error is None
-        drain(stream, witness)
+        drain(stream, witness.see)
         stream.commit()
         row = closed_row(broker)
     assert not witness.open_episodes()
@@ -100,7 +94,7 @@ def test_weights_go_by_module_and_one_that_is_left_out_is_frozen(
                         values.setdefault((chunk.module_id, version), set()).add(float(value))
                 return {("short", seq), ("long", seq)} <= values.keys()
 
-            until(seen, f"steps of both modules under version {seq}")
+            wait_until(seen, f"steps of both modules under version {seq}")
 
         see(1)
         weights.publish({"long": constant_value(spaces["long"], 7.0)})
@@ -122,7 +116,7 @@ def test_weights_of_a_module_nobody_has_end_the_worker_with_its_name(
         with pytest.raises(EncodeError, match=r"\['w'\] stand beside state dicts of modules"):
             weights.publish({"a": {"w": np.zeros(1)}, "w": np.zeros(1)})  # type: ignore[dict-item]
         weights.publish({"tall": {"w": np.zeros(1)}})
-        until(lambda: weights.pump() or worker.error, "the worker's error")
+        wait_until(lambda: weights.pump() or worker.error, "the worker's error")
     assert isinstance(worker.error, ModuleError)
     assert "there is no module 'tall'; this fleet's modules are ['long', 'short']" in str(worker.error)
 
@@ -132,7 +126,7 @@ def test_an_agent_without_a_module_ends_the_worker_with_its_books_closed(
 ) -> None:
     sections = {**CARTS_AT_RANDOM, "sampling": {**TWO_CARTS, "policy_mapping_fn": {"short": "short"}}}
     with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections) as worker:
-        until(lambda: worker.error, "the worker's error")
+        wait_until(lambda: worker.error, "the worker's error")
     assert isinstance(worker.error, PolicyMappingError)
     assert "agent 'long' is not in the mapping" in str(worker.error)
     closed_row(broker)
@@ -168,11 +162,11 @@ def test_after_sigkill_the_recorder_makes_the_books_balance_and_each_agent_is_en
         worker_process(tmp_path, broker.endpoints.worker, 0, 1, CARTS_AT_RANDOM) as worker,
     ):
         see_until_both(stream, witness)
-        until(lambda: accepted(broker, 1) > 6, "some batches")
+        wait_until(lambda: accepted(broker, 1) > 6, "some batches")
         worker.signal(signal.SIGKILL)
         assert worker.wait() == -signal.SIGKILL
         report_death(broker, tmp_path, 1, "worker_killed")
-        drain(stream, witness)
+        drain(stream, witness.see)
         stream.commit()
         row = closed_row(broker)
     assert not witness.open_episodes()
@@ -200,8 +194,8 @@ def test_a_broker_killed_between_batches_of_a_cut_costs_nothing(stack: ExitStack
         broker = stack.enter_context(broker_process(tmp_path))
     see_until_both(stream, witness)
     worker.signal(signal.SIGTERM)
-    until(lambda: drain(stream, witness) or worker.popen.poll() is not None, "the worker's end")
-    drain(stream, witness)
+    wait_until(lambda: drain(stream, witness.see) or worker.popen.poll() is not None, "the worker's end")
+    drain(stream, witness.see)
     assert worker.wait() == 0, worker.log.read_text()
     assert not witness.open_episodes()
     assert set(witness.markers) <= {"shutdown"}
@@ -212,7 +206,7 @@ def test_workers_of_this_and_the_previous_minor_version_sample_for_one_fleet(
     broker: BrokerThread, start_feeder: StartFeeder
 ) -> None:
     old = start_feeder(broker.endpoints.worker, slot=0)  # tells its pair of spaces alone
-    until(lambda: old.session.welcome, "the old worker's welcome")
+    wait_until(lambda: old.session.welcome, "the old worker's welcome")
     told = module_spaces_to_json({"default_policy": SPACES})
     with RawPeer(broker.endpoints.worker) as new, EpisodeStream(broker.endpoints.learner) as stream:
         new.send(WorkerHello(fleet_id=FLEET, token="n", slot=1, spaces=told).frames())
@@ -234,5 +228,5 @@ def test_what_comes_of_a_module_the_fleet_does_not_have_is_left_out_by_name(
     plan = Envs().fragments(2)
     feeder = start_feeder(broker.endpoints.worker, plan, alter=of_a_stranger)
     with EpisodeStream(broker.endpoints.learner) as stream:
-        until(lambda: stream.next(0.05) or feeder.all_settled(), "settled batches")
+        wait_until(lambda: stream.next(0.05) or feeder.all_settled(), "settled batches")
     assert stream.dropped["poison"] == sum(batch.steps for batch in plan)

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parties import FLEET, BrokerThread, Envs, StartFeeder, until
-from test_worker import WorkerThread
 
 from headrace.learner_stub import EpisodeStream, stall_detector
 from headrace.learner_stub.training import gather
@@ -18,10 +16,13 @@ from headrace.schemas.messages import HeldBatch, WorkerHello
 from headrace.schemas.recorder import WINDOW
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.window import SessionLimits, Shipment
+from support.pipeline.parties import FLEET, BrokerThread, Envs, StartFeeder
+from support.pipeline.worker_threads import WorkerThread
+from support.waiting import wait_until
 
 FRAGMENT, NUM_ENVS = 16, 4
 SAMPLING: dict[str, Any] = {
-    "env": "downed_envs:one_of_four",
+    "env": "support.envs.down:one_of_four",
     "num_envs": NUM_ENVS,
     "rollout_fragment_length": FRAGMENT,
     "env_restart_backoff_s": 600.0,
@@ -75,7 +76,7 @@ def test_a_learner_whose_workers_all_wait_for_it_takes_what_it_has(
             assert not stream.starved, "a commit makes room"
         last = gather(stream, sum(batch.steps for batch in plan[6:]) * 2, NEVER)
         stream.commit()
-        until(lambda: all(feeder.all_settled() for feeder in feeders), "all settled")
+        wait_until(lambda: all(feeder.all_settled() for feeder in feeders), "all settled")
     assert len(last) == 6
     assert [record.levelname for record in caplog.records if "every worker waits" in record.message] == ["WARNING"] * 2
     assert add_up(broker.rows()).balance() == 0
@@ -91,7 +92,7 @@ def test_a_window_exactly_as_large_as_an_update_starves_nobody(
             steps = sum(batch.steps for batch in plan[3 * turn : 3 * turn + 3])
             assert len(gather(stream, steps, NEVER)) == 3
             stream.commit()
-        until(feeder.all_settled, "all settled")
+        wait_until(feeder.all_settled, "all settled")
     assert "every worker waits" not in caplog.text
 
 

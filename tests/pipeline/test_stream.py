@@ -9,7 +9,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from parties import (
+
+from headrace.learner_stub import EpisodeStream, stall_detector
+from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.errors import ExitCode, FencedError, UnreachableError, WindowStalledError, WrongFleetError
+from headrace.schemas.ledger import WorkerTotals, add_up
+from headrace.schemas.messages import Obituary, SupervisorHello, WorkerHello
+from headrace.schemas.wire import Buffer
+from support.pipeline.parties import (
     FLEET,
     SPACES,
     BrokerThread,
@@ -21,15 +28,8 @@ from parties import (
     Witness,
     ask_until_it_raises,
     batches_of,
-    until,
 )
-
-from headrace.learner_stub import EpisodeStream, stall_detector
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.errors import ExitCode, FencedError, UnreachableError, WindowStalledError, WrongFleetError
-from headrace.schemas.ledger import WorkerTotals, add_up
-from headrace.schemas.messages import Obituary, SupervisorHello, WorkerHello
-from headrace.schemas.wire import Buffer
+from support.waiting import wait_until
 
 OpenStream = Callable[..., EpisodeStream]
 
@@ -82,7 +82,7 @@ def test_the_iterator_settles_a_batch_when_the_next_is_asked_for(
         return feeder.session.settled.seq
 
     for number, _ in enumerate(stream):
-        until(lambda n=number: settled() == n, f"{number} settled batches")  # type: ignore[misc]
+        wait_until(lambda n=number: settled() == n, f"{number} settled batches")  # type: ignore[misc]
         if number == 2:
             break
 
@@ -96,7 +96,7 @@ def test_nothing_is_settled_before_commit(
         assert stream.next(100.0) is not None
     assert feeder.session.settled.seq == 0
     stream.commit()
-    until(lambda: feeder.session.settled.seq == 4, "four settled batches")
+    wait_until(lambda: feeder.session.settled.seq == 4, "four settled batches")
 
 
 def test_a_learner_that_dies_uncommitted_gets_its_batches_again(
@@ -151,14 +151,14 @@ def test_a_batch_behind_a_marker_is_not_settled_before_it_is_handed_out(
     assert markers is not None
     assert [chunk.end_reason for chunk in markers] == ["poison"]
     stream.commit()
-    until(lambda: feeder.session.settled.seq == 2, "the settlement of what is missing")
+    wait_until(lambda: feeder.session.settled.seq == 2, "the settlement of what is missing")
     assert stream.position()[0]["settled"]["seq"] == 2
     last = stream.next(100.0)
     assert last is not None
     assert last[0].chunk_index == 0
     assert stream.position()[0]["settled"]["seq"] == 3
     stream.next(0.3)
-    until(lambda: feeder.session.settled.seq == 3, "the settlement of the last")
+    wait_until(lambda: feeder.session.settled.seq == 3, "the settlement of the last")
 
 
 def test_a_damaged_payload_is_counted_and_its_episodes_are_ended(
@@ -238,7 +238,7 @@ def test_a_worker_that_died_before_it_told_its_spaces_does_not_disturb_the_learn
         peer.receive()
         peer.send(SupervisorHello(fleet_id=FLEET, token="s").frames())
         peer.send(Obituary(slot=0, incarnation=1, totals=WorkerTotals(), settled={}).frames())  # type: ignore[arg-type]
-        until(lambda: (0, 1) in broker.rows() and broker.rows()[(0, 1)].closed, "closed books")
+        wait_until(lambda: (0, 1) in broker.rows() and broker.rows()[(0, 1)].closed, "closed books")
         assert stream.next(0.5) is None
 
 
@@ -247,7 +247,7 @@ def test_when_a_worker_has_left_its_open_episodes_are_aborted(
 ) -> None:
     feeder = start_feeder(broker.endpoints.worker, Envs(width=2, ends=0.0, fails=0.0).fragments(3))
     stream, witness = open_stream(), Witness()
-    until(feeder.all_shipped, "shipping")
+    wait_until(feeder.all_shipped, "shipping")
     feeder.leave("worker_killed")
     for batch in batches_of(stream, lambda: len(witness.markers) == 2):
         witness.see(batch)
@@ -263,7 +263,7 @@ def test_prefetched_batches_survive_a_long_training_step(
     first = stream.next(100.0)
     assert first is not None
     witness.see(first)
-    until(lambda: broker.ask(lambda b: b.core.store.sent_and_unsettled()) == 12, "all sent ahead")
+    wait_until(lambda: broker.ask(lambda b: b.core.store.sent_and_unsettled()) == 12, "all sent ahead")
     stream._session._heard -= 60.0
     for batch in batches_of(stream, feeder.all_settled):
         witness.see(batch)
@@ -302,7 +302,7 @@ def test_a_killed_learner_process_loses_nothing(
 
     feeder = start_feeder(broker.endpoints.worker, paced())
     with Process(_LEARNER, broker.endpoints.learner, log=tmp_path / "learner.log") as learner:
-        until(lambda: feeder.session.settled.seq >= 10, "ten settled batches")
+        wait_until(lambda: feeder.session.settled.seq >= 10, "ten settled batches")
         learner.signal(signal.SIGKILL)
         assert learner.wait() == -signal.SIGKILL
     gate.set()

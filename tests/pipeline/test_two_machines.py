@@ -12,11 +12,11 @@ from pathlib import Path
 
 import orjson
 import pytest
-from namespaces import NoNamespacesError, TwoMachines
-from parties import until
 
 from headrace.deploy.key_pairs import make_keys
 from headrace.schemas.errors import ExitCode
+from support.fleets.two_machines import NoNamespacesError, TwoMachines
+from support.waiting import wait_until
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow]
 
@@ -80,7 +80,7 @@ def test_a_worker_on_another_machine_delivers_with_keys_and_a_stranger_does_not(
     with ExitStack() as stack:
         serve = headrace("broker", *FLEET, "--run-dir", str(run_dir), "--set", address, "--set", f"keys.dir={keys}")
         broker = start(stack, machines.command(machines.here, *serve), tmp_path / "broker.log")
-        until((run_dir / "broker.json").exists, "the broker's start")
+        wait_until((run_dir / "broker.json").exists, "the broker's start")
         endpoints = orjson.loads((run_dir / "broker.json").read_bytes())["endpoints"]
         assert machines.HERE in endpoints["worker"]
         join = headrace("worker", *FLEET, "--endpoint", endpoints["worker"], "--num-envs", "4")

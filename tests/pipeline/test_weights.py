@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from parties import FLEET, BrokerThread, Envs, Feeder, RawPeer, StartBroker, StartFeeder, batches_of, until
 
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.errors import EncodeError, FencedError
@@ -17,6 +16,17 @@ from headrace.schemas.messages import Version, WeightsPart, WeightsPull, read
 from headrace.schemas.weights import encode_weights
 from headrace.schemas.wire import MessageKind, WireMessage, decode, encode
 from headrace.workers.fleet.weights import BROADCAST_S, WeightsReceiver
+from support.pipeline.parties import (
+    FLEET,
+    BrokerThread,
+    Envs,
+    Feeder,
+    RawPeer,
+    StartBroker,
+    StartFeeder,
+    batches_of,
+)
+from support.waiting import wait_until
 
 SMALL = 10
 LARGE = 700_000
@@ -37,7 +47,7 @@ class Applied:
         return self.feeder.weights.newest
 
     def wait(self, version: Version, value: float, size: int = SMALL) -> None:
-        until(lambda: self.newest() == version, f"weights {version}")
+        wait_until(lambda: self.newest() == version, f"weights {version}")
         taken = self.feeder.weights.take()
         assert taken is not None
         assert taken.version == version
@@ -56,7 +66,7 @@ def acknowledge(publisher: WeightPublisher) -> None:
         publisher.pump()
         return publisher.acknowledged == (publisher.epoch, publisher.seq)
 
-    until(pumped, "the broker's acknowledgement")
+    wait_until(pumped, "the broker's acknowledgement")
 
 
 def publish_until_it_raises(publisher: WeightPublisher) -> None:
@@ -70,7 +80,7 @@ def test_published_weights_arrive_whole(
     broker: BrokerThread, publisher: WeightPublisher, start_feeder: StartFeeder, size: int
 ) -> None:
     applied = Applied(start_feeder(broker.endpoints.worker))
-    until(lambda: applied.feeder.session.welcome, "a welcome")
+    wait_until(lambda: applied.feeder.session.welcome, "a welcome")
     assert publisher.publish(state(1.0, size)) == 1
     applied.wait((1, 1), 1.0, size)
     assert publisher.publish(state(2.0, size)) == 2
@@ -99,7 +109,7 @@ def test_a_worker_that_hears_no_broadcast_learns_by_heartbeat(
 
     monkeypatch.setattr(BrokerLink, "_subscribe", lambda self, endpoint: None)
     applied = Applied(start_feeder(broker.endpoints.worker))
-    until(lambda: applied.feeder.session.welcome, "a welcome")
+    wait_until(lambda: applied.feeder.session.welcome, "a welcome")
     publisher.publish(state(1.0, size))
     applied.wait((1, 1), 1.0, size)
 
@@ -119,7 +129,7 @@ def test_a_restarted_broker_gets_them_again_from_the_publisher(
         publisher.pump()
         return applied.newest() == (1, 1)
 
-    until(arrived, "the weights at the new broker")
+    wait_until(arrived, "the weights at the new broker")
 
 
 def test_a_waiting_stream_pumps_the_publisher(
@@ -139,7 +149,7 @@ def test_a_waiting_stream_pumps_the_publisher(
         assert stream.next(0.05) is None
         return applied.newest() == (1, 1)
 
-    until(arrived, "the weights at the new broker")
+    wait_until(arrived, "the weights at the new broker")
 
 
 def test_the_next_learner_publishes_under_a_higher_epoch(
@@ -149,10 +159,10 @@ def test_the_next_learner_publishes_under_a_higher_epoch(
     with EpisodeStream(broker.endpoints.learner), WeightPublisher(broker.endpoints.learner) as older:
         for value in range(5):
             older.publish(state(float(value)))
-        until(lambda: applied.newest() == (1, 5), "five versions")
+        wait_until(lambda: applied.newest() == (1, 5), "five versions")
     with EpisodeStream(broker.endpoints.learner), WeightPublisher(broker.endpoints.learner) as newer:
         assert newer.publish(state(9.0)) == 1
-        until(lambda: applied.newest() == (2, 1), "the first version of the next learner")
+        wait_until(lambda: applied.newest() == (2, 1), "the first version of the next learner")
 
 
 def test_an_older_publisher_is_fenced_and_changes_nothing(
@@ -165,7 +175,7 @@ def test_an_older_publisher_is_fenced_and_changes_nothing(
         stream.close()
     with EpisodeStream(broker.endpoints.learner), WeightPublisher(broker.endpoints.learner) as newer:
         newer.publish(state(2.0))
-        until(lambda: applied.newest() == (newer.epoch, 1), "the newer learner's weights")
+        wait_until(lambda: applied.newest() == (newer.epoch, 1), "the newer learner's weights")
         with pytest.raises(FencedError):
             publish_until_it_raises(publisher)
         assert applied.newest() == (newer.epoch, 1)
@@ -178,7 +188,7 @@ def test_a_publisher_opened_again_goes_on_counting(broker: BrokerThread, start_f
         with WeightPublisher(broker.endpoints.learner) as publisher:
             assert publisher.publish(state(1.0)) == expected
             acknowledge(publisher)
-        until(lambda n=expected: applied.newest()[1] == n, "the next version")  # type: ignore[misc]
+        wait_until(lambda n=expected: applied.newest()[1] == n, "the next version")  # type: ignore[misc]
 
 
 def test_without_tensors_there_is_nothing_to_publish(publisher: WeightPublisher) -> None:
@@ -291,7 +301,7 @@ def test_labels_travel_with_the_data(
 ) -> None:
     """The broker knows from headers alone what each batch was sampled with."""
     feeder = start_feeder(broker.endpoints.worker, Envs().fragments(2))
-    until(lambda: feeder.session.accepted == 2, "two batches")
+    wait_until(lambda: feeder.session.accepted == 2, "two batches")
     with EpisodeStream(broker.endpoints.learner) as stream:
         for batch in batches_of(stream, feeder.all_settled):
             assert batch.learner_epoch == 0

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from parties import BrokerThread
-from test_worker import WorkerThread, closed_row
 
 from headrace.learner_stub import EpisodeStream, WeightPublisher, stall_detector
 from headrace.learner_stub.training import gather
@@ -17,6 +15,8 @@ from headrace.schemas.ledger import add_up
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.modules import actor_critic
 from headrace.workers.serving.acting import ActingClient
+from support.pipeline.parties import BrokerThread
+from support.pipeline.worker_threads import WorkerThread, closed_row
 
 NUM_ENVS, FRAGMENT, WINDOW = 2, 8, 3
 SAMPLING = {"num_envs": NUM_ENVS, "rollout_fragment_length": FRAGMENT}

@@ -6,16 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import worker_callbacks
-from parties import BrokerThread, Witness, until
-from test_worker import AT_RANDOM, SAMPLING, WorkerThread, closed_row, drain
 
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.errors import CallbackError, EnvRestartBudgetError, ExitCode
+from support.pipeline import worker_callbacks
+from support.pipeline.parties import BrokerThread, Witness
+from support.pipeline.worker_threads import AT_RANDOM, SAMPLING, WorkerThread, closed_row, drain
+from support.waiting import wait_until
 
 
 def _config(callback: str, **sampling: Any) -> dict[str, Any]:
-    return {**AT_RANDOM, "sampling": {**SAMPLING, "callbacks": [f"worker_callbacks:{callback}"], **sampling}}
+    return {
+        **AT_RANDOM,
+        "sampling": {**SAMPLING, "callbacks": [f"support.pipeline.worker_callbacks:{callback}"], **sampling},
+    }
 
 
 def test_every_chunk_that_was_sent_is_told(
@@ -44,11 +48,11 @@ def test_one_that_raises_ends_the_worker_by_name_and_nothing_is_lost(
 ) -> None:
     with EpisodeStream(broker.endpoints.learner) as stream:
         with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path / "recorders", _config(callback)) as worker:
-            until(lambda: worker.error, "the worker's error")
+            wait_until(lambda: worker.error, "the worker's error")
         assert isinstance(worker.error, CallbackError)
         assert (worker.error.event, worker.error.exit_code) == (event, ExitCode.CALLBACK)
         witness = Witness()
-        drain(stream, witness)
+        drain(stream, witness.see_any)
         row = closed_row(broker)
     assert row.totals.stepped == row.accepted[0] == steps
     assert not row.totals.discarded
@@ -60,8 +64,8 @@ def test_one_that_fails_its_episodes_is_in_the_books(
     config = _config("StepRaises", env_restart_attempts=2, env_restart_backoff_s=0.0)
     with EpisodeStream(broker.endpoints.learner) as stream:
         with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path / "recorders", config) as worker:
-            until(lambda: worker.error, "the worker's error")
+            wait_until(lambda: worker.error, "the worker's error")
         assert isinstance(worker.error, EnvRestartBudgetError)
-        drain(stream, Witness())
+        drain(stream, Witness().see_any)
         row = closed_row(broker)
     assert row.totals.discarded["callback_exception"] == 18  # two envs, three attempts each

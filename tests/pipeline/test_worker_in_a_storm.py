@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parties import BrokerThread, until
-from test_worker import AT_RANDOM, WorkerThread, closed_row
 
 from headrace.schemas.errors import EnvRestartBudgetError
 from headrace.schemas.recorder import read_recorder
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+from support.pipeline.parties import BrokerThread
+from support.pipeline.worker_threads import AT_RANDOM, WorkerThread, closed_row
+from support.waiting import wait_until
 
 ENDLESS = 1_000_000
 STORM: dict[str, Any] = {
-    "env": "stormy_envs:Stormy",
+    "env": "support.envs.stormy:Stormy",
     "num_envs": 2,
     "env_restart_attempts": ENDLESS,
     "max_env_restarts_per_window": ENDLESS,
@@ -46,9 +47,9 @@ def test_a_worker_that_will_never_have_a_fragment_leaves_when_it_is_told_to(
 ) -> None:
     sections = {**AT_RANDOM, "sampling": {**STORM, "env_config": {"fails": fails}, **settings}}
     with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections) as worker:
-        until(lambda: _works_in_vain(caplog, tmp_path / "worker-0-1.rec"), "work in vain")
+        wait_until(lambda: _works_in_vain(caplog, tmp_path / "worker-0-1.rec"), "work in vain")
         worker.stopping.set()
-        until(lambda: not worker.is_alive, "its end")
+        wait_until(lambda: not worker.is_alive, "its end")
         row = closed_row(broker)
     assert worker.error is None
     assert row.totals.open == 0
@@ -63,7 +64,7 @@ def _works_in_vain(caplog: pytest.LogCaptureFixture, recorder: Path) -> bool:
 
 def test_sample_waits_for_envs_that_are_all_down_until_their_budget_of_failures_is_spent() -> None:
     config = EnvRunnerConfig(
-        env="stormy_envs:Stormy", num_envs=2, env_config={"fails": "reset"}, env_restart_attempts=4,
+        env="support.envs.stormy:Stormy", num_envs=2, env_config={"fails": "reset"}, env_restart_attempts=4,
         env_restart_backoff_s=0.01,
     )  # fmt: skip
     with SingleAgentEnvRunner(config) as runner, pytest.raises(EnvRestartBudgetError, match="env_restart_attempts"):

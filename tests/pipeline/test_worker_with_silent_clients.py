@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from parties import BrokerThread, Witness, until, worker_process
-from test_worker import AT_RANDOM, closed_row, drain
 
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.ledger import add_up
 from headrace.workers.serving.client import PolicyClient
+from support.pipeline.parties import BrokerThread, Witness, worker_process
+from support.pipeline.worker_threads import AT_RANDOM, closed_row, drain
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.chaos
 
@@ -29,8 +30,8 @@ def test_a_stop_is_noticed_before_the_fragment_is_old(broker: BrokerThread, free
         for _ in range(4):
             client.get_action(episode, np.zeros(4, np.float32))
         worker.signal(signal.SIGTERM)
-        until(lambda: drain(stream, witness) or worker.popen.poll() is not None, "its end")
-        drain(stream, witness)
+        wait_until(lambda: drain(stream, witness.see_any) or worker.popen.poll() is not None, "its end")
+        drain(stream, witness.see_any)
         row = closed_row(broker)
     assert worker.wait() == 0
     assert row.totals.stepped == 3

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parties import BrokerThread, Process, Witness, until
-from test_worker import AT_RANDOM, WorkerThread, closed_row, drain
 
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.errors import NoEnvHostError
 from headrace.schemas.ledger import add_up
+from support.pipeline.parties import BrokerThread, Process, Witness
+from support.pipeline.worker_threads import AT_RANDOM, WorkerThread, closed_row, drain
+from support.waiting import wait_until
 
 HOST = "import sys; from headrace.deploy.cli import main; sys.argv[0] = 'headrace'; main()"
 
@@ -38,9 +39,9 @@ def test_before_the_first_host_has_come(
     caplog.set_level("INFO")
     with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, placed(free_port)) as worker:
         call = f"headrace env-host --connect tcp://127.0.0.1:{free_port} --env CartPole-v1"
-        until(lambda: call in caplog.text, "a word on whom it waits for")
+        wait_until(lambda: call in caplog.text, "a word on whom it waits for")
         worker.stopping.set()
-        until(lambda: not worker.is_alive, "its end")
+        wait_until(lambda: not worker.is_alive, "its end")
     assert worker.error is None
     assert closed_row(broker).totals.stepped == 0
 
@@ -63,14 +64,14 @@ def test_after_all_hosts_have_gone(
         host = stack.enter_context(env_host(free_port, tmp_path / "host.log"))
         sections = placed(free_port, env_hosts_lease_s=lease_s, **ready)
         worker = stack.enter_context(WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections))
-        until(lambda: stream.next(0.1), "a first batch")
+        wait_until(lambda: stream.next(0.1), "a first batch")
         host.signal(signal.SIGKILL)
         host.wait()
         if lease_s < 2:
-            until(lambda: stream.next(0.1) is None, "the last batch")
+            wait_until(lambda: stream.next(0.1) is None, "the last batch")
         worker.stopping.set()
-        until(lambda: drain(stream, witness) or not worker.is_alive, "its end")
-        drain(stream, witness)
+        wait_until(lambda: drain(stream, witness.see_any) or not worker.is_alive, "its end")
+        drain(stream, witness.see_any)
         row = closed_row(broker)
     assert worker.error is None
     assert row.totals.open == 0
@@ -84,7 +85,7 @@ def test_a_wait_may_have_an_end_which_names_the_port_and_what_to_start_there(
 ) -> None:
     sections = placed(free_port, env_hosts_timeout_s=0.2)
     with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections) as worker:
-        until(lambda: worker.error, "the end of its patience")
+        wait_until(lambda: worker.error, "the end of its patience")
     assert isinstance(worker.error, NoEnvHostError)
     assert f"no env host was at tcp://127.0.0.1:{free_port} for env_hosts_timeout_s = 0.2 s" in str(worker.error)
     assert f"headrace env-host --connect tcp://127.0.0.1:{free_port} --env CartPole-v1" in str(worker.error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from headrace.broker.redis_weights import LARGEST_BYTES, PIECE_BYTES, RedisWeights
 from headrace.broker.reporter import RedisReporter
 from headrace.schemas.redis_keys import WEIGHTS_BLOB, WEIGHTS_CURRENT, key_name
+from support.waiting import wait_until
 
 FRAMES = [b"tag", b'{"a": 1}', bytes(range(256)) * 10_000, b"", bytes(PIECE_BYTES)]
 
@@ -99,12 +99,10 @@ def test_a_blob_that_is_not_what_it_says_is_none(
     assert shelf.load() is None
 
 
-def test_the_reporter_writes_the_newest_and_hands_it_to_the_next_broker(
-    url: str, fleet_id: str, client: Any, wait_for: Callable[..., None]
-) -> None:
+def test_the_reporter_writes_the_newest_and_hands_it_to_the_next_broker(url: str, fleet_id: str, client: Any) -> None:
     reporter = RedisReporter(url, fleet_id)
     reporter.offer_weights((1, 1), [b"one"])
-    wait_for(lambda: client.exists(key_name(fleet_id, WEIGHTS_CURRENT)))
+    wait_until(lambda: client.exists(key_name(fleet_id, WEIGHTS_CURRENT)))
     for seq in range(2, 200):
         reporter.offer_weights((1, seq), [b"frame", bytearray(b"%d" % seq)])
     reporter.offer_weights((1, 5), [b"an old one, late"])

@@ -29,10 +29,10 @@ from headrace.schemas.redis_keys import (
     WORKERS,
     key_name,
 )
+from support.waiting import wait_until
 
 MakeRow = Callable[..., LedgerRow]
 MakeServer = Callable[..., Any]
-WaitFor = Callable[..., None]
 
 
 def read(url: str, fleet_id: str) -> Snapshot:
@@ -115,7 +115,7 @@ def test_repeated_and_reordered_reports_leave_totals_exact(
 
 
 def test_three_kill_9_without_persistence_leave_totals_exact(
-    fleet_id: str, make_server: MakeServer, make_row: MakeRow, wait_for: WaitFor
+    fleet_id: str, make_server: MakeServer, make_row: MakeRow
 ) -> None:
     server = make_server("--appendonly", "no").start()
     reporter = RedisReporter(server.url, fleet_id)
@@ -124,11 +124,11 @@ def test_three_kill_9_without_persistence_leave_totals_exact(
         for _ in range(20):
             batches += 1
             reporter.offer(fleet_report(make_row, batches))
-        wait_for(lambda: reporter.available)
+        wait_until(lambda: reporter.available)
         failures = reporter.failures
         server.kill()
         reporter.offer(fleet_report(make_row, batches))
-        wait_for(lambda seen=failures: reporter.failures > seen)
+        wait_until(lambda seen=failures: reporter.failures > seen)
         server.start()
     batches += 1
     reporter.offer(fleet_report(make_row, batches))
@@ -140,7 +140,7 @@ def test_three_kill_9_without_persistence_leave_totals_exact(
 
 
 def test_lost_replies_leave_totals_exact(
-    shared_server: Any, fleet_id: str, make_proxy: Callable[[int], Any], make_row: MakeRow, wait_for: WaitFor
+    shared_server: Any, fleet_id: str, make_proxy: Callable[[int], Any], make_row: MakeRow
 ) -> None:
     proxy = make_proxy(shared_server.launch.port)
     url = shared_server.url.replace(f":{shared_server.launch.port}/", f":{proxy.port}/")
@@ -149,9 +149,9 @@ def test_lost_replies_leave_totals_exact(
         reporter.offer(Report(rows=[make_row(0, 1, batches, 0)], events=[{"kind": "joined", "n": batches}]))
         if batches % 2:
             proxy.losing.set()
-            wait_for(lambda seen=proxy.lost: proxy.lost > seen)
+            wait_until(lambda seen=proxy.lost: proxy.lost > seen)
             proxy.losing.clear()
-        wait_for(lambda want=batches: _accepted(shared_server.url, fleet_id) == 32 * want)
+        wait_until(lambda want=batches: _accepted(shared_server.url, fleet_id) == 32 * want)
     assert reporter.close(30.0)
     assert proxy.lost >= 4
     assert reporter.failures >= 4
@@ -254,18 +254,18 @@ def test_what_stands_there_is_handed_over_once(url: str, fleet_id: str, make_row
 
 
 def test_redis_down_at_the_start_is_reported_to_once_it_is_up(
-    fleet_id: str, make_server: MakeServer, make_row: MakeRow, wait_for: WaitFor, caplog: pytest.LogCaptureFixture
+    fleet_id: str, make_server: MakeServer, make_row: MakeRow, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "headrace.broker.reporter")
     server = make_server()
     reporter = RedisReporter(server.url, fleet_id)
     for batches in range(1, 100):
         reporter.offer(fleet_report(make_row, batches))
-    wait_for(lambda: reporter.failures >= 3)
+    wait_until(lambda: reporter.failures >= 3)
     assert not reporter.available
     assert reporter.take_saved() is None
     server.start()
-    wait_for(lambda: reporter.available)
+    wait_until(lambda: reporter.available)
     assert reporter.close(30.0)
     assert read(server.url, fleet_id).totals["bytes_total"] == 2 * 99_000
     away = [record for record in caplog.records if "is away" in record.message]
@@ -276,21 +276,21 @@ def test_redis_down_at_the_start_is_reported_to_once_it_is_up(
 
 
 def test_offers_return_while_redis_is_stopped_and_the_newest_arrives_afterwards(
-    fleet_id: str, make_server: MakeServer, make_row: MakeRow, wait_for: WaitFor
+    fleet_id: str, make_server: MakeServer, make_row: MakeRow
 ) -> None:
     server = make_server().start()
     reporter = RedisReporter(server.url, fleet_id)
     reporter.offer(fleet_report(make_row, 1))
-    wait_for(lambda: _accepted(server.url, fleet_id))
+    wait_until(lambda: _accepted(server.url, fleet_id))
     server.signal(signal.SIGSTOP)
     # Redis goes on only after all of these have returned: if one waited for it, this test would never end.
     for batches in range(2, 500):
         reporter.offer(fleet_report(make_row, batches))
         reporter.offer_weights((1, batches), [bytes(100)])
         assert reporter.take_saved() is None or batches == 2
-    wait_for(lambda: reporter.failures >= 2)
+    wait_until(lambda: reporter.failures >= 2)
     server.signal(signal.SIGCONT)
-    wait_for(lambda: reporter.available)
+    wait_until(lambda: reporter.available)
     assert reporter.close(30.0)
     snapshot = read(server.url, fleet_id)
     assert snapshot.totals["bytes_total"] == 2 * 499_000
@@ -331,31 +331,30 @@ def test_refused_writes_count_as_absence(
     fleet_id: str,
     make_server: MakeServer,
     make_row: MakeRow,
-    wait_for: WaitFor,
 ) -> None:
     server = make_server("--appendonly", "no").start()
     reporter = RedisReporter(server.url, fleet_id)
     reporter.offer(fleet_report(make_row, 1))
-    wait_for(lambda: _accepted(server.url, fleet_id))
+    wait_until(lambda: _accepted(server.url, fleet_id))
     with server.client() as client:
         allow = refuse(server, client)
         if refuse is failed_snapshot:
-            wait_for(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err")
+            wait_until(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err")
         reporter.offer(fleet_report(make_row, 2))
-        wait_for(lambda: reporter.failures >= 2)
+        wait_until(lambda: reporter.failures >= 2)
         assert not reporter.available
         assert audit(read(server.url, fleet_id)) == [], "a refused report must not be half written"
         allow()
-    wait_for(lambda: reporter.available)
+    wait_until(lambda: reporter.available)
     assert reporter.close(30.0)
     snapshot = read(server.url, fleet_id)
     assert snapshot.totals["bytes_total"] == 4000
     assert audit(snapshot) == []
 
 
-def test_a_wrong_password_counts_as_absence(url: str, fleet_id: str, wait_for: WaitFor) -> None:
+def test_a_wrong_password_counts_as_absence(url: str, fleet_id: str) -> None:
     reporter = RedisReporter(url.replace("redis://:", "redis://:x"), fleet_id)
-    wait_for(lambda: reporter.failures >= 2)
+    wait_until(lambda: reporter.failures >= 2)
     reporter.close(0.1)
     with pytest.raises(RedisUnavailableError, match=r"(?i)password"):
         read(url.replace("redis://:", "redis://:x"), fleet_id)
@@ -407,15 +406,15 @@ def test_a_total_that_is_no_number_is_left_alone_and_named(
 
 
 def test_a_key_of_another_type_counts_as_absence_until_it_is_gone(
-    url: str, fleet_id: str, client: Any, make_row: MakeRow, wait_for: WaitFor
+    url: str, fleet_id: str, client: Any, make_row: MakeRow
 ) -> None:
     client.set(key_name(fleet_id, LEDGER), "not a hash")
     client.hset(key_name(fleet_id, FLEET), "reported_unix_s", "1")
     reporter = RedisReporter(url, fleet_id)
     reporter.offer(fleet_report(make_row, 3))
-    wait_for(lambda: reporter.failures >= 1)
-    assert "Redis holds what no broker writes: ledger: is not a hash" in audit(read(url, fleet_id))
+    wait_until(lambda: reporter.failures >= 1)
+    assert "Redis holds what no broker writes: ledger: is no hash" in audit(read(url, fleet_id))
     client.delete(key_name(fleet_id, LEDGER))
-    wait_for(lambda: reporter.available)
+    wait_until(lambda: reporter.available)
     assert reporter.close(30.0)
     assert audit(read(url, fleet_id)) == []

@@ -7,7 +7,6 @@ import random
 import signal
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,6 +14,7 @@ from headrace.schemas.errors import RunDirError
 from headrace.schemas.ledger import Discard, Drop, Settled, WorkerTotals
 from headrace.schemas.messages import HeldBatch
 from headrace.schemas.recorder import WINDOW, Reading, Recorder, read_recorder
+from support.waiting import wait_until
 
 KILLS = 150
 
@@ -75,14 +75,14 @@ def _assert_consistent(reading: Reading) -> None:
     assert (reading.slot, reading.incarnation) == (3, 7)
 
 
-def test_a_kill_at_any_moment_tears_nothing(tmp_path: Path, wait_for: Any) -> None:
+def test_a_kill_at_any_moment_tears_nothing(tmp_path: Path) -> None:
     """Real processes, really killed: whatever the moment, the books in the file balance, the window included."""
     rng, moment, progress = random.Random(1), threading.Event(), 0
     for number in range(KILLS):
         path = tmp_path / f"{number}.rec"
         pid = _start(path)
         try:
-            wait_for(
+            wait_until(
                 lambda path=path: (r := read_recorder(path)) is not None and r.totals.seq > 0, what="a first batch"
             )
             moment.wait(rng.uniform(0, 0.005))
@@ -98,10 +98,10 @@ def test_a_kill_at_any_moment_tears_nothing(tmp_path: Path, wait_for: Any) -> No
     assert progress > KILLS
 
 
-def test_a_live_recorder_is_read_as_of_one_commit(tmp_path: Path, wait_for: Any) -> None:
+def test_a_live_recorder_is_read_as_of_one_commit(tmp_path: Path) -> None:
     pid = _start(tmp_path / "live.rec")
     try:
-        wait_for(lambda: read_recorder(tmp_path / "live.rec") is not None)
+        wait_until(lambda: read_recorder(tmp_path / "live.rec") is not None)
         for _ in range(1000):
             reading = read_recorder(tmp_path / "live.rec")
             assert reading is not None

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from harbours import PAIR as ENV
-from harbours import Harbour, acting, assert_alike, external, harbour
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.episode_errors import EpisodeAbortedError
@@ -19,6 +16,9 @@ from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner
 from headrace.workers.connectors import FrameStack
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.client_episodes import ClientEpisodes
+from support.serving.harbours import PAIR as ENV
+from support.serving.harbours import Harbour, acting, assert_alike, external, harbour
+from support.waiting import wait_until
 
 PAIR: dict[str, Any] = {"policies": {"short": None, "long": None}, "missing_final_observation": "repeat"}
 QUICK: dict[str, Any] = {**PAIR, "external_fragment_max_age_s": 0.1}
@@ -68,19 +68,19 @@ def test_chunks_are_the_same_to_the_bit_whoever_infers() -> None:
         assert report[name] == other[name], name
 
 
-def test_who_vanishes_leaves_a_marker_for_each_agent(wait_for: Callable[..., None]) -> None:
+def test_who_vanishes_leaves_a_marker_for_each_agent() -> None:
     with harbour(**QUICK) as there, acting(there.endpoint, **QUICK) as client:
         episode = client.start_episode()
         seen = {"short": np.zeros(4), "long": np.zeros(4)}
         for _ in range(3):
             client.get_action(episode, seen)
-        wait_for(lambda: {chunk.agent_id for chunk in there.chunks} == {"short", "long"}, what="chunks of both")
+        wait_until(lambda: {chunk.agent_id for chunk in there.chunks} == {"short", "long"}, what="chunks of both")
         desk: Any = there.runner.env.server.desk
         desk.post(lambda sessions, now: sessions._close(client._link.session, "client_lost"))
-        wait_for(lambda: len(markers(there)) == 2, what="the markers")
+        wait_until(lambda: len(markers(there)) == 2, what="the markers")
         assert {marker.end_reason for marker in markers(there)} == {"client_lost"}
         with pytest.raises(EpisodeAbortedError):
-            wait_for(lambda: client.get_action(episode, seen) is None, what="the end of the episode")
+            wait_until(lambda: client.get_action(episode, seen) is None, what="the end of the episode")
         play(client, 8, 1)
     assert client.failure is None
     assert {marker.module_id for marker in markers(there)} == {"short", "long"}

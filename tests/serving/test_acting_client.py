@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from harbours import Shipper, acting, assert_alike, harbour, play
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.episode_errors import EpisodeAbortedError, EpisodesClosedError
@@ -19,6 +17,8 @@ from headrace.schemas.serving_settings import ServingSection
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.served_env import ServedEnvs
+from support.serving.harbours import Shipper, acting, assert_alike, harbour, play
+from support.waiting import wait_until
 
 
 def by_episode(chunks: list[EpisodeChunk]) -> list[list[EpisodeChunk]]:
@@ -42,14 +42,14 @@ def test_chunks_are_the_same_to_the_bit_whoever_infers() -> None:
             assert_alike(a, b)
 
 
-def test_newer_weights_act_and_are_named_and_two_clients_keep_apart(wait_for: Callable[..., None]) -> None:
+def test_newer_weights_act_and_are_named_and_two_clients_keep_apart() -> None:
     with harbour(external_fragment_max_age_s=0.1) as there:
         with acting(there.endpoint, external_fragment_max_age_s=0.1) as one, acting(there.endpoint, seed=4) as two:
             play(one, 20, 1)
             there.publish(2)
             played = threading.Thread(target=play, args=(two, 10, 2))
             played.start()
-            wait_for(lambda: (play(one, 5, 1), one._runner.weights_version)[1] == (1, 2), what="the newer weights")
+            wait_until(lambda: (play(one, 5, 1), one._runner.weights_version)[1] == (1, 2), what="the newer weights")
             play(one, 12, 1)
             played.join(100)
         versions = {seq for chunk in there.chunks for seq in chunk.weights_seq.tolist()}
@@ -57,24 +57,24 @@ def test_newer_weights_act_and_are_named_and_two_clients_keep_apart(wait_for: Ca
     assert there.runner.get_metrics()["num_episodes_lifetime"] >= 5
 
 
-def test_who_vanishes_leaves_markers_and_hears_of_it_on_return(wait_for: Callable[..., None]) -> None:
+def test_who_vanishes_leaves_markers_and_hears_of_it_on_return() -> None:
     quick = {"external_fragment_max_age_s": 0.1}
     with harbour(lease_s=1.0, **quick) as there, acting(there.endpoint, **quick) as client:
         episode = client.start_episode()
         for _ in range(3):
             client.get_action(episode, np.zeros(4))
-        wait_for(lambda: there.chunks, what="a first chunk")
+        wait_until(lambda: there.chunks, what="a first chunk")
         sessions: list[Any] = []
         desk: Any = there.runner.env.server.desk  # type: ignore[union-attr]
         desk.post(lambda s, now: (s._close(client._link.session, "client_lost"), sessions.append(s)))
-        wait_for(lambda: any(c.end is ChunkEnd.ABORTED for c in there.chunks), what="the marker")
+        wait_until(lambda: any(c.end is ChunkEnd.ABORTED for c in there.chunks), what="the marker")
         assert there.chunks[-1].end_reason == "client_lost"
         with pytest.raises(EpisodeAbortedError):
-            wait_for(lambda: client.get_action(episode, np.zeros(4)) is None, what="the end of the episode")
+            wait_until(lambda: client.get_action(episode, np.zeros(4)) is None, what="the end of the episode")
         play(client, 5, 1)
 
 
-def test_a_server_that_begins_anew_gets_new_episodes_only(free_port: int, wait_for: Callable[..., None]) -> None:
+def test_a_server_that_begins_anew_gets_new_episodes_only(free_port: int) -> None:
     quick = {"external_fragment_max_age_s": 0.1}
     with harbour(port=free_port, **quick) as before:
         client = acting(before.endpoint, **quick)
@@ -84,7 +84,7 @@ def test_a_server_that_begins_anew_gets_new_episodes_only(free_port: int, wait_f
     with harbour(port=free_port, **quick) as after, client:
         after.publish(2)
         with pytest.raises(EpisodeAbortedError):
-            wait_for(lambda: client.get_action(episode, np.zeros(4)) is None, what="the end of the episode")
+            wait_until(lambda: client.get_action(episode, np.zeros(4)) is None, what="the end of the episode")
         play(client, 20, 2)
     assert client.failure is None
     assert after.chunks

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from harbours import Harbour, Shipper, acting, external, harbour
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.episode_errors import EpisodeAbortedError, EpisodeError
@@ -20,6 +18,8 @@ from headrace.schemas.wire import DEFAULT_LIMITS
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.connectors import ClipActions, FrameStack, UnsquashActions
 from headrace.workers.serving.client import PolicyClient
+from support.serving.harbours import Harbour, Shipper, acting, external, harbour
+from support.waiting import wait_until
 
 LSTM = "headrace.workers.modules:lstm_actor_critic"
 SEEN = np.zeros(4, np.float32)
@@ -77,11 +77,11 @@ def test_chunks_of_other_columns_are_refused_by_name_and_nothing_is_taken() -> N
         shipper.close()
 
 
-def test_a_client_of_other_settings_is_told_which(wait_for: Callable[..., None]) -> None:
+def test_a_client_of_other_settings_is_told_which() -> None:
     with harbour() as there, acting(there.endpoint, episode_lookback_horizon=0) as client:
         with suppress(EpisodeError):
             walk(client, 40)
-        wait_for(lambda: client.failure is not None, what="the refusal")
+        wait_until(lambda: client.failure is not None, what="the refusal")
         assert "episode_lookback_horizon" in str(client.failure)
 
 
@@ -120,19 +120,17 @@ def test_infos_beyond_any_message_end_their_episode_and_not_the_client() -> None
         assert there.chunks
 
 
-def test_a_chunk_that_fits_no_message_is_lost_by_name_and_the_client_goes_on(
-    wait_for: Callable[..., None], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_chunk_that_fits_no_message_is_lost_by_name_and_the_client_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     quick = {"external_fragment_max_age_s": 0.1}
     with harbour(max_message_bytes=1 << 14, **quick) as there:
         with acting(there.endpoint, **quick) as client:
             walk(client, 5)
-            wait_for(lambda: sum(map(len, there.chunks)) == 5, what="what fits")
+            wait_until(lambda: sum(map(len, there.chunks)) == 5, what="what fits")
             episode = client.start_episode()
             client.get_action(episode, SEEN)
             client.log_returns(episode, 1.0, {"words": "x" * 20_000})
             with pytest.raises(EpisodeAbortedError, match="max_message_bytes = 16384: raise that, or lower"):
-                wait_for(lambda: client.get_action(episode, SEEN) is None, what="the end of the episode")
+                wait_until(lambda: client.get_action(episode, SEEN) is None, what="the end of the episode")
             lost = client._runner.totals.stepped - 5
             walk(client, 5)
         assert client.failure is None
@@ -155,24 +153,22 @@ def test_episodes_that_are_not_to_be_trained_on_are_counted_where_they_are_serve
     assert there.runner.totals.discarded == {"training_disabled": 210}
 
 
-def test_what_a_server_had_not_taken_when_it_ended_is_told_to_the_next(
-    free_port: int, wait_for: Callable[..., None]
-) -> None:
+def test_what_a_server_had_not_taken_when_it_ended_is_told_to_the_next(free_port: int) -> None:
     quick = {"external_fragment_max_age_s": 0.1}
     before = Harbour(port=free_port, **quick)
     client = acting(before.endpoint, **quick)
     walk(client, 5)
-    wait_for(lambda: client._shipments._number == 1, what="what is taken")
+    wait_until(lambda: client._shipments._number == 1, what="what is taken")
     taken = sum(map(len, before.chunks))
     assert before.exchange.end(Discard.SHUTDOWN) == []  # from now on nothing is taken there
     episode = client.start_episode()
     for _ in range(3):
         client.get_action(episode, SEEN)
-    wait_for(lambda: client._runner.totals.delivered > taken, what="a cut")
+    wait_until(lambda: client._runner.totals.delivered > taken, what="a cut")
     before.close()
     with harbour(port=free_port, **quick) as after:
         with client, pytest.raises(EpisodeAbortedError, match="begun anew"):
-            wait_for(lambda: client.get_action(episode, SEEN) is None, what="the end of the episode")
+            wait_until(lambda: client.get_action(episode, SEEN) is None, what="the end of the episode")
         assert client.failure is None
         lost = after.runner.totals.discarded["unshipped"]
         assert lost + taken == client._runner.totals.stepped

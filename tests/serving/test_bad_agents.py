@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from served import Served
-from served_agents import ByHttp, ByZmq, rule, served_agents
 
 from headrace.schemas.chunk import to_episode
 from headrace.schemas.episode_errors import NoActionYetError, UnknownEpisodeError
@@ -25,6 +23,9 @@ from headrace.workers.serving.agent_values import AgentValues
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.client.earned import Earned, EarnedByAgent
 from headrace.workers.serving.served_env import ServedEnvs
+from support.serving.served import Served
+from support.serving.served_agents import ByHttp, ByZmq, rule, served_agents
+from support.waiting import wait_until
 
 AGENTS = ("red", "blue", "grey")
 NUMBERS = itertools.count(1)
@@ -64,12 +65,12 @@ class Game:
 
 
 @pytest.fixture(params=[ByZmq, ByHttp])
-def game(request: pytest.FixtureRequest, shared: Any, wait_for: Any) -> Iterator[Game]:
+def game(request: pytest.FixtureRequest, shared: Any) -> Iterator[Game]:
     game = Game(request.param, shared)
     yield game
     game.go_on()
     game.client.close()
-    wait_for(lambda: sum(map(len, chunks_of(shared, game))) == 6, what="six steps")
+    wait_until(lambda: sum(map(len, chunks_of(shared, game))) == 6, what="six steps")
     whole = {
         agent: to_episode([c for c in chunks_of(shared, game) if c.agent_id == agent]).rewards.tolist()
         for agent in AGENTS

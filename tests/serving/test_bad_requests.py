@@ -13,8 +13,6 @@ import numpy as np
 import orjson
 import pytest
 import zmq
-from plain_episodes import rule
-from served import LIMITS, Served
 
 from headrace.schemas.episode_errors import (
     EpisodeCompletedError,
@@ -41,6 +39,8 @@ from headrace.schemas.serving_messages import (
 from headrace.schemas.single_frame import split_frame
 from headrace.schemas.wire import decode, encode
 from headrace.workers.serving.client import PolicyClient
+from support.serving.plain_episodes import rule
+from support.serving.served import LIMITS, Served
 
 
 class Way(Protocol):

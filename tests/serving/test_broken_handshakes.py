@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from served import Served
 
 from headrace.schemas.errors import KeysRefusedError, UnreachableError
 from headrace.schemas.serving_messages import ClientHeartbeat
 from headrace.workers.serving.client import PolicyClient
+from support.serving.served import Served
 
 
 @contextmanager

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from plain_episodes import rule
-from served import Served
 
 from headrace.schemas.serving_messages import ClientHello, EpisodeStart, EpisodeStep
 from headrace.schemas.single_frame import join_frames, split_frame
 from headrace.schemas.wire import MessageKind, WireMessage, decode, encode
 from headrace.workers.envs.remote.router_port import Door, DoorSettings
+from support.serving.plain_episodes import rule
+from support.serving.served import Served
 
 CLIENTS, ROUNDS = 12, 40
 

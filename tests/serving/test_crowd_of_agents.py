@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from agent_lives import Life, check
-from served_agents import ByHttp, ByZmq, served_agents
 
 from headrace.schemas.chunk import ChunkEnd
+from support.serving.agent_lives import Life, check
+from support.serving.served_agents import ByHttp, ByZmq, served_agents
+from support.waiting import wait_until
 
 AGENTS = ("red", "blue", "late")
 CLIENTS, EPISODES = 12, 3
@@ -54,11 +54,11 @@ def live(served: Any, number: int) -> list[Life]:
     return lives
 
 
-def test_what_a_crowd_lives_through_is_true_and_who_vanishes_leaves_nothing_open(wait_for: Callable[..., None]) -> None:
+def test_what_a_crowd_lives_through_is_true_and_who_vanishes_leaves_nothing_open() -> None:
     with served_agents(AGENTS, lease_s=5.0, num_envs=CLIENTS, rollout_fragment_length=4) as served:
         with ThreadPoolExecutor(CLIENTS) as pool:
             lives = [life for one in pool.map(lambda number: live(served, number), range(CLIENTS)) for life in one]
-        wait_for(lambda: served.env.episodes.counts()["open"] == 0, what="the end of the clients' leases")
+        wait_until(lambda: served.env.episodes.counts()["open"] == 0, what="the end of the clients' leases")
         counts = served.env.episodes.counts()
     assert (counts["waiting"], counts["free"]) == (0, CLIENTS)
     assert len(lives) == (CLIENTS - 2) * EPISODES

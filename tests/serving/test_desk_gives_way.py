@@ -6,15 +6,15 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable
 
 import pytest
-from plain_episodes import SPACES, PlainEpisodes
 
 from headrace.workers.serving.desk import Desk
 from headrace.workers.serving.records import ServingLimits
 from headrace.workers.serving.sessions import Sessions
 from headrace.workers.serving.space_values import SpaceValues
+from support.serving.plain_episodes import SPACES, PlainEpisodes
+from support.waiting import wait_until
 
 LONG_S = 0.2
 """More than a sampler has to be away before the other thread stands in."""
@@ -41,9 +41,7 @@ class BareDoor:
         """There is nothing to close."""
 
 
-def test_a_sampler_that_waits_for_its_turn_is_next_though_who_stands_in_was_busy_for_long(
-    wait_for: Callable[..., None],
-) -> None:
+def test_a_sampler_that_waits_for_its_turn_is_next_though_who_stands_in_was_busy_for_long() -> None:
     door = BareDoor()
     desk = Desk(PlainEpisodes(), SpaceValues.of(SPACES), ServingLimits(lease_s=100.0), door)
     stands_in = threading.Thread(target=desk.serve, name="stands in")
@@ -52,7 +50,7 @@ def test_a_sampler_that_waits_for_its_turn_is_next_though_who_stands_in_was_busy
 
     def keep_busy(sessions: Sessions, now: float) -> None:
         busy.set()
-        wait_for(lambda: desk._rung, what="the sampler at the bell")  # which nobody rings again
+        wait_until(lambda: desk._rung, what="the sampler at the bell")  # which nobody rings again
         threading.Event().wait(LONG_S)
         door.sleepers.clear()
 
@@ -71,9 +69,7 @@ def test_a_sampler_that_waits_for_its_turn_is_next_though_who_stands_in_was_busy
     assert slept == ["sampler"]
 
 
-def test_a_sampler_that_is_interrupted_while_it_waits_for_its_turn_is_stood_in_for(
-    wait_for: Callable[..., None],
-) -> None:
+def test_a_sampler_that_is_interrupted_while_it_waits_for_its_turn_is_stood_in_for() -> None:
     door = BareDoor()
     desk = Desk(PlainEpisodes(), SpaceValues.of(SPACES), ServingLimits(lease_s=100.0), door)
     stands_in = threading.Thread(target=desk.serve)
@@ -81,7 +77,7 @@ def test_a_sampler_that_is_interrupted_while_it_waits_for_its_turn_is_stood_in_f
 
     def press_ctrl_c(sessions: Sessions, now: float) -> None:
         busy.set()
-        wait_for(lambda: desk._rung, what="the sampler at the bell")
+        wait_until(lambda: desk._rung, what="the sampler at the bell")
         os.kill(os.getpid(), signal.SIGINT)
         assert interrupted.wait(100.0)
         door.sleepers.clear()
@@ -93,7 +89,7 @@ def test_a_sampler_that_is_interrupted_while_it_waits_for_its_turn_is_stood_in_f
         with pytest.raises(KeyboardInterrupt):
             desk.turn(0.0)
         interrupted.set()
-        wait_for(lambda: door.sleepers, deadline_s=20, what="somebody at the door")
+        wait_until(lambda: door.sleepers, timeout_s=20, what="somebody at the door")
     finally:
         interrupted.set()
         desk.stop()

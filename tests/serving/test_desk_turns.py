@@ -9,12 +9,12 @@ import urllib.request
 
 import numpy as np
 import zmq
-from plain_episodes import rule
-from served import Served
 
 from headrace.schemas.serving_messages import ClientHello, EpisodeStart, EpisodeStep
 from headrace.schemas.wire import Buffer, WireMessage, decode, encode
 from headrace.workers.serving.client import PolicyClient
+from support.serving.plain_episodes import rule
+from support.serving.served import Served
 
 STEPS = 250
 

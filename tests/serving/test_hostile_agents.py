@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import orjson
 import zmq
-from hostile_requests import Hostile, codes_by_http
-from served_agents import rule, served_agents
 
 from headrace.schemas.serving_errors import HTTP_STATUS
 from headrace.schemas.serving_messages import ANSWERS
 from headrace.schemas.wire import MessageKind, decode, encode
 from headrace.workers.serving.client import PolicyClient
+from support.serving.hostile_requests import Hostile, codes_by_http
+from support.serving.served_agents import rule, served_agents
 
 AGENTS = ("red", "blue", "green")
 MESSAGES = 1000

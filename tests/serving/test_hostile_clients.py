@@ -9,10 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import zmq
-from hostile_requests import Hostile, codes_by_http
-from other_client import somebody_else
-from plain_episodes import rule
-from served import LIMITS, Served
 
 from headrace.schemas.serving_errors import HTTP_STATUS
 from headrace.schemas.serving_messages import ANSWERS
@@ -20,6 +16,10 @@ from headrace.schemas.single_frame import join_frames, split_frame
 from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.schemas.wire import decode, encode
 from headrace.workers.serving.client import PolicyClient
+from support.serving.hostile_requests import Hostile, codes_by_http
+from support.serving.other_client import somebody_else
+from support.serving.plain_episodes import rule
+from support.serving.served import LIMITS, Served
 
 MESSAGES = 3000
 

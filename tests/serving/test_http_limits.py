@@ -8,13 +8,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
-from raw_http import HEALTH, RawHttp, head, put
-from served import LIMITS, Served
 
 from headrace.schemas.spaces import Discrete, MultiDiscrete, Spaces
-from headrace.workers.serving.http import connection as http_connection
+from headrace.workers.serving.http import connection
 from headrace.workers.serving.http.connection import HEAD_BYTES
 from headrace.workers.serving.http.way import connection_places
+from support.serving.raw_http import HEALTH, RawHttp, head, put
+from support.serving.served import LIMITS, Served
 
 QUICK = replace(LIMITS, read_s=0.4, lease_s=1.2, max_connections=8)
 STEP = "/v1/sessions/s/episodes/e/steps/0"
@@ -102,7 +102,7 @@ def test_places_are_free_again_though_nobody_ends_what_it_has_begun() -> None:
 
 
 def test_who_was_refused_and_does_not_leave_is_cut_off(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_connection, "LINGER_S", 0.3)
+    monkeypatch.setattr(connection, "LINGER_S", 0.3)
     with RawHttp(server.url) as client:
         client.say(b"garbage\r\n\r\n")
         assert client.hear().status == 400

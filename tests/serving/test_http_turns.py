@@ -2,65 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import zmq
-from plain_episodes import rule
-from raw_http import HEALTH, RawHttp, put
-from served import Served
 
 from headrace.schemas.serving_messages import ClientHeartbeat, ClientHello
-from headrace.schemas.serving_settings import ServingSection
-from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.serving.client import PolicyClient
-from headrace.workers.serving.served_env import ServedEnv, ServedEnvs
-
-STEPS = 50
-
-
-def drive(url: str, name: str, observation: str = "[0, 0, 0, 0]", steps: int = STEPS) -> list[int]:
-    """An episode by HTTP on one connection; what was done."""
-    session, done = f"/v1/sessions/{name}", []
-    with RawHttp(url) as client:
-        for path in (session, f"{session}/episodes/{name}"):
-            client.say(put(path))
-            assert client.hear().status == 200
-        for step in range(steps):
-            client.say(put(f"{session}/episodes/{name}/steps/{step}", f'{{"observation": {observation}}}'.encode()))
-            told = client.hear()
-            assert told.status == 200, told
-            done.append(told.body["action"])
-    return done
-
-
-@contextmanager
-def sampler() -> Iterator[tuple[SingleAgentEnvRunner, str]]:
-    """One that nobody has turn yet, and its url."""
-    creator = ServedEnvs(ServingSection(enabled=True, http_port=0, lease_s=5.0), "CartPole-v1", "")
-    runner = SingleAgentEnvRunner(EnvRunnerConfig(env=creator, num_envs=4, external_fragment_max_age_s=0.1))
-    try:
-        env = runner.env
-        assert isinstance(env, ServedEnv)
-        yield runner, env.url
-    finally:
-        runner.stop()
-
-
-def sample_until(runner: SingleAgentEnvRunner, asked: Future[list[int]]) -> None:
-    while not asked.done():
-        runner.sample_fragment()
-    assert len(asked.result()) == STEPS
+from support.serving.http_sampler import STEPS, drive, sample_until, sampler
+from support.serving.plain_episodes import rule
+from support.serving.raw_http import HEALTH, RawHttp, put
+from support.serving.served import Served
+from support.waiting import wait_until
 
 
 def test_http_has_no_thread_of_its_own_and_leaves_signals_alone() -> None:
@@ -74,44 +32,11 @@ def test_http_has_no_thread_of_its_own_and_leaves_signals_alone() -> None:
         sample_until(runner, asked)
 
 
-def sample_for_ever(runner: SingleAgentEnvRunner) -> None:
-    while True:
-        runner.sample_fragment()
-
-
-def inside_a_loop(call: Callable[..., None], *args: object) -> None:
-    async def within() -> None:
-        call(*args)
-
-    loop = asyncio.new_event_loop()  # not by `asyncio.run`, which takes Ctrl-C for its own
-    try:
-        loop.run_until_complete(within())
-    finally:
-        loop.close()
-
-
-def alone(call: Callable[..., None], *args: object) -> None:
-    call(*args)
-
-
 @pytest.mark.parametrize("where", ["alone", "inside_a_loop"])
 def test_ctrl_c_while_the_sampler_waits_leaves_a_server_that_goes_on(where: str) -> None:
     """In a process of its own: one that has run property tests may lose a Ctrl-C in the collector of garbage."""
-    script = f"import test_http_turns as here; here.press_ctrl_c(here.{where})"
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
-    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=200)
-
-
-def press_ctrl_c(where: Callable[..., None]) -> None:
-    """While nobody asks, three times; in between somebody does."""
-    with sampler() as (runner, url), ThreadPoolExecutor(1) as pool:
-        for name in ("a", "b", "c"):
-            pressed = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
-            pressed.start()
-            with pytest.raises(KeyboardInterrupt):
-                where(sample_for_ever, runner)
-            pressed.join()
-            where(sample_until, runner, pool.submit(drive, url, name))
+    script = f"from support.serving import http_sampler as here; here.press_ctrl_c(here.{where})"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=200)
 
 
 def test_neither_way_in_starves_the_other() -> None:
@@ -162,7 +87,7 @@ def test_what_is_said_in_one_go_is_answered_in_its_order() -> None:
         assert [body.get("action") for body in bodies] == [None, None, 0, 7, None, 7, None, 14]
 
 
-def test_a_server_that_stops_tells_who_waits_by_http(wait_for: Callable[..., None]) -> None:
+def test_a_server_that_stops_tells_who_waits_by_http() -> None:
     server = Served()
     try:
         server.hold.set()
@@ -172,7 +97,7 @@ def test_a_server_that_stops_tells_who_waits_by_http(wait_for: Callable[..., Non
             assert client.hear().status == 200
         steps = [put(f"/v1/sessions/s/episodes/e/steps/{n}", b'{"observation": [1, 2]}') for n in range(2)]
         client.say(steps[0] + HEALTH + steps[1])
-        wait_for(lambda: server.episodes.waiting, what="the step")
+        wait_until(lambda: server.episodes.waiting, what="the step")
     finally:
         server.close()
     with client:

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import orjson
 import pytest
-from other_client import somebody_else
-from raw_http import HEALTH, RawHttp, head, put
-from served import Served
 
 from headrace.schemas.serving_errors import HTTP_STATUS
+from support.serving.other_client import somebody_else
+from support.serving.raw_http import HEALTH, RawHttp, head, put
+from support.serving.served import Served
 
 EPISODE = "/v1/sessions/s/episodes/e"
 STEP = f"{EPISODE}/steps/0"

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harbours import Harbour, acting, harbour
 
 from headrace.schemas.episode_errors import EpisodeError, EpisodesClosedError
 from headrace.schemas.errors import ConfigError, EnvContractError
 from headrace.schemas.serving_errors import BadRequestError
 from headrace.workers.serving.client import PolicyClient
+from support.serving.harbours import Harbour, acting, harbour
 
 SEEN = [0.0, 0.0, 0.0, 0.0]
 LOOP: dict[str, Any] = {}

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from raw_http import HEALTH
-
 from headrace.schemas.errors import HeadraceError
 from headrace.workers.serving.http.connection import HttpConnection, HttpLimits, HttpRequest
 from headrace.workers.serving.http.responses import json_answer
+from support.serving.raw_http import HEALTH
 
 SAID = (300, 1, 300)
 """By each of those who say it all in one go."""

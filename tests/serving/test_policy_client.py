@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,6 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from plain_episodes import SPACES, rule
-from served import LIMITS, Served
 
 from headrace.deploy.key_pairs import make_keys
 from headrace.schemas.episode_errors import EpisodeAbortedError, NoFreePlaceError
@@ -23,10 +21,10 @@ from headrace.schemas.keys import read_client_port_keys
 from headrace.schemas.spaces import Box, Dict, Discrete, MultiBinary, Spaces, Tuple, nest
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.records import ServingLimits
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "workers"))
-
-from env_hosts import cable_to
+from support.fleets.env_hosts import cable_to
+from support.serving.plain_episodes import SPACES, rule
+from support.serving.served import LIMITS, Served
+from support.waiting import wait_until
 
 
 @pytest.fixture
@@ -65,13 +63,13 @@ def test_an_action_of_the_clients_own_is_logged(server: Served) -> None:
     assert server.episodes.episodes["mine"].actions == [42, rule([2, 1])]
 
 
-def test_threads_of_one_client_wait_side_by_side(server: Served, wait_for: Callable[..., None]) -> None:
+def test_threads_of_one_client_wait_side_by_side(server: Served) -> None:
     with PolicyClient(server.endpoint) as client:
         server.hold.set()
         threads = [threading.Thread(target=play, args=(client,)) for _ in range(8)]
         for thread in threads:
             thread.start()
-        wait_for(lambda: len(server.episodes.waiting) == 8, what="eight requests at once")
+        wait_until(lambda: len(server.episodes.waiting) == 8, what="eight requests at once")
         server.hold.clear()
         for thread in threads:
             thread.join(100)
@@ -109,7 +107,7 @@ def test_a_server_that_began_anew_aborts_episodes_and_takes_new_ones(free_port: 
         client.close()
 
 
-def test_a_client_that_vanishes_loses_its_episodes_after_its_lease(wait_for: Callable[..., None]) -> None:
+def test_a_client_that_vanishes_loses_its_episodes_after_its_lease() -> None:
     script = (
         "import os, sys; from headrace.workers.serving.client import PolicyClient\n"
         "client = PolicyClient(sys.argv[1]); client.get_action(client.start_episode('lost'), [1, 1])\n"
@@ -118,11 +116,11 @@ def test_a_client_that_vanishes_loses_its_episodes_after_its_lease(wait_for: Cal
     with Served(replace(LIMITS, lease_s=0.5)) as server:
         result = subprocess.run([sys.executable, "-c", script, server.endpoint], capture_output=True, text=True)
         assert (result.returncode, result.stdout) == (9, "[]\n"), result.stderr
-        wait_for(lambda: server.episodes.episodes["lost"].end == "client_lost", what="the end of the lease")
+        wait_until(lambda: server.episodes.episodes["lost"].end == "client_lost", what="the end of the lease")
         assert server.counts() == {"sessions": 0, "episodes": 0, "remembered": 0}
 
 
-def test_a_simulator_may_take_longer_for_a_step_than_the_lease(wait_for: Callable[..., None]) -> None:
+def test_a_simulator_may_take_longer_for_a_step_than_the_lease() -> None:
     with Served(replace(LIMITS, lease_s=0.5)) as server, PolicyClient(server.endpoint) as client:
         episode = client.start_episode()
         beyond = threading.Event()

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from served import Served
-from served_agents import served_agents
 
 from headrace.schemas.chunk import to_episode
 from headrace.schemas.episode_errors import EpisodeError
 from headrace.schemas.serving_errors import HTTP_STATUS, ServingError
 from headrace.schemas.single_frame import join_frames, split_frame
 from headrace.schemas.wire import MessageKind, decode, encode
+from support.serving.served import Served
+from support.serving.served_agents import served_agents
 
 PAGE = (Path(__file__).parents[2] / "workers" / "serving" / "protocol.md").read_text()
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from plain_episodes import rule
-from served import Served
+
+from support.serving.plain_episodes import rule
+from support.serving.served import Served
 
 CLIENTS = Path(__file__).parents[2] / "deploy" / "clients"
 TOKEN = "a-token-of-this-server"

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from agent_lives import Life, check
-from served_agents import ByHttp, ByZmq, Rule, rule, served_agents
 
 from headrace.schemas.chunk import ChunkEnd, to_episode
 from headrace.schemas.episode_errors import EpisodeAbortedError
 from headrace.workers.connectors import FrameStack
 from headrace.workers.serving.client import PolicyClient
+from support.serving.agent_lives import Life, check
+from support.serving.served_agents import ByHttp, ByZmq, Rule, rule, served_agents
+from support.waiting import wait_until
 
 WAYS = pytest.mark.parametrize("way", [ByZmq, ByHttp])
 
@@ -92,7 +92,7 @@ def test_an_episode_that_is_not_to_be_trained_on_is_counted_and_kept_back(way: A
     assert served.runner.totals.discarded == {"training_disabled": 2}
 
 
-def test_a_client_that_vanishes_leaves_an_aborted_marker_for_each_agent(wait_for: Callable[..., None]) -> None:
+def test_a_client_that_vanishes_leaves_an_aborted_marker_for_each_agent() -> None:
     with served_agents(lease_s=0.4, rollout_fragment_length=2) as served:
         gone, other = ByHttp(served, "gone"), PolicyClient(served.endpoint, timeout_s=100)
         gone.start("e")
@@ -100,7 +100,7 @@ def test_a_client_that_vanishes_leaves_an_aborted_marker_for_each_agent(wait_for
         for t in range(4):
             gone.step("e", t, {"red": [t, 1], "blue": [t, 1]})
             other.get_action(mine, {"blue": [t, 2]})
-        wait_for(lambda: sum(c.end is ChunkEnd.ABORTED for c in served.chunks) == 2, what="the markers")
+        wait_until(lambda: sum(c.end is ChunkEnd.ABORTED for c in served.chunks) == 2, what="the markers")
         assert {(c.agent_id, c.end_reason) for c in served.chunks if c.end is ChunkEnd.ABORTED} == {
             ("red", "client_lost"),
             ("blue", "client_lost"),

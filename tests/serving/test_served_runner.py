@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +26,7 @@ from headrace.workers.serving.bearer_token import read_token
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.http.listening import listen
 from headrace.workers.serving.served_env import ServedEnv, ServedEnvs
+from support.waiting import wait_until
 
 
 def serving(**changes: Any) -> ServingSection:
@@ -106,14 +107,14 @@ def test_what_clients_live_through_is_what_the_learner_gets() -> None:
         assert sorted(told) == lived
 
 
-def test_a_client_that_vanishes_leaves_an_aborted_marker(wait_for: Callable[..., None]) -> None:
+def test_a_client_that_vanishes_leaves_an_aborted_marker() -> None:
     with runner(serving(lease_s=0.4), rollout_fragment_length=2) as (sampler, served):
         with sampling(sampler) as chunks:
             url = f"{served.url}/v1/sessions/gone"
             for path, body in (("", b""), ("/episodes/e", b""), *((f"/episodes/e/steps/{n}", BODY) for n in range(4))):
                 request = urllib.request.Request(url + path, body, {"Headrace-Client": "t"}, method="PUT")
                 urllib.request.urlopen(request, timeout=100).close()
-            wait_for(lambda: any(chunk.end is ChunkEnd.ABORTED for chunk in chunks), what="the marker")
+            wait_until(lambda: any(chunk.end is ChunkEnd.ABORTED for chunk in chunks), what="the marker")
         totals = sampler.totals
         assert totals.stepped == 3 == sum(len(chunk) for chunk in chunks) + sum(totals.discarded.values())
 
@@ -135,7 +136,7 @@ def test_of_a_step_that_is_refused_nothing_counts() -> None:
 BODY = b'{"observation": [0, 0, 0, 0], "reward": 0}'
 
 
-def test_a_runner_that_stops_tells_its_clients(wait_for: Callable[..., None]) -> None:
+def test_a_runner_that_stops_tells_its_clients() -> None:
     with runner() as (sampler, served):
         client = PolicyClient(served.endpoint, timeout_s=2)
         with sampling(sampler):
@@ -143,7 +144,7 @@ def test_a_runner_that_stops_tells_its_clients(wait_for: Callable[..., None]) ->
             client.get_action(episode, np.zeros(4))
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(client.get_action, episode, np.zeros(4))
-            wait_for(lambda: served.episodes.counts()["waiting"] == 1, what="the request")
+            wait_until(lambda: served.episodes.counts()["waiting"] == 1, what="the request")
             sampler.stop()
             with pytest.raises(Exception, match="cannot go on") as refused:
                 asked.result(100)

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from plain_episodes import PlainEpisodes, rule
 
 from headrace.schemas.serving_messages import (
     ANSWERS,
@@ -28,6 +27,7 @@ from headrace.schemas.serving_messages import (
 )
 from headrace.workers.serving.records import Reply, ServingLimits
 from headrace.workers.serving.sessions import Sessions
+from support.serving.plain_episodes import PlainEpisodes, rule
 
 LIMITS = ServingLimits(lease_s=5.0, max_sessions=8, max_episodes=3, remembered_episodes=4)
 RETRY_S = 0.5

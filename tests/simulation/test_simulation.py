@@ -5,9 +5,7 @@ A failure prints its seed and variant; `run_schedule(VARIANTS[name], seed)` repl
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 
@@ -15,11 +13,8 @@ from headrace.broker.limits import BrokerLimits
 from headrace.schemas.ledger import LedgerRow, Settled, WorkerTotals
 from headrace.schemas.messages import HeldBatch
 from headrace.workers.fleet.window import SessionLimits
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from checker import History
-from world import LEASE_S, Faults, Settings, World
+from support.simulation.checker import History
+from support.simulation.world import LEASE_S, Faults, Settings, World
 
 KILLED = frozenset({"worker_killed", "fenced", "broker_lost"})
 

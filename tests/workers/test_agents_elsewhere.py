@@ -5,26 +5,27 @@ from __future__ import annotations
 import gc
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
 import pytest
-from crowd_envs import policy_of
-from env_hosts import EnvHosts
-from own_ports import free_port
-from process_driving import descriptors
-from toy_multi_envs import check_books
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import ConfigError, EnvContractError, EnvError
 from headrace.schemas.ledger import Discard
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
+from support.envs.crowd import policy_of
+from support.envs.toy_agents import check_books
+from support.fleets.env_hosts import EnvHosts
+from support.ports import free_port
+from support.runners.process_driver import descriptors
+from support.waiting import wait_until
 
 CROWD: dict[str, Any] = {
-    "env": "crowd_envs:Crowd",
+    "env": "support.envs.crowd:Crowd",
     "policies": ["masked", "pushes"],
     "policy_mapping_fn": policy_of,
     "missing_final_observation": "repeat",
@@ -186,18 +187,18 @@ def test_a_first_reset_that_fails_is_tried_again() -> None:
         assert lives[lane] == sound[lane]
 
 
-def test_a_host_that_is_lost_costs_the_steps_of_its_envs_alone(hosts: EnvHosts, wait_for: Callable[..., None]) -> None:
+def test_a_host_that_is_lost_costs_the_steps_of_its_envs_alone(hosts: EnvHosts) -> None:
     def all_act() -> bool:
         return {chunk.env_index for chunk in sampler.sample_fragment() if len(chunk)} == set(range(LANES))
 
     first = hosts.start(str(CROWD["env"]), 2)
     with runner("remote", env_hosts_port=hosts.port, env_hosts_lease_s=1.0, **CROWD) as sampler:
         hosts.start(str(CROWD["env"]), 4)  # two places more than are needed
-        wait_for(all_act, what="steps of all envs")
+        wait_until(all_act, what="steps of all envs")
         polls = iter(range(1000))
         sampler.sample_fragment(lambda: first.kill() if next(polls) == 5 else None)
         assert sampler.totals.discarded["env_host_lost"] > 0
-        wait_for(all_act, what="envs in the spare places")
+        wait_until(all_act, what="envs in the spare places")
         check_books(sampler)
 
 
@@ -206,14 +207,14 @@ def test_a_host_that_is_lost_costs_the_steps_of_its_envs_alone(hosts: EnvHosts, 
 
 def test_an_agent_that_no_other_process_can_be_told_of_is_refused() -> None:
     with pytest.raises(EnvError, match=r"agent id should be text or a whole number .*got \(1, 2\) \(tuple\)"):
-        runner("process", env="crowd_envs:Ids", policies=["one"])
+        runner("process", env="support.envs.crowd:Ids", policies=["one"])
 
 
 def test_each_kind_of_env_needs_its_runner_elsewhere_too() -> None:
     with pytest.raises(EnvContractError, match="a single-agent env needs SingleAgentEnvRunner"):
         runner("process", env="CartPole-v1", policies=["one"], num_envs=1)
     with pytest.raises(EnvContractError, match="one of several needs MultiAgentEnvRunner"):
-        SingleAgentEnvRunner(EnvRunnerConfig(env="crowd_envs:Crowd", env_placement="process"))
+        SingleAgentEnvRunner(EnvRunnerConfig(env="support.envs.crowd:Crowd", env_placement="process"))
 
 
 def test_policies_that_do_not_fit_leave_no_process_behind() -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runner_kinds import KINDS, LENGTH, MODES, WIDTHS, Kind, episodes_of, resets_of, whole_polls
-from toy_callbacks import Recording
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import ConfigError
+from support.runners.callbacks import Recording
+from support.runners.kinds import KINDS, LENGTH, MODES, WIDTHS, Kind, episodes_of, resets_of, whole_polls
 
 # -- which sizes there are --------------------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.spaces import convert
 from headrace.workers.modules.protocol import build_module
 from headrace.workers.policy.acting import Actor, BlockActor
+from support.runners.recurrent import LSTM
 
-LSTM = "headrace.workers.modules:lstm_actor_critic"
 SPACES = Spaces(
     observation=convert(gym.spaces.Box(-9.0, 9.0, (3,), np.float32), "observation"),
     action=convert(gym.spaces.Discrete(4), "action"),

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_env_failures import _faulty, _same, diverge
-from toy_callbacks import Recording, always, count_events, raise_at
-from toy_envs import Counting, Faulty, Walk, check_books, runner
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import CallbackError, ConfigError, EnvRestartBudgetError
 from headrace.workers import EnvContext
 from headrace.workers.callbacks import EVENTS, RunnerCallback
+from support.envs.toy import Counting, Faulty, Walk, check_books, diverge, runner, with_fault
+from support.runners.callbacks import Recording, always, count_events, raise_at
+from support.runners.comparing import assert_same
 
 
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
@@ -107,7 +107,9 @@ def test_objects_come_first_then_functions_each_in_the_order_of_the_list() -> No
 
 
 def test_callbacks_are_found_by_their_path() -> None:
-    with runner(callbacks=["toy_envs:CountingSteps", {"on_sample_end": "toy_envs:log_sample"}]) as sampler:
+    with runner(
+        callbacks=["support.envs.toy:CountingSteps", {"on_sample_end": "support.envs.toy:log_sample"}]
+    ) as sampler:
         sampler.sample(num_timesteps=7)
         metrics = sampler.get_metrics()
     assert (metrics["steps_counted"], metrics["samples_seen"]) == (7, 1)
@@ -167,7 +169,7 @@ def test_an_exception_costs_the_episode_by_name_and_siblings_stay_the_same_to_th
     for index in (0, 2):
         assert len(sound[index]) == len(troubled[index])
         for a, b in zip(sound[index], troubled[index], strict=True):
-            _same(a, b)
+            assert_same(a, b)
     assert [c.seed for c in sound[1]] != [c.seed for c in troubled[1]]
 
 
@@ -195,7 +197,7 @@ def test_one_that_always_raises_comes_to_a_typed_end(event: str) -> None:
 
 def test_on_env_failed_and_on_episode_aborted_tell_of_an_envs_failure() -> None:
     seen = Recording()
-    config = _faulty(diverge, faulty={1}, every=7)
+    config = with_fault(diverge, faulty={1}, every=7)
     with runner(Faulty, num_envs=2, env_config=config, callbacks=[seen], rollout_fragment_length=5) as sampler:
         sampler.sample_fragment()
         sampler.sample_fragment()
@@ -276,14 +278,14 @@ def test_views_of_running_episodes() -> None:
 
 
 def test_nested_observations_actions_and_infos_are_seen_in_their_nesting() -> None:
-    from test_chunk_algebra import Nested
+    from support.envs.counting import NestedCounting
 
     seen: list[Any] = []
 
     def look(episode: Any) -> None:
         seen.append((episode.observation["pair"], episode.action["b"].shape, episode.info))
 
-    with runner(Nested, callbacks=[{"on_episode_step": look}]) as sampler:
+    with runner(NestedCounting, callbacks=[{"on_episode_step": look}]) as sampler:
         sampler.sample(num_timesteps=3)
     assert [(int(pair[0]), int(pair[1]), shape, info) for pair, shape, info in seen] == [
         (t, 98 - t, (2,), {"t": 3} if t == 3 else {}) for t in (1, 2, 3)

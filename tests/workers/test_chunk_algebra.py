@@ -6,35 +6,19 @@ from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_envs import Counting, Walk, runner
-from toy_multi_envs import multi_runner
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
 from headrace.schemas.errors import ChunkError
+from support.envs.counting import NestedCounting
+from support.envs.toy import Walk, runner
+from support.envs.toy_agents import multi_runner
 
 
-class Nested(Counting):
-    """Nested observations and actions, and an info with every third observation."""
-
-    observation_space = gym.spaces.Dict(
-        {"t": gym.spaces.Box(0.0, 1e6, (1,), np.float32), "pair": gym.spaces.Tuple((gym.spaces.Discrete(99),) * 2)}
-    )
-    action_space = gym.spaces.Dict({"a": gym.spaces.Discrete(2), "b": gym.spaces.Box(-1.0, 1.0, (2,))})
-
-    def observe(self) -> Any:
-        return {"t": np.array([self.t], np.float32), "pair": (self.t, 98 - self.t)}
-
-    def step(self, action: Any) -> Any:
-        observation, reward, terminated, truncated, _ = super().step(action)
-        return observation, reward, terminated, truncated, {"t": self.t} if self.t % 3 == 0 else {}
-
-
-def _episode(env: Any = Nested, length: int = 20) -> EpisodeChunk:
+def _episode(env: Any = NestedCounting, length: int = 20) -> EpisodeChunk:
     with runner(env, env_config={"length": length}) as sampler:
         (chunk,) = sampler.sample(num_episodes=1)
     return chunk

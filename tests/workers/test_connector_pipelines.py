@@ -10,7 +10,6 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from toy_envs import Counting, Faulty, Walk, check_books, runner
 
 from headrace.schemas.errors import ConfigError, ConnectorError, ModuleError
 from headrace.schemas.spaces import Box, Discrete, Spaces
@@ -26,6 +25,7 @@ from headrace.workers.connectors import (
     TimeOneHot,
     UnsquashActions,
 )
+from support.envs.toy import Counting, Faulty, Walk, check_books, runner
 
 ALL = [PreviousActionReward, partial(TimeOneHot, 4), FlattenObservations, MeanStd(), FrameStack(3)]
 

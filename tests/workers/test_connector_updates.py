@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_envs import Walk, runner
-from toy_multi_envs import BOX, CHOICE, multi_runner, scheduled
 
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.errors import ConnectorError, ModuleError, StateError
@@ -17,6 +15,8 @@ from headrace.schemas.state_arrays import arrays_to_state, state_to_arrays
 from headrace.workers import PolicySpec
 from headrace.workers.connectors import FrameStack, MeanStd
 from headrace.workers.connectors.connector import Connector
+from support.envs.toy import Walk, runner
+from support.envs.toy_agents import BOX, CHOICE, multi_runner, scheduled
 
 COUNT = "0.MeanStd/obs/count"
 TWO: dict[str, Any] = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from runner_kinds import KINDS, LENGTH, MODES, WIDTHS, Kind, resets_of, whole_polls
-from toy_callbacks import Recording, count_events
+from support.runners.callbacks import Recording, count_events
+from support.runners.kinds import KINDS, LENGTH, MODES, WIDTHS, Kind, resets_of, whole_polls
 
 # -- callbacks --------------------------------------------------------------------------------------------------------
 

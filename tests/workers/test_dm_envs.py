@@ -10,11 +10,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from dm_env import specs
-from toy_envs import check_books, runner
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.envs.dm_envs import DmEnv, space_of
+from support.envs.toy import check_books, runner
 
 
 class Catch(dm_env.Environment):

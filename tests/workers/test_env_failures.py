@@ -6,27 +6,17 @@ import logging
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from toy_envs import Counting, Faulty, check_books, runner
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
 from headrace.workers import EnvContext, StepFailedRecreateEnv
 from headrace.workers.envs.restarts import RestartBudget
-
-Answer = tuple[Any, Any, Any, Any, Any]
-
-
-def diverge(answer: Answer) -> Answer:
-    raise RuntimeError("diverged")
-
-
-def _faulty(fault: Callable[[Answer], Any], *, faulty: set[int], every: int = 30) -> dict[str, Any]:
-    return {"fault": fault, "faulty": faulty, "every": every, "steps": {}}
+from support.envs.toy import Answer, Counting, Faulty, check_books, diverge, runner, with_fault
+from support.runners.comparing import assert_same
 
 
 def _lives(sampler: Any, fragments: int) -> dict[int, list[Any]]:
@@ -38,29 +28,14 @@ def _lives(sampler: Any, fragments: int) -> dict[int, list[Any]]:
     return lives
 
 
-def _same(a: Any, b: Any) -> None:
-    assert (a.episode_id, a.chunk_index, a.t_start, a.end, a.seed) == (
-        b.episode_id,
-        b.chunk_index,
-        b.t_start,
-        b.end,
-        b.seed,
-    )
-    assert a.obs.tobytes() == b.obs.tobytes()
-    assert a.actions.tobytes() == b.actions.tobytes()
-    assert a.rewards.tobytes() == b.rewards.tobytes()
-    for name in ("logp", "values", "action_dist_inputs"):
-        assert a.columns[name].tobytes() == b.columns[name].tobytes()
-
-
 @pytest.mark.parametrize("backoff_s", [0.0, 0.004])
 def test_siblings_of_failing_envs_are_the_same_to_the_bit(backoff_s: float) -> None:
     faulty = {1, 4, 6}
     settings = {"num_envs": 8, "rollout_fragment_length": 50, "env_restart_backoff_s": backoff_s}
-    with runner(Faulty, env_config=_faulty(diverge, faulty=set()), **settings) as sound:
+    with runner(Faulty, env_config=with_fault(diverge, faulty=set()), **settings) as sound:
         expected = _lives(sound, 12)
     with runner(
-        Faulty, env_config=_faulty(diverge, faulty=faulty, every=7), env_restart_attempts=100, **settings
+        Faulty, env_config=with_fault(diverge, faulty=faulty, every=7), env_restart_attempts=100, **settings
     ) as sampler:
         lives = _lives(sampler, 12)
         assert sampler.totals.env_failures >= 3
@@ -70,11 +45,11 @@ def test_siblings_of_failing_envs_are_the_same_to_the_bit(backoff_s: float) -> N
     for index in set(range(8)) - faulty:
         assert len(lives[index]) == len(expected[index])
         for chunk, other in zip(lives[index], expected[index], strict=True):
-            _same(chunk, other)
+            assert_same(chunk, other)
 
 
 def test_a_fault_ends_its_episode_with_a_marker_only_if_a_part_was_delivered() -> None:
-    config = _faulty(diverge, faulty={0}, every=8)
+    config = with_fault(diverge, faulty={0}, every=8)
     with runner(Faulty, env_config=config, rollout_fragment_length=5) as sampler:
         (first,) = sampler.sample_fragment()
         batch = sampler.sample_fragment()
@@ -117,7 +92,7 @@ def test_rebuilt_env_goes_on_with_its_next_seed() -> None:
         env.seeds = seeds  # type: ignore[assignment]
         return env
 
-    with runner(create, env_config=_faulty(diverge, faulty={0}, every=9)) as sampler:
+    with runner(create, env_config=with_fault(diverge, faulty={0}, every=9)) as sampler:
         for _ in range(5):
             sampler.sample(num_timesteps=10)
     assert len(seeds) > 5
@@ -170,7 +145,7 @@ def test_deep_failure_counts_do_not_recurse() -> None:
 
 
 def test_deliveries_do_not_lift_the_cap_of_the_window() -> None:
-    config = _faulty(diverge, faulty={0}, every=3)
+    config = with_fault(diverge, faulty={0}, every=3)
     with runner(Faulty, env_config=config, max_env_restarts_per_window=10, rollout_fragment_length=2) as sampler:
         with pytest.raises(EnvRestartBudgetError, match="max_env_restarts_per_window"):
             _lives(sampler, 100)
@@ -210,7 +185,7 @@ def test_other_lanes_go_on_while_one_waits_and_polls_are_told_while_all_wait() -
 
 
 def test_without_restarts_the_original_error_comes_out() -> None:
-    config = _faulty(diverge, faulty={1}, every=6)
+    config = with_fault(diverge, faulty={1}, every=6)
     with runner(Faulty, num_envs=2, env_config=config, restart_failed_sub_environments=False) as sampler:
         with pytest.raises(RuntimeError, match="diverged"):
             sampler.sample(num_timesteps=100)
@@ -225,7 +200,7 @@ def test_env_may_ask_to_be_rebuilt_without_an_error_in_the_log(caplog: pytest.Lo
     def ask(answer: Answer) -> Answer:
         raise StepFailedRecreateEnv
 
-    config = _faulty(ask, faulty={0}, every=6)
+    config = with_fault(ask, faulty={0}, every=6)
     with caplog.at_level(logging.INFO, "headrace"), runner(Faulty, env_config=config) as sampler:
         sampler.sample(num_timesteps=10)
         assert (sampler.totals.env_failures, sampler.totals.env_rebuilds) == (0, 1)
@@ -233,7 +208,7 @@ def test_env_may_ask_to_be_rebuilt_without_an_error_in_the_log(caplog: pytest.Lo
 
 
 def test_a_failure_is_logged_with_all_that_one_wants_to_know(caplog: pytest.LogCaptureFixture) -> None:
-    with runner(Faulty, env_config=_faulty(diverge, faulty={0}, every=6)) as sampler:
+    with runner(Faulty, env_config=with_fault(diverge, faulty={0}, every=6)) as sampler:
         (chunk,) = sampler.sample(num_timesteps=3)
         sampler.sample(num_timesteps=4)
     (record,) = caplog.records
@@ -267,16 +242,16 @@ def test_a_failure_is_logged_with_all_that_one_wants_to_know(caplog: pytest.LogC
 )
 def test_bad_data_is_a_failure_of_that_env_only(spoil: Any, words: str, caplog: pytest.LogCaptureFixture) -> None:
     settings = {"num_envs": 3, "rollout_fragment_length": 9}
-    with runner(Faulty, env_config=_faulty(spoil, faulty=set()), **settings) as sound:
+    with runner(Faulty, env_config=with_fault(spoil, faulty=set()), **settings) as sound:
         expected = _lives(sound, 2)
-    with runner(Faulty, env_config=_faulty(spoil, faulty={1}, every=6), **settings) as sampler:
+    with runner(Faulty, env_config=with_fault(spoil, faulty={1}, every=6), **settings) as sampler:
         lives = _lives(sampler, 2)
         assert set(sampler.totals.discarded) == {"env_bad_data"}
         check_books(sampler)
     assert re.search(words, caplog.records[0].getMessage())
     for index in (0, 2):
         for chunk, other in zip(lives[index], expected[index], strict=True):
-            _same(chunk, other)
+            assert_same(chunk, other)
 
 
 def test_bad_reset_is_a_failure_too() -> None:

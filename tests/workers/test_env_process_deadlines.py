@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-from process_driving import Driver
 
 from headrace.schemas.errors import EnvHangError
 from headrace.workers import EnvRunnerConfig
@@ -15,6 +14,7 @@ from headrace.workers.envs.process import terms
 from headrace.workers.envs.process.control import Control, Phase
 from headrace.workers.envs.process.pool import EnvProcessPool
 from headrace.workers.envs.process.shared import new_memory
+from support.runners.process_driver import Driver
 
 
 def _start_slowly(seconds: float, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import select
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from process_driving import POLL_S
 
 from headrace.schemas.errors import ModuleError
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.process.control import SLOTS
 from headrace.workers.envs.process.pool import EnvProcessPool
 from headrace.workers.envs.process.quorum import Quorum, answered
+from support.runners.process_driver import POLL_S
+from support.waiting import wait_until
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def test_an_answer_is_heard_after_a_poll_that_was_broken_off() -> None:
 
 
 def pool_of(env: str, num_envs: int, in_process: int, **env_config: float) -> EnvProcessPool:
-    config = EnvRunnerConfig(env=f"process_envs:{env}", num_envs=num_envs, envs_per_process=in_process)
+    config = EnvRunnerConfig(env=f"support.envs.troubled:{env}", num_envs=num_envs, envs_per_process=in_process)
     pool = EnvProcessPool(config.model_copy(update={"env_config": env_config}))
     for lane in range(num_envs):
         pool.try_reset(lane, lane)
@@ -86,12 +87,12 @@ def pool_of(env: str, num_envs: int, in_process: int, **env_config: float) -> En
     return pool
 
 
-def test_a_process_goes_on_with_its_next_order_without_its_driver(wait_for: Callable[..., None]) -> None:
+def test_a_process_goes_on_with_its_next_order_without_its_driver() -> None:
     with pool_of("Slow", 2, 2, step_s=0.1) as pool:
         before = pool.observations["obs"].copy()
         pool.send_actions([0], pool.actions)
         pool.send_actions([1], pool.actions)
-        wait_for(lambda: (pool.observations["obs"] != before).all(), what="both steps, though nobody listens")
+        wait_until(lambda: (pool.observations["obs"] != before).all(), what="both steps, though nobody listens")
         assert pool.poll(POLL_S, batch_wait_s=POLL_S).stepped == [0, 1]
 
 

@@ -8,25 +8,25 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from effort import IDLE, calls_a_second
 from gymnasium.envs.classic_control import CartPoleEnv
-from process_driving import POLL_S, Driver, is_running, live_inline
-from process_envs import Troubled
 
 from headrace.schemas.errors import ConfigError, EnvContractError, UnknownEnvError
 from headrace.workers import EnvContext, EnvRunnerConfig, register_env
 from headrace.workers.envs.process.lifeline import tie_group
 from headrace.workers.envs.process.naming import name_env
 from headrace.workers.envs.process.pool import EnvProcessPool
+from support.envs.troubled import Troubled
+from support.runners.call_rate import IDLE, calls_a_second
+from support.runners.process_driver import POLL_S, Driver, is_running, live_inline
+from support.waiting import wait_until
 
 
-def configure(env: Any = "process_envs:Troubled", **settings: Any) -> EnvRunnerConfig:
+def configure(env: Any = "support.envs.troubled:Troubled", **settings: Any) -> EnvRunnerConfig:
     return EnvRunnerConfig(env=env, **{"num_envs": 3, "envs_per_process": 2, **settings})
 
 
@@ -43,7 +43,7 @@ def test_lanes_live_as_they_would_in_this_process(env: str, armed: bool) -> None
 
 
 def test_nested_observations_and_actions_pass_through() -> None:
-    config = configure("process_envs:Nested", num_envs=2)
+    config = configure("support.envs.troubled:Nested", num_envs=2)
     with EnvProcessPool(config) as pool:
         pool.try_reset(0, 5)
         pool.try_reset(1, 6)
@@ -69,7 +69,7 @@ def _gather(pool: EnvProcessPool, what: str, count: int) -> set[int]:
 
 def test_who_is_ready_does_not_wait_for_who_is_slow() -> None:
     env_config = {"lane": 0, "step_s": 0.4}
-    with EnvProcessPool(configure("process_envs:Slow", env_config=env_config, envs_per_process=1)) as pool:
+    with EnvProcessPool(configure("support.envs.troubled:Slow", env_config=env_config, envs_per_process=1)) as pool:
         driver = Driver(pool)
         driver.run(lambda: len(driver.lives[0]) == 4)
     assert len(driver.lives[1]) > 20 * len(driver.lives[0])
@@ -79,7 +79,7 @@ def test_once_one_has_answered_others_are_waited_for_as_long_as_it_says() -> Non
     for wait_s, together in ((0.0, 1), (20.0, 2)):
         env_config = {"lane": 0, "step_s": 0.5}
         settings = {"num_envs": 2, "envs_per_process": 1}
-        with EnvProcessPool(configure("process_envs:Slow", env_config=env_config, **settings)) as pool:
+        with EnvProcessPool(configure("support.envs.troubled:Slow", env_config=env_config, **settings)) as pool:
             for lane in (0, 1):
                 pool.try_reset(lane, lane)
             _gather(pool, "began", 2)
@@ -89,7 +89,7 @@ def test_once_one_has_answered_others_are_waited_for_as_long_as_it_says() -> Non
 
 def test_a_poll_without_anything_to_wait_for_returns_at_once_and_one_with_a_timeout_in_time() -> None:
     settings = {"env_config": {"step_s": 60.0}, "num_envs": 1, "env_close_timeout_s": 0.3}
-    with EnvProcessPool(configure("process_envs:Slow", **settings)) as pool:
+    with EnvProcessPool(configure("support.envs.troubled:Slow", **settings)) as pool:
         assert not pool.poll()
         pool.try_reset(0, 0)
         _gather(pool, "began", 1)
@@ -99,7 +99,9 @@ def test_a_poll_without_anything_to_wait_for_returns_at_once_and_one_with_a_time
 
 
 def test_who_waits_for_processes_does_not_spin() -> None:
-    with EnvProcessPool(configure("process_envs:Slow", env_config={"step_s": 0.2}, envs_per_process=1)) as pool:
+    with EnvProcessPool(
+        configure("support.envs.troubled:Slow", env_config={"step_s": 0.2}, envs_per_process=1)
+    ) as pool:
         driver = Driver(pool)
         assert calls_a_second(lambda: driver.run(lambda: len(driver.lives[0]) == 12)) < IDLE
 
@@ -131,7 +133,7 @@ def test_memory_above_its_cap_replaces_a_process_without_a_loss() -> None:
 
 def test_spaces_that_differ_are_an_error() -> None:
     with pytest.raises(EnvContractError, match=r"spaces of env \d should be those of env \d"):
-        EnvProcessPool(configure("process_envs:OtherSpace"))
+        EnvProcessPool(configure("support.envs.troubled:OtherSpace"))
 
 
 def test_an_env_nobody_knows_is_an_error() -> None:
@@ -141,7 +143,7 @@ def test_an_env_nobody_knows_is_an_error() -> None:
 
 def test_envs_are_known_by_name() -> None:
     register_env("by another name", Troubled)
-    assert name_env("by another name") == name_env(Troubled) == "process_envs:Troubled"
+    assert name_env("by another name") == name_env(Troubled) == "support.envs.troubled:Troubled"
     assert name_env("CartPole-v1") == "CartPole-v1"
     assert name_env(CartPoleEnv) == "gymnasium.envs.classic_control.cartpole:CartPoleEnv"
 
@@ -165,7 +167,7 @@ def test_an_env_config_that_is_no_json_is_a_typed_error() -> None:
 
 
 def test_envs_are_told_for_whom_they_are_built() -> None:
-    config = configure("process_envs:Telling", num_workers=7, num_envs=3, env_config={"port": 5})
+    config = configure("support.envs.troubled:Telling", num_workers=7, num_envs=3, env_config={"port": 5})
     with EnvProcessPool(config, worker_index=4) as pool:
         for lane in range(3):
             pool.try_reset(lane, 0)
@@ -179,16 +181,15 @@ def test_processes_do_not_load_torch() -> None:
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "False\n"
 
 
-def test_processes_and_what_they_started_die_with_their_parent(tmp_path: Path, wait_for: Callable[..., None]) -> None:
+def test_processes_and_what_they_started_die_with_their_parent(tmp_path: Path) -> None:
     """Killed without a chance to say anything, while an env holds the interpreter lock for ever."""
     script = f"""
         import signal, sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
         from headrace.workers import EnvRunnerConfig
         from headrace.workers.envs.process.pool import EnvProcessPool
         faults = {{"reset": "leaves a child", "step": "hangs with the lock"}}
         env_config = {{"lane": 0, "faults": faults, "pids": {str(tmp_path / "pids")!r}}}
-        pool = EnvProcessPool(EnvRunnerConfig(env="process_envs:Troubled", env_config=env_config))
+        pool = EnvProcessPool(EnvRunnerConfig(env="support.envs.troubled:Troubled", env_config=env_config))
         pool.try_reset(0, 0)
         assert pool.poll().began
         for _ in range(5):
@@ -203,7 +204,7 @@ def test_processes_and_what_they_started_die_with_their_parent(tmp_path: Path, w
         pids += [int(pid) for pid in (tmp_path / "pids").read_text().split()]
         assert all(is_running(pid) for pid in pids)
         parent.send_signal(signal.SIGKILL)
-    wait_for(lambda: not any(is_running(pid) for pid in pids), what="the end of all")
+    wait_until(lambda: not any(is_running(pid) for pid in pids), what="the end of all")
 
 
 def test_a_process_that_is_stopped_as_it_starts_dies_with_its_parent_too() -> None:
@@ -221,7 +222,7 @@ def test_a_process_that_is_stopped_as_it_starts_dies_with_its_parent_too() -> No
 
 
 def test_stop_may_come_twice_and_in_the_midst_of_a_step() -> None:
-    pool = EnvProcessPool(configure("process_envs:Slow", env_config={"step_s": 60.0}, env_close_timeout_s=0.3))
+    pool = EnvProcessPool(configure("support.envs.troubled:Slow", env_config={"step_s": 60.0}, env_close_timeout_s=0.3))
     pids = pool.pids
     pidfds = [os.pidfd_open(pid) for pid in pids]
     pool.try_reset(0, 0)

@@ -6,18 +6,19 @@ import gc
 import itertools
 import re
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_table import BAD_DATA, DEATHS, HANGS
-from process_driving import Driver, descriptors, is_running, live_inline
 
 from headrace.schemas.errors import EnvCrashError, EnvError, EnvHangError
 from headrace.schemas.ledger import Discard
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.envs.process.pool import EnvProcessPool
+from support.envs.fault_table import BAD_DATA, DEATHS, HANGS
+from support.runners.process_driver import Driver, descriptors, is_running, live_inline
+from support.waiting import wait_until
 
 LANES, FAULTY, NEIGHBOUR, ELSEWHERE = 3, 1, 0, 2
 ENOUGH = 40
@@ -45,12 +46,12 @@ def nothing_stays_open() -> Iterator[None]:
 def configure(fault: str, at: str, **settings: Any) -> EnvRunnerConfig:
     env_config = {"faults": {at: fault}, "lane": FAULTY, **settings.pop("env_config", {})}
     settings = {"num_envs": LANES, "envs_per_process": 2, "env_close_timeout_s": 1.0, **settings}
-    return EnvRunnerConfig(env="process_envs:Troubled", env_config=env_config, **settings)
+    return EnvRunnerConfig(env="support.envs.troubled:Troubled", env_config=env_config, **settings)
 
 
 def plain() -> EnvRunnerConfig:
     """The same envs without any fault."""
-    return EnvRunnerConfig(env="process_envs:Troubled")
+    return EnvRunnerConfig(env="support.envs.troubled:Troubled")
 
 
 def drive(config: EnvRunnerConfig, *, until_failed: bool = True) -> Driver:
@@ -217,9 +218,9 @@ def test_no_room_for_another_process_is_a_typed_error_and_leaves_none() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_what_an_env_has_started_ends_with_its_process(tmp_path: Path, wait_for: Callable[..., None]) -> None:
+def test_what_an_env_has_started_ends_with_its_process(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     drive(configure("leaves a child", "step", env_config={"pids": str(pids)}), until_failed=False)
     left = [int(pid) for pid in pids.read_text().split()]
     assert left
-    wait_for(lambda: not any(is_running(pid) for pid in left), what="the end of what the env started")
+    wait_until(lambda: not any(is_running(pid) for pid in left), what="the end of what the env started")

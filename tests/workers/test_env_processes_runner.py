@@ -8,18 +8,21 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from process_driving import is_running
-from toy_envs import check_books
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import ConfigError, EnvError, EnvHangError, EnvRestartBudgetError
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, RunnerCallback, SingleAgentEnvRunner
 from headrace.workers.envs.spaces import convert, to_gym
+from support.envs.toy import check_books
+from support.runners.process_driver import is_running
+from support.waiting import wait_until
 
 FAULTY, NEIGHBOUR, ELSEWHERE = 1, 0, 2
 
 
-def runner(env: str = "process_envs:Troubled", placement: str = "process", **settings: Any) -> SingleAgentEnvRunner:
+def runner(
+    env: str = "support.envs.troubled:Troubled", placement: str = "process", **settings: Any
+) -> SingleAgentEnvRunner:
     defaults = {"num_envs": 3, "envs_per_process": 2, "seed": 3, "env_restart_backoff_s": 0.0}
     config = EnvRunnerConfig(env=env, **{**defaults, "env_placement": placement, **settings})
     return SingleAgentEnvRunner(config, run_uid="test")
@@ -80,9 +83,7 @@ def test_a_state_goes_from_envs_inline_to_envs_in_processes() -> None:
         ("hangs with the lock", {"env_hang", "env_neighbour"}),
     ],
 )
-def test_a_fault_is_named_and_lanes_elsewhere_are_the_same_to_the_bit(
-    fault: str, reasons: set[str], wait_for: Callable[..., None]
-) -> None:
+def test_a_fault_is_named_and_lanes_elsewhere_are_the_same_to_the_bit(fault: str, reasons: set[str]) -> None:
     settings = {"env_step_timeout_s": 1.0, "rollout_fragment_length": 3}
     with runner(**settings) as sound:
         expected = lives(sound, 6)
@@ -90,7 +91,7 @@ def test_a_fault_is_named_and_lanes_elsewhere_are_the_same_to_the_bit(
         before = set(pids(sampler))
         found = lives(sampler, 6)
         # Lanes come back while others go on.
-        wait_for(lambda: {chunk.env_index for chunk in sampler.sample_fragment()} == {0, 1, 2}, what="all lanes")
+        wait_until(lambda: {chunk.env_index for chunk in sampler.sample_fragment()} == {0, 1, 2}, what="all lanes")
         totals = sampler.totals
         assert totals.env_failures == 1
         assert totals.env_rebuilds == len(reasons)
@@ -127,7 +128,7 @@ def test_under_a_storm_of_faults_nothing_is_lost_without_a_name(watched: bool) -
     account = Account()
     settings = {"num_envs": 4, "env_restart_attempts": 100, "callbacks": [account] if watched else []}
     with runner(
-        "process_envs:Unsound", env_config={"deadly": 0.003}, rollout_fragment_length=150, **settings
+        "support.envs.troubled:Unsound", env_config={"deadly": 0.003}, rollout_fragment_length=150, **settings
     ) as sampler:
         last: dict[str, EpisodeChunk] = {}
         for _ in range(5):
@@ -192,7 +193,7 @@ def test_whoever_watches_is_told_while_envs_are_slow_and_may_break_off() -> None
         if waits == 5:
             raise Enough
 
-    with runner("process_envs:Slow", env_config={"step_s": 0.3}, rollout_fragment_length=3) as sampler:
+    with runner("support.envs.troubled:Slow", env_config={"step_s": 0.3}, rollout_fragment_length=3) as sampler:
         with pytest.raises(Enough):
             sampler.sample_fragment(stop)
         check_books(sampler)
@@ -228,7 +229,7 @@ def test_placements_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"env_placement = 'process' is for .*gym_env_vectorize_mode"):
         EnvRunnerConfig(env_placement="process", gym_env_vectorize_mode="sync")
     with pytest.raises(ConfigError):
-        MultiAgentEnvRunner(EnvRunnerConfig(env="toy_multi_envs:Nothing", env_placement="process"))
+        MultiAgentEnvRunner(EnvRunnerConfig(env="support.envs.toy_agents:Nothing", env_placement="process"))
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from typing import Any
 
 import gymnasium as gym
 import pytest
-from toy_envs import Counting, runner
 
 from headrace.schemas.errors import ConfigError, EnvContractError, EnvError, ModuleError, UnknownEnvError
 from headrace.workers import EnvContext, EnvRunnerConfig, SingleAgentEnvRunner, register_env
+from support.envs.toy import Counting, runner
 
 
 def test_unknown_setting_names_the_nearest_known_one() -> None:
@@ -58,7 +58,7 @@ def test_env_by_id_or_import_path(env: str) -> None:
 
 def test_env_by_class_callable_registered_name_and_import_path() -> None:
     register_env("counting", lambda context: Counting(context))
-    for env in (Counting, lambda context: Counting(context), "counting", "toy_envs:make_counting"):
+    for env in (Counting, lambda context: Counting(context), "counting", "support.envs.toy:make_counting"):
         with runner(env, env_config={"length": 2}) as sampler:
             assert len(sampler.sample(num_episodes=1)[0]) == 2
 
@@ -72,7 +72,7 @@ def test_class_that_takes_keywords_gets_the_config_items() -> None:
         assert len(sampler.sample(num_episodes=1)[0]) == 6
 
 
-@pytest.mark.parametrize("env", ["NoSuchEnv-v0", "nowhere:NoSuchEnv-v0", "nowhere:make_env", "toy_envs:absent"])
+@pytest.mark.parametrize("env", ["NoSuchEnv-v0", "nowhere:NoSuchEnv-v0", "nowhere:make_env", "support.envs.toy:absent"])
 def test_unknown_env_says_what_may_be_given(env: str) -> None:
     with pytest.raises(UnknownEnvError, match=r"package\.module:make_env"):
         runner(env)

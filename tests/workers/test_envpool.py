@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
-from toy_envs import check_books, runner
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
 from headrace.workers import EnvContext
+from support.envs.toy import check_books, runner
 
 pytest.importorskip("envpool", reason="envpool is not installed; pip install 'headrace[envpool]'")
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_envs import check_books, runner
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
 from headrace.schemas.errors import EnvRestartBudgetError
 from headrace.schemas.ledger import Discard
 from headrace.workers import EnvContext, RunnerCallback
+from support.envs.toy import check_books, runner
 
 envpool = pytest.importorskip("envpool", reason="envpool is not installed; pip install 'headrace[envpool]'")
 

@@ -11,17 +11,17 @@ from typing import Any
 import dm_env
 import numpy as np
 import pytest
-from counting_envs import LENGTHS, Broken, Counted, Unsound
 from dm_env import specs
-from env_hosts import EnvHosts
 from gymnasium.vector import AutoresetMode
-from native_vectors import vector_of
-from own_ports import free_port
-from toy_envs import check_books, runner
 
 from headrace.schemas.chunk import ChunkEnd, to_episode
 from headrace.schemas.errors import EnvRaisedError, EnvRestartBudgetError
 from headrace.workers import RunnerCallback, VectorEnv
+from support.envs.counting import LENGTHS, Broken, Counted, Unsound
+from support.envs.native_vectors import vector_of
+from support.envs.toy import check_books, runner
+from support.fleets.env_hosts import EnvHosts
+from support.ports import free_port
 
 # Gymnasium's AsyncVectorEnv tells of an env's error by warnings too, before it raises it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*ERROR:UserWarning")
@@ -38,7 +38,7 @@ def _native(kind: str, mode: AutoresetMode) -> Callable[[Any], Settings]:
 
 
 def _named(**settings: Any) -> Callable[[Any], Settings]:
-    return lambda env: {"env": f"counting_envs:{env.__name__}", **settings}
+    return lambda env: {"env": f"support.envs.counting:{env.__name__}", **settings}
 
 
 class Hosts:
@@ -50,7 +50,7 @@ class Hosts:
 
     def port(self, env: Any) -> int:
         """Where the runner has to listen."""
-        name = f"counting_envs:{env.__name__}"
+        name = f"support.envs.counting:{env.__name__}"
         if name not in self._ports:
             self._ports[name] = free_port()
             self._started.start(name, 4, "sampling.envs_per_process=4", port=self._ports[name])

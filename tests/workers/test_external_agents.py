@@ -7,9 +7,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from external_agent_envs import Crowd, Idle, idle, pieced, see, table
-from toy_envs import runner
-from toy_multi_envs import check_books, multi_runner
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
 from headrace.schemas.episode_errors import EpisodeAbortedError
@@ -18,6 +15,9 @@ from headrace.schemas.ledger import Discard
 from headrace.workers import PolicySpec
 from headrace.workers.external import Answer, ExternalMultiAgentEnv
 from headrace.workers.policy.policies import PolicyMappingError
+from support.envs.external_agents import Crowd, Idle, idle, pieced, see, table
+from support.envs.toy import runner
+from support.envs.toy_agents import check_books, multi_runner
 
 
 def agent_steps(length: int) -> int:

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from external_agent_envs import idle, see, table
-from toy_multi_envs import check_books
 
 from headrace.schemas.episode_errors import CannotLogError, EpisodeBusyError, NoActionYetError
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.external import Answer
+from support.envs.external_agents import idle, see, table
+from support.envs.toy_agents import check_books
 
 
 @pytest.mark.parametrize(

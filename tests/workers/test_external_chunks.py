@@ -8,8 +8,6 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from external_envs import Idle, Serving, idle, pieced, see, table
-from toy_envs import check_books, runner
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
 from headrace.schemas.episode_errors import (
@@ -22,6 +20,8 @@ from headrace.schemas.ledger import Discard
 from headrace.workers import RunnerCallback, SingleAgentEnvRunner
 from headrace.workers.connectors import FlattenObservations, FrameStack, PreviousActionReward
 from headrace.workers.external import Answer, ExternalEnv
+from support.envs.external import Idle, Serving, idle, pieced, see, table
+from support.envs.toy import check_books, runner
 
 
 def test_every_action_comes_from_the_newest_weights_and_every_step_says_which() -> None:

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from external_envs import Idle, Serving, idle, pieced, see, table
-from toy_envs import check_books, runner
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
 from headrace.schemas.episode_errors import (
@@ -25,6 +23,8 @@ from headrace.schemas.spaces import Spaces
 from headrace.workers.envs.spaces import convert
 from headrace.workers.external import Answer, ExternalEpisodes
 from headrace.workers.external.episodes import REMEMBERED
+from support.envs.external import Idle, Serving, idle, pieced, see, table
+from support.envs.toy import check_books, runner
 
 
 def test_fragments_have_the_steps_they_were_asked_for_and_whole_episodes_all_of_theirs() -> None:

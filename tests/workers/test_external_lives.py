@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
-from external_envs import Failing, Idle, Serving, idle, pieced, see, table
-from toy_envs import check_books, runner
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.episode_errors import (
@@ -23,8 +20,9 @@ from headrace.schemas.episode_errors import (
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
 from headrace.schemas.ledger import Discard
 from headrace.workers.external import Answer, ExternalEnv
-
-WaitFor = Callable[..., None]
+from support.envs.external import Failing, Idle, Serving, idle, pieced, see, table
+from support.envs.toy import check_books, runner
+from support.waiting import wait_until
 
 
 def test_no_last_transition_is_lost_however_fast_episodes_follow_one_another() -> None:
@@ -176,7 +174,7 @@ def test_start_waits_for_a_place() -> None:
         assert begun == ["two"]
 
 
-def test_at_its_end_all_who_wait_are_told_and_the_thread_is_gone(wait_for: WaitFor) -> None:
+def test_at_its_end_all_who_wait_are_told_and_the_thread_is_gone() -> None:
     errors: list[EpisodeError] = []
     with idle(num_envs=1) as sampler:
         env: Any = sampler.env
@@ -190,7 +188,7 @@ def test_at_its_end_all_who_wait_are_told_and_the_thread_is_gone(wait_for: WaitF
 
         waiting = threading.Thread(target=ask)
         waiting.start()
-        wait_for(lambda: env.episodes.counts()["waiting"] == 1)
+        wait_until(lambda: env.episodes.counts()["waiting"] == 1)
         (thread,) = [thread for thread in threading.enumerate() if thread.name == "run-Idle"]
     waiting.join(100)
     assert not thread.is_alive()

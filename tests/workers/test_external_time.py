@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
-import external_agent_envs
-import external_envs
 import pytest
-from effort import IDLE, calls_a_second
-from external_envs import Idle, idle, see, table
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.episode_errors import (
@@ -18,8 +13,9 @@ from headrace.schemas.episode_errors import (
 )
 from headrace.schemas.errors import ConfigError
 from headrace.workers import EnvRunnerConfig
-
-WaitFor = Callable[..., None]
+from support.envs import external, external_agents
+from support.envs.external import Idle, idle, see, table
+from support.runners.call_rate import IDLE, calls_a_second
 
 
 def test_what_comes_slowly_is_shipped_all_the_same() -> None:
@@ -34,7 +30,7 @@ def test_what_comes_slowly_is_shipped_all_the_same() -> None:
         assert (len(chunk), chunk.end) == (1, ChunkEnd.ONGOING)
 
 
-@pytest.mark.parametrize("kind", [external_envs, external_agent_envs])
+@pytest.mark.parametrize("kind", [external, external_agents])
 def test_nobody_waits_for_what_is_done_between_two_polls(kind: Any) -> None:
     waiting: list[int] = []
     with kind.idle(rollout_fragment_length=1000) as sampler:
@@ -42,7 +38,7 @@ def test_nobody_waits_for_what_is_done_between_two_polls(kind: Any) -> None:
         episodes.start("one")
         for t in range(3):
             told: list[Any] = []
-            seen = kind.see(t) if kind is external_envs else {"a": kind.see(t)}
+            seen = kind.see(t) if kind is external else {"a": kind.see(t)}
             episodes.ask("one", seen, told.append)
             sampler.sample_fragment(on_poll=lambda: waiting.append(episodes.counts()["waiting"]))
             assert [answer.error for answer in told] == [None]

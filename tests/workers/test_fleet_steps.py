@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from toy_envs import Walk, runner
-from toy_multi_envs import Together, multi_runner
 
 from headrace.schemas.errors import StateError
+from support.envs.toy import Walk, runner
+from support.envs.toy_agents import Together, multi_runner
 
 
 class Timed(torch.nn.Module):

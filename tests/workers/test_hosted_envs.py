@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from headrace.workers import EnvRunnerConfig
 from headrace.workers.envs.process.control import Command
 from headrace.workers.envs.remote.host.hosted import HostedEnvs
 from headrace.workers.envs.remote.host.process import learn_spaces
+from support.waiting import wait_until
 
 LEFT = {"actions": np.zeros(1, np.int64)}
 
@@ -33,25 +34,23 @@ def orders(*rows: tuple[int, int, Command, int]) -> EnvOrders:
     return EnvOrders(life="life", orders=listed)
 
 
-def answer(envs: HostedEnvs, wait_for: Callable[..., None]) -> WireMessage:
+def answer(envs: HostedEnvs) -> WireMessage:
     found: list[Any] = []
-    wait_for(lambda: found.append(envs.poll()) or found[-1], what="an answer")
+    wait_until(lambda: found.append(envs.poll()) or found[-1], what="an answer")
     (message,) = found[-1]
     return decode(message)
 
 
-def test_an_order_that_comes_again_is_answered_again_and_not_obeyed_again(
-    envs: HostedEnvs, wait_for: Callable[..., None]
-) -> None:
+def test_an_order_that_comes_again_is_answered_again_and_not_obeyed_again(envs: HostedEnvs) -> None:
     build = orders((0, 1, Command.BUILD, NO_SEED))
     assert envs.obey(build, {}) == []
     assert envs.under_way() == [(0, 1)]
     assert envs.obey(build, {}) == [], "it is under way"
-    assert answer(envs, wait_for).header["built"] == [0]
+    assert answer(envs).header["built"] == [0]
     envs.obey(orders((0, 2, Command.RESET, 7)), {})
-    began = answer(envs, wait_for)
+    began = answer(envs)
     envs.obey(orders((0, 3, Command.STEP, NO_SEED)), LEFT)
-    stepped = answer(envs, wait_for)
+    stepped = answer(envs)
     assert (stepped.header["answers"], stepped.header["stepped"], envs.under_way()) == ([[0, 3]], [0], [])
     assert not np.array_equal(stepped.arrays["obs"], began.arrays["first"])
     (again,) = envs.obey(orders((0, 3, Command.STEP, NO_SEED)), LEFT)
@@ -69,26 +68,24 @@ def test_an_order_that_comes_again_is_answered_again_and_not_obeyed_again(
         (orders((0, 9, Command.STEP, NO_SEED)), {"actions": np.zeros(2)}, "of 1 steps is float64"),
     ],
 )
-def test_what_cannot_be_obeyed_is_named(
-    envs: HostedEnvs, wait_for: Callable[..., None], told: EnvOrders, arrays: Any, sentence: str
-) -> None:
+def test_what_cannot_be_obeyed_is_named(envs: HostedEnvs, told: EnvOrders, arrays: Any, sentence: str) -> None:
     envs.obey(orders((0, 1, Command.BUILD, NO_SEED)), {})
-    answer(envs, wait_for)
+    answer(envs)
     with pytest.raises(DecodeError, match=sentence):
         envs.obey(told, arrays)
 
 
-def test_an_answer_that_no_message_holds_is_a_failure_of_that_env_alone(wait_for: Callable[..., None]) -> None:
-    config = EnvRunnerConfig(env="process_envs:Wordy", num_envs=2, envs_per_process=2, env_placement="process")
+def test_an_answer_that_no_message_holds_is_a_failure_of_that_env_alone() -> None:
+    config = EnvRunnerConfig(env="support.envs.troubled:Wordy", num_envs=2, envs_per_process=2, env_placement="process")
     welcome = EnvHostWelcome(worker_index=0, num_workers=1, num_envs=2, lease_s=10.0, heartbeat_interval_s=1.0)
     hosted = HostedEnvs(config, "life", welcome, learn_spaces(config))
     try:
         for number, command in enumerate((Command.BUILD, Command.RESET), start=1):
             hosted.obey(orders((0, number, command, 7), (1, number, command, 7)), {})
-            answer(hosted, wait_for)
+            answer(hosted)
         hosted.obey(orders((0, 3, Command.STEP, 7), (1, 3, Command.STEP, 7)), {"actions": np.array([2, 1])})
         found: list[Any] = []
-        wait_for(lambda: found.extend(hosted.poll()) or len(found) == 2, what="both answers")
+        wait_until(lambda: found.extend(hosted.poll()) or len(found) == 2, what="both answers")
         wordy, other = (decode(message).header for message in found)
     finally:
         hosted.stop()
@@ -98,11 +95,11 @@ def test_an_answer_that_no_message_holds_is_a_failure_of_that_env_alone(wait_for
     assert (other["stepped"], other["failures"]) == ([1], [])
 
 
-def test_an_env_that_comes_after_one_that_hung_in_close_is_still_the_workers_own(wait_for: Callable[..., None]) -> None:
+def test_an_env_that_comes_after_one_that_hung_in_close_is_still_the_workers_own() -> None:
     """It is the worker's env 3, here at place 0: the fault of its fifth step is that one's."""
     faults = {"lane": 3, "faults": {"step": "raises", "close": "hangs with the lock"}, "again": {"step": "raises"}}
     settings: dict[str, Any] = {"env_config": faults, "env_close_timeout_s": 0.5, "env_placement": "process"}
-    config = EnvRunnerConfig(env="process_envs:Troubled", num_envs=1, **settings)
+    config = EnvRunnerConfig(env="support.envs.troubled:Troubled", num_envs=1, **settings)
     welcome = EnvHostWelcome(worker_index=0, num_workers=1, num_envs=4, lease_s=10.0, heartbeat_interval_s=1.0)
     hosted = HostedEnvs(config, "life", welcome, learn_spaces(config))
     number = 0
@@ -111,7 +108,7 @@ def test_an_env_that_comes_after_one_that_hung_in_close_is_still_the_workers_own
         nonlocal number
         number += 1
         hosted.obey(EnvOrders(life="life", orders=[(0, number, int(command), 7, 3)]), arrays or {})
-        return answer(hosted, wait_for).header
+        return answer(hosted).header
 
     try:
         for command in (Command.BUILD, Command.REBUILD):

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_envs import Counting, Walk, runner
-from toy_multi_envs import multi_runner, scheduled
 
 from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.batch_reader import decode_batch
@@ -20,6 +18,8 @@ from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
 from headrace.schemas.errors import ChunkError, DecodeError, ModuleError
 from headrace.schemas.ledger import WorkerTotals
 from headrace.workers.modules import actor_critic
+from support.envs.toy import Counting, Walk, runner
+from support.envs.toy_agents import multi_runner, scheduled
 
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=10)
 HORIZONS = st.integers(1, 12)

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from toy_callbacks import Recording, always, count_events, raise_at
-from toy_multi_envs import Schedule, Together, check_books, multi_runner, scheduled
 
 from headrace.schemas.chunk import ChunkEnd, to_episode
 from headrace.schemas.errors import CallbackError, ConfigError, EnvRestartBudgetError
 from headrace.workers import EnvContext
 from headrace.workers.callbacks import RunnerCallback
-from headrace.workers.connectors import FlattenObservations, FrameStack, MeanStd, PreviousActionReward
-
-REMEMBERING: dict[str, Any] = {
-    "env_to_module": [PreviousActionReward, FlattenObservations, MeanStd, partial(FrameStack, 2)],
-    "module": "headrace.workers.modules:lstm_actor_critic",
-}
+from support.envs.toy_agents import Schedule, Together, check_books, multi_runner, scheduled
+from support.runners.callbacks import Recording, always, count_events, raise_at
+from support.runners.recurrent import REMEMBERING
 
 
 def test_the_course_of_one_episode_and_what_is_seen_of_it() -> None:

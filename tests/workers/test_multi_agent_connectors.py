@@ -10,7 +10,6 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from toy_multi_envs import BOX, CHOICE, Together, check_books, multi_runner, scheduled
 
 from headrace.schemas.chunk import EpisodeChunk, to_episode
 from headrace.schemas.errors import ConfigError, ConnectorError, ModuleError
@@ -26,6 +25,8 @@ from headrace.workers.connectors import (
     Rows,
     TimeOneHot,
 )
+from support.envs.toy_agents import BOX, CHOICE, TakingTurns, Together, check_books, multi_runner, scheduled
+from support.runners.connectors import FailingConnector
 
 
 class Echo(torch.nn.Module):
@@ -143,25 +144,6 @@ class Mirror(Connector):
         return {"actions": 2 - rows.columns["actions"]}
 
 
-class TakingTurns(Together):
-    """Agents are observed one after another; `got` are the actions as they came."""
-
-    got: list[tuple[str, int]]
-
-    def _turn(self) -> dict[str, Any]:
-        return {f"a{self.t % 2}": self.observe(self.t % 2)}
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.t = 0
-        return self._turn(), {}
-
-    def step(self, actions: dict[Any, Any]) -> Any:
-        self.got += [(agent, int(action)) for agent, action in actions.items()]
-        self.t += 1
-        over = {"__all__": self.t == 7}
-        return self._turn(), {}, over, {"__all__": False}, {}
-
-
 @pytest.mark.parametrize("random_actions", [False, True])
 def test_the_policys_action_is_stored_and_what_was_sent_beside_it(random_actions: bool) -> None:
     env = type("Turns", (TakingTurns,), {"got": []})
@@ -230,34 +212,10 @@ def test_random_actions_of_another_space_pass_on_their_way_to_the_env() -> None:
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-class Failing(Connector):
-    """Raises at the `fails_at`th rows, or when it is asked to make room."""
-
-    fails_at = 0
-    widens = True
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def connect(self, spaces: Spaces, width: int) -> Spaces:
-        return spaces
-
-    def process(self, rows: Rows) -> Any:
-        self.calls += 1
-        if self.calls == self.fails_at:
-            raise ZeroDivisionError("no mass")
-        return dict(rows.columns)
-
-    def widen(self, width: int) -> None:
-        if not self.widens:
-            type(self).widens = True
-            raise MemoryError("no room")
-
-
 @pytest.mark.parametrize("setting", ["env_to_module", "module_to_env"])
 @pytest.mark.parametrize("fails_at", [1, 2, 5, 9])
 def test_a_connector_that_fails_is_named_with_its_policy_and_the_books_stay_right(setting: str, fails_at: int) -> None:
-    piece = type("Fails", (Failing,), {"fails_at": fails_at})
+    piece = type("Fails", (FailingConnector,), {"fails_at": fails_at})
     policies = {"a0": None, "a1": PolicySpec(**{setting: [piece]})}
     with multi_runner(policies=policies, num_envs=2) as sampler:
         with pytest.raises(
@@ -273,7 +231,7 @@ def test_a_connector_that_fails_is_named_with_its_policy_and_the_books_stay_righ
 
 
 def test_a_connector_that_cannot_make_room_is_named_and_may_do_so_later() -> None:
-    piece = type("Cramped", (Failing,), {"widens": False})
+    piece = type("Cramped", (FailingConnector,), {"widens": False})
     with multi_runner(env_to_module=[piece, FrameStack(2)]) as sampler:
         with pytest.raises(ConnectorError, match=r"\(Cramped\) of policy 'shared' failed: MemoryError: no room"):
             sampler.sample(num_timesteps=3)

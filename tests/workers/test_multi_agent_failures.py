@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_multi_envs import Schedule, Together, check_books, multi_runner
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError, ModuleError
 from headrace.schemas.ledger import Discard
 from headrace.workers.policy.module_weights import read_weights
+from support.envs.toy_agents import Schedule, Together, check_books, multi_runner
 
 Answer = tuple[dict[Any, Any], ...]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from toy_multi_envs import Together, check_books, multi_runner
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
+from support.envs.toy_agents import Together, check_books, multi_runner
 
 
 class Pausing(Together):

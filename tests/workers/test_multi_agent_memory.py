@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_multi_agent_connectors import Failing, TakingTurns
-from test_recurrent_modules import LSTM, Ages, Broken, over_the_wire
-from toy_multi_envs import Schedule, Together, check_books, multi_runner, scheduled
 
 from headrace.schemas.chunk import EpisodeChunk, to_episode
 from headrace.schemas.errors import ConnectorError, ModuleError
 from headrace.workers import PolicySpec
 from headrace.workers.connectors import FlattenObservations, FrameStack, MeanStd, PreviousActionReward
 from headrace.workers.modules import lstm_actor_critic, sequences
+from support.envs.toy_agents import Schedule, TakingTurns, Together, check_books, multi_runner, scheduled
+from support.runners.connectors import FailingConnector
+from support.runners.recurrent import LSTM, Ages, WithoutState, over_the_wire
 
 Lives = dict[Any, list[EpisodeChunk]]
 
@@ -89,7 +89,7 @@ def test_another_module_begins_with_another_memory_and_a_clean_slate() -> None:
 
 
 def test_a_failed_step_is_not_remembered() -> None:
-    piece = type("Fails", (Failing,), {"fails_at": 3})
+    piece = type("Fails", (FailingConnector,), {"fails_at": 3})
     with multi_runner(env_config={"lengths": [9, 9]}, module=Ages, module_to_env=[piece]) as sampler:
         with pytest.raises(ConnectorError):
             sampler.sample(num_timesteps=5)
@@ -99,7 +99,7 @@ def test_a_failed_step_is_not_remembered() -> None:
 
 
 def test_a_module_that_breaks_the_protocol_is_named_when_it_is_built() -> None:
-    with pytest.raises(ModuleError, match="initial_state of Broken"), multi_runner(module=Broken):
+    with pytest.raises(ModuleError, match="initial_state of WithoutState"), multi_runner(module=WithoutState):
         pass
 
 

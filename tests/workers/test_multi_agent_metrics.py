@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_runner_metrics import _numbers
-from toy_multi_envs import Together, check_books, multi_runner, scheduled
 
 from headrace.workers import merge_metrics
+from support.envs.toy_agents import Together, check_books, multi_runner, scheduled
+from support.runners.comparing import numbers_in
 
 Truth = list[dict[str, Any]]
 POLICIES: dict[str, Any] = {
@@ -89,7 +89,7 @@ def test_a_cycle_begins_with_each_report_and_lifetimes_go_on() -> None:
     assert third["num_env_steps_sampled"] == third["num_env_steps_sampled_lifetime_throughput"] == 0
     assert third["episode_return_mean"] == 1 + 2 + 2 + 3 + 4 + 5
     for report in (empty, first, second, third):
-        assert all(map(math.isfinite, _numbers({**report, "windows": []})))
+        assert all(map(math.isfinite, numbers_in({**report, "windows": []})))
         json.dumps(report)
 
 

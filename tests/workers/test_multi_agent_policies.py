@@ -9,13 +9,13 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from toy_envs import Counting
-from toy_multi_envs import BOX, CHOICE, Together, check_books, multi_runner, scheduled
 
 from headrace.schemas.errors import ConfigError, EnvContractError, ModuleError
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, PolicySpec, SingleAgentEnvRunner
 from headrace.workers.agents.env import MultiAgentEnv
 from headrace.workers.policy.policies import NotMultiAgentError, PolicyMappingError
+from support.envs.toy import Counting
+from support.envs.toy_agents import BOX, CHOICE, Together, check_books, multi_runner, scheduled
 
 WIDE: Any = gym.spaces.Box(-np.inf, np.inf, (5,), np.float32)
 PUSH: Any = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_multi_envs import Together, check_books, multi_runner
 
 from headrace.schemas.batch import BatchHeader, encode_batch
 from headrace.schemas.batch_reader import decode_batch
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.ledger import WorkerTotals
 from headrace.workers.policy.module_weights import read_weights
+from support.envs.toy_agents import Together, check_books, multi_runner
 
 WIDTHS = pytest.mark.parametrize("num_envs", [1, 3, 8])
 

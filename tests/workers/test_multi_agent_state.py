@@ -7,14 +7,14 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from test_multi_agent_callbacks import REMEMBERING
-from test_state_components import _equal, _through_arrays
-from toy_multi_envs import Schedule, Together, check_books, multi_runner, scheduled
 
 from headrace.schemas.chunk import EpisodeChunk
 from headrace.schemas.errors import StateError
 from headrace.workers.policy.seat_noise import SeatNoise
 from headrace.workers.randomness.seeds import SeatStreams
+from support.envs.toy_agents import Schedule, Together, check_books, multi_runner, scheduled
+from support.runners.comparing import equal_states, through_arrays
+from support.runners.recurrent import REMEMBERING
 
 POLICIES = pytest.mark.parametrize(
     "policies",
@@ -44,12 +44,12 @@ def test_a_restored_runner_samples_the_same_whole_episodes(policies: Any, random
 
     with runner() as first, runner() as second:
         first.sample(num_episodes=2, random_actions=random_actions)
-        second.set_state(_through_arrays(first.get_state()))
-        assert _equal(first.get_state(), second.get_state())
+        second.set_state(through_arrays(first.get_state()))
+        assert equal_states(first.get_state(), second.get_state())
         for _ in range(25):  # beyond a block of numbers
             ours, theirs = (s.sample(num_episodes=3, random_actions=random_actions) for s in (first, second))
             assert _seen(ours) == _seen(theirs)
-        assert _equal(first.get_state(), second.get_state())
+        assert equal_states(first.get_state(), second.get_state())
         check_books(second)
 
 
@@ -65,12 +65,12 @@ def test_connectors_and_memory_go_on_too() -> None:
     with runner() as first, runner() as second:
         first.sample(num_episodes=2)
         first.take_connector_update()
-        state = _through_arrays(first.get_state())
+        state = through_arrays(first.get_state())
         for sampler in (first, second):
             sampler.set_state(state, force=True)
         for _ in range(5):
             assert _seen(first.sample(num_episodes=2)) == _seen(second.sample(num_episodes=2))
-        assert _equal(first.get_state(), second.get_state())
+        assert equal_states(first.get_state(), second.get_state())
 
 
 def test_another_life_goes_on_with_the_seats_of_the_first() -> None:
@@ -124,7 +124,7 @@ def test_envs_and_modules_built_anew_do_not_make_it_repeat_itself() -> None:
         first.sample(num_episodes=9)
         first.make_module()
         first.make_env()
-        second.set_state(_through_arrays(first.get_state()), force=True)
+        second.set_state(through_arrays(first.get_state()), force=True)
         assert _seen(first.sample(num_episodes=9)) == _seen(second.sample(num_episodes=9))
 
 
@@ -186,7 +186,7 @@ def test_streams_that_do_not_fit_change_nothing(settings: dict[str, Any], messag
         before = second.get_state()
         with pytest.raises(StateError, match=message):
             second.set_state(first.get_state(not_components="rl_module"))
-        assert _equal(second.get_state(), before)
+        assert equal_states(second.get_state(), before)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_multi_envs import check_books, multi_runner, scheduled
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
+from support.envs.toy_agents import check_books, multi_runner, scheduled
 
 Lives = dict[tuple[int, int, str], list[EpisodeChunk]]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from gymnasium.vector import AutoresetMode
-from native_vectors import vector_of
-from toy_envs import Counting, check_books, runner
 
 from headrace.schemas.errors import EnvHangError, EnvRestartBudgetError
+from support.envs.native_vectors import vector_of
+from support.envs.toy import Counting, check_books, runner
 
 KINDS: dict[str, dict[str, Any]] = {
     "of ours": {"gym_env_vectorize_mode": "async"},

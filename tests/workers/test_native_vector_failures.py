@@ -13,12 +13,12 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
-from native_vectors import vector_of
-from toy_envs import Counting, check_books, runner
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
 from headrace.workers import EnvContext, StepFailedRecreateEnv
+from support.envs.native_vectors import vector_of
+from support.envs.toy import Counting, check_books, runner
 
 # Gymnasium's AsyncVectorEnv tells of an env's error by warnings too, before it raises it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*ERROR:UserWarning")

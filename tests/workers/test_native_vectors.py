@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
-from native_vectors import EVERY_KIND, Telling, lives, vector_of
-from toy_envs import Counting, Walk, check_books, runner
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import ConfigError, EnvContractError, EnvError
 from headrace.workers import EnvContext, EnvRunnerConfig, MultiAgentEnvRunner
 from headrace.workers.connectors import MeanStd
+from support.envs.native_vectors import EVERY_KIND, Telling, lives, vector_of
+from support.envs.toy import Counting, Walk, check_books, runner
 
 UNEQUAL = {"lengths": {0: 3, 1: 5, 2: 4}}
 

@@ -7,7 +7,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from crowd_envs import Crowd
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import DecodeError, EnvContractError
@@ -17,6 +16,7 @@ from headrace.workers.agents.env import gym_spaces_of, spaces_by_agent
 from headrace.workers.agents.packed_env import PackedEnv
 from headrace.workers.agents.packing import Packing, is_packed
 from headrace.workers.envs.observations import Observations
+from support.envs.crowd import Crowd
 
 ONE = Spaces(observation=Box(shape=(2,), dtype="<f4"), action=Discrete(n=2))
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_multi_envs import BOX, CHOICE, Together, multi_runner
 
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.config_loading import build_config, parse_text
@@ -16,6 +15,7 @@ from headrace.workers import EnvRunnerConfig, MultiAgentEnv
 from headrace.workers.config import runner_config
 from headrace.workers.modules import actor_critic
 from headrace.workers.policy.policies import PolicyMappingError
+from support.envs.toy_agents import BOX, CHOICE, Together, multi_runner
 
 TWO_CARTS = "headrace.workers.agents.examples:two_carts"
 
@@ -25,7 +25,7 @@ def to_the_second(agent: str, episode_id: str) -> str:
 
 
 def fleet(**sampling: Any) -> FleetConfig:
-    return build_config({"sampling": {"env": "toy_multi_envs:Together", "num_envs": 1, **sampling}})
+    return build_config({"sampling": {"env": "support.envs.toy_agents:Together", "num_envs": 1, **sampling}})
 
 
 def modules_of(**sampling: Any) -> dict[str, str]:

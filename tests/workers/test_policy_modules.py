@@ -10,7 +10,6 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from toy_envs import Counting, runner
 
 from headrace.schemas.errors import ModuleError
 from headrace.schemas.spaces import Spaces, nest
@@ -18,6 +17,7 @@ from headrace.workers.envs.spaces import convert
 from headrace.workers.modules import actor_critic
 from headrace.workers.policy.acting import Actor
 from headrace.workers.policy.module_weights import read_weights
+from support.envs.toy import Counting, runner
 
 ACTIONS = [
     gym.spaces.Discrete(4, start=2),

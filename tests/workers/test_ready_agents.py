@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crowd_envs import policy_of
-from env_hosts import EnvHosts
-from own_ports import free_port
-from toy_multi_envs import check_books
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
 from headrace.schemas.ledger import Discard
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner
+from support.envs.crowd import policy_of
+from support.envs.toy_agents import check_books
+from support.fleets.env_hosts import EnvHosts
+from support.ports import free_port
+from support.runners.recurrent import LSTM
 
-LSTM = "headrace.workers.modules:lstm_actor_critic"
 READY: dict[str, dict[str, Any]] = {
     "at once": {"remote_env_batch_wait_ms": 0},
     "after a wait": {"remote_env_batch_wait_ms": 2},
@@ -28,7 +28,7 @@ Lives = dict[tuple[str, str], list[EpisodeChunk]]
 
 def runner(ready: str, **settings: Any) -> MultiAgentEnvRunner:
     defaults: dict[str, Any] = {"num_envs": 4, "envs_per_process": 2, "seed": 3, "env_restart_backoff_s": 0.0}
-    defaults |= {"env": "crowd_envs:Crowd", "missing_final_observation": "repeat", "rollout_fragment_length": 7}
+    defaults |= {"env": "support.envs.crowd:Crowd", "missing_final_observation": "repeat", "rollout_fragment_length": 7}
     defaults |= {"policies": ["masked", "pushes"], "policy_mapping_fn": policy_of, "env_config": {"late_ms": 4}}
     placed = {"env_placement": "process", **READY[ready]} if ready != "inline" else {"env_config": {}}
     return MultiAgentEnvRunner(EnvRunnerConfig(**{**defaults, **placed, **settings}), run_uid="test")
@@ -98,8 +98,8 @@ def test_an_env_that_fails_costs_its_own_steps_and_none_of_others() -> None:
 
 
 def test_agents_on_other_hosts_do_too(hosts: EnvHosts) -> None:
-    hosts.start("crowd_envs:Crowd", 2, 'sampling.env_config={"late_ms": 4}')
-    hosts.start("crowd_envs:Crowd", 2, 'sampling.env_config={"late_ms": 12}')
+    hosts.start("support.envs.crowd:Crowd", 2, 'sampling.env_config={"late_ms": 4}')
+    hosts.start("support.envs.crowd:Crowd", 2, 'sampling.env_config={"late_ms": 12}')
     with runner("inline", rollout_fragment_length=1) as inline:
         expected = pieced(chunk for _ in range(150) for chunk in inline.sample_fragment())
     with runner("at once", env_placement="remote", env_hosts_port=hosts.port) as sampler:

@@ -3,67 +3,29 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from effort import IDLE, calls_a_second
-from process_driving import is_running
-from toy_envs import check_books
 
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
+from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.ledger import Discard
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, RunnerCallback, SingleAgentEnvRunner
 from headrace.workers.agents.examples import two_carts
-from headrace.workers.connectors import FlattenObservations, FrameStack, PreviousActionReward
+from support.envs.toy import check_books
+from support.runners.call_rate import IDLE, calls_a_second
+from support.runners.process_driver import is_running
+from support.runners.ready import READY, SETTINGS, life, pieced
 
-LSTM = "headrace.workers.modules:lstm_actor_critic"
-PIECES = [partial(FrameStack, 3), PreviousActionReward, FlattenObservations]
-READY: dict[str, dict[str, Any]] = {
-    "at once": {"remote_env_batch_wait_ms": 0},
-    "after a wait": {"remote_env_batch_wait_ms": 2},
-    "by halves": {"double_buffering": True},
-}
 by_readiness = pytest.mark.parametrize("ready", READY)
 
 
-def runner(ready: str, env: str = "process_envs:Jittery", **settings: Any) -> SingleAgentEnvRunner:
+def runner(ready: str, env: str = "support.envs.troubled:Jittery", **settings: Any) -> SingleAgentEnvRunner:
     defaults = {"num_envs": 4, "envs_per_process": 2, "seed": 3, "env_restart_backoff_s": 0.0}
     placed = {"env_placement": "process", **READY[ready]} if ready != "inline" else {}
     return SingleAgentEnvRunner(EnvRunnerConfig(env=env, **{**defaults, **placed, **settings}), run_uid="test")
-
-
-def pieced(chunks: Iterable[EpisodeChunk]) -> dict[str, list[EpisodeChunk]]:
-    """Chunks by episode, in order, without a gap."""
-    parts: dict[str, list[EpisodeChunk]] = defaultdict(list)
-    for chunk in chunks:
-        parts[chunk.episode_id].append(chunk)
-    for episode in parts.values():
-        to_episode(episode)  # which compares what meets at the seams
-    return parts
-
-
-def life(parts: list[EpisodeChunk]) -> list[tuple[Any, ...]]:
-    """Of an episode, every step."""
-    steps = []
-    for chunk in parts:
-        for t in range(len(chunk)):
-            seen = chunk.obs[t].tobytes(), chunk.actions[t].tobytes(), chunk.rewards[t], chunk.obs[t + 1].tobytes()
-            columns = {name: column[t].tobytes() for name, column in chunk.columns.items()}
-            steps.append((*seen, columns, chunk.infos[t], chunk.infos[t + 1]))
-    return steps
-
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "memory": {"module": LSTM},
-    "connectors": {"env_to_module": PIECES, "module": LSTM},
-    "whole episodes": {"batch_mode": "complete_episodes", "module": LSTM},
-    "callbacks": {"callbacks": [{"on_episode_created": lambda episode: None}]},
-}
 
 
 @pytest.mark.parametrize(("ready", "kind"), list(zip([*READY, *READY], [*SETTINGS, "memory"], strict=True)))
@@ -94,7 +56,7 @@ def test_a_lane_lives_through_the_same_whoever_is_ready_when(ready: str, kind: s
 @pytest.mark.parametrize(("ready", "held_up"), [("at once", [0]), ("by halves", [0, 2])])
 def test_a_slow_env_holds_up_nobody_but_its_half(ready: str, held_up: list[int]) -> None:
     config = {"step_s": 0.25, "lane": 0}
-    with runner(ready, "process_envs:Slow", env_config=config, envs_per_process=1, num_envs=3) as sampler:
+    with runner(ready, "support.envs.troubled:Slow", env_config=config, envs_per_process=1, num_envs=3) as sampler:
         while not any(len(c) and c.env_index == 0 for c in sampler.sample(num_timesteps=20)):
             pass  # the slow one may be reset last, and who is in its half does not wait for that
         chunks = sampler.sample(num_timesteps=120)
@@ -106,7 +68,7 @@ def test_a_slow_env_holds_up_nobody_but_its_half(ready: str, held_up: list[int])
 
 def test_an_action_under_way_at_a_cut_keeps_the_weights_it_was_chosen_by() -> None:
     config = {"step_s": 1.0, "lane": 0}
-    with runner("at once", "process_envs:Slow", env_config=config, envs_per_process=1, num_envs=2) as sampler:
+    with runner("at once", "support.envs.troubled:Slow", env_config=config, envs_per_process=1, num_envs=2) as sampler:
         weights = sampler.get_state("rl_module")["rl_module"]
         sampler.set_weights(weights, seq=1)
         sampler.sample(num_timesteps=30)
@@ -154,7 +116,7 @@ def test_watching_may_break_off_and_no_step_is_lost(ready: str) -> None:
     def stop() -> None:
         raise Enough
 
-    with runner(ready, "process_envs:Slow", env_config={"step_s": 0.05}, rollout_fragment_length=4) as sampler:
+    with runner(ready, "support.envs.troubled:Slow", env_config={"step_s": 0.05}, rollout_fragment_length=4) as sampler:
         for _ in range(3):
             with pytest.raises(Enough):
                 sampler.sample_fragment(stop)
@@ -190,7 +152,7 @@ def test_under_a_storm_of_faults_nothing_is_lost_without_a_name(ready: str, watc
     account = Account()
     settings = {"num_envs": 4, "env_restart_attempts": 100, "callbacks": [account] if watched else []}
     with runner(
-        ready, "process_envs:Unsound", env_config={"deadly": 0.003}, rollout_fragment_length=100, **settings
+        ready, "support.envs.troubled:Unsound", env_config={"deadly": 0.003}, rollout_fragment_length=100, **settings
     ) as sampler:
         chunks: list[EpisodeChunk] = []
         for _ in range(5):
@@ -216,7 +178,7 @@ def test_under_a_storm_of_faults_nothing_is_lost_without_a_name(ready: str, watc
 def test_while_an_env_hangs_the_others_go_on() -> None:
     config = {"lane": 1, "faults": {"step": "hangs with the lock"}}
     settings = {"env_step_timeout_s": 1.5, "envs_per_process": 1, "num_envs": 3}
-    with runner("at once", "process_envs:Troubled", env_config=config, **settings) as sampler:
+    with runner("at once", "support.envs.troubled:Troubled", env_config=config, **settings) as sampler:
         sampler.sample(num_timesteps=15)
         begun = sampler.totals.stepped
         while not sampler.totals.env_failures:
@@ -238,7 +200,7 @@ def test_a_state_goes_from_one_runner_to_another() -> None:
 @pytest.mark.parametrize("settings", [{"double_buffering": True}, {"remote_env_batch_wait_ms": 0}, {}])
 def test_who_waits_for_envs_does_not_spin(settings: dict[str, Any]) -> None:
     config = EnvRunnerConfig(
-        env="process_envs:Slow", num_envs=4, envs_per_process=1, env_placement="process", seed=3,
+        env="support.envs.troubled:Slow", num_envs=4, envs_per_process=1, env_placement="process", seed=3,
         env_config={"step_s": 0.2}, **settings,
     )  # fmt: skip
     with SingleAgentEnvRunner(config) as sampler:

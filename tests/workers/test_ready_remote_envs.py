@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from effort import IDLE, calls_a_second
-from env_hosts import EnvHosts
-from own_ports import free_port
-from test_ready_envs import READY, SETTINGS, life, pieced
-from toy_envs import check_books
 
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
-
-WaitFor = Callable[..., None]
+from support.envs.toy import check_books
+from support.fleets.env_hosts import EnvHosts
+from support.ports import free_port
+from support.runners.call_rate import IDLE, calls_a_second
+from support.runners.ready import READY, SETTINGS, life, pieced
+from support.waiting import wait_until
 
 
 @pytest.fixture
@@ -36,11 +35,11 @@ def test_a_lane_lives_through_the_same_whichever_host_is_ready_when(ready: str, 
     by_step = {**settings, "rollout_fragment_length": 1, "env_config": {"hurry": True}}
     # Halves pass by themselves, which may be rounded in another way, so that they are compared with halves.
     like = {"env_placement": "process", **READY[ready]} if ready == "by halves" else {}
-    with runner(None, "process_envs:Jittery", **like, **by_step) as here:
+    with runner(None, "support.envs.troubled:Jittery", **like, **by_step) as here:
         expected = pieced(chunk for _ in range(120) for chunk in here.sample_fragment())
     for _ in range(2):
-        hosts.start("process_envs:Jittery", 2)
-    with runner(hosts, "process_envs:Jittery", **READY[ready], **settings) as sampler:
+        hosts.start("support.envs.troubled:Jittery", 2)
+    with runner(hosts, "support.envs.troubled:Jittery", **READY[ready], **settings) as sampler:
         found = pieced(chunk for _ in range(9) for chunk in sampler.sample_fragment())
         check_books(sampler)
         assert not sampler.totals.discarded
@@ -49,29 +48,29 @@ def test_a_lane_lives_through_the_same_whichever_host_is_ready_when(ready: str, 
     assert sum(map(len, found)) > 20
 
 
-def test_a_slow_host_holds_up_nobody_and_is_lost_alone(hosts: EnvHosts, wait_for: WaitFor) -> None:
-    slow = hosts.start("process_envs:Slow", 1, 'sampling.env_config={"step_s": 0.25}')
+def test_a_slow_host_holds_up_nobody_and_is_lost_alone(hosts: EnvHosts) -> None:
+    slow = hosts.start("support.envs.troubled:Slow", 1, 'sampling.env_config={"step_s": 0.25}')
     settings = {"remote_env_batch_wait_ms": 0, "env_hosts_lease_s": 1, "num_envs": 3}
-    with runner(hosts, "process_envs:Slow", **settings) as sampler:
-        hosts.start("process_envs:Slow", 2, 'sampling.env_config={"step_s": 0.002}')
+    with runner(hosts, "support.envs.troubled:Slow", **settings) as sampler:
+        hosts.start("support.envs.troubled:Slow", 2, 'sampling.env_config={"step_s": 0.002}')
 
         def steps() -> list[int]:
             chunks = sampler.sample(num_timesteps=40)
             return [sum(len(chunk) for chunk in chunks if chunk.env_index == lane) for lane in range(3)]
 
-        wait_for(lambda: all(steps()[1:]), what="the fast host")
+        wait_until(lambda: all(steps()[1:]), what="the fast host")
         first, *others = map(sum, zip(*(steps() for _ in range(3)), strict=True))
         assert 10 * first < min(others)
         check_books(sampler)
         slow.kill()
-        wait_for(lambda: steps() and sampler.totals.env_rebuilds, what="the end of the slow host")
+        wait_until(lambda: steps() and sampler.totals.env_rebuilds, what="the end of the slow host")
         assert set(sampler.totals.discarded) <= {"env_host_lost"}
         check_books(sampler)
 
 
 @pytest.mark.parametrize("settings", [{"double_buffering": True}, {"remote_env_batch_wait_ms": 5}])
 def test_who_waits_for_other_hosts_does_not_spin(settings: dict[str, Any], hosts: EnvHosts) -> None:
-    hosts.start("process_envs:Slow", 2, 'sampling.env_config={"step_s": 0.2}', "sampling.envs_per_process=1")
-    with runner(hosts, "process_envs:Slow", num_envs=2, **settings) as sampler:
+    hosts.start("support.envs.troubled:Slow", 2, 'sampling.env_config={"step_s": 0.2}', "sampling.envs_per_process=1")
+    with runner(hosts, "support.envs.troubled:Slow", num_envs=2, **settings) as sampler:
         sampler.sample(num_timesteps=4)
         assert calls_a_second(lambda: sampler.sample(num_timesteps=10)) < IDLE

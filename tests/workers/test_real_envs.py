@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from env_hosts import EnvHosts
-from own_ports import free_port
-from toy_envs import check_books, runner
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
+from support.envs.toy import check_books, runner
+from support.fleets.env_hosts import EnvHosts
+from support.ports import free_port
 
 NEEDS = {"minigrid": ("minigrid",), "atari": ("ale_py", "cv2"), "mujoco": ("mujoco",), "cheetah": ("mujoco",)}
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -28,7 +28,7 @@ def env(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pat
     name: str = request.param
     _need(*NEEDS[name])
     monkeypatch.chdir(tmp_path)  # MuJoCo writes its log where it is
-    return f"real_envs:{name}"
+    return f"support.envs.real:{name}"
 
 
 def _need(*modules: str) -> None:

@@ -9,54 +9,19 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from toy_envs import Counting, Faulty, Walk, check_books, runner
 
-from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
-from headrace.schemas.batch_reader import decode_batch
+from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import ModuleError
-from headrace.schemas.ledger import WorkerTotals
 from headrace.workers.connectors import PreviousActionReward
 from headrace.workers.modules import LstmActorCritic, RecurrentModule, lstm_actor_critic, sequences
-
-LSTM = "headrace.workers.modules:lstm_actor_critic"
-
-
-class Ages(torch.nn.Module):
-    """Remembers how many steps its episode has seen, beginning at 100, and answers it as a column."""
-
-    noise_size, noise_kind = 1, "uniform"
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-
-    def initial_state(self) -> dict[str, torch.Tensor]:
-        return {"age": torch.tensor(100), "pair": torch.zeros(2)}
-
-    def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
-        age, pair = batch["state_in"]["age"], batch["state_in"]["pair"]
-        return {"actions": torch.ones_like(age), "age": age, "state_out": {"age": age + 1, "pair": pair + 0.5}}
-
-    forward_inference = forward_train = forward_exploration
-
-
-class Broken(Ages):
-    def initial_state(self) -> Any:
-        return ["h"]
+from support.envs.toy import Counting, Faulty, Walk, check_books, runner
+from support.runners.recurrent import LSTM, Ages, WithoutState, over_the_wire
 
 
 class WrongShape(Ages):
     def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
         return {**super().forward_exploration(batch), "state_out": {"age": torch.zeros(3)}}
-
-
-def over_the_wire(batch: ChunkBatch) -> ChunkBatch:
-    header = BatchHeader(
-        fleet_id="f", slot=0, incarnation=0, seq=1, steps=batch.steps, chunks=len(batch), reasons=list(batch.reasons),
-        agents=list(batch.agents), modules=list(batch.modules), totals=WorkerTotals(),
-    )  # fmt: skip
-    return decode_batch(encode_batch(batch, header), batch.observation_space, batch.action_space)[1]
 
 
 @pytest.mark.parametrize("polls", [1, 3, 8])
@@ -115,7 +80,7 @@ def test_state_columns_have_no_row_for_end_markers_and_go_through_the_codec() ->
 @pytest.mark.parametrize(
     ("module", "match"),
     [
-        (Broken, "initial_state of Broken must give a dict of tensors"),
+        (WithoutState, "initial_state of WithoutState must give a dict of tensors"),
         (WrongShape, "'state_out' should have the shape"),
     ],
 )

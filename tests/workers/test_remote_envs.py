@@ -8,15 +8,12 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
-from env_hosts import EnvHosts, cable_to
-from own_ports import free_port
-from toy_envs import check_books
 
 from headrace.deploy.key_pairs import make_keys
 from headrace.schemas.chunk import EpisodeChunk
@@ -26,8 +23,10 @@ from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.schemas.wire import MessageKind, decode, encode
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.remote.wanted import problem_of
-
-WaitFor = Callable[..., None]
+from support.envs.toy import check_books
+from support.fleets.env_hosts import EnvHosts, cable_to
+from support.ports import free_port
+from support.waiting import wait_until
 
 
 @pytest.fixture
@@ -67,7 +66,7 @@ def who_acts(sampler: SingleAgentEnvRunner) -> set[int]:
 
 def test_chunks_are_those_of_envs_inline_to_the_bit(hosts: EnvHosts) -> None:
     """Of envs that show all that their creators are told."""
-    hosts.start(env := "remote_envs:Telling", 3)
+    hosts.start(env := "support.envs.telling:Telling", 3)
     found = []
     for placement in ("inline", "remote"):
         with runner(hosts, env, placement, rollout_fragment_length=40, num_workers=4) as sampler:
@@ -97,9 +96,7 @@ def test_connections_that_break_within_the_lease_lose_nothing_and_repeat_nothing
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_lost_host_costs_its_episodes_and_others_go_on(
-    how: signal.Signals, hosts: EnvHosts, wait_for: WaitFor
-) -> None:
+def test_a_lost_host_costs_its_episodes_and_others_go_on(how: signal.Signals, hosts: EnvHosts) -> None:
     with runner(hosts, placement="inline") as sampler:
         sound = lives([chunk for _ in range(60) for chunk in sampler.sample_fragment()])
     hosts.start("CartPole-v1", 2)
@@ -112,15 +109,15 @@ def test_a_lost_host_costs_its_episodes_and_others_go_on(
 
         assert acting() == {0, 1}, "two envs have a host, the third waits"
         lost = hosts.start("CartPole-v1", 1)
-        wait_for(lambda: acting() == {0, 1, 2}, what="the host that came late")
+        wait_until(lambda: acting() == {0, 1, 2}, what="the host that came late")
         lost.send_signal(how)
-        wait_for(lambda: acting() == {0, 1}, what="the other host's envs alone")
+        wait_until(lambda: acting() == {0, 1}, what="the other host's envs alone")
         assert set(sampler.totals.discarded) <= {"env_host_lost"}
         if how is signal.SIGSTOP:
             lost.send_signal(signal.SIGCONT)
         else:
             hosts.start("CartPole-v1", 1)
-        wait_for(lambda: acting() == {0, 1, 2}, what="a host in the place of the lost one")
+        wait_until(lambda: acting() == {0, 1, 2}, what="a host in the place of the lost one")
         check_books(sampler)
         assert sampler.totals.env_failures == 0
         assert sampler.totals.env_rebuilds >= 1
@@ -131,26 +128,24 @@ def test_a_lost_host_costs_its_episodes_and_others_go_on(
         assert all(sound[lane][key] == found[lane][key] for key in alike)
 
 
-def test_a_spare_host_takes_over_from_one_that_leaves(hosts: EnvHosts, wait_for: WaitFor) -> None:
+def test_a_spare_host_takes_over_from_one_that_leaves(hosts: EnvHosts) -> None:
     first = hosts.start("CartPole-v1", 3)
     with runner(hosts, env_hosts_lease_s=1.5) as sampler:
         pool: Any = sampler._vector.envs
         hosts.start("CartPole-v1", 3)
-        wait_for(lambda: sampler.sample_fragment() and len(pool._pool.hosts) == 2, what="the spare one")
+        wait_until(lambda: sampler.sample_fragment() and len(pool._pool.hosts) == 2, what="the spare one")
         first.terminate()
-        wait_for(lambda: who_acts(sampler) == {0, 1, 2} and len(pool._pool.hosts) == 1, what="the spare one's envs")
+        wait_until(lambda: who_acts(sampler) == {0, 1, 2} and len(pool._pool.hosts) == 1, what="the spare one's envs")
         check_books(sampler)
 
 
 @pytest.mark.parametrize(("fault", "reason"), [("segfaults", "env_crash"), ("hangs with the lock", "env_hang")])
-def test_a_fault_of_an_env_is_told_as_if_it_were_near(
-    fault: str, reason: str, hosts: EnvHosts, wait_for: WaitFor
-) -> None:
+def test_a_fault_of_an_env_is_told_as_if_it_were_near(fault: str, reason: str, hosts: EnvHosts) -> None:
     table = f'{{"lane": 2, "faults": {{"step": "{fault}"}}}}'
-    hosts.start("process_envs:Troubled", 3, f"sampling.env_config={table}", "sampling.env_step_timeout_s=1")
-    with runner(hosts, "process_envs:Troubled", env_restart_backoff_s=0.0) as sampler:
-        wait_for(lambda: sampler.sample_fragment() and sampler.totals.discarded.get(reason), what=reason)
-        wait_for(lambda: who_acts(sampler) == {0, 1, 2}, what="all lanes")
+    hosts.start("support.envs.troubled:Troubled", 3, f"sampling.env_config={table}", "sampling.env_step_timeout_s=1")
+    with runner(hosts, "support.envs.troubled:Troubled", env_restart_backoff_s=0.0) as sampler:
+        wait_until(lambda: sampler.sample_fragment() and sampler.totals.discarded.get(reason), what=reason)
+        wait_until(lambda: who_acts(sampler) == {0, 1, 2}, what="all lanes")
         assert sampler.totals.env_failures == 1
         check_books(sampler)
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
-from native_vectors import EVERY_KIND, vector_of
-from painters import Painter, TallPainter
-from toy_envs import check_books, runner
 
 from headrace.workers import VectorEnv
+from support.envs.native_vectors import EVERY_KIND, vector_of
+from support.envs.painters import Painter, TallPainter
+from support.envs.toy import check_books, runner
+from support.waiting import wait_until
 
 
 def _wrapped(context: Any) -> VectorEnv:
@@ -49,7 +49,7 @@ PROCESSES = {"env_placement": "process", "envs_per_process": 2}
 
 
 def test_an_env_in_a_process_is_shown_as_one_inline(caplog: pytest.LogCaptureFixture) -> None:
-    with runner("painters:Painter", num_envs=3, **PROCESSES) as sampler:
+    with runner("support.envs.painters:Painter", num_envs=3, **PROCESSES) as sampler:
         sampler.sample(num_timesteps=6)
         for index in (2, 0, 1, 1):
             picture = sampler.try_render_at(index)
@@ -59,7 +59,7 @@ def test_an_env_in_a_process_is_shown_as_one_inline(caplog: pytest.LogCaptureFix
         assert [chunk.obs[0, 0] for chunk in chunks] == [2.0] * 3, "pictures are no steps"
         assert sampler.try_render_at(0) is None
         assert "env 0 could not be rendered (RuntimeError: no paint)" in caplog.text
-    with runner("painters:Painter", env_config={"render_mode": None}, **PROCESSES) as sampler:
+    with runner("support.envs.painters:Painter", env_config={"render_mode": None}, **PROCESSES) as sampler:
         sampler.sample(num_timesteps=1)
         assert sampler.try_render_at(0) is None
 
@@ -69,15 +69,15 @@ def _steps_of(sampler: Any, index: int) -> int:
 
 
 def test_a_picture_too_large_is_none_and_one_that_never_comes_costs_its_process(
-    caplog: pytest.LogCaptureFixture, wait_for: Callable[..., None]
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     settings = {"num_envs": 3, "env_placement": "process", "envs_per_process": 3, "env_step_timeout_s": 1.0}
-    with runner("painters:TallPainter", **settings) as sampler:
+    with runner("support.envs.painters:TallPainter", **settings) as sampler:
         sampler.sample(num_timesteps=3)
         assert sampler.try_render_at(1) is None
         assert "env 1 could not be rendered (a picture of 27000000 bytes, where 16777216 are the most)" in caplog.text
         assert [sampler.try_render_at(index) for index in (2, 0)] == [None, None]
-        wait_for(lambda: _steps_of(sampler, 0) > 0, what="steps of env 0")
+        wait_until(lambda: _steps_of(sampler, 0) > 0, what="steps of env 0")
         assert sampler.try_render_at(0) is not None
         assert sampler.totals.env_failures == 1
         check_books(sampler)

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_envs import Counting, runner
-from toy_multi_envs import Together, multi_runner
 
 from headrace.schemas.errors import CallbackError, EnvError, RunnerBusyError, RunnerStoppedError
 from headrace.schemas.ledger import Discard
 from headrace.workers.runner.env_runner import EnvRunner
 from headrace.workers.sampling.sample_size import SampleSizeError
+from support.envs.toy import Counting, runner
+from support.envs.toy_agents import Together, multi_runner
 
 Runner = EnvRunner[Any]
 both_kinds = pytest.mark.parametrize("make", [runner, multi_runner])

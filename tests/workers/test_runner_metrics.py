@@ -12,20 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_env_failures import _faulty, diverge
-from toy_envs import Faulty, Walk, runner
-from toy_multi_envs import multi_runner
 
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner, merge_metrics
 from headrace.workers.metrics.logger import MetricsLogger, Window, build_report
 from headrace.workers.metrics.runner_metrics import MOST_FINISHED, RunnerMetrics
 from headrace.workers.metrics.totals import RunnerTotals
-
-
-def _numbers(report: Any) -> list[float]:
-    if isinstance(report, dict):
-        return [n for value in report.values() for n in _numbers(value)]
-    return [n for value in report for n in _numbers(value)] if isinstance(report, list) else [report]
+from support.envs.toy import Faulty, Walk, diverge, runner, with_fault
+from support.envs.toy_agents import multi_runner
+from support.runners.comparing import numbers_in
 
 
 def test_names_per_cycle_and_lifetime() -> None:
@@ -50,7 +44,7 @@ def test_names_per_cycle_and_lifetime() -> None:
     assert "num_agent_steps_sampled" not in third
     assert third["num_agent_steps_sampled_lifetime"] == {"default_agent": 14}
     assert third["episode_return_mean"] == 10
-    assert all(map(math.isfinite, (n for n in _numbers({**third, "windows": []}))))
+    assert all(map(math.isfinite, (n for n in numbers_in({**third, "windows": []}))))
     json.dumps(third)
 
 
@@ -75,7 +69,7 @@ def test_an_episode_counts_once_with_all_its_chunks() -> None:
 
 
 def test_what_a_failure_took_away_is_not_counted_as_sampled() -> None:
-    with runner(Faulty, num_envs=2, env_config=_faulty(diverge, faulty={1}, every=5)) as sampler:
+    with runner(Faulty, num_envs=2, env_config=with_fault(diverge, faulty={1}, every=5)) as sampler:
         chunks = sampler.sample(num_timesteps=40)
         report = sampler.get_metrics()
     assert report["num_env_steps_sampled"] == sum(map(len, chunks))
@@ -85,7 +79,7 @@ def test_what_a_failure_took_away_is_not_counted_as_sampled() -> None:
 
 def test_what_was_lost_is_counted_through_all_lives() -> None:
     names = ("num_env_step_failures_lifetime", "num_env_rebuilds_lifetime", "num_env_steps_discarded_lifetime")
-    config = {"num_envs": 2, "env_config": _faulty(diverge, faulty={1}, every=5)}
+    config = {"num_envs": 2, "env_config": with_fault(diverge, faulty={1}, every=5)}
     with runner(Faulty, **config) as first, runner(Faulty, **config) as second:
         first.sample(num_timesteps=40)
         second.sample(num_timesteps=40)

@@ -9,13 +9,13 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from toy_envs import Counting, Walk, runner
 
 from headrace.schemas.spaces import Spaces
 from headrace.workers import EnvContext
 from headrace.workers.envs.actions import RandomActions
 from headrace.workers.envs.spaces import convert
 from headrace.workers.randomness.seeds import EnvSeeds, NoiseBlocks, SeedTree
+from support.envs.toy import Counting, Walk, runner
 
 
 def _episodes(**settings: Any) -> list[Any]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from toy_envs import Counting, runner
 
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.runner.env_runner import EnvRunner
+from support.envs.toy import Counting, runner
 
 
 def test_base_class_is_abstract() -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_envs import Counting, check_books, runner
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import ConfigError, ModuleError
 from headrace.workers.policy.module_weights import read_weights
+from support.envs.toy import Counting, check_books, runner
 
 
 def _steps(chunks: Any) -> int:

@@ -7,12 +7,12 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from toy_envs import Counting, Walk, check_books, runner
 
 from headrace.schemas.batch import BatchHeader, encode_batch
 from headrace.schemas.batch_reader import decode_batch
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.ledger import Discard, WorkerTotals
+from support.envs.toy import Counting, Walk, check_books, runner
 
 
 def test_rows_of_each_chunk_are_those_of_its_episode() -> None:

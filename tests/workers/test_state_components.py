@@ -7,18 +7,17 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import orjson
 import pytest
-from test_chunk_algebra import Nested
-from test_env_failures import _same
-from toy_envs import Counting, Walk, runner
-from toy_multi_envs import multi_runner
 
 from headrace.schemas.errors import DecodeError, EncodeError, ModuleError, StateError
 from headrace.schemas.state_arrays import arrays_to_state, state_to_arrays
 from headrace.schemas.wire import MessageKind, decode, encode
 from headrace.workers.connectors import FlattenObservations, FrameStack, MeanStd, PreviousActionReward
 from headrace.workers.runner.state_components import Selection
+from support.envs.counting import NestedCounting
+from support.envs.toy import Counting, Walk, runner
+from support.envs.toy_agents import multi_runner
+from support.runners.comparing import assert_same, equal_states, through_arrays
 
 COUNTERS = {
     "num_env_steps_sampled_lifetime",
@@ -31,14 +30,6 @@ COUNTERS = {
     "num_env_steps_discarded_lifetime",
 }
 VERSION = {"rl_module", "weights_seq_no", "learner_epoch", "weights_digest"}
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and np.array_equal(a, b)
-    return bool(a == b)
 
 
 def test_components_by_name() -> None:
@@ -79,9 +70,9 @@ def test_a_state_goes_through_a_message_and_back() -> None:
         state = sampler.get_state()
         frames = encode(MessageKind.CHECKPOINT, {}, state_to_arrays(state))
         received = arrays_to_state(decode([bytes(frame) for frame in frames]).arrays)
-        assert _equal(received, state)
+        assert equal_states(received, state)
         other.set_state(received)
-        assert _equal(other.get_state(), state)
+        assert equal_states(other.get_state(), state)
 
 
 @pytest.mark.parametrize(
@@ -109,15 +100,10 @@ def test_bytes_that_are_no_state_are_refused(tree: bytes) -> None:
         arrays_to_state({})
 
 
-def _through_arrays(state: dict[str, Any]) -> dict[str, Any]:
-    assert orjson.loads(state_to_arrays(state)["_state"].tobytes())
-    return arrays_to_state(state_to_arrays(state))
-
-
 def _compare(ours: Any, theirs: Any) -> None:
     assert len(ours) == len(theirs)
     for a, b in zip(ours, theirs, strict=True):
-        _same(a, b)
+        assert_same(a, b)
 
 
 @pytest.mark.parametrize("episodes", [1, 3])
@@ -126,13 +112,13 @@ def test_a_restored_runner_samples_the_same_whole_episodes(episodes: int) -> Non
     with runner(Walk, **settings) as first, runner(Walk, **settings) as second:
         for _ in range(3):
             first.sample(num_episodes=episodes)
-        second.set_state(_through_arrays(first.get_state()))
+        second.set_state(through_arrays(first.get_state()))
         for _ in range(40):  # beyond a block of seeds and of numbers
             _compare(first.sample(num_episodes=episodes), second.sample(num_episodes=episodes))
         assert first.get_state([]) == second.get_state([])
 
 
-@pytest.mark.parametrize("env", [Counting, Nested])
+@pytest.mark.parametrize("env", [Counting, NestedCounting])
 def test_a_restored_runner_goes_on_at_an_episodes_boundary(env: Any) -> None:
     """All envs were reset and none was stepped: the restored runner resets with the same seeds, under the same ids."""
     settings: dict[str, Any] = {"num_envs": 2, "env_config": {"length": 5}, "rollout_fragment_length": 10}
@@ -161,12 +147,12 @@ def test_connectors_and_memory_go_on_too(module: str) -> None:
     with runner(Walk, **settings) as first, runner(Walk, **settings) as second:
         first.sample(num_episodes=2)
         first.take_connector_update()
-        state = _through_arrays(first.get_state())
+        state = through_arrays(first.get_state())
         for sampler in (first, second):
             sampler.set_state(state, force=True)
         for _ in range(5):
             _compare(first.sample(num_episodes=2), second.sample(num_episodes=2))
-        assert _equal(first.get_state(), second.get_state())
+        assert equal_states(first.get_state(), second.get_state())
 
 
 def test_random_actions_go_on_too() -> None:
@@ -214,7 +200,7 @@ def test_streams_of_another_worker_are_left_alone() -> None:
     ("settings", "message"),
     [
         ({"num_envs": 3}, r"random_streams/lanes/ahead should be int64 \(3,\), got int64 \(2,\)"),
-        ({"env": Nested}, r"random_streams/policy/ahead should be float32 \(None, 2, 3\), got float32"),
+        ({"env": NestedCounting}, r"random_streams/policy/ahead should be float32 \(None, 2, 3\), got float32"),
     ],
 )
 def test_streams_that_do_not_fit_change_nothing(settings: dict[str, Any], message: str) -> None:
@@ -222,7 +208,7 @@ def test_streams_that_do_not_fit_change_nothing(settings: dict[str, Any], messag
         before = second.get_state()
         with pytest.raises(StateError, match=message):
             second.set_state(first.get_state(not_components="rl_module"))
-        assert _equal(second.get_state(), before)
+        assert equal_states(second.get_state(), before)
         with pytest.raises(StateError, match="got None"):
             second.set_state({"random_streams": {"worker_index": 0}})
         with pytest.raises(StateError, match="should be a dict, got 3"):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from toy_envs import Counting, runner
-from toy_multi_envs import multi_runner
 
 from headrace.workers import merge_metrics
 from headrace.workers.connectors import MeanStd
 from headrace.workers.metrics.timers import EVERY, TIMERS, WINDOW, Timers
+from support.envs.toy import Counting, runner
+from support.envs.toy_agents import multi_runner
 
 
 def timers_in(report: dict[str, Any]) -> dict[str, float]:

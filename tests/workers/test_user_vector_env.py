@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_envs import Counting, Faulty, Walk, check_books, runner
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
 from headrace.workers import EnvContext, VectorEnv
+from support.envs.toy import Counting, Faulty, Walk, check_books, runner
 
 
 def _wrapped(env: Any) -> Any:

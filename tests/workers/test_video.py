@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_envs import check_books, runner
 
 from headrace.schemas.errors import EnvError
+from support.envs.toy import check_books, runner
 
 RECORDED = "headrace.workers.envs.video:recorded"
 
@@ -45,7 +45,7 @@ def test_workers_and_envs_that_are_not_to_be_recorded_need_no_recorder(tmp_path:
     [
         ({"env": "CartPole-v1", "evrey": 2}, "evrey"),
         ({"folder": "videos"}, "env"),
-        ({"env": "toy_envs:make_counting"}, "incompatible with RecordVideo"),
+        ({"env": "support.envs.toy:make_counting"}, "incompatible with RecordVideo"),
     ],
 )
 def test_what_cannot_be_recorded_is_a_typed_error(recording: dict[str, Any], words: str) -> None:

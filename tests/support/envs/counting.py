@@ -1,0 +1,99 @@
+"""Envs that count, sound ones and others. They can be named in another process, where they need no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+
+class Counting(gym.Env[Any, Any]):
+    """Observation: (t, vector index). Reward t. Ends after `length` steps, truncated if `truncate`."""
+
+    observation_space: Any = gym.spaces.Box(0.0, 1e6, (2,), np.float32)
+    action_space: Any = gym.spaces.Discrete(3)
+
+    def __init__(self, config: dict[str, Any] | None = None) -> None:
+        config = config if config is not None else {}
+        self.index = getattr(config, "vector_index", 0)
+        self.config = config
+        self.length = config.get("lengths", {}).get(self.index, config.get("length", 5))
+        self.truncate = config.get("truncate", False)
+        self.seeds: list[int | None] = config.get("seeds", [])
+        self.closed = 0
+        self.t = 0
+
+    def observe(self) -> Any:
+        return np.array([self.t, self.index], np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.seeds.append(seed)
+        self.t = 0
+        return self.observe(), {}
+
+    def step(self, action: Any) -> tuple[Any, Any, Any, Any, Any]:
+        self.t += 1
+        over = self.t >= self.length
+        return self.observe(), float(self.t), over and not self.truncate, over and self.truncate, {}
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+LENGTHS = (3, 5, 4, 7)
+"""Of each env's episodes, by its index."""
+
+
+class Counted(Counting):
+    """A `Counting` whose episodes are as long as `LENGTHS` says."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.length = LENGTHS[self.index]
+
+
+class Unsound(Counted):
+    """Raises, or answers nonsense, at a chance of its own; now and then its reset does."""
+
+    chance = np.random.default_rng(0)
+
+    def reset(self, **settings: Any) -> Any:
+        if settings.get("seed") is not None:
+            self.chance = np.random.default_rng(settings["seed"])
+        if self.chance.random() < 0.02:
+            raise RuntimeError("no reset")
+        return super().reset(**settings)
+
+    def step(self, action: Any) -> Any:
+        answer = super().step(action)
+        fault = self.chance.random()
+        if fault < 0.01:
+            raise RuntimeError("no step")
+        if fault < 0.02:
+            return answer[0], float("nan"), *answer[2:]
+        return (answer[0] - 100.0, *answer[1:]) if fault < 0.03 else answer
+
+
+class Broken(Counted):
+    """Never makes a step."""
+
+    def step(self, action: Any) -> Any:
+        raise KeyError("always")
+
+
+class NestedCounting(Counting):
+    """Nested observations and actions, and an info with every third observation."""
+
+    observation_space = gym.spaces.Dict(
+        {"t": gym.spaces.Box(0.0, 1e6, (1,), np.float32), "pair": gym.spaces.Tuple((gym.spaces.Discrete(99),) * 2)}
+    )
+    action_space = gym.spaces.Dict({"a": gym.spaces.Discrete(2), "b": gym.spaces.Box(-1.0, 1.0, (2,))})
+
+    def observe(self) -> Any:
+        return {"t": np.array([self.t], np.float32), "pair": (self.t, 98 - self.t)}
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, _ = super().step(action)
+        return observation, reward, terminated, truncated, {"t": self.t} if self.t % 3 == 0 else {}

@@ -1,0 +1,1 @@
+"""Fleets, env hosts and programs that run as processes of their own."""

@@ -1,0 +1,116 @@
+"""A process of several clients, each of which plays short episodes until standard input ends, then says how many.
+
+    python -m support.fleets.crowd_of_clients KIND COUNT ENDPOINT URL SEED
+
+Half of them come by ZeroMQ and half by HTTP. KIND is "plain", "repeating" (says everything again, on the same and on
+other connections, and wants the same answer) or "slow".
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from headrace.deploy.clients.games import ByHttp, ByZmq, Games, LostError
+from headrace.deploy.clients.http_client import PolicyServer
+from headrace.schemas.errors import UnreachableError
+from headrace.schemas.serving_messages import ClientRequest, EpisodeStep
+from headrace.workers.serving.client import PolicyClient
+
+
+class RepeatingClient(PolicyClient):
+    """Does not wait for the first answer, asks again, and again."""
+
+    def _say(self, request: ClientRequest, timeout_s: float, arrays: Any = None) -> Any:
+        if isinstance(request, EpisodeStep):
+            with suppress(UnreachableError):
+                super()._say(request, 0.001, arrays)
+        answer, found = super()._say(request, timeout_s, arrays)
+        if isinstance(request, EpisodeStep):
+            again, found_again = super()._say(request, timeout_s, arrays)
+            assert again.model_dump(exclude={"request"}) == answer.model_dump(exclude={"request"})
+            assert {name: a.tolist() for name, a in found_again.items()} == {n: a.tolist() for n, a in found.items()}
+        return answer, found
+
+
+class RepeatingServer(PolicyServer):
+    """Loses its connection after each request, before the answer, and then asks twice."""
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = 60.0) -> Any:
+        if "/steps/" in path:
+            with suppress(OSError):
+                self._connection.request(method, path, json.dumps(body).encode(), self._headers)
+            self._connection.close()
+        answer = super().ask(method, path, body, timeout_s)
+        if "/steps/" in path:
+            assert super().ask(method, path, body, timeout_s) == answer
+        return answer
+
+
+class Player(threading.Thread):
+    """One client: episodes of 2 to 8 steps, each of which earns 1."""
+
+    def __init__(self, games: Games, kind: str, seed: str, stopped: threading.Event) -> None:
+        super().__init__(daemon=True)
+        self._games, self._slow, self._rng, self._stopped = games, kind == "slow", random.Random(seed), stopped
+        self.told = {"episodes": 0, "steps": 0, "lost": 0}
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                try:
+                    self.told["steps"] += self._play()
+                    self.told["episodes"] += 1
+                except LostError:
+                    self.told["lost"] += 1
+        except BaseException as error:
+            self.failure = error
+
+    def _play(self) -> int:
+        steps = self._rng.randint(2, 8)
+        self._games.start()
+        for step in range(steps):
+            self._games.act(self._seen(step), float(step > 0))
+            if self._slow:
+                self._stopped.wait(self._rng.uniform(0.1, 1.0))
+        self._games.end(self._seen(steps), 1.0, truncated=self._rng.random() < 0.5)
+        return steps
+
+    def _seen(self, step: int) -> Any:
+        return np.array([step / 10, self._rng.random(), 0, 0], np.float32)
+
+
+def main(kind: str, count: int, endpoint: str, url: str, seed: str) -> None:
+    """Play until standard input ends."""
+    by_zmq, by_http = (RepeatingClient, RepeatingServer) if kind == "repeating" else (PolicyClient, PolicyServer)
+    stopped, clients, players = threading.Event(), [], list[Player]()
+    for number in range(count):
+        if number % 2:
+            games: Games = ByHttp(by_http(url))
+        else:
+            clients.append(by_zmq(endpoint, timeout_s=60))
+            games = ByZmq(clients[-1])
+        players.append(Player(games, kind, f"{seed}-{number}", stopped))
+        players[-1].start()
+    sys.stdin.read()
+    stopped.set()
+    for player in players:
+        player.join()
+    for client in clients:
+        client.close()
+    failures = [repr(player.failure) for player in players if player.failure is not None]
+    totals = {name: sum(player.told[name] for player in players) for name in ("episodes", "steps", "lost")}
+    sys.stdout.write(
+        json.dumps({**totals, "clients": [player.told["episodes"] for player in players], "failures": failures})
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,133 @@
+"""Env hosts as processes, and a cable to pull between them and the worker."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from support.ports import free_port
+
+
+class EnvHosts:
+    """Starts `headrace env-host`s, and ends them all."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self._folder, self.port = folder, port
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, env: str, num_envs: int, *sets: str, port: int | None = None) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "headrace.deploy", "env-host", "--env", env, "--num-envs", str(num_envs)]
+        command += ["--connect", f"tcp://127.0.0.1:{port or self.port}"]
+        for assignment in ("sampling.envs_per_process=2", *sets):
+            command += ["--set", assignment]
+        with self.log(len(self.processes)).open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log)
+        self.processes.append(process)
+        return process
+
+    def log(self, number: int) -> Path:
+        """Where the nth writes."""
+        return self._folder / f"env-host-{number}.log"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.terminate()
+        for process in self.processes:
+            process.wait(100)
+
+
+class Cable:
+    """A way to `port`, at `self.port`, which can be pulled: connections are reset, and what is in them is lost."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._listener = socket.create_server(("127.0.0.1", free_port()))
+        self.port = int(self._listener.getsockname()[1])
+        self._peers: dict[socket.socket, socket.socket] = {}
+        self._wake, self._woken = os.pipe()
+        self.pulled = 0
+        self.carried = 0
+        """Bytes, both ways."""
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def pull(self) -> None:
+        os.write(self._woken, b"p")
+
+    def close(self) -> None:
+        os.write(self._woken, b"q")
+        self._thread.join()
+        self._reset_all()
+        self._listener.close()
+        os.close(self._wake)
+        os.close(self._woken)
+
+    def _run(self) -> None:
+        while True:
+            ready, _, _ = select.select([self._wake, self._listener, *self._peers], [], [])
+            if self._wake in ready:
+                if os.read(self._wake, 1) == b"q":
+                    return
+                self.pulled += bool(self._peers)
+                self._reset_all()
+                continue
+            for sock in ready:
+                if sock is self._listener:
+                    self._connect()
+                elif sock in self._peers:
+                    self._carry(sock)
+
+    def _connect(self) -> None:
+        ours, _ = self._listener.accept()
+        try:
+            theirs = socket.create_connection(("127.0.0.1", self._target))
+        except OSError:
+            ours.close()
+            return
+        self._peers |= {ours: theirs, theirs: ours}
+
+    def _carry(self, sock: Any) -> None:
+        try:
+            data = sock.recv(1 << 16)
+            self._peers[sock].sendall(data)
+        except OSError:
+            data = b""
+        self.carried += len(data)
+        if not data:
+            other = self._peers.pop(sock)
+            del self._peers[other]
+            sock.close()
+            other.close()
+
+    def _reset_all(self) -> None:
+        for sock in self._peers:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.close()
+        self._peers.clear()
+
+
+@contextmanager
+def cable_to(port: int) -> Iterator[Cable]:
+    cable = Cable(port)
+    try:
+        yield cable
+    finally:
+        cable.close()

@@ -1,0 +1,116 @@
+"""A real `headrace up` in a process of its own, to be hurt from outside and judged by its books."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from headrace.deploy.fleet_file import read_fleet_file
+from headrace.deploy.redis_view import FleetView, Snapshot
+from headrace.schemas.errors import HeadraceError
+from support.waiting import wait_until
+
+TIMEOUT_S = 150.0
+
+
+class RunningFleet:
+    """`headrace up --json` with `arguments`; use as a context manager, so that nothing of it outlives a failed test."""
+
+    def __init__(self, run_dir: Path, *arguments: str) -> None:
+        self.run_dir = run_dir
+        command = [sys.executable, "-m", "headrace.deploy", "up", "--json", "--run-dir", str(run_dir)]
+        self._process = subprocess.Popen(
+            [*command, "--seed", "0", "--timeout-s", "240", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> RunningFleet:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.communicate(timeout=250)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.communicate()
+
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        """Return once `condition()` is true; a fleet that ended before is a failure that shows its words."""
+
+        def met() -> bool:
+            if condition():
+                return True
+            assert self._process.poll() is None, f"the fleet ended before {what}:\n{self._process.communicate()[1]}"
+            return False
+
+        wait_until(met, what, TIMEOUT_S)
+
+    def pid(self, role: str, slot: int | None = None, incarnation: int | None = None) -> int | None:
+        """The process of this role as fleet.json has it."""
+        for process in self._processes():
+            if process.role == role and slot in (None, process.slot) and incarnation in (None, process.incarnation):
+                return process.pid
+        return None
+
+    def send(self, number: signal.Signals, role: str, slot: int | None = None) -> int:
+        """Send a real signal to a process that this fleet started; returns its pid."""
+        pid = self.pid(role, slot)
+        assert pid is not None, f"no {role} runs"
+        os.kill(pid, number)
+        return pid
+
+    def endpoint(self, role: str) -> str:
+        """Where a role connects."""
+        page = orjson.loads((self.run_dir / "broker.json").read_bytes())
+        return str(page["endpoints"][role])
+
+    def snapshot(self) -> Snapshot | None:
+        """What Redis says of the fleet; None while it does not answer."""
+        try:
+            page = read_fleet_file(self.run_dir / "fleet.json")
+            with FleetView(page.redis_url, page.fleet_id) as view:
+                return view.read()
+        except (HeadraceError, OSError):
+            return None
+
+    def steps(self) -> int:
+        """Env steps the broker has accepted, as Redis has them; 0 while it does not answer."""
+        snapshot = self.snapshot()
+        return snapshot.totals.get("env_steps_total", 0) if snapshot else 0
+
+    def terminate(self) -> None:
+        """SIGTERM: drain and end."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """SIGKILL of the supervisor; its processes end by themselves."""
+        self._process.kill()
+        self._process.communicate()
+
+    def finish(self) -> dict[str, Any]:
+        """Wait for the end; its JSON, with the exit code and what it said added."""
+        output, words = self._process.communicate(timeout=250)
+        result: dict[str, Any] = orjson.loads(output)
+        return result | {"returncode": self._process.returncode, "stderr": words}
+
+    def audit(self) -> subprocess.CompletedProcess[str]:
+        """`headrace audit --strict` of its run directory."""
+        command = [sys.executable, "-m", "headrace.deploy", "audit", "--strict", "--run-dir", str(self.run_dir)]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
+
+    def _processes(self) -> list[Any]:
+        try:
+            return list(read_fleet_file(self.run_dir / "fleet.json").processes)
+        except (HeadraceError, OSError):
+            return []

@@ -1,0 +1,67 @@
+"""A fleet that learns CartPole from games played by a program that knows its client and nothing else of Headrace.
+
+    PYTHONPATH=tests python -m support.fleets.served_cartpole zmq|http [RETURN]
+
+trains until the mean return, and prints what it came to.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from support.waiting import wait_until
+
+GAMES = 8
+ENDPOINTS = {"zmq": "clients-0", "http": "http-0"}
+TIMEOUT_S = 150.0
+
+
+def train(way: str, run_dir: Path, *goal: str) -> dict[str, Any]:
+    """Run `headrace up --serve` until its goal, while games are played at it; its summary."""
+    command = [sys.executable, "-m", "headrace.deploy", "up", "--env", "CartPole-v1", "--workers", "1", "--serve"]
+    command += ["--num-envs", str(GAMES), "--seed", "0", "--run-dir", str(run_dir), "--json", *goal]
+    command += ["--set", "serving.http_port=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as fleet:
+        try:
+            with _games(endpoint_of(run_dir / "fleet.json", way, fleet)) as games:
+                try:
+                    told, _ = fleet.communicate()
+                finally:
+                    games.kill()
+        finally:
+            fleet.terminate()
+    summary: dict[str, Any] = orjson.loads(told)
+    return summary
+
+
+def _games(endpoint: str) -> subprocess.Popen[bytes]:
+    program = [sys.executable, "-m", "headrace.deploy.clients.cartpole", endpoint, str(GAMES)]
+    return subprocess.Popen(program, stderr=subprocess.DEVNULL)  # at the end its server is gone, and it says so
+
+
+def endpoint_of(fleet_json: Path, way: str, fleet: subprocess.Popen[bytes]) -> str:
+    """Where clients of the worker of slot 0 come, once that stands in `fleet_json`."""
+
+    def find() -> str:
+        assert fleet.poll() is None, "the fleet has ended"
+        found = orjson.loads(fleet_json.read_bytes())["endpoints"] if fleet_json.exists() else {}
+        return str(found.get(ENDPOINTS[way], ""))
+
+    return wait_until(find, "an endpoint for clients", TIMEOUT_S)
+
+
+def main(way: str, until_return: str = "475") -> None:
+    """Train, and print the summary."""
+    with tempfile.TemporaryDirectory() as folder:
+        summary = train(way, Path(folder), "--until-return", until_return, "--timeout-s", "1800")
+    sys.stdout.write(orjson.dumps(summary, option=orjson.OPT_INDENT_2).decode() + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

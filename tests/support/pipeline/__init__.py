@@ -1,0 +1,1 @@
+"""Brokers, workers and learners of one delivery path."""

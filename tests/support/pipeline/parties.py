@@ -1,0 +1,461 @@
+"""The parties of the delivery path for tests: brokers in threads and processes, workers without envs, and a witness."""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import orjson
+import zmq
+
+from headrace.broker.process import Broker
+from headrace.broker.state_file import Endpoints, read_broker_file
+from headrace.learner_stub import EpisodeStream
+from headrace.schemas import sockets
+from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.chunk import CHUNK_TABLE, ChunkEnd, EpisodeChunk
+from headrace.schemas.config import BrokerSection
+from headrace.schemas.errors import HeadraceError
+from headrace.schemas.keys import BrokerKeys, ClientKeys
+from headrace.schemas.ledger import LedgerRow, WorkerTotals
+from headrace.schemas.messages import HeldBatch, WorkerHello
+from headrace.schemas.spaces import Box, Discrete, Spaces
+from headrace.schemas.wire import Buffer, MessageKind, WireMessage, decode
+from headrace.workers.fleet.link import BrokerLink
+from headrace.workers.fleet.session import WorkerSession
+from headrace.workers.fleet.weights import WeightsReceiver
+from headrace.workers.fleet.window import SessionLimits, Shipment
+from support.waiting import TIMEOUT_S, wait_until
+
+T = TypeVar("T")
+FLEET = "fleet"
+SPACES = Spaces(observation=Box(shape=(1,), dtype="<f4"), action=Discrete(n=2))
+
+
+# -- brokers ----------------------------------------------------------------------------------------------------------
+
+
+class BrokerThread:
+    """A real broker whose loop turns in a thread of this process. `ask` runs a question between two turns of it."""
+
+    def __init__(self, run_dir: Path, fleet_id: str = FLEET, keys: BrokerKeys | None = None, **settings: Any) -> None:
+        settings = {"heartbeat_interval_s": 0.2, **settings}
+        self.broker = Broker(BrokerSection(**settings), fleet_id, run_dir, None, keys)
+        self.endpoints: Endpoints = self.broker.sockets.endpoints
+        self._questions: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="broker")
+
+    def ask(self, question: Callable[[Broker], T]) -> T:
+        """The answer of the broker's own thread."""
+        answer: queue.Queue[T] = queue.Queue()
+        self._questions.put(lambda: answer.put(question(self.broker)))
+        return answer.get(timeout=TIMEOUT_S)
+
+    def rows(self) -> dict[tuple[int, int], LedgerRow]:
+        """The books, by (slot, incarnation)."""
+        return {(row.slot, row.incarnation): row for row in self.ask(lambda broker: broker.core.rows())}
+
+    def held_bytes(self) -> int:
+        return self.ask(lambda broker: broker.core.store.nbytes)
+
+    def stop(self) -> None:
+        """Stop turning and close all sockets; a broker started after it on the same run_dir takes its ports."""
+        self._stopping.set()
+        self._thread.join(TIMEOUT_S)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self.broker.step()
+                while not self._questions.empty():
+                    self._questions.get()()
+        finally:
+            self.broker.close()
+
+
+_BROKER = """
+import sys, orjson, logging
+from pathlib import Path
+from headrace.broker.process import run_broker
+from headrace.schemas.config_loading import build_config
+logging.basicConfig()
+config, redis_url = build_config(orjson.loads(sys.argv[2])), sys.argv[3] or None
+run_broker(config, fleet_id="fleet", run_dir=Path(sys.argv[1]), redis_url=redis_url)
+"""
+
+_WORKER = """
+import sys, orjson, logging
+from pathlib import Path
+from headrace.schemas.config_loading import build_config
+from headrace.schemas.errors import HeadraceError
+from headrace.workers.fleet.worker import run_worker
+logging.basicConfig()
+slot, incarnation = int(sys.argv[4]), int(sys.argv[5])
+try:
+    run_worker(build_config(orjson.loads(sys.argv[2])), endpoint=sys.argv[3], fleet_id="fleet",
+               slot=slot, incarnation=incarnation, recorder_dir=Path(sys.argv[1]))
+except HeadraceError as error:
+    print(type(error).__name__, error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+class Process:
+    """A role in a real process, killed at the end of the test if need be."""
+
+    def __init__(self, script: str, *arguments: str, log: Path) -> None:
+        self.log = log
+        with log.open("ab") as stderr:
+            self.popen = subprocess.Popen([sys.executable, "-c", script, *arguments], stderr=stderr)
+
+    def signal(self, number: int) -> None:
+        os.kill(self.popen.pid, number)
+
+    def wait(self, timeout_s: float = TIMEOUT_S) -> int:
+        """The return code."""
+        return self.popen.wait(timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.popen.poll() is None:
+            self.popen.kill()
+        self.popen.wait(TIMEOUT_S)
+
+
+def broker_process(run_dir: Path, redis_url: str = "", **settings: Any) -> Process:
+    """A broker in a process of its own, serving."""
+    settings = {"heartbeat_interval_s": 0.2, **settings}
+    config = orjson.dumps({"broker": settings}).decode()
+    process = Process(_BROKER, str(run_dir), config, redis_url, log=run_dir / "broker.log")
+    wait_until(lambda: _serves(run_dir, process), "the broker's start")
+    return process
+
+
+def _serves(run_dir: Path, process: Process) -> bool:
+    assert process.popen.poll() is None, (run_dir / "broker.log").read_text()
+    before = read_broker_file(run_dir)
+    return before is not None and before.pid == process.popen.pid
+
+
+def worker_process(run_dir: Path, endpoint: str, slot: int, incarnation: int, sections: dict[str, Any]) -> Process:
+    """A worker in a process of its own; its recorder stands in `run_dir`."""
+    config = orjson.dumps(sections).decode()
+    arguments = (str(run_dir), config, endpoint, str(slot), str(incarnation))
+    return Process(_WORKER, *arguments, log=run_dir / f"worker-{slot}-{incarnation}.log")
+
+
+# -- what workers ship ------------------------------------------------------------------------------------------------
+
+
+class Envs:
+    """Made-up episodes in `width` envs, cut into fragments as a worker cuts them. Observations are (t,)."""
+
+    def __init__(self, seed: int = 0, width: int = 2, *, ends: float = 0.2, fails: float = 0.05) -> None:
+        self.random = random.Random(seed)
+        self.ends, self.fails = ends, fails
+        self.episodes = 0
+        self._seed = seed
+        self._lanes = [self._episode(env) for env in range(width)]
+
+    def fragment(self, length: int = 5, *, pixels: int = 0) -> ChunkBatch:
+        """The next batch: chunks by env and time, end markers last. `pixels` adds a column of so many bytes a step."""
+        rows: list[dict[str, int]] = []
+        markers: list[dict[str, int]] = []
+        for env, _ in enumerate(self._lanes):
+            self._run(env, length, rows, markers)
+        table = np.zeros(len(rows) + len(markers), CHUNK_TABLE)
+        for i, row in enumerate(rows + markers):
+            for name, value in row.items():
+                table[i][name] = value
+        times = [np.arange(row["t_start"], row["t_start"] + row["length"] + 1) for row in rows]
+        steps = int(table["length"].sum())
+        columns: dict[str, Any] = {
+            "obs": np.concatenate([*times, np.empty(0)]).astype(np.float32)[:, None],
+            "actions": np.zeros(steps, np.int64),
+            "rewards": np.ones(steps),
+            "weights_seq": np.ones(steps, np.int64),
+        }
+        if pixels:
+            columns["pixels"] = np.zeros((steps, pixels), np.uint8)
+        return ChunkBatch(table, columns, SPACES.observation, SPACES.action, reasons=("", "env_exception"))
+
+    def fragments(self, count: int, length: int = 5, *, pixels: int = 0) -> list[ChunkBatch]:
+        return [self.fragment(length, pixels=pixels) for _ in range(count)]
+
+    def _run(self, env: int, length: int, rows: list[dict[str, int]], markers: list[dict[str, int]]) -> None:
+        open_steps = 0
+        for _ in range(length):
+            if self.random.random() < self.fails:
+                if self._lanes[env]["chunk_index"]:
+                    markers.append(self._lanes[env] | {"length": 0, "end": ChunkEnd.ABORTED, "reason": 1})
+                self._lanes[env], open_steps = self._episode(env), 0
+                continue
+            open_steps += 1
+            if self.random.random() < self.ends:
+                end = self.random.choice([ChunkEnd.TERMINATED, ChunkEnd.TRUNCATED])
+                rows.append(self._lanes[env] | {"length": open_steps, "end": end})
+                self._lanes[env], open_steps = self._episode(env), 0
+        if open_steps:
+            lane = self._lanes[env]
+            rows.append(lane | {"length": open_steps})
+            lane["t_start"] += open_steps
+            lane["chunk_index"] += 1
+
+    def _episode(self, env: int) -> dict[str, int]:
+        self.episodes += 1
+        return {"id_high": self._seed, "id_low": self.episodes, "env_index": env, "chunk_index": 0, "t_start": 0}
+
+
+class Feeder:
+    """A worker without envs: the product's session and link in a thread, which ships batches and keeps true totals.
+
+    A None among the batches is a moment without one.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        batches: Iterable[ChunkBatch | None] = (),
+        *,
+        slot: int | None = 0,
+        incarnation: int = 0,
+        window: int = 16,
+        ack: Any = "learner",
+        label: tuple[int, int] = (0, 0),
+        fleet_id: str = FLEET,
+        spaces: Spaces = SPACES,
+        alter: Callable[[int, list[Buffer]], list[Buffer]] = lambda seq, frames: frames,
+        keys: ClientKeys | None = None,
+        join_s: float = TIMEOUT_S,
+    ) -> None:
+        hello = WorkerHello(
+            fleet_id=fleet_id,
+            token=os.urandom(8).hex(),
+            slot=slot,
+            incarnation=incarnation,
+            spaces=spaces.model_dump(mode="json"),
+        )
+        self.session = WorkerSession(hello, SessionLimits(window, 256 << 20, ack, retry_s=0.3))
+        self.weights = WeightsReceiver(fleet_id)
+        self.link = BrokerLink(endpoint, self.session, self.weights, keys)
+        self._join_s = join_s
+        self.error: HeadraceError | None = None
+        self.totals = WorkerTotals()
+        self.steps: dict[int, int] = {}
+        """Steps by batch number, as shipped."""
+        self._batches = iter(batches)
+        self._done = False
+        self._alter = alter
+        self._label = label
+        self._leaving: str | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="feeder")
+
+    @property
+    def blocked(self) -> bool:
+        return self.session.blocked == "window"
+
+    def all_shipped(self) -> bool:
+        return self._done
+
+    def all_settled(self) -> bool:
+        return self._done and not self.session.window()
+
+    def leave(self, reason: str = "shutdown") -> None:
+        """Say BYE; `session.state` tells when it was taken."""
+        self._leaving = reason
+
+    def stop(self) -> None:
+        """End without a word, as a kill would."""
+        self._stopping.set()
+        self._thread.join(TIMEOUT_S)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        try:
+            self.link.join(self._join_s)
+            while not self._stopping.is_set() and not self.session.over:
+                self._ship()
+                if self._leaving is not None:
+                    self.session.leave(self._leaving)
+                    self._leaving = None
+                self.link.pump(0.005)
+            self.link.raise_refusal()
+        except HeadraceError as error:
+            self.error = error
+        finally:
+            self.link.close()
+
+    def _ship(self) -> None:
+        room = self.session.has_room()
+        self.session.blocked = "" if room or self._done else "window"
+        if not room or self._done:
+            return
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._done = True
+            return
+        if batch is None:
+            return
+        seq = self.session.next_seq
+        self.totals = WorkerTotals(
+            seq=seq,
+            stepped=self.totals.stepped + batch.steps,
+            shipped=self.totals.shipped + batch.steps,
+            shipped_chunks=self.totals.shipped_chunks + len(batch),
+        )
+        header = BatchHeader(
+            fleet_id=FLEET,
+            slot=self.session.slot or 0,
+            incarnation=self.session.incarnation,
+            seq=seq,
+            steps=batch.steps,
+            chunks=len(batch),
+            learner_epoch=self._label[0],
+            weights_seq=self._label[1],
+            reasons=list(batch.reasons),
+            totals=self.totals,
+        )
+        frames = self._alter(seq, encode_batch(batch, header))
+        self.steps[seq] = batch.steps
+        held = HeldBatch(seq=seq, steps=batch.steps, chunks=len(batch))
+        self.session.submit(Shipment(held, sum(map(len, frames)), frames, self.totals))
+
+
+StartBroker = Callable[..., BrokerThread]
+StartFeeder = Callable[..., Feeder]
+
+
+# -- raw peers --------------------------------------------------------------------------------------------------------
+
+
+class RawPeer:
+    """A DEALER that says whatever a test wants."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        for name, value in sockets.COMMON.items():
+            self.socket.setsockopt(getattr(zmq, name), value)
+        self.socket.connect(endpoint)
+
+    def send(self, frames: Sequence[Buffer]) -> None:
+        self.socket.send_multipart(frames)
+
+    def receive(self, timeout_s: float = TIMEOUT_S) -> WireMessage:
+        """The next message; an AssertionError when none comes."""
+        assert self.socket.poll(int(timeout_s * 1000)), "no answer"
+        return decode(self.socket.recv_multipart())
+
+    def receive_kind(self, kind: MessageKind) -> WireMessage:
+        """The next message of this kind."""
+        while True:
+            message = self.receive()
+            if message.kind is kind:
+                return message
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._context.destroy(linger=0)
+
+
+# -- the witness ------------------------------------------------------------------------------------------------------
+
+
+class Witness:
+    """Sees every chunk that a learner is handed and complains of whatever breaks the promise about episodes."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.chunks = 0
+        self.markers: dict[str, str | None] = {}
+        """Episode -> reason of its ABORTED chunk."""
+        self.finished: set[str] = set()
+        self.by_source: Counter[tuple[int, int]] = Counter()
+        self._last: dict[str, EpisodeChunk] = {}
+
+    def see(self, batch: ChunkBatch) -> None:
+        for chunk in batch:
+            self._see(chunk)
+        self.by_source[(batch.slot, batch.incarnation)] += batch.steps
+
+    def see_any(self, batch: ChunkBatch) -> None:
+        """Note what became of episodes whose beginning somebody else saw."""
+        self.steps += batch.steps
+        self.markers |= {chunk.episode_id: chunk.end_reason for chunk in batch if chunk.end is ChunkEnd.ABORTED}
+
+    def open_episodes(self) -> set[str]:
+        """Begun and neither finished nor aborted."""
+        return set(self._last) - self.finished - set(self.markers)
+
+    def _see(self, chunk: EpisodeChunk) -> None:
+        name = chunk.episode_id
+        assert name not in self.finished, f"{chunk} after the end of its episode"
+        assert name not in self.markers, f"{chunk} after its episode was aborted"
+        last = self._last.get(name)
+        if last is not None:
+            assert chunk.chunk_index == last.chunk_index + 1, f"{chunk} follows {last}"
+            assert chunk.t_start == last.t_start + len(last), f"{chunk} follows {last}"
+        elif len(chunk):
+            assert (chunk.chunk_index, chunk.t_start) == (0, 0), f"{chunk} is the first of its episode"
+        if len(chunk):
+            assert chunk.obs[:, 0].tolist() == list(range(chunk.t_start, chunk.t_start + len(chunk) + 1))
+            self.chunks += 1
+        self.steps += len(chunk)
+        self._last[name] = chunk
+        if chunk.end is ChunkEnd.ABORTED:
+            self.markers[name] = chunk.end_reason
+        elif chunk.is_done:
+            self.finished.add(name)
+
+
+def batches_of(
+    stream: EpisodeStream, until_done: Callable[[], object], timeout_s: float = TIMEOUT_S
+) -> Iterator[ChunkBatch]:
+    """Batches until `until_done` is true and none is left; an AssertionError after the deadline without either."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        while (batch := stream.next(timeout_s=0.05)) is not None:
+            yield batch
+        if until_done():
+            return
+    raise AssertionError("the stream did not come to its end in time")
+
+
+def ask_until_it_raises(stream: EpisodeStream, timeout_s: float = TIMEOUT_S) -> None:
+    """Ask for batch after batch without end."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        stream.next(0.1)

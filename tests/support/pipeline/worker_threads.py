@@ -1,0 +1,117 @@
+"""A worker in a thread of the test, and what is asked of its books."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from headrace.learner_stub import EpisodeStream
+from headrace.learner_stub.module import build_module
+from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.config import ModuleSection
+from headrace.schemas.config_loading import build_config
+from headrace.schemas.errors import HeadraceError
+from headrace.schemas.ledger import LedgerRow
+from headrace.schemas.messages import Obituary, SupervisorHello
+from headrace.schemas.recorder import read_recorder
+from headrace.schemas.spaces import Spaces
+from headrace.workers.fleet import worker as worker_module
+from support.pipeline.parties import FLEET, BrokerThread, RawPeer
+from support.waiting import wait_until
+
+SAMPLING: dict[str, Any] = {"env": "CartPole-v1", "num_envs": 2, "rollout_fragment_length": 16, "seed": 1}
+AT_RANDOM = {"sampling": SAMPLING, "worker": {"random_actions_before_weights": True, "drain_timeout_s": 5.0}}
+
+
+class WorkerThread:
+    """`run_worker` in a thread, stopped by an event instead of SIGTERM."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, endpoint: str, recorders: Path, sections: dict[str, Any]
+    ) -> None:
+        self.stopping = threading.Event()
+        self.error: HeadraceError | None = None
+        monkeypatch.setattr(worker_module, "stop_event", lambda: nullcontext(self.stopping))
+        self._arguments: dict[str, Any] = {"endpoint": endpoint, "fleet_id": FLEET, "recorder_dir": recorders}
+        self._config = build_config(sections)
+        self._thread = threading.Thread(target=self._run, name="worker")
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def check(self) -> None:
+        """Raise what has ended it, if something has."""
+        if self.error is not None:
+            raise self.error
+
+    def _run(self) -> None:
+        try:
+            worker_module.run_worker(self._config, slot=0, incarnation=1, **self._arguments)
+        except HeadraceError as error:
+            self.error = error
+
+    def __enter__(self) -> WorkerThread:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stopping.set()
+        self._thread.join(60.0)
+
+
+def drain(stream: EpisodeStream, see: Callable[[ChunkBatch], object]) -> None:
+    """Show `see` each batch that is there."""
+    while (batch := stream.next(0.3)) is not None:
+        see(batch)
+
+
+def closed_row(broker: BrokerThread, incarnation: int = 1) -> LedgerRow:
+    """The row of slot 0, once its books are closed and nothing is held; it must add up."""
+
+    def find() -> LedgerRow | None:
+        row = broker.rows().get((0, incarnation))
+        return row if row is not None and row.closed and row.held == (0, 0) else None
+
+    wait_until(find, f"closed books of incarnation {incarnation}")
+    row = broker.rows()[(0, incarnation)]
+    assert not list(row.problems())
+    return row
+
+
+def constant_value(spaces: Spaces, value: float) -> dict[str, NDArray[Any]]:
+    """Weights under which the policy's value is `value` everywhere, and its actions are even."""
+    state = build_module(ModuleSection(), spaces).state_dict()
+    arrays = {name: np.zeros(tuple(tensor.shape), np.float32) for name, tensor in state.items()}
+    arrays["head.bias"][-1] = value
+    return arrays
+
+
+def report_death(broker: BrokerThread, run_dir: Path, incarnation: int, reason: str) -> None:
+    """What a supervisor does: read the recorder, and tell the broker until it answers."""
+    reading = read_recorder(run_dir / f"worker-0-{incarnation}.rec")
+    assert reading is not None
+    words = Obituary(
+        slot=0,
+        incarnation=incarnation,
+        totals=reading.totals,
+        settled=reading.settled,
+        window=reading.window,
+        reason=reason,
+    )
+    with RawPeer(broker.endpoints.worker) as peer:
+        peer.send(SupervisorHello(fleet_id=FLEET, token="s").frames())
+        peer.send(words.frames())
+        wait_until(lambda: broker.rows()[(0, incarnation)].closed, "closed books")
+
+
+def accepted(broker: BrokerThread, incarnation: int) -> int:
+    row = broker.rows().get((0, incarnation))
+    return row.totals.seq if row is not None else 0

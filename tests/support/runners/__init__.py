@@ -1,0 +1,1 @@
+"""Env runners over small envs, and what is asked of them."""

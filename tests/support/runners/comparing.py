@@ -1,0 +1,44 @@
+"""How tests compare chunks, states and reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import orjson
+
+from headrace.schemas.state_arrays import arrays_to_state, state_to_arrays
+
+
+def assert_same(a: Any, b: Any) -> None:
+    assert (a.episode_id, a.chunk_index, a.t_start, a.end, a.seed) == (
+        b.episode_id,
+        b.chunk_index,
+        b.t_start,
+        b.end,
+        b.seed,
+    )
+    assert a.obs.tobytes() == b.obs.tobytes()
+    assert a.actions.tobytes() == b.actions.tobytes()
+    assert a.rewards.tobytes() == b.rewards.tobytes()
+    for name in ("logp", "values", "action_dist_inputs"):
+        assert a.columns[name].tobytes() == b.columns[name].tobytes()
+
+
+def equal_states(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal_states(a[key], b[key]) for key in a)
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    return bool(a == b)
+
+
+def through_arrays(state: dict[str, Any]) -> dict[str, Any]:
+    assert orjson.loads(state_to_arrays(state)["_state"].tobytes())
+    return arrays_to_state(state_to_arrays(state))
+
+
+def numbers_in(report: Any) -> list[float]:
+    if isinstance(report, dict):
+        return [n for value in report.values() for n in numbers_in(value)]
+    return [n for value in report for n in numbers_in(value)] if isinstance(report, list) else [report]

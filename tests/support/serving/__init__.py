@@ -1,0 +1,1 @@
+"""Policy servers, and clients of them."""

@@ -1,0 +1,1 @@
+"""The simulated world of sessions and brokers, and the judge of its histories."""

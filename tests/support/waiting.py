@@ -1,0 +1,23 @@
+"""One way to wait in tests: for an event, with a deadline."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+TIMEOUT_S = 100.0
+"""Long, since a busy machine may be slow; a wait that goes well takes as long as what it waits for."""
+_PAUSE_S = 0.01
+
+
+def wait_until(condition: Callable[[], T], what: str = "the condition", timeout_s: float = TIMEOUT_S) -> T:
+    """Return the first true answer of `condition`, asked every 10 ms; AssertionError with `what` after `timeout_s`."""
+    pause, deadline = threading.Event(), time.monotonic() + timeout_s
+    while not (answer := condition()):
+        if time.monotonic() >= deadline:
+            raise AssertionError(f"{what} did not come true within {timeout_s:g} s")
+        pause.wait(_PAUSE_S)
+    return answer
