@@ -12,9 +12,9 @@ from raw_http import HEALTH, RawHttp, head, put
 from served import LIMITS, Served
 
 from headrace.schemas.spaces import Discrete, MultiDiscrete, Spaces
-from headrace.workers.serving import http_connection
+from headrace.workers.serving.http import connection as http_connection
 from headrace.workers.serving.http.connection import HEAD_BYTES
-from headrace.workers.serving.http.way import connection_places
+from headrace.workers.serving.http.server import connection_places
 
 QUICK = replace(LIMITS, read_s=0.4, lease_s=1.2, max_connections=8)
 STEP = "/v1/sessions/s/episodes/e/steps/0"

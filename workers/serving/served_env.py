@@ -160,8 +160,6 @@ class ServedEnvs:
 def _check_http_can_be_served() -> None:
     try:
         import httptools  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"{error}; pip install 'headrace[http]'", key="serving.http_port") from error
 

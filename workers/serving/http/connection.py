@@ -74,7 +74,7 @@ class HttpPlace(Protocol):
 
 
 class HttpConnection(asyncio.Protocol):
-    """For one event loop, and uvicorn's way to stop: `shutdown`."""
+    """For one event loop. `shutdown` ends it once what was asked is answered."""
 
     def __init__(self, place: HttpPlace) -> None:
         self._place, self._limits = place, place.limits
@@ -100,7 +100,7 @@ class HttpConnection(asyncio.Protocol):
         self._body: list[bytes] = []
         self._body_bytes = 0
 
-    # -- of asyncio and uvicorn ---------------------------------------------------------------------------------------
+    # -- of asyncio and the server -------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable
 from concurrent import futures
 
-from headrace.workers.serving.http.way import HttpWay
+from headrace.workers.serving.http.server import HttpServer
 from headrace.workers.serving.records import ServingLimits
 from headrace.workers.serving.sessions import Sessions
 from headrace.workers.serving.space_values import SpaceValues
@@ -41,9 +41,9 @@ class HttpDoor:
         self._loop = self._runner.get_loop()
         self._alarm: asyncio.TimerHandle | None = None
         self._watched: list[int] = []
-        self._way = HttpWay(self._loop, values, limits, token)
+        self._http = HttpServer(self._loop, values, limits, token)
         try:
-            self._runner.run(self._way.open(listener))
+            self._runner.run(self._http.open(listener))
         except BaseException:
             self._runner.close()
             raise
@@ -64,7 +64,7 @@ class HttpDoor:
         else:
             self._set_alarm(timeout_s)
         self._run()
-        if self._way.asked > 1:  # while these were read others have come: a look is cheaper than a turn of their own
+        if self._http.pending > 1:  # while these were read others have come: a look is cheaper than a turn of their own
             self._loop.stop()
             self._run()
 
@@ -72,7 +72,7 @@ class HttpDoor:
         """See `desk.Door`."""
         if self._speaking:
             self._frames.take_in(sessions, now)
-        self._way.take_in(sessions, now)
+        self._http.take_in(sessions, now)
 
     def close(self) -> None:
         """See `desk.Door`. Connections have a moment to be told their last."""
@@ -80,7 +80,7 @@ class HttpDoor:
             self._loop.remove_reader(fd)
         if self._alarm is not None:
             self._alarm.cancel()
-        end = self._way.close()
+        end = self._http.close()
         try:
             self._loop.stop()
             self._run()  # else what was asked since the last time would stop it on its way to the end

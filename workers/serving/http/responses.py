@@ -9,7 +9,7 @@ import orjson
 
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.serving_errors import HTTP_STATUS, code_of, facts_of
-from headrace.schemas.wire import MessageKind
+from headrace.schemas.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR, MessageKind
 from headrace.workers.serving.agent_values import AgentValues
 from headrace.workers.serving.records import Reply
 from headrace.workers.serving.values import Values
@@ -49,6 +49,16 @@ def answer_of(reply: Reply, actions: Values | AgentValues) -> HttpAnswer:
     if reply.action is not None:
         body["action"] = actions.json(reply.action)
     return json_answer(body)
+
+
+def health_answer(counts: dict[str, int]) -> HttpAnswer:
+    """The server is alive, and holds so many sessions and episodes."""
+    return json_answer({"status": "ok", "protocol": f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}", **counts})
+
+
+def failed() -> HttpAnswer:
+    """The server itself is at fault."""
+    return _refusal("failed", "the server failed at this; its log says how", {})
 
 
 def _refusal(code: str, message: str, facts: dict[str, Any]) -> HttpAnswer:
