@@ -18,7 +18,7 @@ from headrace.schemas.serving_errors import BadRequestError
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner
 from headrace.workers.connectors import FrameStack
 from headrace.workers.serving.client import PolicyClient
-from headrace.workers.serving.client_episodes import ClientEpisodes
+from headrace.workers.serving.shipped_episodes import ShippedEpisodes
 
 PAIR: dict[str, Any] = {"policies": {"short": None, "long": None}, "missing_final_observation": "repeat"}
 QUICK: dict[str, Any] = {**PAIR, "external_fragment_max_age_s": 0.1}
@@ -75,8 +75,8 @@ def test_who_vanishes_leaves_a_marker_for_each_agent(wait_for: Callable[..., Non
         for _ in range(3):
             client.get_action(episode, seen)
         wait_for(lambda: {chunk.agent_id for chunk in there.chunks} == {"short", "long"}, what="chunks of both")
-        desk: Any = there.runner.env.server.desk
-        desk.post(lambda sessions, now: sessions._close(client._link.session, "client_lost"))
+        dispatcher: Any = there.runner.env.server.dispatcher
+        dispatcher.post(lambda sessions, now: sessions._close(client._link.session, "client_lost"))
         wait_for(lambda: len(markers(there)) == 2, what="the markers")
         assert {marker.end_reason for marker in markers(there)} == {"client_lost"}
         with pytest.raises(EpisodeAbortedError):
@@ -107,8 +107,8 @@ def test_env_steps_that_do_not_rise_from_the_start_of_a_chunk_are_refused() -> N
         env_t = np.arange(8)
         env_t[at] = wrong
         with pytest.raises(BadRequestError, match="should rise from its start, 0"):
-            ClientEpisodes(1).take("a client", replace(batch, columns={**batch.columns, "env_t": env_t}))
-    assert len(ClientEpisodes(1).take("a client", batch)) == len(batch)
+            ShippedEpisodes(1).take("a client", replace(batch, columns={**batch.columns, "env_t": env_t}))
+    assert len(ShippedEpisodes(1).take("a client", batch)) == len(batch)
 
 
 def test_the_columns_that_are_expected_of_each_module_are_those_of_its_own_batches() -> None:

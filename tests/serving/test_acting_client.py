@@ -65,8 +65,8 @@ def test_who_vanishes_leaves_markers_and_hears_of_it_on_return(wait_for: Callabl
             client.get_action(episode, np.zeros(4))
         wait_for(lambda: there.chunks, what="a first chunk")
         sessions: list[Any] = []
-        desk: Any = there.runner.env.server.desk  # type: ignore[union-attr]
-        desk.post(lambda s, now: (s._close(client._link.session, "client_lost"), sessions.append(s)))
+        dispatcher: Any = there.runner.env.server.dispatcher  # type: ignore[union-attr]
+        dispatcher.post(lambda s, now: (s._close(client._link.session, "client_lost"), sessions.append(s)))
         wait_for(lambda: any(c.end is ChunkEnd.ABORTED for c in there.chunks), what="the marker")
         assert there.chunks[-1].end_reason == "client_lost"
         with pytest.raises(EpisodeAbortedError):

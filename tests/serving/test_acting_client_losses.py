@@ -164,7 +164,7 @@ def test_what_a_server_had_not_taken_when_it_ended_is_told_to_the_next(
     walk(client, 5)
     wait_for(lambda: client._shipments._number == 1, what="what is taken")
     taken = sum(map(len, before.chunks))
-    assert before.exchange.end(Discard.SHUTDOWN) == []  # from now on nothing is taken there
+    assert before.acting_channel.end(Discard.SHUTDOWN) == []  # from now on nothing is taken there
     episode = client.start_episode()
     for _ in range(3):
         client.get_action(episode, SEEN)

@@ -14,7 +14,7 @@ from served import LIMITS, Served
 from headrace.schemas.spaces import Discrete, MultiDiscrete, Spaces
 from headrace.workers.serving.http import connection as http_connection
 from headrace.workers.serving.http.connection import HEAD_BYTES
-from headrace.workers.serving.http.server import connection_places
+from headrace.workers.serving.http.server import connection_limit
 
 QUICK = replace(LIMITS, read_s=0.4, lease_s=1.2, max_connections=8)
 STEP = "/v1/sessions/s/episodes/e/steps/0"
@@ -181,5 +181,5 @@ def test_a_silent_connection_ends_without_a_word(server: Served) -> None:
 
 def test_zeromq_keeps_half_of_the_files_that_may_be_open() -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert connection_places(3) == 3
-    assert connection_places(1 << 40) == soft // 2
+    assert connection_limit(3) == 3
+    assert connection_limit(1 << 40) == soft // 2

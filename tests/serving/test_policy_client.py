@@ -22,7 +22,7 @@ from headrace.schemas.errors import ConfigError, KeysRefusedError, UnreachableEr
 from headrace.schemas.keys import read_client_port_keys
 from headrace.schemas.spaces import Box, Dict, Discrete, MultiBinary, Spaces, Tuple, nest
 from headrace.workers.serving.client import PolicyClient
-from headrace.workers.serving.records import ServingLimits
+from headrace.workers.serving.session_records import ServingLimits
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "workers"))
 

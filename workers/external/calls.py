@@ -19,13 +19,13 @@ Row = Mapping[str, NDArray[Any]]
 """A value of a space by column name, each leaf without a leading axis."""
 
 
-class Turns(Protocol):
+class DriverLoop(Protocol):
     """Who looks after the episodes' drivers while the sampler has nothing to do, in the sampler's thread."""
 
-    def turn(self, timeout_s: float) -> None:
+    def run_once(self, timeout_s: float) -> None:
         """Until something has happened, `timeout_s` at most."""
 
-    def deliver(self) -> None:
+    def flush(self) -> None:
         """Have what was answered leave now. Does not wait."""
 
 

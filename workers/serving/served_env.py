@@ -17,15 +17,15 @@ from headrace.workers.agents.env import build_multi_agent_env, gym_spaces_of, sp
 from headrace.workers.config import EnvRunnerConfig, runner_config
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import find_creator
-from headrace.workers.envs.remote.router_port import Door, DoorSettings
+from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSettings
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.env import ExternalEnv
-from headrace.workers.serving.agents_table import AgentsTable
+from headrace.workers.serving.acting_channel import ActingChannel
 from headrace.workers.serving.bearer_token import read_token
-from headrace.workers.serving.exchange import Exchange
-from headrace.workers.serving.http.listening import listen
+from headrace.workers.serving.episode_codec import EpisodeCodec
+from headrace.workers.serving.http.listening_socket import listen
+from headrace.workers.serving.multi_agent_open_episodes import MultiAgentOpenEpisodes
 from headrace.workers.serving.server import Server
-from headrace.workers.serving.space_values import SpaceValues
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class ServedEnvs:
         self._keys_dir = keys_dir
         self._check_bounds = check_bounds
         self._ports: tuple[int, int] | None = None
-        self.exchange = Exchange(settings.max_message_bytes) if settings.client_inference else None
+        self.acting_channel = ActingChannel(settings.max_message_bytes) if settings.client_inference else None
         """With clients that act by themselves, if there may be any. It outlives each env."""
 
     def __call__(self, context: EnvContext) -> ServedEnv | ServedAgentsEnv:
@@ -80,13 +80,13 @@ class ServedEnvs:
         if self._settings.http_port is not None:
             _check_http_can_be_served()
         port, http_port = self._ports or self._at(context.worker_index)
-        door = self._open_door(port, read_client_port_keys(folder) if folder is not None else None)
+        router_port = self._open_router_port(port, read_client_port_keys(folder) if folder is not None else None)
         try:
-            listener = self._listen(http_port, token) if self._settings.http_port is not None else None
+            http_socket = self._listen(http_port, token) if self._settings.http_port is not None else None
         except BaseException:
-            door.close()
+            router_port.close()
             raise
-        server = Server(self._settings, door, listener, token, self.exchange)
+        server = Server(self._settings, router_port, http_socket, token, self.acting_channel)
         self._ports = server.ports
         kind = ServedAgentsEnv if self._several_agents else ServedEnv
         return kind(*spaces, server, check_bounds=self._check_bounds)
@@ -105,7 +105,7 @@ class ServedEnvs:
         found = find_creator(self._like)(context)
         env = found if isinstance(found, ExternalMultiAgentEnv) else build_multi_agent_env(lambda _: found, context)
         by_agent = gym_spaces_of(env)
-        SpaceValues.of(spaces_by_agent(by_agent))  # what clients could not tell apart is refused now
+        EpisodeCodec.of(spaces_by_agent(by_agent))  # what clients could not tell apart is refused now
         if hasattr(env, "close"):
             env.close()
         actions = {agent: action for agent, (_, action) in by_agent.items()}
@@ -124,10 +124,10 @@ class ServedEnvs:
             return read_token(Path(self._settings.http_token))
         return read_token(folder / TOKEN_FILE) if folder is not None else None
 
-    def _open_door(self, port: int, keys: BrokerKeys | None) -> Door:
+    def _open_router_port(self, port: int, keys: BrokerKeys | None) -> RouterPort:
         s = self._settings
-        return Door(
-            DoorSettings(
+        return RouterPort(
+            RouterPortSettings(
                 s.host,
                 port,
                 keys,
@@ -194,8 +194,8 @@ class ServedEnv(_Served, ExternalEnv):
 
     def run(self) -> None:
         """Serve until the env is closed."""
-        values = SpaceValues.of(self.episodes.spaces, check_bounds=self._check_bounds)
-        self.server.run(self.episodes, self.episodes.capacity, values)
+        codec = EpisodeCodec.of(self.episodes.spaces, check_bounds=self._check_bounds)
+        self.server.run(self.episodes, self.episodes.capacity, codec)
 
 
 class ServedAgentsEnv(_Served, ExternalMultiAgentEnv):
@@ -207,5 +207,5 @@ class ServedAgentsEnv(_Served, ExternalMultiAgentEnv):
 
     def run(self) -> None:
         """Serve until the env is closed."""
-        values = SpaceValues.of(self.episodes.spaces, check_bounds=self._check_bounds)
-        self.server.run(AgentsTable(self.episodes), self.episodes.capacity, values)
+        codec = EpisodeCodec.of(self.episodes.spaces, check_bounds=self._check_bounds)
+        self.server.run(MultiAgentOpenEpisodes(self.episodes), self.episodes.capacity, codec)

@@ -23,8 +23,8 @@ from headrace.schemas.errors import HeadraceError
 from headrace.schemas.serving_errors import ServerFullError, StepOrderError, SupersededError
 from headrace.schemas.serving_messages import AnyStep, EpisodeAbort, EpisodeAnswer, EpisodeStart
 from headrace.schemas.wire import MessageKind
-from headrace.workers.serving.episodes import Answer, Episodes
-from headrace.workers.serving.records import (
+from headrace.workers.serving.open_episodes import OpenEpisodes, StepAnswer
+from headrace.workers.serving.session_records import (
     Address,
     EpisodeRecord,
     Reply,
@@ -45,7 +45,9 @@ _ENDS = {"no": ChunkEnd.ONGOING, "terminated": ChunkEnd.TERMINATED, "truncated":
 class SessionEpisodes:
     """Those of all sessions. `post` brings an answer of the sampler to the thread that calls `answered`."""
 
-    def __init__(self, table: Episodes, post: Callable[[EpisodeRecord, Answer], None], limits: ServingLimits) -> None:
+    def __init__(
+        self, table: OpenEpisodes, post: Callable[[EpisodeRecord, StepAnswer], None], limits: ServingLimits
+    ) -> None:
         self._table, self._post, self._limits = table, post, limits
         self.outbox: list[tuple[Address, Reply]] = []
         """What is to be sent, and where."""
@@ -60,7 +62,7 @@ class SessionEpisodes:
                 raise ServerFullError(f"this session has {len(session.open)} open episodes, the most it may have")
             self._table.start(start.episode, training_enabled=start.training_enabled)
             session.open[start.episode] = EpisodeRecord(session, start.episode, start.training_enabled)
-        elif episode.step or episode.asked_at is not None or episode.training_enabled != start.training_enabled:
+        elif episode.step or episode.reply_to is not None or episode.training_enabled != start.training_enabled:
             raise EpisodeStartedError(start.episode)
         return Reply.of(EpisodeAnswer(request=start.request, episode=start.episode, next_step=0))
 
@@ -69,8 +71,8 @@ class SessionEpisodes:
     ) -> Reply | None:
         """Take a step, which is answered in time, or say again what was said of it. Raises as the table does."""
         episode = find(session, step.episode)
-        if step.step == episode.step and episode.over is None and episode.asked_at is None:
-            episode.asked_at, episode.asked_as = address, step.request
+        if step.step == episode.step and episode.over is None and episode.reply_to is None:
+            episode.reply_to, episode.reply_number = address, step.request
             self._give(episode, step, observation, action)
             return None
         return self._step_again(episode, step, address)
@@ -86,8 +88,8 @@ class SessionEpisodes:
             raise StepOrderError(
                 f"step {step.step} of episode {step.episode!r} is not the next one, which is {episode.step}"
             )
-        earlier, episode.asked_at = episode.asked_at, address
-        earlier_as, episode.asked_as = episode.asked_as, step.request
+        earlier, episode.reply_to = episode.reply_to, address
+        earlier_as, episode.reply_number = episode.reply_number, step.request
         if earlier is not None and earlier != address:
             detail = f"step {step.step} of episode {step.episode!r} was asked for again, and is answered there"
             self.outbox.append((earlier, refusal_of(SupersededError(detail), earlier_as)))
@@ -97,12 +99,12 @@ class SessionEpisodes:
         """To the sampler, which answers in time."""
         end = _ENDS[step.end]
         episode.ends = end is not ChunkEnd.ONGOING
-        episode.tells_action = not (episode.ends or step.off_policy)
+        episode.wants_action = not (episode.ends or step.off_policy)
         on_answer = partial(self._post, episode)
         try:
             self._table.take_step(episode.id, step.news, observation, on_answer, action=action, end=end)
         except HeadraceError as error:
-            episode.asked_at = None
+            episode.reply_to = None
             if isinstance(error, _GONE):
                 self._end(episode, str(error))
             raise
@@ -117,14 +119,14 @@ class SessionEpisodes:
             self.give_up(episode, reason)
             self._end(episode, reason)
 
-    def answered(self, episode: EpisodeRecord, answer: Answer) -> None:
+    def answered(self, episode: EpisodeRecord, answer: StepAnswer) -> None:
         """The sampler has said what comes of the step that is under way."""
-        address, episode.asked_at = episode.asked_at, None
+        address, episode.reply_to = episode.reply_to, None
         if address is None or episode.over is not None:
             return
         episode.step += 1
         if answer.error is not None:
-            episode.last = refusal_of(answer.error, episode.asked_as)
+            episode.last = refusal_of(answer.error, episode.reply_number)
             self._end(episode, str(answer.error))
         else:
             episode.last = _answer(episode, answer)
@@ -143,17 +145,17 @@ class SessionEpisodes:
         """The table, and who waits for a step of it, are told that the episode will never finish."""
         with suppress(HeadraceError):  # the sampler may have lost it already
             self._table.abort(episode.id, reason)
-        address, episode.asked_at = episode.asked_at, None
+        address, episode.reply_to = episode.reply_to, None
         if address is not None:
-            self.outbox.append((address, refusal_of(EpisodeAbortedError(episode.id, reason), episode.asked_as)))
+            self.outbox.append((address, refusal_of(EpisodeAbortedError(episode.id, reason), episode.reply_number)))
 
 
-def _answer(episode: EpisodeRecord, answer: Answer) -> Reply:
+def _answer(episode: EpisodeRecord, answer: StepAnswer) -> Reply:
     """An `EpisodeAnswer`, without a check of what was made here."""
     fields = {
-        "request": episode.asked_as,
+        "request": episode.reply_number,
         "episode": episode.id,
         "next_step": episode.step,
         "weights": answer.weights,
     }
-    return Reply(MessageKind.EPISODE_ANSWER, fields, answer.action if episode.tells_action else None)
+    return Reply(MessageKind.EPISODE_ANSWER, fields, answer.action if episode.wants_action else None)

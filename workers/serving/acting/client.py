@@ -28,12 +28,12 @@ from headrace.workers.external.calls import Answer
 from headrace.workers.fleet.shipping import Cut
 from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
 from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
-from headrace.workers.serving.acting.here import env_here
-from headrace.workers.serving.acting.pulling import WeightsPuller
+from headrace.workers.serving.acting.caller_driven_env import caller_driven_env
 from headrace.workers.serving.acting.shipments import AnyRunner, Shipments
+from headrace.workers.serving.acting.weights_puller import WeightsPuller
 from headrace.workers.serving.client import PolicyClient
-from headrace.workers.serving.space_values import SpaceValues
-from headrace.workers.serving.values import read_info
+from headrace.workers.serving.episode_codec import EpisodeCodec
+from headrace.workers.serving.space_codec import read_info
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +43,10 @@ _FURTHER_BYTES = 64
 """Of a step besides what is seen and done: reward, version, log-prob, ..."""
 _INFO_BYTES = DEFAULT_CAPS.infos_bytes
 """Of one info: more is in no chunk at all."""
-_FORGOTTEN = "the policy server has begun anew, or ended this session, which was silent"
+_SESSION_LOST = "the policy server has begun anew, or ended this session, which was silent"
 
 
-class _BrokenOffError(HeadraceError):
+class _InterruptedError(HeadraceError):
     """The client closes, or its session has ended, or a message is full, while a fragment is being gathered."""
 
 
@@ -92,8 +92,8 @@ class ActingClient:
         kind = MultiAgentEnvRunner if config.is_multi_agent else SingleAgentEnvRunner
         try:
             _check_kind(config, self.spaces)
-            self._values = SpaceValues.of(self.spaces)
-            self._env = env_here(self.spaces)
+            self._codec = EpisodeCodec.of(self.spaces)
+            self._env = caller_driven_env(self.spaces)
             here = config.model_copy(update={"env": lambda context: self._env, "env_placement": "inline"})
             self._runner: AnyRunner = kind(here, index, run_uid=secrets.token_hex(8))
         except BaseException:
@@ -111,12 +111,12 @@ class ActingClient:
 
     def get_action(self, episode_id: str, observation: Any) -> Any:
         """See `ExternalEnv`; what is seen may be lists and numbers too."""
-        return self._env.get_action(episode_id, self._values.observation.read(observation))
+        return self._env.get_action(episode_id, self._codec.observation.read(observation))
 
     def log_action(self, episode_id: str, observation: Any, action: Any) -> None:
         """See `ExternalEnv`, and `get_action`."""
-        values = self._values
-        self._env.log_action(episode_id, values.observation.read(observation), values.action.read(action))
+        codec = self._codec
+        self._env.log_action(episode_id, codec.observation.read(observation), codec.action.read(action))
 
     def log_returns(self, episode_id: str, reward: Any, info: Any = None, *dones: Any, **named_dones: Any) -> None:
         """See `ExternalEnv`; an info that no chunk could carry is refused here, not when its episode is shipped."""
@@ -129,7 +129,7 @@ class ActingClient:
     def end_episode(self, episode_id: str, observation: Any, truncated: bool = False) -> None:
         """The episode has ended with this observation. Blocks until that is taken in, so that its place is free."""
         answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        last = self._values.observation.read(observation)
+        last = self._codec.observation.read(observation)
         self._env.episodes.end(episode_id, last, answers.put, truncated=truncated)
         try:
             answer = answers.get(timeout=self._timeout_s)
@@ -165,7 +165,7 @@ class ActingClient:
             while not self._closing.is_set():
                 self._ship(self._gather())
             self._ship(self._runner.discard_open(Discard.CLIENT_LOST))
-        except _BrokenOffError:
+        except _InterruptedError:
             pass
         except HeadraceError as error:
             self.failure = error
@@ -177,21 +177,21 @@ class ActingClient:
     def _wait_for_weights(self) -> None:
         while not self._puller.arrived.wait(0.05):
             if self._closing.is_set():
-                raise _BrokenOffError
-            if self._puller.lost.is_set():
-                self._open_anew()
+                raise _InterruptedError
+            if self._puller.session_lost.is_set():
+                self._open_new_session()
         self._apply_newest()
 
     def _gather(self) -> Cut:
         try:
             return self._runner.sample_fragment(self._between_polls)
-        except _BrokenOffError:
+        except _InterruptedError:
             return self._runner.cut_fragment()
 
     def _between_polls(self) -> None:
         self._apply_newest()
-        if self._closing.is_set() or self._puller.lost.is_set() or self._runner.totals.open > self._most_open:
-            raise _BrokenOffError
+        if self._closing.is_set() or self._puller.session_lost.is_set() or self._runner.totals.open > self._most_open:
+            raise _InterruptedError
 
     def _apply_newest(self) -> None:
         pulled = self._puller.take()
@@ -203,32 +203,32 @@ class ActingClient:
 
     def _ship(self, cut: Cut) -> None:
         """Blocks until the server has it in its stream: while nobody trains, nobody acts."""
-        if self._puller.lost.is_set():
+        if self._puller.session_lost.is_set():
             self._shipments.lose(cut)
-            self._begin_anew(_FORGOTTEN)
+            self._start_over(_SESSION_LOST)
             return
         try:
             self._shipments.ship(cut)
         except UnknownSessionError:
-            self._begin_anew(_FORGOTTEN)
+            self._start_over(_SESSION_LOST)
         except MessageTooLargeError as error:
-            self._begin_anew(str(error))
+            self._start_over(str(error))
 
-    def _begin_anew(self, reason: str) -> None:
+    def _start_over(self, reason: str) -> None:
         """Nothing may go on from what was shipped before: another session, and other episodes."""
         self._env.episodes.abort_all(reason)
         self._shipments.lose(self._runner.discard_open(Discard.UNSHIPPED))
         log.warning("%s; %d steps of this client are lost so far, and told", reason, self._shipments.lost_steps)
-        self._open_anew()
+        self._open_new_session()
         if self._closing.is_set():  # and nothing more is shipped
             self._shipments.tell()
 
-    def _open_anew(self) -> None:
+    def _open_new_session(self) -> None:
         with suppress(HeadraceError):  # a server that knows nothing of the session has ended it already
             self._link.ask(ClientBye, timeout_s=1.0)
-        self._link.open_anew(_LEAVING_S if self._closing.is_set() else self._timeout_s)
-        self._shipments.begin_anew()
-        self._puller.lost.clear()
+        self._link.open_new_session(_LEAVING_S if self._closing.is_set() else self._timeout_s)
+        self._shipments.start_over()
+        self._puller.session_lost.clear()
 
 
 def _check_kind(config: EnvRunnerConfig, spaces: Any) -> None:

@@ -62,7 +62,7 @@ class Shipments:
         """All that no server has had."""
         return self._unshipped + self._runner.totals.discarded.get(Discard.UNSHIPPED, 0)
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """The session is another, in which nothing was shipped yet."""
         self._number = 0
 

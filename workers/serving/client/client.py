@@ -39,8 +39,8 @@ from headrace.schemas.serving_messages import (
 )
 from headrace.schemas.spaces import Spaces, nest
 from headrace.workers.serving.client.connection import Connection, request_of
-from headrace.workers.serving.client.earned import Dones, Earned, EarnedByAgent, nothing_earned
-from headrace.workers.serving.space_values import SpaceValues
+from headrace.workers.serving.client.logged_returns import Dones, LoggedReturns, LoggedReturnsByAgent, no_returns
+from headrace.workers.serving.episode_codec import EpisodeCodec
 
 _BEFORE_WELCOME_BYTES = 4096
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Episode:
-    earned: Earned | EarnedByAgent
+    returns: LoggedReturns | LoggedReturnsByAgent
     step: int = 0
 
 
@@ -73,7 +73,7 @@ class PolicyClient:
     ) -> None:
         """Open a session at `endpoint`, "tcp://host:port". `session` is its name, for the server's log; None takes a
         random one. `keys` is a folder with client.secret and worker.public; None: that of HEADRACE_KEYS__DIR.
-        Without `reopens` a session that has ended stays so until `open_anew`."""
+        Without `reopens` a session that has ended stays so until `open_new_session`."""
         self.session = session or f"client-{secrets.token_hex(8)}"
         self._token = secrets.token_hex(16)
         self._reopens = reopens
@@ -86,7 +86,7 @@ class PolicyClient:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._max_message_bytes = _BEFORE_WELCOME_BYTES
-        self._let_in = False
+        self._admitted = False
         try:
             welcome = self._open(connect_timeout_s)
         except BaseException:
@@ -94,9 +94,11 @@ class PolicyClient:
             raise
         self.spaces: Spaces | dict[str, Spaces] = served_spaces_from_json(welcome.spaces)
         """Of several agents those of each, by the text of its id."""
-        self._values = SpaceValues.of(self.spaces)
-        self._beats = threading.Thread(target=self._beat, args=(welcome.lease_s / 4,), name="beats", daemon=True)
-        self._beats.start()
+        self._codec = EpisodeCodec.of(self.spaces)
+        self._heartbeats = threading.Thread(
+            target=self._send_heartbeats, args=(welcome.lease_s / 4,), name="beats", daemon=True
+        )
+        self._heartbeats.start()
 
     # -- episodes -----------------------------------------------------------------------------------------------------
 
@@ -112,7 +114,7 @@ class PolicyClient:
                 if time.monotonic() >= until or self._closing.wait(0.1):
                     raise
         with self._lock:
-            self._episodes[episode_id] = _Episode(nothing_earned(self.spaces))
+            self._episodes[episode_id] = _Episode(no_returns(self.spaces))
         return episode_id
 
     def get_action(self, episode_id: str, observation: Any) -> Any:
@@ -124,12 +126,12 @@ class PolicyClient:
         if isinstance(self.spaces, Spaces):
             return nest(self.spaces.action, arrays, "actions")
         ids = {str(agent): agent for agent in observation}
-        return {ids.get(agent, agent): action for agent, action in self._values.action.of_arrays(arrays).items()}
+        return {ids.get(agent, agent): action for agent, action in self._codec.action.from_arrays(arrays).items()}
 
     def log_action(self, episode_id: str, observation: Any, action: Any) -> None:
         """Tell an action that was not asked for; of several agents, that of each who is observed and not done."""
-        values = self._values.action
-        self._step(episode_id, observation, values.arrays(values.read(action)), off_policy=True)
+        codec = self._codec.action
+        self._step(episode_id, observation, codec.to_arrays(codec.read(action)), off_policy=True)
 
     def log_returns(
         self,
@@ -148,7 +150,7 @@ class PolicyClient:
         episode = self._find(episode_id)
         if not episode.step:
             raise NoActionYetError(episode_id)
-        episode.earned.add(reward, info, multiagent_done_dict, multiagent_truncated_dict)
+        episode.returns.add(reward, info, multiagent_done_dict, multiagent_truncated_dict)
 
     def end_episode(self, episode_id: str, observation: Any, truncated: bool = False) -> None:
         """The episode has ended with this observation."""
@@ -165,11 +167,11 @@ class PolicyClient:
         self, episode_id: str, observation: Any, arrays: Mapping[str, NDArray[Any]] | None = None, **fields: Any
     ) -> tuple[EpisodeAnswer, dict[str, NDArray[Any]]]:
         episode = self._find(episode_id)
-        values = self._values.observation
-        arrays = {**values.arrays(values.read(observation)), **(arrays or {})}
-        fields |= {"episode": episode_id, "step": episode.step, **episode.earned.fields()}
+        codec = self._codec.observation
+        arrays = {**codec.to_arrays(codec.read(observation)), **(arrays or {})}
+        fields |= {"episode": episode_id, "step": episode.step, **episode.returns.fields()}
         try:
-            answer, found = self.ask(self._values.step, arrays, **fields)
+            answer, found = self.ask(self._codec.step_message, arrays, **fields)
         except (EpisodeAbortedError, UnknownEpisodeError, UnknownSessionError) as error:
             self._forget(episode_id)
             if isinstance(error, EpisodeAbortedError):
@@ -177,7 +179,7 @@ class PolicyClient:
             raise EpisodeAbortedError(episode_id, str(error)) from error
         assert isinstance(answer, EpisodeAnswer)
         episode.step = answer.next_step
-        episode.earned.settle()
+        episode.returns.settle()
         return answer, found
 
     def _find(self, episode_id: str) -> _Episode:
@@ -208,33 +210,33 @@ class PolicyClient:
             raise EpisodesClosedError(fields.get("episode", ""), "this client is closed")
         request = request_of(kind, session=self.session, token=self._token, **fields)
         try:
-            return self._say(request, timeout_s or self._timeout_s, arrays)
+            return self._send_request(request, timeout_s or self._timeout_s, arrays)
         except UnknownSessionError:
             if not self._reopens:
                 raise
             self._open(self._timeout_s)
             if not isinstance(request, EpisodeStart):
                 raise
-            return self._say(request, self._timeout_s)
+            return self._send_request(request, self._timeout_s)
 
     @property
     def max_message_bytes(self) -> int:
         """The most that the server takes in one message, as it said last."""
         return self._max_message_bytes
 
-    def open_anew(self, timeout_s: float) -> None:
+    def open_new_session(self, timeout_s: float) -> None:
         """Open another session, of which nothing that was said in this one can become a part."""
         self.session, self._token = f"client-{secrets.token_hex(8)}", secrets.token_hex(16)
         self._open(timeout_s)
 
     def _open(self, timeout_s: float) -> ClientWelcome:
         hello = request_of(ClientHello, session=self.session, token=self._token)
-        welcome, _ = self._say(hello, timeout_s)
+        welcome, _ = self._send_request(hello, timeout_s)
         assert isinstance(welcome, ClientWelcome)
-        self._let_in, self._max_message_bytes = True, welcome.max_message_bytes
+        self._admitted, self._max_message_bytes = True, welcome.max_message_bytes
         return welcome
 
-    def _say(
+    def _send_request(
         self, request: ClientRequest, timeout_s: float, arrays: Mapping[str, NDArray[Any]] | None = None
     ) -> tuple[Any, dict[str, NDArray[Any]]]:
         with self._connection() as connection:
@@ -245,18 +247,18 @@ class PolicyClient:
         with self._lock:
             connection = self._connections.pop() if self._connections else None
         if connection is None:
-            connection = Connection(self._context, self._endpoint, self._keys, agreed=self._let_in)
+            connection = Connection(self._context, self._endpoint, self._keys, agreed=self._admitted)
         try:
             yield connection
         finally:
             with self._lock:
                 self._connections.append(connection)
 
-    def _beat(self, interval_s: float) -> None:
+    def _send_heartbeats(self, interval_s: float) -> None:
         """The simulator may take longer for a step than the server would wait for a sign of life."""
         while not self._closing.wait(interval_s):
             try:
-                self._say(ClientHeartbeat(session=self.session, token=self._token), interval_s)
+                self._send_request(ClientHeartbeat(session=self.session, token=self._token), interval_s)
             except UnknownSessionError:
                 with suppress(HeadraceError):
                     if self._reopens:
@@ -274,9 +276,9 @@ class PolicyClient:
         if self._closing.is_set():
             return
         self._closing.set()
-        self._beats.join()
+        self._heartbeats.join()
         with suppress(HeadraceError):  # a server that is gone has ended it already
-            self._say(ClientBye(session=self.session, token=self._token), 1.0)
+            self._send_request(ClientBye(session=self.session, token=self._token), 1.0)
         self._disconnect()
 
     def _disconnect(self) -> None:

@@ -22,8 +22,8 @@ HEAD_BYTES = 1 << 16
 """Of a request line with all headers."""
 SLOWEST_BYTES_S = 100_000
 """Who sends more than `read_s` allows for has to send this fast on the whole."""
-AT_ONCE = 16
-"""Requests of one client that are heard before others have their turn."""
+MAX_REQUESTS_AT_ONCE = 16
+"""Requests of one client that are received before others have their turn."""
 LINGER_S = 2.0
 """For so long a client that was refused may still be sending: were it cut off at once it might never read why."""
 
@@ -53,7 +53,7 @@ class HttpRequest:
     """Whether the client wants to go on with the connection."""
 
 
-class HttpPlace(Protocol):
+class HttpHandler(Protocol):
     """Where connections are let in, and their requests answered. All in the thread of the event loop."""
 
     limits: HttpLimits
@@ -61,39 +61,39 @@ class HttpPlace(Protocol):
     """As the header wants it."""
 
     def admit(self, connection: HttpConnection) -> HeadraceError | None:
-        """Why there is no place for another."""
+        """Why there is no handler for another."""
 
-    def gone(self, connection: HttpConnection) -> None:
+    def disconnected(self, connection: HttpConnection) -> None:
         """It has ended."""
 
-    def doubt(self, target: bytes, headers: dict[bytes, bytes]) -> HeadraceError | None:
+    def refuse_head(self, target: bytes, headers: dict[bytes, bytes]) -> HeadraceError | None:
         """Why not even the body of such a request is read."""
 
-    def hear(self, connection: HttpConnection, request: HttpRequest) -> None:
+    def handle(self, connection: HttpConnection, request: HttpRequest) -> None:
         """Have `connection.answer` called in time."""
 
 
 class HttpConnection(asyncio.Protocol):
     """For one event loop. `shutdown` ends it once what was asked is answered."""
 
-    def __init__(self, place: HttpPlace) -> None:
-        self._place, self._limits = place, place.limits
+    def __init__(self, handler: HttpHandler) -> None:
+        self._handler, self._limits = handler, handler.limits
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport
-        self._heard: deque[HttpRequest | HeadraceError] = deque()
+        self._received: deque[HttpRequest | HeadraceError] = deque()
         """Before their turn; an error is the last."""
-        self._asked: HttpRequest | None = None
-        self._answering = False
-        self._deaf = self._parting = False
+        self._current: HttpRequest | None = None
+        self._processing = False
+        self._ignores_input = self._closing = False
         """Hears nothing more; has been told its last."""
-        self._clogged = self._paused = self._half = False
+        self._writing_paused = self._reading_paused = self._got_eof = False
         """Does not read what it is told; is not read from for now; says nothing more."""
-        self._since = self._loop.time()
+        self._waiting_since = self._loop.time()
         """Of what is waited for now: an answer, or another request."""
-        self._began: float | None = self._since
+        self._request_began: float | None = self._waiting_since
         """When the request that is not whole yet did."""
-        self._fed = 0
+        self._request_bytes = 0
         """Bytes of it."""
         self._in_head = True
         self._target, self._headers, self._head_bytes = b"", dict[bytes, bytes](), 0
@@ -105,36 +105,36 @@ class HttpConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        full = self._place.admit(self)
+        full = self._handler.admit(self)
         if full is not None:
-            self._deaf = True
-            transport.write(refused(full).frame(self._place.date, keeps=False))
+            self._ignores_input = True
+            transport.write(refused(full).frame(self._handler.date, keeps=False))
             transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._asked, self._deaf = None, True
-        self._heard.clear()
-        self._place.gone(self)
-        del self._parser  # it knows this connection: so both are gone at once
+        self._current, self._ignores_input = None, True
+        self._received.clear()
+        self._handler.disconnected(self)
+        del self._parser  # it knows this connection: so both are disconnected at once
 
     def eof_received(self) -> bool:
         """A client that says nothing more may still wait for its answer."""
-        self._half = True
-        return self._asked is not None or bool(self._heard)
+        self._got_eof = True
+        return self._current is not None or bool(self._received)
 
     def pause_writing(self) -> None:
-        self._clogged, self._since = True, self._loop.time()
-        self._go_on()
+        self._writing_paused, self._waiting_since = True, self._loop.time()
+        self._process_requests()
 
     def resume_writing(self) -> None:
-        self._clogged, self._since = False, self._loop.time()
-        self._go_on()
+        self._writing_paused, self._waiting_since = False, self._loop.time()
+        self._process_requests()
 
     def shutdown(self) -> None:
-        """Answer what was asked, and end."""
-        if self._asked is not None:
-            self._asked.keeps = False
-        elif self._parting or self._clogged:
+        """Answer what was asked, and abort."""
+        if self._current is not None:
+            self._current.keeps = False
+        elif self._closing or self._writing_paused:
             self._transport.abort()
         else:
             self._transport.close()
@@ -142,23 +142,23 @@ class HttpConnection(asyncio.Protocol):
     # -- in -----------------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        if self._deaf:
+        if self._ignores_input:
             return
-        self._fed += len(data)
+        self._request_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._refuse(BadRequestError(f"this is no HTTP/1.1: {error}"))
         except httptools.HttpParserUpgrade:
             self._refuse(BadRequestError("nothing but HTTP/1.1 is spoken here"))
-        if self._in_head and self._fed > HEAD_BYTES:
+        if self._in_head and self._request_bytes > HEAD_BYTES:
             self._refuse_head()
-        elif self._fed > HEAD_BYTES + self._limits.body_bytes:
+        elif self._request_bytes > HEAD_BYTES + self._limits.body_bytes:
             self._refuse_body()
-        self._go_on()
+        self._process_requests()
 
     def on_message_begin(self) -> None:
-        self._began, self._in_head = self._loop.time(), True
+        self._request_began, self._in_head = self._loop.time(), True
         self._target, self._headers, self._head_bytes = b"", {}, 0
         self._body, self._body_bytes = [], 0
 
@@ -166,22 +166,22 @@ class HttpConnection(asyncio.Protocol):
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_bytes += len(name) + len(value) + 4  # of a colon, a blank and the line's end
+        self._head_bytes += len(name) + len(value) + 4  # of a colon, a blank and the line's abort
         self._headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         length = self._headers.get(b"content-length", b"")
-        doubt = self._place.doubt(self._target, self._headers)
+        refusal = self._handler.refuse_head(self._target, self._headers)
         if len(self._target) + self._head_bytes > HEAD_BYTES:
             self._refuse_head()
-        elif doubt is not None:
-            self._refuse(doubt)
+        elif refusal is not None:
+            self._refuse(refusal)
         elif self._parser.should_upgrade():
             self._refuse(BadRequestError("nothing but HTTP/1.1 is spoken here"))
         elif length.isdigit() and (len(length) > 18 or int(length) > self._limits.body_bytes):
             self._refuse_body()
-        elif self._headers.get(b"expect", b"").lower() == b"100-continue" and self._asked is None:
+        elif self._headers.get(b"expect", b"").lower() == b"100-continue" and self._current is None:
             self._transport.write(CONTINUE)
 
     def on_body(self, part: bytes) -> None:
@@ -191,10 +191,10 @@ class HttpConnection(asyncio.Protocol):
             self._refuse_body()
 
     def on_message_complete(self) -> None:
-        if not self._deaf:
+        if not self._ignores_input:
             method, keeps = self._parser.get_method(), self._parser.should_keep_alive()
-            self._heard.append(HttpRequest(method, self._target, self._headers, b"".join(self._body), keeps))
-            self._began, self._fed = None, 0
+            self._received.append(HttpRequest(method, self._target, self._headers, b"".join(self._body), keeps))
+            self._request_began, self._request_bytes = None, 0
 
     def _refuse_head(self) -> None:
         self._refuse(MessageTooLargeError(f"headers of more than {HEAD_BYTES} bytes"))
@@ -204,72 +204,72 @@ class HttpConnection(asyncio.Protocol):
 
     def _refuse(self, error: HeadraceError) -> None:
         """In its turn. What comes after it cannot be told apart any more."""
-        if not self._deaf:
-            self._deaf = True
-            self._heard.append(error)
+        if not self._ignores_input:
+            self._ignores_input = True
+            self._received.append(error)
 
     # -- out ----------------------------------------------------------------------------------------------------------
 
     def answer(self, request: HttpRequest, answer: HttpAnswer) -> None:
-        """Tell the client, unless it is gone, or was told already that it should ask again."""
-        if self._asked is request:
-            self._asked, self._since = None, self._loop.time()
-            self._write(answer, keeps=request.keeps and not self._half, bare=request.method == b"HEAD")
-            self._go_on()
+        """Tell the client, unless it is disconnected, or was told already that it should ask again."""
+        if self._current is request:
+            self._current, self._waiting_since = None, self._loop.time()
+            self._write(answer, keeps=request.keeps and not self._got_eof, bare=request.method == b"HEAD")
+            self._process_requests()
 
     @property
-    def _may_go_on(self) -> bool:
-        return bool(self._heard) and self._asked is None and not (self._clogged or self._parting)
+    def _can_process(self) -> bool:
+        return bool(self._received) and self._current is None and not (self._writing_paused or self._closing)
 
-    def _go_on(self) -> None:
-        """To what was heard next. Some are answered at once, so this is a loop and nothing else."""
-        if self._answering:
+    def _process_requests(self) -> None:
+        """To what was received next. Some are answered at once, so this is a loop and nothing else."""
+        if self._processing:
             return
-        self._answering, left = True, AT_ONCE
-        while self._may_go_on and left:
-            heard, left = self._heard.popleft(), left - 1
-            if isinstance(heard, HttpRequest):
-                self._asked, self._since = heard, self._loop.time()
-                self._place.hear(self, heard)
+        self._processing, left = True, MAX_REQUESTS_AT_ONCE
+        while self._can_process and left:
+            received, left = self._received.popleft(), left - 1
+            if isinstance(received, HttpRequest):
+                self._current, self._waiting_since = received, self._loop.time()
+                self._handler.handle(self, received)
             else:
-                self._write(refused(heard), keeps=False)
-        self._answering = False
-        if self._may_go_on:
-            self._loop.call_soon(self._go_on)
-        wants = not (self._heard or self._clogged)
-        if wants is self._paused and not self._transport.is_closing():  # else there is nothing to change
-            self._paused = not wants
+                self._write(refused(received), keeps=False)
+        self._processing = False
+        if self._can_process:
+            self._loop.call_soon(self._process_requests)
+        wants = not (self._received or self._writing_paused)
+        if wants is self._reading_paused and not self._transport.is_closing():  # else there is nothing to change
+            self._reading_paused = not wants
             (self._transport.resume_reading if wants else self._transport.pause_reading)()
 
     def _write(self, answer: HttpAnswer, *, keeps: bool, bare: bool = False) -> None:
         if self._transport.is_closing():
             return
-        self._transport.write(answer.frame(self._place.date, keeps=keeps, bare=bare))
+        self._transport.write(answer.frame(self._handler.date, keeps=keeps, bare=bare))
         if not keeps:
-            self._deaf = self._parting = True
-            self._since = self._loop.time()
-            self._heard.clear()
-            (self._transport.close if self._half else self._transport.write_eof)()
+            self._ignores_input = self._closing = True
+            self._waiting_since = self._loop.time()
+            self._received.clear()
+            (self._transport.close if self._got_eof else self._transport.write_eof)()
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
-    def look(self, now: float) -> None:
+    def check_time(self, now: float) -> None:
         """Give up what takes too long. To be called now and then."""
-        waited, limits = now - self._since, self._limits
-        if self._parting or self._clogged:
-            if waited > (LINGER_S if self._parting else limits.read_s):
+        waited, limits = now - self._waiting_since, self._limits
+        if self._closing or self._writing_paused:
+            if waited > (LINGER_S if self._closing else limits.read_s):
                 self._transport.abort()
-        elif self._asked is not None:
+        elif self._current is not None:
             if waited > limits.wait_s:
                 late = NotYetError(f"no answer within {limits.wait_s:g} s; send the same request again")
-                self.answer(self._asked, refused(late))
-        elif self._began is not None:
-            if now - self._began > limits.read_s + self._fed / SLOWEST_BYTES_S:
+                self.answer(self._current, refused(late))
+        elif self._request_began is not None:
+            if now - self._request_began > limits.read_s + self._request_bytes / SLOWEST_BYTES_S:
                 self._refuse(TooSlowError(f"no whole request within {limits.read_s:g} s"))
-                self._go_on()
+                self._process_requests()
         elif waited > limits.idle_s:
             self._transport.close()
 
-    def end(self) -> None:
+    def abort(self) -> None:
         """At once."""
         self._transport.abort()

@@ -15,8 +15,8 @@ from headrace.schemas.messages import read
 from headrace.schemas.serving_errors import BadRequestError, MessageTooLargeError
 from headrace.schemas.serving_messages import AnyStep, ClientRequest
 from headrace.schemas.wire import DEFAULT_CAPS, is_deeper
+from headrace.workers.serving.episode_codec import EpisodeCodec
 from headrace.workers.serving.http.connection import HttpRequest
-from headrace.workers.serving.space_values import SpaceValues
 
 TOKEN_HEADER = "Headrace-Client"
 """The session's token, as each request of a client bears it."""
@@ -53,9 +53,9 @@ _known_episode = lru_cache(1024)(_episode)
 """A client says the same before each of its steps."""
 
 
-def step_of(request: HttpRequest, path: StepPath, values: SpaceValues) -> tuple[AnyStep, Any, Any]:
-    """(message, observation, action) of a step: the observation as JSON has it, for `Values.rows`; the action is None
-    where the client asks for one.
+def step_of(request: HttpRequest, path: StepPath, codec: EpisodeCodec) -> tuple[AnyStep, Any, Any]:
+    """(message, observation, action) of a step: the observation as JSON has it, for `SpaceCodec.read_rows`; the action
+    is None where the client asks for one.
 
     Raises `BadRequestError`, `DecodeError`, `EnvContractError`, and `MessageTooLargeError` for one that says more
     besides than a message by ZeroMQ could: infos stay in memory until their chunk is full.
@@ -66,14 +66,14 @@ def step_of(request: HttpRequest, path: StepPath, values: SpaceValues) -> tuple[
     observation = body.pop("observation")
     action = body.pop("action", None)
     if action is not None:
-        action = values.action.row(action)
+        action = codec.action.read_row(action)
         body["off_policy"] = True
-    check_fields(body, values.step)
+    check_fields(body, codec.step_message)
     if len(request.body) > _MOST_SAID and (size := len(orjson.dumps(body))) > _MOST_SAID:
         raise MessageTooLargeError(f"{size} bytes besides what is seen and done; a step may have {_MOST_SAID}")
     session, episode, step = path
     body |= {"session": session, "episode": episode, "step": step, "token": token_of(request)}
-    return read(values.step, body), observation, action
+    return read(codec.step_message, body), observation, action
 
 
 def body_of(request: HttpRequest) -> dict[str, Any]:

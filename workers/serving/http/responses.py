@@ -10,9 +10,9 @@ import orjson
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.serving_errors import HTTP_STATUS, code_of, facts_of
 from headrace.schemas.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR, MessageKind
-from headrace.workers.serving.agent_values import AgentValues
-from headrace.workers.serving.records import Reply
-from headrace.workers.serving.values import Values
+from headrace.workers.serving.multi_agent_codec import MultiAgentCodec
+from headrace.workers.serving.session_records import Reply
+from headrace.workers.serving.space_codec import SpaceCodec
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -40,14 +40,14 @@ def refused(error: HeadraceError) -> HttpAnswer:
     return _refusal(code_of(error), str(error), facts_of(error))
 
 
-def answer_of(reply: Reply, actions: Values | AgentValues) -> HttpAnswer:
+def answer_of(reply: Reply, actions: SpaceCodec | MultiAgentCodec) -> HttpAnswer:
     """What the sessions say to a request; `actions` writes the action."""
     body = dict(reply.fields)
     if reply.kind is MessageKind.REJECT:
         return _refusal(body["error"], body["message"], body["facts"])
     del body["request"]
     if reply.action is not None:
-        body["action"] = actions.json(reply.action)
+        body["action"] = actions.to_json(reply.action)
     return json_answer(body)
 
 

@@ -1,7 +1,7 @@
 """The HTTP server: accepts connections, turns requests into messages for the sessions, and sends the answers.
 
 `connection.py` speaks HTTP/1.1 on each connection, by httptools. asyncio's own server accepts them. `protocol.md` says
-what requests and answers look like. A request needs no task and no future: it waits in a list for `take_in`, and its
+what requests and answers look like. A request needs no task and no future: it waits in a list for `deliver_to`, and its
 address writes the answer to the connection.
 """
 
@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.serving_errors import NotYetError, ServerFullError, UnauthorizedError
 from headrace.schemas.serving_messages import AnyStep
-from headrace.workers.serving.desk import Event
+from headrace.workers.serving.client_sessions import ClientSessions
+from headrace.workers.serving.dispatcher import Event
+from headrace.workers.serving.episode_codec import EpisodeCodec
 from headrace.workers.serving.http.connection import HttpConnection, HttpLimits, HttpRequest
 from headrace.workers.serving.http.requests import asks_for_health, knows_token, step_of, step_path
 from headrace.workers.serving.http.responses import HttpAnswer, answer_of, failed, health_answer, json_answer, refused
 from headrace.workers.serving.http.routes import Query, route
-from headrace.workers.serving.records import Reply, ServingLimits
-from headrace.workers.serving.sessions import Sessions
-from headrace.workers.serving.space_values import SpaceValues
+from headrace.workers.serving.session_records import Reply, ServingLimits
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +57,12 @@ class HttpAddress:
 
 
 class _PendingStep(NamedTuple):
-    """A step that waits for `take_in`."""
+    """A step that waits for `deliver_to`."""
 
     address: HttpAddress
     message: AnyStep
     observation: Any
-    """As JSON has it: `take_in` converts the observations of all steps together."""
+    """As JSON has it: `deliver_to` converts the observations of all steps together."""
     action: Any
 
 
@@ -70,22 +70,22 @@ class HttpServer:
     """Serves one listening socket in one event loop.
 
     Call every method in the loop, or between two runs of the loop. A request stops the loop, so that the thread that
-    runs it calls `take_in`.
+    runs it calls `deliver_to`.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, values: SpaceValues, limits: ServingLimits, token: str | None
+        self, loop: asyncio.AbstractEventLoop, codec: EpisodeCodec, limits: ServingLimits, token: str | None
     ) -> None:
         wait_s, idle_s = min(limits.lease_s / 3, 30.0), max(limits.lease_s, 3 * limits.read_s)
         self.limits = HttpLimits(limits.max_message_bytes, limits.read_s, wait_s, idle_s)
         self.date = b""
-        self._loop, self._values = loop, values
+        self._loop, self._codec = loop, codec
         self._token = token.encode() if token is not None else None
         self._steps: list[_PendingStep] = []
         self._events: list[tuple[HttpAddress, Event]] = []
         """What other requests want done with the sessions."""
         self._closing = False
-        self._max_connections = connection_places(limits.max_connections)
+        self._max_connections = connection_limit(limits.max_connections)
         self._connections: set[HttpConnection] = set()
         self._all_gone = asyncio.Event()
         """Set by the end of the last connection."""
@@ -100,7 +100,7 @@ class HttpServer:
     def _check_connections(self) -> None:
         self.date, now = formatdate(usegmt=True).encode(), self._loop.time()
         for connection in list(self._connections):
-            connection.look(now)
+            connection.check_time(now)
         self._check_timer = self._loop.call_later(_CHECK_INTERVAL_S, self._check_connections)
 
     def close(self) -> Coroutine[Any, Any, None]:
@@ -125,33 +125,33 @@ class HttpServer:
                 await asyncio.wait_for(self._all_gone.wait(), _CLOSE_TIMEOUT_S)
         self._check_timer.cancel()
         for connection in list(self._connections):
-            connection.end()
+            connection.abort()
 
     # -- connections --------------------------------------------------------------------------------------------------
 
     def admit(self, connection: HttpConnection) -> HeadraceError | None:
-        """See `HttpPlace`."""
+        """See `HttpHandler`."""
         if len(self._connections) >= self._max_connections:
             return ServerFullError(f"all {self._max_connections} connections are taken; come again later")
         self._connections.add(connection)
         return None
 
-    def gone(self, connection: HttpConnection) -> None:
-        """See `HttpPlace`."""
+    def disconnected(self, connection: HttpConnection) -> None:
+        """See `HttpHandler`."""
         self._connections.discard(connection)
         if not self._connections:
             self._all_gone.set()
 
-    def doubt(self, target: bytes, headers: dict[bytes, bytes]) -> HeadraceError | None:
-        """See `HttpPlace`. A client without the token cannot fill the memory: its bodies are not read."""
+    def refuse_head(self, target: bytes, headers: dict[bytes, bytes]) -> HeadraceError | None:
+        """See `HttpHandler`. A client without the token cannot fill the memory: its bodies are not read."""
         if self._token is None or knows_token(headers, self._token) or asks_for_health(target, headers):
             return None
         return UnauthorizedError("show the server's token: Authorization: Bearer TOKEN")
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def hear(self, connection: HttpConnection, request: HttpRequest) -> None:
-        """See `HttpPlace`."""
+    def handle(self, connection: HttpConnection, request: HttpRequest) -> None:
+        """See `HttpHandler`."""
         address = HttpAddress(self, connection, request)
         try:
             self._read(address, request)
@@ -164,7 +164,7 @@ class HttpServer:
     def _read(self, address: HttpAddress, request: HttpRequest) -> None:
         path = step_path(request)
         if path is not None:
-            step = _PendingStep(address, *step_of(request, path, self._values))
+            step = _PendingStep(address, *step_of(request, path, self._codec))
             self._stop_loop()
             self._steps.append(step)
             return
@@ -173,7 +173,7 @@ class HttpServer:
             case HttpAnswer():
                 address.answer(routed)
             case Query.SPACES:
-                address.answer(json_answer(self._values.told))
+                address.answer(json_answer(self._codec.spaces_json))
             case Query.HEALTH:  # asked of the sessions, so that the answer shows that they are served
                 self._post(address, lambda sessions, now: address.answer(health_answer(sessions.counts())))
             case _:
@@ -194,10 +194,10 @@ class HttpServer:
 
     @property
     def pending(self) -> int:
-        """How many requests wait for `take_in`."""
+        """How many requests wait for `deliver_to`."""
         return len(self._steps) + len(self._events)
 
-    def take_in(self, sessions: Sessions, now: float) -> None:
+    def deliver_to(self, sessions: ClientSessions, now: float) -> None:
         """Hand all pending requests to the sessions."""
         events, self._events = self._events, []
         for _, event in events:
@@ -205,7 +205,7 @@ class HttpServer:
         if not self._steps:
             return
         steps, self._steps = self._steps, []
-        rows = self._values.observation.rows([step.observation for step in steps])
+        rows = self._codec.observation.read_rows([step.observation for step in steps])
         for step, row in zip(steps, rows, strict=True):
             if isinstance(row, HeadraceError):
                 step.address.answer(refused(row))
@@ -214,14 +214,14 @@ class HttpServer:
 
     def write(self, reply: Reply) -> HttpAnswer:
         """Write a reply as JSON."""
-        return answer_of(reply, self._values.action)
+        return answer_of(reply, self._codec.action)
 
 
 def _stopping() -> NotYetError:
     return NotYetError("the server is stopping; send the same again")
 
 
-def connection_places(most: int) -> int:
+def connection_limit(most: int) -> int:
     """Return how many connections are allowed: `most`, but at most half of the file descriptors.
 
     ZeroMQ ends a process that has no descriptors left.

@@ -31,7 +31,7 @@ Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Leaf:
+class _LeafCodec:
     title: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -77,16 +77,16 @@ class _Leaf:
         return EnvContractError(self.title, f"{seen:.200}", f"{expected:.200}")
 
 
-class Values:
+class SpaceCodec:
     """Those of one space. `root` is "obs" or "actions", by which their arrays are named.
 
-    What is given out is the reader's own to keep, but for `row_of`. All raise `EnvContractError`.
+    What is given out is the reader's own to keep, but for `row_from_arrays`. All raise `EnvContractError`.
     """
 
     def __init__(self, space: Space, root: str, *, check_bounds: bool = True) -> None:
         self.space = space
         self.root = root
-        self._leaves = {name: _leaf(name, leaf, check_bounds) for name, leaf in leaves(space, root)}
+        self._leaves = {name: _leaf_codec(name, leaf, check_bounds) for name, leaf in leaves(space, root)}
         self.layout = layout_of({name: (leaf.dtype, leaf.shape) for name, leaf in self._leaves.items()})
         """Of a message's arrays, where they are small; who sends them may lay them out in another way."""
 
@@ -94,13 +94,13 @@ class Values:
         """From lists, numbers and arrays, into the dtypes of the space; a Tuple may be a list."""
         return self._read(self.space, value, self.root)
 
-    def of_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> Any:
+    def from_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> Any:
         """From the arrays of a message, which must have the very dtypes of the space."""
-        row = {name: array.copy() for name, array in self.row_of(arrays).items()}
+        row = {name: array.copy() for name, array in self.row_from_arrays(arrays).items()}
         return nest(self.space, row, self.root)
 
-    def row_of(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """Those of the arrays of a message that are this space's, by name; not copies. Dtypes as for `of_arrays`."""
+    def row_from_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Those of the arrays of a message that are this space's, by name; not copies. Dtypes as for `from_arrays`."""
         found = {}
         for name, array in arrays.items():
             if name.split("/", 1)[0] == self.root:
@@ -112,39 +112,39 @@ class Values:
             raise EnvContractError(self.root, f"{sorted(found)!r:.200}", f"{sorted(self._leaves)!r:.200}")
         return found
 
-    def unpack(self, payloads: Sequence[Buffer]) -> Sequence[dict[str, NDArray[Any]] | EnvContractError]:
-        """Of messages that lie as `layout` says, by their payloads: what `row_of` would give or raise for each."""
+    def rows_from_payloads(self, payloads: Sequence[Buffer]) -> Sequence[dict[str, NDArray[Any]] | EnvContractError]:
+        """Rows of messages that lie as `layout` says: what `row_from_arrays` would give or raise for each."""
         assert self.layout is not None, "messages lie as it says"
         columns, sound = self.layout.read(payloads), True
         for name, column in columns.items():
             sound = sound and self._leaves[name].is_sound(column)
         rows = [{name: column[i, ...] for name, column in columns.items()} for i in range(len(payloads))]
-        return rows if sound else [judged(self.row_of, row) for row in rows]
+        return rows if sound else [row_or_error(self.row_from_arrays, row) for row in rows]
 
-    def row(self, value: Any) -> dict[str, NDArray[Any]]:
+    def read_row(self, value: Any) -> dict[str, NDArray[Any]]:
         """`read`, by the names of arrays."""
-        return self.arrays(self.read(value))
+        return self.to_arrays(self.read(value))
 
-    def rows(self, values: Sequence[Any]) -> list[dict[str, NDArray[Any]] | EnvContractError]:
+    def read_rows(self, values: Sequence[Any]) -> list[dict[str, NDArray[Any]] | EnvContractError]:
         """What `row` gives, or raises, for each. Where that is one array of floats, they are read all at once."""
         leaf = self._leaves.get(self.root)
         read = leaf.numbers(values) if leaf is not None else None
         if read is None:
-            return [judged(self.row, value) for value in values]
+            return [row_or_error(self.read_row, value) for value in values]
         return [{self.root: read[i, ...]} for i in range(len(values))]
 
-    def arrays(self, value: Any) -> dict[str, NDArray[Any]]:
+    def to_arrays(self, value: Any) -> dict[str, NDArray[Any]]:
         """The arrays of a message for a value in the nesting of the space."""
         if self.root in self._leaves:  # it is one leaf, as most are
             return {self.root: np.asarray(value, self._leaves[self.root].dtype)}
         return {name: np.asarray(part, self._leaves[name].dtype) for name, part in _parts(self.space, value, self.root)}
 
-    def json(self, value: Any) -> Any:
+    def to_json(self, value: Any) -> Any:
         """Lists and numbers for a value in the nesting of the space."""
         if isinstance(value, dict):
-            return {key: self.json(part) for key, part in value.items()}
+            return {key: self.to_json(part) for key, part in value.items()}
         if isinstance(value, tuple):
-            return [self.json(part) for part in value]
+            return [self.to_json(part) for part in value]
         return np.asarray(value).tolist()
 
     def _read(self, space: Space, value: Any, name: str) -> Any:
@@ -169,7 +169,7 @@ def _has_text(values: Sequence[Any]) -> bool:
     return str in kinds
 
 
-def _array(leaf: _Leaf, value: Any) -> NDArray[Any]:
+def _array(leaf: _LeafCodec, value: Any) -> NDArray[Any]:
     if _has_text([value]):
         raise leaf.refused("text", f"{leaf.dtype} {leaf.shape}")
     try:
@@ -192,13 +192,13 @@ def _array(leaf: _Leaf, value: Any) -> NDArray[Any]:
     return leaf.check(row)
 
 
-def _leaf(name: str, leaf: Leaf, check_bounds: bool) -> _Leaf:
+def _leaf_codec(name: str, leaf: Leaf, check_bounds: bool) -> _LeafCodec:
     low, high = leaf_bounds(leaf) if check_bounds else (None, None)
     dtype, reach = column_dtype(leaf), None
     if dtype.kind == "f":
         largest = np.float64(np.finfo(dtype).max)
         reach = np.fmax(-largest, -np.inf if low is None else low), np.fmin(largest, np.inf if high is None else high)
-    return _Leaf(name, leaf_shape(leaf), dtype, low, high, reach)
+    return _LeafCodec(name, leaf_shape(leaf), dtype, low, high, reach)
 
 
 def _parts(space: Space, value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -212,7 +212,7 @@ def _parts(space: Space, value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def judged(read: Callable[[Any], Row], value: Any) -> Row | EnvContractError:
+def row_or_error(read: Callable[[Any], Row], value: Any) -> Row | EnvContractError:
     """What `read` gives, or raises."""
     try:
         return read(value)

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import HeadraceError
-from headrace.workers.external.calls import Turns
+from headrace.workers.external.calls import DriverLoop
 
 
-class Answer(Protocol):
+class StepAnswer(Protocol):
     """What the sampler says to a step."""
 
     @property
@@ -26,14 +26,14 @@ class Answer(Protocol):
         """The episode will never finish."""
 
 
-OnAnswer = Callable[[Answer], None]
+OnAnswer = Callable[[StepAnswer], None]
 """Called once, on the sampler's thread; it must return at once."""
 
 
-class Episodes(Protocol):
+class OpenEpisodes(Protocol):
     """Open episodes by id. Any thread may call; nothing blocks; a refusal is a `HeadraceError` that changes nothing."""
 
-    turns: Turns | None
+    driver_loop: DriverLoop | None
     """Whom the sampler lets have its thread while it waits; None: it sleeps."""
 
     def start(self, episode_id: str | None = None, *, training_enabled: bool = True) -> str:
@@ -52,7 +52,7 @@ class Episodes(Protocol):
         """All that a client says of one step: what came of the action before, as `AnyStep.news`, and what is seen now.
 
         The policy is to act then, unless there is an `action` that the client chose, or the episode is over. What is
-        seen and done is known to be in its space, and given as `Values.row` or `AgentValues.row` gives it.
+        seen and done is known to be in its space, and given as `read_row` of its codec gives it.
         """
 
     def abort(self, episode_id: str, reason: str) -> None:

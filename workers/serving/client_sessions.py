@@ -1,4 +1,4 @@
-"""Sessions of a policy server's clients: who is there, and who may do what. Does no I/O.
+"""ClientSessions of a policy server's clients: who is there, and who may do what. Does no I/O.
 
 A request goes in with the time and the address to answer at; answers come out of `take_outbox`. What is asked of an
 episode goes to `session_episodes.py`. A session that was silent for its lease has ended, and its episodes are aborted.
@@ -32,8 +32,9 @@ from headrace.schemas.serving_messages import (
     EpisodeStart,
 )
 from headrace.workers.serving.acting_clients import ActingClients
-from headrace.workers.serving.episodes import Answer, Episodes
-from headrace.workers.serving.records import (
+from headrace.workers.serving.open_episodes import OpenEpisodes, StepAnswer
+from headrace.workers.serving.session_episodes import CLIENT_LEFT, SessionEpisodes
+from headrace.workers.serving.session_records import (
     Address,
     EpisodeRecord,
     Reply,
@@ -41,20 +42,19 @@ from headrace.workers.serving.records import (
     SessionRecord,
     refusal_of,
 )
-from headrace.workers.serving.session_episodes import CLIENT_LEFT, SessionEpisodes
 
 CLIENT_LOST = "client_lost"
 """Why episodes are aborted: the client was silent for its lease."""
 
 
-class Sessions:
+class ClientSessions:
     """All sessions of one server. `post` brings an answer of the sampler to the thread that calls `answered`."""
 
     def __init__(
         self,
-        episodes: Episodes,
+        episodes: OpenEpisodes,
         spaces: dict[str, Any],
-        post: Callable[[EpisodeRecord, Answer], None],
+        post: Callable[[EpisodeRecord, StepAnswer], None],
         limits: ServingLimits | None = None,
         acting: ActingClients | None = None,
     ) -> None:

@@ -28,17 +28,17 @@ class _Idle:
         self._over.set()
 
 
-class Here(_Idle, ExternalEnv):
+class CallerDrivenEnv(_Idle, ExternalEnv):
     """Episodes of one agent."""
 
 
-class AgentsHere(_Idle, ExternalMultiAgentEnv):
+class CallerDrivenMultiAgentEnv(_Idle, ExternalMultiAgentEnv):
     """Episodes of several."""
 
 
-def env_here(spaces: Spaces | Mapping[str, Spaces]) -> Here | AgentsHere:
+def caller_driven_env(spaces: Spaces | Mapping[str, Spaces]) -> CallerDrivenEnv | CallerDrivenMultiAgentEnv:
     """With the `spaces` that a server tells: one agent's, or those of several by the texts of their ids."""
     if isinstance(spaces, Spaces):
-        return Here(to_gym(spaces.action), to_gym(spaces.observation))
+        return CallerDrivenEnv(to_gym(spaces.action), to_gym(spaces.observation))
     actions = {agent: to_gym(own.action) for agent, own in spaces.items()}
-    return AgentsHere(actions, {agent: to_gym(own.observation) for agent, own in spaces.items()})
+    return CallerDrivenMultiAgentEnv(actions, {agent: to_gym(own.observation) for agent, own in spaces.items()})

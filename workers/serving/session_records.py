@@ -76,10 +76,10 @@ class EpisodeRecord:
     training_enabled: bool
     step: int = 0
     """The next one."""
-    asked_at: Address | None = None
+    reply_to: Address | None = None
     """Where the next step is to be answered; None: it is not under way."""
-    asked_as: int = 0
-    tells_action: bool = False
+    reply_number: int = 0
+    wants_action: bool = False
     """Of the step under way: whether its answer says what to do."""
     ends: bool = False
     """Likewise: whether it is the last."""
@@ -99,9 +99,9 @@ class SessionRecord:
     ended: OrderedDict[str, EpisodeRecord] = field(default_factory=OrderedDict)
     shipped: int = 0
     """Shipments of chunks that were taken."""
-    ships_at: Address | None = None
+    shipment_reply_to: Address | None = None
     """Where the next is to be answered; None: none is under way."""
-    ships_as: int = 0
+    shipment_reply_number: int = 0
 
 
 def refusal_of(error: HeadraceError, request: int = 0) -> Reply:

@@ -21,7 +21,7 @@ _MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Pulled:
+class PulledWeights:
     """One whole version."""
 
     version: Version
@@ -35,7 +35,7 @@ class WeightsPuller:
     def __init__(self, link: PolicyClient, interval_s: float) -> None:
         self._link = link
         self._interval_s = interval_s
-        self._newest: Pulled | None = None
+        self._newest: PulledWeights | None = None
         self._version: Version = (0, 0)
         self._blob = bytearray()
         self._stopping = threading.Event()
@@ -43,12 +43,12 @@ class WeightsPuller:
         """Set once there are any, or none will ever come."""
         self.failure: HeadraceError | None = None
         """Why none come any more."""
-        self.lost = threading.Event()
+        self.session_lost = threading.Event()
         """Set when the session has ended, which nobody else may notice for long; cleared by who opens another."""
         self._thread = threading.Thread(target=self._pull, name="weights", daemon=True)
         self._thread.start()
 
-    def take(self) -> Pulled | None:
+    def take(self) -> PulledWeights | None:
         """What came since the last call."""
         newest, self._newest = self._newest, None
         return newest
@@ -68,7 +68,7 @@ class WeightsPuller:
             except UnknownSessionError:
                 # Twice, and still: the first time another may just be opened by who knows already.
                 if refused == session == self._link.session:
-                    self.lost.set()
+                    self.session_lost.set()
                 refused = session
             except UnreachableError as error:
                 log.warning("%s; acting by the weights there are", error)
@@ -96,5 +96,5 @@ class WeightsPuller:
 
     def _read(self, part: ClientPart) -> None:
         header, arrays = read_weights(decode(frames_of(bytes(self._blob), part.frame_sizes)))
-        self._newest = Pulled(header.version, header.digest, arrays)
+        self._newest = PulledWeights(header.version, header.digest, arrays)
         self.arrived.set()

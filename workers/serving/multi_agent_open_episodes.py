@@ -7,11 +7,11 @@ from typing import Any
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.workers.external.agent_episodes import ExternalAgentEpisodes
-from headrace.workers.external.calls import OnAnswer, Row, Turns
+from headrace.workers.external.calls import DriverLoop, OnAnswer, Row
 
 
-class AgentsTable:
-    """`Episodes` of several agents. An agent that is not known is left as it is, to be refused there."""
+class MultiAgentOpenEpisodes:
+    """`OpenEpisodes` of several agents. An agent that is not known is left as it is, to be refused there."""
 
     def __init__(self, table: ExternalAgentEpisodes) -> None:
         self._table = table
@@ -19,13 +19,13 @@ class AgentsTable:
         self.start, self.abort = table.start, table.abort
 
     @property
-    def turns(self) -> Turns | None:
-        """See `Episodes`."""
-        return self._table.turns
+    def driver_loop(self) -> DriverLoop | None:
+        """See `OpenEpisodes`."""
+        return self._table.driver_loop
 
-    @turns.setter
-    def turns(self, turns: Turns | None) -> None:
-        self._table.turns = turns
+    @driver_loop.setter
+    def driver_loop(self, driver_loop: DriverLoop | None) -> None:
+        self._table.driver_loop = driver_loop
 
     def take_step(
         self,
@@ -37,7 +37,7 @@ class AgentsTable:
         action: Mapping[Any, Row] | None = None,
         end: ChunkEnd = ChunkEnd.ONGOING,
     ) -> None:
-        """See `Episodes`; `news` of an `AgentsStep`."""
+        """See `OpenEpisodes`; `news` of an `AgentsStep`."""
         named = tuple(map(self._of_ids, news))
         self._table.take_step(episode_id, named, observation, on_answer, action=action, end=end)
 

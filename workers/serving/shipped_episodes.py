@@ -22,21 +22,21 @@ from headrace.schemas.serving_errors import BadRequestError, ServerFullError
 MOST_OPEN = 4096
 """Episodes of all clients together."""
 
-_Id = tuple[int, int, str, str]
+_PartId = tuple[int, int, str, str]
 """Of an agent's part of an episode: the episode's two words, agent, module."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _ShippedChunk:
     """A chunk, or end marker, of `id`. `t_end`: the env step after its last one."""
 
-    id: _Id
+    id: _PartId
     row: np.void
     t_end: int
     pauses: bool
     """The agent may let env steps pass, so that steps of its own are told from those."""
 
-    def check_follows(self, last: _Part | None) -> None:
+    def check_follows(self, last: _ShippedChunk | None) -> None:
         """Raise `BadRequestError` unless it goes on where `last`, or nothing, has stopped."""
         chunk, begins = int(self.row["chunk_index"]), int(self.row["t_start"])
         length, steps = int(self.row["length"]), int(self.row["episode_length"])
@@ -55,21 +55,21 @@ class _Part:
 
 
 @dataclass(slots=True)
-class _Owned:
+class _OwnerState:
     """Of one client: its open episodes with the newest chunk of each, and an empty batch of each module's columns."""
 
-    newest: dict[_Id, _Part] = field(default_factory=dict)
+    newest: dict[_PartId, _ShippedChunk] = field(default_factory=dict)
     templates: dict[str, ChunkBatch] = field(default_factory=dict)
 
 
-class ClientEpisodes:
+class ShippedEpisodes:
     """`first_place` is the first env index that is not one of the worker's own. For one thread at a time."""
 
     def __init__(self, first_place: int) -> None:
         self._next_place = first_place
         self._free: list[int] = []
-        self._owned: dict[object, _Owned] = {}
-        self._open: dict[_Id, int] = {}
+        self._owned: dict[object, _OwnerState] = {}
+        self._open: dict[_PartId, int] = {}
         """Place of each open episode of anybody."""
 
     def __len__(self) -> int:
@@ -81,8 +81,8 @@ class ClientEpisodes:
         Raises `BadRequestError` for chunks that do not go on where those before have stopped, `ServerFullError` beyond
         `MOST_OPEN`; nothing is kept of it then.
         """
-        owned = self._owned.get(owner, _Owned())
-        newest, parts = dict(owned.newest), _parts(batch)
+        owned = self._owned.get(owner, _OwnerState())
+        newest, parts = dict(owned.newest), _chunks_of(batch)
         for part in parts:
             self._check(part, newest)
         if len(self._open) + len(newest) - len(owned.newest) > MOST_OPEN:
@@ -95,13 +95,13 @@ class ClientEpisodes:
 
     def lost(self, owner: object, reason: Discard) -> list[ChunkBatch]:
         """An end marker for each open episode of `owner`, who is forgotten: a batch for each module that has any."""
-        owned = self._owned.pop(owner, _Owned())
-        by_module: dict[str, list[_Part]] = {}
+        owned = self._owned.pop(owner, _OwnerState())
+        by_module: dict[str, list[_ShippedChunk]] = {}
         for part in owned.newest.values():
             by_module.setdefault(part.id[-1], []).append(part)
         return [self._markers(owned.templates[module], parts, reason) for module, parts in by_module.items()]
 
-    def _markers(self, template: ChunkBatch, parts: list[_Part], reason: Discard) -> ChunkBatch:
+    def _markers(self, template: ChunkBatch, parts: list[_ShippedChunk], reason: Discard) -> ChunkBatch:
         table = np.array([part.row for part in parts], CHUNK_TABLE)
         agents = list(dict.fromkeys(part.id[2] for part in parts))
         table["agent"] = [agents.index(part.id[2]) for part in parts]
@@ -116,7 +116,7 @@ class ClientEpisodes:
         """`lost` of everybody."""
         return [batch for owner in list(self._owned) for batch in self.lost(owner, reason)]
 
-    def _check(self, part: _Part, newest: dict[_Id, _Part]) -> None:
+    def _check(self, part: _ShippedChunk, newest: dict[_PartId, _ShippedChunk]) -> None:
         last = newest.get(part.id)
         part.check_follows(last)
         if last is None and (part.id in self._open or not part.row["length"]):
@@ -126,7 +126,7 @@ class ClientEpisodes:
         else:
             newest.pop(part.id, None)
 
-    def _place(self, id: _Id, row: np.void) -> int:
+    def _place(self, id: _PartId, row: np.void) -> int:
         """That of the row's episode; free for another once this row has ended it."""
         place = self._open.pop(id, None)
         if place is None:
@@ -139,7 +139,7 @@ class ClientEpisodes:
         return place
 
 
-def _parts(batch: ChunkBatch) -> list[_Part]:
+def _chunks_of(batch: ChunkBatch) -> list[_ShippedChunk]:
     env_t, offsets = batch.columns.get("env_t"), batch.offsets.tolist()
     parts = []
     for row, start, stop in zip(batch.table, offsets[:-1], offsets[1:], strict=True):
@@ -147,7 +147,7 @@ def _parts(batch: ChunkBatch) -> list[_Part]:
         t_end = int(row["t_start"]) + stop - start
         if env_t is not None and stop > start:
             t_end = _last(env_t[start:stop], int(row["t_start"])) + 1
-        parts.append(_Part(id, row.copy(), t_end, pauses=env_t is not None))
+        parts.append(_ShippedChunk(id, row.copy(), t_end, pauses=env_t is not None))
     return parts
 
 

@@ -1,4 +1,4 @@
-"""The way in by ZeroMQ: frames of clients to requests, and replies to frames."""
+"""The listener in by ZeroMQ: frames of clients to requests, and replies to frames."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from headrace.schemas.wire import (
     decode_header,
     encode,
 )
-from headrace.workers.envs.remote.router_port import Door
-from headrace.workers.serving.records import Reply, refusal_of
-from headrace.workers.serving.sessions import Sessions
-from headrace.workers.serving.space_values import SpaceValues
-from headrace.workers.serving.values import Values
+from headrace.workers.envs.remote.router_port import RouterPort
+from headrace.workers.serving.client_sessions import ClientSessions
+from headrace.workers.serving.episode_codec import EpisodeCodec
+from headrace.workers.serving.session_records import Reply, refusal_of
+from headrace.workers.serving.space_codec import SpaceCodec
 
 _NO_HEADER: dict[str, Any] = {}
 
 
-class Route:
+class ZmqAddress:
     """A connection, as an address."""
 
-    __slots__ = ("joined", "route", "way")
+    __slots__ = ("joined", "listener", "route")
 
-    def __init__(self, route: bytes, way: FramesDoor, *, joined: bool) -> None:
-        self.route, self.way = route, way
+    def __init__(self, route: bytes, listener: ZmqListener, *, joined: bool) -> None:
+        self.route, self.listener = route, listener
         self.joined = joined
         """Its messages come in one frame each, and so do answers."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Route) and self.route == other.route
+        return isinstance(other, ZmqAddress) and self.route == other.route
 
     def __hash__(self) -> int:
         return hash(self.route)
 
     def send(self, reply: Reply) -> None:
         """See `Address`."""
-        self.way.send(self, reply)
+        self.listener.send(self, reply)
 
 
-class _Step:
+class _ReceivedStep:
     """A step that was read; what is seen is looked at together with that of others."""
 
     __slots__ = ("action", "address", "packed", "request", "row")
 
-    def __init__(self, address: Route, request: Any) -> None:
+    def __init__(self, address: ZmqAddress, request: Any) -> None:
         self.address, self.request = address, request
         self.packed: Buffer | None = None
         """What is seen, where it lies as the layout has it."""
@@ -62,65 +62,65 @@ class _Step:
         self.action: Any = None
 
 
-class FramesDoor:
+class ZmqListener:
     """Clients at a ROUTER. For whoever has the desk's turn."""
 
-    def __init__(self, door: Door, values: SpaceValues, max_message_bytes: int) -> None:
-        self._door = door
-        self._values = values
+    def __init__(self, router_port: RouterPort, codec: EpisodeCodec, max_message_bytes: int) -> None:
+        self._router_port = router_port
+        self._codec = codec
         self._caps = Caps(payload_bytes=max_message_bytes)
-        self._layout = values.observation.layout
+        self._layout = codec.observation.layout
 
     def watch(self, fd: int) -> None:
-        """See `desk.Door`."""
-        self._door.watch(fd)
+        """See `Listener`."""
+        self._router_port.watch(fd)
 
     @property
     def fds(self) -> list[int]:
-        """See `remote.door.Door`."""
-        return self._door.fds
+        """See `RouterPort`."""
+        return self._router_port.fds
 
     def has_message(self) -> bool:
         """Whether one waits. Lets in who may come in."""
-        return self._door.wait(0.0)
+        return self._router_port.wait(0.0)
 
     def wait(self, timeout_s: float) -> None:
-        """See `desk.Door`."""
-        self._door.wait(timeout_s)
+        """See `Listener`."""
+        self._router_port.wait(timeout_s)
 
-    def take_in(self, sessions: Sessions, now: float) -> None:
+    def deliver_to(self, sessions: ClientSessions, now: float) -> None:
         """Each message is a request, or is refused where it came from."""
-        steps: list[_Step] = []
+        steps: list[_ReceivedStep] = []
         each_one = max(len(sessions), 1)  # clients ask one thing at a time: looking for more costs, and is in vain
-        for route, frames in self._door.receive(each_one):
-            address, header = Route(route, self, joined=len(frames) == 1), _NO_HEADER
+        for route, frames in self._router_port.receive(each_one):
+            address, header = ZmqAddress(route, self, joined=len(frames) == 1), _NO_HEADER
             try:
                 parts = split(frames)
                 kind, header = decode_header(parts, self._caps)
                 if kind is MessageKind.EPISODE_STEP:
                     steps.append(self._read_step(header, parts, address))
                 else:
-                    self._give(steps, sessions, now)  # what came before it
-                    self._hear(kind, header, parts, address, sessions, now)
+                    self._deliver_steps(steps, sessions, now)  # what came before it
+                    self._deliver_other(kind, header, parts, address, sessions, now)
             except HeadraceError as error:
                 self.send(address, refusal_of(error, _number_of(header)))
-        self._give(steps, sessions, now)
+        self._deliver_steps(steps, sessions, now)
 
-    def _read_step(self, header: dict[str, Any], parts: Sequence[Buffer], address: Route) -> _Step:
-        step = _Step(address, read(self._values.step, header))
+    def _read_step(self, header: dict[str, Any], parts: Sequence[Buffer], address: ZmqAddress) -> _ReceivedStep:
+        step = _ReceivedStep(address, read(self._codec.step_message, header))
         if self._layout is not None:
             step.packed = self._layout.payload_of(header, parts)
         if step.packed is not None and not step.request.off_policy:
             return step
         arrays = decode_arrays(header, parts, self._caps)
-        step.packed, step.row = None, self._values.observation.row_of(arrays)
+        step.packed, step.row = None, self._codec.observation.row_from_arrays(arrays)
         if step.request.off_policy:
-            step.action = self._values.action.row_of(arrays)
+            step.action = self._codec.action.row_from_arrays(arrays)
         return step
 
-    def _give(self, steps: list[_Step], sessions: Sessions, now: float) -> None:
+    def _deliver_steps(self, steps: list[_ReceivedStep], sessions: ClientSessions, now: float) -> None:
         packed = [step.packed for step in steps if step.packed is not None]
-        rows = iter(self._unpack(packed) if packed else ())
+        rows = iter(self._read_packed(packed) if packed else ())
         for step in steps:
             row = step.row if step.packed is None else next(rows)
             if isinstance(row, HeadraceError):
@@ -129,18 +129,18 @@ class FramesDoor:
                 sessions.step(step.request, step.address, now, row, step.action)
         steps.clear()
 
-    def _unpack(self, packed: list[Buffer]) -> Sequence[Any]:
-        observation = self._values.observation
-        assert isinstance(observation, Values), "of several agents nothing lies alike"
-        return observation.unpack(packed)
+    def _read_packed(self, packed: list[Buffer]) -> Sequence[Any]:
+        observation = self._codec.observation
+        assert isinstance(observation, SpaceCodec), "of several agents nothing lies alike"
+        return observation.rows_from_payloads(packed)
 
-    def _hear(
+    def _deliver_other(
         self,
         kind: MessageKind,
         header: dict[str, Any],
         parts: Sequence[Buffer],
-        address: Route,
-        sessions: Sessions,
+        address: ZmqAddress,
+        sessions: ClientSessions,
         now: float,
     ) -> None:
         arrays = decode_arrays(header, parts, self._caps)
@@ -153,21 +153,21 @@ class FramesDoor:
     # -- out ----------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """See `desk.Door`."""
-        self._door.close()
+        """See `Listener`."""
+        self._router_port.close()
 
-    def send(self, to: Route, reply: Reply) -> None:
+    def send(self, to: ZmqAddress, reply: Reply) -> None:
         """Send it, unless nobody is there any more: then it will be asked for again."""
         frames = self._frames(reply)
-        self._door.send(to.route, join(frames) if to.joined else frames)
+        self._router_port.send(to.route, join(frames) if to.joined else frames)
 
     def _frames(self, reply: Reply) -> list[Buffer]:
-        values = self._values.action
+        codec = self._codec.action
         try:
             if reply.action is None:
                 return encode(reply.kind, reply.fields, reply.arrays)
-            arrays = values.arrays(reply.action)
-            return (values.layout.encode if values.layout is not None else encode)(reply.kind, reply.fields, arrays)
+            arrays = codec.to_arrays(reply.action)
+            return (codec.layout.encode if codec.layout is not None else encode)(reply.kind, reply.fields, arrays)
         except WireError as error:
             refused = refusal_of(MessageTooLargeError(f"the answer cannot be sent: {error}"))
             return encode(refused.kind, refused.fields)

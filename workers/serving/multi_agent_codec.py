@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.layout import Layout
 from headrace.schemas.spaces import Space, leaves
-from headrace.workers.serving.values import Values, judged
+from headrace.workers.serving.space_codec import SpaceCodec, row_or_error
 
 
-class AgentValues:
+class MultiAgentCodec:
     """Those of agents with these `spaces`, any of whom may be missing. `root` is "obs" or "actions".
 
     An agent's arrays are named "ROOT/AGENT...". All raise `EnvContractError`, which names the agent at fault; the
@@ -29,7 +29,7 @@ class AgentValues:
     def __init__(self, spaces: Mapping[Any, Space], root: str, *, check_bounds: bool = True) -> None:
         self._root, self._prefix = root, f"{root}/"
         self._ids = {str(agent): agent for agent in spaces}
-        self._values = {agent: Values(space, root, check_bounds=check_bounds) for agent, space in spaces.items()}
+        self._codecs = {agent: SpaceCodec(space, root, check_bounds=check_bounds) for agent, space in spaces.items()}
         self._owners: dict[str, tuple[Any, str]] = {}
         """Of each array that there may be: whose it is, and how it is named among its owner's own."""
         for agent, space in spaces.items():
@@ -50,30 +50,30 @@ class AgentValues:
         return f"{self._root}/{agent}{own.removeprefix(self._root)}"
 
     def read(self, value: Any) -> dict[Any, Any]:
-        """From lists, numbers and arrays by agent, as `Values.read`; who is told by id or its text."""
-        return self._each(Values.read, self._by_agent(value))
+        """From lists, numbers and arrays by agent, as `SpaceCodec.read`; who is told by id or its text."""
+        return self._each(SpaceCodec.read, self._by_agent(value))
 
-    def row(self, value: Any) -> dict[Any, dict[str, NDArray[Any]]]:
-        """`read`, as `Values.row` gives it."""
-        return self._each(Values.row, self._by_agent(value))
+    def read_row(self, value: Any) -> dict[Any, dict[str, NDArray[Any]]]:
+        """`read`, as `SpaceCodec.read_row` gives it."""
+        return self._each(SpaceCodec.read_row, self._by_agent(value))
 
-    def of_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> dict[Any, Any]:
-        """From the arrays of a message, in whose order agents come; as `Values.of_arrays`."""
-        return self._each(Values.of_arrays, self._sorted_out(arrays))
+    def from_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> dict[Any, Any]:
+        """From the arrays of a message, in whose order agents come; as `SpaceCodec.from_arrays`."""
+        return self._each(SpaceCodec.from_arrays, self._sorted_out(arrays))
 
-    def rows(self, values: Sequence[Any]) -> list[dict[Any, dict[str, NDArray[Any]]] | EnvContractError]:
-        """Likewise, as `Values.rows` gives it."""
-        return [judged(self.row, value) for value in values]
+    def read_rows(self, values: Sequence[Any]) -> list[dict[Any, dict[str, NDArray[Any]]] | EnvContractError]:
+        """Likewise, as `SpaceCodec.read_rows` gives it."""
+        return [row_or_error(self.read_row, value) for value in values]
 
-    def row_of(self, arrays: Mapping[str, NDArray[Any]]) -> dict[Any, dict[str, NDArray[Any]]]:
-        """Likewise, as `Values.row_of` gives it."""
-        return self._each(Values.row_of, self._sorted_out(arrays))
+    def row_from_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> dict[Any, dict[str, NDArray[Any]]]:
+        """Likewise, as `SpaceCodec.row_from_arrays` gives it."""
+        return self._each(SpaceCodec.row_from_arrays, self._sorted_out(arrays))
 
-    def _each(self, read: Callable[[Values, Any], Any], by_agent: Mapping[Any, Any]) -> dict[Any, Any]:
+    def _each(self, read: Callable[[SpaceCodec, Any], Any], by_agent: Mapping[Any, Any]) -> dict[Any, Any]:
         found = {}
         for agent, value in by_agent.items():
             try:
-                found[agent] = read(self._values[agent], value)
+                found[agent] = read(self._codecs[agent], value)
             except EnvContractError as error:
                 raise EnvContractError(f"{error.what} of agent {agent!r}", error.seen, error.expected) from error
         return found
@@ -99,14 +99,14 @@ class AgentValues:
                 by_agent.setdefault(agent, {})[own] = array
         return by_agent
 
-    def arrays(self, value: Mapping[Any, Any]) -> dict[str, NDArray[Any]]:
+    def to_arrays(self, value: Mapping[Any, Any]) -> dict[str, NDArray[Any]]:
         """The arrays of a message."""
         return {
             self._name(agent, own): array
             for agent, part in value.items()
-            for own, array in self._values[agent].arrays(part).items()
+            for own, array in self._codecs[agent].to_arrays(part).items()
         }
 
-    def json(self, value: Mapping[Any, Any]) -> dict[str, Any]:
+    def to_json(self, value: Mapping[Any, Any]) -> dict[str, Any]:
         """Lists and numbers by agent."""
-        return {str(agent): self._values[agent].json(part) for agent, part in value.items()}
+        return {str(agent): self._codecs[agent].to_json(part) for agent, part in value.items()}

@@ -88,7 +88,7 @@ class EpisodeSums:
         }
 
 
-class LoneServer:
+class StandaloneServer:
     """Clients come in as soon as it is built, and are answered while `serve` runs. Needs no broker and no learner.
 
     `config` says as in a fleet which env has the spaces, which modules and connectors act, and where to listen. Raises

@@ -27,7 +27,7 @@ from headrace.schemas.weights import Arrays, encode_weights
 from headrace.schemas.wire import Buffer, Caps, MessageKind, decode_header
 from headrace.workers.policy.columns import PolicyColumns
 from headrace.workers.runner.taken_over import TakenOver
-from headrace.workers.serving.client_episodes import ClientEpisodes
+from headrace.workers.serving.shipped_episodes import ShippedEpisodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Delivery:
     done: Callable[[], None]
 
 
-class Exchange:
+class ActingChannel:
     """For any thread; nothing blocks. Until `open`, and after `end`, no chunks are taken."""
 
     def __init__(self, max_message_bytes: int) -> None:
@@ -60,7 +60,7 @@ class Exchange:
         self._deliveries: deque[Delivery] = deque()
         self._readers: dict[str, tuple[BatchReader, PolicyColumns]] = {}
         """By module; none while nothing is taken."""
-        self._episodes: ClientEpisodes | None = None
+        self._episodes: ShippedEpisodes | None = None
 
     # -- the worker's side --------------------------------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ class Exchange:
                 module_id: (BatchReader(own.observation, own.action, self._caps), columns[module_id])
                 for module_id, own in spaces.items()
             }
-            self._episodes = self._episodes or ClientEpisodes(places)
+            self._episodes = self._episodes or ShippedEpisodes(places)
 
     def offer(self, version: Version, arrays: Arrays, digest: str) -> None:
         """These are the newest weights. `arrays` are never to change."""

@@ -14,13 +14,13 @@ import numpy as np
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.serving_agents import ALL
 from headrace.schemas.spaces import Spaces
-from headrace.workers.serving.values import check_reward, read_info
+from headrace.workers.serving.space_codec import check_reward, read_info
 
 Dones = Mapping[Any, bool]
 
 
 @dataclass(slots=True)
-class Earned:
+class LoggedReturns:
     """One agent's."""
 
     reward: float = 0.0
@@ -43,7 +43,7 @@ class Earned:
 
 
 @dataclass(slots=True)
-class EarnedByAgent:
+class LoggedReturnsByAgent:
     """That of several `agents`, by the text of their ids."""
 
     agents: Collection[str]
@@ -108,6 +108,6 @@ class EarnedByAgent:
         self.reward, self.info, self.terminated, self.truncated = {}, {}, {}, {}
 
 
-def nothing_earned(spaces: Spaces | Mapping[str, Spaces]) -> Earned | EarnedByAgent:
+def no_returns(spaces: Spaces | Mapping[str, Spaces]) -> LoggedReturns | LoggedReturnsByAgent:
     """As an episode begins, of one agent or of several."""
-    return Earned() if isinstance(spaces, Spaces) else EarnedByAgent(spaces)
+    return LoggedReturns() if isinstance(spaces, Spaces) else LoggedReturnsByAgent(spaces)
