@@ -1,4 +1,4 @@
-"""Who stands in at the desk gives way to the sampler, however long that had to wait for its turn."""
+"""The thread that runs the dispatcher for a busy sampler yields to the sampler, however long it had to wait."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONG_S = 0.2
 
 
 class BareListener:
-    """A way in by which nobody comes. `sleepers` are the threads that have waited at it."""
+    """A listener without clients. `sleepers` are the threads that have waited at it."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
@@ -52,7 +52,7 @@ def test_a_sampler_that_waits_for_its_turn_is_next_though_who_stands_in_was_busy
 
     def keep_busy(sessions: ClientSessions, now: float) -> None:
         busy.set()
-        wait_for(lambda: dispatcher._woken, what="the sampler at the bell")  # which nobody rings again
+        wait_for(lambda: dispatcher._woken, what="the sampler to wake the loop")  # no other thread wakes it again
         threading.Event().wait(LONG_S)
         listener.sleepers.clear()
 
@@ -81,7 +81,7 @@ def test_a_sampler_that_is_interrupted_while_it_waits_for_its_turn_is_stood_in_f
 
     def press_ctrl_c(sessions: ClientSessions, now: float) -> None:
         busy.set()
-        wait_for(lambda: dispatcher._woken, what="the sampler at the bell")
+        wait_for(lambda: dispatcher._woken, what="the sampler to wake the loop")
         os.kill(os.getpid(), signal.SIGINT)
         assert interrupted.wait(100.0)
         listener.sleepers.clear()
@@ -93,7 +93,7 @@ def test_a_sampler_that_is_interrupted_while_it_waits_for_its_turn_is_stood_in_f
         with pytest.raises(KeyboardInterrupt):
             dispatcher.run_once(0.0)
         interrupted.set()
-        wait_for(lambda: listener.sleepers, deadline_s=20, what="somebody at the listener")
+        wait_for(lambda: listener.sleepers, deadline_s=20, what="a thread that waits at the listener")
     finally:
         interrupted.set()
         dispatcher.stop()

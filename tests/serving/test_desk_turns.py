@@ -1,4 +1,4 @@
-"""Two threads take turns at the desk: no request and no answer falls between them."""
+"""Two threads take turns in running the dispatcher. No request and no answer is lost between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP is heard by whoever has the desk's turn: wherever that is, and whatever else is heard there."""
+"""The thread that runs the dispatcher's loop serves HTTP too, whichever thread that is, and beside ZeroMQ."""
 
 from __future__ import annotations
 

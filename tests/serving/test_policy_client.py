@@ -103,7 +103,7 @@ def test_a_server_that_began_anew_aborts_episodes_and_takes_new_ones(free_port: 
         episode = client.start_episode()
         client.get_action(episode, [1, 1])
     with Served(port=free_port) as second:
-        with pytest.raises(EpisodeAbortedError, match="open it, and start episodes anew"):
+        with pytest.raises(EpisodeAbortedError, match="open it, and start new episodes"):
             client.get_action(episode, [2, 1])
         assert second.episodes.episodes[play(client)].end == "truncated"
         client.close()

@@ -20,13 +20,13 @@ Row = Mapping[str, NDArray[Any]]
 
 
 class DriverLoop(Protocol):
-    """Who looks after the episodes' drivers while the sampler has nothing to do, in the sampler's thread."""
+    """The event loop that serves the drivers of episodes. The sampler's thread runs it while it waits."""
 
     def run_once(self, timeout_s: float) -> None:
-        """Until something has happened, `timeout_s` at most."""
+        """Run the loop until something has happened, at most `timeout_s`."""
 
     def flush(self) -> None:
-        """Have what was answered leave now. Does not wait."""
+        """Send the answers now, without waiting."""
 
 
 @dataclass(slots=True)

@@ -74,7 +74,7 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
         self._full: str | None = None
         """Why no episode may begin any more, while those that are open go on."""
         self.driver_loop: DriverLoop | None = None
-        """Who has the sampler's thread while it would sleep."""
+        """The loop that the sampler runs while it waits; None: it sleeps."""
 
     # -- for whoever drives episodes ----------------------------------------------------------------------------------
 

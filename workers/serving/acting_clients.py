@@ -1,4 +1,4 @@
-"""What sessions promise to clients that act by themselves: weights in pieces, and each shipment taken once."""
+"""Requests of clients that act by themselves: pieces of weights, and shipments of chunks, each taken once."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from headrace.workers.serving.session_records import Address, Reply, SessionReco
 
 PIECE_BYTES = 1 << 20
 
-Tell = Callable[[], tuple[Address, Reply] | None]
+GetReply = Callable[[], tuple[Address, Reply] | None]
 
 
 class ActingClients:
-    """For whoever has the desk's turn. `post` has what another thread tells said in a turn."""
+    """Serves them weights and takes their chunks. Only the thread that runs the dispatcher's loop calls it.
 
-    def __init__(self, channel: ActingChannel, post: Callable[[Tell], None]) -> None:
+    `post` lets another thread have a reply sent by the loop.
+    """
+
+    def __init__(self, channel: ActingChannel, post: Callable[[GetReply], None]) -> None:
         self._channel = channel
         self._post = post
 
     def part(self, pull: ClientPull) -> Reply:
-        """The next bytes of the newest weights; none where the client has them all, or there are none yet."""
+        """Return the next bytes of the newest weights; none if the client has all, or no weights exist yet."""
         blob = self._channel.weights()
         offset = pull.offset if pull.version == blob.version else 0
         piece = blob.bytes[offset : offset + PIECE_BYTES]
@@ -33,9 +36,10 @@ class ActingClients:
         return Reply.of(part, arrays={"part": np.frombuffer(piece, np.uint8)})
 
     def ship(self, session: SessionRecord, shipment: ChunkShipment, address: Address, batch: Any) -> Reply | None:
-        """Answered when the worker has the chunks in its stream. What comes again is taken once.
+        """Take a shipment. The answer follows when the chunks are in the worker's stream.
 
-        Raises `StepOrderError` for another than the next shipment, and what `ActingChannel.accept` raises.
+        A repeated shipment is taken once. Raises `StepOrderError` for any but the next one, and what
+        `ActingChannel.accept` raises.
         """
         if shipment.number == session.shipped:
             return Reply.of(ClientAck(request=shipment.request))
@@ -47,7 +51,7 @@ class ActingClients:
         return None
 
     def gone(self, session: SessionRecord) -> None:
-        """Nothing more comes of the session: episodes of which it has shipped a part will never finish."""
+        """End a session. The episodes that it has shipped in part are aborted."""
         self._channel.lost(session)
 
     def _shipped(self, session: SessionRecord) -> tuple[Address, Reply] | None:

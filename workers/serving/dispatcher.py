@@ -1,8 +1,9 @@
-"""Where a policy server's sessions live: what comes in at any listener, and what the sampler answers.
+"""The dispatcher of a policy server: carries requests from a listener to the sessions, and answers back.
 
-The sampler's thread turns the desk itself while it waits for somebody to act for, so that a step needs no other thread.
-When it is away for longer (it ships, waits for a broker, loads weights) the thread that called `serve` stands in, so
-that clients are heard and not thought lost.
+One thread at a time runs the dispatcher's loop. Other threads enqueue events with `post`. The sampler's thread runs the
+loop while it waits for requests, so a step crosses no threads. When the sampler is busy for longer (it ships chunks,
+waits for the broker, or loads weights), the thread that called `serve` runs the loop instead. So clients are heard, and
+their sessions do not time out.
 """
 
 from __future__ import annotations
@@ -23,31 +24,31 @@ from headrace.workers.serving.open_episodes import OpenEpisodes, StepAnswer
 from headrace.workers.serving.session_records import Address, EpisodeRecord, Reply, ServingLimits
 
 Event = Callable[[ClientSessions, float], None]
-"""Something to do with the sessions, at that time."""
+"""Something to do with the sessions; called with the time."""
 
 
 class Listener(Protocol):
-    """A way in that is looked after by whoever has the run_once."""
+    """Receives requests of clients. Only the thread that runs the dispatcher's loop calls it."""
 
     def watch(self, fd: int) -> None:
-        """Have `wait` return when this is readable too."""
+        """Have `wait` return when `fd` is readable, too."""
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until something comes."""
+        """Block until a request or a watched descriptor is ready, at most `timeout_s`."""
 
     def deliver_to(self, sessions: ClientSessions, now: float) -> None:
-        """Hand what has come to the sessions."""
+        """Hand all requests that have arrived to the sessions."""
 
     def close(self) -> None:
-        """Let nobody in any more. May take a moment, in which nobody has a run_once."""
+        """Accept no more clients. May block for about a second, in which the loop does not run."""
 
 
 _SAMPLER_AWAY_S = 0.05
-"""For so long the sampler may be away before the other thread stands in for it."""
+"""How long the sampler may be away before the thread in `serve` runs the loop."""
 
 
 class Dispatcher:
-    """Served by whoever has the run_once; everybody else posts. `close` once, when `serve` has returned."""
+    """Owns the sessions and runs their loop. Call `close` once, after `serve` has returned."""
 
     def __init__(
         self,
@@ -62,50 +63,51 @@ class Dispatcher:
         self._listener = listener
         self._events: deque[Event] = deque()
         self._answers: deque[tuple[EpisodeRecord, StepAnswer]] = deque()
-        """Mail of the sampler, of which there is most."""
+        """The sampler's answers. They are apart from `_events` because there are many."""
         self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._listener.watch(self._wakeup_fd)
-        self._slice_s = min(limits.lease_s / 10, 1.0)
+        self._round_s = min(limits.lease_s / 10, 1.0)
+        """The longest round of the loop."""
         self._tick_at = 0.0
         self._loop_lock = threading.Lock()
-        """Held by the thread that has the run_once."""
+        """Held by the thread that runs the loop."""
         self._sampler_left_at = -_SAMPLER_AWAY_S
-        """When the sampler last had the run_once; inf while it asks for it, or has it."""
+        """When the sampler last ran the loop; inf while it waits for the loop or runs it."""
         self._stopping = threading.Event()
         self._closed = self._woken = False
         self._lock = threading.Lock()
 
     def post(self, event: Event) -> None:
-        """Have this done by whoever turns next. For any thread; does not wait, and does nothing after `close`."""
+        """Enqueue an event for the loop. Any thread may call; does not block; does nothing after `close`."""
         self._events.append(event)
-        if self._loop_lock.locked():  # else nobody sleeps, and the next who turns looks at the mail first
+        if self._loop_lock.locked():  # otherwise no thread sleeps, and the next round starts with the queue
             self._wake()
 
     def stop(self) -> None:
-        """Have `serve` return. For any thread."""
+        """Make `serve` return. Any thread may call."""
         self._stopping.set()
         self._wake()
 
     def run_once(self, timeout_s: float) -> None:
-        """Serve until something has happened, at most `timeout_s`. For the sampler's thread, when it waits."""
+        """Run one round of the loop, at most `timeout_s`. Only the sampler's thread calls it, while it waits."""
         self._sampler_left_at = math.inf
         try:
             if not self._loop_lock.acquire(blocking=False):
-                self._wake()  # who stands in sleeps no longer, and leaves
+                self._wake()  # the thread in `serve` holds the lock: it wakes up and releases it
                 self._loop_lock.acquire()
             try:
                 if not self._closed:
-                    self._run_round(min(timeout_s, self._slice_s), self._stopping.is_set)
+                    self._run_round(min(timeout_s, self._round_s), self._stopping.is_set)
             finally:
                 self._loop_lock.release()
-        finally:  # by Ctrl-C too, of which there may be one in each of these lines: else nobody would stand in again
+        finally:  # Ctrl-C may interrupt any line above; without this the thread in `serve` would wait for ever
             self._sampler_left_at = time.monotonic()
         if self._closed or self._stopping.is_set():
-            time.sleep(min(timeout_s, _SAMPLER_AWAY_S))  # nothing happens here any more, and who waits is not to spin
+            time.sleep(min(timeout_s, _SAMPLER_AWAY_S))  # the loop has ended; a caller that waits must not spin
 
     def flush(self) -> None:
-        """Send what the sampler has answered. For its thread, when it has other things to do before it waits."""
-        if self._loop_lock.acquire(blocking=False):  # else who stands in was called when they were posted
+        """Send the sampler's answers now. The sampler calls it when it will not wait for a while."""
+        if self._loop_lock.acquire(blocking=False):  # otherwise the other thread was woken when they were posted
             try:
                 if not self._closed:
                     self._run_queues(time.monotonic())
@@ -113,7 +115,7 @@ class Dispatcher:
                 self._loop_lock.release()
 
     def serve(self) -> None:
-        """Stand in for the sampler until `stop`; then all sessions end, and clients that wait are told."""
+        """Run the loop whenever the sampler is away, until `stop`. Then end all sessions and tell waiting clients."""
         while not self._stopping.is_set():
             if not self._run_for_sampler():
                 self._stopping.wait(_SAMPLER_AWAY_S)
@@ -122,19 +124,19 @@ class Dispatcher:
             self._run_queues(time.monotonic())
 
     def _run_for_sampler(self) -> bool:
-        """A run_once, if the sampler takes none."""
+        """Run a round; return False if the sampler runs the loop, or did so a moment ago."""
         if not self._loop_lock.acquire(blocking=False):
             return False
         try:
-            return self._run_round(self._slice_s, self._must_stop)
+            return self._run_round(self._round_s, self._must_yield)
         finally:
             self._loop_lock.release()
 
-    def _must_stop(self) -> bool:
+    def _must_yield(self) -> bool:
         return self._stopping.is_set() or time.monotonic() - self._sampler_left_at < _SAMPLER_AWAY_S
 
     def close(self) -> None:
-        """Nobody has a run_once any more, what is posted is for nobody, and the listener is closed."""
+        """Close the listener. The loop does not run any more, and posted events are dropped."""
         with self._loop_lock, self._lock:
             self._closed = True
         try:
@@ -142,19 +144,19 @@ class Dispatcher:
         finally:
             os.close(self._wakeup_fd)
 
-    # -- a round -------------------------------------------------------------------------------------------------------
+    # -- a round of the loop ------------------------------------------------------------------------------------------
 
-    def _run_round(self, timeout_s: float, leaves: Callable[[], bool]) -> bool:
-        """False if it was left at once, for what `leaves` says."""
+    def _run_round(self, timeout_s: float, must_yield: Callable[[], bool]) -> bool:
+        """Wait for requests and handle them. Return False at once, without waiting, if `must_yield` says so."""
         if self._answers or self._events or self._woken:
-            self._run_queues(time.monotonic())  # answers leave before anybody sleeps
-        if leaves():  # asked after the bell was read, for it may have rung for just this
+            self._run_queues(time.monotonic())  # send answers before waiting
+        if must_yield():  # asked after the wakeup was read: the sampler may have sent it to get the loop
             return False
         self._listener.wait(timeout_s)
         now = time.monotonic()
         self._listener.deliver_to(self._sessions, now)
         if now >= self._tick_at:
-            self._tick_at = now + self._slice_s / 4
+            self._tick_at = now + self._round_s / 4
             self._sessions.tick(now)
         self._run_queues(now)
         return True
@@ -163,7 +165,7 @@ class Dispatcher:
         if self._woken:
             with self._lock:
                 os.eventfd_read(self._wakeup_fd)
-                self._woken = False  # before looking: what comes later rings again
+                self._woken = False  # before the queues are read: a later post wakes the loop again
         while self._answers:
             self._sessions.answered(*self._answers.popleft())
         while self._events:
@@ -182,5 +184,5 @@ class Dispatcher:
         if self._loop_lock.locked():
             self._wake()
 
-    def _post_shipped(self, tell: Callable[[], tuple[Address, Reply] | None]) -> None:
-        self.post(lambda sessions, now: sessions.say(tell()))
+    def _post_shipped(self, get_reply: Callable[[], tuple[Address, Reply] | None]) -> None:
+        self.post(lambda sessions, now: sessions.enqueue(get_reply()))

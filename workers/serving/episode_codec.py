@@ -1,4 +1,4 @@
-"""How a server's spaces are told, and its observations, actions and steps read and written."""
+"""The codec of an episode: how a server describes its spaces and reads and writes observations, actions and steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace.workers.serving.space_codec import SpaceCodec
 
 @dataclass(frozen=True, slots=True)
 class EpisodeCodec:
-    """Those of one kind of episode."""
+    """The codecs for episodes of one agent, or of several."""
 
     spaces_json: dict[str, Any]
     observation: SpaceCodec | MultiAgentCodec
@@ -24,7 +24,7 @@ class EpisodeCodec:
 
     @classmethod
     def of(cls, spaces: Spaces | Mapping[Any, Spaces], *, check_bounds: bool = True) -> EpisodeCodec:
-        """Those of one agent's `spaces`, or of several agents by id.
+        """Return the codec for one agent's `spaces`, or for those of several agents by id.
 
         Actions are always checked: a policy never gives one that is outside. Raises as `MultiAgentCodec` does.
         """

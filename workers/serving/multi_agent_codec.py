@@ -1,6 +1,6 @@
-"""Observations and actions of several agents: what `values.py` is for one, in dicts by agent id.
+"""The codec of several agents: observations or actions in dicts by agent id, each part by the codec of its space.
 
-On the way an agent is the text of its id; here it is the id itself. Client and server both use it.
+Messages name an agent by the text of its id. Values name it by the id itself. Client and server both use this codec.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from headrace.workers.serving.space_codec import SpaceCodec, row_or_error
 
 
 class MultiAgentCodec:
-    """Those of agents with these `spaces`, any of whom may be missing. `root` is "obs" or "actions".
+    """Reads and writes dicts by agent. Any agent may be missing. `root` is "obs" or "actions".
 
-    An agent's arrays are named "ROOT/AGENT...". All raise `EnvContractError`, which names the agent at fault; the
-    constructor too, for agents of whom an array could not tell whose it is, or who would have none.
+    An agent's arrays are named "ROOT/AGENT...". All methods raise `EnvContractError`, which names the agent. The
+    constructor raises it for agents with the same array name, and for an agent without any array.
     """
 
     layout: Layout | None = None
-    """Each message says anew of whom it has arrays."""
+    """None: the agents differ from message to message."""
 
     def __init__(self, spaces: Mapping[Any, Space], root: str, *, check_bounds: bool = True) -> None:
         self._root, self._prefix = root, f"{root}/"
         self._ids = {str(agent): agent for agent in spaces}
         self._codecs = {agent: SpaceCodec(space, root, check_bounds=check_bounds) for agent, space in spaces.items()}
         self._owners: dict[str, tuple[Any, str]] = {}
-        """Of each array that there may be: whose it is, and how it is named among its owner's own."""
+        """By array name: the agent, and the name of the array in the agent's own codec."""
         for agent, space in spaces.items():
             self._learn_names(agent, [name for name, _ in leaves(space, root)])
 
@@ -50,24 +50,24 @@ class MultiAgentCodec:
         return f"{self._root}/{agent}{own.removeprefix(self._root)}"
 
     def read(self, value: Any) -> dict[Any, Any]:
-        """From lists, numbers and arrays by agent, as `SpaceCodec.read`; who is told by id or its text."""
+        """Convert lists, numbers and arrays by agent, as `SpaceCodec.read` does. Keys are ids or their texts."""
         return self._each(SpaceCodec.read, self._by_agent(value))
 
     def read_row(self, value: Any) -> dict[Any, dict[str, NDArray[Any]]]:
-        """`read`, as `SpaceCodec.read_row` gives it."""
+        """Convert lists, numbers and arrays by agent to rows by agent."""
         return self._each(SpaceCodec.read_row, self._by_agent(value))
 
     def from_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> dict[Any, Any]:
-        """From the arrays of a message, in whose order agents come; as `SpaceCodec.from_arrays`."""
-        return self._each(SpaceCodec.from_arrays, self._sorted_out(arrays))
+        """Convert the arrays of a message to values by agent, in the order of the arrays."""
+        return self._each(SpaceCodec.from_arrays, self._split(arrays))
 
     def read_rows(self, values: Sequence[Any]) -> list[dict[Any, dict[str, NDArray[Any]]] | EnvContractError]:
-        """Likewise, as `SpaceCodec.read_rows` gives it."""
+        """Return what `read_row` returns or raises for each value."""
         return [row_or_error(self.read_row, value) for value in values]
 
     def row_from_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> dict[Any, dict[str, NDArray[Any]]]:
-        """Likewise, as `SpaceCodec.row_from_arrays` gives it."""
-        return self._each(SpaceCodec.row_from_arrays, self._sorted_out(arrays))
+        """Return the rows by agent of a message's arrays, in the order of the arrays."""
+        return self._each(SpaceCodec.row_from_arrays, self._split(arrays))
 
     def _each(self, read: Callable[[SpaceCodec, Any], Any], by_agent: Mapping[Any, Any]) -> dict[Any, Any]:
         found = {}
@@ -81,14 +81,14 @@ class MultiAgentCodec:
     def _by_agent(self, value: Any) -> dict[Any, Any]:
         if not isinstance(value, Mapping):
             raise EnvContractError(self._root, f"{value!r:.100}", "an object by agent")
-        return {self._agent(str(told)): own for told, own in value.items()}
+        return {self._agent(str(key)): own for key, own in value.items()}
 
-    def _agent(self, told: str) -> Any:
-        if told not in self._ids:
-            raise EnvContractError("agent", f"{told!r:.80} in {self._root}", f"one of {list(self._ids)!r:.200}")
-        return self._ids[told]
+    def _agent(self, text: str) -> Any:
+        if text not in self._ids:
+            raise EnvContractError("agent", f"{text!r:.80} in {self._root}", f"one of {list(self._ids)!r:.200}")
+        return self._ids[text]
 
-    def _sorted_out(self, arrays: Mapping[str, NDArray[Any]]) -> dict[Any, dict[str, NDArray[Any]]]:
+    def _split(self, arrays: Mapping[str, NDArray[Any]]) -> dict[Any, dict[str, NDArray[Any]]]:
         by_agent: dict[Any, dict[str, NDArray[Any]]] = {}
         for name, array in arrays.items():
             if name == self._root or name.startswith(self._prefix):
@@ -100,7 +100,7 @@ class MultiAgentCodec:
         return by_agent
 
     def to_arrays(self, value: Mapping[Any, Any]) -> dict[str, NDArray[Any]]:
-        """The arrays of a message."""
+        """Convert values by agent to the arrays of a message."""
         return {
             self._name(agent, own): array
             for agent, part in value.items()
@@ -108,5 +108,5 @@ class MultiAgentCodec:
         }
 
     def to_json(self, value: Mapping[Any, Any]) -> dict[str, Any]:
-        """Lists and numbers by agent."""
+        """Convert values by agent to lists and numbers."""
         return {str(agent): self._codecs[agent].to_json(part) for agent, part in value.items()}

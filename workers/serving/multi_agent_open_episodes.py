@@ -1,4 +1,4 @@
-"""The table of open episodes of several agents, as sessions know it: agents of a message are texts."""
+"""The table of open episodes of several agents, for sessions: messages name an agent by the text of its id."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.workers.external.calls import DriverLoop, OnAnswer, Row
 
 
 class MultiAgentOpenEpisodes:
-    """`OpenEpisodes` of several agents. An agent that is not known is left as it is, to be refused there."""
+    """An `OpenEpisodes` of several agents. It passes on unknown agents as they are, and the table refuses them."""
 
     def __init__(self, table: ExternalAgentEpisodes) -> None:
         self._table = table
@@ -20,7 +20,7 @@ class MultiAgentOpenEpisodes:
 
     @property
     def driver_loop(self) -> DriverLoop | None:
-        """See `OpenEpisodes`."""
+        """The loop that the sampler runs while it waits."""
         return self._table.driver_loop
 
     @driver_loop.setter
@@ -37,9 +37,9 @@ class MultiAgentOpenEpisodes:
         action: Mapping[Any, Row] | None = None,
         end: ChunkEnd = ChunkEnd.ONGOING,
     ) -> None:
-        """See `OpenEpisodes`; `news` of an `AgentsStep`."""
-        named = tuple(map(self._of_ids, news))
+        """Record one step, as `OpenEpisodes` does. `news` is that of an `AgentsStep`, with ids as text."""
+        named = tuple(map(self._with_ids, news))
         self._table.take_step(episode_id, named, observation, on_answer, action=action, end=end)
 
-    def _of_ids(self, told: Mapping[str, Any]) -> dict[Any, Any]:
-        return {self._ids.get(agent, agent): value for agent, value in told.items()}
+    def _with_ids(self, by_text: Mapping[str, Any]) -> dict[Any, Any]:
+        return {self._ids.get(agent, agent): value for agent, value in by_text.items()}

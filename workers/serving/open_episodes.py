@@ -1,4 +1,4 @@
-"""What a policy server needs of the table of open episodes that stands between it and the sampler."""
+"""The table of open episodes, as the sessions of a policy server see it."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from headrace.workers.external.calls import DriverLoop
 
 
 class StepAnswer(Protocol):
-    """What the sampler says to a step."""
+    """The sampler's answer to a step."""
 
     @property
     def action(self) -> Any:
-        """In the nesting of the action space; None where none was asked for."""
+        """The action, in the nesting of the action space; None where the client asked for none."""
 
     @property
     def weights(self) -> tuple[int, int]:
-        """(learner_epoch, seq) by which it was chosen."""
+        """The version, (learner_epoch, seq), of the weights that chose the action."""
 
     @property
     def error(self) -> HeadraceError | None:
-        """The episode will never finish."""
+        """The reason if the episode was aborted."""
 
 
 OnAnswer = Callable[[StepAnswer], None]
-"""Called once, on the sampler's thread; it must return at once."""
+"""Called once, in the sampler's thread. It must return at once."""
 
 
 class OpenEpisodes(Protocol):
-    """Open episodes by id. Any thread may call; nothing blocks; a refusal is a `HeadraceError` that changes nothing."""
+    """Open episodes by id. Any thread may call; nothing blocks. A refusal is a `HeadraceError` and changes nothing."""
 
     driver_loop: DriverLoop | None
-    """Whom the sampler lets have its thread while it waits; None: it sleeps."""
+    """The loop that the sampler runs while it waits; None: the sampler sleeps."""
 
     def start(self, episode_id: str | None = None, *, training_enabled: bool = True) -> str:
         """Open an episode."""
@@ -49,11 +49,11 @@ class OpenEpisodes(Protocol):
         action: Any = None,
         end: ChunkEnd = ChunkEnd.ONGOING,
     ) -> None:
-        """All that a client says of one step: what came of the action before, as `AnyStep.news`, and what is seen now.
+        """Record one step of a client: `news`, the result of the last action as in `AnyStep.news`, and an observation.
 
-        The policy is to act then, unless there is an `action` that the client chose, or the episode is over. What is
-        seen and done is known to be in its space, and given as `read_row` of its codec gives it.
+        Then the policy acts, unless the client chose an `action` or the episode is over. The caller has checked that
+        observation and action are in their spaces. Both are rows, as `read_row` of their codec returns them.
         """
 
     def abort(self, episode_id: str, reason: str) -> None:
-        """The episode will never finish."""
+        """End an episode that will never finish."""

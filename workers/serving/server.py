@@ -1,4 +1,4 @@
-"""One life of a policy server: what it has bound, and the dispatcher that serves there."""
+"""A policy server: its ports and the dispatcher that serves them, from one bind to the next."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ log = logging.getLogger(__name__)
 
 
 class Server:
-    """Serves at `router_port`, and by HTTP at `http_socket` to who shows `token`; releases what is bound."""
+    """Serves ZeroMQ clients at `router_port` and HTTP clients, who must show `token`, at `http_socket`.
+
+    It owns both and closes them.
+    """
 
     def __init__(
         self,
@@ -34,18 +37,18 @@ class Server:
         self._channel = channel
         self._lock = threading.Lock()
         self.dispatcher: Dispatcher | None = None
-        """From `run` on."""
+        """Set by `run`."""
         self._closed = False
         self.endpoint = router_port.endpoint
         http_port = http_socket.getsockname()[1] if http_socket is not None else 0
         self.ports = int(router_port.endpoint.rsplit(":", 1)[1]), int(http_port)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self.url = f"http://{host}:{http_port}" if http_socket is not None else ""
-        """Empty without HTTP."""
+        """Where HTTP clients connect; empty without HTTP."""
         log.info("serving clients at %s%s", self.endpoint, f" and {self.url}" if self.url else "")
 
     def run(self, episodes: OpenEpisodes, capacity: int, codec: EpisodeCodec) -> None:
-        """Serve these episodes, of which `capacity` may be open, until `close`."""
+        """Serve these episodes until `close`. At most `capacity` of them are open at once."""
         s = self._settings
         limits = ServingLimits(
             lease_s=s.lease_s,
@@ -74,7 +77,7 @@ class Server:
         return CombinedListener(zmq_listener, codec, limits, self._http_socket, self._token)
 
     def close(self) -> None:
-        """Have `run` end; what is bound is free when it has."""
+        """Make `run` return. The ports are free when it has returned."""
         with self._lock:
             self._closed, dispatcher = True, self.dispatcher
         if dispatcher is None:

@@ -1,8 +1,8 @@
-"""Episodes that clients cut by themselves: their chunks go on without gaps, and end when nobody else ends them.
+"""Episodes that clients cut into chunks by themselves: chunks must have no gaps, and every episode gets an end.
 
-Each open episode, or agent's part of one, has an env index of its own in the worker's stream, beyond those of the
-worker's own envs: the learner knows by it who goes on after whom. All rules are checked before anything is kept of a
-batch.
+Each open episode, or each agent's part of one, has its own env index in the worker's stream, above those of the
+worker's own envs. The learner uses it to tell which chunk continues which. A batch is checked as a whole
+before any of it is kept.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from headrace.schemas.ledger import Discard
 from headrace.schemas.serving_errors import BadRequestError, ServerFullError
 
 MOST_OPEN = 4096
-"""Episodes of all clients together."""
+"""The most open episodes of all clients together."""
 
 _PartId = tuple[int, int, str, str]
-"""Of an agent's part of an episode: the episode's two words, agent, module."""
+"""An agent's part of an episode: the two words of the episode's id, agent, module."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ShippedChunk:
-    """A chunk, or end marker, of `id`. `t_end`: the env step after its last one."""
+    """A chunk or end marker of `id`. `t_end` is the env step after its last one."""
 
     id: _PartId
     row: np.void
     t_end: int
     pauses: bool
-    """The agent may let env steps pass, so that steps of its own are told from those."""
+    """Whether the agent may skip env steps, so that its own steps have their own count."""
 
     def check_follows(self, last: _ShippedChunk | None) -> None:
-        """Raise `BadRequestError` unless it goes on where `last`, or nothing, has stopped."""
+        """Raise `BadRequestError` unless this chunk continues `last`, or begins the episode if `last` is None."""
         chunk, begins = int(self.row["chunk_index"]), int(self.row["t_start"])
         length, steps = int(self.row["length"]), int(self.row["episode_length"])
         due, t, before = (0, 0, 0) if last is None else last.next_due
@@ -50,43 +50,46 @@ class _ShippedChunk:
 
     @property
     def next_due(self) -> tuple[int, int, int]:
-        """The chunk after it: its number, the env step from which on it may begin, and the agent's steps before it."""
+        """The next chunk's number, its first possible env step, and the agent's steps before it."""
         return int(self.row["chunk_index"]) + 1, self.t_end, int(self.row["episode_length"])
 
 
 @dataclass(slots=True)
 class _OwnerState:
-    """Of one client: its open episodes with the newest chunk of each, and an empty batch of each module's columns."""
+    """One client's open episodes: the newest chunk of each, and an empty batch with each module's columns."""
 
     newest: dict[_PartId, _ShippedChunk] = field(default_factory=dict)
     templates: dict[str, ChunkBatch] = field(default_factory=dict)
 
 
 class ShippedEpisodes:
-    """`first_place` is the first env index that is not one of the worker's own. For one thread at a time."""
+    """The open episodes of all clients that ship chunks. One thread at a time may call.
+
+    `first_place` is the first env index that the worker's own envs do not use. An owner is any key for one client.
+    """
 
     def __init__(self, first_place: int) -> None:
         self._next_place = first_place
         self._free: list[int] = []
         self._owned: dict[object, _OwnerState] = {}
         self._open: dict[_PartId, int] = {}
-        """Place of each open episode of anybody."""
+        """The env index of each open episode."""
 
     def __len__(self) -> int:
         return len(self._open)
 
     def take(self, owner: object, batch: ChunkBatch) -> ChunkBatch:
-        """The batch as it goes into the stream, with places.
+        """Return the batch with env indices, as it goes into the stream.
 
-        Raises `BadRequestError` for chunks that do not go on where those before have stopped, `ServerFullError` beyond
-        `MOST_OPEN`; nothing is kept of it then.
+        Raises `BadRequestError` for chunks that do not continue the owner's episodes, and `ServerFullError` beyond
+        `MOST_OPEN`. Then nothing of the batch is kept.
         """
         owned = self._owned.get(owner, _OwnerState())
         newest, parts = dict(owned.newest), _chunks_of(batch)
         for part in parts:
             self._check(part, newest)
         if len(self._open) + len(newest) - len(owned.newest) > MOST_OPEN:
-            raise ServerFullError(f"{len(self._open)} episodes of clients are open; {MOST_OPEN} may be")
+            raise ServerFullError(f"{len(self._open)} episodes of clients are open, and the limit is {MOST_OPEN}")
         table = batch.table.copy()
         table["env_index"] = [self._place(part.id, part.row) for part in parts]
         owned.newest, owned.templates[batch.modules[0]] = newest, _empty(batch)
@@ -94,7 +97,7 @@ class ShippedEpisodes:
         return replace(batch, table=table)
 
     def lost(self, owner: object, reason: Discard) -> list[ChunkBatch]:
-        """An end marker for each open episode of `owner`, who is forgotten: a batch for each module that has any."""
+        """Forget `owner`. Return end markers for its open episodes, one batch per module."""
         owned = self._owned.pop(owner, _OwnerState())
         by_module: dict[str, list[_ShippedChunk]] = {}
         for part in owned.newest.values():
@@ -113,7 +116,7 @@ class ShippedEpisodes:
         return replace(template, table=table, agents=agents, reasons=("", reason.value))
 
     def lost_all(self, reason: Discard) -> list[ChunkBatch]:
-        """`lost` of everybody."""
+        """Forget all owners. Return end markers for all open episodes."""
         return [batch for owner in list(self._owned) for batch in self.lost(owner, reason)]
 
     def _check(self, part: _ShippedChunk, newest: dict[_PartId, _ShippedChunk]) -> None:
@@ -127,7 +130,7 @@ class ShippedEpisodes:
             newest.pop(part.id, None)
 
     def _place(self, id: _PartId, row: np.void) -> int:
-        """That of the row's episode; free for another once this row has ended it."""
+        """Return the env index of a row's episode. If the row ends the episode, the index is free again."""
         place = self._open.pop(id, None)
         if place is None:
             place = heapq.heappop(self._free) if self._free else self._next_place
@@ -152,7 +155,7 @@ def _chunks_of(batch: ChunkBatch) -> list[_ShippedChunk]:
 
 
 def _last(env_t: NDArray[Any], t_start: int) -> int:
-    """The last of a chunk's env steps; raises `BadRequestError` unless they rise from `t_start`."""
+    """Return the last env step of a chunk. Raises `BadRequestError` unless its env steps rise from `t_start`."""
     first, last = int(env_t[0]), int(env_t[-1])
     if first != t_start or last >= 1 << 62 or bool((env_t[1:] <= env_t[:-1]).any()):
         raise BadRequestError(f"env_t of a chunk goes from {first} to {last}; it should rise from its start, {t_start}")

@@ -1,4 +1,4 @@
-"""The env of a client that acts by itself, of one agent or of several: whoever calls the client drives its episodes."""
+"""The external env of a client that acts by itself. The client's callers drive its episodes, not its `run`."""
 
 from __future__ import annotations
 
@@ -12,32 +12,40 @@ from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.env import ExternalEnv
 
 
-class _Idle:
-    """Nothing is driven from `run`."""
-
-    def __init__(self, action_space: Any, observation_space: Any) -> None:
-        super().__init__(action_space, observation_space)  # type: ignore[call-arg]
-        self._over = threading.Event()
-
-    def run(self) -> None:
-        """Until the env is closed."""
-        self._over.wait()
-
-    def close(self) -> None:
-        """See `ExternalEnv`."""
-        self._over.set()
-
-
-class CallerDrivenEnv(_Idle, ExternalEnv):
+class CallerDrivenEnv(ExternalEnv):
     """Episodes of one agent."""
 
+    def __init__(self, action_space: Any, observation_space: Any) -> None:
+        super().__init__(action_space, observation_space)
+        self._closed = threading.Event()
 
-class CallerDrivenMultiAgentEnv(_Idle, ExternalMultiAgentEnv):
-    """Episodes of several."""
+    def run(self) -> None:
+        """Wait until the env is closed."""
+        self._closed.wait()
+
+    def close(self) -> None:
+        """Make `run` return."""
+        self._closed.set()
+
+
+class CallerDrivenMultiAgentEnv(ExternalMultiAgentEnv):
+    """Episodes of several agents."""
+
+    def __init__(self, action_space: Any, observation_space: Any) -> None:
+        super().__init__(action_space, observation_space)
+        self._closed = threading.Event()
+
+    def run(self) -> None:
+        """Wait until the env is closed."""
+        self._closed.wait()
+
+    def close(self) -> None:
+        """Make `run` return."""
+        self._closed.set()
 
 
 def caller_driven_env(spaces: Spaces | Mapping[str, Spaces]) -> CallerDrivenEnv | CallerDrivenMultiAgentEnv:
-    """With the `spaces` that a server tells: one agent's, or those of several by the texts of their ids."""
+    """Return an env with a server's `spaces`: those of one agent, or of several by the texts of their ids."""
     if isinstance(spaces, Spaces):
         return CallerDrivenEnv(to_gym(spaces.action), to_gym(spaces.observation))
     actions = {agent: to_gym(own.action) for agent, own in spaces.items()}

@@ -53,12 +53,15 @@ class _Episode:
 
 
 class PolicyClient:
-    """Drives episodes for which a policy server chooses the actions; of several agents in dicts by agent id.
+    """Drives episodes whose actions a policy server chooses. With several agents, values are dicts by agent id.
 
-    Any number of threads may call, each episode by one at a time. Calls block until they are answered, `timeout_s` at
-    most, whatever becomes of the connection meanwhile: what is asked again is answered alike and is one step. Raises
-    what the server refuses a call with, by the same class (`schemas/serving_errors.py`, `schemas/episode_errors.py`),
-    and `UnreachableError`. A server that has begun anew knows no episode of before: `EpisodeAbortedError`, once each.
+    Any thread may call, but only one at a time for the same episode. Calls block until they are answered, at most
+    `timeout_s`. The client repeats requests when a connection breaks. Requests are idempotent: a retry gets the same
+    answer and is not a second step.
+
+    Calls raise the error with which the server refuses them (`schemas/serving_errors.py`, `schemas/episode_errors.py`),
+    and `UnreachableError`. A server that has restarted does not know the old episodes: the next call of each raises
+    `EpisodeAbortedError`.
     """
 
     def __init__(
@@ -71,9 +74,12 @@ class PolicyClient:
         connect_timeout_s: float = 60.0,
         reopens: bool = True,
     ) -> None:
-        """Open a session at `endpoint`, "tcp://host:port". `session` is its name, for the server's log; None takes a
-        random one. `keys` is a folder with client.secret and worker.public; None: that of HEADRACE_KEYS__DIR.
-        Without `reopens` a session that has ended stays so until `open_new_session`."""
+        """Open a session at `endpoint`, "tcp://host:port".
+
+        `session` is its name in the server's log; None takes a random one. `keys` is a folder with client.secret and
+        worker.public; None takes the folder of HEADRACE_KEYS__DIR. With `reopens`, the client opens a session that has
+        ended again; otherwise only `open_new_session` does.
+        """
         self.session = session or f"client-{secrets.token_hex(8)}"
         self._token = secrets.token_hex(16)
         self._reopens = reopens
@@ -81,7 +87,7 @@ class PolicyClient:
         self._timeout_s = timeout_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._connections: list[Connection] = []
-        """Idle ones; each call takes one, so that calls of several threads wait side by side."""
+        """Idle connections. Each call takes one, so that calls of several threads can wait at the same time."""
         self._episodes: dict[str, _Episode] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -93,17 +99,17 @@ class PolicyClient:
             self._disconnect()
             raise
         self.spaces: Spaces | dict[str, Spaces] = served_spaces_from_json(welcome.spaces)
-        """Of several agents those of each, by the text of its id."""
+        """The spaces of the one agent, or of each agent by the text of its id."""
         self._codec = EpisodeCodec.of(self.spaces)
         self._heartbeats = threading.Thread(
-            target=self._send_heartbeats, args=(welcome.lease_s / 4,), name="beats", daemon=True
+            target=self._send_heartbeats, args=(welcome.lease_s / 4,), name="heartbeats", daemon=True
         )
         self._heartbeats.start()
 
     # -- episodes -----------------------------------------------------------------------------------------------------
 
     def start_episode(self, episode_id: str | None = None, training_enabled: bool = True) -> str:
-        """Open an episode and give its id. Waits for a free place; raises `NoFreePlaceError` after `timeout_s`."""
+        """Open an episode and return its id. Waits for a free place; raises `NoFreePlaceError` after `timeout_s`."""
         episode_id = episode_id or uuid.uuid4().hex
         until = time.monotonic() + self._timeout_s
         while True:
@@ -118,9 +124,9 @@ class PolicyClient:
         return episode_id
 
     def get_action(self, episode_id: str, observation: Any) -> Any:
-        """What the current policy does, in the nesting of the action space; arrays are read-only.
+        """Return the action of the current policy, in the nesting of the action space. Arrays are read-only.
 
-        Of several agents, by id: what each does that is observed and not done.
+        With several agents, return a dict with the action of each agent that is observed and not done.
         """
         _, arrays = self._step(episode_id, observation)
         if isinstance(self.spaces, Spaces):
@@ -129,7 +135,7 @@ class PolicyClient:
         return {ids.get(agent, agent): action for agent, action in self._codec.action.from_arrays(arrays).items()}
 
     def log_action(self, episode_id: str, observation: Any, action: Any) -> None:
-        """Tell an action that was not asked for; of several agents, that of each who is observed and not done."""
+        """Log an action that the caller chose; with several agents, one for each that is observed and not done."""
         codec = self._codec.action
         self._step(episode_id, observation, codec.to_arrays(codec.read(action)), off_policy=True)
 
@@ -141,11 +147,11 @@ class PolicyClient:
         multiagent_done_dict: Dones | None = None,
         multiagent_truncated_dict: Dones | None = None,
     ) -> None:
-        """Add to the reward since the last action; goes out with the next call. Of several agents, dicts by id.
+        """Add to the reward since the last action. It goes out with the next call. With several agents, pass dicts.
 
-        Who is done, or truncated, may be observed once more by the next call, and not after it. Raises
-        `EnvContractError` for a reward that is no finite number and for what is of no agent, or one that is done;
-        `NoActionYetError` before the first action. Nothing of such a call counts.
+        The next call may observe an agent that is done or truncated for the last time. Raises `EnvContractError` for a
+        reward that is not a finite number, for an unknown agent, and for an agent that is done. Raises
+        `NoActionYetError` before the first action. After an error nothing of the call counts.
         """
         episode = self._find(episode_id)
         if not episode.step:
@@ -153,12 +159,12 @@ class PolicyClient:
         episode.returns.add(reward, info, multiagent_done_dict, multiagent_truncated_dict)
 
     def end_episode(self, episode_id: str, observation: Any, truncated: bool = False) -> None:
-        """The episode has ended with this observation."""
+        """End the episode with its last observation."""
         self._step(episode_id, observation, end="truncated" if truncated else "terminated")
         self._forget(episode_id)
 
     def abort_episode(self, episode_id: str, reason: str = "") -> None:
-        """The episode will never finish."""
+        """Abort an episode that will never finish."""
         self._find(episode_id)
         self._forget(episode_id)
         self.ask(EpisodeAbort, episode=episode_id, reason=str(reason)[:200])
@@ -202,9 +208,9 @@ class PolicyClient:
         timeout_s: float | None = None,
         **fields: Any,
     ) -> tuple[Any, dict[str, NDArray[Any]]]:
-        """Any request of this session's, answered: (message, arrays). For clients that are built on this one.
+        """Send any request of this session and return the answer, (message, arrays). For clients built on this one.
 
-        Raises as other calls do; an `UnknownSessionError` when the session has ended.
+        Raises what other calls raise, and `UnknownSessionError` when the session has ended.
         """
         if self._closing.is_set() and kind is not ClientBye:
             raise EpisodesClosedError(fields.get("episode", ""), "this client is closed")
@@ -221,11 +227,11 @@ class PolicyClient:
 
     @property
     def max_message_bytes(self) -> int:
-        """The most that the server takes in one message, as it said last."""
+        """The size of the largest message that the server takes."""
         return self._max_message_bytes
 
     def open_new_session(self, timeout_s: float) -> None:
-        """Open another session, of which nothing that was said in this one can become a part."""
+        """Open a session under a new name. Late requests of the old session cannot reach it."""
         self.session, self._token = f"client-{secrets.token_hex(8)}", secrets.token_hex(16)
         self._open(timeout_s)
 
@@ -255,7 +261,7 @@ class PolicyClient:
                 self._connections.append(connection)
 
     def _send_heartbeats(self, interval_s: float) -> None:
-        """The simulator may take longer for a step than the server would wait for a sign of life."""
+        """Send heartbeats until `close`: a step of the simulator may take longer than the lease."""
         while not self._closing.wait(interval_s):
             try:
                 self._send_request(ClientHeartbeat(session=self.session, token=self._token), interval_s)
@@ -264,25 +270,25 @@ class PolicyClient:
                     if self._reopens:
                         self._open(interval_s)
             except UnreachableError as error:
-                log.warning("%s; trying on", error)
+                log.warning("%s; the client retries", error)
             except HeadraceError as error:
-                log.error("no heartbeats any more: %s", error)
+                log.error("the client stops its heartbeats: %s", error)
                 return
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the session; episodes that are open are aborted. Call it when no other call is under way."""
+        """End the session; its open episodes are aborted. Call it when no other call is under way."""
         if self._closing.is_set():
             return
         self._closing.set()
         self._heartbeats.join()
-        with suppress(HeadraceError):  # a server that is gone has ended it already
+        with suppress(HeadraceError):  # a server that is gone has ended the session already
             self._send_request(ClientBye(session=self.session, token=self._token), 1.0)
         self._disconnect()
 
     def _disconnect(self) -> None:
-        self._context.destroy(linger=200)  # what was sent has a moment to leave
+        self._context.destroy(linger=200)  # messages in the queue have 200 ms to leave
 
     def __enter__(self) -> Self:
         return self

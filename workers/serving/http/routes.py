@@ -72,7 +72,7 @@ def _spaces(request: HttpRequest, ids: Ids) -> Routed:
 
 
 def _message(kind: type[ClientRequest], request: HttpRequest, ids: Ids) -> Routed:
-    """Read a message that says nothing but its ids and its token; a body is ignored."""
+    """Read a message of ids and token only. Ignore the body."""
     return read(kind, {**ids, "token": token_of(request)})
 
 
@@ -89,7 +89,7 @@ def _abort(request: HttpRequest, ids: Ids) -> Routed:
 
 
 def _not_a_step(request: HttpRequest, ids: Ids) -> Routed:
-    """Refuse a step that `requests.step_path` could not read, for example because its number is none."""
+    """Refuse a step that `requests.step_path` could not read: its number is not a number, or too long."""
     return _unknown(request, 404)
 
 

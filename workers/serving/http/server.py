@@ -48,11 +48,11 @@ class HttpAddress:
     request: HttpRequest
 
     def send(self, reply: Reply) -> None:
-        """See `Address`."""
+        """Write a reply of the sessions as JSON and send it."""
         self.answer(self.server.write(reply))
 
     def answer(self, answer: HttpAnswer) -> None:
-        """Send what is already written as JSON."""
+        """Send an answer that is already written as JSON."""
         self.connection.answer(self.request, answer)
 
 
@@ -130,20 +130,20 @@ class HttpServer:
     # -- connections --------------------------------------------------------------------------------------------------
 
     def admit(self, connection: HttpConnection) -> HeadraceError | None:
-        """See `HttpHandler`."""
+        """Count a new connection; return the reason if there is no room for it."""
         if len(self._connections) >= self._max_connections:
             return ServerFullError(f"all {self._max_connections} connections are taken; come again later")
         self._connections.add(connection)
         return None
 
     def disconnected(self, connection: HttpConnection) -> None:
-        """See `HttpHandler`."""
+        """Forget a connection that has ended."""
         self._connections.discard(connection)
         if not self._connections:
             self._all_gone.set()
 
     def refuse_head(self, target: bytes, headers: dict[bytes, bytes]) -> HeadraceError | None:
-        """See `HttpHandler`. A client without the token cannot fill the memory: its bodies are not read."""
+        """Refuse a request without the server's token. Its body is not read, so that it cannot fill the memory."""
         if self._token is None or knows_token(headers, self._token) or asks_for_health(target, headers):
             return None
         return UnauthorizedError("show the server's token: Authorization: Bearer TOKEN")
@@ -151,7 +151,7 @@ class HttpServer:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def handle(self, connection: HttpConnection, request: HttpRequest) -> None:
-        """See `HttpHandler`."""
+        """Answer a request, or enqueue it for `deliver_to`."""
         address = HttpAddress(self, connection, request)
         try:
             self._read(address, request)
@@ -194,7 +194,7 @@ class HttpServer:
 
     @property
     def pending(self) -> int:
-        """How many requests wait for `deliver_to`."""
+        """The number of requests that wait for `deliver_to`."""
         return len(self._steps) + len(self._events)
 
     def deliver_to(self, sessions: ClientSessions, now: float) -> None:

@@ -1,4 +1,4 @@
-"""The listener in by ZeroMQ: frames of clients to requests, and replies to frames."""
+"""The ZeroMQ listener: clients' frames become requests for the sessions, and replies become frames."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _NO_HEADER: dict[str, Any] = {}
 
 
 class ZmqAddress:
-    """A connection, as an address."""
+    """The route of a connection. Two addresses with the same route are equal."""
 
     __slots__ = ("joined", "listener", "route")
 
     def __init__(self, route: bytes, listener: ZmqListener, *, joined: bool) -> None:
         self.route, self.listener = route, listener
         self.joined = joined
-        """Its messages come in one frame each, and so do answers."""
+        """Whether the request came in one frame; its answer goes out in one frame, too."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ZmqAddress) and self.route == other.route
@@ -44,26 +44,26 @@ class ZmqAddress:
         return hash(self.route)
 
     def send(self, reply: Reply) -> None:
-        """See `Address`."""
+        """Encode a reply and send it without waiting."""
         self.listener.send(self, reply)
 
 
 class _ReceivedStep:
-    """A step that was read; what is seen is looked at together with that of others."""
+    """A step whose observation is not checked yet. Those of all steps are checked together."""
 
     __slots__ = ("action", "address", "packed", "request", "row")
 
     def __init__(self, address: ZmqAddress, request: Any) -> None:
         self.address, self.request = address, request
         self.packed: Buffer | None = None
-        """What is seen, where it lies as the layout has it."""
+        """The observation's bytes, if they have the layout of the codec."""
         self.row: Any = None
-        """Otherwise what is seen, as a row."""
+        """The observation as a row, otherwise."""
         self.action: Any = None
 
 
 class ZmqListener:
-    """Clients at a ROUTER. For whoever has the desk's turn."""
+    """A `Listener` for the clients of one ROUTER socket."""
 
     def __init__(self, router_port: RouterPort, codec: EpisodeCodec, max_message_bytes: int) -> None:
         self._router_port = router_port
@@ -72,27 +72,27 @@ class ZmqListener:
         self._layout = codec.observation.layout
 
     def watch(self, fd: int) -> None:
-        """See `Listener`."""
+        """Have `wait` return when `fd` is readable, too."""
         self._router_port.watch(fd)
 
     @property
     def fds(self) -> list[int]:
-        """See `RouterPort`."""
+        """Descriptors for another event loop; see `RouterPort.fds`."""
         return self._router_port.fds
 
     def has_message(self) -> bool:
-        """Whether one waits. Lets in who may come in."""
+        """Return whether a message waits. Also answers handshakes of new connections."""
         return self._router_port.wait(0.0)
 
     def wait(self, timeout_s: float) -> None:
-        """See `Listener`."""
+        """Block until a message or a watched descriptor is ready, at most `timeout_s`."""
         self._router_port.wait(timeout_s)
 
     def deliver_to(self, sessions: ClientSessions, now: float) -> None:
-        """Each message is a request, or is refused where it came from."""
+        """Hand all requests that have arrived to the sessions, and refuse messages that cannot be read."""
         steps: list[_ReceivedStep] = []
-        each_one = max(len(sessions), 1)  # clients ask one thing at a time: looking for more costs, and is in vain
-        for route, frames in self._router_port.receive(each_one):
+        most = max(len(sessions), 1)  # a client has one request under way; to look for more costs time for nothing
+        for route, frames in self._router_port.receive(most):
             address, header = ZmqAddress(route, self, joined=len(frames) == 1), _NO_HEADER
             try:
                 parts = split(frames)
@@ -100,7 +100,7 @@ class ZmqListener:
                 if kind is MessageKind.EPISODE_STEP:
                     steps.append(self._read_step(header, parts, address))
                 else:
-                    self._deliver_steps(steps, sessions, now)  # what came before it
+                    self._deliver_steps(steps, sessions, now)  # requests stay in order
                     self._deliver_other(kind, header, parts, address, sessions, now)
             except HeadraceError as error:
                 self.send(address, refusal_of(error, _number_of(header)))
@@ -131,7 +131,7 @@ class ZmqListener:
 
     def _read_packed(self, packed: list[Buffer]) -> Sequence[Any]:
         observation = self._codec.observation
-        assert isinstance(observation, SpaceCodec), "of several agents nothing lies alike"
+        assert isinstance(observation, SpaceCodec), "a codec of several agents has no layout"
         return observation.rows_from_payloads(packed)
 
     def _deliver_other(
@@ -144,20 +144,20 @@ class ZmqListener:
         now: float,
     ) -> None:
         arrays = decode_arrays(header, parts, self._caps)
-        asked: type[ClientRequest] | None = REQUESTS.get(kind)
-        if asked is None:
-            raise BadRequestError(f"{kind.name} is nothing that a client says")
-        request = read(asked, header)
-        sessions.receive(request, address, now, arrays.get("batch") if asked is ChunkShipment else None)
+        expected: type[ClientRequest] | None = REQUESTS.get(kind)
+        if expected is None:
+            raise BadRequestError(f"{kind.name} is not a message that a client sends")
+        request = read(expected, header)
+        sessions.receive(request, address, now, arrays.get("batch") if expected is ChunkShipment else None)
 
-    # -- out ----------------------------------------------------------------------------------------------------------
+    # -- sending ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """See `Listener`."""
+        """Close the port."""
         self._router_port.close()
 
     def send(self, to: ZmqAddress, reply: Reply) -> None:
-        """Send it, unless nobody is there any more: then it will be asked for again."""
+        """Send a reply without waiting. Drop it if the connection is gone: the client will repeat its request."""
         frames = self._frames(reply)
         self._router_port.send(to.route, join(frames) if to.joined else frames)
 
@@ -174,6 +174,6 @@ class ZmqListener:
 
 
 def _number_of(header: dict[str, Any]) -> int:
-    """By which the client knows its request; 0 where it gave none."""
+    """Return the client's number of its request; 0 if the header has none."""
     number = header.get("request")
     return number if type(number) is int and 0 <= number < 1 << 63 else 0
