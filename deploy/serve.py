@@ -57,10 +57,10 @@ def _policies(ids: list[str]) -> str:
 
 
 def _serve(config: FleetConfig, policy: SavedPolicy, origin: str) -> dict[str, Any]:
-    from headrace.workers.serving.alone import LoneServer
+    from headrace.workers.serving.standalone import StandaloneServer
 
     try:
-        server = LoneServer(config, policy.arrays, policy.version)
+        server = StandaloneServer(config, policy.arrays, policy.version)
     except (ModuleError, ConnectorError) as error:
         raise ModuleError(
             f"{policy.source} is of another policy than {config.module.build} for {config.sampling.env} ({error}); "

@@ -15,7 +15,7 @@ from headrace.schemas.serving_errors import BadRequestError
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner
 from headrace.workers.connectors import FrameStack
 from headrace.workers.serving.client import PolicyClient
-from headrace.workers.serving.client_episodes import ClientEpisodes
+from headrace.workers.serving.shipped_episodes import ShippedEpisodes
 from support.serving.harbours import PAIR as ENV
 from support.serving.harbours import Harbour, acting, assert_alike, external, harbour
 from support.waiting import wait_until
@@ -75,8 +75,8 @@ def test_who_vanishes_leaves_a_marker_for_each_agent() -> None:
         for _ in range(3):
             client.get_action(episode, seen)
         wait_until(lambda: {chunk.agent_id for chunk in there.chunks} == {"short", "long"}, what="chunks of both")
-        desk: Any = there.runner.env.server.desk
-        desk.post(lambda sessions, now: sessions._close(client._link.session, "client_lost"))
+        dispatcher: Any = there.runner.env.server.dispatcher
+        dispatcher.post(lambda sessions, now: sessions._close(client._link.session, "client_lost"))
         wait_until(lambda: len(markers(there)) == 2, what="the markers")
         assert {marker.end_reason for marker in markers(there)} == {"client_lost"}
         with pytest.raises(EpisodeAbortedError):
@@ -107,8 +107,8 @@ def test_env_steps_that_do_not_rise_from_the_start_of_a_chunk_are_refused() -> N
         env_t = np.arange(8)
         env_t[at] = wrong
         with pytest.raises(BadRequestError, match="should rise from its start, 0"):
-            ClientEpisodes(1).take("a client", replace(batch, columns={**batch.columns, "env_t": env_t}))
-    assert len(ClientEpisodes(1).take("a client", batch)) == len(batch)
+            ShippedEpisodes(1).take("a client", replace(batch, columns={**batch.columns, "env_t": env_t}))
+    assert len(ShippedEpisodes(1).take("a client", batch)) == len(batch)
 
 
 def test_the_columns_that_are_expected_of_each_module_are_those_of_its_own_batches() -> None:

@@ -65,8 +65,8 @@ def test_who_vanishes_leaves_markers_and_hears_of_it_on_return() -> None:
             client.get_action(episode, np.zeros(4))
         wait_until(lambda: there.chunks, what="a first chunk")
         sessions: list[Any] = []
-        desk: Any = there.runner.env.server.desk  # type: ignore[union-attr]
-        desk.post(lambda s, now: (s._close(client._link.session, "client_lost"), sessions.append(s)))
+        dispatcher: Any = there.runner.env.server.dispatcher  # type: ignore[union-attr]
+        dispatcher.post(lambda s, now: (s._close(client._link.session, "client_lost"), sessions.append(s)))
         wait_until(lambda: any(c.end is ChunkEnd.ABORTED for c in there.chunks), what="the marker")
         assert there.chunks[-1].end_reason == "client_lost"
         with pytest.raises(EpisodeAbortedError):
@@ -104,7 +104,7 @@ def test_a_shipment_that_comes_again_is_taken_once_and_bad_ones_change_nothing()
             shipper.ship(second, 4)
         with pytest.raises(BadRequestError, match="is due"):
             shipper.ship(first, 2)
-        with pytest.raises(BadRequestError, match="a reason that nobody knows"):
+        with pytest.raises(BadRequestError, match="an unknown reason"):
             shipper.ship(second, 2, {"laziness": 1})
         with pytest.raises((ServingError, DecodeError)):
             shipper.ship(second, 2, spoil=400)

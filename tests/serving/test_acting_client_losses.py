@@ -136,7 +136,7 @@ def test_a_chunk_that_fits_no_message_is_lost_by_name_and_the_client_goes_on(cap
         assert client.failure is None
         assert sum(map(len, there.chunks)) == 10
         assert there.runner.totals.discarded == {"unshipped": lost}
-    assert "steps of this client are lost so far, and told" in caplog.text
+    assert "steps of this client are lost so far, and reported" in caplog.text
 
 
 def test_episodes_that_are_not_to_be_trained_on_are_counted_where_they_are_served() -> None:
@@ -160,14 +160,14 @@ def test_what_a_server_had_not_taken_when_it_ended_is_told_to_the_next(free_port
     walk(client, 5)
     wait_until(lambda: client._shipments._number == 1, what="what is taken")
     taken = sum(map(len, before.chunks))
-    assert before.exchange.end(Discard.SHUTDOWN) == []  # from now on nothing is taken there
+    assert before.acting_channel.end(Discard.SHUTDOWN) == []  # from now on nothing is taken there
     episode = client.start_episode()
     for _ in range(3):
         client.get_action(episode, SEEN)
     wait_until(lambda: client._runner.totals.delivered > taken, what="a cut")
     before.close()
     with harbour(port=free_port, **quick) as after:
-        with client, pytest.raises(EpisodeAbortedError, match="begun anew"):
+        with client, pytest.raises(EpisodeAbortedError, match="restarted"):
             wait_until(lambda: client.get_action(episode, SEEN) is None, what="the end of the episode")
         assert client.failure is None
         lost = after.runner.totals.discarded["unshipped"]

@@ -19,9 +19,9 @@ from headrace.schemas.spaces import Box, Dict, Tuple
 from headrace.schemas.wire import encode
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.serving.acting import ActingClient
-from headrace.workers.serving.agent_values import AgentValues
 from headrace.workers.serving.client import PolicyClient
-from headrace.workers.serving.client.earned import Earned, EarnedByAgent
+from headrace.workers.serving.client.logged_returns import LoggedReturns, LoggedReturnsByAgent
+from headrace.workers.serving.multi_agent_codec import MultiAgentCodec
 from headrace.workers.serving.served_env import ServedEnvs
 from support.serving.served import Served
 from support.serving.served_agents import ByHttp, ByZmq, rule, served_agents
@@ -178,7 +178,7 @@ def test_not_a_number_is_neither_a_reward_nor_seen(shared: Any) -> None:
     ],
 )
 def test_the_client_refuses_at_once_what_the_server_would(said: Any, sentence: str) -> None:
-    earned = EarnedByAgent(AGENTS)
+    earned = LoggedReturnsByAgent(AGENTS)
     earned.add({}, None, {"grey": True})
     earned.settle()
     earned.add({"red": 2.0})
@@ -187,7 +187,7 @@ def test_the_client_refuses_at_once_what_the_server_would(said: Any, sentence: s
     earned.add({"red": 1.0, "grey": 0.0}, {"blue": {"k": 1}}, {"grey": True, "blue": np.bool_(False)})
     assert earned.fields() == {"reward": {"red": 3.0}, "info": {"blue": {"k": 1}}, "terminated": {}, "truncated": {}}
     with pytest.raises(EnvContractError, match="the episode has one agent"):
-        Earned().add(1.0, None, {"red": True})
+        LoggedReturns().add(1.0, None, {"red": True})
 
 
 def test_a_client_of_the_other_kind_of_server_is_told_so(shared: Any) -> None:
@@ -208,11 +208,11 @@ def test_a_client_of_the_other_kind_of_server_is_told_so(shared: Any) -> None:
 def test_agents_whose_arrays_could_not_be_told_apart_are_refused_when_the_server_is_built() -> None:
     box = Box(shape=(2,), dtype="<f4")
     with pytest.raises(EnvContractError, match="no slash confuses with another's arrays"):
-        AgentValues({"a": Dict(spaces={"b": box}), "a/b": box}, "obs")
+        MultiAgentCodec({"a": Dict(spaces={"b": box}), "a/b": box}, "obs")
     with pytest.raises(EnvContractError, match="obs space should be of something that a client can send"):
-        AgentValues({"a": Tuple(spaces=())}, "obs")
-    slashed = AgentValues({"team/a": box, "team": box}, "obs")
-    assert list(slashed.arrays({"team": np.zeros(2), "team/a": np.ones(2)})) == ["obs/team", "obs/team/a"]
+        MultiAgentCodec({"a": Tuple(spaces=())}, "obs")
+    slashed = MultiAgentCodec({"team/a": box, "team": box}, "obs")
+    assert list(slashed.to_arrays({"team": np.zeros(2), "team/a": np.ones(2)})) == ["obs/team", "obs/team/a"]
 
 
 def test_spaces_of_nobody_are_refused() -> None:

@@ -14,7 +14,7 @@ import zmq
 from headrace.schemas.serving_messages import ClientHello, EpisodeStart, EpisodeStep
 from headrace.schemas.single_frame import join_frames, split_frame
 from headrace.schemas.wire import MessageKind, WireMessage, decode, encode
-from headrace.workers.envs.remote.router_port import Door, DoorSettings
+from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSettings
 from support.serving.plain_episodes import rule
 from support.serving.served import Served
 
@@ -120,14 +120,14 @@ def test_what_one_client_says_at_a_time_is_heard_in_its_order(server: Served) ->
 
 
 def test_a_message_whose_beginning_an_interrupted_look_has_lost_ends_nothing() -> None:
-    door = Door(DoorSettings("127.0.0.1", 0, None))
+    router_port = RouterPort(RouterPortSettings("127.0.0.1", 0, None))
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.connect(door.endpoint)
+        socket.connect(router_port.endpoint)
         socket.send(b"lost")
-        assert door.wait(100.0)
-        assert door._socket.recv()  # the route; then came Ctrl-C
-        assert list(door.receive()) == []
+        assert router_port.wait(100.0)
+        assert router_port._socket.recv()  # the route; then came Ctrl-C
+        assert list(router_port.receive()) == []
         socket.send(b"heard")
-        assert door.wait(100.0)
-        assert [frames for _, frames in door.receive()] == [[b"heard"]]
-    door.close()
+        assert router_port.wait(100.0)
+        assert [frames for _, frames in router_port.receive()] == [[b"heard"]]
+    router_port.close()

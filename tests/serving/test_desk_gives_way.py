@@ -1,4 +1,4 @@
-"""Who stands in at the desk gives way to the sampler, however long that had to wait for its turn."""
+"""The thread that runs the dispatcher for a busy sampler yields to the sampler, however long it had to wait."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import threading
 
 import pytest
 
-from headrace.workers.serving.desk import Desk
-from headrace.workers.serving.records import ServingLimits
-from headrace.workers.serving.sessions import Sessions
-from headrace.workers.serving.space_values import SpaceValues
+from headrace.workers.serving.client_sessions import ClientSessions
+from headrace.workers.serving.dispatcher import Dispatcher
+from headrace.workers.serving.episode_codec import EpisodeCodec
+from headrace.workers.serving.session_records import ServingLimits
 from support.serving.plain_episodes import SPACES, PlainEpisodes
 from support.waiting import wait_until
 
@@ -20,8 +20,8 @@ LONG_S = 0.2
 """More than a sampler has to be away before the other thread stands in."""
 
 
-class BareDoor:
-    """A way in by which nobody comes. `sleepers` are the threads that have waited at it."""
+class BareListener:
+    """A listener without clients. `sleepers` are the threads that have waited at it."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
@@ -34,7 +34,7 @@ class BareDoor:
         self.sleepers.append(threading.current_thread().name)
         self._poll.poll(timeout_s * 1000)
 
-    def take_in(self, sessions: Sessions, now: float) -> None:
+    def deliver_to(self, sessions: ClientSessions, now: float) -> None:
         """Nothing comes."""
 
     def close(self) -> None:
@@ -42,56 +42,56 @@ class BareDoor:
 
 
 def test_a_sampler_that_waits_for_its_turn_is_next_though_who_stands_in_was_busy_for_long() -> None:
-    door = BareDoor()
-    desk = Desk(PlainEpisodes(), SpaceValues.of(SPACES), ServingLimits(lease_s=100.0), door)
-    stands_in = threading.Thread(target=desk.serve, name="stands in")
-    sampler = threading.Thread(target=desk.turn, args=(0.0,), name="sampler")
+    listener = BareListener()
+    dispatcher = Dispatcher(PlainEpisodes(), EpisodeCodec.of(SPACES), ServingLimits(lease_s=100.0), listener)
+    stands_in = threading.Thread(target=dispatcher.serve, name="stands in")
+    sampler = threading.Thread(target=dispatcher.run_once, args=(0.0,), name="sampler")
     busy = threading.Event()
 
-    def keep_busy(sessions: Sessions, now: float) -> None:
+    def keep_busy(sessions: ClientSessions, now: float) -> None:
         busy.set()
-        wait_until(lambda: desk._rung, what="the sampler at the bell")  # which nobody rings again
+        wait_until(lambda: dispatcher._woken, what="the sampler to wake the loop")  # no other thread wakes it again
         threading.Event().wait(LONG_S)
-        door.sleepers.clear()
+        listener.sleepers.clear()
 
     stands_in.start()
     try:
-        desk.post(keep_busy)
+        dispatcher.post(keep_busy)
         assert busy.wait(100.0)
         sampler.start()
         sampler.join(100.0)
         assert not sampler.is_alive()
-        slept = list(door.sleepers)
+        slept = list(listener.sleepers)
     finally:
-        desk.stop()
+        dispatcher.stop()
         stands_in.join(100.0)
-        desk.close()
+        dispatcher.close()
     assert slept == ["sampler"]
 
 
 def test_a_sampler_that_is_interrupted_while_it_waits_for_its_turn_is_stood_in_for() -> None:
-    door = BareDoor()
-    desk = Desk(PlainEpisodes(), SpaceValues.of(SPACES), ServingLimits(lease_s=100.0), door)
-    stands_in = threading.Thread(target=desk.serve)
+    listener = BareListener()
+    dispatcher = Dispatcher(PlainEpisodes(), EpisodeCodec.of(SPACES), ServingLimits(lease_s=100.0), listener)
+    stands_in = threading.Thread(target=dispatcher.serve)
     busy, interrupted = threading.Event(), threading.Event()
 
-    def press_ctrl_c(sessions: Sessions, now: float) -> None:
+    def press_ctrl_c(sessions: ClientSessions, now: float) -> None:
         busy.set()
-        wait_until(lambda: desk._rung, what="the sampler at the bell")
+        wait_until(lambda: dispatcher._woken, what="the sampler to wake the loop")
         os.kill(os.getpid(), signal.SIGINT)
         assert interrupted.wait(100.0)
-        door.sleepers.clear()
+        listener.sleepers.clear()
 
     stands_in.start()
     try:
-        desk.post(press_ctrl_c)
+        dispatcher.post(press_ctrl_c)
         assert busy.wait(100.0)
         with pytest.raises(KeyboardInterrupt):
-            desk.turn(0.0)
+            dispatcher.run_once(0.0)
         interrupted.set()
-        wait_until(lambda: door.sleepers, timeout_s=20, what="somebody at the door")
+        wait_until(lambda: listener.sleepers, timeout_s=20, what="a thread that waits at the listener")
     finally:
         interrupted.set()
-        desk.stop()
+        dispatcher.stop()
         stands_in.join(100.0)
-        desk.close()
+        dispatcher.close()

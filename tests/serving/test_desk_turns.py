@@ -1,4 +1,4 @@
-"""Two threads take turns at the desk: no request and no answer falls between them."""
+"""Two threads take turns in running the dispatcher. No request and no answer is lost between them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_who_asks_how_the_server_is_hears_it_while_the_sampler_is_away() -> None
 
 def test_who_waits_at_a_desk_that_has_stopped_does_not_ask_again_at_once() -> None:
     with Served() as server:
-        server.desk.stop()
+        server.dispatcher.stop()
         begun = time.monotonic()
-        server.desk.turn(0.02)
+        server.dispatcher.run_once(0.02)
         assert time.monotonic() - begun >= 0.02

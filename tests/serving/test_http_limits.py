@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from headrace.schemas.spaces import Discrete, MultiDiscrete, Spaces
-from headrace.workers.serving.http import connection
+from headrace.workers.serving.http import connection as http_connection
 from headrace.workers.serving.http.connection import HEAD_BYTES
-from headrace.workers.serving.http.way import connection_places
+from headrace.workers.serving.http.server import connection_limit
 from support.serving.raw_http import HEALTH, RawHttp, head, put
 from support.serving.served import LIMITS, Served
 
@@ -102,7 +102,7 @@ def test_places_are_free_again_though_nobody_ends_what_it_has_begun() -> None:
 
 
 def test_who_was_refused_and_does_not_leave_is_cut_off(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "LINGER_S", 0.3)
+    monkeypatch.setattr(http_connection, "LINGER_S", 0.3)
     with RawHttp(server.url) as client:
         client.say(b"garbage\r\n\r\n")
         assert client.hear().status == 400
@@ -181,5 +181,5 @@ def test_a_silent_connection_ends_without_a_word(server: Served) -> None:
 
 def test_zeromq_keeps_half_of_the_files_that_may_be_open() -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert connection_places(3) == 3
-    assert connection_places(1 << 40) == soft // 2
+    assert connection_limit(3) == 3
+    assert connection_limit(1 << 40) == soft // 2

@@ -1,4 +1,4 @@
-"""HTTP is heard by whoever has the desk's turn: wherever that is, and whatever else is heard there."""
+"""The thread that runs the dispatcher's loop serves HTTP too, whichever thread that is, and beside ZeroMQ."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def test_what_is_said_in_one_go_is_answered_in_its_order() -> None:
         assert [body.get("action") for body in bodies] == [None, None, 0, 7, None, 7, None, 14]
 
 
-def test_a_server_that_stops_tells_who_waits_by_http() -> None:
+@pytest.mark.parametrize("next_", ["another step", "its health"])
+def test_a_server_that_stops_tells_who_waits_by_http(next_: str) -> None:
     server = Served()
     try:
         server.hold.set()
@@ -96,7 +97,7 @@ def test_a_server_that_stops_tells_who_waits_by_http() -> None:
             client.say(put(path))
             assert client.hear().status == 200
         steps = [put(f"/v1/sessions/s/episodes/e/steps/{n}", b'{"observation": [1, 2]}') for n in range(2)]
-        client.say(steps[0] + HEALTH + steps[1])
+        client.say(steps[0] + (steps[1] + HEALTH if next_ == "another step" else HEALTH + steps[1]))
         wait_until(lambda: server.episodes.waiting, what="the step")
     finally:
         server.close()

@@ -28,15 +28,15 @@ class AtOnce:
     def admit(self, connection: HttpConnection) -> HeadraceError | None:
         return None
 
-    def gone(self, connection: HttpConnection) -> None:
+    def disconnected(self, connection: HttpConnection) -> None:
         self._gone += 1
         if self._gone == len(SAID):
             self.nobody.set()
 
-    def doubt(self, target: bytes, headers: dict[bytes, bytes]) -> HeadraceError | None:
+    def refuse_head(self, target: bytes, headers: dict[bytes, bytes]) -> HeadraceError | None:
         return None
 
-    def hear(self, connection: HttpConnection, request: HttpRequest) -> None:
+    def handle(self, connection: HttpConnection, request: HttpRequest) -> None:
         connection.answer(request, json_answer({}, 200))
         self.heard.append(connection)
         if len(self.heard) == sum(SAID):

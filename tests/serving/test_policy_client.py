@@ -20,7 +20,7 @@ from headrace.schemas.errors import ConfigError, KeysRefusedError, UnreachableEr
 from headrace.schemas.keys import read_client_port_keys
 from headrace.schemas.spaces import Box, Dict, Discrete, MultiBinary, Spaces, Tuple, nest
 from headrace.workers.serving.client import PolicyClient
-from headrace.workers.serving.records import ServingLimits
+from headrace.workers.serving.session_records import ServingLimits
 from support.fleets.env_hosts import cable_to
 from support.serving.plain_episodes import SPACES, rule
 from support.serving.served import LIMITS, Served
@@ -101,7 +101,7 @@ def test_a_server_that_began_anew_aborts_episodes_and_takes_new_ones(free_port: 
         episode = client.start_episode()
         client.get_action(episode, [1, 1])
     with Served(port=free_port) as second:
-        with pytest.raises(EpisodeAbortedError, match="open it, and start episodes anew"):
+        with pytest.raises(EpisodeAbortedError, match="open it, and start new episodes"):
             client.get_action(episode, [2, 1])
         assert second.episodes.episodes[play(client)].end == "truncated"
         client.close()

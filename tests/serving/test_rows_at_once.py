@@ -12,7 +12,7 @@ import pytest
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.serving_messages import EpisodeStep
 from headrace.schemas.spaces import Box, Dict, Discrete, Space, Tuple, column_dtype, leaf_shape, leaves
-from headrace.workers.serving.values import Values, judged
+from headrace.workers.serving.space_codec import SpaceCodec, row_or_error
 
 BEYOND = float(np.finfo(np.float32).max) * 2
 NEARLY = float(np.finfo(np.float32).max) * (1 + 2**-26)
@@ -49,11 +49,11 @@ SPACES: list[Space] = [
 ]
 
 
-def one_by_one(values: Values, told: list[Any]) -> list[Any]:
+def one_by_one(values: SpaceCodec, told: list[Any]) -> list[Any]:
     found: list[Any] = []
     for value in told:
         try:
-            found.append(values.row(value))
+            found.append(values.read_row(value))
         except EnvContractError as error:
             found.append(error)
     return found
@@ -93,23 +93,23 @@ def told_of(space: Space, rng: random.Random) -> Any:
 @pytest.mark.parametrize("check_bounds", [True, False])
 @pytest.mark.parametrize("space", SPACES, ids=repr)
 def test_rows_that_are_read_at_once_are_what_each_alone_is(space: Space, check_bounds: bool) -> None:
-    values, rng = Values(space, "obs", check_bounds=check_bounds), random.Random(0)
+    values, rng = SpaceCodec(space, "obs", check_bounds=check_bounds), random.Random(0)
     for _ in range(400):
         told = [told_of(space, rng) for _ in range(rng.choice((0, 1, 2, 5)))]
-        assert plain(values.rows(told)) == plain(one_by_one(values, told)), told
+        assert plain(values.read_rows(told)) == plain(one_by_one(values, told)), told
 
 
 @pytest.mark.parametrize("check_bounds", [True, False])
 @pytest.mark.parametrize("space", SPACES, ids=repr)
 def test_messages_that_are_read_at_once_are_what_each_alone_is(space: Space, check_bounds: bool) -> None:
-    values, rng = Values(space, "obs", check_bounds=check_bounds), np.random.default_rng(0)
+    values, rng = SpaceCodec(space, "obs", check_bounds=check_bounds), np.random.default_rng(0)
     assert values.layout is not None
     refused = 0
     for _ in range(200):
         said = [arrays_of(space, rng) for _ in range(rng.integers(1, 6))]
         frames = [values.layout.encode(EpisodeStep.KIND, {}, arrays) for arrays in said]
-        alone: list[Any] = [judged(values.row_of, arrays) for arrays in said]
-        assert plain(list(values.unpack([bytes(parts[2]) for parts in frames]))) == plain(alone)
+        alone: list[Any] = [row_or_error(values.row_from_arrays, arrays) for arrays in said]
+        assert plain(list(values.rows_from_payloads([bytes(parts[2]) for parts in frames]))) == plain(alone)
         refused += sum(isinstance(row, EnvContractError) for row in alone)
     assert refused or not check_bounds
 
@@ -117,12 +117,12 @@ def test_messages_that_are_read_at_once_are_what_each_alone_is(space: Space, che
 @pytest.mark.parametrize("space", SPACES[:6], ids=repr)
 @pytest.mark.parametrize("lists", [1, 2, 30])
 def test_text_in_place_of_numbers_takes_no_more_memory_than_it_has(space: Space, lists: int) -> None:
-    values, told = Values(space, "obs"), ["a" * 1_000_000] + ["b"] * 1_000_000
+    values, told = SpaceCodec(space, "obs"), ["a" * 1_000_000] + ["b"] * 1_000_000
     for _ in range(lists - 1):
         told = [told]  # type: ignore[list-item]
     short = ["a"] * 3
-    refused = values.rows([told, short, short])
-    assert [str(error) for error in refused] == [str(judged(values.row, short))] * 3
+    refused = values.read_rows([told, short, short])
+    assert [str(error) for error in refused] == [str(row_or_error(values.read_row, short))] * 3
     assert "got text" in str(refused[0])
 
 

@@ -24,7 +24,7 @@ from headrace.schemas.serving_settings import ServingSection
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.serving.bearer_token import read_token
 from headrace.workers.serving.client import PolicyClient
-from headrace.workers.serving.http.listening import listen
+from headrace.workers.serving.http.listening_socket import listen
 from headrace.workers.serving.served_env import ServedEnv, ServedEnvs
 from support.waiting import wait_until
 

@@ -25,8 +25,8 @@ from headrace.schemas.serving_messages import (
     EpisodeStart,
     EpisodeStep,
 )
-from headrace.workers.serving.records import Reply, ServingLimits
-from headrace.workers.serving.sessions import Sessions
+from headrace.workers.serving.client_sessions import ClientSessions
+from headrace.workers.serving.session_records import Reply, ServingLimits
 from support.serving.plain_episodes import PlainEpisodes, rule
 
 LIMITS = ServingLimits(lease_s=5.0, max_sessions=8, max_episodes=3, remembered_episodes=4)
@@ -71,7 +71,9 @@ class World:
         """Clients have vanished."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self.table = PlainEpisodes(capacity=8)
-        self.sessions = Sessions(self.table, {}, lambda asked, answer: self.sessions.answered(asked, answer), LIMITS)
+        self.sessions = ClientSessions(
+            self.table, {}, lambda asked, answer: self.sessions.answered(asked, answer), LIMITS
+        )
         self.clients = [Client(self, index) for index in range(CLIENTS)]
         self.problems: list[str] = []
         self.most = dict.fromkeys(self.sessions.counts(), 0)

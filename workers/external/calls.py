@@ -19,14 +19,14 @@ Row = Mapping[str, NDArray[Any]]
 """A value of a space by column name, each leaf without a leading axis."""
 
 
-class Turns(Protocol):
-    """Who looks after the episodes' drivers while the sampler has nothing to do, in the sampler's thread."""
+class DriverLoop(Protocol):
+    """The event loop that serves the drivers of episodes. The sampler's thread runs it while it waits."""
 
-    def turn(self, timeout_s: float) -> None:
-        """Until something has happened, `timeout_s` at most."""
+    def run_once(self, timeout_s: float) -> None:
+        """Run the loop until something has happened, at most `timeout_s`."""
 
-    def deliver(self) -> None:
-        """Have what was answered leave now. Does not wait."""
+    def flush(self) -> None:
+        """Send the answers now, without waiting."""
 
 
 @dataclass(slots=True)

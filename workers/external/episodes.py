@@ -34,7 +34,7 @@ from headrace.schemas.episode_errors import (
     NoFreePlaceError,
     UnknownEpisodeError,
 )
-from headrace.workers.external.calls import Answer, Call, OnAnswer, Place, Turns
+from headrace.workers.external.calls import Answer, Call, DriverLoop, OnAnswer, Place
 
 REMEMBERED = 10_000
 """Ids of episodes that are over, which are told so when they are used again; older ones are unknown ids."""
@@ -73,8 +73,8 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
         self._closed: str | None = None
         self._full: str | None = None
         """Why no episode may begin any more, while those that are open go on."""
-        self.turns: Turns | None = None
-        """Who has the sampler's thread while it would sleep."""
+        self.driver_loop: DriverLoop | None = None
+        """The loop that the sampler runs while it waits; None: it sleeps."""
 
     # -- for whoever drives episodes ----------------------------------------------------------------------------------
 
@@ -214,13 +214,13 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
             self._wait_for(lambda: not self._calls or self._waiting >= len(self._open), batch_wait_s)
 
     def _wait_for(self, come: Callable[[], bool], timeout_s: float) -> None:
-        if (turns := self.turns) is None:
+        if (driver_loop := self.driver_loop) is None:
             with self._news:
                 self._news.wait_for(come, timeout_s)
             return
         until = time.monotonic() + timeout_s
         while not come() and (left := until - time.monotonic()) > 0:
-            turns.turn(left)
+            driver_loop.run_once(left)
 
     def _has_news(self) -> bool:
         return bool(self._calls or self._lost) or self._closed is not None
@@ -247,8 +247,8 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
 
     def deliver(self) -> None:
         """What was answered leaves now, where it does not before the sampler waits again."""
-        if self.turns is not None:
-            self.turns.deliver()
+        if self.driver_loop is not None:
+            self.driver_loop.flush()
 
     def release(self, place: Place, aborted: str | None = None) -> None:
         """The episode is over, by its end or for the reason `aborted`, and its place free for another.

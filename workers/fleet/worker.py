@@ -21,7 +21,7 @@ from headrace.workers.policy.policies import PolicyMappingError
 from headrace.workers.runner.env_runner import EnvRunner
 from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
 from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
-from headrace.workers.serving.exchange import Delivery, Exchange
+from headrace.workers.serving.acting_channel import ActingChannel, Delivery
 from headrace.workers.serving.served_env import ServedEnvs, served_config
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Worker:
         self._shipper = Shipper(
             membership.fleet_id, self.session, membership.recorder, runner.totals, runner.take_finished_episodes
         )
-        self._exchange: Exchange | None = None
+        self._acting_channel: ActingChannel | None = None
         """With clients that act by themselves, where there may be any."""
         self._batches_a_cut = len(runner.module_spaces)
         self._next_pump = 0.0
@@ -118,9 +118,12 @@ class Worker:
     def introduce(self) -> None:
         """Tell the broker what chunks there will be, let clients in that cut them too, and go on counting."""
         runner = self.runner
-        if isinstance(runner.config.env, ServedEnvs) and (exchange := runner.config.env.exchange) is not None:
-            exchange.open(runner.module_spaces, runner.config.num_envs, runner.policy_columns())
-            self._exchange = exchange
+        if (
+            isinstance(runner.config.env, ServedEnvs)
+            and (acting_channel := runner.config.env.acting_channel) is not None
+        ):
+            acting_channel.open(runner.module_spaces, runner.config.num_envs, runner.policy_columns())
+            self._acting_channel = acting_channel
         self.membership.introduce(runner.module_spaces)
         self._go_on_counting()
 
@@ -205,15 +208,15 @@ class Worker:
 
     def _ship_of_clients(self) -> None:
         """What clients have cut, as far as there is room for it beside the runner's own; clients wait for more."""
-        if self._exchange is None:
+        if self._acting_channel is None:
             return
         while has_room := self.session.has_room(self._batches_a_cut + 1):
-            delivery = self._exchange.take()
+            delivery = self._acting_channel.take()
             if delivery is None:
                 break
             self._take_over(delivery)
         # A learner that knew of nobody who waits would wait itself, for as many steps as the window never has.
-        self.session.blocked = "" if has_room or not self._exchange.has_waiting else "window"
+        self.session.blocked = "" if has_room or not self._acting_channel.has_waiting else "window"
 
     def _take_over(self, delivery: Delivery) -> None:
         self.runner.take_over(delivery.taken)
@@ -227,8 +230,8 @@ class Worker:
         if newer is not None and newer.version > self.session.weights:
             self.runner.set_weights(newer.arrays, newer.version[1], newer.version[0], newer.digest)
             self.session.weights = newer.version
-            if self._exchange is not None:
-                self._exchange.offer(newer.version, newer.arrays, newer.digest)
+            if self._acting_channel is not None:
+                self._acting_channel.offer(newer.version, newer.arrays, newer.digest)
         return self.session.weights != (0, 0)
 
     def _pump(self, wait_s: float = 0.0) -> None:
@@ -250,7 +253,7 @@ class Worker:
     def drain(self) -> None:
         """Ship the markers of unfinished episodes, hand everything over to the broker, and say BYE."""
         deadline = time.monotonic() + self.config.worker.drain_timeout_s
-        for delivery in self._exchange.end(Discard.SHUTDOWN) if self._exchange is not None else ():
+        for delivery in self._acting_channel.end(Discard.SHUTDOWN) if self._acting_channel is not None else ():
             self._take_over(delivery)
         last = self._discard_open(Discard.SHUTDOWN)
         self._shipper.ship(last)

@@ -1,8 +1,16 @@
-"""A policy server: clients elsewhere drive episodes, and the newest policy answers.
+"""A policy server: clients elsewhere drive episodes, and the newest policy chooses the actions.
 
-`sessions.py` is what is promised to them, without any I/O, to those that act by themselves in `acting_clients.py`;
-`desk.py` brings it requests and answers, in the sampler's own thread; the ways in are ZeroMQ (`frames.py`) and HTTP
-(`http_door.py`, `http_way.py`). Of several agents the same goes by dicts (`agent_values.py`, `agents_table.py`). The
-client in Python is `headrace.workers.serving.client`, and `headrace.workers.serving.acting` has the one that acts by
-itself.
+| file | content |
+|---|---|
+| `served_env.py`, `server.py`, `standalone.py` | a worker's policy server, and one without a fleet |
+| `dispatcher.py` | carries requests to the sessions and answers back, in the sampler's thread |
+| `client_sessions.py`, `session_episodes.py`, `session_records.py` | what clients are promised, without any I/O |
+| `acting_clients.py`, `acting_channel.py`, `shipped_episodes.py` | the same for clients that act by themselves |
+| `open_episodes.py`, `multi_agent_open_episodes.py` | the table of open episodes, as sessions see it |
+| `space_codec.py`, `multi_agent_codec.py`, `episode_codec.py` | observations and actions as JSON and as arrays |
+| `zmq/`, `http/` | how requests arrive |
+| `client/` | the client in Python, `headrace.workers.serving.client.PolicyClient` |
+| `acting/` | the client that acts by itself, `headrace.workers.serving.acting.ActingClient` |
+
+`protocol.md` describes the messages.
 """

@@ -11,7 +11,7 @@ _SHORTEST, _LARGEST_FILE = 16, 4096
 
 
 def read_token(path: Path) -> str:
-    """The token, without what surrounds it. Raises `KeysError`, which says what to do."""
+    """Return the token in the file at `path`. Raises `KeysError`, which says what to do."""
     try:
         with path.open("rb") as file:
             if (mode := os.fstat(file.fileno()).st_mode & 0o777) & 0o077:

@@ -1,4 +1,4 @@
-"""A policy server as an external env: its `run()` serves, and its episodes are those of clients elsewhere."""
+"""A policy server as an external env. Its `run()` serves clients, and its episodes are theirs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from headrace.workers.agents.env import build_multi_agent_env, gym_spaces_of, sp
 from headrace.workers.config import EnvRunnerConfig, runner_config
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import find_creator
-from headrace.workers.envs.remote.router_port import Door, DoorSettings
+from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSettings
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.env import ExternalEnv
-from headrace.workers.serving.agents_table import AgentsTable
+from headrace.workers.serving.acting_channel import ActingChannel
 from headrace.workers.serving.bearer_token import read_token
-from headrace.workers.serving.exchange import Exchange
-from headrace.workers.serving.http.listening import listen
+from headrace.workers.serving.episode_codec import EpisodeCodec
+from headrace.workers.serving.http.listening_socket import listen
+from headrace.workers.serving.multi_agent_open_episodes import MultiAgentOpenEpisodes
 from headrace.workers.serving.server import Server
-from headrace.workers.serving.space_values import SpaceValues
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +47,10 @@ def served_config(config: FleetConfig) -> EnvRunnerConfig:
 
 
 class ServedEnvs:
-    """Creates the env of one worker, again and again if need be: at the same ports, though they were free ones first.
+    """Creates the env of one worker, as often as needed. Each env gets the ports of the one before it.
 
-    `like` is an env, or whatever else a runner's config may name that has both spaces: it is built to look at them.
-    With `several_agents` it is one of several, and so are the clients' episodes.
+    `like` names an env, or anything else with both spaces that a runner's config may name. It is built only to read its
+    spaces. With `several_agents`, it is a multi-agent env, and the clients' episodes have several agents.
     """
 
     def __init__(
@@ -68,30 +68,33 @@ class ServedEnvs:
         self._keys_dir = keys_dir
         self._check_bounds = check_bounds
         self._ports: tuple[int, int] | None = None
-        self.exchange = Exchange(settings.max_message_bytes) if settings.client_inference else None
-        """With clients that act by themselves, if there may be any. It outlives each env."""
+        self.acting_channel = ActingChannel(settings.max_message_bytes) if settings.client_inference else None
+        """The channel to clients that act by themselves, if the config allows them. It outlives each env."""
 
-    def __call__(self, context: EnvContext) -> ServedEnv | ServedAgentsEnv:
-        """Bind the ports. Raises `ConfigError`, `KeysError`, `PortInUseError`, and what the env's creator raises."""
-        spaces = self._look_at_agents(context) if self._several_agents else self._look(context)
+    def __call__(self, context: EnvContext) -> ServedEnv | ServedMultiAgentEnv:
+        """Bind the ports and return the env.
+
+        Raises `ConfigError`, `KeysError`, `PortInUseError`, and what the env's creator raises.
+        """
+        spaces = self._multi_agent_spaces(context) if self._several_agents else self._spaces(context)
         keys = client_keys(self._keys_dir, "worker") if self._keys_dir != "" else None
         folder = Path(keys.folder) if keys is not None else None
         token = self._token(folder)
         if self._settings.http_port is not None:
-            _check_http_can_be_served()
-        port, http_port = self._ports or self._at(context.worker_index)
-        door = self._open_door(port, read_client_port_keys(folder) if folder is not None else None)
+            _check_http_installed()
+        port, http_port = self._ports or self._ports_of(context.worker_index)
+        router_port = self._open_router_port(port, read_client_port_keys(folder) if folder is not None else None)
         try:
-            listener = self._listen(http_port, token) if self._settings.http_port is not None else None
+            http_socket = self._listen(http_port, token) if self._settings.http_port is not None else None
         except BaseException:
-            door.close()
+            router_port.close()
             raise
-        server = Server(self._settings, door, listener, token, self.exchange)
+        server = Server(self._settings, router_port, http_socket, token, self.acting_channel)
         self._ports = server.ports
-        kind = ServedAgentsEnv if self._several_agents else ServedEnv
+        kind = ServedMultiAgentEnv if self._several_agents else ServedEnv
         return kind(*spaces, server, check_bounds=self._check_bounds)
 
-    def _look(self, context: EnvContext) -> tuple[Any, Any]:
+    def _spaces(self, context: EnvContext) -> tuple[Any, Any]:
         env = find_creator(self._like)(context)
         if hasattr(getattr(env, "unwrapped", env), "possible_agents"):  # gymnasium's wrappers hide it
             seen = f"{type(env).__module__}.{type(env).__qualname__}"
@@ -101,17 +104,17 @@ class ServedEnvs:
             env.close()
         return spaces
 
-    def _look_at_agents(self, context: EnvContext) -> tuple[Any, Any]:
+    def _multi_agent_spaces(self, context: EnvContext) -> tuple[Any, Any]:
         found = find_creator(self._like)(context)
         env = found if isinstance(found, ExternalMultiAgentEnv) else build_multi_agent_env(lambda _: found, context)
         by_agent = gym_spaces_of(env)
-        SpaceValues.of(spaces_by_agent(by_agent))  # what clients could not tell apart is refused now
+        EpisodeCodec.of(spaces_by_agent(by_agent))  # raises for agents whose arrays have the same name
         if hasattr(env, "close"):
             env.close()
         actions = {agent: action for agent, (_, action) in by_agent.items()}
         return actions, {agent: observation for agent, (observation, _) in by_agent.items()}
 
-    def _at(self, slot: int) -> tuple[int, int]:
+    def _ports_of(self, slot: int) -> tuple[int, int]:
         port, http_port = (base and base + slot for base in (self._settings.port, self._settings.http_port or 0))
         if max(port, http_port) > HIGHEST_PORT:
             raise ConfigError(f"port {max(port, http_port)} of slot {slot} is above {HIGHEST_PORT}", key="serving.port")
@@ -124,10 +127,10 @@ class ServedEnvs:
             return read_token(Path(self._settings.http_token))
         return read_token(folder / TOKEN_FILE) if folder is not None else None
 
-    def _open_door(self, port: int, keys: BrokerKeys | None) -> Door:
+    def _open_router_port(self, port: int, keys: BrokerKeys | None) -> RouterPort:
         s = self._settings
-        return Door(
-            DoorSettings(
+        return RouterPort(
+            RouterPortSettings(
                 s.host,
                 port,
                 keys,
@@ -157,57 +160,47 @@ class ServedEnvs:
             raise ConfigError(f"{s.host!r} cannot be bound: {error.strerror}", key="serving.host") from error
 
 
-def _check_http_can_be_served() -> None:
+def _check_http_installed() -> None:
     try:
         import httptools  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"{error}; pip install 'headrace[http]'", key="serving.http_port") from error
 
 
-class _Served:
-    """What envs of one agent and of several have in common: their episodes are those of the clients of `server`."""
+class ServedEnv(ExternalEnv):
+    """An env whose episodes have one agent each. Clients drive them, through `server`.
 
-    server: Server
-    _check_bounds: bool
+    `endpoint` is the address for ZeroMQ clients, `url` for HTTP clients; `url` is empty without HTTP.
+    """
 
-    @property
-    def endpoint(self) -> str:
-        """Where clients come by ZeroMQ."""
-        return self.server.endpoint
+    def __init__(self, action_space: Any, observation_space: Any, server: Server, *, check_bounds: bool) -> None:
+        super().__init__(action_space, observation_space)
+        self.server, self._check_bounds = server, check_bounds
+        self.endpoint, self.url = server.endpoint, server.url
 
-    @property
-    def url(self) -> str:
-        """Where they come by HTTP; empty without."""
-        return self.server.url
+    def run(self) -> None:
+        """Serve until the env is closed."""
+        codec = EpisodeCodec.of(self.episodes.spaces, check_bounds=self._check_bounds)
+        self.server.run(self.episodes, self.episodes.capacity, codec)
 
     def close(self) -> None:
-        """Have `run` end; what it has bound is free when it has."""
+        """Make `run` return. The ports are free when it has returned."""
         self.server.close()
 
 
-class ServedEnv(_Served, ExternalEnv):
-    """Episodes of one agent each."""
+class ServedMultiAgentEnv(ExternalMultiAgentEnv):
+    """An env whose episodes have several agents; both spaces are by agent. See `ServedEnv`."""
 
     def __init__(self, action_space: Any, observation_space: Any, server: Server, *, check_bounds: bool) -> None:
         super().__init__(action_space, observation_space)
         self.server, self._check_bounds = server, check_bounds
+        self.endpoint, self.url = server.endpoint, server.url
 
     def run(self) -> None:
         """Serve until the env is closed."""
-        values = SpaceValues.of(self.episodes.spaces, check_bounds=self._check_bounds)
-        self.server.run(self.episodes, self.episodes.capacity, values)
+        codec = EpisodeCodec.of(self.episodes.spaces, check_bounds=self._check_bounds)
+        self.server.run(MultiAgentOpenEpisodes(self.episodes), self.episodes.capacity, codec)
 
-
-class ServedAgentsEnv(_Served, ExternalMultiAgentEnv):
-    """Episodes of several agents; both spaces are by agent."""
-
-    def __init__(self, action_space: Any, observation_space: Any, server: Server, *, check_bounds: bool) -> None:
-        super().__init__(action_space, observation_space)
-        self.server, self._check_bounds = server, check_bounds
-
-    def run(self) -> None:
-        """Serve until the env is closed."""
-        values = SpaceValues.of(self.episodes.spaces, check_bounds=self._check_bounds)
-        self.server.run(AgentsTable(self.episodes), self.episodes.capacity, values)
+    def close(self) -> None:
+        """Make `run` return. The ports are free when it has returned."""
+        self.server.close()

@@ -1,4 +1,4 @@
-"""One life of a policy server: what it has bound, and the desk that serves there."""
+"""A policy server: its ports and the dispatcher that serves them, from one bind to the next."""
 
 from __future__ import annotations
 
@@ -7,45 +7,48 @@ import socket
 import threading
 
 from headrace.schemas.serving_settings import ServingSection
-from headrace.workers.envs.remote.router_port import Door
-from headrace.workers.serving import desk
-from headrace.workers.serving.episodes import Episodes
-from headrace.workers.serving.exchange import Exchange
-from headrace.workers.serving.records import ServingLimits
-from headrace.workers.serving.space_values import SpaceValues
-from headrace.workers.serving.zmq.frames import FramesDoor
+from headrace.workers.envs.remote.router_port import RouterPort
+from headrace.workers.serving.acting_channel import ActingChannel
+from headrace.workers.serving.dispatcher import Dispatcher, Listener
+from headrace.workers.serving.episode_codec import EpisodeCodec
+from headrace.workers.serving.open_episodes import OpenEpisodes
+from headrace.workers.serving.session_records import ServingLimits
+from headrace.workers.serving.zmq.listener import ZmqListener
 
 log = logging.getLogger(__name__)
 
 
 class Server:
-    """Serves at `door`, and by HTTP at `listener` to who shows `token`; what is bound is this one's to release."""
+    """Serves ZeroMQ clients at `router_port` and HTTP clients, who must show `token`, at `http_socket`.
+
+    It owns both and closes them.
+    """
 
     def __init__(
         self,
         settings: ServingSection,
-        door: Door,
-        listener: socket.socket | None,
+        router_port: RouterPort,
+        http_socket: socket.socket | None,
         token: str | None,
-        exchange: Exchange | None,
+        channel: ActingChannel | None,
     ) -> None:
         self._settings = settings
-        self._door, self._listener, self._token = door, listener, token
-        self._exchange = exchange
+        self._router_port, self._http_socket, self._token = router_port, http_socket, token
+        self._channel = channel
         self._lock = threading.Lock()
-        self.desk: desk.Desk | None = None
-        """From `run` on."""
+        self.dispatcher: Dispatcher | None = None
+        """Set by `run`."""
         self._closed = False
-        self.endpoint = door.endpoint
-        http_port = listener.getsockname()[1] if listener is not None else 0
-        self.ports = int(door.endpoint.rsplit(":", 1)[1]), int(http_port)
+        self.endpoint = router_port.endpoint
+        http_port = http_socket.getsockname()[1] if http_socket is not None else 0
+        self.ports = int(router_port.endpoint.rsplit(":", 1)[1]), int(http_port)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        self.url = f"http://{host}:{http_port}" if listener is not None else ""
-        """Empty without HTTP."""
+        self.url = f"http://{host}:{http_port}" if http_socket is not None else ""
+        """Where HTTP clients connect; empty without HTTP."""
         log.info("serving clients at %s%s", self.endpoint, f" and {self.url}" if self.url else "")
 
-    def run(self, episodes: Episodes, capacity: int, values: SpaceValues) -> None:
-        """Serve these episodes, of which `capacity` may be open, until `close`."""
+    def run(self, episodes: OpenEpisodes, capacity: int, codec: EpisodeCodec) -> None:
+        """Serve these episodes until `close`. At most `capacity` of them are open at once."""
         s = self._settings
         limits = ServingLimits(
             lease_s=s.lease_s,
@@ -57,32 +60,32 @@ class Server:
         with self._lock:
             if self._closed:
                 return
-            self.desk = desk.Desk(episodes, values, limits, self._open(values, limits), self._exchange)
-            episodes.turns = self.desk
+            self.dispatcher = Dispatcher(episodes, codec, limits, self._open_listener(codec, limits), self._channel)
+            episodes.driver_loop = self.dispatcher
         try:
-            self.desk.serve()
+            self.dispatcher.serve()
         finally:
-            self.desk.close()
+            self.dispatcher.close()
             self._release()
 
-    def _open(self, values: SpaceValues, limits: ServingLimits) -> desk.Door:
-        frames = FramesDoor(self._door, values, limits.max_message_bytes)
-        if self._listener is None:
-            return frames
-        from headrace.workers.serving.http.door import HttpDoor  # needs the extra `http`
+    def _open_listener(self, codec: EpisodeCodec, limits: ServingLimits) -> Listener:
+        zmq_listener = ZmqListener(self._router_port, codec, limits.max_message_bytes)
+        if self._http_socket is None:
+            return zmq_listener
+        from headrace.workers.serving.http.combined_listener import CombinedListener  # needs the extra `http`
 
-        return HttpDoor(frames, values, limits, self._listener, self._token)
+        return CombinedListener(zmq_listener, codec, limits, self._http_socket, self._token)
 
     def close(self) -> None:
-        """Have `run` end; what is bound is free when it has."""
+        """Make `run` return. The ports are free when it has returned."""
         with self._lock:
-            self._closed, desk = True, self.desk
-        if desk is None:
+            self._closed, dispatcher = True, self.dispatcher
+        if dispatcher is None:
             self._release()
         else:
-            desk.stop()
+            dispatcher.stop()
 
     def _release(self) -> None:
-        self._door.close()
-        if self._listener is not None:
-            self._listener.close()
+        self._router_port.close()
+        if self._http_socket is not None:
+            self._http_socket.close()

@@ -27,13 +27,13 @@ from headrace.workers.serving.client import PolicyClient
 class RepeatingClient(PolicyClient):
     """Does not wait for the first answer, asks again, and again."""
 
-    def _say(self, request: ClientRequest, timeout_s: float, arrays: Any = None) -> Any:
+    def _send_request(self, request: ClientRequest, timeout_s: float, arrays: Any = None) -> Any:
         if isinstance(request, EpisodeStep):
             with suppress(UnreachableError):
-                super()._say(request, 0.001, arrays)
-        answer, found = super()._say(request, timeout_s, arrays)
+                super()._send_request(request, 0.001, arrays)
+        answer, found = super()._send_request(request, timeout_s, arrays)
         if isinstance(request, EpisodeStep):
-            again, found_again = super()._say(request, timeout_s, arrays)
+            again, found_again = super()._send_request(request, timeout_s, arrays)
             assert again.model_dump(exclude={"request"}) == answer.model_dump(exclude={"request"})
             assert {name: a.tolist() for name, a in found_again.items()} == {n: a.tolist() for n, a in found.items()}
         return answer, found

@@ -49,9 +49,9 @@ class Harbour:
         kind: Any = MultiAgentEnvRunner if several else SingleAgentEnvRunner
         self.runner = kind(EnvRunnerConfig(env=self.creator, **{**SETTINGS, **changes}))
         self.endpoint = self.runner.env.endpoint
-        assert self.creator.exchange is not None
-        self.exchange = self.creator.exchange
-        self.exchange.open(self.runner.module_spaces, self.runner.config.num_envs, self.runner.policy_columns())
+        assert self.creator.acting_channel is not None
+        self.acting_channel = self.creator.acting_channel
+        self.acting_channel.open(self.runner.module_spaces, self.runner.config.num_envs, self.runner.policy_columns())
         self.publish(1)
         self.chunks: list[EpisodeChunk] = []
         self.held = threading.Event()
@@ -66,7 +66,7 @@ class Harbour:
             arrays = join_modules(arrays)
         digest = weights_digest(arrays)
         self.runner.set_weights(arrays, seq, 1, digest)
-        self.exchange.offer((1, seq), arrays, digest)
+        self.acting_channel.offer((1, seq), arrays, digest)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -76,7 +76,7 @@ class Harbour:
                 self.chunks += self.runner.cut_fragment()
 
     def _between_polls(self) -> None:
-        while not self.held.is_set() and (delivery := self.exchange.take()) is not None:
+        while not self.held.is_set() and (delivery := self.acting_channel.take()) is not None:
             self._deliver(delivery)
         if self._stopping.is_set():
             raise InterruptedError
@@ -89,7 +89,7 @@ class Harbour:
     def close(self) -> None:
         self._stopping.set()
         self._thread.join(100)
-        for delivery in self.exchange.end(Discard.SHUTDOWN):
+        for delivery in self.acting_channel.end(Discard.SHUTDOWN):
             self._deliver(delivery)
         self.chunks += self.runner.discard_open(Discard.SHUTDOWN)
         self.runner.stop()

@@ -18,7 +18,7 @@ from headrace.schemas.episode_errors import (
 )
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.spaces import Box, Discrete, Spaces
-from headrace.workers.external.calls import Turns
+from headrace.workers.external.calls import DriverLoop
 
 SPACES = Spaces(observation=Box(shape=(2,), dtype="<f4", low=-100.0, high=100.0), action=Discrete(n=1000))
 
@@ -58,7 +58,7 @@ class PlainEpisodes:
     def __init__(self, capacity: int = 10_000, *, prompt: bool = False) -> None:
         self.episodes: dict[str, PlainEpisode] = {}
         self.waiting: list[Callable[[], None]] = []
-        self.turns: Turns | None = None
+        self.driver_loop: DriverLoop | None = None
         self.policy: Callable[[Any], int] = lambda row: rule(row["obs"])
         self._capacity, self._prompt = capacity, prompt
         self._lock = threading.Lock()

@@ -10,15 +10,15 @@ from typing import Self
 
 from headrace.schemas.keys import CLIENT_PORT, BrokerKeys
 from headrace.schemas.spaces import Spaces
-from headrace.workers.envs.remote.router_port import Door, DoorSettings
+from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSettings
 from headrace.workers.policy.columns import PolicyColumns
-from headrace.workers.serving.desk import Desk
-from headrace.workers.serving.exchange import Exchange
-from headrace.workers.serving.http.door import HttpDoor
-from headrace.workers.serving.http.listening import listen
-from headrace.workers.serving.records import ServingLimits
-from headrace.workers.serving.space_values import SpaceValues
-from headrace.workers.serving.zmq.frames import FramesDoor
+from headrace.workers.serving.acting_channel import ActingChannel
+from headrace.workers.serving.dispatcher import Dispatcher
+from headrace.workers.serving.episode_codec import EpisodeCodec
+from headrace.workers.serving.http.combined_listener import CombinedListener
+from headrace.workers.serving.http.listening_socket import listen
+from headrace.workers.serving.session_records import ServingLimits
+from headrace.workers.serving.zmq.listener import ZmqListener
 from support.serving.plain_episodes import SPACES, PlainEpisodes
 
 LIMITS = ServingLimits(lease_s=10.0, max_sessions=50, max_episodes=20, max_message_bytes=1 << 16)
@@ -41,8 +41,8 @@ class Served:
     ) -> None:
         """`away_s`: how long the sampler does something else, each time that it has answered."""
         self.episodes = PlainEpisodes(capacity)
-        values = SpaceValues.of(spaces)
-        settings = DoorSettings(
+        codec = EpisodeCodec.of(spaces)
+        settings = RouterPortSettings(
             host,
             port,
             keys,
@@ -51,46 +51,46 @@ class Served:
             setting="serving",
             largest_frame=limits.max_message_bytes,
         )
-        self._door = Door(settings)
-        self.endpoint = self._door.endpoint
-        self.exchange = Exchange(limits.max_message_bytes)
-        self.exchange.open(
+        self._router_port = RouterPort(settings)
+        self.endpoint = self._router_port.endpoint
+        self.acting_channel = ActingChannel(limits.max_message_bytes)
+        self.acting_channel.open(
             {"default_policy": spaces}, capacity, {"default_policy": PolicyColumns({}, looks_back=False)}
         )
-        self._listener = listen("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        frames = FramesDoor(self._door, values, limits.max_message_bytes)
-        door = HttpDoor(frames, values, limits, self._listener, token)
-        self.desk = Desk(self.episodes, values, limits, door, self.exchange)
+        self._http_socket = listen("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._http_socket.getsockname()[1]}"
+        frames = ZmqListener(self._router_port, codec, limits.max_message_bytes)
+        listener = CombinedListener(frames, codec, limits, self._http_socket, token)
+        self.dispatcher = Dispatcher(self.episodes, codec, limits, listener, self.acting_channel)
         self.hold = threading.Event()
         """While it is set, nobody is answered."""
         self._away_s = away_s
         self._stopping = threading.Event()
-        self._threads = [threading.Thread(target=self.desk.serve), threading.Thread(target=self._sample)]
+        self._threads = [threading.Thread(target=self.dispatcher.serve), threading.Thread(target=self._sample)]
         for thread in self._threads:
             thread.start()
 
     def _sample(self) -> None:
         while not self._stopping.wait(self._away_s()):
-            self.desk.turn(0.02)
+            self.dispatcher.run_once(0.02)
             if not self.hold.is_set():
                 self.episodes.answer_all()
-                while (delivery := self.exchange.take()) is not None:
+                while (delivery := self.acting_channel.take()) is not None:
                     delivery.done()
 
     def counts(self) -> dict[str, int]:
-        """Of the sessions, told by the desk's thread."""
+        """Of the sessions, told by the dispatcher's thread."""
         told: queue.SimpleQueue[dict[str, int]] = queue.SimpleQueue()
-        self.desk.post(lambda sessions, now: told.put(sessions.counts()))
+        self.dispatcher.post(lambda sessions, now: told.put(sessions.counts()))
         return told.get(timeout=100)
 
     def close(self) -> None:
-        self.desk.stop()
+        self.dispatcher.stop()
         self._stopping.set()
         for thread in self._threads:
             thread.join(100)
-        self.desk.close()
-        self._listener.close()
+        self.dispatcher.close()
+        self._http_socket.close()
 
     def __enter__(self) -> Self:
         return self

@@ -32,7 +32,7 @@ from headrace.workers.envs.remote.columns import RemoteColumns
 from headrace.workers.envs.remote.exchange import orders_to, take_in
 from headrace.workers.envs.remote.lodgings import Lodgings
 from headrace.workers.envs.remote.peer import EnvHostPeer
-from headrace.workers.envs.remote.router_port import Door
+from headrace.workers.envs.remote.router_port import RouterPort
 from headrace.workers.envs.remote.wanted import problem_of
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ _SLICE_S = 0.02
 
 
 class RemotePool:
-    """`config.num_envs` lanes on whatever hosts come to `door`, as an `EnvPool`. One thread at a time.
+    """`config.num_envs` lanes on whatever hosts come to `router_port`, as an `EnvPool`. One thread at a time.
 
     A lane without a host is built as soon as one with a free place comes; hosts beyond what is needed are spare. A lane
     whose host is lost fails, as `EnvHostLostError`, once for each life of a host.
@@ -54,23 +54,23 @@ class RemotePool:
         config: EnvRunnerConfig,
         worker_index: int,
         seed_for: SeedFor,
-        door: Door,
+        router_port: RouterPort,
         on_wait: Callable[[], None] | None = None,
     ) -> None:
         """Wait, for as long as it takes, until a first host has come and built what it has places for.
 
         `on_wait` is called now and then meanwhile. Raises `EnvError` for an env that cannot be built there, and
-        `NoEnvHostError` as `poll` does. The pool closes the door at its end.
+        `NoEnvHostError` as `poll` does. The pool closes `router_port` at its end.
         """
         self.width = config.num_envs
         self._config = config
         self._worker_index = worker_index
-        self._door = door
+        self._router_port = router_port
         self._lodgings = Lodgings(self.width, seed_for)
         self._interval_s = min(config.env_hosts_lease_s / 10, 1.0)
         self._polled_at = self._judge_at = time.monotonic()
         self._columns: RemoteColumns | None = None
-        self._absence = Absence(config, door.endpoint)
+        self._absence = Absence(config, router_port.endpoint)
         try:
             self._await_first(on_wait)
         except BaseException:
@@ -117,7 +117,7 @@ class RemotePool:
     @property
     def endpoint(self) -> str:
         """Where env hosts come to."""
-        return self._door.endpoint
+        return self._router_port.endpoint
 
     @property
     def hosts(self) -> list[str]:
@@ -185,7 +185,7 @@ class RemotePool:
         if not answers and self._lodgings.has_losses:  # else the next round tells: no lane answers and is lost at once
             answers.failures += self._lodgings.bury()
             return
-        for route, frames in self._door.receive() if self._door.wait(timeout_s) else ():
+        for route, frames in self._router_port.receive() if self._router_port.wait(timeout_s) else ():
             try:
                 self._take(route, decode(frames), answers)
             except DecodeError as error:
@@ -268,11 +268,11 @@ class RemotePool:
         self._send(route, message.frames())
 
     def _send(self, route: bytes, frames: list[Buffer]) -> None:
-        self._door.send(route, frames)
+        self._router_port.send(route, frames)
 
     def stop(self) -> None:
         """Let all hosts go; they close their envs themselves. May be called twice."""
         for host in self._lodgings.hosts.values():
             self._say(host.route, Fenced(detail="the worker has stopped, or begins anew"))
         self._lodgings.hosts.clear()
-        self._door.close()
+        self._router_port.close()

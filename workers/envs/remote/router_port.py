@@ -30,7 +30,7 @@ _BURST = 256
 
 
 @dataclass(frozen=True, slots=True)
-class DoorSettings:
+class RouterPortSettings:
     """Where to listen, and who may come in."""
 
     host: str
@@ -52,10 +52,10 @@ def env_port_keys(folder: str | None) -> BrokerKeys | None:
     return read_env_port_keys(Path(keys.folder)) if keys is not None else None
 
 
-class Door:
+class RouterPort:
     """One bound socket. `endpoint` is where; raises `ConfigError` and `PortInUseError`. For one thread."""
 
-    def __init__(self, settings: DoorSettings) -> None:
+    def __init__(self, settings: RouterPortSettings) -> None:
         _check_host(settings)
         self._keys = settings.keys
         self._who = settings.who
@@ -75,7 +75,7 @@ class Door:
         self._poller.register(zap, zmq.POLLIN)
         return zap
 
-    def _bind(self, settings: DoorSettings) -> tuple[zmq.Socket[bytes], str]:
+    def _bind(self, settings: RouterPortSettings) -> tuple[zmq.Socket[bytes], str]:
         socket = self._context.socket(zmq.ROUTER)
         keys = settings.keys.options(settings.domain) if settings.keys is not None else {}
         options = sockets.ROUTER | {"MAXMSGSIZE": settings.largest_frame, "IPV6": int(":" in settings.host)}
@@ -164,7 +164,7 @@ def _received(socket: zmq.Socket[bytes], most: int = _BURST) -> Iterator[tuple[b
         yield first, frames
 
 
-def _check_host(settings: DoorSettings) -> None:
+def _check_host(settings: RouterPortSettings) -> None:
     if settings.keys is not None or is_loopback(settings.host):
         return
     if not settings.allow_insecure:

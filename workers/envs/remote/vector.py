@@ -12,7 +12,7 @@ from headrace.workers.envs.process.contract import EnvPool
 from headrace.workers.envs.process.elsewhere import ElsewhereVector
 from headrace.workers.envs.process.ready import ReadyVector
 from headrace.workers.envs.remote.pool import RemotePool
-from headrace.workers.envs.remote.router_port import Door, DoorSettings, env_port_keys
+from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSettings, env_port_keys
 
 _HIGHEST_PORT = 65_535
 
@@ -35,9 +35,11 @@ class RemoteVector(ElsewhereVector):
                 message = f"{config.env_hosts_port} plus slot {self._worker_index} is above {_HIGHEST_PORT}; lower it"
                 raise ConfigError(message, key="env_hosts_port")
         keys = env_port_keys(config.env_hosts_keys)
-        door = Door(DoorSettings(config.env_hosts_host, self._port, keys, config.env_hosts_allow_insecure))
-        self._port = urlsplit(door.endpoint).port or 0
-        return RemotePool(config, self._worker_index, self._seed_for, door, self._on_wait_for_first)
+        router_port = RouterPort(
+            RouterPortSettings(config.env_hosts_host, self._port, keys, config.env_hosts_allow_insecure)
+        )
+        self._port = urlsplit(router_port.endpoint).port or 0
+        return RemotePool(config, self._worker_index, self._seed_for, router_port, self._on_wait_for_first)
 
 
 class ReadyRemoteVector(ReadyVector, RemoteVector):

@@ -1,4 +1,4 @@
-"""A client of a policy server that acts by itself: `from headrace.workers.serving.acting import ActingClient`."""
+"""A client of a policy server that acts by itself, `ActingClient`. It needs torch."""
 
 from headrace.workers.serving.acting.client import ActingClient
 

@@ -1,7 +1,7 @@
-"""A client of a policy server that acts by itself: only weights come from there, and whole chunks go back.
+"""A client of a policy server that acts by itself: it receives weights and sends back whole chunks.
 
-The episodes go through the very table, sampler and cutting that a worker has, in this process, so chunks are the same.
-Needs torch; `serving.client` has the client that needs neither torch nor the policy.
+Its episodes go through the same table, sampler and cutting as a worker's, in this process, so its chunks are the same.
+It needs torch. The client in `serving.client` needs neither torch nor the policy.
 """
 
 from __future__ import annotations
@@ -28,39 +28,42 @@ from headrace.workers.external.calls import Answer
 from headrace.workers.fleet.shipping import Cut
 from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
 from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
-from headrace.workers.serving.acting.here import env_here
-from headrace.workers.serving.acting.pulling import WeightsPuller
+from headrace.workers.serving.acting.caller_driven_env import caller_driven_env
 from headrace.workers.serving.acting.shipments import AnyRunner, Shipments
+from headrace.workers.serving.acting.weights_puller import WeightsPuller
 from headrace.workers.serving.client import PolicyClient
-from headrace.workers.serving.space_values import SpaceValues
-from headrace.workers.serving.values import read_info
+from headrace.workers.serving.client.logged_returns import read_info
+from headrace.workers.serving.episode_codec import EpisodeCodec
 
 log = logging.getLogger(__name__)
 
 _LEAVING_S = 5.0
-"""How long a client that closes still waits for a server that is gone."""
+"""How long `close` waits for a server that is gone."""
 _FURTHER_BYTES = 64
-"""Of a step besides what is seen and done: reward, version, log-prob, ..."""
+"""The size of a step's other columns: reward, version, log-prob, ..."""
 _INFO_BYTES = DEFAULT_LIMITS.infos_bytes
-"""Of one info: more is in no chunk at all."""
-_FORGOTTEN = "the policy server has begun anew, or ended this session, which was silent"
+"""The largest info that a chunk can carry."""
+_SESSION_LOST = "the policy server has restarted, or has ended this session because it was silent"
 
 
-class _BrokenOffError(HeadraceError):
-    """The client closes, or its session has ended, or a message is full, while a fragment is being gathered."""
+class _InterruptedError(HeadraceError):
+    """Interrupts the sampling of a fragment: the client closes, its session has ended, or a message is full."""
 
 
 class ActingClient:
-    """Drives episodes by a policy that is here, with the newest weights of a policy server; see `PolicyClient`.
+    """Drives episodes by a policy in this process, with the newest weights of a policy server.
 
-    `config` is the worker's: module, connectors, fragment length and the rest must be the same there; `env` is left
-    out. `index` tells apart clients with one seed. The server's config has serving.client_inference = true. Calls are
-    those of `ExternalEnv`, with its deadlines and errors, or of `ExternalMultiAgentEnv`, where agents go by the texts
-    of their ids, in the policies' mapping too; before the first weights have come they wait. What a server has not
-    taken when it ends, or when it forgets a client that was silent, is lost, and the next one's books name it
-    `unshipped`; so is a chunk that fits no message. Open episodes are then aborted, and their next call is an
-    `EpisodeAbortedError`. What ends the client itself is raised by its next calls as `EpisodesClosedError`, and stands
-    in `failure`.
+    `config` is that of the worker: module, connectors, fragment length and so on must be the same; leave out `env`.
+    Give clients with the same seed different values of `index`. The server's config needs
+    serving.client_inference = true.
+
+    Calls have the deadlines and errors of `ExternalEnv`, or of `ExternalMultiAgentEnv`. Agents go by the texts of their
+    ids, in the policies' mapping too. Calls wait until the first weights have come.
+
+    Steps are lost if the server ends before it has taken them, if it ends the session of a client that was silent, or
+    if a chunk fits no message. The client reports them as `unshipped` to the next session. Their open episodes are
+    aborted, and the next call of each raises `EpisodeAbortedError`. An error that ends the client itself is in
+    `failure`, and later calls raise `EpisodesClosedError`.
     """
 
     def __init__(
@@ -75,9 +78,9 @@ class ActingClient:
         connect_timeout_s: float = 60.0,
         update_interval_s: float = 1.0,
     ) -> None:
-        """Open a session; raises what `PolicyClient` does, and what building module and connectors raises."""
+        """Open a session. Raises what `PolicyClient` raises, and what building module and connectors raises."""
         if config.env is not None:
-            raise ConfigError("the episodes of an ActingClient are its caller's; leave it out", key="env")
+            raise ConfigError("an ActingClient has no env: its callers drive the episodes; leave it out", key="env")
         self._timeout_s = timeout_s
         self._link = PolicyClient(
             endpoint,
@@ -85,15 +88,15 @@ class ActingClient:
             keys=keys,
             timeout_s=timeout_s,
             connect_timeout_s=connect_timeout_s,
-            reopens=False,  # a shipment whose answer was lost must not be taken again by a session of the same name
+            reopens=False,  # a new session of the same name would take a shipment again whose answer was lost
         )
         self.spaces = self._link.spaces
-        """One agent's, or those of several by the texts of their ids."""
+        """The spaces of the one agent, or of each agent by the text of its id."""
         kind = MultiAgentEnvRunner if config.is_multi_agent else SingleAgentEnvRunner
         try:
             _check_kind(config, self.spaces)
-            self._values = SpaceValues.of(self.spaces)
-            self._env = env_here(self.spaces)
+            self._codec = EpisodeCodec.of(self.spaces)
+            self._env = caller_driven_env(self.spaces)
             here = config.model_copy(update={"env": lambda context: self._env, "env_placement": "inline"})
             self._runner: AnyRunner = kind(here, index, run_uid=secrets.token_hex(8))
         except BaseException:
@@ -110,26 +113,29 @@ class ActingClient:
         self._thread.start()
 
     def get_action(self, episode_id: str, observation: Any) -> Any:
-        """See `ExternalEnv`; what is seen may be lists and numbers too."""
-        return self._env.get_action(episode_id, self._values.observation.read(observation))
+        """Return the action of the policy, as `ExternalEnv` does. Observations may be lists and numbers, too."""
+        return self._env.get_action(episode_id, self._codec.observation.read(observation))
 
     def log_action(self, episode_id: str, observation: Any, action: Any) -> None:
-        """See `ExternalEnv`, and `get_action`."""
-        values = self._values
-        self._env.log_action(episode_id, values.observation.read(observation), values.action.read(action))
+        """Log an action that the caller chose, as `ExternalEnv` does."""
+        codec = self._codec
+        self._env.log_action(episode_id, codec.observation.read(observation), codec.action.read(action))
 
     def log_returns(self, episode_id: str, reward: Any, info: Any = None, *dones: Any, **named_dones: Any) -> None:
-        """See `ExternalEnv`; an info that no chunk could carry is refused here, not when its episode is shipped."""
+        """Add to the reward since the last action, as `ExternalEnv` does.
+
+        Raises `EnvContractError` for an info that fits no chunk, too.
+        """
         if isinstance(self.spaces, Spaces):
-            info = None if info is None else read_info(info, most_bytes=_INFO_BYTES)
+            info = None if info is None else read_info(info, max_bytes=_INFO_BYTES)
         elif isinstance(info, Mapping):
             info = {agent: read_info(own, f"info of agent {agent!r}", _INFO_BYTES) for agent, own in info.items()}
         self._env.log_returns(episode_id, reward, info, *dones, **named_dones)
 
     def end_episode(self, episode_id: str, observation: Any, truncated: bool = False) -> None:
-        """The episode has ended with this observation. Blocks until that is taken in, so that its place is free."""
+        """End the episode with its last observation. Blocks until the place of the episode is free."""
         answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        last = self._values.observation.read(observation)
+        last = self._codec.observation.read(observation)
         self._env.episodes.end(episode_id, last, answers.put, truncated=truncated)
         try:
             answer = answers.get(timeout=self._timeout_s)
@@ -139,11 +145,11 @@ class ActingClient:
             raise answer.error
 
     def abort_episode(self, episode_id: str, reason: str = "given up") -> None:
-        """The episode will never finish."""
+        """Abort an episode that will never finish."""
         self._env.episodes.abort(episode_id, str(reason)[:200])
 
     def close(self) -> None:
-        """Ship what has ended, end the session, and abort episodes that are open. When no other call is under way."""
+        """Ship finished chunks, end the session, and abort open episodes. Call it when no other call is under way."""
         self._closing.set()
         self._thread.join()
         self._puller.stop()
@@ -165,7 +171,7 @@ class ActingClient:
             while not self._closing.is_set():
                 self._ship(self._gather())
             self._ship(self._runner.discard_open(Discard.CLIENT_LOST))
-        except _BrokenOffError:
+        except _InterruptedError:
             pass
         except HeadraceError as error:
             self.failure = error
@@ -177,21 +183,21 @@ class ActingClient:
     def _wait_for_weights(self) -> None:
         while not self._puller.arrived.wait(0.05):
             if self._closing.is_set():
-                raise _BrokenOffError
-            if self._puller.lost.is_set():
-                self._open_anew()
+                raise _InterruptedError
+            if self._puller.session_lost.is_set():
+                self._open_new_session()
         self._apply_newest()
 
     def _gather(self) -> Cut:
         try:
             return self._runner.sample_fragment(self._between_polls)
-        except _BrokenOffError:
+        except _InterruptedError:
             return self._runner.cut_fragment()
 
     def _between_polls(self) -> None:
         self._apply_newest()
-        if self._closing.is_set() or self._puller.lost.is_set() or self._runner.totals.open > self._most_open:
-            raise _BrokenOffError
+        if self._closing.is_set() or self._puller.session_lost.is_set() or self._runner.totals.open > self._most_open:
+            raise _InterruptedError
 
     def _apply_newest(self) -> None:
         pulled = self._puller.take()
@@ -202,42 +208,42 @@ class ActingClient:
             raise self._puller.failure
 
     def _ship(self, cut: Cut) -> None:
-        """Blocks until the server has it in its stream: while nobody trains, nobody acts."""
-        if self._puller.lost.is_set():
+        """Ship a fragment. Blocks until the server's stream has it, so no client acts while no learner trains."""
+        if self._puller.session_lost.is_set():
             self._shipments.lose(cut)
-            self._begin_anew(_FORGOTTEN)
+            self._start_over(_SESSION_LOST)
             return
         try:
             self._shipments.ship(cut)
         except UnknownSessionError:
-            self._begin_anew(_FORGOTTEN)
+            self._start_over(_SESSION_LOST)
         except MessageTooLargeError as error:
-            self._begin_anew(str(error))
+            self._start_over(str(error))
 
-    def _begin_anew(self, reason: str) -> None:
-        """Nothing may go on from what was shipped before: another session, and other episodes."""
+    def _start_over(self, reason: str) -> None:
+        """Open another session with other episodes. Nothing may continue what was shipped before."""
         self._env.episodes.abort_all(reason)
         self._shipments.lose(self._runner.discard_open(Discard.UNSHIPPED))
-        log.warning("%s; %d steps of this client are lost so far, and told", reason, self._shipments.lost_steps)
-        self._open_anew()
-        if self._closing.is_set():  # and nothing more is shipped
-            self._shipments.tell()
+        log.warning("%s; %d steps of this client are lost so far, and reported", reason, self._shipments.lost_steps)
+        self._open_new_session()
+        if self._closing.is_set():  # otherwise the next shipment reports them
+            self._shipments.report()
 
-    def _open_anew(self) -> None:
-        with suppress(HeadraceError):  # a server that knows nothing of the session has ended it already
+    def _open_new_session(self) -> None:
+        with suppress(HeadraceError):  # a server that does not know the session has ended it already
             self._link.ask(ClientBye, timeout_s=1.0)
-        self._link.open_anew(_LEAVING_S if self._closing.is_set() else self._timeout_s)
-        self._shipments.begin_anew()
-        self._puller.lost.clear()
+        self._link.open_new_session(_LEAVING_S if self._closing.is_set() else self._timeout_s)
+        self._shipments.start_over()
+        self._puller.session_lost.clear()
 
 
 def _check_kind(config: EnvRunnerConfig, spaces: Any) -> None:
     if config.is_multi_agent is isinstance(spaces, Spaces):
-        told, here = ("one agent", "several") if config.is_multi_agent else ("several agents", "one")
-        raise ConfigError(f"the server's episodes are of {told}, and this config's of {here}", key="policies")
+        there, here = ("one agent", "several") if config.is_multi_agent else ("several agents", "one")
+        raise ConfigError(f"the server's episodes are of {there}, and this config's of {here}", key="policies")
 
 
 def _step_bytes(spaces: Spaces) -> int:
-    """Of a step in a message, about."""
+    """Return the approximate size of a step in a message."""
     both = (*leaves(spaces.observation, "obs"), *leaves(spaces.action, "actions"))
     return _FURTHER_BYTES + sum(leaf_size(leaf) * column_dtype(leaf).itemsize for _, leaf in both)

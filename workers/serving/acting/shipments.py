@@ -1,4 +1,4 @@
-"""What a client that acts by itself brings to its worker: each batch once, in messages that fit, and what is lost."""
+"""Ships the chunks of a client that acts by itself: each batch once, in messages that fit, with lost steps counted."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from headrace.workers.serving.client import PolicyClient
 
 AnyRunner = SingleAgentEnvRunner | MultiAgentEnvRunner
 _ONE_TRY_S = 5.0
-"""How long one request is waited for; a client that closes waits no longer for a server that is gone."""
+"""How long one request may take. A client that closes waits no longer for a server that is gone."""
 _HEAD_BYTES = 2560
-"""Room in a message for what stands before the chunks."""
+"""The part of a message that is kept for what precedes the chunks."""
 
 
 class Shipments:
-    """Those of `runner` in the session of `link`, one after another.
+    """Ships what `runner` has sampled, one shipment after another, in the session of `link`.
 
-    What the server has not said to have taken when it dies or forgets the session is lost, and told to the next one as
-    `Discard.UNSHIPPED`. (A worker that is killed between taking a shipment and saying so has it in its own books too.)
+    Steps are lost if the server dies or ends the session before it acknowledges them. They are reported to the next
+    session as `Discard.UNSHIPPED`. A worker that is killed between taking a shipment and its acknowledgement has
+    counted it, too.
     """
 
     def __init__(self, link: PolicyClient, runner: AnyRunner, closing: threading.Event, timeout_s: float) -> None:
@@ -41,41 +42,41 @@ class Shipments:
         self._timeout_s = timeout_s
         self._number = 0
         self._unshipped = 0
-        """Steps that were cut, and lost."""
-        self._told: dict[str, int] = {}
-        """Discarded steps that a server knows of."""
+        """Steps that were cut and then lost."""
+        self._reported: dict[str, int] = {}
+        """Discarded steps by reason that were reported to a server."""
         self._untrained: list[tuple[float, int]] = []
-        """Episodes that are to be told next."""
+        """Untrained episodes for the next shipment."""
         self._episodes: list[tuple[float, int]] = []
-        """Likewise, of several agents that are trained on."""
+        """Trained episodes of several agents for the next shipment."""
         self._waiting: list[tuple[float, int]] = []
-        """For their turn."""
-        self._told_env_steps: tuple[int, ...] = (0, 0, 0)
+        """Trained episodes for later shipments."""
+        self._reported_env_steps: tuple[int, ...] = (0, 0, 0)
 
     @property
     def room(self) -> int:
-        """Bytes that a batch may have as a message."""
+        """The largest size of an encoded batch."""
         return self._link.max_message_bytes - _HEAD_BYTES
 
     @property
     def lost_steps(self) -> int:
-        """All that no server has had."""
+        """All steps that no server has taken."""
         return self._unshipped + self._runner.totals.discarded.get(Discard.UNSHIPPED, 0)
 
-    def begin_anew(self) -> None:
-        """The session is another, in which nothing was shipped yet."""
+    def start_over(self) -> None:
+        """Begin to number shipments from 1, for a new session."""
         self._number = 0
 
     def lose(self, cut: Cut) -> None:
-        """No server will ever have this."""
+        """Count the steps of a fragment as lost."""
         self._unshipped += cut.steps
 
     def ship(self, cut: Cut) -> None:
-        """Returns when the server has all of it in its stream: while nobody trains, nobody acts.
+        """Ship a fragment. Blocks until the server's stream has all of it.
 
         Raises `UnknownSessionError` when the session has ended, and `MessageTooLargeError` for a chunk that fits no
-        message; what was not taken of the batch is lost then. Others end the client: `UnreachableError` and
-        `NotYetError` after `timeout_s` or when it closes, and what a server refuses chunks with.
+        message. Then the rest of the batch is lost. Other errors end the client: `UnreachableError` and `NotYetError`
+        after `timeout_s` or at `close`, and the errors with which a server refuses chunks.
         """
         left = cut.steps
         try:
@@ -83,18 +84,18 @@ class Shipments:
                 for part in self._parts(batch):
                     self._send(encode_batch(part, self._header(part)))
                     left -= part.steps
-            self.tell()
+            self.report()
         except (UnknownSessionError, MessageTooLargeError):
             self._unshipped += left
             raise
 
-    def tell(self) -> None:
-        """Of steps and episodes that come in no batch, as far as it was not told yet. Raises what `ship` does."""
+    def report(self) -> None:
+        """Report steps and episodes that are in no batch and were not reported yet. Raises what `ship` raises."""
         while self._discarded() or self._take_untrained() or self._take_episodes() or any(self._env_steps()):
             self._send([])
 
     def _parts(self, batch: ChunkBatch) -> Iterator[ChunkBatch]:
-        """The batch, or halves of it, or halves of those, such that each fits a message."""
+        """Yield the batch, or parts of it that each fit a message."""
         excess = self._excess(batch)
         if not excess:
             yield batch
@@ -105,7 +106,7 @@ class Shipments:
             yield from self._parts(half)
 
     def _excess(self, batch: ChunkBatch) -> str:
-        """Why a message does not take it; empty where it does."""
+        """Return why the batch does not fit a message; empty if it fits."""
         try:
             size = sum(map(len, encode_batch(batch, self._header(batch))))
         except InfosTooLargeError as error:
@@ -126,9 +127,9 @@ class Shipments:
         self._ask(arrays, number=self._number + 1, frame_sizes=sizes, env_steps=env_steps, **counts)
         self._number += 1
         self._untrained, self._episodes = [], []
-        self._told_env_steps = tuple(map(sum, zip(self._told_env_steps, env_steps, strict=True)))
+        self._reported_env_steps = tuple(map(sum, zip(self._reported_env_steps, env_steps, strict=True)))
         for reason, steps in discarded.items():
-            self._told[reason] = self._told.get(reason, 0) + steps
+            self._reported[reason] = self._reported.get(reason, 0) + steps
 
     def _ask(self, arrays: dict[str, Any], **fields: Any) -> None:
         until = time.monotonic() + self._timeout_s
@@ -141,17 +142,21 @@ class Shipments:
                     raise
 
     def _discarded(self) -> dict[str, int]:
-        """Steps by reason that no server knows of."""
+        """Return the discarded steps by reason that were not reported yet."""
         reasons = self._runner.totals.discarded | {Discard.UNSHIPPED.value: self.lost_steps}
-        told = self._told
-        return {reason: steps - told.get(reason, 0) for reason, steps in reasons.items() if steps > told.get(reason, 0)}
+        reported = self._reported
+        return {
+            reason: steps - reported.get(reason, 0)
+            for reason, steps in reasons.items()
+            if steps > reported.get(reason, 0)
+        }
 
     def _take_untrained(self) -> list[tuple[float, int]]:
         self._untrained += self._runner.take_untrained_episodes(MOST_EPISODES - len(self._untrained))
         return self._untrained
 
     def _take_episodes(self) -> list[tuple[float, int]]:
-        """Those of several agents: of one, the chunks tell."""
+        """Return finished episodes of several agents. Those of one agent are known from its chunks."""
         if isinstance(self._runner, MultiAgentEnvRunner):
             self._waiting += self._runner.take_finished_episodes()
             free = MOST_EPISODES - len(self._episodes)
@@ -159,12 +164,12 @@ class Shipments:
         return self._episodes
 
     def _env_steps(self) -> tuple[int, ...]:
-        """Taken, delivered, discarded, since the server was told last; nothing where each agent step is one."""
+        """Return the env steps taken, delivered and discarded since the last report; zeros with one agent."""
         if not isinstance(self._runner, MultiAgentEnvRunner):
             return (0, 0, 0)
         t = self._runner.totals
         now = t.env_steps, t.env_steps_delivered, t.env_steps_discarded
-        return tuple(steps - told for steps, told in zip(now, self._told_env_steps, strict=True))
+        return tuple(steps - reported for steps, reported in zip(now, self._reported_env_steps, strict=True))
 
     def _header(self, batch: ChunkBatch) -> BatchHeader:
         return BatchHeader(

@@ -1,4 +1,4 @@
-"""The client of a policy server: `from headrace.workers.serving.client import PolicyClient`. No torch, no gymnasium."""
+"""The client of a policy server, `PolicyClient`. It needs neither torch nor gymnasium."""
 
 from headrace.workers.serving.client.client import PolicyClient
 

@@ -39,8 +39,8 @@ from headrace.schemas.serving_messages import (
 )
 from headrace.schemas.spaces import Spaces, nest
 from headrace.workers.serving.client.connection import Connection, request_of
-from headrace.workers.serving.client.earned import Dones, Earned, EarnedByAgent, nothing_earned
-from headrace.workers.serving.space_values import SpaceValues
+from headrace.workers.serving.client.logged_returns import Dones, LoggedReturns, LoggedReturnsByAgent, no_returns
+from headrace.workers.serving.episode_codec import EpisodeCodec
 
 _BEFORE_WELCOME_BYTES = 4096
 log = logging.getLogger(__name__)
@@ -48,17 +48,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Episode:
-    earned: Earned | EarnedByAgent
+    returns: LoggedReturns | LoggedReturnsByAgent
     step: int = 0
 
 
 class PolicyClient:
-    """Drives episodes for which a policy server chooses the actions; of several agents in dicts by agent id.
+    """Drives episodes whose actions a policy server chooses. With several agents, values are dicts by agent id.
 
-    Any number of threads may call, each episode by one at a time. Calls block until they are answered, `timeout_s` at
-    most, whatever becomes of the connection meanwhile: what is asked again is answered alike and is one step. Raises
-    what the server refuses a call with, by the same class (`schemas/serving_errors.py`, `schemas/episode_errors.py`),
-    and `UnreachableError`. A server that has begun anew knows no episode of before: `EpisodeAbortedError`, once each.
+    Any thread may call, but only one at a time for the same episode. Calls block until they are answered, at most
+    `timeout_s`. The client repeats requests when a connection breaks. Requests are idempotent: a retry gets the same
+    answer and is not a second step.
+
+    Calls raise the error with which the server refuses them (`schemas/serving_errors.py`, `schemas/episode_errors.py`),
+    and `UnreachableError`. A server that has restarted does not know the old episodes: the next call of each raises
+    `EpisodeAbortedError`.
     """
 
     def __init__(
@@ -71,9 +74,12 @@ class PolicyClient:
         connect_timeout_s: float = 60.0,
         reopens: bool = True,
     ) -> None:
-        """Open a session at `endpoint`, "tcp://host:port". `session` is its name, for the server's log; None takes a
-        random one. `keys` is a folder with client.secret and worker.public; None: that of HEADRACE_KEYS__DIR.
-        Without `reopens` a session that has ended stays so until `open_anew`."""
+        """Open a session at `endpoint`, "tcp://host:port".
+
+        `session` is its name in the server's log; None takes a random one. `keys` is a folder with client.secret and
+        worker.public; None takes the folder of HEADRACE_KEYS__DIR. With `reopens`, the client opens a session that has
+        ended again; otherwise only `open_new_session` does.
+        """
         self.session = session or f"client-{secrets.token_hex(8)}"
         self._token = secrets.token_hex(16)
         self._reopens = reopens
@@ -81,27 +87,29 @@ class PolicyClient:
         self._timeout_s = timeout_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._connections: list[Connection] = []
-        """Idle ones; each call takes one, so that calls of several threads wait side by side."""
+        """Idle connections. Each call takes one, so that calls of several threads can wait at the same time."""
         self._episodes: dict[str, _Episode] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._max_message_bytes = _BEFORE_WELCOME_BYTES
-        self._let_in = False
+        self._admitted = False
         try:
             welcome = self._open(connect_timeout_s)
         except BaseException:
             self._disconnect()
             raise
         self.spaces: Spaces | dict[str, Spaces] = served_spaces_from_json(welcome.spaces)
-        """Of several agents those of each, by the text of its id."""
-        self._values = SpaceValues.of(self.spaces)
-        self._beats = threading.Thread(target=self._beat, args=(welcome.lease_s / 4,), name="beats", daemon=True)
-        self._beats.start()
+        """The spaces of the one agent, or of each agent by the text of its id."""
+        self._codec = EpisodeCodec.of(self.spaces)
+        self._heartbeats = threading.Thread(
+            target=self._send_heartbeats, args=(welcome.lease_s / 4,), name="heartbeats", daemon=True
+        )
+        self._heartbeats.start()
 
     # -- episodes -----------------------------------------------------------------------------------------------------
 
     def start_episode(self, episode_id: str | None = None, training_enabled: bool = True) -> str:
-        """Open an episode and give its id. Waits for a free place; raises `NoFreePlaceError` after `timeout_s`."""
+        """Open an episode and return its id. Waits for a free place; raises `NoFreePlaceError` after `timeout_s`."""
         episode_id = episode_id or uuid.uuid4().hex
         until = time.monotonic() + self._timeout_s
         while True:
@@ -112,24 +120,24 @@ class PolicyClient:
                 if time.monotonic() >= until or self._closing.wait(0.1):
                     raise
         with self._lock:
-            self._episodes[episode_id] = _Episode(nothing_earned(self.spaces))
+            self._episodes[episode_id] = _Episode(no_returns(self.spaces))
         return episode_id
 
     def get_action(self, episode_id: str, observation: Any) -> Any:
-        """What the current policy does, in the nesting of the action space; arrays are read-only.
+        """Return the action of the current policy, in the nesting of the action space. Arrays are read-only.
 
-        Of several agents, by id: what each does that is observed and not done.
+        With several agents, return a dict with the action of each agent that is observed and not done.
         """
         _, arrays = self._step(episode_id, observation)
         if isinstance(self.spaces, Spaces):
             return nest(self.spaces.action, arrays, "actions")
         ids = {str(agent): agent for agent in observation}
-        return {ids.get(agent, agent): action for agent, action in self._values.action.of_arrays(arrays).items()}
+        return {ids.get(agent, agent): action for agent, action in self._codec.action.from_arrays(arrays).items()}
 
     def log_action(self, episode_id: str, observation: Any, action: Any) -> None:
-        """Tell an action that was not asked for; of several agents, that of each who is observed and not done."""
-        values = self._values.action
-        self._step(episode_id, observation, values.arrays(values.read(action)), off_policy=True)
+        """Log an action that the caller chose; with several agents, one for each that is observed and not done."""
+        codec = self._codec.action
+        self._step(episode_id, observation, codec.to_arrays(codec.read(action)), off_policy=True)
 
     def log_returns(
         self,
@@ -139,24 +147,24 @@ class PolicyClient:
         multiagent_done_dict: Dones | None = None,
         multiagent_truncated_dict: Dones | None = None,
     ) -> None:
-        """Add to the reward since the last action; goes out with the next call. Of several agents, dicts by id.
+        """Add to the reward since the last action. It goes out with the next call. With several agents, pass dicts.
 
-        Who is done, or truncated, may be observed once more by the next call, and not after it. Raises
-        `EnvContractError` for a reward that is no finite number and for what is of no agent, or one that is done;
-        `NoActionYetError` before the first action. Nothing of such a call counts.
+        The next call may observe an agent that is done or truncated for the last time. Raises `EnvContractError` for a
+        reward that is not a finite number, for an unknown agent, and for an agent that is done. Raises
+        `NoActionYetError` before the first action. After an error nothing of the call counts.
         """
         episode = self._find(episode_id)
         if not episode.step:
             raise NoActionYetError(episode_id)
-        episode.earned.add(reward, info, multiagent_done_dict, multiagent_truncated_dict)
+        episode.returns.add(reward, info, multiagent_done_dict, multiagent_truncated_dict)
 
     def end_episode(self, episode_id: str, observation: Any, truncated: bool = False) -> None:
-        """The episode has ended with this observation."""
+        """End the episode with its last observation."""
         self._step(episode_id, observation, end="truncated" if truncated else "terminated")
         self._forget(episode_id)
 
     def abort_episode(self, episode_id: str, reason: str = "") -> None:
-        """The episode will never finish."""
+        """Abort an episode that will never finish."""
         self._find(episode_id)
         self._forget(episode_id)
         self.ask(EpisodeAbort, episode=episode_id, reason=str(reason)[:200])
@@ -165,11 +173,11 @@ class PolicyClient:
         self, episode_id: str, observation: Any, arrays: Mapping[str, NDArray[Any]] | None = None, **fields: Any
     ) -> tuple[EpisodeAnswer, dict[str, NDArray[Any]]]:
         episode = self._find(episode_id)
-        values = self._values.observation
-        arrays = {**values.arrays(values.read(observation)), **(arrays or {})}
-        fields |= {"episode": episode_id, "step": episode.step, **episode.earned.fields()}
+        codec = self._codec.observation
+        arrays = {**codec.to_arrays(codec.read(observation)), **(arrays or {})}
+        fields |= {"episode": episode_id, "step": episode.step, **episode.returns.fields()}
         try:
-            answer, found = self.ask(self._values.step, arrays, **fields)
+            answer, found = self.ask(self._codec.step_message, arrays, **fields)
         except (EpisodeAbortedError, UnknownEpisodeError, UnknownSessionError) as error:
             self._forget(episode_id)
             if isinstance(error, EpisodeAbortedError):
@@ -177,7 +185,7 @@ class PolicyClient:
             raise EpisodeAbortedError(episode_id, str(error)) from error
         assert isinstance(answer, EpisodeAnswer)
         episode.step = answer.next_step
-        episode.earned.settle()
+        episode.returns.settle()
         return answer, found
 
     def _find(self, episode_id: str) -> _Episode:
@@ -200,41 +208,41 @@ class PolicyClient:
         timeout_s: float | None = None,
         **fields: Any,
     ) -> tuple[Any, dict[str, NDArray[Any]]]:
-        """Any request of this session's, answered: (message, arrays). For clients that are built on this one.
+        """Send any request of this session and return the answer, (message, arrays). For clients built on this one.
 
-        Raises as other calls do; an `UnknownSessionError` when the session has ended.
+        Raises what other calls raise, and `UnknownSessionError` when the session has ended.
         """
         if self._closing.is_set() and kind is not ClientBye:
             raise EpisodesClosedError(fields.get("episode", ""), "this client is closed")
         request = request_of(kind, session=self.session, token=self._token, **fields)
         try:
-            return self._say(request, timeout_s or self._timeout_s, arrays)
+            return self._send_request(request, timeout_s or self._timeout_s, arrays)
         except UnknownSessionError:
             if not self._reopens:
                 raise
             self._open(self._timeout_s)
             if not isinstance(request, EpisodeStart):
                 raise
-            return self._say(request, self._timeout_s)
+            return self._send_request(request, self._timeout_s)
 
     @property
     def max_message_bytes(self) -> int:
-        """The most that the server takes in one message, as it said last."""
+        """The size of the largest message that the server takes."""
         return self._max_message_bytes
 
-    def open_anew(self, timeout_s: float) -> None:
-        """Open another session, of which nothing that was said in this one can become a part."""
+    def open_new_session(self, timeout_s: float) -> None:
+        """Open a session under a new name. Late requests of the old session cannot reach it."""
         self.session, self._token = f"client-{secrets.token_hex(8)}", secrets.token_hex(16)
         self._open(timeout_s)
 
     def _open(self, timeout_s: float) -> ClientWelcome:
         hello = request_of(ClientHello, session=self.session, token=self._token)
-        welcome, _ = self._say(hello, timeout_s)
+        welcome, _ = self._send_request(hello, timeout_s)
         assert isinstance(welcome, ClientWelcome)
-        self._let_in, self._max_message_bytes = True, welcome.max_message_bytes
+        self._admitted, self._max_message_bytes = True, welcome.max_message_bytes
         return welcome
 
-    def _say(
+    def _send_request(
         self, request: ClientRequest, timeout_s: float, arrays: Mapping[str, NDArray[Any]] | None = None
     ) -> tuple[Any, dict[str, NDArray[Any]]]:
         with self._connection() as connection:
@@ -245,42 +253,42 @@ class PolicyClient:
         with self._lock:
             connection = self._connections.pop() if self._connections else None
         if connection is None:
-            connection = Connection(self._context, self._endpoint, self._keys, agreed=self._let_in)
+            connection = Connection(self._context, self._endpoint, self._keys, agreed=self._admitted)
         try:
             yield connection
         finally:
             with self._lock:
                 self._connections.append(connection)
 
-    def _beat(self, interval_s: float) -> None:
-        """The simulator may take longer for a step than the server would wait for a sign of life."""
+    def _send_heartbeats(self, interval_s: float) -> None:
+        """Send heartbeats until `close`: a step of the simulator may take longer than the lease."""
         while not self._closing.wait(interval_s):
             try:
-                self._say(ClientHeartbeat(session=self.session, token=self._token), interval_s)
+                self._send_request(ClientHeartbeat(session=self.session, token=self._token), interval_s)
             except UnknownSessionError:
                 with suppress(HeadraceError):
                     if self._reopens:
                         self._open(interval_s)
             except UnreachableError as error:
-                log.warning("%s; trying on", error)
+                log.warning("%s; the client retries", error)
             except HeadraceError as error:
-                log.error("no heartbeats any more: %s", error)
+                log.error("the client stops its heartbeats: %s", error)
                 return
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the session; episodes that are open are aborted. Call it when no other call is under way."""
+        """End the session; its open episodes are aborted. Call it when no other call is under way."""
         if self._closing.is_set():
             return
         self._closing.set()
-        self._beats.join()
-        with suppress(HeadraceError):  # a server that is gone has ended it already
-            self._say(ClientBye(session=self.session, token=self._token), 1.0)
+        self._heartbeats.join()
+        with suppress(HeadraceError):  # a server that is gone has ended the session already
+            self._send_request(ClientBye(session=self.session, token=self._token), 1.0)
         self._disconnect()
 
     def _disconnect(self) -> None:
-        self._context.destroy(linger=200)  # what was sent has a moment to leave
+        self._context.destroy(linger=200)  # messages in the queue have 200 ms to leave
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""One connection to a policy server: says a thing again and again until it is answered, or its time is up."""
+"""One connection to a policy server. It repeats each request until it is answered or its time is up."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from headrace.schemas.wire import DEFAULT_LIMITS, Buffer, decode, encode
 SERVER = "policy server"
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 4.0
 _SLOW_BYTES_S = 10_000_000
-"""So slowly may a message arrive: one that comes again before it is answered has to be read again too, and makes all
-later ones later. What a broken connection has lost is told by its successor, not by this."""
+"""The slowest expected transfer. A retry that comes before the first message has arrived makes everything slower.
+After a broken connection, the event of the new one triggers the retry, not this time."""
 _LOOK_AGAIN_S = 0.02
-"""Without a connection."""
+"""How often to try while there is no connection."""
 _numbers = itertools.count(1)
 AnyRequest = TypeVar("AnyRequest", bound=ClientRequest)
 
 
 class Connection:
-    """DEALER to a policy server, reconnecting by itself. For one thread at a time; it ends with `context`.
+    """A DEALER socket that reconnects by itself. One thread at a time may use it. It ends with `context`.
 
-    `agreed`: another connection there was let in before.
+    `agreed` says that the server has accepted an earlier connection of this client.
     """
 
     def __init__(
@@ -64,10 +64,11 @@ class Connection:
         arrays: Mapping[str, NDArray[Any]] | None = None,
         max_message_bytes: int = DEFAULT_LIMITS.payload_bytes,
     ) -> tuple[Message, dict[str, NDArray[Any]]]:
-        """The answer to a request, which may go out several times.
+        """Send a request, several times if needed, and return its answer, (message, arrays).
 
-        Raises what the server refuses it with, `KeysRefusedError`, `UnreachableError` after `timeout_s`, and
-        `MessageTooLargeError`: what is too large for the server would cost the connection, and be sent for ever.
+        Raises the error with which the server refuses it, `KeysRefusedError`, and `UnreachableError` after `timeout_s`.
+        Raises `MessageTooLargeError` before it sends a message that is too large: the server would close the
+        connection, and the client would send it for ever.
         """
         number = next(_numbers)
         frames = encode(request.KIND, request.model_copy(update={"request": number}).model_dump(), arrays)
@@ -86,7 +87,7 @@ class Connection:
                 if socket is self._monitor:
                     event = self._monitor.recv_multipart()
                     self._handshakes.observe(event)
-                    if read_event(event)[0] == SUCCEEDED:  # what went down with the old connection is said at once
+                    if read_event(event)[0] == SUCCEEDED:  # repeat at once what the old connection may have lost
                         retry_at = 0.0
                 else:
                     answer = self._read(self._socket.recv_multipart(), number)
@@ -103,11 +104,11 @@ class Connection:
         return True
 
     def _read(self, frames: list[bytes], number: int) -> tuple[Message, dict[str, NDArray[Any]]] | None:
-        """None for what answers an earlier request, which came again."""
+        """Return the answer; None if it belongs to an earlier request that was repeated."""
         message = decode(split_frame(frames))
         kind = ANSWERS.get(message.kind)
         if kind is None:
-            raise DecodeError("bad_message", f"{message.kind.name} is nothing that a policy server says")
+            raise DecodeError("bad_message", f"{message.kind.name} is not a message that a policy server sends")
         answer = read(kind, message.header)
         if isinstance(answer, ClientReject) and answer.request in (number, 0):
             raise error_of(answer.error, answer.message, answer.facts)
@@ -115,7 +116,7 @@ class Connection:
 
 
 def request_of(kind: type[AnyRequest], **fields: Any) -> AnyRequest:
-    """A request of these fields; raises `BadRequestError`, which names the one that no server would take."""
+    """Return a request with these fields. Raises `BadRequestError`, which names a field that no server would take."""
     try:
         return read(kind, fields)
     except DecodeError as error:

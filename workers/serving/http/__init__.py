@@ -1,1 +1,1 @@
-"""The policy server's HTTP side."""
+"""HTTP for a policy server's clients."""

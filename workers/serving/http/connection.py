@@ -1,8 +1,8 @@
-"""One connection of an HTTP client: whole requests in, one at a time, and their answers out in the same order.
+"""One HTTP/1.1 connection of a client: reads whole requests, one at a time, and sends the answers in the same order.
 
-A client may be slow, silent, or an enemy: no request is longer than the cap, none takes longer to arrive than
-`read_s` and what its length allows, and nobody is written to who does not read. What cannot be read is answered, and
-the connection ends, since nobody could tell where the next request begins.
+A client may be slow, silent, or hostile. So no request is longer than the limit, and none may take longer to arrive
+than `read_s` plus what its length allows. A client that does not read its answers is disconnected. Input that cannot
+be read gets an answer, and then the connection ends: the server cannot tell where the next request would begin.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from headrace.schemas.serving_errors import BadRequestError, MessageTooLargeErro
 from headrace.workers.serving.http.responses import CONTINUE, HttpAnswer, refused
 
 HEAD_BYTES = 1 << 16
-"""Of a request line with all headers."""
+"""The longest request line and headers together."""
 SLOWEST_BYTES_S = 100_000
-"""Who sends more than `read_s` allows for has to send this fast on the whole."""
-AT_ONCE = 16
-"""Requests of one client that are heard before others have their turn."""
+"""A request that takes longer than `read_s` must arrive at this rate on average."""
+MAX_REQUESTS_AT_ONCE = 16
+"""How many requests of one client are handled before those of others."""
 LINGER_S = 2.0
-"""For so long a client that was refused may still be sending: were it cut off at once it might never read why."""
+"""How long a refused client may go on sending. If it were cut off at once, it might never read the refusal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,167 +34,188 @@ class HttpLimits:
 
     body_bytes: int
     read_s: float
-    """From the first byte of a request to its last; from the connection to its first byte."""
+    """From the first byte of a request to its last; also from the connection to its first byte."""
     wait_s: float
-    """For an answer."""
+    """From a request to its answer."""
     idle_s: float
     """From an answer to the next request."""
 
 
 @dataclass(slots=True, eq=False)
 class HttpRequest:
-    """A request, whole. Header names are in lower case."""
+    """A whole request. Header names are in lower case."""
 
     method: bytes
     target: bytes
     headers: dict[bytes, bytes]
     body: bytes
-    keeps: bool
-    """Whether the client wants to go on with the connection."""
+    keep_alive: bool
+    """Whether the client wants to use the connection for another request."""
 
 
-class HttpPlace(Protocol):
-    """Where connections are let in, and their requests answered. All in the thread of the event loop."""
+class HttpHandler(Protocol):
+    """Admits connections and answers their requests. All calls come from the thread that runs the event loop."""
 
     limits: HttpLimits
     date: bytes
-    """As the header wants it."""
+    """The value of the Date header."""
 
     def admit(self, connection: HttpConnection) -> HeadraceError | None:
-        """Why there is no place for another."""
+        """Count a new connection; return the reason if there is no room for it."""
 
-    def gone(self, connection: HttpConnection) -> None:
-        """It has ended."""
+    def disconnected(self, connection: HttpConnection) -> None:
+        """Forget a connection that has ended."""
 
-    def doubt(self, target: bytes, headers: dict[bytes, bytes]) -> HeadraceError | None:
-        """Why not even the body of such a request is read."""
+    def refuse_head(self, target: bytes, headers: dict[bytes, bytes]) -> HeadraceError | None:
+        """Return the reason if the body of such a request must not even be read."""
 
-    def hear(self, connection: HttpConnection, request: HttpRequest) -> None:
-        """Have `connection.answer` called in time."""
+    def handle(self, connection: HttpConnection, request: HttpRequest) -> None:
+        """Start to handle a request. `connection.answer` is called later, or at once."""
 
 
 class HttpConnection(asyncio.Protocol):
-    """For one event loop, and uvicorn's way to stop: `shutdown`."""
+    """One connection, for one event loop. `shutdown` answers the current request and then ends it."""
 
-    def __init__(self, place: HttpPlace) -> None:
-        self._place, self._limits = place, place.limits
+    def __init__(self, handler: HttpHandler) -> None:
+        self._handler, self._limits = handler, handler.limits
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport
-        self._heard: deque[HttpRequest | HeadraceError] = deque()
-        """Before their turn; an error is the last."""
-        self._asked: HttpRequest | None = None
-        self._answering = False
-        self._deaf = self._parting = False
-        """Hears nothing more; has been told its last."""
-        self._clogged = self._paused = self._half = False
-        """Does not read what it is told; is not read from for now; says nothing more."""
-        self._since = self._loop.time()
-        """Of what is waited for now: an answer, or another request."""
-        self._began: float | None = self._since
-        """When the request that is not whole yet did."""
-        self._fed = 0
-        """Bytes of it."""
+        self._received: deque[HttpRequest | HeadraceError] = deque()
+        """Requests that wait for their turn. An error is always the last."""
+        self._current: HttpRequest | None = None
+        """The request that waits for its answer."""
+        self._processing = False
+        self._ignores_input = False
+        self._closing = False
+        """The last answer was sent."""
+        self._writing_paused = False
+        """The client does not read its answers."""
+        self._reading_paused = False
+        self._got_eof = False
+        """The client sends no more requests."""
+        self._waiting_since = self._loop.time()
+        """When the server began to wait for an answer, or for the next request."""
+        self._request_began: float | None = self._waiting_since
+        """When the first byte came of a request that is not whole yet; None between requests."""
+        self._request_bytes = 0
+        """How much of that request has come."""
         self._in_head = True
         self._target, self._headers, self._head_bytes = b"", dict[bytes, bytes](), 0
         self._body: list[bytes] = []
         self._body_bytes = 0
 
-    # -- of asyncio and uvicorn ---------------------------------------------------------------------------------------
+    # -- called by asyncio and by the server --------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Admit the client, or refuse it and close the connection."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        full = self._place.admit(self)
+        full = self._handler.admit(self)
         if full is not None:
-            self._deaf = True
-            transport.write(refused(full).frame(self._place.date, keeps=False))
+            self._ignores_input = True
+            transport.write(refused(full).frame(self._handler.date, keep_alive=False))
             transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._asked, self._deaf = None, True
-        self._heard.clear()
-        self._place.gone(self)
-        del self._parser  # it knows this connection: so both are gone at once
+        """Drop all that waits."""
+        self._current, self._ignores_input = None, True
+        self._received.clear()
+        self._handler.disconnected(self)
+        del self._parser  # the parser refers to this object; without the cycle both are freed at once
 
     def eof_received(self) -> bool:
-        """A client that says nothing more may still wait for its answer."""
-        self._half = True
-        return self._asked is not None or bool(self._heard)
+        """Keep the connection open for answers while a request waits."""
+        self._got_eof = True
+        return self._current is not None or bool(self._received)
 
     def pause_writing(self) -> None:
-        self._clogged, self._since = True, self._loop.time()
-        self._go_on()
+        """Handle no more requests: the client does not read its answers."""
+        self._writing_paused, self._waiting_since = True, self._loop.time()
+        self._process_requests()
 
     def resume_writing(self) -> None:
-        self._clogged, self._since = False, self._loop.time()
-        self._go_on()
+        """Handle requests again."""
+        self._writing_paused, self._waiting_since = False, self._loop.time()
+        self._process_requests()
 
     def shutdown(self) -> None:
-        """Answer what was asked, and end."""
-        if self._asked is not None:
-            self._asked.keeps = False
-        elif self._parting or self._clogged:
+        """End the connection when the current request is answered."""
+        if self._current is not None:
+            self._current.keep_alive = False
+        elif self._closing or self._writing_paused:
             self._transport.abort()
         else:
             self._transport.close()
 
-    # -- in -----------------------------------------------------------------------------------------------------------
+    def abort(self) -> None:
+        """End the connection at once."""
+        self._transport.abort()
+
+    # -- reading; the on_ methods are called by the parser ------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        if self._deaf:
+        """Parse what has come, and handle the requests in it."""
+        if self._ignores_input:
             return
-        self._fed += len(data)
+        self._request_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._refuse(BadRequestError(f"this is no HTTP/1.1: {error}"))
         except httptools.HttpParserUpgrade:
             self._refuse(BadRequestError("nothing but HTTP/1.1 is spoken here"))
-        if self._in_head and self._fed > HEAD_BYTES:
+        if self._in_head and self._request_bytes > HEAD_BYTES:
             self._refuse_head()
-        elif self._fed > HEAD_BYTES + self._limits.body_bytes:
+        elif self._request_bytes > HEAD_BYTES + self._limits.body_bytes:
             self._refuse_body()
-        self._go_on()
+        self._process_requests()
 
     def on_message_begin(self) -> None:
-        self._began, self._in_head = self._loop.time(), True
+        """Reset the parts of the request."""
+        self._request_began, self._in_head = self._loop.time(), True
         self._target, self._headers, self._head_bytes = b"", {}, 0
         self._body, self._body_bytes = [], 0
 
     def on_url(self, url: bytes) -> None:
+        """Collect a piece of the target."""
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_bytes += len(name) + len(value) + 4  # of a colon, a blank and the line's end
+        """Collect a header."""
+        self._head_bytes += len(name) + len(value) + 4  # the colon, the blank and the line's end
         self._headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
+        """Refuse a request whose head is enough to know that it will be refused."""
         self._in_head = False
         length = self._headers.get(b"content-length", b"")
-        doubt = self._place.doubt(self._target, self._headers)
+        refusal = self._handler.refuse_head(self._target, self._headers)
         if len(self._target) + self._head_bytes > HEAD_BYTES:
             self._refuse_head()
-        elif doubt is not None:
-            self._refuse(doubt)
+        elif refusal is not None:
+            self._refuse(refusal)
         elif self._parser.should_upgrade():
             self._refuse(BadRequestError("nothing but HTTP/1.1 is spoken here"))
         elif length.isdigit() and (len(length) > 18 or int(length) > self._limits.body_bytes):
             self._refuse_body()
-        elif self._headers.get(b"expect", b"").lower() == b"100-continue" and self._asked is None:
+        elif self._headers.get(b"expect", b"").lower() == b"100-continue" and self._current is None:
             self._transport.write(CONTINUE)
 
     def on_body(self, part: bytes) -> None:
+        """Collect a piece of the body."""
         self._body_bytes += len(part)
         self._body.append(part)
         if self._body_bytes > self._limits.body_bytes:
             self._refuse_body()
 
     def on_message_complete(self) -> None:
-        if not self._deaf:
-            method, keeps = self._parser.get_method(), self._parser.should_keep_alive()
-            self._heard.append(HttpRequest(method, self._target, self._headers, b"".join(self._body), keeps))
-            self._began, self._fed = None, 0
+        """Enqueue the request."""
+        if not self._ignores_input:
+            method, keep_alive = self._parser.get_method(), self._parser.should_keep_alive()
+            body = b"".join(self._body)
+            self._received.append(HttpRequest(method, self._target, self._headers, body, keep_alive))
+            self._request_began, self._request_bytes = None, 0
 
     def _refuse_head(self) -> None:
         self._refuse(MessageTooLargeError(f"headers of more than {HEAD_BYTES} bytes"))
@@ -203,73 +224,74 @@ class HttpConnection(asyncio.Protocol):
         self._refuse(MessageTooLargeError(f"a body of more than {self._limits.body_bytes} bytes"))
 
     def _refuse(self, error: HeadraceError) -> None:
-        """In its turn. What comes after it cannot be told apart any more."""
-        if not self._deaf:
-            self._deaf = True
-            self._heard.append(error)
+        """Enqueue an error as the last answer, and ignore later input."""
+        if not self._ignores_input:
+            self._ignores_input = True
+            self._received.append(error)
 
-    # -- out ----------------------------------------------------------------------------------------------------------
+    # -- handling and writing -----------------------------------------------------------------------------------------
 
     def answer(self, request: HttpRequest, answer: HttpAnswer) -> None:
-        """Tell the client, unless it is gone, or was told already that it should ask again."""
-        if self._asked is request:
-            self._asked, self._since = None, self._loop.time()
-            self._write(answer, keeps=request.keeps and not self._half, bare=request.method == b"HEAD")
-            self._go_on()
+        """Send an answer, unless the client is gone or `check_time` has answered the request already."""
+        if self._current is request:
+            self._current, self._waiting_since = None, self._loop.time()
+            keep_alive = request.keep_alive and not self._got_eof
+            self._write(answer, keep_alive=keep_alive, head_only=request.method == b"HEAD")
+            self._process_requests()
 
     @property
-    def _may_go_on(self) -> bool:
-        return bool(self._heard) and self._asked is None and not (self._clogged or self._parting)
+    def _can_process(self) -> bool:
+        return bool(self._received) and self._current is None and not (self._writing_paused or self._closing)
 
-    def _go_on(self) -> None:
-        """To what was heard next. Some are answered at once, so this is a loop and nothing else."""
-        if self._answering:
+    def _process_requests(self) -> None:
+        """Handle received requests in order, until one waits for its answer.
+
+        Some are answered inside `handle`, which calls this method again. That call returns at once, so the stack stays
+        flat however many requests have come.
+        """
+        if self._processing:
             return
-        self._answering, left = True, AT_ONCE
-        while self._may_go_on and left:
-            heard, left = self._heard.popleft(), left - 1
-            if isinstance(heard, HttpRequest):
-                self._asked, self._since = heard, self._loop.time()
-                self._place.hear(self, heard)
+        self._processing, left = True, MAX_REQUESTS_AT_ONCE
+        while self._can_process and left:
+            received, left = self._received.popleft(), left - 1
+            if isinstance(received, HttpRequest):
+                self._current, self._waiting_since = received, self._loop.time()
+                self._handler.handle(self, received)
             else:
-                self._write(refused(heard), keeps=False)
-        self._answering = False
-        if self._may_go_on:
-            self._loop.call_soon(self._go_on)
-        wants = not (self._heard or self._clogged)
-        if wants is self._paused and not self._transport.is_closing():  # else there is nothing to change
-            self._paused = not wants
-            (self._transport.resume_reading if wants else self._transport.pause_reading)()
+                self._write(refused(received), keep_alive=False)
+        self._processing = False
+        if self._can_process:
+            self._loop.call_soon(self._process_requests)
+        wants_input = not (self._received or self._writing_paused)
+        if wants_input is self._reading_paused and not self._transport.is_closing():
+            self._reading_paused = not wants_input
+            (self._transport.resume_reading if wants_input else self._transport.pause_reading)()
 
-    def _write(self, answer: HttpAnswer, *, keeps: bool, bare: bool = False) -> None:
+    def _write(self, answer: HttpAnswer, *, keep_alive: bool, head_only: bool = False) -> None:
         if self._transport.is_closing():
             return
-        self._transport.write(answer.frame(self._place.date, keeps=keeps, bare=bare))
-        if not keeps:
-            self._deaf = self._parting = True
-            self._since = self._loop.time()
-            self._heard.clear()
-            (self._transport.close if self._half else self._transport.write_eof)()
+        self._transport.write(answer.frame(self._handler.date, keep_alive=keep_alive, head_only=head_only))
+        if not keep_alive:
+            self._ignores_input = self._closing = True
+            self._waiting_since = self._loop.time()
+            self._received.clear()
+            (self._transport.close if self._got_eof else self._transport.write_eof)()
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
-    def look(self, now: float) -> None:
-        """Give up what takes too long. To be called now and then."""
-        waited, limits = now - self._since, self._limits
-        if self._parting or self._clogged:
-            if waited > (LINGER_S if self._parting else limits.read_s):
+    def check_time(self, now: float) -> None:
+        """End what takes too long. The server calls this several times a second."""
+        waited, limits = now - self._waiting_since, self._limits
+        if self._closing or self._writing_paused:
+            if waited > (LINGER_S if self._closing else limits.read_s):
                 self._transport.abort()
-        elif self._asked is not None:
+        elif self._current is not None:
             if waited > limits.wait_s:
                 late = NotYetError(f"no answer within {limits.wait_s:g} s; send the same request again")
-                self.answer(self._asked, refused(late))
-        elif self._began is not None:
-            if now - self._began > limits.read_s + self._fed / SLOWEST_BYTES_S:
+                self.answer(self._current, refused(late))
+        elif self._request_began is not None:
+            if now - self._request_began > limits.read_s + self._request_bytes / SLOWEST_BYTES_S:
                 self._refuse(TooSlowError(f"no whole request within {limits.read_s:g} s"))
-                self._go_on()
+                self._process_requests()
         elif waited > limits.idle_s:
             self._transport.close()
-
-    def end(self) -> None:
-        """At once."""
-        self._transport.abort()

@@ -1,4 +1,4 @@
-"""What an HTTP request says, as the sessions take it; steps, of which there are many, without any detour."""
+"""Reading HTTP requests: their paths, tokens and bodies. Steps, the most frequent requests, take a short path."""
 
 from __future__ import annotations
 
@@ -15,50 +15,53 @@ from headrace.schemas.messages import read
 from headrace.schemas.serving_errors import BadRequestError, MessageTooLargeError
 from headrace.schemas.serving_messages import AnyStep, ClientRequest
 from headrace.schemas.wire import DEFAULT_LIMITS, is_deeper
+from headrace.workers.serving.episode_codec import EpisodeCodec
 from headrace.workers.serving.http.connection import HttpRequest
-from headrace.workers.serving.space_values import SpaceValues
 
 TOKEN_HEADER = "Headrace-Client"
-"""The session's token, as each request of a client bears it."""
+"""Every request of a session has its token in this header."""
 _TOKEN = TOKEN_HEADER.lower().encode()
-_LONGEST_NUMBER = 19
-_LONGEST_KNOWN = 512
-"""A path of more bytes is read anew each time: clients decide how long paths are, and many are kept in mind."""
-_MOST_SAID = DEFAULT_LIMITS.header_bytes
+_MAX_NUMBER_DIGITS = 19
+_MAX_CACHED_PATH = 512
+"""Longer paths are not cached: clients choose their length, and the cache holds many."""
+_MAX_FIELDS_BYTES = DEFAULT_LIMITS.header_bytes
+"""The most that a step may hold besides observation and action, as over ZeroMQ."""
 _HEALTH = b"/v1/health"
 
 
 StepPath = tuple[str, str, int]
-"""`PUT /v1/sessions/{session}/episodes/{episode}/steps/{step}`, told apart."""
+"""(session, episode, step) of `PUT /v1/sessions/SESSION/episodes/EPISODE/steps/STEP`."""
 
 
 def step_path(request: HttpRequest) -> StepPath | None:
-    """None for what is no step."""
+    """Return the parts of a step's path; None for any other request."""
     path, _, number = request.target.rpartition(b"/")
-    if request.method != b"PUT" or not number.isdigit() or len(number) > _LONGEST_NUMBER:
+    if request.method != b"PUT" or not number.isdigit() or len(number) > _MAX_NUMBER_DIGITS:
         return None
-    found = (_known_episode if len(path) <= _LONGEST_KNOWN else _episode)(path)
+    found = (_cached_episode if len(path) <= _MAX_CACHED_PATH else _episode)(path)
     return None if found is None else (*found, int(number))
 
 
 def _episode(path: bytes) -> tuple[str, str] | None:
-    """(session, episode), if that is what comes before a step's number."""
+    """Return (session, episode) if `path` is the part of a step's path before its number."""
     match path.split(b"/"):
         case [b"", b"v1", b"sessions", session, b"episodes", episode, b"steps"] if session and episode:
             return text_of(session), text_of(episode)
     return None
 
 
-_known_episode = lru_cache(1024)(_episode)
-"""A client says the same before each of its steps."""
+_cached_episode = lru_cache(1024)(_episode)
+"""All steps of an episode have the same path before their number."""
 
 
-def step_of(request: HttpRequest, path: StepPath, values: SpaceValues) -> tuple[AnyStep, Any, Any]:
-    """(message, observation, action) of a step: the observation as JSON has it, for `Values.rows`; the action is None
-    where the client asks for one.
+def step_of(request: HttpRequest, path: StepPath, codec: EpisodeCodec) -> tuple[AnyStep, Any, Any]:
+    """Return (message, observation, action) of a step.
 
-    Raises `BadRequestError`, `DecodeError`, `EnvContractError`, and `MessageTooLargeError` for one that says more
-    besides than a message by ZeroMQ could: infos stay in memory until their chunk is full.
+    The observation stays as JSON has it, for `read_rows` of the codec. The action is a row, or None where the client
+    asks for an action.
+
+    Raises `BadRequestError`, `DecodeError` and `EnvContractError`; `MessageTooLargeError` for a step with more other
+    fields than a ZeroMQ message may have, because infos stay in memory until their chunk is full.
     """
     body = body_of(request)
     if "observation" not in body:
@@ -66,18 +69,23 @@ def step_of(request: HttpRequest, path: StepPath, values: SpaceValues) -> tuple[
     observation = body.pop("observation")
     action = body.pop("action", None)
     if action is not None:
-        action = values.action.row(action)
+        action = codec.action.read_row(action)
         body["off_policy"] = True
-    check_fields(body, values.step)
-    if len(request.body) > _MOST_SAID and (size := len(orjson.dumps(body))) > _MOST_SAID:
-        raise MessageTooLargeError(f"{size} bytes besides what is seen and done; a step may have {_MOST_SAID}")
+    check_fields(body, codec.step_message)
+    if len(request.body) > _MAX_FIELDS_BYTES and (size := len(orjson.dumps(body))) > _MAX_FIELDS_BYTES:
+        raise MessageTooLargeError(
+            f"{size} bytes besides observation and action; a step may have {_MAX_FIELDS_BYTES} bytes of other fields"
+        )
     session, episode, step = path
     body |= {"session": session, "episode": episode, "step": step, "token": token_of(request)}
-    return read(values.step, body), observation, action
+    return read(codec.step_message, body), observation, action
 
 
 def body_of(request: HttpRequest) -> dict[str, Any]:
-    """The body, a JSON object, whatever its content type is called; none is an empty one. Raises `BadRequestError`."""
+    """Return the body, a JSON object, whatever the Content-Type. An empty body is an empty object.
+
+    Raises `BadRequestError`.
+    """
     raw, most = request.body or b"{}", DEFAULT_LIMITS.header_depth
     try:
         body = orjson.loads(raw)
@@ -90,9 +98,10 @@ def body_of(request: HttpRequest) -> dict[str, Any]:
 
 
 def check_fields(body: dict[str, Any], kind: type[ClientRequest]) -> None:
-    """Raise `BadRequestError` for what no such request says: a reward with its name misspelt would be lost unsaid.
+    """Raise `BadRequestError` for a field that `kind` does not have.
 
-    By ZeroMQ, where programs of ours speak, it is taken for a newer version's, and passed over.
+    Otherwise a misspelt reward would be lost without a word. Over ZeroMQ, unknown fields are ignored: there they come
+    from newer versions of our own clients.
     """
     fields = _fields(kind)
     if not body.keys() <= fields:
@@ -108,7 +117,7 @@ def _fields(kind: type[ClientRequest]) -> Set[str]:
 
 
 def token_of(request: HttpRequest) -> str:
-    """The session's; raises `BadRequestError`."""
+    """Return the session's token. Raises `BadRequestError` if the header is missing."""
     token = request.headers.get(_TOKEN)
     if not token:
         raise BadRequestError(f"the header {TOKEN_HEADER} is missing: a random token of this client's own")
@@ -116,16 +125,16 @@ def token_of(request: HttpRequest) -> str:
 
 
 def knows_token(headers: dict[bytes, bytes], token: bytes) -> bool:
-    """Whether the client shows the server's token."""
+    """Return whether the headers show the server's token."""
     return hmac.compare_digest(headers.get(b"authorization", b""), b"Bearer " + token)
 
 
 def asks_for_health(target: bytes, headers: dict[bytes, bytes]) -> bool:
-    """Whether it is that and nothing else: there is no body."""
+    """Return whether this is a health request without a body."""
     empty = b"transfer-encoding" not in headers and headers.get(b"content-length", b"0") == b"0"
     return empty and target.partition(b"?")[0] == _HEALTH
 
 
 def text_of(part: bytes) -> str:
-    """What a part of a path says, between its slashes: %2F is no slash of the path, but one of the id."""
+    """Decode one part of a path, between two slashes. %2F in it is a slash of the id, not of the path."""
     return unquote_to_bytes(part).decode(errors="replace") if b"%" in part else part.decode(errors="replace")

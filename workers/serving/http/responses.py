@@ -1,4 +1,4 @@
-"""What HTTP clients are told: a status and a JSON object, always."""
+"""Writing HTTP responses: always a status and a JSON object."""
 
 from __future__ import annotations
 
@@ -9,46 +9,59 @@ import orjson
 
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.serving_errors import HTTP_STATUS, code_of, facts_of
-from headrace.schemas.wire import MessageKind
-from headrace.workers.serving.agent_values import AgentValues
-from headrace.workers.serving.records import Reply
-from headrace.workers.serving.values import Values
+from headrace.schemas.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR, MessageKind
+from headrace.workers.serving.multi_agent_codec import MultiAgentCodec
+from headrace.workers.serving.session_records import Reply
+from headrace.workers.serving.space_codec import SpaceCodec
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class HttpAnswer(NamedTuple):
-    """A status and the JSON that goes with it."""
+    """A status and a body of JSON."""
 
     status: int
     body: bytes
 
-    def frame(self, date: bytes, *, keeps: bool, bare: bool = False) -> bytes:
-        """The answer as it is sent. Without `keeps` the connection ends with it; a `bare` one is told to HEAD."""
-        ends = b"" if keeps else b"connection: close\r\n"
-        body = b"" if bare else self.body
+    def frame(self, date: bytes, *, keep_alive: bool, head_only: bool = False) -> bytes:
+        """Return the bytes to send. Without `keep_alive` they tell the client that the connection ends.
+
+        `head_only` leaves out the body, for a HEAD request.
+        """
+        ends = b"" if keep_alive else b"connection: close\r\n"
+        body = b"" if head_only else self.body
         return b"%bdate: %b\r\n%bcontent-length: %d\r\n\r\n%b" % (_head(self.status), date, ends, len(self.body), body)
 
 
 def json_answer(body: Any, status: int = 200) -> HttpAnswer:
-    """`body` as JSON."""
+    """Write `body` as JSON."""
     return HttpAnswer(status, orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 def refused(error: HeadraceError) -> HttpAnswer:
-    """How an error is told: `{"error": its code, "message": its sentence, "facts": {}}`."""
+    """Write an error as `{"error": code, "message": sentence, "facts": {...}}`, with the status of its code."""
     return _refusal(code_of(error), str(error), facts_of(error))
 
 
-def answer_of(reply: Reply, actions: Values | AgentValues) -> HttpAnswer:
-    """What the sessions say to a request; `actions` writes the action."""
+def answer_of(reply: Reply, actions: SpaceCodec | MultiAgentCodec) -> HttpAnswer:
+    """Write a reply of the sessions. `actions` writes its action."""
     body = dict(reply.fields)
     if reply.kind is MessageKind.REJECT:
         return _refusal(body["error"], body["message"], body["facts"])
     del body["request"]
     if reply.action is not None:
-        body["action"] = actions.json(reply.action)
+        body["action"] = actions.to_json(reply.action)
     return json_answer(body)
+
+
+def health_answer(counts: dict[str, int]) -> HttpAnswer:
+    """Write the answer to a health request, with the counts of sessions and episodes."""
+    return json_answer({"status": "ok", "protocol": f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}", **counts})
+
+
+def failed() -> HttpAnswer:
+    """Write the answer to a request at which the server itself failed."""
+    return _refusal("failed", "the server failed at this; its log says how", {})
 
 
 def _refusal(code: str, message: str, facts: dict[str, Any]) -> HttpAnswer:

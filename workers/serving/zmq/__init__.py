@@ -1,1 +1,1 @@
-"""The policy server's ZeroMQ side."""
+"""ZeroMQ for a policy server's clients."""

@@ -1,6 +1,6 @@
-"""A policy server without a fleet: the code that serves clients in a worker, by weights that stay as they are.
+"""A policy server without a fleet: a worker's policy server with fixed weights.
 
-What clients live through is summed up and given to nobody.
+It sums up the clients' episodes. The chunks go nowhere.
 """
 
 from __future__ import annotations
@@ -18,47 +18,47 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.connectors.vector_connectors import PIPELINES
 from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
 from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
-from headrace.workers.serving.served_env import ServedAgentsEnv, ServedEnv, served_config
+from headrace.workers.serving.served_env import ServedEnv, ServedMultiAgentEnv, served_config
 
 _CUT_S = 0.2
-"""How long steps are gathered before they are let go: within it SIGTERM is noticed."""
+"""The length of one round of sampling, and so how soon SIGTERM is noticed."""
 
 
 @dataclass(slots=True)
 class AgentSums:
-    """One agent's, of the episodes in which it has appeared."""
+    """Sums over the episodes in which one agent has appeared."""
 
     episodes: int = 0
     total_return: float = 0.0
 
     def add(self, episode_return: float) -> None:
-        """An episode has ended that was worth so much to it."""
+        """Add the agent's return in one episode."""
         self.episodes += 1
         self.total_return += episode_return
 
     @property
     def mean(self) -> float:
-        """Over its episodes."""
+        """The mean return of the episodes."""
         return self.total_return / self.episodes
 
 
 @dataclass(slots=True)
 class EpisodeSums:
-    """Episodes since the start, whether their clients wanted them trained on or not; a callback of the runner."""
+    """Sums over all episodes since the start, trained on or not. It is a callback of the runner."""
 
     episodes: int = 0
     steps: int = 0
-    """Of episodes that have ended."""
+    """Env steps of episodes that have ended."""
     aborted: int = 0
-    """Episodes that were begun and never ended."""
+    """Episodes that were started and never ended."""
     total_return: float = 0.0
     least_return: float = 0.0
     greatest_return: float = 0.0
     by_agent: dict[str, AgentSums] = field(default_factory=dict)
-    """Of several agents, by the text of their ids; all else is of whole episodes: env steps, all agents' rewards."""
+    """With several agents: each agent's, by the text of its id. The other sums are over all agents."""
 
     def on_episode_end(self, episode: Any) -> None:
-        """See `callbacks.py`."""
+        """Add an episode that has ended."""
         for agent, own in getattr(episode, "agents", {}).items():
             self.by_agent.setdefault(str(agent), AgentSums()).add(own.episode_return)
         earned = episode.episode_return
@@ -69,11 +69,11 @@ class EpisodeSums:
         self.total_return += earned
 
     def on_episode_aborted(self) -> None:
-        """See `callbacks.py`."""
+        """Count an aborted episode."""
         self.aborted += 1
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; means and extremes are None while no episode has ended."""
+        """Return plain values. Means and extremes are None while no episode has ended."""
         ended = self.episodes or None
         agents = {"mean_return_by_agent": {agent: own.mean for agent, own in self.by_agent.items()}}
         return {
@@ -88,13 +88,15 @@ class EpisodeSums:
         }
 
 
-class LoneServer:
-    """Clients come in as soon as it is built, and are answered while `serve` runs. Needs no broker and no learner.
+class StandaloneServer:
+    """A policy server that needs no broker and no learner. Clients may connect once it is built; `serve` answers them.
 
-    `config` says as in a fleet which env has the spaces, which modules and connectors act, and where to listen. Raises
-    what a worker would: `ConfigError`, `KeysError`, `PortInUseError`, `EnvError`, and `ModuleError` or `ConnectorError`
-    for `arrays`, the weights and connector state of one version as they are published, that do not fit. A module that
-    has none there acts as it was built. Clients do not act by themselves here.
+    `config` says, as in a fleet, which env has the spaces, which modules and connectors act, and where to listen.
+    `arrays` are the weights and the connector state of one version, as they are published. A module without weights in
+    `arrays` acts as it was built. Clients cannot act by themselves here.
+
+    Raises `ConfigError`, `KeysError`, `PortInUseError` and `EnvError` as a worker does, and `ModuleError` or
+    `ConnectorError` for `arrays` that do not fit.
     """
 
     def __init__(self, config: FleetConfig, arrays: Arrays, version: Version) -> None:
@@ -111,16 +113,16 @@ class LoneServer:
         self._connectors = {name: state[name] for name in PIPELINES if state.get(name)}
 
     @property
-    def env(self) -> ServedEnv | ServedAgentsEnv:
-        """What clients come to: `endpoint` for ZeroMQ, `url` for HTTP."""
+    def env(self) -> ServedEnv | ServedMultiAgentEnv:
+        """The env with the addresses for clients: `endpoint` for ZeroMQ, `url` for HTTP."""
         env = self._runner.env
-        assert isinstance(env, ServedEnv | ServedAgentsEnv), "the config's serving is enabled"
+        assert isinstance(env, ServedEnv | ServedMultiAgentEnv), "the config's serving is enabled"
         return env
 
     def serve(self, stopping: threading.Event) -> None:
-        """Answer until `stopping` is set; then what is open may end, for `worker.drain_timeout_s`, and nothing begins.
+        """Serve until `stopping` is set. Then refuse new episodes, and let open ones end for `worker.drain_timeout_s`.
 
-        Raises what ends a worker: `EnvRestartBudgetError`, `ModuleError`, `ConnectorError`, `CallbackError`.
+        Raises the errors that end a worker: `EnvRestartBudgetError`, `ModuleError`, `ConnectorError`, `CallbackError`.
         """
         while not stopping.is_set():
             self._sample()
@@ -132,16 +134,16 @@ class LoneServer:
 
     def _sample(self) -> None:
         self._runner.sample_fragment()
-        if self._connectors:  # they go on learning from what they see, and this policy is to stay as it is
+        if self._connectors:  # running statistics learn from what they see, but this policy is to stay as it is
             self._runner.set_state(self._connectors)
 
     def close(self) -> None:
-        """Serve nobody any more; clients that still wait are told so."""
+        """Stop serving. Clients that wait are told."""
         self._runner.stop()
 
 
 def _settings(config: FleetConfig, sums: EpisodeSums) -> EnvRunnerConfig:
-    """Those of a worker, but for what says how envs are stepped, of which there are none, or how long data is kept."""
+    """Return a worker's settings, with fixed values for those about stepping envs and keeping data."""
     sampling = config.sampling.model_copy(
         update={
             "env_placement": "inline",

@@ -1,44 +1,37 @@
-"""Observations and actions of clients: as JSON, as arrays of a message, and in the nesting of their space.
+"""The codec of one space: observations or actions as JSON, as arrays of a message, and in the nesting of the space.
 
-Whatever arrives is checked against the space, since a client's mistake is the client's to hear of, not a failure of the
-sampler. Needs no gymnasium: client and server both use it.
+It checks all values against the space, so that a client is told of its mistake and the sampler does not fail. Client
+and server both use it. It needs no gymnasium.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.row_layout import row_layout_of
 from headrace.schemas.spaces import Dict, Leaf, Space, Tuple, column_dtype, leaf_shape, leaves, nest
-from headrace.schemas.wire import DEFAULT_LIMITS, Buffer, is_deeper
-from headrace.workers.envs.bounds import LARGEST_REWARD, leaf_bounds
-
-_LARGEST_INFO = DEFAULT_LIMITS.header_bytes // 2
-_DEEPEST_INFO = DEFAULT_LIMITS.header_depth // 2
-"""The rest of a message's header is for all else that it says."""
-
+from headrace.schemas.wire import Buffer
+from headrace.workers.envs.bounds import leaf_bounds
 
 Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Leaf:
+class _LeafCodec:
     title: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     low: NDArray[Any] | None
     high: NDArray[Any] | None
     reach: tuple[NDArray[Any], NDArray[Any]] | None
-    """Of floats: what is from here to there is within bounds, and not infinite when it is rounded."""
+    """For floats: numbers from `reach[0]` to `reach[1]` are within bounds, and finite after rounding to `dtype`."""
 
     def check(self, array: NDArray[Any]) -> NDArray[Any]:
         if array.shape != self.shape:
@@ -50,17 +43,17 @@ class _Leaf:
         raise self.refused(f"values from {array.min()} to {array.max()}", f"within {self.low} and {self.high}")
 
     def is_sound(self, array: NDArray[Any]) -> bool:
-        """Whether all is within bounds, and a number: NaN is within none. Of one row or many."""
+        """Return whether all numbers are within bounds and not NaN. `array` is one row or many."""
         low, high = self.low, self.high
         if low is None and high is None and self.dtype.kind != "f":
             return True
-        sound = array == array if low is None else array >= low  # NaN is not even itself
+        sound = array == array if low is None else array >= low  # NaN does not equal itself
         if high is not None:
             sound &= array <= high
-        return b"\0" not in sound.tobytes()  # of few numbers, as most spaces have, the cheapest way to ask
+        return b"\0" not in sound.tobytes()  # for a few numbers, the usual case, faster than .all()
 
     def numbers(self, values: Sequence[Any]) -> NDArray[Any] | None:
-        """Rows of floats, told as lists or numbers, at once; None where each is to be looked at for itself."""
+        """Read rows of floats, given as lists or numbers, all at once; None if each must be read by itself."""
         if self.reach is None or _has_text(values):
             return None
         try:
@@ -77,30 +70,31 @@ class _Leaf:
         return EnvContractError(self.title, f"{seen:.200}", f"{expected:.200}")
 
 
-class Values:
-    """Those of one space. `root` is "obs" or "actions", by which their arrays are named.
+class SpaceCodec:
+    """Reads and writes values of one space. `root`, "obs" or "actions", is the name of their arrays.
 
-    What is given out is the reader's own to keep, but for `row_of`. All raise `EnvContractError`.
+    A row is a dict of arrays by name, for one value. Returned arrays belong to the caller, except those of
+    `row_from_arrays`, which are views of its argument. All methods raise `EnvContractError`.
     """
 
     def __init__(self, space: Space, root: str, *, check_bounds: bool = True) -> None:
         self.space = space
         self.root = root
-        self._leaves = {name: _leaf(name, leaf, check_bounds) for name, leaf in leaves(space, root)}
+        self._leaves = {name: _leaf_codec(name, leaf, check_bounds) for name, leaf in leaves(space, root)}
         self.layout = row_layout_of({name: (leaf.dtype, leaf.shape) for name, leaf in self._leaves.items()})
-        """Of a message's arrays, where they are small; who sends them may lay them out in another way."""
+        """The usual layout of the arrays in a message, if they are small. Clients may send other layouts."""
 
     def read(self, value: Any) -> Any:
-        """From lists, numbers and arrays, into the dtypes of the space; a Tuple may be a list."""
+        """Convert lists, numbers and arrays to the nesting and dtypes of the space. A Tuple may be a list."""
         return self._read(self.space, value, self.root)
 
-    def of_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> Any:
-        """From the arrays of a message, which must have the very dtypes of the space."""
-        row = {name: array.copy() for name, array in self.row_of(arrays).items()}
+    def from_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> Any:
+        """Convert the arrays of a message to a value. They must have exactly the dtypes of the space."""
+        row = {name: array.copy() for name, array in self.row_from_arrays(arrays).items()}
         return nest(self.space, row, self.root)
 
-    def row_of(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """Those of the arrays of a message that are this space's, by name; not copies. Dtypes as for `of_arrays`."""
+    def row_from_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Return the row of this space among the arrays of a message, without a copy. Dtypes as in `from_arrays`."""
         found = {}
         for name, array in arrays.items():
             if name.split("/", 1)[0] == self.root:
@@ -112,39 +106,39 @@ class Values:
             raise EnvContractError(self.root, f"{sorted(found)!r:.200}", f"{sorted(self._leaves)!r:.200}")
         return found
 
-    def unpack(self, payloads: Sequence[Buffer]) -> Sequence[dict[str, NDArray[Any]] | EnvContractError]:
-        """Of messages that lie as `layout` says, by their payloads: what `row_of` would give or raise for each."""
-        assert self.layout is not None, "messages lie as it says"
+    def rows_from_payloads(self, payloads: Sequence[Buffer]) -> Sequence[dict[str, NDArray[Any]] | EnvContractError]:
+        """Return the row, or the error, of each payload. The payloads must have the `layout`."""
+        assert self.layout is not None, "only payloads with a layout come here"
         columns, sound = self.layout.read(payloads), True
         for name, column in columns.items():
             sound = sound and self._leaves[name].is_sound(column)
         rows = [{name: column[i, ...] for name, column in columns.items()} for i in range(len(payloads))]
-        return rows if sound else [judged(self.row_of, row) for row in rows]
+        return rows if sound else [row_or_error(self.row_from_arrays, row) for row in rows]
 
-    def row(self, value: Any) -> dict[str, NDArray[Any]]:
-        """`read`, by the names of arrays."""
-        return self.arrays(self.read(value))
+    def read_row(self, value: Any) -> dict[str, NDArray[Any]]:
+        """Convert lists, numbers and arrays to a row."""
+        return self.to_arrays(self.read(value))
 
-    def rows(self, values: Sequence[Any]) -> list[dict[str, NDArray[Any]] | EnvContractError]:
-        """What `row` gives, or raises, for each. Where that is one array of floats, they are read all at once."""
+    def read_rows(self, values: Sequence[Any]) -> list[dict[str, NDArray[Any]] | EnvContractError]:
+        """Return what `read_row` returns or raises for each value. A single array of floats is read all at once."""
         leaf = self._leaves.get(self.root)
         read = leaf.numbers(values) if leaf is not None else None
         if read is None:
-            return [judged(self.row, value) for value in values]
+            return [row_or_error(self.read_row, value) for value in values]
         return [{self.root: read[i, ...]} for i in range(len(values))]
 
-    def arrays(self, value: Any) -> dict[str, NDArray[Any]]:
-        """The arrays of a message for a value in the nesting of the space."""
-        if self.root in self._leaves:  # it is one leaf, as most are
+    def to_arrays(self, value: Any) -> dict[str, NDArray[Any]]:
+        """Convert a value in the nesting of the space to the arrays of a message."""
+        if self.root in self._leaves:  # a space of one array, the usual case
             return {self.root: np.asarray(value, self._leaves[self.root].dtype)}
         return {name: np.asarray(part, self._leaves[name].dtype) for name, part in _parts(self.space, value, self.root)}
 
-    def json(self, value: Any) -> Any:
-        """Lists and numbers for a value in the nesting of the space."""
+    def to_json(self, value: Any) -> Any:
+        """Convert a value in the nesting of the space to lists and numbers."""
         if isinstance(value, dict):
-            return {key: self.json(part) for key, part in value.items()}
+            return {key: self.to_json(part) for key, part in value.items()}
         if isinstance(value, tuple):
-            return [self.json(part) for part in value]
+            return [self.to_json(part) for part in value]
         return np.asarray(value).tolist()
 
     def _read(self, space: Space, value: Any, name: str) -> Any:
@@ -160,16 +154,18 @@ class Values:
 
 
 def _has_text(values: Sequence[Any]) -> bool:
-    """Whether lists of JSON have text in them, of which NumPy would make every one as wide as the widest: a body of a
-    few hundred kilobytes would need more memory than there is."""
+    """Return whether lists of JSON contain text.
+
+    NumPy would make every item as wide as the widest text: a body of some hundred kilobytes could use up all memory.
+    """
     kinds = set(map(type, values))
-    while kinds == {list}:  # together with anything else they are no array
+    while kinds == {list}:  # lists beside other items make no array
         values = [*chain.from_iterable(values)]
         kinds = set(map(type, values))
     return str in kinds
 
 
-def _array(leaf: _Leaf, value: Any) -> NDArray[Any]:
+def _array(leaf: _LeafCodec, value: Any) -> NDArray[Any]:
     if _has_text([value]):
         raise leaf.refused("text", f"{leaf.dtype} {leaf.shape}")
     try:
@@ -192,13 +188,13 @@ def _array(leaf: _Leaf, value: Any) -> NDArray[Any]:
     return leaf.check(row)
 
 
-def _leaf(name: str, leaf: Leaf, check_bounds: bool) -> _Leaf:
+def _leaf_codec(name: str, leaf: Leaf, check_bounds: bool) -> _LeafCodec:
     low, high = leaf_bounds(leaf) if check_bounds else (None, None)
     dtype, reach = column_dtype(leaf), None
     if dtype.kind == "f":
         largest = np.float64(np.finfo(dtype).max)
         reach = np.fmax(-largest, -np.inf if low is None else low), np.fmin(largest, np.inf if high is None else high)
-    return _Leaf(name, leaf_shape(leaf), dtype, low, high, reach)
+    return _LeafCodec(name, leaf_shape(leaf), dtype, low, high, reach)
 
 
 def _parts(space: Space, value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -212,39 +208,9 @@ def _parts(space: Space, value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def judged(read: Callable[[Any], Row], value: Any) -> Row | EnvContractError:
-    """What `read` gives, or raises."""
+def row_or_error(read: Callable[[Any], Row], value: Any) -> Row | EnvContractError:
+    """Return what `read` returns or raises."""
     try:
         return read(value)
     except EnvContractError as error:
         return error
-
-
-def check_reward(reward: Any) -> float:
-    """A finite real number, in the bounds of any reward."""
-    try:
-        checked = math.nan if isinstance(reward, str | bytes) else float(reward)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise EnvContractError("reward", f"{reward!r:.80} ({type(reward)})", "a finite number") from error
-    if not abs(checked) <= LARGEST_REWARD:
-        raise EnvContractError("reward", f"{reward!r:.80}", f"a finite number within {LARGEST_REWARD:.3g}")
-    return checked
-
-
-def read_info(info: Any, what: str = "info", most_bytes: int = _LARGEST_INFO) -> dict[str, Any]:
-    """As a chunk has it, a copy: what NumPy made as numbers and lists, keys as text, NaN as null.
-
-    Raises `EnvContractError` for what is no dict, or no JSON that a message could carry, or more than `most_bytes` of
-    it: by default what goes into the header of one step.
-    """
-    if not isinstance(info, dict):
-        raise EnvContractError(what, f"{info!r:.80} ({type(info)})", "a dict")
-    try:
-        written = orjson.dumps(info, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-    except TypeError as error:
-        raise EnvContractError(what, f"{error!s:.120}", "a dict that JSON can carry") from error
-    told: dict[str, Any] = orjson.loads(written)
-    if is_deeper(told, _DEEPEST_INFO) or len(written) > most_bytes:
-        seen = f"{len(written)} bytes of JSON"
-        raise EnvContractError(what, seen, f"at most {most_bytes} bytes, and {_DEEPEST_INFO} levels deep")
-    return told

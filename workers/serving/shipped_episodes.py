@@ -1,8 +1,8 @@
-"""Episodes that clients cut by themselves: their chunks go on without gaps, and end when nobody else ends them.
+"""Episodes that clients cut into chunks by themselves: chunks must have no gaps, and every episode gets an end.
 
-Each open episode, or agent's part of one, has an env index of its own in the worker's stream, beyond those of the
-worker's own envs: the learner knows by it who goes on after whom. All rules are checked before anything is kept of a
-batch.
+Each open episode, or each agent's part of one, has its own env index in the worker's stream, above those of the
+worker's own envs. The learner uses it to tell which chunk continues which. A batch is checked as a whole
+before any of it is kept.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from headrace.schemas.ledger import Discard
 from headrace.schemas.serving_errors import BadRequestError, ServerFullError
 
 MOST_OPEN = 4096
-"""Episodes of all clients together."""
+"""The most open episodes of all clients together."""
 
-_Id = tuple[int, int, str, str]
-"""Of an agent's part of an episode: the episode's two words, agent, module."""
+_PartId = tuple[int, int, str, str]
+"""An agent's part of an episode: the two words of the episode's id, agent, module."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A chunk, or end marker, of `id`. `t_end`: the env step after its last one."""
+class _ShippedChunk:
+    """A chunk or end marker of `id`. `t_end` is the env step after its last one."""
 
-    id: _Id
+    id: _PartId
     row: np.void
     t_end: int
     pauses: bool
-    """The agent may let env steps pass, so that steps of its own are told from those."""
+    """Whether the agent may skip env steps, so that its own steps have their own count."""
 
-    def check_follows(self, last: _Part | None) -> None:
-        """Raise `BadRequestError` unless it goes on where `last`, or nothing, has stopped."""
+    def check_follows(self, last: _ShippedChunk | None) -> None:
+        """Raise `BadRequestError` unless this chunk continues `last`, or begins the episode if `last` is None."""
         chunk, begins = int(self.row["chunk_index"]), int(self.row["t_start"])
         length, steps = int(self.row["length"]), int(self.row["episode_length"])
         due, t, before = (0, 0, 0) if last is None else last.next_due
@@ -50,43 +50,46 @@ class _Part:
 
     @property
     def next_due(self) -> tuple[int, int, int]:
-        """The chunk after it: its number, the env step from which on it may begin, and the agent's steps before it."""
+        """The next chunk's number, its first possible env step, and the agent's steps before it."""
         return int(self.row["chunk_index"]) + 1, self.t_end, int(self.row["episode_length"])
 
 
 @dataclass(slots=True)
-class _Owned:
-    """Of one client: its open episodes with the newest chunk of each, and an empty batch of each module's columns."""
+class _OwnerState:
+    """One client's open episodes: the newest chunk of each, and an empty batch with each module's columns."""
 
-    newest: dict[_Id, _Part] = field(default_factory=dict)
+    newest: dict[_PartId, _ShippedChunk] = field(default_factory=dict)
     templates: dict[str, ChunkBatch] = field(default_factory=dict)
 
 
-class ClientEpisodes:
-    """`first_place` is the first env index that is not one of the worker's own. For one thread at a time."""
+class ShippedEpisodes:
+    """The open episodes of all clients that ship chunks. One thread at a time may call.
+
+    `first_place` is the first env index that the worker's own envs do not use. An owner is any key for one client.
+    """
 
     def __init__(self, first_place: int) -> None:
         self._next_place = first_place
         self._free: list[int] = []
-        self._owned: dict[object, _Owned] = {}
-        self._open: dict[_Id, int] = {}
-        """Place of each open episode of anybody."""
+        self._owned: dict[object, _OwnerState] = {}
+        self._open: dict[_PartId, int] = {}
+        """The env index of each open episode."""
 
     def __len__(self) -> int:
         return len(self._open)
 
     def take(self, owner: object, batch: ChunkBatch) -> ChunkBatch:
-        """The batch as it goes into the stream, with places.
+        """Return the batch with env indices, as it goes into the stream.
 
-        Raises `BadRequestError` for chunks that do not go on where those before have stopped, `ServerFullError` beyond
-        `MOST_OPEN`; nothing is kept of it then.
+        Raises `BadRequestError` for chunks that do not continue the owner's episodes, and `ServerFullError` beyond
+        `MOST_OPEN`. Then nothing of the batch is kept.
         """
-        owned = self._owned.get(owner, _Owned())
-        newest, parts = dict(owned.newest), _parts(batch)
+        owned = self._owned.get(owner, _OwnerState())
+        newest, parts = dict(owned.newest), _chunks_of(batch)
         for part in parts:
             self._check(part, newest)
         if len(self._open) + len(newest) - len(owned.newest) > MOST_OPEN:
-            raise ServerFullError(f"{len(self._open)} episodes of clients are open; {MOST_OPEN} may be")
+            raise ServerFullError(f"{len(self._open)} episodes of clients are open, and the limit is {MOST_OPEN}")
         table = batch.table.copy()
         table["env_index"] = [self._place(part.id, part.row) for part in parts]
         owned.newest, owned.templates[batch.modules[0]] = newest, _empty(batch)
@@ -94,14 +97,14 @@ class ClientEpisodes:
         return replace(batch, table=table)
 
     def lost(self, owner: object, reason: Discard) -> list[ChunkBatch]:
-        """An end marker for each open episode of `owner`, who is forgotten: a batch for each module that has any."""
-        owned = self._owned.pop(owner, _Owned())
-        by_module: dict[str, list[_Part]] = {}
+        """Forget `owner`. Return end markers for its open episodes, one batch per module."""
+        owned = self._owned.pop(owner, _OwnerState())
+        by_module: dict[str, list[_ShippedChunk]] = {}
         for part in owned.newest.values():
             by_module.setdefault(part.id[-1], []).append(part)
         return [self._markers(owned.templates[module], parts, reason) for module, parts in by_module.items()]
 
-    def _markers(self, template: ChunkBatch, parts: list[_Part], reason: Discard) -> ChunkBatch:
+    def _markers(self, template: ChunkBatch, parts: list[_ShippedChunk], reason: Discard) -> ChunkBatch:
         table = np.array([part.row for part in parts], CHUNK_TABLE)
         agents = list(dict.fromkeys(part.id[2] for part in parts))
         table["agent"] = [agents.index(part.id[2]) for part in parts]
@@ -113,10 +116,10 @@ class ClientEpisodes:
         return replace(template, table=table, agents=agents, reasons=("", reason.value))
 
     def lost_all(self, reason: Discard) -> list[ChunkBatch]:
-        """`lost` of everybody."""
+        """Forget all owners. Return end markers for all open episodes."""
         return [batch for owner in list(self._owned) for batch in self.lost(owner, reason)]
 
-    def _check(self, part: _Part, newest: dict[_Id, _Part]) -> None:
+    def _check(self, part: _ShippedChunk, newest: dict[_PartId, _ShippedChunk]) -> None:
         last = newest.get(part.id)
         part.check_follows(last)
         if last is None and (part.id in self._open or not part.row["length"]):
@@ -126,8 +129,8 @@ class ClientEpisodes:
         else:
             newest.pop(part.id, None)
 
-    def _place(self, id: _Id, row: np.void) -> int:
-        """That of the row's episode; free for another once this row has ended it."""
+    def _place(self, id: _PartId, row: np.void) -> int:
+        """Return the env index of a row's episode. If the row ends the episode, the index is free again."""
         place = self._open.pop(id, None)
         if place is None:
             place = heapq.heappop(self._free) if self._free else self._next_place
@@ -139,7 +142,7 @@ class ClientEpisodes:
         return place
 
 
-def _parts(batch: ChunkBatch) -> list[_Part]:
+def _chunks_of(batch: ChunkBatch) -> list[_ShippedChunk]:
     env_t, offsets = batch.columns.get("env_t"), batch.offsets.tolist()
     parts = []
     for row, start, stop in zip(batch.table, offsets[:-1], offsets[1:], strict=True):
@@ -147,12 +150,12 @@ def _parts(batch: ChunkBatch) -> list[_Part]:
         t_end = int(row["t_start"]) + stop - start
         if env_t is not None and stop > start:
             t_end = _last(env_t[start:stop], int(row["t_start"])) + 1
-        parts.append(_Part(id, row.copy(), t_end, pauses=env_t is not None))
+        parts.append(_ShippedChunk(id, row.copy(), t_end, pauses=env_t is not None))
     return parts
 
 
 def _last(env_t: NDArray[Any], t_start: int) -> int:
-    """The last of a chunk's env steps; raises `BadRequestError` unless they rise from `t_start`."""
+    """Return the last env step of a chunk. Raises `BadRequestError` unless its env steps rise from `t_start`."""
     first, last = int(env_t[0]), int(env_t[-1])
     if first != t_start or last >= 1 << 62 or bool((env_t[1:] <= env_t[:-1]).any()):
         raise BadRequestError(f"env_t of a chunk goes from {first} to {last}; it should rise from its start, {t_start}")

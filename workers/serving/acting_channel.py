@@ -1,6 +1,6 @@
-"""Between a worker and its clients that act by themselves: weights go out, chunks come in.
+"""The channel between a worker and its clients that act by themselves: weights go out, chunks come in.
 
-clients, in the desk's turn                           the worker, between polls
+clients, in the dispatcher's loop                     the worker, between polls
 weights                      ◀── newest version ───   offer
 accept, lost ── chunks, end markers, in order ───▶    take ── (into the stream) ── delivery.done
 """
@@ -27,12 +27,12 @@ from headrace.schemas.weights import Arrays, encode_weights
 from headrace.schemas.wire import Buffer, MessageKind, WireLimits, decode_header
 from headrace.workers.policy.columns import PolicyColumns
 from headrace.workers.runner.taken_over import TakenOver
-from headrace.workers.serving.client_episodes import ClientEpisodes
+from headrace.workers.serving.shipped_episodes import ShippedEpisodes
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsBlob:
-    """The frames of a WEIGHTS message one after another."""
+    """The frames of a WEIGHTS message, one after another."""
 
     version: Version = (0, 0)
     bytes: bytes = b""
@@ -41,14 +41,17 @@ class WeightsBlob:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """For the stream, and the books; call `done` once its batch, if it has one, has a number there."""
+    """Chunks and counts for the worker's stream and totals.
+
+    The worker calls `done` when the batch, if there is one, has its number in the stream.
+    """
 
     taken: TakenOver
     done: Callable[[], None]
 
 
-class Exchange:
-    """For any thread; nothing blocks. Until `open`, and after `end`, no chunks are taken."""
+class ActingChannel:
+    """Any thread may call; nothing blocks. Before `open` and after `end` no chunks are taken."""
 
     def __init__(self, max_message_bytes: int) -> None:
         self._limits = WireLimits(payload_bytes=max_message_bytes)
@@ -56,16 +59,16 @@ class Exchange:
         self._offered: tuple[Version, Arrays] | None = None
         self._blob = WeightsBlob()
         self._digest = ""
-        """Of what is offered."""
+        """The digest of the offered weights."""
         self._deliveries: deque[Delivery] = deque()
         self._readers: dict[str, tuple[BatchReader, PolicyColumns]] = {}
-        """By module; none while nothing is taken."""
-        self._episodes: ClientEpisodes | None = None
+        """By module; empty while no chunks are taken."""
+        self._episodes: ShippedEpisodes | None = None
 
     # -- the worker's side --------------------------------------------------------------------------------------------
 
     def open(self, spaces: Mapping[str, Spaces], places: int, columns: Mapping[str, PolicyColumns]) -> None:
-        """Take chunks with these `spaces`, and these `columns` besides, by module.
+        """Begin to take chunks. `spaces` and `columns` say by module what they hold.
 
         The worker's own envs have the first `places` env indices.
         """
@@ -74,26 +77,26 @@ class Exchange:
                 module_id: (BatchReader(own.observation, own.action, self._limits), columns[module_id])
                 for module_id, own in spaces.items()
             }
-            self._episodes = self._episodes or ClientEpisodes(places)
+            self._episodes = self._episodes or ShippedEpisodes(places)
 
     def offer(self, version: Version, arrays: Arrays, digest: str) -> None:
-        """These are the newest weights. `arrays` are never to change."""
+        """Set the newest weights. The caller must not change `arrays` afterwards."""
         with self._lock:
             self._offered = version, arrays
             self._digest = digest
 
     def take(self) -> Delivery | None:
-        """What came first of what waits."""
+        """Return the oldest delivery that waits, or None."""
         with self._lock:
             return self._deliveries.popleft() if self._deliveries else None
 
     @property
     def has_waiting(self) -> bool:
-        """Whether there is something to `take`."""
+        """Whether a delivery waits."""
         return bool(self._deliveries)
 
     def end(self, reason: Discard) -> list[Delivery]:
-        """Take nothing more: what still waits, and end markers of all episodes that clients have shipped a part of."""
+        """Stop taking chunks. Return what still waits, and end markers for all episodes shipped in part."""
         with self._lock:
             self._readers = {}
             markers = self._episodes.lost_all(reason) if self._episodes is not None else []
@@ -104,7 +107,7 @@ class Exchange:
     # -- the clients' side --------------------------------------------------------------------------------------------
 
     def weights(self) -> WeightsBlob:
-        """The newest, encoded when somebody first asks for them."""
+        """Return the newest weights. They are encoded at the first request."""
         with self._lock:
             offered = self._offered
         if offered is not None and offered[0] != self._blob.version:
@@ -113,10 +116,10 @@ class Exchange:
         return self._blob
 
     def accept(self, owner: object, shipment: ChunkShipment, array: Any, done: Callable[[], None]) -> None:
-        """Take a shipment, all of it or nothing.
+        """Take a shipment of `owner` as a whole, or refuse it as a whole.
 
-        Raises `BadRequestError` and `DecodeError` for what could be no chunks of this policy that go on where `owner`
-        has stopped; `NotYetError` while nothing, or nothing so new, is taken.
+        Raises `BadRequestError` and `DecodeError` for chunks that do not fit this policy or do not continue the
+        owner's episodes. Raises `NotYetError` while no chunks are taken, and for weights newer than those offered.
         """
         discarded = _reasons(shipment.discarded)
         with self._lock:
@@ -131,7 +134,7 @@ class Exchange:
             self._deliveries.append(Delivery(TakenOver(batch, discarded, s.untrained, s.episodes, s.env_steps), done))
 
     def lost(self, owner: object) -> None:
-        """Whoever shipped is gone: what it has begun ends by markers."""
+        """End the unfinished episodes of `owner`, who is gone, by end markers."""
         with self._lock:
             markers = self._episodes.lost(owner, Discard.CLIENT_LOST) if self._episodes is not None else []
             if self._readers:
@@ -152,34 +155,34 @@ class Exchange:
         return batch
 
     def _check_label(self, batch: ChunkBatch) -> None:
-        """Chunks bear weights that may have been given out: here, or by an earlier life of this worker."""
+        """Raise unless the weights of the chunks were given out here, or before this worker restarted."""
         if self._offered is None:
-            raise NotYetError("the server has no weights yet, by which chunks could be told; send the same again")
+            raise NotYetError("the server has no weights yet to check the chunks against; send the same again")
         newest, digest = self._offered[0], self._digest
         seqs = batch.columns["weights_seq"]
         version = batch.learner_epoch, int(seqs.max(initial=0))
         if version > newest:
-            raise NotYetError(f"chunks by the weights {version}, and here are {newest}; send the same again")
+            raise NotYetError(f"chunks by the weights {version}, and the server has {newest}; send the same again")
         if len(seqs) and (int(seqs.min()) < 1 or (version == newest and batch.weights_digest != digest)):
-            raise BadRequestError(f"chunks by the weights {version}, which were not given out, or not as they are")
+            raise BadRequestError(f"chunks by the weights {version}, which this server did not give out")
 
 
 def _reasons(discarded: Mapping[str, int]) -> dict[Discard, int]:
     try:
         return {Discard(reason): steps for reason, steps in discarded.items()}
     except ValueError as error:
-        raise BadRequestError(f"steps were discarded for a reason that nobody knows: {error}") from error
+        raise BadRequestError(f"steps were discarded for an unknown reason: {error}") from error
 
 
 def _frames(array: Any, sizes: list[int]) -> list[Buffer]:
     if array is None or array.dtype != np.uint8 or array.ndim != 1 or array.nbytes != sum(sizes):
-        raise BadRequestError(f'the array "batch" should be uint8 and {sum(sizes)} long, which frame_sizes add up to')
+        raise BadRequestError(f'the array "batch" should be uint8 of length {sum(sizes)}, the sum of frame_sizes')
     return frames_of(memoryview(array), sizes)
 
 
 def _markers(batch: ChunkBatch) -> Delivery:
-    return Delivery(TakenOver(batch), _nobody_waits)
+    return Delivery(TakenOver(batch), _no_answer)
 
 
-def _nobody_waits() -> None:
-    """Markers are the server's own."""
+def _no_answer() -> None:
+    """Do nothing: no client waits for an answer to end markers."""

@@ -1,4 +1,4 @@
-"""The socket where HTTP clients come in."""
+"""The listening socket for HTTP clients."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import socket
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound one, whose connections send what they have at once; raises OSError.
+    """Return a socket that listens at `host` and `port`. Raises OSError.
 
-    They inherit that, but only if it is said before anybody can connect: a client may do so as soon as there is a port.
-    asyncio would see to it where the protocol of a socket is spelt out; without it each answer to a client that keeps
-    its connection waits 40 ms for the client's kernel.
+    Its connections send small answers at once (TCP_NODELAY). They inherit the option only if it is set before a client
+    can connect, and asyncio does not set it on a socket that it did not create. Without it, each answer on a connection
+    that stays open waits 40 ms for the kernel of the client.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family)

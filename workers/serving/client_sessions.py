@@ -1,8 +1,8 @@
-"""Sessions of a policy server's clients: who is there, and who may do what. Does no I/O.
+"""The sessions of a policy server's clients. Does no I/O.
 
-A request goes in with the time and the address to answer at; answers come out of `take_outbox`. What is asked of an
-episode goes to `session_episodes.py`. A session that was silent for its lease has ended, and its episodes are aborted.
-All that is remembered is bounded.
+A request comes in with the time and the address for its answer; answers come out of `take_outbox`.
+`session_episodes.py` handles the requests about an episode. A session that is silent for its lease
+ends, and its episodes are aborted. All memory is bounded.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from headrace.schemas.serving_messages import (
     EpisodeStart,
 )
 from headrace.workers.serving.acting_clients import ActingClients
-from headrace.workers.serving.episodes import Answer, Episodes
-from headrace.workers.serving.records import (
+from headrace.workers.serving.open_episodes import OpenEpisodes, StepAnswer
+from headrace.workers.serving.session_episodes import CLIENT_LEFT, SessionEpisodes
+from headrace.workers.serving.session_records import (
     Address,
     EpisodeRecord,
     Reply,
@@ -41,40 +42,42 @@ from headrace.workers.serving.records import (
     SessionRecord,
     refusal_of,
 )
-from headrace.workers.serving.session_episodes import CLIENT_LEFT, SessionEpisodes
 
 CLIENT_LOST = "client_lost"
-"""Why episodes are aborted: the client was silent for its lease."""
+"""The reason of aborted episodes whose client was silent for its lease."""
 
 
-class Sessions:
-    """All sessions of one server. `post` brings an answer of the sampler to the thread that calls `answered`."""
+class ClientSessions:
+    """All sessions of one server.
+
+    One thread at a time may call. `post` carries an answer of the sampler to that thread, which calls `answered`.
+    """
 
     def __init__(
         self,
-        episodes: Episodes,
+        episodes: OpenEpisodes,
         spaces: dict[str, Any],
-        post: Callable[[EpisodeRecord, Answer], None],
+        post: Callable[[EpisodeRecord, StepAnswer], None],
         limits: ServingLimits | None = None,
         acting: ActingClients | None = None,
     ) -> None:
         self.limits = limits or ServingLimits()
         self._episodes = SessionEpisodes(episodes, post, self.limits)
         self.answered = self._episodes.answered
-        """See there."""
+        """See `SessionEpisodes.answered`."""
         self._spaces = spaces
         self._acting = acting
         self._sessions: OrderedDict[str, SessionRecord] = OrderedDict()
-        """The one that has been silent for longest first."""
+        """Ordered by the time of their last request, oldest first."""
         self._ticked_at: float | None = None
         self._judge_at = 0.0
 
     def __len__(self) -> int:
-        """How many are open."""
+        """Return the number of open sessions."""
         return len(self._sessions)
 
     def counts(self) -> dict[str, int]:
-        """What is held: sessions, their open episodes, and finished ones that are remembered."""
+        """Return the numbers of sessions, of their open episodes, and of finished episodes that are remembered."""
         sessions = self._sessions.values()
         return {
             "sessions": len(self._sessions),
@@ -85,7 +88,7 @@ class Sessions:
     # -- in and out ---------------------------------------------------------------------------------------------------
 
     def receive(self, request: ClientRequest, address: Address, now: float, batch: Any = None) -> None:
-        """Do what is asked, but for a step. `batch` is the array of that name, of a shipment of chunks."""
+        """Handle any request but a step. `batch` is the array of that name in a shipment of chunks."""
         try:
             reply = self._do(request, address, now, batch)
         except HeadraceError as error:
@@ -94,7 +97,7 @@ class Sessions:
             self._episodes.outbox.append((address, reply))
 
     def step(self, step: AnyStep, address: Address, now: float, observation: Any, action: Any = None) -> None:
-        """Have a step taken. `observation`, and `action` where the client chose one, are rows of their spaces."""
+        """Take a step. `observation`, and `action` where the client chose one, are rows of their spaces."""
         try:
             reply = self._episodes.step(self._session_of(step, now), step, address, observation, action)
         except HeadraceError as error:
@@ -102,14 +105,16 @@ class Sessions:
         if reply is not None:
             self._episodes.outbox.append((address, reply))
 
-    def say(self, told: tuple[Address, Reply] | None) -> None:
-        """Have this sent with what else is to be sent; None: nothing."""
-        if told is not None:
-            self._episodes.outbox.append(told)
+    def enqueue(self, reply: tuple[Address, Reply] | None) -> None:
+        """Add a reply to the outbox; None adds nothing."""
+        if reply is not None:
+            self._episodes.outbox.append(reply)
 
     def tick(self, now: float) -> None:
-        """End the sessions that were silent for too long. After a pause in which nobody called, all get some time: what
-        they said meanwhile may still lie in a socket."""
+        """End the sessions that were silent for too long. Call it several times per lease.
+
+        After a pause between two calls no session ends for a while: requests may still lie unread in a socket.
+        """
         pause = self.limits.lease_s / 4
         if self._ticked_at is not None and now - self._ticked_at > pause:
             self._judge_at = now + pause
@@ -121,12 +126,12 @@ class Sessions:
             self._close(name, CLIENT_LOST)
 
     def close(self) -> None:
-        """End all sessions, as when their clients leave."""
+        """End all sessions, as if their clients had left."""
         for name in list(self._sessions):
             self._close(name, CLIENT_LEFT)
 
     def take_outbox(self) -> list[tuple[Address, Reply]]:
-        """What is to be sent now, and where."""
+        """Return the replies to send, each with its address, and clear the outbox."""
         taken, self._episodes.outbox = self._episodes.outbox, []
         return taken
 
@@ -136,7 +141,7 @@ class Sessions:
         if isinstance(request, ClientHello):
             return self._open(request, now)
         if isinstance(request, ClientBye) and request.session not in self._sessions:
-            return Reply.of(ClientAck(request=request.request))  # it came again
+            return Reply.of(ClientAck(request=request.request))  # a repeated goodbye
         session = self._session_of(request, now)
         match request:
             case EpisodeStart():
@@ -178,7 +183,7 @@ class Sessions:
         if session is None:
             raise UnknownSessionError(
                 f"session {request.session!r} is not open; it may have been silent for {self.limits.lease_s:g} s, or "
-                "the server has begun anew: open it, and start episodes anew"
+                "the server has restarted: open it, and start new episodes"
             )
         if session.token != request.token:
             raise SessionTakenError(

@@ -1,4 +1,4 @@
-"""The newest weights of a policy server, pulled piece by piece beside the acting."""
+"""Pulls the newest weights of a policy server piece by piece, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Pulled:
-    """One whole version."""
+class PulledWeights:
+    """One complete version."""
 
     version: Version
     digest: str
@@ -30,31 +30,31 @@ class Pulled:
 
 
 class WeightsPuller:
-    """Looks for newer weights each `interval_s` in a thread of its own, from construction on."""
+    """Asks for newer weights every `interval_s`, from its construction until `stop`."""
 
     def __init__(self, link: PolicyClient, interval_s: float) -> None:
         self._link = link
         self._interval_s = interval_s
-        self._newest: Pulled | None = None
+        self._newest: PulledWeights | None = None
         self._version: Version = (0, 0)
         self._blob = bytearray()
         self._stopping = threading.Event()
         self.arrived = threading.Event()
-        """Set once there are any, or none will ever come."""
+        """Set when the first weights have come, or when none will ever come."""
         self.failure: HeadraceError | None = None
-        """Why none come any more."""
-        self.lost = threading.Event()
-        """Set when the session has ended, which nobody else may notice for long; cleared by who opens another."""
+        """The error that ended the puller."""
+        self.session_lost = threading.Event()
+        """Set when the session has ended. The client, which may notice it much later, clears it with a new session."""
         self._thread = threading.Thread(target=self._pull, name="weights", daemon=True)
         self._thread.start()
 
-    def take(self) -> Pulled | None:
-        """What came since the last call."""
+    def take(self) -> PulledWeights | None:
+        """Return the newest weights that came since the last call, or None."""
         newest, self._newest = self._newest, None
         return newest
 
     def stop(self) -> None:
-        """Pull no more; waits for the request that is under way."""
+        """Stop the thread. Waits for the request that is under way."""
         self._stopping.set()
         self._thread.join()
 
@@ -66,12 +66,12 @@ class WeightsPuller:
                 while self._ask() and not self._stopping.is_set():
                     pass
             except UnknownSessionError:
-                # Twice, and still: the first time another may just be opened by who knows already.
+                # Only the second refusal counts: at the first, the client may just be opening another session.
                 if refused == session == self._link.session:
-                    self.lost.set()
+                    self.session_lost.set()
                 refused = session
             except UnreachableError as error:
-                log.warning("%s; acting by the weights there are", error)
+                log.warning("%s; the client goes on with the weights it has", error)
             except HeadraceError as error:
                 self.failure = error
                 self.arrived.set()
@@ -79,10 +79,10 @@ class WeightsPuller:
             self._stopping.wait(self._interval_s)
 
     def _ask(self) -> bool:
-        """Ask for the next piece; whether there is more to ask for."""
+        """Ask for the next piece. Return whether more pieces of the version remain."""
         part, arrays = self._link.ask(ClientPull, timeout_s=10.0, version=self._version, offset=len(self._blob))
         if not isinstance(part, ClientPart) or "part" not in arrays or sum(part.frame_sizes) > _MOST_BYTES:
-            raise DecodeError("bad_message", f"{type(part).__name__} is no piece of weights that a client could take")
+            raise DecodeError("bad_message", f"{type(part).__name__} is no piece of weights that a client can take")
         piece = arrays["part"].tobytes()
         if not piece:
             return False
@@ -96,5 +96,5 @@ class WeightsPuller:
 
     def _read(self, part: ClientPart) -> None:
         header, arrays = read_weights(decode(frames_of(bytes(self._blob), part.frame_sizes)))
-        self._newest = Pulled(header.version, header.digest, arrays)
+        self._newest = PulledWeights(header.version, header.digest, arrays)
         self.arrived.set()

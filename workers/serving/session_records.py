@@ -1,4 +1,4 @@
-"""What a policy server remembers of its clients, and what it says to them."""
+"""Records of a policy server's sessions and episodes, and the replies to clients."""
 
 from __future__ import annotations
 
@@ -23,48 +23,48 @@ from headrace.schemas.wire import MessageKind
 
 
 class Address(Protocol):
-    """Where to send what is said to one request; equal ones lead to the same place."""
+    """Where the reply to one request goes. Equal addresses lead to the same place."""
 
     def send(self, reply: Reply) -> None:
-        """Send it, without waiting; nobody may be there any more."""
+        """Send a reply without waiting. The client may be gone."""
 
 
 @dataclass(slots=True, eq=False)
 class Reply:
-    """What is said to one request: a message of that kind, and the action that goes with it.
+    """The reply to one request: a message of `kind` and, for a step, the action.
 
-    Its fields stand as they are sent, for one is made for every step of every client.
+    It holds the fields as they are sent, not a `Message`, because every step of every client needs one.
     """
 
     kind: MessageKind
     fields: Mapping[str, Any]
     action: Any = None
-    """In the nesting of its space."""
+    """In the nesting of the action space."""
     arrays: Mapping[str, NDArray[Any]] | None = None
-    """Besides the action's."""
+    """Further arrays of the message."""
 
     @classmethod
     def of(cls, message: Message, arrays: Mapping[str, NDArray[Any]] | None = None) -> Reply:
-        """Any message, all of whose fields are plain."""
+        """Return the reply that says `message`. All fields of the message must be plain values."""
         return cls(message.KIND, vars(message), arrays=arrays)
 
 
 @dataclass(frozen=True, slots=True)
 class ServingLimits:
-    """What clients may take of the server; beyond that they are refused."""
+    """The most that clients may use of the server. Requests beyond it are refused."""
 
     lease_s: float = 30.0
-    """Silence after which a session has ended."""
+    """How long a session may be silent before it ends."""
     max_sessions: int = 1024
     max_episodes: int = 1024
-    """Open ones of a session."""
+    """Open episodes of one session."""
     remembered_episodes: int = 64
-    """Finished ones of a session, whose last request may still come again."""
+    """Finished episodes of one session that are kept, because their last request may be repeated."""
     max_message_bytes: int = 16 << 20
     max_connections: int = 1024
-    """By HTTP."""
+    """HTTP connections."""
     read_s: float = 10.0
-    """In which an HTTP request has arrived whole; large ones have longer."""
+    """How long an HTTP request may take to arrive. Large ones may take longer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,42 +75,42 @@ class EpisodeRecord:
     id: str
     training_enabled: bool
     step: int = 0
-    """The next one."""
-    asked_at: Address | None = None
-    """Where the next step is to be answered; None: it is not under way."""
-    asked_as: int = 0
-    tells_action: bool = False
-    """Of the step under way: whether its answer says what to do."""
+    """The number of the next step."""
+    reply_to: Address | None = None
+    """Where the answer to the step under way goes; None: no step is under way."""
+    reply_number: int = 0
+    wants_action: bool = False
+    """Whether the answer to the step under way has an action."""
     ends: bool = False
-    """Likewise: whether it is the last."""
+    """Whether the step under way is the last."""
     last: Reply | None = None
-    """To the step before."""
+    """The reply to the previous step."""
     over: str | None = None
-    """None: it is open; "": it has ended; else why it was aborted."""
+    """None: open; "": ended; else why it was aborted."""
 
 
 @dataclass(slots=True, eq=False)
 class SessionRecord:
-    """One client, from its first word to its end."""
+    """One client, from hello to goodbye."""
 
     token: str
     heard_at: float
     open: dict[str, EpisodeRecord] = field(default_factory=dict)
     ended: OrderedDict[str, EpisodeRecord] = field(default_factory=OrderedDict)
     shipped: int = 0
-    """Shipments of chunks that were taken."""
-    ships_at: Address | None = None
-    """Where the next is to be answered; None: none is under way."""
-    ships_as: int = 0
+    """The number of chunk shipments taken."""
+    shipment_reply_to: Address | None = None
+    """Where the answer to the shipment under way goes; None: no shipment is under way."""
+    shipment_reply_number: int = 0
 
 
 def refusal_of(error: HeadraceError, request: int = 0) -> Reply:
-    """How an error is told to a client."""
+    """Return the reply that tells a client of `error`."""
     return Reply.of(ClientReject(request=request, error=code_of(error), message=str(error), facts=facts_of(error)))
 
 
 def find(session: SessionRecord, id: str) -> EpisodeRecord:
-    """An episode of the session, open or over; raises `UnknownEpisodeError`."""
+    """Return an episode of the session, open or over. Raises `UnknownEpisodeError`."""
     episode = session.open.get(id) or session.ended.get(id)
     if episode is None:
         raise UnknownEpisodeError(id)
@@ -118,5 +118,5 @@ def find(session: SessionRecord, id: str) -> EpisodeRecord:
 
 
 def over_error(id: str, reason: str | None) -> EpisodeError:
-    """What is said of an episode that is over."""
+    """Return the error for an episode that is over; `reason` is empty if it has ended normally."""
     return EpisodeAbortedError(id, reason) if reason else EpisodeCompletedError(id)

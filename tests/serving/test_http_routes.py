@@ -1,0 +1,82 @@
+"""What a path and a method mean over HTTP."""
+
+from __future__ import annotations
+
+import logging
+
+import orjson
+import pytest
+from raw_http import HEALTH, RawHttp, put
+from served import Served
+
+from headrace.schemas.serving_messages import ClientBye, ClientHeartbeat, ClientHello, EpisodeAbort, EpisodeStart
+from headrace.workers.serving.http import server as http_server
+from headrace.workers.serving.http.connection import HttpRequest
+from headrace.workers.serving.http.responses import HttpAnswer
+from headrace.workers.serving.http.routes import Query, Routed, route
+
+SESSION = "/v1/sessions/a%2Fb"
+EPISODE = f"{SESSION}/episodes/%C3%A9"
+IDS = {"session": "a/b", "token": "t"}
+
+
+def routed(method: str, target: str, body: bytes = b"") -> Routed:
+    return route(HttpRequest(method.encode(), target.encode(), {b"headrace-client": b"t"}, body, True))
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "expected"),
+    [
+        ("GET", "/v1/health", Query.HEALTH),
+        ("HEAD", "/v1/health?now", Query.HEALTH),
+        ("GET", "/v1/spaces", Query.SPACES),
+        ("PUT", SESSION, ClientHello(**IDS)),
+        ("DELETE", SESSION, ClientBye(**IDS)),
+        ("POST", f"{SESSION}/heartbeat", ClientHeartbeat(**IDS)),
+        ("PUT", EPISODE, EpisodeStart(**IDS, episode="é")),
+        ("DELETE", EPISODE, EpisodeAbort(**IDS, episode="é")),
+        ("DELETE", f"{EPISODE}?reason=a&reason=fell%21+over", EpisodeAbort(**IDS, episode="é", reason="fell! over")),
+    ],
+)
+def test_a_path_and_a_method_are_one_message(method: str, target: str, expected: Routed) -> None:
+    assert routed(method, target) == expected
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "status"),
+    [
+        ("POST", "/v1/health", 405),
+        ("GET", SESSION, 405),
+        ("HEAD", SESSION, 405),
+        ("PUT", f"{SESSION}/heartbeat", 405),
+        ("GET", f"{EPISODE}/steps/0", 405),
+        ("PUT", f"{EPISODE}/steps/first", 404),
+        ("PUT", f"{EPISODE}/steps/", 404),
+        ("PUT", "/v1/sessions/", 404),
+        ("GET", "/v1/health/", 404),
+        ("GET", "/v2/health", 404),
+    ],
+)
+def test_other_paths_are_404_and_other_methods_405(method: str, target: str, status: int) -> None:
+    refusal = routed(method, target)
+    assert isinstance(refusal, HttpAnswer)
+    assert refusal.status == status
+    message = f"{method} {target} is nothing that this server knows"
+    assert orjson.loads(refusal.body) == {"error": "bad_request", "message": message, "facts": {}}
+
+
+def test_a_request_at_which_the_server_fails_is_500_and_the_connection_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(request: HttpRequest) -> Routed:
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(http_server, "route", fail)
+    with Served() as server, RawHttp(server.url) as client, caplog.at_level(logging.ERROR):
+        client.say(put("/v1/sessions/s"))
+        told = client.hear()
+        assert (told.status, told.body["error"]) == (500, "failed")
+        assert "a mistake of ours" in caplog.text
+        monkeypatch.undo()
+        client.say(HEALTH)
+        assert client.hear().status == 200

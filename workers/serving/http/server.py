@@ -1,0 +1,233 @@
+"""The HTTP server: accepts connections, turns requests into messages for the sessions, and sends the answers.
+
+`connection.py` speaks HTTP/1.1 on each connection, by httptools. asyncio's own server accepts them. `protocol.md` says
+what requests and answers look like. A request needs no task and no future: it waits in a list for `deliver_to`, and its
+address writes the answer to the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from typing import Any, NamedTuple
+
+from headrace.schemas.errors import HeadraceError
+from headrace.schemas.serving_errors import NotYetError, ServerFullError, UnauthorizedError
+from headrace.schemas.serving_messages import AnyStep
+from headrace.workers.serving.client_sessions import ClientSessions
+from headrace.workers.serving.dispatcher import Event
+from headrace.workers.serving.episode_codec import EpisodeCodec
+from headrace.workers.serving.http.connection import HttpConnection, HttpLimits, HttpRequest
+from headrace.workers.serving.http.requests import asks_for_health, knows_token, step_of, step_path
+from headrace.workers.serving.http.responses import HttpAnswer, answer_of, failed, health_answer, json_answer, refused
+from headrace.workers.serving.http.routes import Query, route
+from headrace.workers.serving.session_records import Reply, ServingLimits
+
+log = logging.getLogger(__name__)
+
+_CHECK_INTERVAL_S = 0.25
+"""Between two checks for connections that take too long."""
+_BACKLOG = 2048
+"""Connections that the kernel keeps until they are accepted."""
+_CLOSE_TIMEOUT_S = 1.0
+"""How long `close` waits for clients to read their last answers."""
+
+
+@dataclass(slots=True, eq=False)
+class HttpAddress:
+    """Where the answer to one request goes. Two addresses are never equal."""
+
+    server: HttpServer = field(repr=False)
+    connection: HttpConnection
+    request: HttpRequest
+
+    def send(self, reply: Reply) -> None:
+        """Write a reply of the sessions as JSON and send it."""
+        self.answer(self.server.write(reply))
+
+    def answer(self, answer: HttpAnswer) -> None:
+        """Send an answer that is already written as JSON."""
+        self.connection.answer(self.request, answer)
+
+
+class _PendingStep(NamedTuple):
+    """A step that waits for `deliver_to`."""
+
+    address: HttpAddress
+    message: AnyStep
+    observation: Any
+    """As JSON has it: `deliver_to` converts the observations of all steps together."""
+    action: Any
+
+
+class HttpServer:
+    """Serves one listening socket in one event loop.
+
+    Call every method in the loop, or between two runs of the loop. A request stops the loop, so that the thread that
+    runs it calls `deliver_to`.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, codec: EpisodeCodec, limits: ServingLimits, token: str | None
+    ) -> None:
+        wait_s, idle_s = min(limits.lease_s / 3, 30.0), max(limits.lease_s, 3 * limits.read_s)
+        self.limits = HttpLimits(limits.max_message_bytes, limits.read_s, wait_s, idle_s)
+        self.date = b""
+        self._loop, self._codec = loop, codec
+        self._token = token.encode() if token is not None else None
+        self._steps: list[_PendingStep] = []
+        self._events: list[tuple[HttpAddress, Event]] = []
+        """What other requests want done with the sessions."""
+        self._closing = False
+        self._max_connections = connection_limit(limits.max_connections)
+        self._connections: set[HttpConnection] = set()
+        self._all_gone = asyncio.Event()
+        """Set by the end of the last connection."""
+        self._server: asyncio.Server
+        self._check_timer: asyncio.TimerHandle
+
+    async def open(self, listener: socket.socket) -> None:
+        """Accept connections from now on."""
+        self._server = await self._loop.create_server(lambda: HttpConnection(self), sock=listener, backlog=_BACKLOG)
+        self._check_connections()
+
+    def _check_connections(self) -> None:
+        self.date, now = formatdate(usegmt=True).encode(), self._loop.time()
+        for connection in list(self._connections):
+            connection.check_time(now)
+        self._check_timer = self._loop.call_later(_CHECK_INTERVAL_S, self._check_connections)
+
+    def close(self) -> Coroutine[Any, Any, None]:
+        """Refuse all pending and later requests, and return a coroutine that ends the connections.
+
+        From now on no request stops the loop, so the coroutine can run to its end.
+        """
+        self._closing = True
+        pending = [step.address for step in self._steps] + [address for address, _ in self._events]
+        for address in pending:
+            address.answer(refused(_stopping()))
+        return self._close_connections()
+
+    async def _close_connections(self) -> None:
+        """Accept no more connections; end each when its last answer is sent, at most `_CLOSE_TIMEOUT_S` later."""
+        self._server.close()
+        for connection in list(self._connections):
+            connection.shutdown()
+        if self._connections:
+            self._all_gone.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._all_gone.wait(), _CLOSE_TIMEOUT_S)
+        self._check_timer.cancel()
+        for connection in list(self._connections):
+            connection.abort()
+
+    # -- connections --------------------------------------------------------------------------------------------------
+
+    def admit(self, connection: HttpConnection) -> HeadraceError | None:
+        """Count a new connection; return the reason if there is no room for it."""
+        if len(self._connections) >= self._max_connections:
+            return ServerFullError(f"all {self._max_connections} connections are taken; come again later")
+        self._connections.add(connection)
+        return None
+
+    def disconnected(self, connection: HttpConnection) -> None:
+        """Forget a connection that has ended."""
+        self._connections.discard(connection)
+        if not self._connections:
+            self._all_gone.set()
+
+    def refuse_head(self, target: bytes, headers: dict[bytes, bytes]) -> HeadraceError | None:
+        """Refuse a request without the server's token. Its body is not read, so that it cannot fill the memory."""
+        if self._token is None or knows_token(headers, self._token) or asks_for_health(target, headers):
+            return None
+        return UnauthorizedError("show the server's token: Authorization: Bearer TOKEN")
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def handle(self, connection: HttpConnection, request: HttpRequest) -> None:
+        """Answer a request, or enqueue it for `deliver_to`."""
+        address = HttpAddress(self, connection, request)
+        try:
+            self._read(address, request)
+        except HeadraceError as error:
+            address.answer(refused(error))
+        except Exception as error:  # one request that fails must not end the worker
+            log.error("%r failed: %r", request.target[:200], error, exc_info=error)
+            address.answer(failed())
+
+    def _read(self, address: HttpAddress, request: HttpRequest) -> None:
+        path = step_path(request)
+        if path is not None:
+            step = _PendingStep(address, *step_of(request, path, self._codec))
+            self._stop_loop()
+            self._steps.append(step)
+            return
+        routed = route(request)
+        match routed:
+            case HttpAnswer():
+                address.answer(routed)
+            case Query.SPACES:
+                address.answer(json_answer(self._codec.spaces_json))
+            case Query.HEALTH:  # asked of the sessions, so that the answer shows that they are served
+                self._post(address, lambda sessions, now: address.answer(health_answer(sessions.counts())))
+            case _:
+                self._post(address, lambda sessions, now: sessions.receive(routed, address, now))
+
+    def _post(self, address: HttpAddress, event: Event) -> None:
+        self._stop_loop()
+        self._events.append((address, event))
+
+    def _stop_loop(self) -> None:
+        """Have the loop return after this round, or after its next round if it is not running.
+
+        Raises `NotYetError` once the server closes: nothing may stop the loop then.
+        """
+        if self._closing:
+            raise _stopping()
+        self._loop.stop()
+
+    @property
+    def pending(self) -> int:
+        """The number of requests that wait for `deliver_to`."""
+        return len(self._steps) + len(self._events)
+
+    def deliver_to(self, sessions: ClientSessions, now: float) -> None:
+        """Hand all pending requests to the sessions."""
+        events, self._events = self._events, []
+        for _, event in events:
+            event(sessions, now)
+        if not self._steps:
+            return
+        steps, self._steps = self._steps, []
+        rows = self._codec.observation.read_rows([step.observation for step in steps])
+        for step, row in zip(steps, rows, strict=True):
+            if isinstance(row, HeadraceError):
+                step.address.answer(refused(row))
+            else:
+                sessions.step(step.message, step.address, now, row, step.action)
+
+    def write(self, reply: Reply) -> HttpAnswer:
+        """Write a reply as JSON."""
+        return answer_of(reply, self._codec.action)
+
+
+def _stopping() -> NotYetError:
+    return NotYetError("the server is stopping; send the same again")
+
+
+def connection_limit(most: int) -> int:
+    """Return how many connections are allowed: `most`, but at most half of the file descriptors.
+
+    ZeroMQ ends a process that has no descriptors left.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    places = most if soft == resource.RLIM_INFINITY else min(most, soft // 2)
+    if places < most:
+        log.warning("%d HTTP connections at once, not %d: only %d files may be open", places, most, soft)
+    return places

@@ -1,0 +1,179 @@
+"""The ZeroMQ listener: clients' frames become requests for the sessions, and replies become frames."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.schemas.errors import HeadraceError, WireError
+from headrace.schemas.messages import read
+from headrace.schemas.serving_errors import BadRequestError, MessageTooLargeError
+from headrace.schemas.serving_messages import REQUESTS, ChunkShipment, ClientRequest
+from headrace.schemas.single_frame import join_frames, split_frame
+from headrace.schemas.wire import (
+    Buffer,
+    MessageKind,
+    WireLimits,
+    decode_arrays,
+    decode_header,
+    encode,
+)
+from headrace.workers.envs.remote.router_port import RouterPort
+from headrace.workers.serving.client_sessions import ClientSessions
+from headrace.workers.serving.episode_codec import EpisodeCodec
+from headrace.workers.serving.session_records import Reply, refusal_of
+from headrace.workers.serving.space_codec import SpaceCodec
+
+_NO_HEADER: dict[str, Any] = {}
+
+
+class ZmqAddress:
+    """The route of a connection. Two addresses with the same route are equal."""
+
+    __slots__ = ("joined", "listener", "route")
+
+    def __init__(self, route: bytes, listener: ZmqListener, *, joined: bool) -> None:
+        self.route, self.listener = route, listener
+        self.joined = joined
+        """Whether the request came in one frame; its answer goes out in one frame, too."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ZmqAddress) and self.route == other.route
+
+    def __hash__(self) -> int:
+        return hash(self.route)
+
+    def send(self, reply: Reply) -> None:
+        """Encode a reply and send it without waiting."""
+        self.listener.send(self, reply)
+
+
+class _ReceivedStep:
+    """A step whose observation is not checked yet. Those of all steps are checked together."""
+
+    __slots__ = ("action", "address", "packed", "request", "row")
+
+    def __init__(self, address: ZmqAddress, request: Any) -> None:
+        self.address, self.request = address, request
+        self.packed: Buffer | None = None
+        """The observation's bytes, if they have the layout of the codec."""
+        self.row: Any = None
+        """The observation as a row, otherwise."""
+        self.action: Any = None
+
+
+class ZmqListener:
+    """A `Listener` for the clients of one ROUTER socket."""
+
+    def __init__(self, router_port: RouterPort, codec: EpisodeCodec, max_message_bytes: int) -> None:
+        self._router_port = router_port
+        self._codec = codec
+        self._caps = WireLimits(payload_bytes=max_message_bytes)
+        self._layout = codec.observation.layout
+
+    def watch(self, fd: int) -> None:
+        """Have `wait` return when `fd` is readable, too."""
+        self._router_port.watch(fd)
+
+    @property
+    def fds(self) -> list[int]:
+        """Descriptors for another event loop; see `RouterPort.fds`."""
+        return self._router_port.fds
+
+    def has_message(self) -> bool:
+        """Return whether a message waits. Also answers handshakes of new connections."""
+        return self._router_port.wait(0.0)
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until a message or a watched descriptor is ready, at most `timeout_s`."""
+        self._router_port.wait(timeout_s)
+
+    def deliver_to(self, sessions: ClientSessions, now: float) -> None:
+        """Hand all requests that have arrived to the sessions, and refuse messages that cannot be read."""
+        steps: list[_ReceivedStep] = []
+        most = max(len(sessions), 1)  # a client has one request under way; to look for more costs time for nothing
+        for route, frames in self._router_port.receive(most):
+            address, header = ZmqAddress(route, self, joined=len(frames) == 1), _NO_HEADER
+            try:
+                parts = split_frame(frames)
+                kind, header = decode_header(parts, self._caps)
+                if kind is MessageKind.EPISODE_STEP:
+                    steps.append(self._read_step(header, parts, address))
+                else:
+                    self._deliver_steps(steps, sessions, now)  # requests stay in order
+                    self._deliver_other(kind, header, parts, address, sessions, now)
+            except HeadraceError as error:
+                self.send(address, refusal_of(error, _number_of(header)))
+        self._deliver_steps(steps, sessions, now)
+
+    def _read_step(self, header: dict[str, Any], parts: Sequence[Buffer], address: ZmqAddress) -> _ReceivedStep:
+        step = _ReceivedStep(address, read(self._codec.step_message, header))
+        if self._layout is not None:
+            step.packed = self._layout.payload_of(header, parts)
+        if step.packed is not None and not step.request.off_policy:
+            return step
+        arrays = decode_arrays(header, parts, self._caps)
+        step.packed, step.row = None, self._codec.observation.row_from_arrays(arrays)
+        if step.request.off_policy:
+            step.action = self._codec.action.row_from_arrays(arrays)
+        return step
+
+    def _deliver_steps(self, steps: list[_ReceivedStep], sessions: ClientSessions, now: float) -> None:
+        packed = [step.packed for step in steps if step.packed is not None]
+        rows = iter(self._read_packed(packed) if packed else ())
+        for step in steps:
+            row = step.row if step.packed is None else next(rows)
+            if isinstance(row, HeadraceError):
+                self.send(step.address, refusal_of(row, step.request.request))
+            else:
+                sessions.step(step.request, step.address, now, row, step.action)
+        steps.clear()
+
+    def _read_packed(self, packed: list[Buffer]) -> Sequence[Any]:
+        observation = self._codec.observation
+        assert isinstance(observation, SpaceCodec), "a codec of several agents has no layout"
+        return observation.rows_from_payloads(packed)
+
+    def _deliver_other(
+        self,
+        kind: MessageKind,
+        header: dict[str, Any],
+        parts: Sequence[Buffer],
+        address: ZmqAddress,
+        sessions: ClientSessions,
+        now: float,
+    ) -> None:
+        arrays = decode_arrays(header, parts, self._caps)
+        expected: type[ClientRequest] | None = REQUESTS.get(kind)
+        if expected is None:
+            raise BadRequestError(f"{kind.name} is not a message that a client sends")
+        request = read(expected, header)
+        sessions.receive(request, address, now, arrays.get("batch") if expected is ChunkShipment else None)
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close the port."""
+        self._router_port.close()
+
+    def send(self, to: ZmqAddress, reply: Reply) -> None:
+        """Send a reply without waiting. Drop it if the connection is gone: the client will repeat its request."""
+        frames = self._frames(reply)
+        self._router_port.send(to.route, join_frames(frames) if to.joined else frames)
+
+    def _frames(self, reply: Reply) -> list[Buffer]:
+        codec = self._codec.action
+        try:
+            if reply.action is None:
+                return encode(reply.kind, reply.fields, reply.arrays)
+            arrays = codec.to_arrays(reply.action)
+            return (codec.layout.encode if codec.layout is not None else encode)(reply.kind, reply.fields, arrays)
+        except WireError as error:
+            refused = refusal_of(MessageTooLargeError(f"the answer cannot be sent: {error}"))
+            return encode(refused.kind, refused.fields)
+
+
+def _number_of(header: dict[str, Any]) -> int:
+    """Return the client's number of its request; 0 if the header has none."""
+    number = header.get("request")
+    return number if type(number) is int and 0 <= number < 1 << 63 else 0
