@@ -6,14 +6,14 @@ import logging
 
 import orjson
 import pytest
-from raw_http import HEALTH, RawHttp, put
-from served import Served
 
 from headrace.schemas.serving_messages import ClientBye, ClientHeartbeat, ClientHello, EpisodeAbort, EpisodeStart
 from headrace.workers.serving.http import server as http_server
 from headrace.workers.serving.http.connection import HttpRequest
 from headrace.workers.serving.http.responses import HttpAnswer
 from headrace.workers.serving.http.routes import Query, Routed, route
+from support.serving.raw_http import HEALTH, RawHttp, put
+from support.serving.served import Served
 
 SESSION = "/v1/sessions/a%2Fb"
 EPISODE = f"{SESSION}/episodes/%C3%A9"
