@@ -50,8 +50,13 @@ class WeightPublisher:
     It keeps the newest version and sends it again to a broker that has lost it. It shares the lease of this process's
     `EpisodeStream` on the same endpoint, which pumps it while it waits.
 
-    keys: as of the stream. Raises `FencedError` once a newer learner has taken over, `UnreachableError` when no broker
-    answers in time, `KeysError` for keys that cannot be used, `KeysRefusedError` when the broker does not let them in.
+    keys: as of the stream.
+
+    Raises:
+        FencedError: a newer learner has taken over; later calls raise it too.
+        UnreachableError: no broker answers in time.
+        KeysError: the keys cannot be used.
+        KeysRefusedError: the broker does not let them in.
     """
 
     def __init__(

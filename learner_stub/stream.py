@@ -56,14 +56,19 @@ class EpisodeStream:
     - keys: a folder with learner.secret and broker.public. None: the folder in the environment's HEADRACE_KEYS__DIR, or
       no keys. "" is no keys.
 
-    Raises `FencedError` once a newer learner has taken over, `UnreachableError` when no broker answers within
-    `connect_timeout_s`, `WrongFleetError` when `fleet_id`, or the fleet of `position`, is not the broker's, `KeysError`
-    for keys that cannot be used, `KeysRefusedError` when the broker does not let them in.
+    Once open it has further attributes:
 
     - pending: batches received and not handed out.
     - delivered: batches handed out.
     - redelivered: repeats ignored.
     - dropped: steps by reason that never reached this learner, of the sources it has seen.
+
+    Raises:
+        FencedError: a newer learner has taken over; later calls raise it too.
+        UnreachableError: no broker answers within `connect_timeout_s`.
+        WrongFleetError: `fleet_id`, or the fleet of `position`, is not the broker's.
+        KeysError: the keys cannot be used.
+        KeysRefusedError: the broker does not let them in.
     """
 
     def __init__(
