@@ -1,1 +1,1 @@
-
+"""The `headrace` command: it starts, supervises, drains and inspects fleets."""

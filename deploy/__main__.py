@@ -1,4 +1,4 @@
-"""`python -m headrace.deploy` is the `headrace` command: this is how the supervisor starts its children."""
+"""Entry point of `python -m headrace.deploy`, the `headrace` command. The supervisor starts its children by it."""
 
 from headrace.deploy.cli import main
 

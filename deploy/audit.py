@@ -1,4 +1,4 @@
-"""The audit: do the books in Redis add up, in each row, between rows and lifetime counters, and for the fleet?
+"""The audit: it checks that the books in Redis add up.
 
 Every number of a ledger row takes part in an equation, so a wrong one is found and its row named:
 
@@ -7,7 +7,7 @@ Every number of a ledger row takes part in an equation, so a wrong one is found 
     totals     each lifetime counter of the fleet is the sum over all incarnations
     fleet      stepped = committed + queued + sum dropped[reason] + sum discarded[reason]
 
-Balanced books are no progress: `warnings` names what stands still.
+Balanced books do not prove progress: `warnings` names what stands still.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ OLDEST_UNSETTLED_S = 60.0
 
 
 def audit(snapshot: Snapshot) -> list[str]:
-    """One sentence for each thing that does not add up; empty when the books balance."""
+    """Return one sentence for each thing that does not add up; empty when the books balance."""
     if snapshot.reported_unix_s is None:
         return [
-            f"no report of fleet {snapshot.fleet_id!r} stands in Redis, so there is nothing to audit",
+            f"Redis has no report of fleet {snapshot.fleet_id!r}, so there is nothing to audit",
             *snapshot.garbage,
         ]
     problems = [f"Redis holds what no broker writes: {sentence}" for sentence in snapshot.garbage]
@@ -48,13 +48,13 @@ def audit(snapshot: Snapshot) -> list[str]:
 
 
 def warnings(snapshot: Snapshot, oldest_unsettled_s: float = OLDEST_UNSETTLED_S) -> list[str]:
-    """One sentence for each sign that the fleet stands still although its books balance."""
+    """Return one sentence for each sign that the fleet stands still although its books balance."""
     age_s = snapshot.gauges.get("oldest_unsettled_age_s", 0.0)
     if age_s <= oldest_unsettled_s:
         return []
     return [
         f"the oldest batch has been held for {age_s:.0f} s without being committed or dropped "
-        f"(bound: {oldest_unsettled_s:g} s); is a learner connected, and does it commit?"
+        f"(bound: {oldest_unsettled_s:g} s); check that a learner is connected and commits"
     ]
 
 
@@ -75,9 +75,9 @@ def _sources_against_rows(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _lost_twice(row: LedgerRow) -> dict[str, int]:
-    """By how much a counter may exceed its row: a dead worker's batches that a broker accepted and died with.
+    """Return by how much a counter may exceed its row: a dead worker's batches that a broker accepted and died with.
 
-    The counter never goes back, while the row says what became of them in the end: they are lost.
+    The counter never goes back, while the row says in the end that these batches are lost.
     """
     lost = row.lost.values() if row.closed else ()
     lost_steps, lost_chunks = sum(steps for steps, _ in lost), sum(chunks for _, chunks in lost)
@@ -97,7 +97,7 @@ def _totals_against_sources(snapshot: Snapshot) -> Iterator[str]:
 
 
 def find_books(run_dir: Path) -> tuple[str, str]:
-    """(Redis URL, fleet id) of the fleet in this run directory, from its fleet.json. Raises `RunDirError`."""
+    """Return (Redis URL, fleet id) of the fleet in this run directory, from its fleet.json. Raises `RunDirError`."""
     fleet = read_fleet_file(run_dir / "fleet.json")
     if not fleet.redis_url or not fleet.fleet_id:
         raise RunDirError(str(run_dir), "its fleet ended before it had a Redis, so it has no books")
@@ -105,7 +105,7 @@ def find_books(run_dir: Path) -> tuple[str, str]:
 
 
 def render(snapshot: Snapshot, problems: list[str], warned: list[str]) -> RenderableType:
-    """For a rich console: a line for each incarnation, the fleet's equation in words, and what is wrong."""
+    """Render for a rich console: a line for each incarnation, the fleet's equation in words, and what is wrong."""
     wrong = [Text(f"✗ {problem}", style="red") for problem in problems]
     doubtful = [Text(f"! {warning}", style="yellow") for warning in warned]
     fine = [] if wrong else [Text("✓ the books balance", style="green")]
@@ -113,7 +113,7 @@ def render(snapshot: Snapshot, problems: list[str], warned: list[str]) -> Render
 
 
 def equation(fleet: FleetLedger) -> str:
-    """stepped = committed + queued + each drop + each discard, with this fleet's numbers, in agent steps."""
+    """Return stepped = committed + queued + each drop + each discard, with this fleet's numbers, in agent steps."""
     parts = [f"committed {fleet.committed[0]:,}", f"queued {fleet.queued:,}"]
     parts += [f"dropped[{reason}] {count[0]:,}" for reason, count in sorted(fleet.dropped.items())]
     parts += [f"discarded[{reason}] {steps:,}" for reason, steps in sorted(fleet.discarded.items())]

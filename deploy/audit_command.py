@@ -1,4 +1,4 @@
-"""`headrace audit`: open the books of a fleet, running or stopped, and say what is wrong with them."""
+"""`headrace audit`: reads the books of a fleet, running or stopped, and says what is wrong with them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ FILE_WIDTH = 160
 
 
 def audit_run(run_dir: Path, *, strict: bool, as_json: bool, stream: TextIO) -> None:
-    """Print the rows and what is wrong. Raises `LedgerError` naming it when `strict`, `RunDirError` without a fleet and
-    `RedisUnavailableError` when its Redis cannot be read."""
+    """Print the rows and what is wrong.
+
+    Raises `LedgerError` naming the problems when `strict`, `RunDirError` without a fleet, and `RedisUnavailableError`
+    when its Redis cannot be read.
+    """
     url, fleet_id = find_books(run_dir)
     with serving(run_dir, url), FleetView(url, fleet_id) as view:
         snapshot = view.read()

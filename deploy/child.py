@@ -23,7 +23,7 @@ _SENTENCE = 1000
 
 
 class Child:
-    """A process in a session of its own, so that Ctrl-C in a terminal reaches the supervisor and not it.
+    """A process in a session of its own, so that Ctrl-C in a terminal reaches only the supervisor.
 
     It dies with the thread that started it (`death_signal`). Signals go through its pidfd and so can never reach
     another process that was given the same pid. stdout and stderr are appended to `log_path`; stdin is empty.
@@ -42,9 +42,9 @@ class Child:
         self.incarnation = incarnation
         self._exit_record_path = log_path.with_name(f".{log_path.stem}-{incarnation}.end")
         self.liveness_path = log_path.with_name(f".{log_path.stem}-{incarnation}.alive")
-        """Where it says that it lives, if it is of those who do so."""
+        """The file that the process touches while it lives, if its role does so."""
         self.exit_record: ExitRecord | None = None
-        """What it said of its end, once it was reaped; None when it was not the process itself that meant to end so."""
+        """The exit record, once the process was reaped. None when the process did not announce this end itself."""
         launcher = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), str(int(death_signal))]
         with _open(log_path) as log:
             self._log_start = log.tell()
@@ -74,9 +74,11 @@ class Child:
             return
 
     def reap(self) -> int:
-        """The return code (negative: the signal that killed it); call it once `pidfd` is readable, else it blocks.
+        """Return the return code (negative: the signal that killed it).
 
-        What the process itself had started, and left in its process group, is killed: a simulator of the user's, say.
+        Call it once `pidfd` is readable, else it blocks.
+
+        Kills all processes left in the process group, such as a user's simulator that this process had started.
         """
         os.waitid(
             os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT
@@ -87,23 +89,23 @@ class Child:
         os.close(self.pidfd)
         self.pidfd = -1
         self.liveness_path.unlink(missing_ok=True)
-        word = take_exit_record(self._exit_record_path, self.pid)
-        self.exit_record = word if word is not None and word.exit_code == returncode else None
+        record = take_exit_record(self._exit_record_path, self.pid)
+        self.exit_record = record if record is not None and record.exit_code == returncode else None
         return returncode
 
     def log_lines(self, count: int) -> list[str]:
-        """The last lines this very process wrote, at most `count`, blank ones left out."""
+        """Return the last lines that this very process wrote, at most `count`, without blank ones."""
         try:
             with self.log_path.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
                 log.seek(max(self._log_start, size - _TAIL_BYTES))
                 lines = log.read().decode(errors="replace").splitlines()
                 return [line for line in lines if line.strip()][-count:]
-        except FileNotFoundError:  # somebody removed the run directory
+        except FileNotFoundError:  # the run directory was removed
             return []
 
     def last_error(self) -> str | None:
-        """The sentence after `error: ` with which our commands end, on one line; None when there is none."""
+        """Return the sentence after `error: ` with which our commands end, on one line; None when there is none."""
         lines = self.log_lines(200)
         starts = [number for number, line in enumerate(lines) if line.startswith("error: ")]
         if not starts:
@@ -119,7 +121,7 @@ def _open(log_path: Path) -> BinaryIO:
 
 
 def describe_end(returncode: int) -> str:
-    """A return code in words: "signal SIGKILL", "exit code 4 (ENV)"."""
+    """Return a return code in words: "signal SIGKILL", "exit code 4 (ENV)"."""
     if returncode < 0:
         return f"signal {signal_name(-returncode)}"
     names = [code.name for code in ExitCode if code == returncode]

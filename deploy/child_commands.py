@@ -1,4 +1,4 @@
-"""How the supervisor starts each role: argv and environment of our own children."""
+"""Commands that start each role: argv and environment of the supervisor's children."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BLAS_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def broker(config_json: Path, run_dir: Path, fleet_id: str) -> ProcessSpec:
-    """The broker; the Redis URL reaches it in the config file, since argv is for everyone to read."""
+    """Return how to start the broker. Its Redis URL is in the config file, since every user can read argv."""
     argv = _headrace("broker", config_json, "--run-dir", str(run_dir), "--fleet-id", fleet_id)
     return ProcessSpec("broker", Role.BROKER, lambda _: argv, env=child_environment(1))
 
@@ -22,7 +22,7 @@ def broker(config_json: Path, run_dir: Path, fleet_id: str) -> ProcessSpec:
 def worker(
     config: FleetConfig, config_json: Path, run_dir: Path, endpoint: str, fleet_id: str, slot: int
 ) -> ProcessSpec:
-    """The worker of one slot."""
+    """Return how to start the worker of one slot."""
     argv = _headrace("worker", config_json, "--run-dir", str(run_dir), "--endpoint", endpoint, "--fleet-id", fleet_id)
     return ProcessSpec(
         f"worker-{slot}",
@@ -35,21 +35,23 @@ def worker(
 
 
 def env_host(config_json: Path, address: str, num_envs: int, fleet_id: str, number: int) -> ProcessSpec:
-    """An env host for the worker at `address`."""
+    """Return how to start an env host for the worker at `address`."""
     argv = _headrace("env-host", config_json, "--connect", address, "--num-envs", str(num_envs))
     argv += ["--set", f"fleet.fleet_id={fleet_id}"]
     return ProcessSpec(f"env-host-{number}", Role.ENV_HOST, lambda _: argv, env=child_environment(1))
 
 
 def learner(config: FleetConfig, config_json: Path, run_dir: Path, endpoint: str, fleet_id: str) -> ProcessSpec:
-    """The reference learner."""
+    """Return how to start the reference learner."""
     argv = _headrace("learner", config_json, "--run-dir", str(run_dir), "--endpoint", endpoint, "--fleet-id", fleet_id)
     return ProcessSpec("learner", Role.LEARNER, lambda _: argv, env=child_environment(config.learner.torch_threads))
 
 
 def child_environment(threads: int) -> dict[str, str]:
-    """Our environment with BLAS pinned to `threads`, and without `HEADRACE_SECTION__KEY`: the resolved config has those
-    already, and read again they would override the flags of `up`."""
+    """Return our environment with BLAS pinned to `threads`, and without `HEADRACE_SECTION__KEY`.
+
+    The resolved config has those variables already. If children read them again, they would override the flags of `up`.
+    """
     kept = {k: v for k, v in os.environ.items() if not (k.startswith(ENV_PREFIX) and "__" in k)}
     return {**dict.fromkeys(_BLAS_THREADS, str(threads)), **kept}
 

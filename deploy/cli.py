@@ -1,7 +1,7 @@
-"""The `headrace` command. Each function here only turns what was typed into a call; the work is elsewhere.
+"""The `headrace` command. Each function here only turns typed arguments into a call; other modules do the work.
 
 An error that Headrace raises on purpose ends a command with one sentence on stderr and the error's exit code
-(`schemas.errors.ExitCode`). Anything else is a bug of ours or of the user's code and ends with a traceback and 1.
+(`schemas.errors.ExitCode`). Any other error is a bug of ours or of the user's code. It ends with a traceback and 1.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show every va
 
 
 def main() -> None:
-    """Entry point of the console script and of `python -m headrace.deploy`."""
+    """Run the command line: the entry point of the console script and of `python -m headrace.deploy`."""
     open_std_streams()
     exit_record_at = exit_record_path()
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # `package.module:make_env` from here, as `python -m` finds it
+        sys.path.insert(0, str(Path.cwd()))  # so that `package.module:make_env` is found here, as by `python -m`
     try:
         app()
     except HeadraceError as error:
@@ -67,7 +67,7 @@ def main() -> None:
             print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
         write_exit_record(exit_record_at, error.exit_code, str(error))
         sys.exit(int(error.exit_code))
-    except SystemExit as end:  # how typer ends a command, or one that was not typed right
+    except SystemExit as end:  # typer ends a command so, also one with wrong arguments
         if end.code in (ExitCode.OK, ExitCode.USAGE):
             write_exit_record(exit_record_at, int(end.code))
         raise
@@ -99,12 +99,12 @@ def up(
     ] = None,
     serve: Annotated[
         bool | None,
-        typer.Option("--serve", help="Clients elsewhere drive the episodes; fleet.json says where they come."),
+        typer.Option("--serve", help="Clients elsewhere drive the episodes; fleet.json has the addresses."),
     ] = None,
     seed: Seed = None,
     until_return: Annotated[float | None, typer.Option(help="Stop at this mean return of 100 episodes.")] = None,
-    until_steps: Annotated[int | None, typer.Option(help="Stop after so many env steps.")] = None,
-    timeout_s: Annotated[float | None, typer.Option(help="Give up after so many seconds (exit code 17).")] = None,
+    until_steps: Annotated[int | None, typer.Option(help="Stop after this many env steps.")] = None,
+    timeout_s: Annotated[float | None, typer.Option(help="Give up after this many seconds (exit code 17).")] = None,
     run_dir: RunDirPath = None,
     config: ConfigPath = None,
     redis_url: RedisUrl = None,
@@ -151,7 +151,7 @@ def up(
 
 @app.command(epilog=examples("headrace ps --run-dir runs/default", "headrace ps --json | python -m json.tool"))
 def ps(run_dir: RunDirPath = None, config: ConfigPath = None, as_json: AsJson = False, debug: Debug = False) -> None:
-    """Show who runs, and whether they live."""
+    """Show the fleet's processes, and whether they live."""
     from headrace.deploy.fleet_file import read_fleet_file
     from headrace.deploy.ps import is_alive, processes, table
 
@@ -175,7 +175,7 @@ def audit(
 ) -> None:
     """Check the books of a fleet.
 
-    Running or stopped: what was stepped, and what became of it.
+    Shows the steps of a running or stopped fleet, and what became of them.
     """
     from headrace.deploy.audit_command import audit_run
 
@@ -192,7 +192,7 @@ def doctor(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """See if this machine can run a fleet.
+    """Check whether this machine can run a fleet.
 
     Exit code 1 when it cannot. Starts nothing and leaves nothing behind.
     """
@@ -209,5 +209,7 @@ def doctor(
         for check in checks:
             advice = f"; {check.advice}" if check.advice else ""
             typer.echo(f"{check.verdict:<5} {check.name:<14} {check.seen}{advice}")
-        typer.echo("\nThis machine can run a fleet." if fit else "\nThis machine cannot run a fleet: mend what failed.")
+        typer.echo(
+            "\nThis machine can run a fleet." if fit else "\nThis machine cannot run a fleet: repair what failed."
+        )
     raise typer.Exit(0 if fit else 1)

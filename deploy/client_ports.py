@@ -1,4 +1,4 @@
-"""Where clients come to each worker of the fleet, if it serves any."""
+"""Ports at which clients connect to each worker of the fleet, if it serves any."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from headrace.schemas.config import FleetConfig
 
 
 def with_client_ports(config: FleetConfig) -> FleetConfig:
-    """The same with ports for each worker that serves clients, so that they are known, and stay, whoever restarts.
+    """Return the configuration with fixed ports for each worker that serves clients, which restarts do not change.
 
     Raises `ConfigError` for a host that cannot be bound, `PortInUseError` where no ports are free side by side.
     """
@@ -24,7 +24,7 @@ def with_client_ports(config: FleetConfig) -> FleetConfig:
 
 
 def client_endpoints(config: FleetConfig) -> dict[str, str]:
-    """ "clients-SLOT" and "http-SLOT" -> where that worker serves clients."""
+    """Return "clients-SLOT" and "http-SLOT" -> the address at which that worker serves clients."""
     serving = config.serving
     if not serving.enabled:
         return {}

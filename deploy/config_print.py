@@ -15,7 +15,7 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def print_config(config: FleetConfig, origins: Origins) -> str:
-    """The configuration as TOML, with each value's origin behind it. A Redis password is not shown."""
+    """Return the configuration as TOML, with each value's origin behind it. A Redis password is not shown."""
     lines: list[str] = []
     for section, values in config.model_dump(mode="json").items():
         lines += ["", f"[{section}]"]
@@ -28,7 +28,7 @@ def print_config(config: FleetConfig, origins: Origins) -> str:
 
 
 def to_toml(value: Any) -> str:
-    """A JSON-like value as TOML on one line; None within a table is left out, since TOML has no word for it."""
+    """Return a JSON-like value as TOML on one line. None within a table is left out, since TOML has no word for it."""
     if isinstance(value, dict):
         pairs = (f"{_key(k)} = {to_toml(v)}" for k, v in value.items() if v is not None)
         return "{" + ", ".join(pairs) + "}"

@@ -1,4 +1,4 @@
-"""`headrace doctor`: is this machine fit to run a fleet, and if not, what to do."""
+"""`headrace doctor`: checks whether this machine can run a fleet, and says what to do if not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FILES_PER_WORKER, _FILES_SPARE = 8, 256
 
 
 class Verdict(StrEnum):
-    """How bad it is; a fleet starts unless something fails."""
+    """The result of a check; a fleet starts unless one fails."""
 
     OK = "ok"
     WARN = "warn"
@@ -36,7 +36,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at: what was seen, and what to do about it unless it is fine."""
+    """One check: what was seen, and what to do about it unless it is fine."""
 
     name: str
     verdict: Verdict
@@ -45,7 +45,7 @@ class Check:
 
 
 def examine(config: FleetConfig) -> Iterator[Check]:
-    """Look at everything a fleet of this configuration needs; starts nothing, leaves nothing behind."""
+    """Check everything that a fleet of this configuration needs. Starts nothing, leaves nothing behind."""
     yield _python()
     for name in ("torch", "gymnasium", "numpy", "zmq", "redis"):
         yield _package(name)
@@ -86,8 +86,8 @@ def _keys(config: FleetConfig) -> Check:
     folder = Path(config.keys.dir)
     if not config.keys.dir:
         if is_loopback(config.broker.host) and is_loopback(config.sampling.env_hosts_host):
-            return Check("keys", Verdict.OK, "none; this machine only is served")
-        return Check("keys", Verdict.WARN, "none, and others can come and read along", "headrace keys init")
+            return Check("keys", Verdict.OK, "none; only this machine is served")
+        return Check("keys", Verdict.WARN, "none; other machines can connect and read along", "headrace keys init")
     try:
         roles = sound_roles(folder)
     except KeysError as error:
@@ -123,7 +123,7 @@ def _port(name: str, host: str, port: int, setting: str) -> Check:
             probe.bind((host.strip("[]"), port))
         except OSError as error:
             seen = f"{host}:{port} {error.strerror}"
-            return Check(name, Verdict.FAIL, seen, f"stop who holds it, or choose another {setting}")
+            return Check(name, Verdict.FAIL, seen, f"stop the program that holds it, or choose another {setting}")
     return Check(name, Verdict.OK, f"{host}:{port or 'any free port'}")
 
 

@@ -1,4 +1,4 @@
-"""Where env hosts come to each worker of the fleet, and how many envs those lend that the fleet starts itself."""
+"""Ports at which env hosts connect to each worker of the fleet, and the env hosts that the fleet starts itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace.schemas.config import FleetConfig
 
 
 def with_env_ports(config: FleetConfig) -> FleetConfig:
-    """The same with a port for each worker, so that it is known, and stays, whoever restarts.
+    """Return the configuration with a fixed port for each worker, which restarts do not change.
 
     Raises `ConfigError` for a host that cannot be bound, `PortInUseError` where no ports are free side by side.
     """
@@ -22,7 +22,7 @@ def with_env_ports(config: FleetConfig) -> FleetConfig:
 
 
 def env_endpoints(config: FleetConfig) -> dict[str, str]:
-    """ "envs-SLOT" -> where that worker listens for env hosts; none for envs that are not remote."""
+    """Return "envs-SLOT" -> the address of that worker for env hosts; none for envs that are not remote."""
     sampling = config.sampling
     if sampling.env_placement != "remote":
         return {}
@@ -31,8 +31,10 @@ def env_endpoints(config: FleetConfig) -> dict[str, str]:
 
 
 def own_env_hosts(config: FleetConfig) -> Iterator[tuple[str, int]]:
-    """(address, number of envs) of each env host that the fleet starts: worker after worker has one in turn, and those
-    of one worker share its envs evenly."""
+    """Yield (address, number of envs) of each env host that the fleet starts.
+
+    Workers get hosts in turn, and the hosts of one worker share its envs evenly.
+    """
     hosts, workers = config.fleet.env_hosts, config.fleet.workers
     for number in range(hosts):
         slot = number % workers
@@ -41,5 +43,5 @@ def own_env_hosts(config: FleetConfig) -> Iterator[tuple[str, int]]:
 
 
 def _near(endpoint: str) -> str:
-    """As it is called on this machine, where a worker may listen at all addresses."""
+    """Return the endpoint's address on this machine, where a worker may listen at all addresses."""
     return endpoint.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")

@@ -1,4 +1,4 @@
-"""One thread's waiting place: ZeroMQ sockets, file descriptors (pidfds, signals) and timers."""
+"""An event loop for one thread: ZeroMQ sockets, file descriptors (pidfds, signals) and timers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Clock = Callable[[], float]
 
 
 class Timer:
-    """A call to come; `cancel` may be called at any time."""
+    """A pending call. `cancel` may be called at any time."""
 
     def __init__(self, handler: Handler) -> None:
         self.handler: Handler | None = handler
@@ -27,7 +27,7 @@ class Timer:
 
 
 class EventLoop:
-    """Calls handlers of readable sources and of timers that are due, all in the thread that calls `turn`."""
+    """Calls handlers of readable sources and of due timers, all in the thread that calls `turn`."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.clock = clock
@@ -42,7 +42,7 @@ class EventLoop:
         self._poller.register(source, zmq.POLLIN)
 
     def forget(self, source: int | zmq.Socket[bytes]) -> None:
-        """Stop watching `source`; to be called before it is closed."""
+        """Stop watching `source`. Call it before the source is closed."""
         del self._handlers[source]
         self._poller.unregister(source)
 
@@ -64,7 +64,7 @@ class EventLoop:
                 timer.handler()
 
     def turn_until(self, done: Callable[[], bool], deadline_s: float) -> bool:
-        """Turn until `done()`; False when `deadline_s` seconds passed first."""
+        """Turn until `done()`. Return False when `deadline_s` seconds passed first."""
         until = self.clock() + deadline_s
         while not done():
             left = until - self.clock()

@@ -1,8 +1,8 @@
-"""The last word of a process that ends on purpose: its exit code, and why, told to its supervisor.
+"""Exit records: a process that ends on purpose tells its supervisor its exit code and why.
 
-The code alone proves nothing. An env inline can end its worker with any of ours, by `os._exit(7)` for one, and that
-life is like one that crashed. So a process of ours writes down, at its edge, with which code it is about to end, where
-its supervisor has asked it to; what is written nowhere was not meant.
+The exit code alone proves nothing. An inline env can end its worker with any of our codes, by `os._exit(7)` for one,
+and such a life counts as crashed. So a process of ours writes its exit code to a file just before it ends, where its
+supervisor asked for it. An end without a record was not on purpose.
 """
 
 from __future__ import annotations
@@ -23,27 +23,30 @@ class ExitRecord(BaseModel):
     pid: int
     exit_code: int
     sentence: str = ""
-    """Of the error that ended it."""
+    """The sentence of the error that ended it."""
 
 
 def exit_record_path() -> Path | None:
-    """Where the supervisor looks for ours; None when nobody does. Asked once: what we start is not to answer for us."""
+    """Return the path at which the supervisor looks for our record; None without one.
+
+    Takes the variable out of the environment: processes that we start must not write our record.
+    """
     place = os.environ.pop(VARIABLE, "")
     return Path(place) if place else None
 
 
 def write_exit_record(place: Path | None, exit_code: int, sentence: str = "") -> None:
-    """Write it down. On a full disk it remains unsaid, and the supervisor starts this process again."""
+    """Write the record. On a full disk it is not written, and the supervisor starts this process again."""
     if place is not None:
         with contextlib.suppress(OSError):
             place.write_text(ExitRecord(pid=os.getpid(), exit_code=exit_code, sentence=sentence).model_dump_json())
 
 
 def take_exit_record(place: Path, pid: int) -> ExitRecord | None:
-    """What the process of this pid has said; the file is gone then. None when it said nothing that can be read."""
+    """Read and remove the record of process `pid`. None when there is none that can be read."""
     try:
-        word = ExitRecord.model_validate_json(place.read_bytes())
+        record = ExitRecord.model_validate_json(place.read_bytes())
         place.unlink()
     except (OSError, ValidationError):
         return None
-    return word if word.pid == pid else None
+    return record if record.pid == pid else None

@@ -35,18 +35,18 @@ log = logging.getLogger("headrace.supervisor")
 
 REDIS_DEADLINE_S = 15.0
 REDIS_ATTEMPTS = 2
-"""Restarts before its first answer after which our own server is given up: it has found something in its files."""
+"""Restarts before the first answer after which our own server is given up: something in its files stops it."""
 BROKER_DEADLINE_S = 30.0
 ANY_PORT = "tcp://127.0.0.1:0"
 OBITUARY_DEADLINE_S = 5.0
 HELD_STILL_S = 2.0
-"""The drain waits no longer for the learner once it has committed nothing for so long."""
+"""The drain stops waiting for the learner once it has committed nothing for this long."""
 
 
 class Fleet:
-    """Starts, keeps and drains the processes; to be used from the main thread, within `with`.
+    """Starts, keeps and drains the processes. Use it from the main thread, within `with`.
 
-    On leaving, whatever still lives is killed: nothing outlives the block.
+    On leaving the block every process still alive is killed.
     """
 
     def __init__(self, config: FleetConfig, run_dir: RunDir, signals: StopSignals, config_origin: str | None) -> None:
@@ -57,10 +57,10 @@ class Fleet:
         self.record = FleetRecord(run_dir, config.fleet.fleet_id, config_origin)
         self.supervisor = Supervisor(self.loop, config.supervisor, run_dir.logs, self)
         self.numbers_before = RunNumbers()
-        """What stood in Redis before this run's broker began."""
+        """The numbers in Redis before this run's broker began."""
         self._poller: SnapshotPoller | None = None
         self._signals = signals
-        self._obituaries: ObituarySender | None = None
+        self._obituary_sender: ObituarySender | None = None
         self._watchdog: FleetWatchdog | None = None
         self.loop.watch(signals.fd, signals.clear)
 
@@ -70,45 +70,45 @@ class Fleet:
     def __exit__(self, *_: object) -> None:
         self.supervisor.kill()
         self.loop.turn_until(self.supervisor.gone, 5.0)
-        if self._obituaries is not None:
-            self._obituaries.close()
+        if self._obituary_sender is not None:
+            self._obituary_sender.close()
         if self._poller is not None:
             self._poller.close()
         self.record.note(state="stopped")
 
     @property
     def fleet_id(self) -> str:
-        """The fleet's name."""
+        """Return the fleet's name."""
         return self.record.content.fleet_id
 
     @property
     def endpoints(self) -> dict[str, str]:
-        """Where the broker serves: worker, learner, weights; and where env hosts and clients come to each worker."""
+        """Return the broker's addresses (worker, learner, weights), and each worker's for env hosts and clients."""
         return self.record.content.endpoints
 
     @property
     def snapshot(self) -> Snapshot | None:
-        """The newest numbers from Redis; None when none were ever read."""
+        """Return the newest numbers from Redis; None when none were ever read."""
         return self._poller.snapshot if self._poller else None
 
     @property
     def redis_age_s(self) -> float:
-        """Seconds since Redis last answered."""
+        """Return the seconds since Redis last answered."""
         return self._poller.age_s if self._poller else 0.0
 
     def numbers(self) -> RunNumbers:
-        """The newest numbers that goals are judged by."""
+        """Return the newest numbers by which goals are judged."""
         return RunNumbers.of(self.snapshot.gauges, self.snapshot.totals) if self.snapshot else RunNumbers()
 
     @property
     def stop_asked(self) -> bool:
-        """True after the first signal."""
+        """Return whether a stop signal came."""
         return self._signals.count > 0
 
     def start(self) -> None:
-        """Start Redis, then the broker, then all others; returns once the broker serves, or a signal came.
+        """Start Redis, then the broker, then all others. Returns once the broker serves, or a signal came.
 
-        Raises `RedisUnavailableError`, `UnreachableError` or whatever error ended one of them.
+        Raises `RedisUnavailableError`, `UnreachableError` or the error that ended one of the processes.
         """
         for phase in (self._start_redis, self._start_broker, self._start_others):
             phase()
@@ -119,8 +119,8 @@ class Fleet:
 
     def _start_others(self) -> None:
         at, recorders = self.endpoints["worker"], self.run_dir.recorders
-        self._obituaries = ObituarySender(self.loop, at, self.fleet_id, recorders, self._keys)
-        self._obituaries.tell_left_over()
+        self._obituary_sender = ObituarySender(self.loop, at, self.fleet_id, recorders, self._keys)
+        self._obituary_sender.send_left_over()
         config, path, where = self.config, self.run_dir.config_json, self.run_dir.path
         if config.learner.enabled:
             self.supervisor.start(child_commands.learner(config, path, where, self.endpoints["learner"], self.fleet_id))
@@ -135,7 +135,7 @@ class Fleet:
             self.run_dir.recorders,
             config.broker.lease_s,
             config.worker.connect_timeout_s,
-            # While a host closes its envs it says nothing; its worker may know it as lost before.
+            # While a host closes its envs it is silent; its worker may count it as lost before.
             config.sampling.env_hosts_lease_s + config.sampling.env_close_timeout_s,
         )
         self.record.note(state="running")
@@ -174,31 +174,31 @@ class Fleet:
             raise UnreachableError("broker", f"any endpoint named in {self.run_dir.broker_json}", BROKER_DEADLINE_S)
 
     def wait(self, done: Callable[[], bool], deadline_s: float) -> bool:
-        """Turn the loop until `done()`, a failure, the first signal or the deadline; False for the last."""
+        """Turn the loop until `done()`, a failure, the first signal or the deadline. Return False for the deadline."""
         return self.loop.turn_until(
             lambda: done() or self.supervisor.failure is not None or self.stop_asked, deadline_s
         )
 
     def drain(self) -> None:
-        """Stop everything in the order in which nothing is lost: workers ship what they have, the learner commits what
-        the broker holds, the broker tells Redis, Redis saves.
+        """Stop everything in the order in which nothing is lost.
 
-        Each wait has its deadline; what is left after it is queued in the ledger. Raises `DrainCutShortError` at the
-        second signal.
+        Workers ship what they have, the learner commits what the broker holds, the broker reports to Redis, Redis
+        saves. Each wait has its deadline; what is left after it is queued in the ledger. Raises `DrainCutShortError` at
+        the second signal.
         """
         self.record.note(state="draining")
         if self._watchdog is not None:
             self._watchdog.stop()
         self._stop(Role.WORKER)
         self._stop(Role.ENV_HOST)
-        if self._obituaries is not None:
-            self._turn_until(self._obituaries.all_told, OBITUARY_DEADLINE_S)
+        if self._obituary_sender is not None:
+            self._turn_until(self._obituary_sender.all_acknowledged, OBITUARY_DEADLINE_S)
         if not self.config.learner.enabled:
             self._await_commits()
         self._stop(Role.LEARNER)
-        if self._obituaries is not None and self._obituaries.all_told():
-            self._obituaries.tell_again(unsettled_only=True)
-            self._turn_until(self._obituaries.all_told, OBITUARY_DEADLINE_S)
+        if self._obituary_sender is not None and self._obituary_sender.all_acknowledged():
+            self._obituary_sender.resend(unsettled_only=True)
+            self._turn_until(self._obituary_sender.all_acknowledged, OBITUARY_DEADLINE_S)
         self._stop(Role.BROKER)
         if self._poller is not None:
             self._poller.close()
@@ -206,7 +206,7 @@ class Fleet:
         self._stop(Role.REDIS)
 
     def _await_commits(self) -> None:
-        """Wait while a learner that is not ours to stop still settles what the broker holds."""
+        """Wait while a learner that this fleet did not start still settles what the broker holds."""
         news_s = 2 * (
             self.config.broker.report_interval_s + INTERVAL_S
         )  # until then the gauge may be of before the drain
@@ -223,7 +223,7 @@ class Fleet:
         self._turn_until(done, self.config.supervisor.stop_timeout_s)
 
     def _held_batches(self) -> float | None:
-        """Batches accepted and not settled, as the broker last said; None when it never did."""
+        """Return the batches accepted and not settled, as the broker last reported; None when it never did."""
         return self.snapshot.gauges.get("held_batches") if self.snapshot else None
 
     def _stop(self, role: Role) -> None:
@@ -235,22 +235,22 @@ class Fleet:
         if self._signals.count > 1:
             raise DrainCutShortError
 
-    # What the supervisor tells us (its Observer).
+    # What the supervisor reports to its `Observer`.
 
     def next_incarnation(self, name: str) -> int:
-        """A number no earlier life of `name` had."""
+        """Return a number that no earlier life of `name` had."""
         return self.record.next_incarnation(name)
 
     def changed(self) -> None:
-        """Keep fleet.json true."""
+        """Update fleet.json."""
         self.record.note_processes(self.supervisor.services.values())
 
     def ended(self, service: Service, child: Child, returncode: int) -> None:
-        """Read a dead worker's recorder and tell the broker; tell a new broker of all that died before it."""
-        if self._obituaries is None:
+        """Read a dead worker's recorder and tell the broker. Tell a new broker of all that died before it."""
+        if self._obituary_sender is None:
             return
         if service.spec.role is Role.BROKER and service.state is ServiceState.RUNNING:
-            self._obituaries.tell_again()
+            self._obituary_sender.resend()
         if service.spec.slot is None:
             return
         reason = reason_of(child.exit_record)
@@ -263,12 +263,14 @@ class Fleet:
             obituary.totals.open,
             len(obituary.window),
         )
-        self._obituaries.tell(obituary)
+        self._obituary_sender.send(obituary)
 
 
 def _forget_ports(run_dir: Path) -> None:
-    """Let the first broker of a new fleet choose free ports: those of an earlier one may be somebody else's by now.
-    What else it must remember stays."""
+    """Let the first broker of a new fleet choose free ports: another program may have an earlier broker's by now.
+
+    The rest of the broker's state stays.
+    """
     before = read_broker_file(run_dir)
     if before is not None:
         any_port = Endpoints(worker=ANY_PORT, learner=ANY_PORT, weights=ANY_PORT)
@@ -284,7 +286,7 @@ def _answers(url: str) -> bool:
 
 
 def _endpoints_of(broker_json: Path, service: Service) -> dict[str, str] | None:
-    """The endpoints that this very life of the broker has written down; None before it has."""
+    """Return the endpoints that this very life of the broker has written; None before it has."""
     try:
         found: Any = orjson.loads(broker_json.read_bytes())
     except (OSError, orjson.JSONDecodeError):

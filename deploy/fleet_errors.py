@@ -1,4 +1,4 @@
-"""Errors that end a fleet as a whole; see the tree in `schemas/errors`, of which they are leaves.
+"""Errors that end a whole fleet: leaves of the tree in `schemas/errors`.
 
 HeadraceError
 ├── ProcessFailedError   a process ended with an error that no restart can cure
@@ -15,7 +15,7 @@ from headrace.schemas.errors import ExitCode, HeadraceError
 
 
 class ProcessFailedError(HeadraceError):
-    """Process `name` ended with an error that no restart can cure; `exit_code` is the process's own."""
+    """Process `name` ended with an error that no restart can cure. `exit_code` is the process's own."""
 
     def __init__(self, name: str, exit_code: ExitCode, sentence: str) -> None:
         self.name = name
@@ -24,7 +24,7 @@ class ProcessFailedError(HeadraceError):
 
 
 class OwnRedisError(HeadraceError):
-    """The fleet's own Redis server ended again and again before it ever answered; `directory` has its data."""
+    """The fleet's own Redis server ended again and again without an answer. `directory` has its data."""
 
     exit_code = ExitCode.REDIS_UNAVAILABLE
 
@@ -32,7 +32,7 @@ class OwnRedisError(HeadraceError):
         self.directory = directory
         super().__init__(
             f"the fleet's own Redis server does not start ({last_words}); its log is {log}; repair {directory}, or "
-            "move it away to begin with new books"
+            "move it away to start with new books"
         )
 
 
@@ -49,7 +49,7 @@ class GoalTimeoutError(HeadraceError):
 
 
 class DrainCutShortError(HeadraceError):
-    """A second signal cut the drain short; recorders of the workers that were killed stay in the run directory."""
+    """A second signal cut the drain short. Recorders of killed workers stay in the run directory."""
 
     def __init__(self) -> None:
         super().__init__(

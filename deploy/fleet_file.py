@@ -1,4 +1,4 @@
-"""`DIR/fleet.json`: the fleet's processes and addresses, replaced in one step whenever a process comes or goes."""
+"""`DIR/fleet.json`: the fleet's processes and addresses, replaced in one step whenever a process starts or ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ProcessEntry(BaseModel):
 
 
 class WaitingEntry(BaseModel):
-    """A process between two lives, or one that will have no other."""
+    """A process between two lives, or one that will not start again."""
 
     model_config = _MODEL
     name: str
@@ -57,7 +57,7 @@ class FleetFile(BaseModel):
     processes: list[ProcessEntry] = []
     waiting: list[WaitingEntry] = []
     incarnations: dict[str, int] = {}
-    """Process name -> how many lives it has had in this directory; a worker's is its incarnation, and only rises."""
+    """Process name -> number of its lives in this directory; for a worker that is its incarnation, which only rises."""
 
     def write(self, path: Path) -> None:
         """Replace the file in one step."""
@@ -65,7 +65,7 @@ class FleetFile(BaseModel):
 
 
 def read_fleet_file(path: Path) -> FleetFile:
-    """The fleet described at `path`; raises `RunDirError` when there is none to be read."""
+    """Read the fleet described at `path`. Raises `RunDirError` when there is none to be read."""
     try:
         return FleetFile.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -75,7 +75,7 @@ def read_fleet_file(path: Path) -> FleetFile:
 
 
 def read_addresses(run_dir: Path) -> tuple[str, dict[str, str]]:
-    """(fleet id, endpoints) of whatever serves from this directory: a fleet, or a broker that was started alone."""
+    """Return (fleet id, endpoints) of the fleet in this directory, or of a broker that was started alone."""
     path = run_dir / "broker.json"
     if path.exists() and not (run_dir / "fleet.json").exists():
         try:
@@ -93,8 +93,10 @@ class _BrokerFile(BaseModel):
 
 
 def continue_fleet(run_dir: RunDir, fleet_id: str) -> FleetFile:
-    """A new fleet's file that goes on from what stands in the directory: same fleet id unless `fleet_id` names another,
-    incarnations above all that were ever used there."""
+    """Create a new fleet's file that continues what is in the directory.
+
+    It has the same fleet id unless `fleet_id` names another, and incarnations above all that were ever used there.
+    """
     before = read_fleet_file(run_dir.fleet_json) if run_dir.fleet_json.exists() else None
     incarnations = dict(before.incarnations) if before else {}
     for (slot, incarnation), _ in recorders_in(run_dir.recorders):

@@ -1,4 +1,4 @@
-"""Keeps fleet.json true: writes down who runs, whenever somebody comes or goes."""
+"""The writer of fleet.json: it records the running processes whenever one starts or ends."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ log = logging.getLogger("headrace.supervisor")
 
 
 class FleetRecord:
-    """The fleet's page; each change is on disk before the method returns.
+    """The content of fleet.json. Each change is on disk before the method returns.
 
-    A disk that is full, or a run directory that was removed, does not end a fleet that trains: it is said once, and
-    written when it can be again. Only a new life needs its number on disk first.
+    A full disk, or a run directory that was removed, does not end a fleet that trains: it is logged once, and the file
+    is written when it can be again. Only a new life needs its number on disk first.
     """
 
     def __init__(self, run_dir: RunDir, fleet_id: str, config_origin: str | None) -> None:
@@ -30,7 +30,7 @@ class FleetRecord:
         self._stale = False
 
     def note(self, **fields: object) -> None:
-        """Change fields of the page (`state`, `endpoints`, `redis_url`)."""
+        """Change fields of the content (`state`, `endpoints`, `redis_url`)."""
         self.content = self.content.model_copy(update=fields)
         try:
             self.content.write(self._path)
@@ -41,14 +41,14 @@ class FleetRecord:
             self._stale = True
 
     def next_incarnation(self, name: str) -> int:
-        """Count up the lives of `name`; on disk first, so that no number is ever given twice. Raises `RunDirError`."""
+        """Count one more life of `name`, on disk first, so that no number is given twice. Raises `RunDirError`."""
         number = self.content.incarnations.get(name, 0) + 1
         self.content = self.content.model_copy(update={"incarnations": {**self.content.incarnations, name: number}})
         self.content.write(self._path)
         return number
 
     def note_processes(self, services: Iterable[Service]) -> None:
-        """Write down who lives and who waits for another life."""
+        """Record which processes live and which wait for another life."""
         services = list(services)
         self.note(
             processes=[entry for service in services for entry in _living(service)],

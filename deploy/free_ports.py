@@ -1,4 +1,4 @@
-"""Ports side by side, one a worker, which are known before the workers are started and stay through their lives."""
+"""Free ports side by side, one for each worker, known before the workers start and fixed over their lives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TRIES = 64
 
 
 def first_of_free(host: str, workers: int, who: str, key: str, *, never: int = 0) -> int:
-    """The lowest of `workers` ports in a row that are free at `host`, away from those that begin at `never`.
+    """Return the lowest of `workers` ports in a row that are free at `host`, apart from those that begin at `never`.
 
     Raises `ConfigError` with `key` for a host that cannot be bound, `PortInUseError` where no ports are free.
     """

@@ -1,4 +1,4 @@
-"""When a run is over: the mean return, the number of steps or the time that was asked for."""
+"""The goal of a run: a mean return, a number of steps, or a time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ EPISODES_NEEDED = 100
 
 @dataclass(frozen=True)
 class RunNumbers:
-    """The few numbers a goal is judged by and a summary is made of."""
+    """The few numbers by which a goal is judged and of which a summary is made."""
 
     steps: int = 0
-    """Env steps sampled in the fleet's whole life, over all runs in its directory, whoever acted in them."""
+    """Env steps sampled in the fleet's whole life, over all runs in its directory; one counts once for all its agents.
+    """
     episodes: int = 0
     mean_return: float | None = None
     """Over the newest `window` episodes; None before the first one has ended."""
@@ -24,7 +25,7 @@ class RunNumbers:
 
     @staticmethod
     def of(gauges: Mapping[str, float], totals: Mapping[str, int]) -> RunNumbers:
-        """The numbers in one snapshot."""
+        """Take the numbers from one snapshot."""
         window = int(gauges.get("episodes_window", 0))
         return RunNumbers(
             steps=totals.get("env_steps_sampled_total", 0),
@@ -36,7 +37,7 @@ class RunNumbers:
 
 @dataclass(frozen=True)
 class Goal:
-    """What ends a run; all None: nothing but a signal does."""
+    """The goal that ends a run; all None: only a signal ends it."""
 
     until_return: float | None = None
     until_steps: int | None = None
@@ -44,12 +45,15 @@ class Goal:
 
     @staticmethod
     def of(section: FleetSection) -> Goal:
-        """The goal that is configured."""
+        """Return the configured goal."""
         return Goal(section.until_return, section.until_steps, section.timeout_s)
 
     def reached(self, now: RunNumbers, start: RunNumbers) -> bool:
-        """Judge by `now`. Numbers left by an earlier run in the same directory do not count: some step of this run must
-        have been reported, and with it, in the same write, this run's mean."""
+        """Judge by `now` whether the goal is reached.
+
+        Numbers left by an earlier run in the same directory do not count. Some step of this run must have been
+        reported: this run's mean is in the same write.
+        """
         if now.steps <= start.steps:
             return False
         if self.until_steps is not None and now.steps >= self.until_steps:
@@ -59,5 +63,5 @@ class Goal:
         return now.window >= EPISODES_NEEDED and now.mean_return >= self.until_return
 
     def late(self, seconds: float) -> bool:
-        """True when the run has taken longer than it may."""
+        """Return whether the run has taken longer than it may."""
         return self.timeout_s is not None and seconds >= self.timeout_s

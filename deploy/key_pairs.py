@@ -1,4 +1,4 @@
-"""Key pairs for all roles of a fleet: making them, saying who needs which, and looking whether they are sound."""
+"""Key pairs for all roles of a fleet: making them, telling which machine needs which, and checking them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ from headrace.schemas.keys import (
 
 
 def make_keys(folder: Path, *, force: bool = False) -> None:
-    """A key pair for each role. A secret is nobody else's to read at any moment. Raises `KeysError`, also for keys that
-    are there already, unless `force`: then all are replaced, and those on other machines are worth nothing any more."""
+    """Make a key pair for each role. No other user can read a secret at any moment.
+
+    Raises `KeysError`, also for keys that exist already, unless `force`: then all are replaced, and those on other
+    machines become useless.
+    """
     if not zmq.has("curve"):
         raise KeysError(str(folder), "this libzmq has no CURVE; pip install --upgrade --force-reinstall pyzmq")
     try:
@@ -46,13 +49,13 @@ def make_keys(folder: Path, *, force: bool = False) -> None:
 
 
 def _write_new(path: Path, text: str, mode: int) -> None:
-    """Made with its mode, never widened or narrowed afterwards; a link somebody laid there is not followed."""
+    """Create a file with `mode` from the start. A link at its path is not followed."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
         file.write(text)
 
 
 def what_to_copy(folder: Path) -> str:
-    """The folder's use, for people."""
+    """Return, for people, which files each machine needs."""
     clients = [role for role in ROLES if role not in (BROKER, "supervisor")]
     lines = [f"  a {role}'s machine: {role}.secret {server_of(role)}.public" for role in clients]
     return "\n".join(
@@ -66,18 +69,18 @@ def what_to_copy(folder: Path) -> str:
             f"  ssh HOST mkdir -m 700 keys && scp -p {folder}/{{worker.secret,{BROKER}.public}} HOST:keys/",
             "",
             f"Clients of a policy server by HTTP show what stands in {TOKEN_FILE}.",
-            "Whoever has a .secret file is of that role: keep them out of repositories and images.",
+            "A peer with a .secret file has its role: keep these files out of repositories and images.",
         )
     )
 
 
 def sound_roles(folder: Path) -> list[str]:
-    """The roles that this machine can take with the keys in `folder`. Raises `KeysError` for what one of them lacks."""
+    """Return the roles that this machine can take with the keys in `folder`. Raises `KeysError` for an unsound key."""
     if not folder.is_dir():
         raise KeysError(str(folder), f"there is no such folder; headrace keys init --dir {folder}")
     roles = sorted(path.stem for path in folder.glob("*.secret"))
     if not roles:
-        raise KeysError(str(folder), "no .secret file stands in it; copy those that this machine needs")
+        raise KeysError(str(folder), "it has no .secret file; copy those that this machine needs")
     for role in roles:
         _check_pair(folder / f"{role}.secret")
         if role == BROKER:

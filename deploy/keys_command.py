@@ -1,4 +1,4 @@
-"""`headrace keys`: what people type about keys; the work is in `key_pairs.py`."""
+"""`headrace keys`: the command line for keys; `key_pairs.py` does the work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ app = typer.Typer(help="Keys of the fleet's sockets.", no_args_is_help=True, ric
 
 @app.callback()
 def _keys() -> None:
-    """Keys of the fleet's sockets: who may be a worker, a learner, the broker."""
+    """Manage keys of the fleet's sockets: which peer may be a worker, a learner, the broker."""
 
 
 @app.command(
@@ -32,7 +32,7 @@ def init(
 ) -> None:
     """Make key pairs for broker, workers, learner and supervisor.
 
-    Tells what to copy to which machine. Whoever has a .secret file is of that role.
+    Tells what to copy to which machine. A peer with a .secret file has its role.
     """
     from headrace.deploy.key_pairs import make_keys, what_to_copy
 

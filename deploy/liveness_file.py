@@ -1,4 +1,4 @@
-"""Signs of life of a process that has no recorder: its loop turns. Its supervisor says where to give them."""
+"""The liveness file of a process without a recorder. Its loop touches the file; its supervisor names the path."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 
 VARIABLE = "HEADRACE_LIVENESS_FILE"
-"""Environment variable with the path of the file whose time is the last sign."""
+"""Environment variable with the path of the file. The file's time is the last sign of life."""
 
 _EVERY_S = 0.5
 
 
 class LivenessFile:
-    """Gives signs at `place`; None: nobody looks."""
+    """Touches the file at `place`; None: no supervisor watches."""
 
     def __init__(self, place: Path | None) -> None:
         self._place = place
@@ -22,24 +22,28 @@ class LivenessFile:
 
     @classmethod
     def from_environment(cls) -> LivenessFile:
-        """As our supervisor wants it. Asked once: what we start is not to answer for us."""
+        """Return the file that our supervisor watches, if any.
+
+        Takes the variable out of the environment: processes that we start must not touch our file.
+        """
         place = os.environ.pop(VARIABLE, "")
         return cls(Path(place) if place else None)
 
     def touch(self) -> None:
-        """Cheap enough for every turn of a loop."""
+        """Touch the file, at most twice a second; cheap enough for every turn of a loop."""
         now = time.monotonic()
         if self._place is None or now < self._next:
             return
         self._next = now + _EVERY_S
-        with contextlib.suppress(OSError):  # the run directory was removed: its supervisor can judge nobody any more
+        # the run directory was removed, so its supervisor can judge no process any more
+        with contextlib.suppress(OSError):
             self._place.touch()
-            # Not the time of day, which may be set; and a time can be written where a disk is full.
+            # Not the time of day, which a user may set. A time can be written even where a disk is full.
             os.utime(self._place, ns=(time.monotonic_ns(),) * 2)
 
 
 def seconds_silent(place: Path) -> float | None:
-    """Seconds since the last sign; None where none was given yet."""
+    """Return the seconds since the file was last touched; None where it never was."""
     try:
         return (time.monotonic_ns() - place.stat().st_mtime_ns) / 1e9
     except OSError:

@@ -1,4 +1,4 @@
-"""Logs: a readable line an event on a terminal, a JSON line elsewhere, each with fleet, role, slot and incarnation."""
+"""Logs: readable lines on a terminal, JSON lines elsewhere, each with fleet, role, slot and incarnation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 @dataclass(frozen=True)
 class Identity:
-    """Who writes the log."""
+    """The process that writes the log."""
 
     fleet: str
     role: str
@@ -26,14 +26,14 @@ class Identity:
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line; `extra=` fields of a record become fields of the object."""
+    """Formats a record as one JSON object a line; `extra=` fields of a record become fields of the object."""
 
     def __init__(self, identity: Identity) -> None:
         super().__init__()
         self._identity = asdict(identity)
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line."""
+        """Format the record as one line."""
         line = {
             "time": round(record.created, 3),
             "level": record.levelname.lower(),
@@ -48,7 +48,7 @@ class JsonLines(logging.Formatter):
 
 
 class Readable(logging.Formatter):
-    """`12:03:55 worker 1.3 WARNING env 3 failed ...`."""
+    """Formats a record as `12:03:55 worker 1.3 WARNING env 3 failed ...`."""
 
     def __init__(self, identity: Identity) -> None:
         super().__init__()
@@ -57,14 +57,14 @@ class Readable(logging.Formatter):
         self._who = f"{identity.role}{place}{life}"
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line, with its traceback below it if it has one."""
+        """Format the record as one line, with its traceback below it if it has one."""
         level = "" if record.levelno == logging.INFO else f" {record.levelname}"
         text = f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {self._who}{level} {record.getMessage()}"
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
 class _Stderr(logging.Handler):
-    """Writes to whatever `sys.stderr` is at that moment: a live display puts its own stream there."""
+    """Writes to the current `sys.stderr`, which a live display replaces by its own stream."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""

@@ -1,9 +1,10 @@
-"""Tells the broker of every worker that ended, and of what its recorder holds, until the broker says it knows.
+"""Sender of obituaries: it tells the broker of every worker that ended, and of the content of its recorder.
 
-A recorder file is deleted only once its obituary is acknowledged *and* every batch of that life that the broker has
-accepted is settled: until then the broker's memory and this file are all that is known of them. So the files
-themselves are the list of what is still to be told, also for the next supervisor when this one dies. A broker that was
-started again may have forgotten what it was told, and is told everything again; said twice, it is only acknowledged.
+It repeats an obituary until the broker acknowledges it. A recorder file is deleted only once its obituary is
+acknowledged *and* every batch of that life that the broker has accepted is settled. Until then the broker's memory and
+this file are all that is known of them. So the files themselves list what must still be told, also for the next
+supervisor when this one dies. A restarted broker may have forgotten, and is told everything again: a repeated obituary
+is only acknowledged.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ LONGEST_PAUSE_S = 2.0
 
 
 def write_obituary(recorders: Path, slot: int, incarnation: int, reason: str) -> Obituary:
-    """What became of a life, from its recorder. Without one it ended before it stepped: all zeros, and that is measured
-    too, since a worker makes no step before its recorder stands."""
+    """Write the obituary of a life from its recorder.
+
+    Without a recorder the life ended before it stepped, since a worker makes no step before its recorder exists. So all
+    zeros is a measurement too.
+    """
     reading = read_recorder(recorder_path(recorders, slot, incarnation))
     if reading is None:
         return Obituary(slot=slot, incarnation=incarnation, totals=WorkerTotals(), settled=Settled(), reason=reason)
@@ -54,20 +58,20 @@ class _Death:
     known: bool = False
     """The broker that runs now has acknowledged it."""
     settled: bool = False
-    """Nothing that the broker has accepted of this life is still to be settled."""
+    """All batches of this life that the broker has accepted are settled."""
     pause_s: float = FIRST_PAUSE_S
     timer: Timer | None = None
 
-    def stop_telling(self) -> None:
+    def stop_sending(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
 
 
 class ObituarySender:
-    """Sends obituaries to the broker's worker endpoint, each again and again until it is acknowledged.
+    """Sends obituaries to the broker's worker endpoint, and repeats each until it is acknowledged.
 
-    A broker that restarts forgets whom it talked to, and a DEALER does not notice: each obituary brings its own HELLO.
+    A broker that restarts forgets its peers, and a DEALER does not notice: each obituary brings its own HELLO.
     """
 
     def __init__(
@@ -77,10 +81,10 @@ class ObituarySender:
         self._recorders = recorders
         self._hello = SupervisorHello(fleet_id=fleet_id, token=secrets.token_hex(8)).frames()
         self._deaths: dict[Life, _Death] = {}
-        """All of this supervisor's time, since any later broker may have to be told of them."""
+        """All deaths since this supervisor began, since any later broker may have to be told of them."""
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.IMMEDIATE, 1)  # while there is no broker nothing piles up in the socket
+        self._socket.set(zmq.IMMEDIATE, 1)  # without a broker no messages pile up in the socket
         self._socket.set(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.set(zmq.HEARTBEAT_IVL, 2000)
         for name, value in (keys.options() if keys is not None else {}).items():
@@ -91,36 +95,39 @@ class ObituarySender:
         loop.watch(self._socket, self._receive)
         loop.watch(self._monitor, self._observe_handshakes)
 
-    def tell(self, obituary: Obituary) -> None:
-        """Send it now and until it is acknowledged; a life that was told of before keeps its first obituary."""
+    def send(self, obituary: Obituary) -> None:
+        """Send an obituary now and until it is acknowledged.
+
+        A life that was told of before keeps its first obituary.
+        """
         life = (obituary.slot, obituary.incarnation)
         if life not in self._deaths:
             self._deaths[life] = _Death(obituary)
             self._send(life)
 
-    def tell_again(self, *, unsettled_only: bool = False) -> None:
-        """Ask the broker anew: because it was started again, or to learn what has been settled since."""
+    def resend(self, *, unsettled_only: bool = False) -> None:
+        """Send obituaries again, to a restarted broker, or to learn what has been settled since."""
         for life, death in self._deaths.items():
             if death.known and not (unsettled_only and death.settled):
                 death.known, death.pause_s = False, FIRST_PAUSE_S
-                death.stop_telling()
+                death.stop_sending()
                 self._send(life)
 
-    def tell_left_over(self) -> None:
-        """Tell of the lives whose recorders an earlier supervisor left behind, unless the process still lives."""
+    def send_left_over(self) -> None:
+        """Send obituaries of lives whose recorders an earlier supervisor left, unless the process still lives."""
         for life, path in recorders_in(self._recorders):
             reading = read_recorder(path)
             if reading is None or not _is_written_to(path, reading.pid):
-                self.tell(write_obituary(self._recorders, *life, _reason_left_over(reading)))
+                self.send(write_obituary(self._recorders, *life, _reason_left_over(reading)))
 
-    def all_told(self) -> bool:
-        """True when the broker that runs now knows of every death."""
+    def all_acknowledged(self) -> bool:
+        """Return whether the broker that runs now knows of every death."""
         return all(death.known for death in self._deaths.values())
 
     def close(self) -> None:
-        """Stop telling; what is untold or unsettled stays in its recorder file for the next supervisor."""
+        """Stop sending. Lives that are untold or unsettled stay in their recorder files for the next supervisor."""
         for death in self._deaths.values():
-            death.stop_telling()
+            death.stop_sending()
         for socket in (self._socket, self._monitor):
             self._loop.forget(socket)
             socket.close()
@@ -146,7 +153,7 @@ class ObituarySender:
                 if kind is MessageKind.ACK:
                     ack = read(Ack, header)
                     if ack.closed:
-                        self._told(ack)
+                        self._on_ack(ack)
                 elif kind is MessageKind.REJECT:
                     log.warning("the broker refuses an obituary: %s", read(Reject, header).detail)
             except DecodeError as error:
@@ -156,16 +163,16 @@ class ObituarySender:
         try:
             self._handshakes.observe(self._monitor.recv_multipart())
         except KeysRefusedError as error:
-            log.error("%s; what is not told stays in the recorder files", error)
+            log.error("%s; obituaries not sent stay in the recorder files", error)
 
-    def _told(self, ack: Ack) -> None:
+    def _on_ack(self, ack: Ack) -> None:
         life = (ack.slot, ack.incarnation)
         death = self._deaths.get(life)
         if death is None:
             return
         death.known = True
-        death.stop_telling()
-        if ack.settled.seq > death.obituary.settled.seq:  # what the next broker is told includes what this one knew
+        death.stop_sending()
+        if ack.settled.seq > death.obituary.settled.seq:  # so the next broker also learns what this one knew
             window = [batch for batch in death.obituary.window if batch.seq > ack.settled.seq]
             death.obituary = death.obituary.model_copy(update={"settled": ack.settled, "window": window})
         if ack.settled.seq >= ack.accepted:
@@ -173,21 +180,24 @@ class ObituarySender:
             recorder_path(self._recorders, *life).unlink(missing_ok=True)
 
 
-def reason_of(word: ExitRecord | None) -> str:
-    """The obituary's reason for a worker that said so of its end."""
+def reason_of(record: ExitRecord | None) -> str:
+    """Return the obituary's reason for a worker with this exit record."""
     reasons: dict[int, str] = {ExitCode.OK: "shutdown", ExitCode.FENCED: "fenced"}
-    return reasons.get(word.exit_code, "worker_killed") if word is not None else "worker_killed"
+    return reasons.get(record.exit_code, "worker_killed") if record is not None else "worker_killed"
 
 
 def _reason_left_over(reading: Reading | None) -> str:
-    """For a life of an earlier supervisor: a broker had taken everything, and is gone too, or the worker was killed."""
+    """Return the reason for a life under an earlier supervisor.
+
+    Either a broker had accepted everything and is gone too, or the worker was killed.
+    """
     if reading is not None and not reading.totals.open and reading.accepted >= reading.totals.seq:
         return Drop.BROKER_LOST
     return Discard.WORKER_KILLED
 
 
 def _is_written_to(recorder: Path, pid: int) -> bool:
-    """Whether the writer lives, and is not another process that was given its pid: it has the file in its memory."""
+    """Return whether the writer lives: it has the file mapped, unlike another process that was given its pid."""
     try:
         return str(recorder.resolve()) in Path(f"/proc/{pid}/maps").read_text()
     except PermissionError:

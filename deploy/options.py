@@ -1,4 +1,4 @@
-"""From what was typed to one configuration: options that several commands share, and `--set`."""
+"""Options that several commands share, and the one configuration that they and `--set` give."""
 
 from __future__ import annotations
 
@@ -31,13 +31,16 @@ RedisUrl = Annotated[str | None, typer.Option("--redis-url", help="redis://...; 
 
 
 def resolve(config: Path | None, sets: Iterable[str] | None, flags: Mapping[str, Any]) -> tuple[FleetConfig, Origins]:
-    """Defaults < file < environment < `--set` < flags; a flag that is None was not given. Raises `ConfigError`."""
+    """Resolve defaults < file < environment < `--set` < flags. A flag that is None was not given.
+
+    Raises `ConfigError`.
+    """
     given = {key: value for key, value in flags.items() if value is not None}
     return load_config(config, {**_parse_sets(sets or ()), **given})
 
 
 def describe_origin(config: Path | None, origins: Origins) -> str:
-    """Where the configuration came from, in a few words."""
+    """Return, in a few words, where the configuration came from."""
     sources = [str(config)] if config else ["defaults"]
     flags = sum(source == "flag" for source in origins.values())
     environment = sum(source.startswith("environment") for source in origins.values())
@@ -47,12 +50,12 @@ def describe_origin(config: Path | None, origins: Origins) -> str:
 
 
 def examples(*lines: str) -> str:
-    """The end of a command's help: lines to paste."""
+    """Return the end of a command's help: lines to paste."""
     return "Examples:\n\n\b\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def _parse_sets(sets: Iterable[str]) -> dict[str, Any]:
-    """["sampling.num_envs=8"] as {"sampling.num_envs": 8}; values are JSON where they parse as JSON, else text."""
+    """Parse ["sampling.num_envs=8"] as {"sampling.num_envs": 8}; a value is JSON if it parses as JSON, else text."""
     found: dict[str, Any] = {}
     for text in sets:
         key, equals, value = text.partition("=")
@@ -66,5 +69,5 @@ def _parse_sets(sets: Iterable[str]) -> dict[str, Any]:
 
 
 def text_of(path: Path | None) -> str | None:
-    """As settings have it."""
+    """Return a path as settings hold it."""
     return None if path is None else str(path)

@@ -1,4 +1,4 @@
-"""How a run looks while it goes on: a live table on a terminal, a line every few seconds elsewhere."""
+"""Display of a run's progress: a live table on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STALE_S = 2.0
 
 @dataclass(frozen=True)
 class ProgressView:
-    """What there is to show at one moment."""
+    """The values to show at one moment."""
 
     seconds: float
     numbers: RunNumbers
@@ -41,7 +41,7 @@ class ProgressView:
     def of(
         snapshot: Snapshot | None, seconds: float, goal: Goal, restarts: Mapping[str, int], redis_age_s: float
     ) -> ProgressView:
-        """The view of a snapshot; None shows zeros."""
+        """Return the view of a snapshot; None shows zeros."""
         if snapshot is None:
             return ProgressView(seconds, RunNumbers(), goal, restarts=restarts, redis_age_s=redis_age_s)
         gauges = snapshot.gauges
@@ -58,7 +58,7 @@ class ProgressView:
         )
 
     def rows(self) -> list[tuple[str, str]]:
-        """(what, value) pairs, in the order in which they are shown."""
+        """Return (what, value) pairs, in the order in which they are shown."""
         n = self.numbers
         mean = "-" if n.mean_return is None else f"{n.mean_return:.1f} over {n.window}"
         if self.goal.until_return is not None:
@@ -79,17 +79,17 @@ class ProgressView:
 
 
 def name_restarts(restarts: Mapping[str, int]) -> str:
-    """Restarts by role in words."""
+    """Return restarts by role in words."""
     return ", ".join(f"{role} {count}" for role, count in restarts.items() if count) or "none"
 
 
 def weights_lag(snapshot: Snapshot) -> int:
-    """Versions by which the worker furthest behind is behind the newest, of those in the same learner epoch."""
+    """Return by how many versions the worker furthest behind lags, among those in the newest learner epoch."""
     return max([0, *(int(worker.get("weights_behind", 0)) for worker in snapshot.workers.values())])
 
 
 class ProgressDisplay:
-    """Shows views as they come, on `stream`; within `with`."""
+    """Shows views on `stream` as they come. Use it within `with`."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
@@ -120,7 +120,7 @@ class ProgressDisplay:
 
 
 def _live(stream: TextIO) -> Live:
-    """Log lines appear above the table, if they go to the same terminal."""
+    """Return a live display. Log lines appear above its table, if they go to the same terminal."""
     return Live(console=Console(file=stream), auto_refresh=False, redirect_stderr=sys.stderr.isatty())
 
 

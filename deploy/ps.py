@@ -1,4 +1,4 @@
-"""`headrace ps`: who runs, by fleet.json, and whether it is true."""
+"""`headrace ps`: shows the processes in fleet.json, and whether each is alive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.deploy.fleet_file import FleetFile
 
 
 def processes(fleet: FleetFile, now: float) -> list[dict[str, Any]]:
-    """A row for each process of the fleet, living or waiting, with `alive` as the kernel sees it now."""
+    """Return a row for each process of the fleet, living or waiting, with `alive` as the kernel sees it now."""
     living = [
         {**entry.model_dump(), "alive": is_alive(entry.pid), "age_s": round(now - entry.started, 1)}
         for entry in fleet.processes
@@ -22,7 +22,7 @@ def processes(fleet: FleetFile, now: float) -> list[dict[str, Any]]:
 
 
 def is_alive(pid: int) -> bool:
-    """True when a process of that pid runs; one that has ended and is not yet reaped does not."""
+    """Return whether a process of that pid runs. One that has ended and is not yet reaped does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -31,14 +31,14 @@ def is_alive(pid: int) -> bool:
 
 
 def table(fleet: FleetFile) -> Table:
-    """For people."""
+    """Return a table for people."""
     alive = is_alive(fleet.supervisor_pid)
     supervisor = f"supervisor pid {fleet.supervisor_pid}" if alive else "no supervisor lives"
     title = f"fleet {fleet.fleet_id}: {fleet.state}, {supervisor}"
     result = Table("name", "role", "inc.", "pid", "age", "restarts", "state", title=title, title_justify="left")
     ports = [f"{name} {where}" for name, where in fleet.endpoints.items() if name.startswith("envs-")]
     if ports:
-        result.caption, result.caption_justify = f"env hosts come to {', '.join(ports)}", "left"
+        result.caption, result.caption_justify = f"env hosts connect to {', '.join(ports)}", "left"
     for row in processes(fleet, time.time()):
         age = f"{row['age_s']:.0f} s" if "age_s" in row else "-"
         state = row["state"] if row["alive"] or row["pid"] is None else f"{row['state']}, but gone"

@@ -1,4 +1,4 @@
-"""Where workers keep their flight recorders: RUN_DIR/recorders/worker-SLOT-INCARNATION.rec."""
+"""Paths of workers' flight recorders: RUN_DIR/recorders/worker-SLOT-INCARNATION.rec."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Life = tuple[int, int]
 
 
 def recorder_path(recorders: Path, slot: int, incarnation: int) -> Path:
-    """Where the worker of this life keeps its recorder."""
+    """Return the path of this life's recorder."""
     return recorders / f"worker-{slot}-{incarnation}.rec"
 
 
 def recorders_in(folder: Path) -> Iterator[tuple[Life, Path]]:
-    """All that stand in the folder, in order of their names; whatever else is there is left alone."""
+    """Yield all recorders in the folder, in order of their names; other files are left alone."""
     for path in sorted(folder.iterdir()):
         match = _NAME.fullmatch(path.name)
         if match is not None and path.is_file():

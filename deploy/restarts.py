@@ -1,4 +1,4 @@
-"""When a process that died is started again: exponential backoff with jitter, and a breaker for crash loops."""
+"""Policy of restarts of a process that died: exponential backoff with jitter, and a breaker for crash loops."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from headrace.schemas.config import SupervisorSection
 
 
 class RestartPolicy:
-    """Decides over one process's restarts.
+    """Decides when one process is started again.
 
-    The window is measured in the process's own running time, not in wall time: otherwise the growing pauses would
+    The window is measured in the process's own running time, not in wall time. Otherwise the growing pauses would
     spread a crash loop so thinly that it never counted as one.
     """
 
@@ -22,7 +22,7 @@ class RestartPolicy:
         self._deaths: deque[float] = deque()
 
     def after_death(self, lived_s: float) -> float | None:
-        """Seconds to wait before the next start; None when the budget of `max_restarts_per_window` is spent."""
+        """Return the seconds to wait before the next start; None when `max_restarts_per_window` is spent."""
         self._uptime_s += lived_s
         self._deaths.append(self._uptime_s)
         while self._deaths[0] <= self._uptime_s - self._section.restart_window_s:
@@ -35,5 +35,5 @@ class RestartPolicy:
 
     @property
     def deaths_in_window(self) -> int:
-        """Deaths that count at present."""
+        """Return the number of deaths that count at present."""
         return len(self._deaths)

@@ -1,4 +1,4 @@
-"""The commands that are one process of a fleet each: what a supervisor starts, and people on other machines."""
+"""The commands that run one process of a fleet each. The supervisor starts them, and people on other machines do."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def worker(
     endpoint: Endpoint = None,
     fleet_id: FleetId = None,
     slot: Annotated[
-        int | None, typer.Option("--slot", min=0, max=MOST, help="Place in the fleet; default: the broker gives one.")
+        int | None, typer.Option("--slot", min=0, max=MOST, help="Slot in the fleet; default: the broker gives one.")
     ] = None,
     incarnation: Annotated[
-        int, typer.Option("--incarnation", min=0, max=MOST, help="Which life in that slot; 0 asks for a new one.")
+        int, typer.Option("--incarnation", min=0, max=MOST, help="Incarnation in that slot; 0 asks for a new one.")
     ] = 0,
     run_dir: RunDirPath = None,
     config: ConfigPath = None,
@@ -134,7 +134,7 @@ def env_host(
 ) -> None:
     """Lend envs of this machine to a worker elsewhere.
 
-    The worker has sampling.env_placement = "remote". Come and go at any time; each time envs start fresh.
+    The worker has sampling.env_placement = "remote". Hosts may come and go at any time; each starts fresh envs.
     """
     from headrace.deploy.roles import start_env_host
 
@@ -172,7 +172,7 @@ def serve(
 ) -> None:
     """Serve a trained policy to clients.
 
-    For evaluation and deployment tests: no broker, no learner. Episodes are summed up and go nowhere. SIGTERM drains.
+    For evaluation and deployment tests: no broker, no learner. Episodes are counted, then dropped. SIGTERM drains.
     """
     from headrace.deploy.serve import serve as serve_policy
 

@@ -1,4 +1,4 @@
-"""`headrace worker | broker | learner | env-host`: one role in this process, whether people or the supervisor start it.
+"""`headrace worker | broker | learner | env-host`: one role in this process, started by a person or the supervisor.
 
 The roles' own modules are imported only here and only when needed: torch alone takes a second or two.
 """
@@ -46,7 +46,7 @@ def start_worker(
     resolved, origin = _resolve(config, sets, flags)
     fleet_id, where = _place(resolved, endpoint, "worker")
     if not fleet_id:
-        raise ConfigError("which fleet to join is not known; give --fleet-id, or --run-dir of a fleet on this machine")
+        raise ConfigError("the fleet to join is unknown; give --fleet-id, or --run-dir of a fleet on this machine")
     recorders = _folder(Path(resolved.fleet.run_dir) / "recorders")
     set_up_logging(Identity(fleet_id, "worker", slot, incarnation or None), debug=debug)
     place = "any slot" if slot is None else f"slot {slot} incarnation {incarnation or 'new'}"
@@ -55,7 +55,8 @@ def start_worker(
     )
     from headrace.workers.fleet.worker import run_worker
 
-    gc.freeze()  # torch and its like live as long as this process: no collection of garbage need look through them
+    # torch and other modules live as long as this process, so the garbage collector need not look through them
+    gc.freeze()
     with no_exit_from(EnvError, "the env or the module"):
         run_worker(
             resolved, endpoint=where, fleet_id=fleet_id, slot=slot, incarnation=incarnation, recorder_dir=recorders
@@ -114,7 +115,7 @@ def start_env_host(config: Path | None, sets: Sets, flags: Flags, *, connect: st
 
 @contextmanager
 def no_exit_from(error_type: type[HeadraceError], whose: str) -> Iterator[None]:
-    """User code that calls sys.exit would end the process with a code that means something else to us."""
+    """Turn sys.exit in user code into an error: its exit code would mean something else to us."""
     try:
         yield
     except SystemExit as error:
@@ -122,7 +123,7 @@ def no_exit_from(error_type: type[HeadraceError], whose: str) -> Iterator[None]:
 
 
 def _resolve(config: Path | None, sets: Sets, flags: Flags) -> tuple[FleetConfig, str]:
-    """The configuration; that of the fleet in `--run-dir`, where one stands and no other file is named."""
+    """Return the configuration: that of the fleet in `--run-dir`, if there is one and no other file is named."""
     run_dir = flags.get("fleet.run_dir")
     if config is None and run_dir is not None and (Path(run_dir) / "config.json").exists():
         config = Path(run_dir) / "config.json"
@@ -131,7 +132,7 @@ def _resolve(config: Path | None, sets: Sets, flags: Flags) -> tuple[FleetConfig
 
 
 def _place(config: FleetConfig, endpoint: str | None, role: str) -> tuple[str, str]:
-    """(fleet id, endpoint) as given, else as they stand in the run directory."""
+    """Return (fleet id, endpoint) as given, else as the run directory has them."""
     if endpoint is not None:
         _check_address(endpoint, "--endpoint")
         return config.fleet.fleet_id, endpoint

@@ -1,8 +1,8 @@
-"""The run directory: what one fleet leaves on disk, and the lock that keeps a second fleet out.
+"""The run directory: the files of one fleet, and the lock that keeps a second fleet out.
 
-DIR/fleet.json       who runs where (`fleet_file.py`); 0600, since the Redis URL has a password
-DIR/config.json      the resolved configuration the children read; 0600 likewise
-DIR/broker.json      the broker's own: where it serves, and what it must know after a restart
+DIR/fleet.json       the processes (`fleet_file.py`); 0600, since the Redis URL has a password
+DIR/config.json      the resolved configuration that the children read; 0600, for the same reason
+DIR/broker.json      the broker's own: its endpoints, and its state for a restart
 DIR/lock             held while a supervisor lives
 DIR/logs/            one file a process name, lives appended
 DIR/recorders/       worker-SLOT-INCARNATION.rec, each until its obituary is acknowledged
@@ -20,7 +20,7 @@ from headrace.schemas.errors import RunDirError
 
 
 class RunDir:
-    """A directory this process alone uses, from `with` to its end; raises `RunDirError` when it cannot be used."""
+    """A directory that only this process uses, within `with`. Raises `RunDirError` when it cannot be used."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
@@ -59,7 +59,7 @@ class RunDir:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replace the file at `path` in one step, readable by its owner alone; raises `RunDirError`."""
+    """Replace the file at `path` in one step, readable by its owner alone. Raises `RunDirError`."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

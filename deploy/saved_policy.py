@@ -1,4 +1,4 @@
-"""A policy to serve: of a run directory, a learner's checkpoint, or Redis."""
+"""A policy to serve: from a run directory, a learner's checkpoint, or Redis."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ _ADVICE = "name a run directory, a learner.checkpoint, or redis://HOST:PORT with
 
 @dataclass(frozen=True, slots=True)
 class SavedPolicy:
-    """Weights and connector state as they were published. `source` says to people where they come from."""
+    """Weights and connector state as they were published. `source` tells people where they come from."""
 
     arrays: Mapping[str, NDArray[Any]]
     version: Version
-    """(learner epoch, seq) of what Redis has; of a checkpoint, which knows no seq, its epoch and count of updates."""
+    """(learner epoch, seq) in Redis; for a checkpoint, which knows no seq, its epoch and count of updates."""
     source: str
 
     @property
     def modules(self) -> list[str]:
-        """Whose weights these are, in order."""
+        """Return the names of the modules, in order."""
         by_module = split_modules(self.arrays) if self.arrays else None
         return [DEFAULT_MODULE_ID] if by_module is None else sorted(by_module)
 
 
 def find_policy(where: str, fleet_id: str) -> SavedPolicy:
-    """The newest policy at `where`: a folder, a file, or a Redis URL, in which `fleet_id` names the fleet.
+    """Find the newest policy at `where`: a folder, a file, or a Redis URL, in which `fleet_id` names the fleet.
 
-    Of a run directory the reference learner's checkpoint, else what the fleet's Redis has. Raises `CheckpointError`,
-    `RunDirError`, `RedisUnavailableError`, and `ConfigError` for a Redis without a fleet.
+    In a run directory that is the reference learner's checkpoint, else what the fleet's Redis has. Raises
+    `CheckpointError`, `RunDirError`, `RedisUnavailableError`, and `ConfigError` for a Redis without a fleet.
     """
     if "://" in where:
         found = _of_redis(where, fleet_id)
@@ -58,7 +58,7 @@ def find_policy(where: str, fleet_id: str) -> SavedPolicy:
 
 
 def config_beside(where: str) -> Path | None:
-    """The configuration that stands beside the checkpoint at `where`, as `headrace up` writes it."""
+    """Return the configuration beside the checkpoint at `where`, which `headrace up` writes; None without one."""
     if "://" in where:
         return None
     path = Path(where)
@@ -83,7 +83,7 @@ def _of_file(path: Path) -> SavedPolicy:
 
 
 def _updates(state: Mapping[str, Any]) -> int:
-    """Of a learner of one policy, or of several, which count together."""
+    """Return the updates of a learner of one policy, or of several, which count together."""
     modules = state.get("modules")
     states = modules.values() if isinstance(modules, dict) else [state]
     counts = [own.get("updates") for own in states if isinstance(own, dict)]
@@ -92,7 +92,7 @@ def _updates(state: Mapping[str, Any]) -> int:
 
 def _of_run_dir(folder: Path) -> SavedPolicy:
     if not (folder / "fleet.json").exists():
-        raise CheckpointError(str(folder / CHECKPOINT_FILE), "there is none, and no fleet.json either", _ADVICE)
+        raise CheckpointError(str(folder / CHECKPOINT_FILE), "there is none, and there is no fleet.json", _ADVICE)
     fleet = read_fleet_file(folder / "fleet.json")
     if not fleet.redis_url:
         raise CheckpointError(str(folder / CHECKPOINT_FILE), "there is none, and the fleet has no Redis", _ADVICE)
@@ -102,7 +102,7 @@ def _of_run_dir(folder: Path) -> SavedPolicy:
 def _of_redis(url: str, fleet_id: str) -> SavedPolicy:
     shown = without_password(url)
     if not fleet_id:
-        raise ConfigError("say whose policy is wanted of Redis, which may know several fleets", key="--fleet-id")
+        raise ConfigError("name the fleet whose policy to serve: Redis may have several fleets", key="--fleet-id")
     client = connect(url, _READ_TIMEOUT_S)
     try:
         stored = RedisWeights(client, fleet_id).load()
@@ -112,7 +112,7 @@ def _of_redis(url: str, fleet_id: str) -> SavedPolicy:
         client.close()
     source = f"fleet {fleet_id} in {shown}"
     if stored is None:
-        raise CheckpointError(source, "no weights are there", _ADVICE)
+        raise CheckpointError(source, "it has no weights", _ADVICE)
     try:
         header, arrays = read_weights(decode(stored.frames))
     except DecodeError as error:

@@ -24,9 +24,9 @@ log = logging.getLogger("headrace.deploy")
 
 
 def serve(config: Path | None, sets: Sets, flags: Flags, *, checkpoint: str, as_json: bool, debug: bool) -> None:
-    """Serve the policy at `checkpoint` until SIGTERM or Ctrl-C, then let episodes end, and say what came of them all.
+    """Serve the policy at `checkpoint` until SIGTERM or Ctrl-C; then let episodes end, and print their results.
 
-    Settings are those that stand beside the checkpoint, unless another file is named.
+    Settings are those beside the checkpoint, unless another file is named.
     """
     config = config or config_beside(checkpoint)
     resolved, origins = resolve(config, sets, flags)

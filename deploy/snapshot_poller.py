@@ -1,4 +1,4 @@
-"""Reads the fleet's newest numbers from Redis, in a thread of its own: a Redis that hangs must not delay a restart."""
+"""Poller of the fleet's numbers in Redis, in a thread of its own: a Redis that hangs must not delay a restart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INTERVAL_S = 0.5
 
 
 class SnapshotPoller:
-    """`snapshot` is the newest that could be read, `age_s` how long ago that was. Close it."""
+    """Polls Redis until closed. `snapshot` is the newest result, `age_s` how long ago it was read."""
 
     def __init__(self, url: str, fleet_id: str) -> None:
         self._view = FleetView(url, fleet_id)
@@ -25,11 +25,14 @@ class SnapshotPoller:
 
     @property
     def age_s(self) -> float:
-        """Seconds since Redis last answered."""
+        """Return the seconds since Redis last answered."""
         return time.monotonic() - self._read_at
 
     def read(self) -> bool:
-        """Read now; False when Redis does not answer within its timeout. For others than our thread: after `close`."""
+        """Read now. Return False when Redis does not answer within its timeout.
+
+        Other threads call it only after `close`.
+        """
         try:
             self.snapshot = self._view.read()
         except RedisUnavailableError:

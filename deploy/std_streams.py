@@ -1,4 +1,4 @@
-"""Output that cannot end a fleet: a closed stream, a reader that went away, a terminal that knows only ASCII."""
+"""Standard streams that cannot end a fleet: closed, without a reader, or of a terminal with only ASCII."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import TextIO
 
 
 def open_std_streams() -> None:
-    """Give this process a stdin, stdout and stderr even where it was started without (`>&-`), so that no socket gets
-    their numbers; and write what an encoding does not have as "?"."""
+    """Open stdin, stdout and stderr where this process was started without them (`>&-`).
+
+    So no socket gets their numbers. A character that an encoding lacks is written as "?".
+    """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -26,7 +28,7 @@ def open_std_streams() -> None:
 
 @contextmanager
 def ignore_closed_reader(stream: TextIO) -> Iterator[None]:
-    """Within it nobody needs to read `stream`: once its reader has gone (`| head`), all further output goes nowhere."""
+    """Discard all further output within the block once the reader of `stream` has gone (`| head`)."""
     try:
         yield
     except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C and a closed terminal as something an event loop can wait for."""
+"""SIGTERM, Ctrl-C and a closed terminal as a file descriptor that an event loop can wait for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class StopSignals:
     """Counts stop signals while the `with` block runs; the main thread only.
 
-    `fd` turns readable with each signal, so that a poll ends at once; `clear` empties it.
+    `fd` becomes readable with each signal, so that a poll ends at once; `clear` empties it.
     """
 
     def __init__(self) -> None:

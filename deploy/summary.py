@@ -1,4 +1,4 @@
-"""What a run came to: the final table, and the one JSON object of `--json`."""
+"""The summary of a run: the final table, and the one JSON object of `--json`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Summary:
     run_dir: str
     seconds: float
     steps: int
-    """As in the ledger: where an env has several agents, each one's steps."""
+    """Agent steps, as in the ledger."""
     env_steps: int
     episodes: int
     mean_return: float | None
@@ -36,15 +36,15 @@ class Summary:
     ledger: FleetLedger | None
     """None when Redis could not be read at the end."""
     failure: HeadraceError | None = None
-    """What ended the run, unless it was its goal or a signal."""
+    """The error that ended the run; None when its goal or a signal ended it."""
 
     @property
     def balanced(self) -> bool | None:
-        """True when the ledger adds up; None without one."""
+        """Return whether the ledger adds up; None without one."""
         return None if self.ledger is None else self.ledger.balance() == 0
 
     def as_json(self) -> bytes:
-        """One JSON object, one line."""
+        """Return one JSON object on one line."""
         facts = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("ledger", "failure")}
         facts["rates"] = {key: facts.pop(key) for key in ("env_steps_per_s", "episodes_per_s")}
         facts["ledger"] = self.ledger.model_dump() if self.ledger else None
@@ -67,8 +67,11 @@ def summarise(
     ledger: FleetLedger | None,
     failure: HeadraceError | None,
 ) -> Summary:
-    """The summary of a run that went from `start` to `end`. The mean return is that of the moment the goal was reached:
-    the episodes that end while the fleet drains were not asked for."""
+    """Summarise a run that went from `start` to `end`.
+
+    The mean return is that of the moment at which the goal was reached: episodes that end during the drain do not
+    count.
+    """
     judged = at_goal or end
     per_s = 1.0 / seconds if seconds > 0 else 0.0
     return Summary(
@@ -91,7 +94,7 @@ def summarise(
 
 
 def print_summary(summary: Summary, stream: TextIO) -> None:
-    """The final table with the ledger."""
+    """Print the final table with the ledger."""
     console = Console(file=stream)
     table = Table(title=f"fleet {summary.fleet_id}", title_justify="left", show_header=False)
     mean = "-" if summary.mean_return is None else f"{summary.mean_return:.1f} over the last {summary.episodes_window}"
@@ -114,7 +117,7 @@ def print_summary(summary: Summary, stream: TextIO) -> None:
 
 
 def ledger_table(ledger: FleetLedger) -> Table:
-    """stepped = committed + queued + dropped by name + discarded by name, one line each."""
+    """Return a table of stepped = committed + queued + dropped by name + discarded by name, one line each."""
     table = Table(title="ledger, in agent steps", title_justify="left", show_header=False)
     table.add_row("stepped", f"{ledger.stepped:,}", "")
     table.add_row("committed", f"{ledger.committed[0]:,}", "trained on")
@@ -127,7 +130,7 @@ def ledger_table(ledger: FleetLedger) -> Table:
 
 
 def verdict(ledger: FleetLedger) -> str:
-    """Whether stepped = committed + queued + dropped + discarded, in one line."""
+    """Return one line that says whether stepped = committed + queued + dropped + discarded."""
     if ledger.balance() == 0:
         return "the ledger adds up: stepped = committed + queued + dropped + discarded"
     return f"the ledger does NOT add up: {ledger.balance():+,} steps; `headrace audit` names the row"

@@ -1,14 +1,14 @@
-"""Keeps a set of processes alive: start, watch by pidfd, restart with backoff, give up on a crash loop, stop.
+"""The supervisor keeps processes alive: start, watch by pidfd, restart with backoff, give up on a crash loop, stop.
 
     STARTING/RUNNING ── dies ──▶ RESTARTING ── pause ──▶ RUNNING
           │  │                        └── budget spent ──▶ FAILED (CrashLoopError)
-          │  └── error that a restart cannot cure, by its last word ──▶ FAILED (ProcessFailedError)
+          │  └── error that a restart cannot cure, by its exit record ──▶ FAILED (ProcessFailedError)
           ├── silent ──▶ replaced at once; the old process lives on as a zombie and is killed later
           └── stop() ──▶ STOPPING ── ends, or is killed after stop_timeout_s ──▶ STOPPED
 
 Everything happens in the thread that turns the loop. That must be the main thread: children die with the thread that
-started them. Workers and env hosts are watched for silence (`watchdog.py`); a broker or learner that hangs is not
-noticed here.
+started them. `watchdog.py` watches workers and env hosts for silence. A broker or learner that hangs is not noticed
+here.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ INCURABLE = frozenset(
         ExitCode.KEYS,
     )
 )
-"""Exit codes that the next life would end with as well."""
+"""Exit codes with which the next life would end as well."""
 
 
 class Role(StrEnum):
-    """What a process is to the fleet."""
+    """The role of a process in the fleet."""
 
     REDIS = "redis"
     BROKER = "broker"
@@ -61,7 +61,7 @@ class Role(StrEnum):
 
 
 class ServiceState(StrEnum):
-    """Where a service stands; see the drawing above."""
+    """The state of a service; see the drawing above."""
 
     RUNNING = "running"
     RESTARTING = "restarting"
@@ -76,7 +76,7 @@ OVER = (ServiceState.STOPPED, ServiceState.FENCED, ServiceState.FAILED)
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """How to start a process; `command` is given the incarnation and answers with argv."""
+    """How to start a process; `command` maps the incarnation to argv."""
 
     name: str
     role: Role
@@ -85,12 +85,12 @@ class ProcessSpec:
     env: Mapping[str, str] | None = None
     death_signal: signal.Signals = signal.SIGKILL
     has_port: bool = False
-    """It serves a certain port, which its next life needs: a silent one has no time to wake."""
+    """It serves a fixed port, which its next life needs: a silent one is killed at once."""
 
 
 @dataclass
 class Service:
-    """A process that is to be kept alive, over all its lives."""
+    """A process that the supervisor keeps alive, over all its lives."""
 
     spec: ProcessSpec
     policy: RestartPolicy
@@ -105,20 +105,23 @@ class Service:
 
 
 class Observer(Protocol):
-    """Who wants to know what the supervisor does."""
+    """Gets the supervisor's news."""
 
     def next_incarnation(self, name: str) -> int:
-        """A number higher than any before for `name`, remembered even if this process dies now."""
+        """Return a number higher than any before for `name`, remembered even if this process dies now."""
 
     def changed(self) -> None:
-        """Some process came, went or changed its state."""
+        """Note that some process started, ended or changed its state."""
 
     def ended(self, service: Service, child: Child, returncode: int) -> None:
-        """A child of `service` has ended; `service.child` is still it, unless it was a replaced one."""
+        """Note that a child of `service` has ended.
+
+        `service.child` is still that child, unless it was a replaced one.
+        """
 
 
 class Supervisor:
-    """Owns the child processes; `failure` is set once something happened that must end the fleet."""
+    """Owns the child processes. `failure` is set once an error must end the fleet."""
 
     def __init__(
         self,
@@ -144,8 +147,11 @@ class Supervisor:
         return service
 
     def replace(self, service: Service, why: str) -> None:
-        """Give a silent process's place to a new one. A silent worker is killed only after `zombie_grace_s`, so that it
-        may wake, find itself fenced and give up in order, unless it has what the new one needs."""
+        """Replace a silent process by a new one.
+
+        A silent worker is killed only after `zombie_grace_s`, so that it may wake, find itself fenced and stop in
+        order. It is killed at once if it has a port that the new one needs.
+        """
         zombie = service.child
         if zombie is None or service.state is not ServiceState.RUNNING:
             return
@@ -158,7 +164,7 @@ class Supervisor:
         self._restart(service, time.monotonic() - zombie.started)
 
     def stop(self, *roles: Role) -> None:
-        """Ask every process of `roles` to drain (SIGTERM); those that still run after `stop_timeout_s` are killed."""
+        """Send SIGTERM to every process of `roles`; kill those that still run after `stop_timeout_s`."""
         for service in self._of(roles):
             self._cancel(service)
             if service.child is not None:
@@ -181,13 +187,13 @@ class Supervisor:
                     child.send(signal.SIGKILL)
 
     def gone(self, *roles: Role) -> bool:
-        """True when no process of `roles` (none given: of any) lives or is about to."""
+        """Return whether no process of `roles` (none given: of any) lives or will start."""
         return all(
             service.child is None and not service.zombies and service.state in OVER for service in self._of(roles)
         )
 
     def restarts(self) -> dict[str, int]:
-        """Restarts by role."""
+        """Return restarts by role."""
         counts: dict[str, int] = {}
         for service in self.services.values():
             role = service.spec.role.value
@@ -226,19 +232,19 @@ class Supervisor:
         self._observer.changed()
 
     def _after_end(self, service: Service, child: Child, returncode: int) -> None:
-        name, end, word = service.spec.name, describe_end(returncode), child.exit_record
-        if word is None and returncode in INCURABLE:
+        name, end, record = service.spec.name, describe_end(returncode), child.exit_record
+        if record is None and returncode in INCURABLE:
             end += ", which it did not announce: an env or module of yours ended it"
         service.last_words = end + _because(child)
         if service.state is ServiceState.STOPPING:
             self._cancel(service)
             service.state = ServiceState.STOPPED
             log.info("%s stopped with %s", name, end)
-        elif word is not None and returncode == ExitCode.FENCED and service.spec.role is Role.LEARNER:
+        elif record is not None and returncode == ExitCode.FENCED and service.spec.role is Role.LEARNER:
             service.state = ServiceState.FENCED
-            log.warning("%s: %s; the newer learner has the fleet now", name, word.sentence or "fenced")
-        elif word is not None and _is_final(word, service):
-            sentence = word.sentence or f"ended with {end}; its log is {child.log_path}"
+            log.warning("%s: %s; the newer learner has the fleet now", name, record.sentence or "fenced")
+        elif record is not None and _is_final(record, service):
+            sentence = record.sentence or f"ended with {end}; its log is {child.log_path}"
             self._fail(service, ProcessFailedError(name, ExitCode(returncode), sentence))
         else:
             log.warning("%s (pid %d) ended with %s%s", name, child.pid, end, _because(child) if returncode > 0 else "")
@@ -261,7 +267,7 @@ class Supervisor:
         deaths, window_s = service.policy.deaths_in_window, self._section.restart_window_s
         return CrashLoopError(
             f"{service.spec.name} died {deaths} times within {window_s:g} s "
-            f"of running (last: {end}) and is given up; mend it, or raise supervisor.max_restarts_per_window{tail}"
+            f"of running (last: {end}) and is given up; repair it, or raise supervisor.max_restarts_per_window{tail}"
         )
 
     def _fail(self, service: Service, error: HeadraceError) -> None:
@@ -285,12 +291,12 @@ class Supervisor:
             service.timer = None
 
 
-def _is_final(word: ExitRecord, service: Service) -> bool:
-    """Whether it would end so again. A port that was free before will be so again."""
-    return word.exit_code in INCURABLE or (word.exit_code == ExitCode.PORT_IN_USE and service.restarts == 0)
+def _is_final(record: ExitRecord, service: Service) -> bool:
+    """Return whether the next life would end in the same way. A port that was free before will be free again."""
+    return record.exit_code in INCURABLE or (record.exit_code == ExitCode.PORT_IN_USE and service.restarts == 0)
 
 
 def _because(child: Child) -> str:
-    """What it said at its end: its error, else the last line it wrote (of a traceback, most likely)."""
+    """Return the reason a process gave: its error, else the last line it wrote (of a traceback, most likely)."""
     said = child.last_error() or "".join(child.log_lines(1))
     return f": {said}" if said else ""

@@ -1,4 +1,4 @@
-"""`headrace up`: a whole fleet, from nothing to its goal and back to nothing."""
+"""`headrace up`: a whole fleet, from its start to its goal and its drain."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TICK_S = 0.25
 
 @dataclass(frozen=True)
 class UpOptions:
-    """What `up` is told beyond the configuration."""
+    """Options of `up` beyond the configuration."""
 
     json: bool = False
     debug: bool = False
@@ -37,7 +37,7 @@ class UpOptions:
 
 @dataclass
 class RunOutcome:
-    """How a run went; filled in while it goes."""
+    """The outcome of a run; filled in during the run."""
 
     began: float
     start: RunNumbers = field(default_factory=RunNumbers)
@@ -47,10 +47,10 @@ class RunOutcome:
 
 
 def up(config: FleetConfig, options: UpOptions) -> Summary:
-    """Run a fleet until its goal, its timeout, a failure or a signal; drain it; say what it came to.
+    """Run a fleet until its goal, its timeout, a failure or a signal; drain it; return its summary.
 
-    Raises only what happens before the fleet exists (`RunDirError`, `ConfigError`, `KeysError`); later errors are in
-    the summary.
+    Raises only errors from before the fleet exists (`RunDirError`, `ConfigError`, `KeysError`); later errors are in the
+    summary.
     """
     with RunDir(Path(config.fleet.run_dir)) as run_dir, StopSignals() as signals:
         origin = str(options.config_path.absolute()) if options.config_path else None
@@ -88,7 +88,7 @@ def _announce(fleet: Fleet, options: UpOptions) -> None:
 
 
 def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay) -> None:
-    """Turn until there is a reason to stop; raises the failure or the timeout, if it is one of those."""
+    """Turn the loop until there is a reason to stop. Raises the failure or the timeout, if that is the reason."""
     goal = Goal.of(fleet.config.fleet)
     while not fleet.stop_asked:
         fleet.loop.turn(TICK_S)
@@ -104,7 +104,7 @@ def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay) -> None:
             return
         if goal.late(seconds):
             raise GoalTimeoutError(goal.timeout_s or seconds, _where(now))
-    log.info("a signal asks for it: draining; another one stops at once")
+    log.info("draining after a signal; another one stops at once")
 
 
 def _where(now: RunNumbers) -> str:

@@ -1,4 +1,7 @@
-"""Workers and env hosts that live but do nothing: stopped, hung or starved. Recorders and signs of life tell."""
+"""The watchdog over workers and env hosts that live but do nothing: stopped, hung or starved.
+
+It reads workers' recorders and env hosts' liveness files.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ FIRST_SIGN_S = 60.0
 
 
 def why_silent(reading: Reading | None, lived_s: float, now_ns: int, lease_s: float, first_sign_s: float) -> str | None:
-    """What a silent worker is to be told of; None when it is not silent."""
+    """Return what to log about a silent worker; None when it is not silent."""
     if reading is None:
         return f"has given no sign of life in {lived_s:.0f} s" if lived_s > first_sign_s else None
     seconds_silent = (now_ns - reading.updated_ns) / 1e9
@@ -32,7 +35,7 @@ def why_silent(reading: Reading | None, lived_s: float, now_ns: int, lease_s: fl
 class FleetWatchdog:
     """Replaces workers whose recorder has not been written for `lease_s`; looks four times a lease.
 
-    Likewise env hosts that have given a sign of life, and no other for `host_lease_s`.
+    It also replaces env hosts that have touched their liveness file once, and not again for `host_lease_s`.
     """
 
     def __init__(
@@ -55,12 +58,13 @@ class FleetWatchdog:
         self._timer = loop.call_later(self._interval_s, self._look)
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._timer.cancel()
 
     def _look(self) -> None:
         late_s = time.monotonic() - self._last_look - self._interval_s
-        if late_s < self._lease_s / 2:  # else we were stopped ourselves, and perhaps everyone with us: ask again later
+        # otherwise this process was stopped itself, and perhaps the others too: look again later
+        if late_s < self._lease_s / 2:
             for service in list(self._supervisor.services.values()):
                 if service.state is ServiceState.RUNNING and (why := self._why_silent(service)) is not None:
                     self._supervisor.replace(service, why)

@@ -1,6 +1,6 @@
-"""The learner's side: a stream of episode chunks, a publisher of weights, what merges connectors, and a reference PPO.
+"""The learner's side: a stream of episode chunks, a publisher of weights, a merger of connectors, and a reference PPO.
 
-Names are loaded when asked for, so that a learner that only reads the stream need not import torch.
+Names are loaded on first use, so that a learner that only reads the stream need not import torch.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ _DECAY, _DECAY_OF_SQUARES = 0.9, 0.999
 
 
 class Adam:
-    """Steps as `torch.optim.Adam` does, to the bit, of which it has what PPO needs; either can stand for the other.
+    """The part of `torch.optim.Adam` that PPO needs, equal to it to the bit. Either can replace the other.
 
-    To make any of torch's own optimizers imports its compiler: a second of a learner's start, and 74 MB.
+    Creating one of torch's own optimizers imports torch's compiler: a second of a learner's start, and 74 MB.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float, eps: float) -> None:
@@ -49,15 +49,15 @@ class Adam:
         state["step"].add_(1)
         mean.lerp_(gradient, 1 - _DECAY)
         squares.mul_(_DECAY_OF_SQUARES).addcmul_(gradient, gradient, value=1 - _DECAY_OF_SQUARES)
-        steps = state["step"].item()  # both means began at zero, for which these make up
+        steps = state["step"].item()  # corrects for both means having begun at zero
         unbiased, unbiased_squares = 1 - _DECAY**steps, 1 - _DECAY_OF_SQUARES**steps
         deviation = (squares.sqrt() / unbiased_squares**0.5).add_(self._eps)
         parameter.addcdiv_(mean, deviation, value=-self._lr / unbiased)
 
     def state_dict(self) -> dict[str, Any]:
-        """{"state": {place: {"step", "exp_avg", "exp_avg_sq"}}}, of live tensors."""
+        """Return {"state": {place: {"step", "exp_avg", "exp_avg_sq"}}}, of live tensors."""
         return {"state": self._state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`'s answer, whose tensors are this one's from now on."""
+        """Go on from the result of `state_dict`. Its tensors are this object's from now on."""
         self._state = dict(state_dict["state"])

@@ -3,7 +3,7 @@
     file      "HDRCCKPT" | for each frame: length u64le | bytes
     frames    those of a CHECKPOINT message of `schemas/wire.py`: checksummed JSON header, then raw arrays
 
-A new checkpoint is written beside the old one, flushed to disk, and moved into its place; the old one is kept as
+A new checkpoint is written beside the old one, flushed to disk, and moved into its place. The old one is kept as
 `<name>.previous`. So a `kill -9` at any moment leaves at least one whole file.
 """
 
@@ -31,15 +31,17 @@ MAGIC = b"HDRCCKPT"
 _LENGTH = struct.Struct("<Q")
 _FRAMES = 1 << 20
 _MODULE = "module/"
-"""Before the names of a module's weights, beside those of its optimizer."""
+"""Prefix of the names of a module's weights, which stand beside those of its optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a learner needs to go on where it stood.
+    """The state from which a learner goes on.
 
-    epoch: of the learner that wrote it. position: what `EpisodeStream.position()` said, with all that was trained on.
-    state: plain JSON values (counters, learning rate). arrays: module and optimizer tensors by name.
+    - epoch: of the learner that wrote it.
+    - position: from `EpisodeStream.position()`, including all batches that were trained on.
+    - state: plain JSON values (counters, learning rate).
+    - arrays: module and optimizer tensors by name.
     """
 
     epoch: int
@@ -49,18 +51,18 @@ class Checkpoint:
 
 
 def previous_path(path: Path) -> Path:
-    """Where the checkpoint before the one at `path` is kept."""
+    """Return the path of the checkpoint before the one at `path`."""
     return path.with_name(path.name + ".previous")
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint, *, claim: bool = False) -> None:
-    """Put `checkpoint` in the place of the one at `path`, which becomes the previous one. Blocks until it is on disk.
+    """Replace the checkpoint at `path`, which becomes the previous one. Blocks until the new one is on disk.
 
     Raises `FencedError` when a learner of a higher epoch has written there: a learner that slept while another took its
     place must not undo the other's work. Raises `RunDirError` when the folder cannot be written to.
 
-    `claim` writes all the same, and removes what killed learners left half written: a learner that starts takes over
-    whatever it finds, even from a fleet whose epochs were lost.
+    `claim` writes in any case, and removes half-written files of killed learners. A learner that starts uses it to take
+    over any checkpoint, even from a fleet whose epochs were lost.
     """
     if claim:
         for orphan in path.parent.glob(f"{path.name}.*.new"):
@@ -69,7 +71,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, *, claim: bool = False) 
         _refuse_if_newer(path, checkpoint.epoch)
     header = {"epoch": checkpoint.epoch, "position": checkpoint.position, "state": checkpoint.state}
     frames = encode(MessageKind.CHECKPOINT, header, checkpoint.arrays)
-    # The name bears the pid, since a learner that was replaced may be at this very line too.
+    # The name has the pid, since a learner that was replaced may be at this very line too.
     fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         _write(fresh, frames)
@@ -83,13 +85,14 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, *, claim: bool = False) 
 
 
 def load_checkpoint(path: Path) -> Checkpoint | None:
-    """The checkpoint at `path`, or None when there never was one.
+    """Load the checkpoint at `path`, or None when there never was one.
 
-    A damaged file is warned of and the previous one is taken. Raises `CheckpointError` when that one is no help either.
+    A damaged file is logged and the previous one is loaded. Raises `CheckpointError` when that one is damaged too.
     """
     previous = previous_path(path)
     if not path.exists():
-        # Killed between the two moves of a save: the previous one is whole and nothing newer was ever in use.
+        # The learner was killed between the two moves of a save: the previous one is whole, and no newer one was ever
+        # in use.
         return _read(previous) if previous.exists() else None
     try:
         return _read(path)
@@ -101,7 +104,10 @@ def load_checkpoint(path: Path) -> Checkpoint | None:
 
 
 def training_arrays(module: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-    """Both state dicts' tensors as arrays by name, sharing their memory. Hyperparameters are the config's, not kept."""
+    """Return both state dicts' tensors as arrays by name, sharing their memory.
+
+    Hyperparameters are not kept: they are the config's.
+    """
     tensors = {f"{_MODULE}{name}": tensor for name, tensor in module.items()}
     for index, moments in optimizer["state"].items():
         tensors |= {f"optimizer/{index}/{name}": tensor for name, tensor in moments.items()}
@@ -109,7 +115,7 @@ def training_arrays(module: Mapping[str, Tensor], optimizer: Mapping[str, Any]) 
 
 
 def training_tensors(arrays: Mapping[str, NDArray[Any]]) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
-    """(module state dict, optimizer's "state") from `training_arrays`, in memory of their own."""
+    """Return (module state dict, optimizer's "state") from `training_arrays`, in memory of their own."""
     module: dict[str, Tensor] = {}
     optimizer: dict[int, dict[str, Tensor]] = {}
     for name, array in arrays.items():
@@ -124,7 +130,7 @@ def training_tensors(arrays: Mapping[str, NDArray[Any]]) -> tuple[dict[str, Tens
 
 
 def published_arrays(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Of a checkpoint's arrays those by which its policy acts: weights and connector state, as they were published."""
+    """Return the arrays with which a checkpoint's policy acts: weights and connector state, as they were published."""
     by_module = split_modules(arrays)
     if by_module is not None:
         return join_modules({module_id: published_arrays(own) for module_id, own in by_module.items()})
@@ -155,18 +161,18 @@ def _read(path: Path) -> Checkpoint:
         or not isinstance(position, list)
         or not isinstance(state, dict)
     ):
-        raise CheckpointError(str(path), f"it is a whole {message.kind.name} message, but no checkpoint")
+        raise CheckpointError(str(path), f"it is a whole {message.kind.name} message, not a checkpoint")
     return Checkpoint(epoch, position, state, message.arrays)
 
 
 def _limits(frames: list[Buffer]) -> WireLimits:
-    # A file of our own run directory may be as large as it is; its bytes are in memory already.
+    # A file of our own run directory may be of any size; its bytes are in memory already.
     size = sum(len(frame) for frame in frames)
     return WireLimits(header_bytes=size, payload_bytes=size, frames=_FRAMES, arrays=_FRAMES)
 
 
 def _frames(path: Path, data: bytes) -> list[Buffer]:
-    """The frames in a whole file."""
+    """Return the frames in a whole file."""
     if not data.startswith(MAGIC):
         raise CheckpointError(str(path), f"it starts with {data[:8]!r}, not {MAGIC!r}")
     view, at, frames = memoryview(data), len(MAGIC), list[Buffer]()
@@ -184,7 +190,7 @@ def _refuse_if_newer(path: Path, epoch: int) -> None:
     try:
         written = _read(path).epoch
     except (FileNotFoundError, CheckpointError):
-        return  # nothing whole is there, so nobody's work is undone
+        return  # the file is not whole, so there is no work to undo
     if written > epoch:
         raise FencedError(
             "fenced", f"{path} was written by learner epoch {written}; this learner, epoch {epoch}, stops"

@@ -1,4 +1,7 @@
-"""What a learner's stream and publisher share: one token a process and broker, sockets, and being pumped together."""
+"""The shared parts of a learner's stream and publisher: one token for each process and broker, sockets, joint pumping.
+
+To pump a connection is to receive what has arrived and to send what is due.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +25,25 @@ _PUMPED: weakref.WeakSet[Pumpable] = weakref.WeakSet()
 
 
 class Pumpable(Protocol):
-    """Something whose sockets want looking at now and then."""
+    """A connection that must be pumped now and then."""
 
     endpoint: str
     token: str
 
-    def pump(self, wait_s: float = 0.0) -> None: ...
+    def pump(self, wait_s: float = 0.0) -> None:
+        """Receive what has arrived and send what is due, without waiting."""
 
 
 def process_token(endpoint: str) -> str:
-    """The token by which the broker at `endpoint` knows this process: its stream and its publisher are one learner."""
+    """Return the token by which the broker at `endpoint` knows this process, its stream and publisher alike."""
     return _TOKENS.setdefault((os.getpid(), endpoint), os.urandom(8).hex())
 
 
 def stream_token(endpoint: str) -> str:
-    """A stream's token: that of this process, or a new one when another stream of it is open; the newer one wins."""
+    """Return a stream's token: that of this process, or a new one when another stream of it is open.
+
+    The newer one wins.
+    """
     if process_token(endpoint) in _STREAMING:
         del _TOKENS[(os.getpid(), endpoint)]
     token = process_token(endpoint)
@@ -45,21 +52,21 @@ def stream_token(endpoint: str) -> str:
 
 
 def forget_token(endpoint: str, token: str) -> None:
-    """The next connection to `endpoint` is a new learner: the stream known by `token` was closed."""
+    """Forget the token of a closed stream, so that the next connection to `endpoint` is a new learner."""
     _STREAMING.discard(token)
     if _TOKENS.get((os.getpid(), endpoint)) == token:
         del _TOKENS[(os.getpid(), endpoint)]
 
 
 def pump_together(member: Pumpable) -> None:
-    """Look after the other connections of the same learner too."""
+    """Pump the other connections of the same learner too."""
     for other in list(_PUMPED):
         if other is not member and other.token == member.token:
             other.pump()
 
 
 def enroll(member: Pumpable) -> None:
-    """Let others pump `member` from now on."""
+    """Let the other connections pump `member` from now on."""
     _PUMPED.add(member)
 
 
@@ -82,7 +89,7 @@ class LearnerSocket:
         self._socket.connect(endpoint)
 
     def send(self, frames: list[Buffer]) -> bool:
-        """Send one message; False without a connection."""
+        """Send one message. Return False without a connection."""
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -90,7 +97,10 @@ class LearnerSocket:
         return True
 
     def receive(self, wait_s: float = 0.0) -> list[memoryview] | None:
-        """The frames of the next message, as read-only views that keep its memory; None if none comes in time."""
+        """Return the frames of the next message; None if none comes in time.
+
+        Frames are read-only views that keep the message's memory.
+        """
         if wait_s > 0 and not self._socket.poll(math.ceil(wait_s * 1000)):
             self._observe_handshakes()
             return None
@@ -106,7 +116,7 @@ class LearnerSocket:
         return frames
 
     def why_silent(self, deadline_s: float) -> KeysRefusedError | UnreachableError:
-        """The error for a broker that has not answered within `deadline_s`."""
+        """Return the error for a broker that has not answered within `deadline_s`."""
         return self._handshakes.why_silent(deadline_s)
 
     def _observe_handshakes(self) -> None:
@@ -114,10 +124,10 @@ class LearnerSocket:
             self._handshakes.observe(self._monitor.recv_multipart())
 
     def close(self, deadline_s: float = 0.5) -> None:
-        """Close; what was sent has so long to leave."""
+        """Close the socket; messages already sent have `deadline_s` to leave."""
         self._context.destroy(linger=int(deadline_s * 1000))
 
 
 def now() -> float:
-    """The clock of all sessions: monotonic seconds."""
+    """Return the time of all sessions, in monotonic seconds."""
     return time.monotonic()

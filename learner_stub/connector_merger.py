@@ -1,4 +1,4 @@
-"""What the connectors of one module have learnt in all runners together, merged as it arrives with the batches.
+"""Merger of what the connectors of one module learnt in all runners, as it arrives with the batches.
 
     merger = ConnectorMerger(env_to_module=["headrace.workers.connectors:MeanStd"])
     for batch in stream:
@@ -6,9 +6,9 @@
         train(module, batch)
         weights.publish({**module.state_dict(), **merger.get_state()})
 
-A batch tells what was learnt since the one before it and is delivered once, so each row that a connector has learnt
+A batch carries what was learnt since the one before it and is delivered once. So each row that a connector has learnt
 from counts once, whichever runner saw it. Keep the state in the checkpoint that has the stream's position: the two then
-speak of the same batches.
+cover the same batches.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Spec = str | Mapping[str, Any] | Callable[[], Any]
 
 @runtime_checkable
 class Mergeable(Protocol):
-    """What a merger needs of a connector. It is never connected to any spaces, and no row passes it."""
+    """The part of a connector that a merger needs. The merger never connects it to spaces or passes rows through it."""
 
     def merge(self, state: State, updates: Sequence[State]) -> State:
-        """`state` (empty: none yet) with the `updates` of any runners, in any order."""
+        """Merge the `updates` of any runners, in any order, into `state` (empty: none yet)."""
         ...
 
 
 class ConnectorMerger:
-    """Built from the settings that the runners' pipelines are built from, in the same order.
+    """Merges connector updates. Build it from the settings of the runners' pipelines, in the same order.
 
-    Raises `ConfigError` for a setting that is no connector, `ConnectorError` when its factory raises.
+    Raises `ConfigError` for a setting that is not a connector, `ConnectorError` when its factory raises.
     """
 
     def __init__(self, env_to_module: Sequence[Spec] = (), module_to_env: Sequence[Spec] = ()) -> None:
@@ -53,7 +53,7 @@ class ConnectorMerger:
         self._learnt: dict[str, State] = {}
 
     def take(self, batch: ChunkBatch) -> None:
-        """Merge what the batch tells. Call it once for each batch handed out, also for one that is not trained on.
+        """Merge the update of a batch. Call it once for each batch handed out, also for one that is not trained on.
 
         Raises `ConnectorError`, and then has taken nothing of the batch.
         """
@@ -63,13 +63,14 @@ class ConnectorMerger:
         self._learnt = merged
 
     def get_state(self) -> State:
-        """Arrays by name, "connectors/env_to_module/0.MeanStd/obs/count", to be published in one mapping with the
-        module's weights; of pieces of which nothing was told yet there are none.
+        """Return arrays by name, such as "connectors/env_to_module/0.MeanStd/obs/count".
+
+        Publish them in one mapping with the module's weights. Connectors without any update so far have none.
         """
         return {f"{CONNECTORS}{n}/{part}": a for n, state in self._learnt.items() for part, a in state.items()}
 
     def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Go on from `get_state`'s answer, copying it. Raises `ConnectorError` for pieces that are not there."""
+        """Go on from a copy of `get_state`'s result. Raises `ConnectorError` for pieces that do not exist."""
         arrays = {name.removeprefix(CONNECTORS): np.array(array) for name, array in state.items()}
         self._learnt = self._by_piece(arrays, "a state")
 
@@ -80,7 +81,7 @@ class ConnectorMerger:
             title, _, part = rest.partition("/")
             piece = f"{pipeline}/{title}"
             if piece not in self._pieces:
-                reason = f"{whose} tells of it, but the learner's connectors are {sorted(self._pieces)}"
+                reason = f"{whose} has it, but the learner's connectors are {sorted(self._pieces)}"
                 raise ConnectorError(piece, f"{reason}; give workers and learner the same ones")
             parts.setdefault(piece, {})[part] = array
         return parts

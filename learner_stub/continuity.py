@@ -1,11 +1,13 @@
-"""Per episode, chunks reach the learner in order and without gaps, or the episode is ended by one ABORTED marker.
+"""Continuity of episodes at the learner: chunks in order and without gaps, or one ABORTED marker as the end.
 
-A source numbers its batches without holes, so within it nothing needs checking while every batch arrives: only which
-episode is open in each *place* is kept, in a few array writes a batch. A place is an env, an agent there by its name,
-and the module that plays it: a module's batches come in order among themselves, while those of another module of the
-same cut may come before or after. Where a batch is missing, the episodes that it would have continued are found chunk
-by chunk as their places go on, ended by markers, and their later chunks left out; a place that nobody takes again is
-ended with its source.
+A source numbers its batches without holes. While every batch arrives there is nothing to check: only the open episode
+in each *place* is kept, in a few array writes for each batch.
+
+A place is an env, an agent there by its name, and the module that plays it. The batches of one module come in order
+among themselves; those of another module of the same cut may come before or after.
+
+Where a batch is missing, the next chunk of each place shows whether an episode lost a part. Such an episode is ended by
+a marker, and its later chunks are left out. A place without a further chunk is ended with its source.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from headrace.schemas.ledger import Count
 
 @dataclass(frozen=True, slots=True)
 class FilteredBatch:
-    """What is left of a batch after a gap, the markers to be given out before it, and the count of what is left out."""
+    """The kept part of a batch after a gap, the markers to hand out before it, and the counts of the part left out."""
 
     batch: ChunkBatch
     markers: ChunkBatch | None
@@ -35,18 +37,18 @@ class SourceEpisodes:
 
     def __init__(self) -> None:
         self.gap_reason = ""
-        """Why batches of this source are missing, once some are."""
+        """Why batches of this source are missing; "" while none are."""
         self._open = np.zeros((0, 1), CHUNK_TABLE)
-        """By env and player: the newest chunk there; its `t_start` is where it stops, its `agent` the player."""
+        """By env and player: the newest chunk there. Its `t_start` is where it stops, its `agent` the player."""
         self._players: dict[tuple[str, str], int] = {}
         """(agent, module) -> column of `_open`."""
         self._broken: dict[tuple[int, int], tuple[int, int]] = {}
-        """By env and player: the episode there that has been ended by a marker and may still go on arriving."""
+        """By env and player: the episode that a marker has ended there and of which chunks may still arrive."""
         self._templates: dict[str, ChunkBatch] = {}
-        """By module: a batch of no chunks with its spaces and columns, which markers are made of."""
+        """By module: a batch of no chunks with its spaces and columns, from which markers are made."""
 
     def take(self, batch: ChunkBatch) -> FilteredBatch:
-        """What of the next batch may be handed out; all of it as long as no batch before it is missing."""
+        """Return what of the next batch may be handed out: all of it as long as no batch before it is missing."""
         if self.gap_reason:
             return self.filter(batch)
         self.observe(batch)
@@ -57,12 +59,12 @@ class SourceEpisodes:
         if not len(batch):
             return
         rows = self._rows(batch)
-        # Several chunks of one place stand in their order, and of repeated indices numpy keeps the last.
+        # Chunks of one place stand in order, and numpy keeps the last of repeated indices.
         ordered = rows[_in_order(rows)] if rows["length"].min() == 0 else rows
         self._open[ordered["env_index"], ordered["agent"]] = ordered
 
     def filter(self, batch: ChunkBatch) -> FilteredBatch:
-        """A batch after a gap: keep the chunks that continue an open episode or begin one, leave out the others."""
+        """Keep the chunks of a batch after a gap that continue or begin an episode; leave out the others."""
         rows = self._rows(batch)
         keep = np.ones(len(batch), np.bool_)
         aborted: list[np.void] = []
@@ -77,7 +79,10 @@ class SourceEpisodes:
         return FilteredBatch(kept, markers, left_out)
 
     def end(self, reason: str) -> list[ChunkBatch]:
-        """Markers for all open episodes, a batch for each module that has any: nothing more comes of this source."""
+        """End all open episodes, since no more batches come from this source.
+
+        Return one batch of markers for each module with an open episode.
+        """
         by_module: dict[str, list[np.void]] = {}
         modules = [module_id for _, module_id in self._players]
         for row in self._open.reshape(-1):
@@ -87,7 +92,7 @@ class SourceEpisodes:
         return [self._markers(module_id, rows, reason) for module_id, rows in by_module.items()]
 
     def _rows(self, batch: ChunkBatch) -> NDArray[np.void]:
-        """The batch's table as `_open` has it, which is made wide enough for it."""
+        """Return the batch's table in the form of `_open`, which is made wide enough for it."""
         (module_id,) = batch.modules
         if module_id not in self._templates:
             self._templates[module_id] = _empty(batch)
@@ -108,7 +113,7 @@ class SourceEpisodes:
             self._open = grown
 
     def _continues(self, row: np.void, begins: int, aborted: list[np.void]) -> bool:
-        """Whether a chunk follows on what the learner has; an episode open there that cannot go on is aborted."""
+        """Return whether a chunk continues what the learner has; abort an open episode there that cannot go on."""
         place, episode = (int(row["env_index"]), int(row["agent"])), _episode(row)
         last = self._open[place]
         if _is_open(last):
@@ -121,13 +126,13 @@ class SourceEpisodes:
             self._broken.pop(place, None)
             return True
         if self._broken.get(place) != episode:
-            # Begun in a batch that is missing, or given to this learner's predecessor: who has its beginning is told.
+            # It began in a missing batch, or was given to this learner's predecessor, whose user must hear of its end.
             self._broken[place] = episode
             aborted.append(_just_before(row, begins))
         return False
 
     def _markers(self, module_id: str, rows: Sequence[np.void], reason: str) -> ChunkBatch:
-        """One ABORTED chunk of no steps after each of `rows`, all of one module."""
+        """Make one ABORTED chunk of no steps after each of `rows`, all of one module."""
         names = [agent for agent, _ in self._players]
         table = np.array(rows, CHUNK_TABLE)
         players, table["agent"] = np.unique(table["agent"], return_inverse=True)
@@ -140,14 +145,14 @@ class SourceEpisodes:
 
 
 def _empty(batch: ChunkBatch) -> ChunkBatch:
-    # New arrays: a view of none of a batch's rows would still keep the whole message in memory.
+    # New arrays: even a view of no rows would keep the whole message in memory.
     columns = {name: np.empty((0, *column.shape[1:]), column.dtype) for name, column in batch.columns.items()}
     table = np.empty(0, CHUNK_TABLE)
     return replace(batch, table=table, columns=columns, infos={}, seq=0, order=None, connector_update={})
 
 
 def _stops(batch: ChunkBatch) -> NDArray[np.int64]:
-    """The env step after each chunk's last; an agent that pauses has fewer steps than its env between two of them."""
+    """Return the env step after each chunk's last; an agent that pauses has fewer steps than its env."""
     table, env_t = batch.table, batch.columns.get("env_t")
     stops: NDArray[np.int64] = table["t_start"] + table["length"]
     if env_t is not None and len(env_t):
@@ -157,8 +162,11 @@ def _stops(batch: ChunkBatch) -> NDArray[np.int64]:
 
 
 def _in_order(table: NDArray[np.void]) -> NDArray[np.intp]:
-    """Rows in the order in which things happened in each env: a worker writes end markers last, but they end episodes
-    of earlier batches, in whose place others have begun since."""
+    """Return rows in the order of events in each env.
+
+    A worker writes end markers last, but they end episodes of earlier batches, and other episodes have begun in their
+    place since.
+    """
     return np.argsort(table["length"] > 0, kind="stable")
 
 
@@ -167,12 +175,12 @@ def _episode(row: np.void) -> tuple[int, int]:
 
 
 def _is_open(row: np.void) -> bool:
-    """The learner has chunks of this episode, and not its end."""
+    """Return whether the learner has chunks of this episode and not its end."""
     return bool(row["length"] and row["end"] == ChunkEnd.ONGOING)
 
 
 def _just_before(row: np.void, begins: int) -> np.void:
-    """As if of a chunk that ends where `row` begins."""
+    """Return a row for an imagined chunk that ends where `row` begins."""
     before = row.copy()
     before["t_start"] = begins
     before["chunk_index"] -= 1

@@ -1,7 +1,7 @@
 """Generalized advantage estimation over many chunks of different lengths at once.
 
-Schulman et al., High-Dimensional Continuous Control Using Generalized Advantage Estimation (2016), equation 16, with
-each chunk's sum cut at its last step, where the value of the observation after it stands for all that follows.
+Schulman et al., High-Dimensional Continuous Control Using Generalized Advantage Estimation (2016), equation 16. Each
+chunk's sum is cut at its last step, where the value of the observation after it stands for all later rewards.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ def advantages(
     gamma: float,
     gae_lambda: float,
 ) -> NDArray[np.float64]:
-    """How much better than expected each step turned out: float64 (N,).
+    """Estimate how much better than expected each step turned out: float64 (N,).
 
-    rewards, values: (N,), all chunks' steps one after another. offsets: (C + 1,), where each chunk's steps begin; no
-    chunk may be empty. bootstraps: (C,), the value of each chunk's last observation, 0 where the episode terminated.
+    - rewards, values: (N,), all chunks' steps one after another.
+    - offsets: (C + 1,), where each chunk's steps begin; no chunk may be empty.
+    - bootstraps: (C,), the value of each chunk's last observation, 0 where the episode terminated.
+
     Adding `values` to the result gives the TD(lambda) returns.
     """
     lengths = np.diff(offsets)

@@ -1,4 +1,4 @@
-"""How a module is fed a rollout: row by row, or chunk by chunk where it remembers."""
+"""Minibatches of a rollout: row by row, or chunk by chunk for a recurrent module."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from headrace.schemas.errors import ModuleError
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """batch: what `forward_train` is given. steps: int64 (n,), the rollout's steps that are trained on. answers: the
-    row of the module's answer for each of them.
+    """Input of one training step.
+
+    - batch: the argument of `forward_train`.
+    - steps: int64 (n,), the rollout's steps that are trained on.
+    - answers: the row of the module's output for each of them.
     """
 
     batch: dict[str, Any]
@@ -27,17 +30,20 @@ class Minibatch:
 
 
 class Minibatches(Protocol):
-    """A rollout as its module wants it."""
+    """Minibatches of one rollout in the form that its module needs."""
 
     def all_rows(self, rows: int) -> Iterator[tuple[dict[str, Any], int]]:
-        """(`forward_train`'s batch, its rows) of some `rows` observations at a time, in the order of `rollout.obs`."""
+        """Yield (`forward_train`'s batch, its rows), about `rows` observations each, in the order of `rollout.obs`."""
 
     def shuffled(self, random: np.random.Generator, steps: int) -> Iterator[Minibatch]:
-        """Each step once, some `steps` at a time, in an order drawn from `random`."""
+        """Yield each step once, about `steps` at a time, in an order drawn from `random`."""
 
 
 def minibatches_for(module: Any, rollout: Rollout) -> Minibatches:
-    """Chunk by chunk for a module with `initial_state`. Raises `ModuleError` when one that remembers did not sample."""
+    """Return minibatches of whole chunks for a module with `initial_state`, else of rows.
+
+    Raises `ModuleError` for a recurrent module when another module sampled the batches.
+    """
     if not hasattr(module, "initial_state"):
         return RowMinibatches(rollout)
     if not rollout.state_in:
@@ -49,30 +55,34 @@ def minibatches_for(module: Any, rollout: Rollout) -> Minibatches:
 
 
 class RowMinibatches:
-    """Rows in any order: {"obs": ...}."""
+    """Minibatches of rows in any order: {"obs": ...}."""
 
     def __init__(self, rollout: Rollout) -> None:
         self._rollout = rollout
 
     def all_rows(self, rows: int) -> Iterator[tuple[dict[str, Any], int]]:
-        """See `Minibatches`."""
+        """Yield exactly `rows` rows at a time, but for the last part."""
         total = int(self._rollout.obs_offsets[-1])
         for start in range(0, total, rows):
             part = slice(start, min(start + rows, total))
             yield {"obs": take(self._rollout.obs, part)}, part.stop - part.start
 
     def shuffled(self, random: np.random.Generator, steps: int) -> Iterator[Minibatch]:
-        """See `Minibatches`; the last minibatch has what is left."""
+        """Yield exactly `steps` steps at a time; the last minibatch has what is left."""
         step_rows = torch.from_numpy(self._rollout.step_rows)
         for some in torch.split(torch.from_numpy(random.permutation(len(self._rollout))), steps):
             yield Minibatch({"obs": take(self._rollout.obs, step_rows[some])}, some, slice(None))
 
 
 class ChunkMinibatches:
-    """Whole chunks, each from the state that was stored with it.
+    """Minibatches of whole chunks, each from the state that was stored with it.
 
-    {"obs": (rows, ...), each chunk's T+1 observations one after another, "lengths": int64 (chunks,), those T+1,
-    "state_in": {name: (chunks, ...)}, "step_rows": int64 (steps,), the row that each step was taken from}.
+    A batch is a dict:
+
+    - "obs": (rows, ...), each chunk's T+1 observations one after another.
+    - "lengths": int64 (chunks,), those T+1.
+    - "state_in": {name: (chunks, ...)}.
+    - "step_rows": int64 (steps,), the row that each step was taken from.
     """
 
     def __init__(self, rollout: Rollout) -> None:
@@ -80,14 +90,14 @@ class ChunkMinibatches:
         self._lengths = np.diff(rollout.offsets)
 
     def all_rows(self, rows: int) -> Iterator[tuple[dict[str, Any], int]]:
-        """See `Minibatches`; no chunk is divided."""
+        """Yield whole chunks; no chunk is divided."""
         chunks = np.arange(len(self._lengths))
         for some in _groups(chunks, self._lengths + 1, rows):
             batch = self._batch(some)
             yield batch, int(batch["lengths"].sum())
 
     def shuffled(self, random: np.random.Generator, steps: int) -> Iterator[Minibatch]:
-        """See `Minibatches`; chunks are shuffled, not the steps within."""
+        """Yield whole chunks in random order; steps within a chunk keep their order."""
         chunks = random.permutation(len(self._lengths))
         for some in _groups(chunks, self._lengths[chunks], steps):
             batch = self._batch(some)
@@ -109,16 +119,16 @@ class ChunkMinibatches:
 
 
 def take(value: Any, rows: slice | Tensor) -> Any:
-    """`rows` of each tensor in a nested `value`."""
+    """Return `rows` of each tensor in a nested `value`."""
     return map_nested(lambda tensor: tensor[rows], value)
 
 
 def _groups(chunks: NDArray[np.intp], sizes: NDArray[np.int64], size: int) -> list[NDArray[np.intp]]:
-    """`chunks` in their order, some `size` together: each goes where its first row falls."""
+    """Group `chunks` in their order, about `size` rows to a group. Each goes where its first row falls."""
     group = (np.cumsum(sizes) - sizes) // size
     return np.split(chunks, np.flatnonzero(np.diff(group)) + 1)
 
 
 def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """All of [start, start + length), one range after another."""
+    """Return all of [start, start + length), one range after another."""
     return np.repeat(starts - np.cumsum(lengths) + lengths, lengths) + np.arange(int(lengths.sum()))

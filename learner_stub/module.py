@@ -1,4 +1,4 @@
-"""What the reference learner needs of a policy module, and how it builds the one that the config names."""
+"""The interface that the reference learner needs of a policy module, and functions that build one from the config."""
 
 from __future__ import annotations
 
@@ -14,28 +14,33 @@ from headrace.schemas.spaces import Spaces
 
 
 class TrainableModule(Protocol):
-    """A torch module with three methods more. Observations and actions are tensors, in the nesting of their space.
+    """A torch module with three more methods. Observations and actions are tensors, in the nesting of their space.
 
-    One that also has `initial_state()` is recurrent: its `forward_train` is given whole chunks, see
-    `minibatches.ChunkMinibatches`.
+    A module that also has `initial_state()` is recurrent: its `forward_train` gets whole chunks, as
+    `minibatches.ChunkMinibatches` describes.
     """
 
     def forward_train(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """{"obs": ...} to {"action_dist_inputs": (rows, ...), "values": (rows,)}, with gradients."""
+        """Map {"obs": ...} to {"action_dist_inputs": (rows, ...), "values": (rows,)}, with gradients."""
 
     def logp(self, dist_inputs: Tensor, actions: Any) -> Tensor:
-        """Log-probability (rows,) of `actions`."""
+        """Return the log-probability (rows,) of `actions`."""
 
     def entropy(self, dist_inputs: Tensor) -> Tensor:
-        """Entropy (rows,) in nats."""
+        """Return the entropy (rows,) in nats."""
 
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-    def state_dict(self) -> dict[str, Tensor]: ...
-    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> Any: ...
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the trainable parameters, as `torch.nn.Module` does."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return all tensors by name, as `torch.nn.Module` does."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> Any:
+        """Load all tensors by name, as `torch.nn.Module` does."""
 
 
 def build_module(section: ModuleSection, spaces: Spaces, where: str = "module") -> TrainableModule:
-    """The module that workers build by the same name; `where` is the setting that names it.
+    """Build the module that workers build by the same name. `where` is the setting that names it.
 
     Raises `ConfigError` for its path, `ModuleError` for the rest.
     """
@@ -47,7 +52,7 @@ def build_module(section: ModuleSection, spaces: Spaces, where: str = "module") 
 
 
 def build_frozen_module(section: ModuleSection, spaces: Spaces, where: str = "module") -> nn.Module:
-    """Likewise one that nobody trains, and that need not be able to."""
+    """Build a module for inference only, which needs none of the methods for training."""
     build = load_object(section.build, f"{where}.build")
     try:
         module = build(spaces, **section.config)
@@ -59,19 +64,19 @@ def build_frozen_module(section: ModuleSection, spaces: Spaces, where: str = "mo
             f"build(spaces, **config) with {where}.config = {section.config!r:.200}"
         ) from error
     if not isinstance(module, nn.Module):
-        raise ModuleError(f"module {section.build!r} gave a {type(module).__name__}; it must be a torch.nn.Module")
+        raise ModuleError(f"module {section.build!r} returned a {type(module).__name__}; it must be a torch.nn.Module")
     return module
 
 
 def check_answer(answer: Mapping[str, Tensor], rows: int) -> tuple[Tensor, Tensor]:
-    """(action_dist_inputs, values) of a `forward_train` over `rows` observations; raises `ModuleError`."""
+    """Return (action_dist_inputs, values) of a `forward_train` over `rows` observations. Raises `ModuleError`."""
     missing = [name for name in ("action_dist_inputs", "values") if name not in answer]
     if missing:
-        raise ModuleError(f"forward_train answered {sorted(answer)}, without {' and '.join(missing)}")
+        raise ModuleError(f"forward_train returned {sorted(answer)}, without {' and '.join(missing)}")
     dist_inputs, values = answer["action_dist_inputs"], answer["values"]
     if len(dist_inputs) != rows or values.shape != (rows,):
         raise ModuleError(
-            f"forward_train answered action_dist_inputs of shape {tuple(dist_inputs.shape)} and values of shape "
+            f"forward_train returned action_dist_inputs of shape {tuple(dist_inputs.shape)} and values of shape "
             f"{tuple(values.shape)} for {rows} observations; it must be one row each, and values one number a row"
         )
     return dist_inputs, values

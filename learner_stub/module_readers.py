@@ -1,4 +1,4 @@
-"""What a learner knows of a fleet's modules: the spaces of each, and how to read its batches."""
+"""The modules of a fleet as the learner knows them: the spaces of each, and readers of its batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.schemas.spaces import Spaces
 
 
 class ModuleReaders:
-    """Empty until `learn` is told of the modules, which are the same for a fleet's whole life."""
+    """Readers by module. Empty until `learn` gets the modules, which are the same for a fleet's whole life."""
 
     def __init__(self) -> None:
         self.spaces: dict[str, Spaces] = {}
@@ -20,12 +20,12 @@ class ModuleReaders:
         self._readers: dict[str, BatchReader] = {}
 
     def learn(self, told: dict[str, Any]) -> None:
-        """Take what the broker passed on from the first worker; raises `DecodeError`."""
+        """Take the spaces that the broker passed on from the first worker. Raises `DecodeError`."""
         if not self.spaces:
             self.spaces = module_spaces_from_json(told)
 
     def spaces_of(self, module_id: str | None) -> Spaces:
-        """Those of a module, or, for None, of the only one there is; raises `WhichModuleError`."""
+        """Return the spaces of a module, or, for None, of the only one there is. Raises `WhichModuleError`."""
         if module_id is None and len(self.spaces) == 1:
             return next(iter(self.spaces.values()))
         if module_id is None or module_id not in self.spaces:
@@ -33,7 +33,10 @@ class ModuleReaders:
         return self.spaces[module_id]
 
     def read(self, unread: UnreadBatch) -> ChunkBatch:
-        """A batch, which is of one module; raises `DecodeError` for what is not of this fleet or contradicts itself."""
+        """Read a batch of one module.
+
+        Raises `DecodeError` for an unknown module, or a batch that contradicts itself.
+        """
         modules = unread.header.modules
         module_id = modules[0] if len(modules) == 1 else ""
         if module_id not in self.spaces:

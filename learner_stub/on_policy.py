@@ -1,8 +1,8 @@
-"""The steps that a batch's policy was asked for. Those that an external env logged itself are no sample of it.
+"""Filter for on-policy steps: those that an external env logged itself are not samples of the policy.
 
-A ratio to the log-prob that the policy would have given such an action is a lie: nobody knows how likely it was where
-it came from. So a chunk is split around them, and each run of the policy's own steps is bootstrapped from the
-observation at which somebody else took over, just as from the one at which an episode is cut.
+The policy's log-prob of a logged action gives no valid importance ratio, since the probability with which the env chose
+it is unknown. So a chunk is split around logged steps. Each run of the policy's own steps is bootstrapped from the
+observation at which the env took over, just as a cut episode is from its last one.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from headrace.schemas.lookback import LOOKBACK
 
 
 def on_policy(batch: ChunkBatch) -> ChunkBatch:
-    """`batch`, of no end markers, without steps that were logged: a chunk for each run of the others.
+    """Return `batch`, which has no end markers, without logged steps: one chunk for each run of the others.
 
-    Without lookback and infos then. Where a module remembers, runs in the midst of a chunk are left out, for the state
-    before them is not known. Returns and lengths of episodes stay those at the end of the chunk that was split.
+    The result has no lookback and infos. For a recurrent module, runs in the middle of a chunk are left out, since the
+    state before them is not known. Returns and lengths of episodes stay those at the end of the chunk that was split.
     """
     logged = batch.columns.get(OFF_POLICY)
     if logged is None or not logged.any():
@@ -48,7 +48,7 @@ def on_policy(batch: ChunkBatch) -> ChunkBatch:
 def _runs(
     keep: NDArray[np.bool_], offsets: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """(first row, row after the last, chunk) of each run of rows to `keep` within a chunk."""
+    """Return (first row, row after the last, chunk) of each run of rows to `keep` within a chunk."""
     before, after = np.roll(keep, 1), np.roll(keep, -1)
     before[offsets[:-1]] = after[offsets[1:] - 1] = False
     starts = np.flatnonzero(keep & ~before)
@@ -56,5 +56,5 @@ def _runs(
 
 
 def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[s, s + 1, ... s + n - 1] for each (s, n), one after another."""
+    """Return [s, s + 1, ... s + n - 1] for each (s, n), one after another."""
     return np.repeat(starts - np.cumsum(lengths) + lengths, lengths) + np.arange(int(lengths.sum()))

@@ -1,8 +1,8 @@
-"""Every policy of the fleet: those in training, the frozen ones, and what the connectors of each have learnt.
+"""The policies of the fleet in the learner: trained ones, frozen ones, and the mergers of their connectors.
 
-A fleet of one agent has one module without a name (`DEFAULT_MODULE`): its weights, metrics and checkpoint are those of
-that module and nothing around them. Where there are several, each is trained on its own batches by a PPO of its own,
-and all are published together, the frozen ones too, so that every worker has the same version of everything.
+A fleet of one agent has one module without a name (`DEFAULT_MODULE`). Its weights, metrics and checkpoint are those of
+that module with nothing around them. With several modules, each is trained on its own batches by a PPO of its own. All
+are published together, the frozen ones too, so that every worker has the same version of everything.
 """
 
 from __future__ import annotations
@@ -32,14 +32,21 @@ class LearnerPolicy(Protocol):
 
     stats: TrainingStats
 
-    def weights(self) -> dict[str, Tensor]: ...
-    def update(self, batches: Sequence[ChunkBatch]) -> Metrics: ...
-    def get_state(self) -> tuple[dict[str, Any], Arrays]: ...
-    def set_state(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None: ...
+    def weights(self) -> dict[str, Tensor]:
+        """Return the tensors to publish."""
+
+    def update(self, batches: Sequence[ChunkBatch]) -> Metrics:
+        """Take the batches of one update; return its metrics."""
+
+    def get_state(self) -> tuple[dict[str, Any], Arrays]:
+        """Return (plain JSON values, arrays by name) for a checkpoint."""
+
+    def set_state(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Go on from the result of `get_state`."""
 
 
 class FrozenPolicy:
-    """A module that acts as it was built, or as the checkpoint has it; its batches are counted.
+    """A module that acts as it was built, or as the checkpoint has it. Its batches are counted.
 
     Its connectors go on learning: build those that should not with `update = false`, or the like.
     """
@@ -49,7 +56,7 @@ class FrozenPolicy:
         self.stats = TrainingStats()
 
     def weights(self) -> dict[str, Tensor]:
-        """The module's state dict."""
+        """Return the module's state dict."""
         return dict(self.module.state_dict())
 
     def update(self, batches: Sequence[ChunkBatch]) -> Metrics:
@@ -58,17 +65,20 @@ class FrozenPolicy:
         return self.stats.metrics()
 
     def get_state(self) -> tuple[dict[str, Any], Arrays]:
-        """See `PPO`."""
+        """Return counters and weights; the optimizer's state is empty."""
         return self.stats.get_state(), training_arrays(self.weights(), {"state": {}})
 
     def set_state(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
-        """See `PPO`; of a module that was in training before, the optimizer is forgotten."""
+        """Go on from the result of `get_state`. The optimizer's state of a module once in training is dropped."""
         self.module.load_state_dict(training_tensors(arrays)[0])
         self.stats.set_state(state)
 
 
 class LearnerPolicies:
-    """`by_id`: module id -> its policy. `connectors`: module id -> its merger, for those that have connectors."""
+    """All policies of the learner.
+
+    `by_id`: module id -> its policy. `connectors`: module id -> its merger, for modules with connectors.
+    """
 
     def __init__(
         self, by_id: Mapping[str, LearnerPolicy], connectors: Mapping[str, ConnectorMerger] | None = None
@@ -79,19 +89,19 @@ class LearnerPolicies:
 
     @property
     def updates(self) -> int:
-        """How often `update` was called, over the learner's whole life."""
+        """Return how often `update` was called, over the learner's whole life."""
         return next(iter(self.by_id.values())).stats.updates
 
     @property
     def steps(self) -> int:
-        """Steps of all modules' batches together, likewise."""
+        """Return the steps of all modules' batches together, over the learner's whole life."""
         return sum(policy.stats.steps for policy in self.by_id.values())
 
     def update(self, batches: Sequence[ChunkBatch]) -> Metrics:
-        """Train each policy on its own of `batches`, which may be none; says what came of it, by "module id/name".
+        """Train each policy on its own of `batches`, which may be none. Return metrics by "module id/name".
 
-        What the connectors learnt counts whether or not PPO trains on the batch it came with. Deterministic. Raises
-        `ModuleError` for a batch of no policy here and whatever `PPO.update` and `ConnectorMerger.take` raise.
+        Updates of connectors count whether or not PPO trains on the batch they came with. Deterministic. Raises
+        `ModuleError` for a batch without a policy here, and the errors of `PPO.update` and `ConnectorMerger.take`.
         """
         own: dict[str, list[ChunkBatch]] = {module_id: [] for module_id in self.by_id}
         for batch in batches:
@@ -114,14 +124,14 @@ class LearnerPolicies:
         return batch.modules[0]
 
     def weights(self) -> StateDict | dict[str, StateDict]:
-        """What to publish: module id -> its tensors and its connectors' state; without an id where none has a name."""
+        """Return what to publish: module id -> its tensors and connector state; without ids for a nameless module."""
         by_id: dict[str, StateDict] = {
             m: {**p.weights(), **self._mergers[m].get_state()} for m, p in self.by_id.items()
         }
         return by_id[DEFAULT_MODULE] if self._nameless else by_id
 
     def get_state(self) -> tuple[dict[str, Any], Arrays]:
-        """(plain JSON values, arrays by name) for a checkpoint. The arrays are the live ones: write them at once."""
+        """Return (plain JSON values, arrays by name) for a checkpoint. The arrays are live: write them at once."""
         states, arrays = {}, {}
         for module_id, policy in self.by_id.items():
             states[module_id], own = policy.get_state()
@@ -131,13 +141,13 @@ class LearnerPolicies:
         return {"modules": states}, join_modules(arrays)
 
     def set_state(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Go on from `get_state`'s answer; settings stay those of the config.
+        """Go on from the result of `get_state`; settings stay those of the config.
 
         Raises `KeyError`, `RuntimeError`, `ValueError` or `ConnectorError` when the state is of other policies.
         """
         states = state.get("modules", {DEFAULT_MODULE: state})
         if states.keys() != self.by_id.keys():
-            raise ValueError(f"it is of the modules {sorted(states)}, and these are {sorted(self.by_id)}")
+            raise ValueError(f"it is of the modules {sorted(states)}, and this learner's are {sorted(self.by_id)}")
         parts = split_modules(arrays) if "modules" in state else {DEFAULT_MODULE: dict(arrays)}
         for module_id, policy in self.by_id.items():
             own = (parts or {}).get(module_id, {})

@@ -1,4 +1,4 @@
-"""The policies that the config names, each built for its own spaces, as workers build theirs."""
+"""Builder of the policies that the config names, each for its own spaces, as workers build theirs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from headrace.schemas.spaces import Spaces
 
 
 def build_policies(config: FleetConfig, spaces: Mapping[str, Spaces]) -> LearnerPolicies:
-    """What `config` names, each for its own of `spaces`. Raises `ConfigError`, `ModuleError` and `ConnectorError`."""
+    """Build the policies of `config`, each for its own of `spaces`.
+
+    Raises `ConfigError`, `ModuleError` and `ConnectorError`.
+    """
     named = config.sampling.policies or {DEFAULT_MODULE: PolicySettings()}
     if missing := sorted(named.keys() - spaces.keys()):
         raise ModuleError(
-            f"workers tell of the modules {sorted(spaces)!r:.200}, not of {missing!r:.200}; give workers and learner "
+            f"workers have the modules {sorted(spaces)!r:.200}, not {missing!r:.200}; give workers and learner "
             "the same sampling.policies"
         )
     trained = config.learner.policies_to_train
@@ -36,7 +39,7 @@ def build_policies(config: FleetConfig, spaces: Mapping[str, Spaces]) -> Learner
 
 
 def _section(policy: PolicySettings, default: ModuleSection) -> ModuleSection:
-    """Builder and arguments of a policy, each from [module] where it is absent, as workers have it."""
+    """Return builder and arguments of a policy. Absent ones come from [module], as in workers."""
     return ModuleSection(
         build=default.build if policy.build is None else policy.build,
         config=default.config if policy.config is None else policy.config,
@@ -51,5 +54,5 @@ def _merger(policy: PolicySettings, default: SamplingSettings) -> ConnectorMerge
 
 
 def _where(module_id: str, policy: PolicySettings) -> str:
-    """The setting to name in an error."""
+    """Return the setting to name in an error."""
     return "module" if policy.build is None and policy.config is None else f"sampling.policies.{module_id}"

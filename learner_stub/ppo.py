@@ -1,20 +1,20 @@
 """Proximal policy optimization of one module, small enough to read before writing your own.
 
-Schulman et al., Proximal Policy Optimization Algorithms (2017). The choices that an asynchronous stream asks for:
+Schulman et al., Proximal Policy Optimization Algorithms (2017). An asynchronous stream calls for these choices:
 
-- Importance ratios are taken against the log-probs the sampler stored, since the policy that acted is some versions
-  older than the one in training: the ratio is right however stale a step is, and the clip bounds what staleness can do.
-- Actions that an external env logged are nobody's sample: they are left out, and what was before and after them is
-  trained on as chunks of their own.
-- Values are computed anew by the module as it is now, not read from the `values` column: an old value function's error
-  would go into advantages and returns alike, and one forward pass is a small part of an update.
-- A module that remembers is trained on whole chunks, each from the state that was stored with it.
+- Importance ratios use the log-probs that the sampler stored, since the policy that acted is some versions older than
+  the one in training. So the ratio is right however stale a step is, and the clip bounds what staleness can do.
+- Actions that an external env logged are not samples of the policy. They are left out, and the steps before and after
+  them are trained on as chunks of their own.
+- Values are computed by the module as it is now, not read from the `values` column. An old value function's error would
+  go into advantages and returns, and one forward pass is a small part of an update.
+- A recurrent module is trained on whole chunks, each from the state that was stored with it.
 - A chunk is bootstrapped from its last observation unless the episode terminated there: an episode that was cut,
   truncated or aborted would have gone on.
 - The value loss is divided by the variance of the returns where that is above 1. Policy and value share layers, and
   returns in the hundreds would otherwise leave the policy little of the clipped gradient.
 
-Nothing here keeps random state: the order of minibatches follows from (seed, update), so a learner that resumes from
+Nothing here keeps random state: the order of minibatches follows from (seed, update). So a learner that resumes from
 its checkpoint and gets the same batches takes the same steps, to the bit.
 """
 
@@ -41,16 +41,18 @@ from headrace.schemas.config import LearnerSection
 from headrace.schemas.errors import ModuleError
 
 _FORWARD_ROWS = 4096
-"""Observations of one forward pass without gradients: bounds the memory that images take."""
+"""Observations in one forward pass without gradients; it bounds the memory that images take."""
 
 Metrics = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What one update steers by, fixed before its first step; float32 (N,) each.
+    """The targets of one update, fixed before its first step; float32 (N,) each.
 
-    advantages: of mean 0 and deviation 1. returns: what values should have been. logp: of the policy before the update.
+    - advantages: of mean 0 and deviation 1.
+    - returns: what values should have been.
+    - logp: of the policy before the update.
     """
 
     advantages: Tensor
@@ -70,11 +72,11 @@ class PPO:
         self.stats = TrainingStats()
 
     def weights(self) -> dict[str, Tensor]:
-        """The module's state dict; its tensors are the live ones."""
+        """Return the module's state dict; its tensors are the live ones."""
         return self.module.state_dict()
 
     def update(self, batches: Sequence[ChunkBatch]) -> Metrics:
-        """Train on every step of `batches` that the policy chose; says what came of it. Deterministic.
+        """Train on every step of `batches` that the policy chose. Return metrics. Deterministic.
 
         Raises `ModuleError` when module or batches lack what PPO needs.
         """
@@ -103,7 +105,7 @@ class PPO:
         logp = self.module.logp(dist_inputs[torch.from_numpy(step_rows)], rollout.actions)
         if logp.shape != rollout.logp.shape:
             raise ModuleError(
-                f"logp answered {tuple(logp.shape)} for {len(rollout)} steps; it must be one number a step"
+                f"logp returned {tuple(logp.shape)} for {len(rollout)} steps; it must be one number a step"
             )
         return Targets(
             advantages=_float32((advantage - advantage.mean()) / (advantage.std() + 1e-8)),
@@ -114,7 +116,7 @@ class PPO:
         )
 
     def _forward(self, feed: Minibatches) -> tuple[Tensor, NDArray[np.float64]]:
-        """(action_dist_inputs (rows, ...), values (rows,)) of the module as it is, without gradients."""
+        """Return (action_dist_inputs (rows, ...), values (rows,)) of the module as it is, without gradients."""
         with torch.no_grad():
             parts = feed.all_rows(_FORWARD_ROWS)
             answers = [check_answer(self.module.forward_train(batch), rows) for batch, rows in parts]
@@ -122,7 +124,7 @@ class PPO:
         return torch.cat(dist_inputs), torch.cat(values).double().numpy()
 
     def _optimize(self, rollout: Rollout, feed: Minibatches, targets: Targets) -> Metrics:
-        """Passes over the steps in shuffled minibatches, until the policy has moved by more than `target_kl`."""
+        """Pass over the steps in shuffled minibatches, until the policy has moved by more than `target_kl`."""
         s = self.settings
         random = np.random.default_rng((s.seed, self.stats.updates))
         metrics: Metrics = {}
@@ -141,7 +143,7 @@ class PPO:
         return metrics
 
     def _loss(self, rollout: Rollout, targets: Targets, minibatch: Minibatch) -> tuple[Tensor, Metrics]:
-        """The clipped objective of equation 9 on one minibatch, negated."""
+        """Return the clipped objective of equation 9 on one minibatch, negated, and its metrics."""
         s, steps = self.settings, minibatch.steps
         answer = self.module.forward_train(minibatch.batch)
         dist_inputs, values = (answer[name][minibatch.answers] for name in ("action_dist_inputs", "values"))
@@ -164,11 +166,11 @@ class PPO:
         return loss, {name: value.item() for name, value in measured.items()}
 
     def get_state(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-        """(plain JSON values, arrays by name) for a checkpoint. The arrays are the live ones: write them at once."""
+        """Return (plain JSON values, arrays by name) for a checkpoint. The arrays are live: write them at once."""
         return self.stats.get_state(), training_arrays(self.module.state_dict(), self.optimizer.state_dict())
 
     def set_state(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Go on from `get_state`'s answer; settings stay those of the config.
+        """Go on from the result of `get_state`; settings stay those of the config.
 
         Raises `KeyError` or `RuntimeError` when the state is that of another module.
         """

@@ -1,8 +1,8 @@
-"""Publishing weights to the fleet.
+"""The publisher of weights to the fleet.
 
 with WeightPublisher(endpoint) as weights:
     weights.publish(module.state_dict())
-    weights.publish({"one": one.state_dict(), "two": two.state_dict()})  # where modules are several
+    weights.publish({"one": one.state_dict(), "two": two.state_dict()})  # several modules
 """
 
 from __future__ import annotations
@@ -36,20 +36,27 @@ from headrace.schemas.wire import MessageKind, decode_header
 _CONTROL: dict[MessageKind, type[Message]] = {m.KIND: m for m in (LearnerWelcome, WeightsAck, Fenced, Reject, Status)}
 _RETRY_S = 1.0
 _SILENCE_S = 3.0
-"""After so long without a word the broker may be another one, which knows neither this publisher nor its weights."""
+"""After this silence the broker may be another one, which knows neither this publisher nor its weights."""
 _SLOWEST_BYTES_PER_S = 10e6
-"""How slow a broker may be to take a version before it is sent again; sending it too early only makes it slower."""
+"""The slowest speed at which a broker may take a version before it is sent again. Sending too early only slows it."""
 
 
 StateDict = Mapping[str, torch.Tensor | NDArray[Any]]
 
 
 class WeightPublisher:
-    """Sends versions (learner_epoch, seq) to the broker's relay; the newest is kept here and sent again to a broker
-    that has lost it. Shares the lease of this process's `EpisodeStream` on the same endpoint, whose waiting pumps it.
+    """Sends versions (learner_epoch, seq) to the broker's relay.
 
-    keys: as of the stream. Raises `FencedError` once a newer learner has taken over, `UnreachableError` when no broker
-    answers in time, `KeysError` for keys that cannot be used, `KeysRefusedError` when the broker does not let them in.
+    It keeps the newest version and sends it again to a broker that has lost it. It shares the lease of this process's
+    `EpisodeStream` on the same endpoint, which pumps it while it waits.
+
+    keys: as of the stream.
+
+    Raises:
+        FencedError: a newer learner has taken over; later calls raise it too.
+        UnreachableError: no broker answers in time.
+        KeysError: the keys cannot be used.
+        KeysRefusedError: the broker does not let them in.
     """
 
     def __init__(
@@ -77,12 +84,13 @@ class WeightPublisher:
         self._join(connect_timeout_s)
 
     def publish(self, state_dict: StateDict | Mapping[str, StateDict]) -> int:
-        """Make these the fleet's newest weights; returns their seq. Copies them, and does not wait for their arrival.
+        """Make these the fleet's newest weights. Return their seq. Copies them, and does not wait for their arrival.
 
-        Of several modules: module id -> state dict. One that is left out is frozen: workers act with what they have
-        of it, those that start later with what it was built with. Arrays named "connectors/..." beside a module's
-        tensors are state of its connectors.
-        Raises `EncodeError` for a tensor whose dtype has no place on the wire, and for a module id that has none.
+        With several modules: module id -> state dict. A module that is left out is frozen: workers go on with the
+        weights that they have for it, and those that start later use the ones it was built with. Arrays named
+        "connectors/..." beside a module's tensors are state of its connectors.
+
+        Raises `EncodeError` for a tensor whose dtype has no place on the wire, and for an invalid module id.
         """
         arrays = {name: _to_array(name, value) for name, value in _flat(state_dict).items()}
         if not arrays:
@@ -116,7 +124,7 @@ class WeightPublisher:
                 self._send_weights()
 
     def close(self) -> None:
-        """Leave; the relay keeps the last version."""
+        """Close the connection; the relay keeps the last version."""
         connection.leave(self)
         self._socket.close()
 
@@ -143,7 +151,7 @@ class WeightPublisher:
         self._next_send = connection.now() + _RETRY_S
         hello = LearnerHello(fleet_id=self._fleet_id, token=self.token, channel="publisher", epoch=self.epoch)
         if not self._socket.send(hello.frames()):
-            self._next_send = 0.0  # there is no connection yet; as soon as it stands is soon enough
+            self._next_send = 0.0  # there is no connection yet: send again as soon as there is one
 
     def _send_weights(self) -> None:
         assert self._arrays is not None
@@ -159,7 +167,8 @@ class WeightPublisher:
             self._fleet_id = message.fleet_id
             self.epoch = message.epoch
             if self._arrays is None and message.published[0] == self.epoch:
-                self.seq = message.published[1]  # of an earlier publisher of this process: what is not newer is ignored
+                # of an earlier publisher of this process; workers ignore a version that is not newer
+                self.seq = message.published[1]
             self._lacks(message.published)
         elif isinstance(message, Status):
             if message.epoch != self.epoch:
@@ -174,7 +183,7 @@ class WeightPublisher:
             self._on_reject(message)
 
     def _lacks(self, published: Version) -> None:
-        """The broker has `published`; send the newest again if that is older."""
+        """Send the newest version again if `published`, which the broker has, is older."""
         if self._arrays is not None and published < (self.epoch, self.seq):
             self.acknowledged = published
             self._next_send = min(self._next_send, connection.now() + 0.1)
@@ -188,7 +197,7 @@ class WeightPublisher:
 
 
 def _flat(state_dict: StateDict | Mapping[str, StateDict]) -> StateDict:
-    """One state dict as it is, those of several modules under joined names."""
+    """Return one state dict as it is, those of several modules under joined names."""
     by_module: dict[str, StateDict] = {k: value for k, value in state_dict.items() if isinstance(value, Mapping)}
     if not by_module:
         return cast(StateDict, state_dict)
@@ -203,7 +212,7 @@ def _flat(state_dict: StateDict | Mapping[str, StateDict]) -> StateDict:
 
 
 def _to_array(name: str, value: torch.Tensor | NDArray[Any]) -> NDArray[Any]:
-    """A copy of a tensor as a numpy array; bfloat16, which numpy lacks, becomes float32."""
+    """Copy a tensor to a numpy array; bfloat16, which numpy lacks, becomes float32."""
     if not isinstance(value, torch.Tensor):
         return value.copy()
     tensor = value.detach().cpu()

@@ -1,4 +1,4 @@
-"""From what arrived at a learner to what it is handed: batches it can read, each episode of them without a hole."""
+"""Batches that are ready for the learner: decoded, and with no hole in any episode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace.schemas.ledger import Count, Drop
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A batch to hand out, and what is to be settled with it. Only what was handed out is ever settled."""
+    """A batch to hand out, and the counts that settle with it. Only batches that were handed out ever settle."""
 
     batch: ChunkBatch
     arrival: Arrival
@@ -27,7 +27,7 @@ class _Ready:
 
 
 class ReadyBatches:
-    """Batches that wait to be handed out, in order; `session` is told of each what becomes of it.
+    """Batches that wait to be handed out, in order. `session` is told what becomes of each.
 
     dropped: steps by reason that will never be handed out, of the sources that arrived.
     """
@@ -43,14 +43,14 @@ class ReadyBatches:
         return len(self._ready)
 
     def hand_out(self) -> ChunkBatch:
-        """The next one, of which there is one."""
+        """Return the next batch; there must be one."""
         ready = self._ready.popleft()
         if ready.settles:
             self._session.settle(ready.arrival, ready.committed, ready.dropped)
         return ready.batch
 
     def open(self, arrival: Arrival) -> None:
-        """Turn an arrival into batches that are ready to be handed out; there may be none, or markers only."""
+        """Turn an arrival into batches to hand out: possibly none, or markers only."""
         if arrival.kind is ArrivalKind.END:
             ended = self._episodes.pop(arrival.key, None)
             self._ready.extend(_Ready(markers, arrival) for markers in (ended.end(arrival.reason) if ended else ()))
@@ -83,7 +83,7 @@ class ReadyBatches:
             self._session.settle(arrival, committed, dropped)
 
     def _leave_out(self, arrival: Arrival, episodes: SourceEpisodes, reason: str, lost: dict[str, Count]) -> None:
-        """There is a hole in this source. Without a batch it is settled already, and only to be told."""
+        """Note a hole in this source. One without a batch is settled already, and only counted."""
         episodes.gap_reason = reason
         self.dropped.update({name: steps for name, (steps, _) in lost.items()})
         if arrival.batch is not None:

@@ -1,4 +1,4 @@
-"""The steps of one update: chunks of many batches joined into tensors, with the rows a learner needs of each."""
+"""The steps of one update: chunks of many batches joined into tensors, with the rows that a learner needs of each."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from headrace.schemas.spaces import nest
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """N steps in C chunks, one after another; owns its memory, so the batches it came from may be settled.
+    """N steps in C chunks, one after another. It owns its memory, so the batches it came from may be settled.
 
-    obs: tensors (N + C, ...) in the nesting of the space: each chunk's T steps and the observation after them.
-    actions: tensors (N, ...), likewise. logp: float32 (N,), of the behaviour policy. rewards: float64 (N,).
-    offsets: int64 (C + 1,), where each chunk's steps begin. terminated: bool (C,). state_in: tensors (C, ...) by name,
-    what a recurrent module remembered before each chunk; empty for other modules.
+    - obs: tensors (N + C, ...) in the nesting of the space: each chunk's T steps and the observation after them.
+    - actions: tensors (N, ...), in the nesting of the space.
+    - logp: float32 (N,), of the behaviour policy. rewards: float64 (N,).
+    - offsets: int64 (C + 1,), where each chunk's steps begin. terminated: bool (C,).
+    - state_in: tensors (C, ...) by name, a recurrent module's memory before each chunk; empty for other modules.
     """
 
     obs: Any
@@ -41,26 +42,26 @@ class Rollout:
 
     @property
     def obs_offsets(self) -> NDArray[np.int64]:
-        """int64 (C + 1,): where each chunk's rows of `obs` begin."""
+        """Return where each chunk's rows of `obs` begin: int64 (C + 1,)."""
         return self.offsets + np.arange(len(self.offsets))
 
     @property
     def step_rows(self) -> NDArray[np.int64]:
-        """int64 (N,): the row of `obs` each step was taken from."""
+        """Return the row of `obs` each step was taken from: int64 (N,)."""
         chunks = np.arange(len(self.terminated))
         return np.arange(len(self)) + np.repeat(chunks, np.diff(self.offsets))
 
     @property
     def last_rows(self) -> NDArray[np.int64]:
-        """int64 (C,): the row of `obs` after each chunk's last step, from which to bootstrap."""
+        """Return the row of `obs` after each chunk's last step, from which to bootstrap: int64 (C,)."""
         return self.offsets[1:] + np.arange(len(self.terminated))
 
 
 def join(batches: Sequence[ChunkBatch]) -> Rollout | None:
-    """The steps of `batches` that a policy chose, or None when there are none.
+    """Join the steps of `batches` that a policy chose; None when there are none.
 
-    End markers have no steps, random and logged actions no policy whose ratio could be taken, so all are left out.
-    Raises `ModuleError` when steps have no `logp`, or batches not the same columns.
+    End markers have no steps. Random and logged actions have no policy for an importance ratio. So all these are left
+    out. Raises `ModuleError` when steps have no `logp`, or batches not the same columns.
     """
     chosen = [batch for batch in map(_chosen, batches) if len(batch)]
     if not chosen:
@@ -68,7 +69,7 @@ def join(batches: Sequence[ChunkBatch]) -> Rollout | None:
     for batch in chosen:
         if "logp" not in batch.columns:
             raise ModuleError(
-                f"a batch of slot {batch.slot} has no column 'logp', which PPO needs; answer it from "
+                f"a batch of slot {batch.slot} has no column 'logp', which PPO needs; return it from "
                 "forward_exploration, and sample with explore = true"
             )
     first = chosen[0]
@@ -98,7 +99,7 @@ def _check_alike(batches: Sequence[ChunkBatch]) -> None:
 
 
 def _chosen(batch: ChunkBatch) -> ChunkBatch:
-    """`batch` without end markers, random actions and logged ones."""
+    """Return `batch` without end markers, random actions and logged ones."""
     keep = (batch.table["length"] > 0) & (batch.table["flags"] & RANDOM_ACTIONS == 0)
     return on_policy(batch if keep.all() else batch.select(keep))
 
@@ -109,7 +110,7 @@ def _needed(batch: ChunkBatch) -> list[str]:
 
 
 def map_nested(function: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with `function` applied to each array of its dicts and tuples."""
+    """Apply `function` to each array in the dicts and tuples of `value`."""
     if isinstance(value, dict):
         return {key: map_nested(function, sub) for key, sub in value.items()}
     if isinstance(value, tuple):

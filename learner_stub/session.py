@@ -1,8 +1,8 @@
 """The learner's side of the protocol as a state machine: messages and time in, messages out, no I/O of its own.
 
-Of each source (one incarnation of a worker) it takes every batch exactly once and in order. What arrives becomes an
-`Arrival` in one queue; the stream takes arrivals from there, tells `settle` what it made of each batch, and `commit`
-declares everything taken so far as settled.
+It takes every batch of each source (one incarnation of a worker) exactly once and in order. Each arrival becomes an
+`Arrival` in one queue. The stream takes arrivals from there and calls `settle` with what it made of each batch.
+`commit` declares everything taken so far as settled.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LearnerSessionState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """What one stream lets the broker send ahead, and its clocks; bytes and seconds."""
+    """What the broker may send ahead to one stream, and the stream's intervals; bytes and seconds."""
 
     window_batches: int = 64
     window_bytes: int = 256 << 20
@@ -51,11 +51,12 @@ class StreamLimits:
     silence_s: float = 5.0
     gather_s: float = 0.002
     gather_batches: int = 4
-    """How long, and for how many batches, word of a commit that is not urgent may wait for that of the next."""
+    """A commit that is not urgent may wait this long, and for this many batches, to be sent together with the next one.
+    """
 
 
 class LearnerSession:
-    """One learner process's stream. `token` is shared with its publisher."""
+    """The stream of one learner process. It shares `token` with the publisher."""
 
     def __init__(
         self, token: str, limits: StreamLimits, *, fleet_id: str = "", position: list[SourcePosition] | None = None
@@ -101,7 +102,7 @@ class LearnerSession:
             handler(message)
 
     def receive_batch(self, header: BatchHeader, content: object, now: float) -> None:
-        """Take a BATCH, with whatever `take` is to give back: keep the next of its source, ignore what came before."""
+        """Take a BATCH whose `content` `take` gives back. Keep the next batch of its source; ignore earlier ones."""
         self._heard = now
         if self.state is not LearnerSessionState.ACTIVE:
             return
@@ -121,7 +122,7 @@ class LearnerSession:
         self.arrivals.append(Arrival(ArrivalKind.BATCH, key, batch, content))
 
     def take(self) -> Arrival | None:
-        """The next arrival for the user, in order; follow a batch or a gap by `settle`."""
+        """Return the next arrival for the user, in order. Call `settle` after a batch or a gap."""
         if not self.arrivals:
             return None
         arrival = self.arrivals.popleft()
@@ -138,11 +139,11 @@ class LearnerSession:
         self._changed.add(arrival.key)
 
     def position(self) -> list[SourcePosition]:
-        """Everything taken so far, as if committed: what belongs into the learner's own checkpoint."""
+        """Return everything taken so far, as if committed, for the learner's own checkpoint."""
         return [position_of(key, source.taken) for key, source in self._sources.items() if source.taken.seq]
 
     def commit(self, now: float, *, at_once: bool = True) -> None:
-        """Settle everything taken so far, and tell the broker: now, or by a call of `commit` or `tick` soon."""
+        """Settle everything taken so far, and tell the broker: now, or soon, by a call of `commit` or `tick`."""
         self._gathered += self.uncommitted()
         for key in self._changed:
             source = self._sources[key]
@@ -157,15 +158,15 @@ class LearnerSession:
             self._send_commit(now)
 
     def uncommitted(self) -> int:
-        """Batches the user has taken and not yet committed."""
+        """Return the number of batches that the user has taken and not yet committed."""
         return sum(self._sources[key].taken.seq - self._sources[key].committed.seq for key in self._changed)
 
     def idle_s(self, now: float) -> float:
-        """How long nothing will be due, unless something arrives."""
+        """Return the seconds until something is due if nothing arrives."""
         return max(0.0, self._next_send - now)
 
     def tick(self, now: float, *, waiting: bool = False) -> None:
-        """Call it often: says HELLO until welcomed, repeats the cumulative state, notices a broker that has gone."""
+        """Say HELLO until welcomed, repeat the cumulative state, and notice a broker that has gone. Call it often."""
         if self.state is LearnerSessionState.STOPPED or now < self._next_send:
             return
         if self.state is LearnerSessionState.ACTIVE and now - self._heard > self.limits.silence_s:
@@ -176,12 +177,12 @@ class LearnerSession:
             self._send_commit(now, waiting=waiting)
 
     def take_outbox(self) -> list[Message]:
-        """Messages due for the broker."""
+        """Return and forget the messages due for the broker."""
         out, self._outbox = self._outbox, []
         return out
 
     def not_sent(self) -> None:
-        """The connection did not take a message, which it does as soon as it stands: a HELLO is worth trying again."""
+        """Note that there was no connection for a message. Without a WELCOME so far, try a HELLO again at once."""
         if self.state is LearnerSessionState.JOINING:
             self._next_send = 0.0
 
@@ -229,7 +230,10 @@ class LearnerSession:
         self.spaces = status.spaces or self.spaces
 
     def _on_start(self, start: SourceStart) -> None:
-        """The batches up to `start.settled.seq` will not come. Those dropped leave a hole in their episodes."""
+        """Skip the batches up to `start.settled.seq`, which will not come.
+
+        Dropped ones leave a hole in their episodes.
+        """
         key = (start.slot, start.incarnation)
         source = self._sources.setdefault(key, SourceProgress())
         if start.settled.seq <= source.received:

@@ -1,4 +1,4 @@
-"""What a learner knows of each source, and what of it its user takes: batches, holes and ends, in order."""
+"""A learner's progress with each source, and the arrivals for its user: batches, holes and ends, in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SourceKey = tuple[int, int]
 
 
 class ArrivalKind(Enum):
-    """What an arrival means to the user's stream."""
+    """The kinds of arrivals."""
 
     BATCH = "batch"
     GAP = "gap"
@@ -23,26 +23,26 @@ class ArrivalKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One thing the user's stream takes, in order: a batch, a hole in a source, or a source's end."""
+    """One arrival for the user's stream, in order: a batch, a hole in a source, or a source's end."""
 
     kind: ArrivalKind
     key: SourceKey
     batch: HeldBatch | None = None
     content: object = None
-    """Of a batch: what the caller of `receive_batch` handed in."""
+    """For a batch: what the caller of `receive_batch` handed in."""
     reason: str = ""
     lost: dict[str, Count] = field(default_factory=dict)
-    """Of a hole: (steps, chunks) by reason."""
+    """For a hole: (steps, chunks) by reason."""
 
 
 @dataclass(slots=True)
 class SourceProgress:
-    """One incarnation of a worker, as far as this learner has got with it."""
+    """How far this learner is with one incarnation of a worker."""
 
     received: int = 0
     """The last batch received, or passed over."""
     taken: Settled = Settled()
-    """What became of the batches the user has taken."""
+    """What became of the batches that the user has taken."""
     committed: Settled = Settled()
     in_hand: deque[HeldBatch] = field(default_factory=deque)
     """Received and not committed."""
@@ -50,11 +50,11 @@ class SourceProgress:
 
 
 def position_of(key: SourceKey, settled: Settled) -> SourcePosition:
-    """How far the learner got with that source."""
+    """Return the position of a learner that settled `settled` of that source."""
     return SourcePosition(slot=key[0], incarnation=key[1], settled=settled)
 
 
 def growth(before: dict[str, Count], after: dict[str, Count]) -> dict[str, Count]:
-    """What was added to each count."""
+    """Return what was added to each count."""
     grown = {r: (n[0] - before.get(r, (0, 0))[0], n[1] - before.get(r, (0, 0))[1]) for r, n in after.items()}
     return {reason: count for reason, count in grown.items() if count != (0, 0)}

@@ -1,4 +1,4 @@
-"""A learner that waits for workers that wait for the learner."""
+"""Detector of a stall: a learner waits for workers, and all workers wait for the learner."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ from headrace.learner_stub.session import LearnerSession, LearnerSessionState
 from headrace.schemas.errors import WindowStalledError
 
 STARVED_S = 3.0
-"""By then the broker's word of the workers is newer than all that they were told: two heartbeats have passed."""
+"""Two heartbeats, after which the broker's word on the workers is newer than all that they were told."""
 
 STALLED_S = 30.0
 
 
 class StallDetector:
-    """How long a stream has been waiting for a batch, and whether one can come at all."""
+    """Measures how long a stream has waited for a batch, and whether one can come at all."""
 
     def __init__(self, session: LearnerSession) -> None:
         self._session = session
         self._waited_s = 0.0
 
     def reset(self) -> None:
-        """Something came."""
+        """Note that something came."""
         self._waited_s = 0.0
 
     def add_wait(self, seconds: float) -> None:
-        """Nothing came for so much longer. Raises `WindowStalledError` rather than have everybody wait for ever."""
+        """Note that nothing came for `seconds` more. Raises `WindowStalledError` when all would wait for ever."""
         self._waited_s += seconds
         if self._waited_s > STALLED_S and self._all_wait:
             raise WindowStalledError(self._session.uncommitted(), self._waited_s)
 
     @property
     def starved(self) -> bool:
-        """Whether only a commit can end this wait."""
+        """Return whether only a commit can end this wait."""
         return self._waited_s >= STARVED_S and self._all_wait
 
     @property
     def _all_wait(self) -> bool:
-        """As the broker said last: every worker's window is full, and a commit would make room."""
+        """Return whether, by the broker's last status, every worker's window is full and a commit would make room."""
         status = self._session.status
         blocked = status is not None and 0 < status.workers == status.workers_blocked
         return blocked and self._session.state is LearnerSessionState.ACTIVE and self._session.uncommitted() > 0

@@ -1,13 +1,14 @@
-"""The stream of episode chunks a learner trains on.
+"""The stream of episode chunks that a learner trains on.
 
     with EpisodeStream(endpoint) as stream:
         for batch in stream:        # ChunkBatch; asking for the next settles this one
             train(batch)
 
 A batch handed out and not yet committed comes again if this process dies. With `auto_commit=False` call `commit()`
-yourself, after writing `position()` into your own checkpoint: a restart from that checkpoint then trains on every
-settled step exactly once. Word of an automatic commit may wait for the next call on the stream. One thread uses it;
-while that trains, ZeroMQ's own threads go on receiving.
+yourself, after writing `position()` into your own checkpoint. A restart from that checkpoint then trains on every
+settled step exactly once. The broker may learn of an automatic commit only at the next call on the stream.
+
+Only one thread may use a stream. While it trains, ZeroMQ's own threads go on receiving.
 """
 
 from __future__ import annotations
@@ -50,16 +51,24 @@ _MAX_PUMPED = 256
 class EpisodeStream:
     """Batches of chunks from the broker at `endpoint`, each handed out once and in order per episode.
 
-    position: what `position()` gave an earlier process. window_batches, window_bytes: how much the broker may send
-    ahead of what was handed out. keys: a folder with learner.secret and broker.public; None: that named by the
-    environment's HEADRACE_KEYS__DIR, or no keys; "" is no keys.
+    - position: the result of `position()` in an earlier process.
+    - window_batches, window_bytes: how much the broker may send ahead of what was handed out.
+    - keys: a folder with learner.secret and broker.public. None: the folder in the environment's HEADRACE_KEYS__DIR, or
+      no keys. "" is no keys.
 
-    Raises `FencedError` once a newer learner has taken over, `UnreachableError` when no
-    broker answers within `connect_timeout_s`, `WrongFleetError` when `fleet_id`, or the fleet of `position`, is not the
-    broker's, `KeysError` for keys that cannot be used, `KeysRefusedError` when the broker does not let them in.
+    Once open it has further attributes:
 
-    pending: batches received and not handed out. delivered: batches handed out. redelivered: repeats ignored.
-    dropped: steps by reason that never reached this learner, of the sources it has seen.
+    - pending: batches received and not handed out.
+    - delivered: batches handed out.
+    - redelivered: repeats ignored.
+    - dropped: steps by reason that never reached this learner, of the sources it has seen.
+
+    Raises:
+        FencedError: a newer learner has taken over; later calls raise it too.
+        UnreachableError: no broker answers within `connect_timeout_s`.
+        WrongFleetError: `fleet_id`, or the fleet of `position`, is not the broker's.
+        KeysError: the keys cannot be used.
+        KeysRefusedError: the broker does not let them in.
     """
 
     def __init__(
@@ -92,14 +101,14 @@ class EpisodeStream:
     # -- what a learner calls -----------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[ChunkBatch]:
-        """Batches for ever; ends only by an error, or by leaving the loop."""
+        """Yield batches for ever. Only an error, or leaving the loop, ends it."""
         while True:
             batch = self.next(timeout_s=1.0)
             if batch is not None:
                 yield batch
 
     def next(self, timeout_s: float) -> ChunkBatch | None:
-        """The next batch, or None after `timeout_s` seconds without one."""
+        """Return the next batch, or None after `timeout_s` seconds without one."""
         if self.auto_commit:
             self._commit(at_once=False)
         deadline = connection.now() + timeout_s
@@ -119,24 +128,27 @@ class EpisodeStream:
             self.pump(min(left, 0.1))
 
     def commit(self) -> None:
-        """Settle every batch handed out so far: nobody needs to keep it any more."""
+        """Settle every batch handed out so far: workers and broker may then forget it."""
         self._commit(at_once=True)
 
     def position(self) -> list[dict[str, Any]]:
-        """How far this learner is, counting all it was handed as trained on; plain values for its own checkpoint."""
+        """Return how far this learner is, counting all it was handed as trained on.
+
+        The result is plain values for the learner's own checkpoint.
+        """
         fleet = {"fleet_id": self._session.fleet_id}
         return [fleet | place.model_dump(mode="json") for place in self._session.position()]
 
     def spaces(self, module_id: str | None = None, *, timeout_s: float = 300.0) -> Spaces:
-        """Observation and action space of a module, or of the only one there is.
+        """Return the observation and action space of a module, or of the only one there is.
 
-        Waits as `module_spaces` does; raises `WhichModuleError` besides, naming the modules.
+        Waits as `module_spaces` does. Raises its errors, and `WhichModuleError`, naming the modules.
         """
         self.module_spaces(timeout_s=timeout_s)
         return self._ready.modules.spaces_of(module_id)
 
     def module_spaces(self, *, timeout_s: float = 300.0) -> dict[str, Spaces]:
-        """Module id -> the spaces its chunks have; waits for the first worker to tell them.
+        """Return module id -> the spaces of its chunks. Waits for the first worker to tell them.
 
         Raises `UnreachableError` when none does in time.
         """
@@ -150,31 +162,35 @@ class EpisodeStream:
 
     @property
     def starved(self) -> bool:
-        """Nothing more will come before a commit: every worker waits for it, and `next` has waited 3 s for nothing.
+        """Return whether no batch can come before a commit.
 
-        Train on what was handed out, and commit. Who waits on gets a `WindowStalledError` from `next` after 30 s.
+        True once every worker waits for a commit, and `next` has waited 3 s without a batch. Train on what was handed
+        out, and commit. A learner that waits on gets a `WindowStalledError` from `next` after 30 s.
         """
         return self._stall.starved
 
     @property
     def epoch(self) -> int:
-        """The learner epoch of this process's lease."""
+        """Return the learner epoch of this process's lease."""
         return self._session.epoch
 
     @property
     def pending(self) -> int:
+        """Return the number of batches received and not handed out."""
         return len(self._session.arrivals) + len(self._ready)
 
     @property
     def dropped(self) -> Counter[str]:
+        """Return the steps by reason that never reached this learner, of the sources it has seen."""
         return self._ready.dropped
 
     @property
     def redelivered(self) -> int:
+        """Return the number of repeated batches that were ignored."""
         return self._session.redelivered
 
     def close(self) -> None:
-        """Leave. What was handed out and not committed goes to the next learner again."""
+        """Close the connection. Batches handed out and not committed go to the next learner again."""
         connection.leave(self)
         connection.forget_token(self.endpoint, self.token)
         self._socket.close()

@@ -1,6 +1,6 @@
 """The learner process: gather batches, train, checkpoint, commit, publish.
 
-Nothing is committed before it is in the checkpoint, so whatever a killed learner had not written comes again.
+It commits nothing before it is in the checkpoint, so everything that a killed learner had not written comes again.
 """
 
 from __future__ import annotations
@@ -35,28 +35,38 @@ CHECKPOINT_FILE = "learner.checkpoint"
 
 _LOG_INTERVAL_S = 1.0
 _WAIT_S = 0.2
-"""How long one wait for a batch is, after which a stop signal is noticed."""
+"""How long one wait for a batch is; then a stop signal is noticed."""
 
 _FINISH_S = 5.0
-"""How long after a stop signal further updates are begun, where batches keep coming."""
+"""How long after a stop signal the learner may begin further updates while batches keep coming."""
 
 
 class BatchStream(Protocol):
-    """What training needs of an `EpisodeStream`."""
+    """The part of `EpisodeStream` that training needs."""
 
     @property
-    def epoch(self) -> int: ...
+    def epoch(self) -> int:
+        """Return the learner epoch."""
+
     @property
-    def starved(self) -> bool: ...
-    def next(self, timeout_s: float) -> ChunkBatch | None: ...
-    def position(self) -> list[dict[str, Any]]: ...
-    def commit(self) -> None: ...
+    def starved(self) -> bool:
+        """Return whether no batch can come before a commit."""
+
+    def next(self, timeout_s: float) -> ChunkBatch | None:
+        """Return the next batch, or None after `timeout_s` seconds."""
+
+    def position(self) -> list[dict[str, Any]]:
+        """Return the position for a checkpoint."""
+
+    def commit(self) -> None:
+        """Settle every batch handed out so far."""
 
 
 class Publisher(Protocol):
-    """What training needs of a `WeightPublisher`."""
+    """The part of `WeightPublisher` that training needs."""
 
-    def publish(self, state_dict: Mapping[str, Any]) -> int: ...
+    def publish(self, state_dict: Mapping[str, Any]) -> int:
+        """Make these the fleet's newest weights; return their seq."""
 
 
 def train(
@@ -67,11 +77,11 @@ def train(
     checkpoint: Path,
     stopping: threading.Event,
 ) -> None:
-    """Update after update, until `stopping` is set; returns with all it trained on checkpointed and committed.
+    """Train update after update until `stopping` is set. Returns with all it trained on checkpointed and committed.
 
     Once stopping it still trains on what was sampled already, for a few seconds at most. A kill at any line loses
-    nothing: what is not yet in the checkpoint is not committed either and comes again, and what is in it but not
-    committed is known by its position and not trained on twice.
+    nothing: steps that are not yet in the checkpoint are not committed either and come again. Steps in it but not
+    committed are known by its position and not trained on twice.
     """
     save_checkpoint(checkpoint, _snapshot(policies, stream), claim=True)
     newest = weights.publish(policies.weights())
@@ -88,11 +98,13 @@ def train(
 
 
 def gather(stream: BatchStream, steps: int, stopping: threading.Event) -> list[ChunkBatch]:
-    """Batches of `steps` steps or more together, the last one whole. Blocks until then, or, once `stopping` is set,
-    until nothing more comes. Fewer where workers have no room for as many, which is logged: none would ever come.
+    """Gather batches of `steps` steps or more together, the last one whole.
 
-    All steps of all modules count, also those that nobody trains on: workers wait for their commit as for that of
-    others, and a module that gets no data keeps nobody waiting.
+    Blocks until then, or, once `stopping` is set, until nothing more comes. Returns fewer steps where workers have no
+    room for as many, since the rest would never come, and logs it.
+
+    All steps of all modules count, also those of modules that are not trained: workers wait for their commit too. A
+    module that gets no data keeps no other waiting.
     """
     batches: list[ChunkBatch] = []
     missing = steps
@@ -110,7 +122,10 @@ def gather(stream: BatchStream, steps: int, stopping: threading.Event) -> list[C
 
 
 def staleness(batches: Sequence[ChunkBatch], epoch: int, newest: int) -> Metrics:
-    """How many versions behind the newest the weights were that chose the steps; empty if an earlier learner's did."""
+    """Return by how many versions the weights that chose the steps were behind the newest.
+
+    Empty if an earlier learner's weights chose them.
+    """
     seqs = [batch.columns["weights_seq"] for batch in batches if batch.learner_epoch == epoch and batch.steps]
     if not seqs:
         return {}
@@ -124,7 +139,7 @@ def _snapshot(policies: LearnerPolicies, stream: BatchStream) -> Checkpoint:
 
 
 class ProgressLog:
-    """One line about training now and then."""
+    """Writes a line about training to the log now and then."""
 
     def __init__(self) -> None:
         self._due = time.monotonic()
@@ -137,10 +152,12 @@ class ProgressLog:
 
 
 def run_learner(config: FleetConfig, *, endpoint: str, run_dir: Path) -> None:
-    """The learner process: go on from the checkpoint in `run_dir`, or begin. Returns after SIGTERM; main thread only.
+    """Run the learner process: go on from the checkpoint in `run_dir`, or begin.
+
+    Returns after SIGTERM; main thread only.
 
     Raises `ConfigError` and `ModuleError` for the modules, `ConnectorError` for their connectors, `CheckpointError`,
-    `FencedError` when another learner takes over, and whatever `EpisodeStream` raises about the broker.
+    `FencedError` when another learner takes over, and the errors of `EpisodeStream` about the broker.
     """
     torch.set_num_threads(config.learner.torch_threads)
     torch.manual_seed(config.learner.seed)  # for modules that draw their first weights from torch's own generator
@@ -165,16 +182,21 @@ def run_learner(config: FleetConfig, *, endpoint: str, run_dir: Path) -> None:
 
 
 def _position_in(fleet_id: str, saved: Checkpoint | None) -> list[dict[str, Any]]:
-    """Where the checkpoint's stream stood, if that was in this fleet: elsewhere the same numbers mean other batches."""
+    """Return the stream's position in the checkpoint, if it is of this fleet.
+
+    In another fleet the same numbers mean other batches.
+    """
     position = saved.position if saved else []
     if fleet_id and any(place.get("fleet_id", fleet_id) != fleet_id for place in position):
-        log.warning("the checkpoint was written in another fleet: going on with its model, and with all batches here")
+        log.warning(
+            "the checkpoint was written in another fleet: going on with its model, and training on all batches here"
+        )
         return []
     return position
 
 
 def _first_spaces(stream: EpisodeStream, stopping: threading.Event) -> dict[str, Spaces] | None:
-    """Those of the fleet's modules, however long the first worker takes to tell them; None once `stopping` is set."""
+    """Wait for the spaces of the fleet's modules, however long the first worker takes. None once `stopping` is set."""
     log.info("waiting for the first worker at %s", stream.endpoint)
     while not stopping.is_set():
         try:

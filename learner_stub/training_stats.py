@@ -1,4 +1,4 @@
-"""What came of one module's batches, in numbers."""
+"""Statistics of one module's training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TrainingStats:
         self.recent_returns: deque[float] = deque(maxlen=RECENT_EPISODES)
 
     def count(self, batches: Sequence[ChunkBatch]) -> None:
-        """One update more, with `batches`."""
+        """Count one more update, with `batches`."""
         self.updates += 1
         for batch in batches:
             done = np.isin(batch.table["end"], (ChunkEnd.TERMINATED, ChunkEnd.TRUNCATED))
@@ -36,12 +36,12 @@ class TrainingStats:
             self.recent_returns.extend(batch.table["episode_return"][done].tolist())
 
     def metrics(self) -> dict[str, float]:
-        """ "update", "steps", "episodes", and "mean_return" once an episode has finished."""
+        """Return "update", "steps", "episodes", and "mean_return" once an episode has finished."""
         counts = {"update": self.updates, "steps": self.steps, "episodes": self.episodes}
         return counts | ({"mean_return": float(np.mean(self.recent_returns))} if self.recent_returns else {})
 
     def get_state(self) -> dict[str, Any]:
-        """Plain JSON values for a checkpoint."""
+        """Return plain JSON values for a checkpoint."""
         return {
             "updates": self.updates,
             "steps": self.steps,
@@ -50,6 +50,6 @@ class TrainingStats:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from `get_state`'s answer; raises `KeyError` for another's."""
+        """Go on from the result of `get_state`. Raises `KeyError` for any other."""
         self.updates, self.steps, self.episodes = state["updates"], state["steps"], state["episodes"]
         self.recent_returns = deque(state["recent_returns"], maxlen=RECENT_EPISODES)

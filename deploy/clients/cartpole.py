@@ -1,9 +1,9 @@
-"""A simulator that asks a policy server what to do: CartPole, played until somebody stops it or the server is gone.
+"""A simulator that asks a policy server for actions: CartPole, played until it is stopped or the server is gone.
 
     python -m headrace.deploy.clients.cartpole tcp://HOST:PORT [GAMES]            by ZeroMQ, with Headrace's client
     python -m headrace.deploy.clients.cartpole http://HOST:PORT [GAMES] [TOKEN]   by HTTP, with the standard library
 
-GAMES are played at once, each in a thread. It knows the client and nothing else of Headrace.
+GAMES are played at once, each in a thread. Of Headrace it uses only the client.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headrace.workers.serving.client import PolicyClient
 
 
 def play(games: Games, stopped: threading.Event) -> None:
-    """One game after another. Steps of an episode that is lost are lost with it."""
+    """Play one game after another. Steps of an episode that is lost are lost with it."""
     env = gym.make("CartPole-v1")
     while not stopped.is_set():
         observation, _ = env.reset()
@@ -35,7 +35,7 @@ def play(games: Games, stopped: threading.Event) -> None:
 
 
 def main(endpoint: str, count: str = "1", token: str | None = None) -> None:
-    """Play until the process is killed, or one of the games can go on no more."""
+    """Play until the process is killed, or one of the games cannot go on."""
     if endpoint.startswith("http"):
         players: list[Games] = [ByHttp(PolicyServer(endpoint, token)) for _ in range(int(count))]
     else:

@@ -16,8 +16,8 @@ import urllib.parse
 from typing import Any
 
 
-class RefusedError(RuntimeError):
-    """The server refuses a request; `code` is its word for why."""
+class ServerRefusedError(RuntimeError):
+    """The server refuses a request; `code` is its word for the reason."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(f"{code}: {message}")
@@ -25,7 +25,7 @@ class RefusedError(RuntimeError):
 
 
 class PolicyServer:
-    """One connection, for one thread. Sends a request again until it is answered: the server takes no step twice."""
+    """One connection, for one thread. It repeats a request until it is answered: the server takes no step twice."""
 
     def __init__(self, url: str, token: str | None = None) -> None:
         address = urllib.parse.urlsplit(url)
@@ -37,7 +37,7 @@ class PolicyServer:
             self._headers["Authorization"] = f"Bearer {token}"
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = 60.0) -> Any:
-        """The answer; raises `RefusedError`, and OSError when nobody answers for so long."""
+        """Return the answer. Raises `ServerRefusedError`, and OSError when no answer comes for `timeout_s` seconds."""
         data = json.dumps(body or {}).encode()
         until = time.monotonic() + timeout_s
         while True:
@@ -48,7 +48,7 @@ class PolicyServer:
                 if response.status == 200:
                     return told
                 if told["error"] not in ("not_yet", "no_place") or time.monotonic() > until:
-                    raise RefusedError(told["error"], told["message"])
+                    raise ServerRefusedError(told["error"], told["message"])
             except (OSError, http.client.HTTPException) as error:
                 self._connection.close()  # the next request opens it again
                 if time.monotonic() > until:
@@ -56,12 +56,12 @@ class PolicyServer:
             time.sleep(0.1)
 
     def close(self) -> None:
-        """Let the connection go; the session ends by itself if nobody has ended it."""
+        """Close the connection; the session ends by itself if it was not ended."""
         self._connection.close()
 
 
 def play(server: PolicyServer, name: str) -> list[Any]:
-    """One episode; gives the actions."""
+    """Play one episode; return the actions."""
     episode = f"{server.session}/episodes/{name}"
     server.ask("PUT", episode, {"training_enabled": True})
     actions = []

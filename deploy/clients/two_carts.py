@@ -1,11 +1,11 @@
-"""A game of two agents, played at a policy server by HTTP with the standard library alone: two poles side by side.
+r"""A game of two agents, two poles side by side, played at a policy server by HTTP with the standard library alone.
 
-    headrace up --env headrace.workers.agents.examples:two_carts --workers 1 --num-envs 8 --run-dir runs/two \\
+    headrace up --env headrace.workers.agents.examples:two_carts --workers 1 --num-envs 8 --run-dir runs/two \
         --set sampling.policies='{"short": {}, "long": {}}' --serve --set serving.http_port=8000
     python -m headrace.deploy.clients.two_carts http://127.0.0.1:8000 EPISODES [GAMES] [TOKEN]
 
-Agent "short" has the pole of CartPole, "long" one that is three times as long and as heavy. Who has let its pole fall
-leaves, and the other plays on. GAMES are played at once; prints one line of JSON an episode.
+Agent "short" has the pole of CartPole, "long" one that is three times as long and as heavy. An agent whose
+pole has fallen leaves, and the other plays on. GAMES are played at once; prints one line of JSON an episode.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import threading
 import time
 from typing import Any
 
-from headrace.deploy.clients.http_client import PolicyServer, RefusedError
+from headrace.deploy.clients.http_client import PolicyServer, ServerRefusedError
 
 LONGEST = 500
-"""Steps of an episode."""
+"""The most steps of an episode."""
 _LOST = ("aborted", "unknown_session", "unknown_episode", "closed")
-"""What a server says of an episode that it knows nothing of any more; the next one may go well."""
+"""Codes of a server that no longer knows an episode; the next one may go well."""
 
 
 class Cart:
@@ -33,10 +33,10 @@ class Cart:
     def __init__(self, half_length: float) -> None:
         self.half_length, self.mass = half_length, 0.1 * half_length / 0.5
         self.state = [random.uniform(-0.05, 0.05) for _ in range(4)]
-        """Position, velocity, angle, angular velocity: what is observed."""
+        """Position, velocity, angle, angular velocity: the observation."""
 
     def push(self, action: int) -> None:
-        """With 10 N, to the right if `action` is 1, else to the left."""
+        """Push with 10 N, to the right if `action` is 1, else to the left."""
         x, speed, angle, turning = self.state
         total = 1.0 + self.mass
         push = (10.0 if action == 1 else -10.0) + self.mass * self.half_length * turning**2 * math.sin(angle)
@@ -46,12 +46,12 @@ class Cart:
         self.state = [x + 0.02 * speed, speed + 0.02 * thrust, angle + 0.02 * turning, turning + 0.02 * twist]
 
     def has_fallen(self) -> bool:
-        """Or has left its track."""
+        """Return whether the pole has fallen or the cart has left its track."""
         return abs(self.state[0]) > 2.4 or abs(self.state[2]) > math.radians(12)
 
 
 def play(server: PolicyServer) -> dict[str, int]:
-    """One episode; gives how many steps each agent took."""
+    """Play one episode; return how many steps each agent took."""
     episode = f"{server.session}/episodes/pair-{secrets.token_hex(8)}"
     server.ask("PUT", server.session)
     server.ask("PUT", episode)
@@ -59,7 +59,8 @@ def play(server: PolicyServer) -> dict[str, int]:
     steps = dict.fromkeys(carts, 0)
     body: dict[str, Any] = {"observation": {agent: cart.state for agent, cart in carts.items()}}
     for step in range(LONGEST):
-        actions = server.ask("PUT", f"{episode}/steps/{step}", body)["action"]  # of those who are seen and not done
+        # of agents with an observation that are not done
+        actions = server.ask("PUT", f"{episode}/steps/{step}", body)["action"]
         for agent, action in actions.items():
             carts[agent].push(action)
             steps[agent] += 1
@@ -76,7 +77,7 @@ def play(server: PolicyServer) -> dict[str, int]:
 
 
 def main(url: str, episodes: str, games: str = "1", token: str | None = None) -> None:
-    """Play so many episodes in each of so many games."""
+    """Play `episodes` episodes in each of `games` games."""
 
     def play_all() -> None:
         server, left = PolicyServer(url, token), int(episodes)
@@ -84,7 +85,7 @@ def main(url: str, episodes: str, games: str = "1", token: str | None = None) ->
             try:
                 sys.stdout.write(json.dumps(play(server)) + "\n")
                 left -= 1
-            except RefusedError as refusal:
+            except ServerRefusedError as refusal:
                 if refusal.code not in _LOST:
                     raise
                 time.sleep(0.2)

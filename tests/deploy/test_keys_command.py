@@ -134,7 +134,7 @@ def test_doctor_says_whether_the_keys_are_there_and_sound(tmp_path: Path) -> Non
     (folder / "worker.secret").chmod(0o604)
     assert verdict()[0] == "fail"
     (folder / "worker.secret").unlink()
-    assert "no .secret file stands in it" in verdict()[1]
+    assert "it has no .secret file" in verdict()[1]
     none = FleetConfig(broker=BrokerSection(host="0.0.0.0", allow_insecure=True))
     assert next(check for check in examine(none) if check.name == "keys").verdict == "warn"
 

@@ -105,8 +105,8 @@ def test_an_obituary_says_what_the_recorder_holds(
     loop: EventLoop, registrar: Registrar, obituaries: ObituarySender, tmp_path: Path
 ) -> None:
     path = leave_a_recorder(tmp_path, 3, 2)
-    obituaries.tell(write_obituary(tmp_path, 3, 2, "worker_killed"))
-    assert loop.turn_until(obituaries.all_told, DEADLINE_S)
+    obituaries.send(write_obituary(tmp_path, 3, 2, "worker_killed"))
+    assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
     (taken,) = registrar.taken
     assert (taken.slot, taken.incarnation, taken.reason) == (3, 2, "worker_killed")
     assert (taken.totals.stepped, taken.totals.open) == (30, 10)
@@ -123,15 +123,15 @@ def test_it_is_repeated_until_acknowledged_and_the_recorder_kept_so_long(
 ) -> None:
     path = leave_a_recorder(tmp_path, 0, 1)
     registrar.answer = False
-    obituaries.tell(write_obituary(tmp_path, 0, 1, "worker_killed"))
+    obituaries.send(write_obituary(tmp_path, 0, 1, "worker_killed"))
     assert loop.turn_until(lambda: len(registrar.taken) >= 3, DEADLINE_S)
     assert path.exists()
     registrar.answer, registrar.closed = True, False
     seen = len(registrar.taken)
     assert loop.turn_until(lambda: len(registrar.taken) > seen, DEADLINE_S)
-    assert not obituaries.all_told(), "an Ack that does not close the books is not the answer"
+    assert not obituaries.all_acknowledged(), "an Ack that does not close the books is not the answer"
     registrar.closed = True
-    assert loop.turn_until(obituaries.all_told, DEADLINE_S)
+    assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
     assert not path.exists()
 
 
@@ -140,16 +140,16 @@ def test_a_recorder_is_kept_until_all_that_was_accepted_is_settled(
 ) -> None:
     path = leave_a_recorder(tmp_path, 0, 1)
     registrar.accepted = 1
-    obituaries.tell(write_obituary(tmp_path, 0, 1, "shutdown"))
-    assert loop.turn_until(obituaries.all_told, DEADLINE_S)
+    obituaries.send(write_obituary(tmp_path, 0, 1, "shutdown"))
+    assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
     assert path.exists(), "only the broker's memory and this file know of batch 1"
     registrar.settled = Settled(seq=1, committed=(20, 2))
-    obituaries.tell_again(unsettled_only=True)
-    assert not obituaries.all_told()
-    assert loop.turn_until(obituaries.all_told, DEADLINE_S)
+    obituaries.resend(unsettled_only=True)
+    assert not obituaries.all_acknowledged()
+    assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
     assert not path.exists()
-    obituaries.tell_again(unsettled_only=True)
-    assert obituaries.all_told()
+    obituaries.resend(unsettled_only=True)
+    assert obituaries.all_acknowledged()
 
 
 def test_a_broker_that_was_started_again_is_told_everything_again_and_what_its_predecessor_knew(
@@ -160,13 +160,13 @@ def test_a_broker_that_was_started_again_is_told_everything_again_and_what_its_p
     obituaries = ObituarySender(loop, first.endpoint, FLEET, tmp_path)
     for slot in (0, 1):
         leave_a_recorder(tmp_path, slot, 1)
-        obituaries.tell(write_obituary(tmp_path, slot, 1, "worker_killed"))
-    assert loop.turn_until(obituaries.all_told, DEADLINE_S)
+        obituaries.send(write_obituary(tmp_path, slot, 1, "worker_killed"))
+    assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
     first.close()
-    obituaries.tell_again()
-    assert not obituaries.all_told()
+    obituaries.resend()
+    assert not obituaries.all_acknowledged()
     second = Registrar(loop, int(first.endpoint.rpartition(":")[2]))
-    assert loop.turn_until(obituaries.all_told, DEADLINE_S)
+    assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
     assert {o.slot for o in second.taken} == {0, 1}
     assert all((o.settled, o.window) == (first.settled, []) for o in second.taken)
     obituaries.close()
@@ -182,8 +182,8 @@ def test_who_lost_what_an_earlier_fleet_left_is_named(
     orderly.totals(WorkerTotals(seq=1, stepped=20, shipped=20, shipped_chunks=2), batch)
     orderly.settled(Settled(), accepted=1)
     orderly.close()
-    obituaries.tell_left_over()
-    assert loop.turn_until(obituaries.all_told, DEADLINE_S)
+    obituaries.send_left_over()
+    assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
     assert {o.slot: o.reason for o in registrar.taken} == {0: "worker_killed", 1: "broker_lost"}
 
 
@@ -191,8 +191,8 @@ def test_what_is_no_recorder_is_left_alone(loop: EventLoop, obituaries: Obituary
     for name in ("worker-0-0.rec", f"worker-{'9' * 30}-1.rec", "worker-x-1.rec"):
         (tmp_path / name).write_bytes(b"garbage")
     (tmp_path / "worker-0-5.rec").mkdir()
-    obituaries.tell_left_over()
-    assert obituaries.all_told()
+    obituaries.send_left_over()
+    assert obituaries.all_acknowledged()
     assert len(list(tmp_path.iterdir())) == 4
 
 
@@ -200,10 +200,10 @@ def test_a_broker_that_comes_back_on_its_port_is_told(loop: EventLoop, tmp_path:
     first = Registrar(loop)
     obituaries = ObituarySender(loop, first.endpoint, FLEET, tmp_path)
     first.close()
-    obituaries.tell(write_obituary(tmp_path, 0, 1, "worker_killed"))
-    assert not loop.turn_until(obituaries.all_told, 0.3)
+    obituaries.send(write_obituary(tmp_path, 0, 1, "worker_killed"))
+    assert not loop.turn_until(obituaries.all_acknowledged, 0.3)
     second = Registrar(loop, int(first.endpoint.rpartition(":")[2]))
-    assert loop.turn_until(obituaries.all_told, DEADLINE_S)
+    assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
     obituaries.close()
     second.close()
 
@@ -221,8 +221,8 @@ Recorder(pathlib.Path({str(tmp_path / "worker-1-4.rec")!r}), 1, 4).close()
     alive = Recorder(tmp_path / "worker-0-7.rec", 0, 7)
     recycled = leave_a_recorder(tmp_path, 2, 1)
     (tmp_path / "something else").touch()
-    obituaries.tell_left_over()
-    assert loop.turn_until(obituaries.all_told, DEADLINE_S)
+    obituaries.send_left_over()
+    assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
     assert [(o.slot, o.incarnation) for o in registrar.taken] == [(1, 4), (2, 1)]
     assert alive.path.exists()
     assert not recycled.exists(), "its pid is that of a living process (this one), which does not write to it"
@@ -244,8 +244,8 @@ def test_garbage_from_the_broker_is_survived(
 
     loop.forget(registrar.socket)
     loop.watch(registrar.socket, receive)
-    obituaries.tell(write_obituary(tmp_path, 0, 1, "worker_killed"))
-    assert loop.turn_until(obituaries.all_told, DEADLINE_S)
+    obituaries.send(write_obituary(tmp_path, 0, 1, "worker_killed"))
+    assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
 
 
 def test_reasons() -> None:

@@ -186,11 +186,11 @@ def test_updates_of_other_connectors_are_refused_and_nothing_is_taken(make_batch
     merger = ConnectorMerger([Counted])
     batch = make_batch([3], [ChunkEnd.ONGOING])
     both = {"env_to_module/0.Counted/n": np.ones(1), "env_to_module/1.MeanStd/obs/count": np.ones(1)}
-    with pytest.raises(ConnectorError, match=r"env_to_module/1\.MeanStd failed: a batch of slot 0 tells of it") as told:
+    with pytest.raises(ConnectorError, match=r"env_to_module/1\.MeanStd failed: a batch of slot 0 has it") as told:
         merger.take(replace(batch, connector_update=both))
     assert "the learner's connectors are ['env_to_module/0.Counted']" in str(told.value)
     assert merger.get_state() == {}
-    with pytest.raises(ConnectorError, match="nonsense/ failed: a state tells of it"):
+    with pytest.raises(ConnectorError, match="nonsense/ failed: a state has it"):
         merger.set_state({"connectors/nonsense": np.ones(1)})
 
 

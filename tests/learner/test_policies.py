@@ -160,7 +160,7 @@ def test_a_policy_may_be_frozen_and_trained_again_over_restarts(make_batch: Make
 
 def test_the_state_of_other_policies_is_refused_by_name(new_module: NewModule) -> None:
     one, two = (LearnerPolicies({module_id: PPO(new_module(), SETTINGS)}) for module_id in ("one", "two"))
-    with pytest.raises(ValueError, match=r"it is of the modules \['one'\], and these are \['two'\]"):
+    with pytest.raises(ValueError, match=r"it is of the modules \['one'\], and this learner's are \['two'\]"):
         two.set_state(*one.get_state())
 
 
@@ -205,5 +205,5 @@ def test_policies_that_cannot_be_built_are_named_with_their_setting(spaces: Spac
         build_policies(_config({"one": {"config": {"colour": "red"}}}), by_id)
     with pytest.raises(ModuleError, match="has no forward_train"):
         build_policies(_config({"one": {"build": "torch.nn:Identity"}}), by_id)
-    with pytest.raises(ModuleError, match=r"workers tell of the modules \['one'\], not of \['two'\]"):
+    with pytest.raises(ModuleError, match=r"workers have the modules \['one'\], not \['two'\]"):
         build_policies(_config({"one": {}, "two": {}}), by_id)

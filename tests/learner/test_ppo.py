@@ -199,7 +199,7 @@ def test_a_module_that_cannot_be_built_says_why(spaces: Spaces) -> None:
         build_module(ModuleSection(build="nowhere"), spaces)
     with pytest.raises(ModuleError, match=r"could not be built \(TypeError: .*'colour'"):
         build_module(ModuleSection(config={"colour": "red"}), spaces)
-    with pytest.raises(ModuleError, match="gave a dict; it must be a torch"):
+    with pytest.raises(ModuleError, match="returned a dict; it must be a torch"):
         build_module(ModuleSection(build="builtins:dict", config={}), Dict(spaces={}))  # type: ignore[arg-type]
     with pytest.raises(ModuleError, match="has no forward_train, logp, entropy"):
         build_module(ModuleSection(build="torch.nn:Identity"), spaces)

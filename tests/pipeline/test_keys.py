@@ -144,9 +144,9 @@ def test_a_restarted_broker_lets_everybody_in_again(
 def test_the_supervisor_tells_of_a_death_with_its_own_key(guarded: BrokerThread, ours: Path, tmp_path: Path) -> None:
     loop = EventLoop()
     told = ObituarySender(loop, guarded.endpoints.worker, FLEET, tmp_path, keys_of(ours, "supervisor"))
-    told.tell(Obituary(slot=0, incarnation=1, totals=WorkerTotals(), settled=Settled(), reason="worker_killed"))
+    told.send(Obituary(slot=0, incarnation=1, totals=WorkerTotals(), settled=Settled(), reason="worker_killed"))
     with EpisodeStream(guarded.endpoints.learner, keys=ours, connect_timeout_s=100):  # whom the broker hears first
-        assert loop.turn_until(told.all_told, 100.0)
+        assert loop.turn_until(told.all_acknowledged, 100.0)
     told.close()
 
 

@@ -104,7 +104,7 @@ def test_a_row_that_cannot_be_read_is_a_problem(reported: FleetView, fleet_id: s
 
 def test_a_fleet_that_never_reported_does_not_pass(url: str) -> None:
     assert audit(read(FleetView(url, "nobody"))) == [
-        "no report of fleet 'nobody' stands in Redis, so there is nothing to audit"
+        "Redis has no report of fleet 'nobody', so there is nothing to audit"
     ]
 
 

@@ -27,7 +27,7 @@ def test_weights_are_found_by_the_fleets_name_and_by_its_run_directory(
         assert "weights 3/5" in found.source
     with pytest.raises(ConfigError, match="--fleet-id"):
         find_policy(url, "")
-    with pytest.raises(CheckpointError, match=r"no weights are there"):
+    with pytest.raises(CheckpointError, match=r"it has no weights"):
         find_policy(url, f"{fleet_id}-other")
     with pytest.raises(RedisUnavailableError):
         find_policy(f"redis://127.0.0.1:{free_port}", "any")
