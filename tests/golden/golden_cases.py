@@ -154,8 +154,8 @@ def driven(run: Play) -> None:
 
 def threaded(run: Play) -> None:
     """Episodes that an external env plays in its own thread."""
-    run.lives(episodes=6)
-    run.lives(episodes=3, explore=False)
+    run.weights(seq=2)
+    run.lives(episodes=7)
 
 
 def lives(run: Play) -> None:
@@ -326,6 +326,7 @@ single("remote/ready/fault", faults, env=WALK, num_envs=1, host=BAD_HOST, remote
 EXTERNAL: Settings = {"num_envs": 1, "external_fragment_max_age_s": 100.0}
 single("external", threaded, env=envs.Serving, **EXTERNAL)
 single("external/logged", threaded, env=envs.Serving, module=ExactRecurrent, env_config={"logged": 3}, **EXTERNAL)
+single("external/no exploration", threaded, env=envs.Serving, explore=False, **EXTERNAL)
 single("external/untrained", threaded, env=envs.Serving, env_config={"untrained": True}, **CONNECTORS, **EXTERNAL)
 single("external/run raises", threaded, env=envs.Serving, env_config={"fails": 4}, **EXTERNAL)
 single("external/driven", driven, env=envs.Idle, num_envs=2, external_fragment_max_age_s=0.05)
@@ -427,6 +428,8 @@ multi("process/ready/crowd", lives, module=ExactRecurrent, **CROWD, **READY)
 multi("process/ready/crowd/connectors", lives, **{**CROWD, **OWN_PIECES}, **READY)
 multi("process/ready/one env", tour, **{**CROWD, **OWN_PIECES}, **READY_ONE)
 multi("process/ready/one env/state", move_once, **JITTERY_AGENTS, **READY_ONE)
+# Whole episodes only: an aborted one of which all agents that were cut are done could not be told from a whole one.
+multi("process/ready/storm", lives, batch_mode="complete_episodes", **CROWD, **READY, **STORM)
 multi("process/halves", lives, module=ExactRecurrent, **JITTERY_AGENTS, **PROCESS, double_buffering=True)
 multi("process/halves/lstm", lives, module=LSTM, exact=False, **JITTERY_AGENTS, **PROCESS, double_buffering=True)
 CROWD_HOST = {"env": "golden_envs:Crowd", "num_envs": 4}

@@ -89,12 +89,12 @@ class Play:
         """Digest the end of sampling."""
         self._add_samples(self.runner.discard_open(reason), "discard_open")
 
-    def lives(self, episodes: int, steps: int = 24, **settings: Any) -> None:
+    def lives(self, episodes: int) -> None:
         """Digest the first `episodes` of each env, wherever they are cut."""
         chunks: list[EpisodeChunk] = []
         wanted = range(self.runner.config.num_envs)
         while True:
-            chunks += self.runner.sample(num_timesteps=steps, **settings)
+            chunks += self.runner.sample_fragment()
             whole = {parts[0].episode_id: parts[0].env_index for parts in finished(chunks, episodes)}
             if all(list(whole.values()).count(env) == episodes for env in wanted):
                 break
