@@ -117,6 +117,62 @@ def rebuild(run: Play) -> None:
     run.metrics()
 
 
+def errors(run: Play) -> None:
+    """Each error of a call is told, and the next call goes on."""
+    for _ in range(6):
+        run.attempt(run.fragment)
+    run.attempt(lambda: run.sample(num_episodes=2))
+    run.attempt(run.fragment)
+    run.discard_open(Discard.SHUTDOWN)
+    run.metrics()
+
+
+class EnoughError(Exception):
+    """Breaks a fragment off."""
+
+
+def broken_off(run: Play) -> None:
+    """Fragments that are broken off after some polls, and gone on with, or cut as they stand."""
+    polls = 0
+
+    def count() -> None:
+        nonlocal polls
+        polls += 1
+        if polls % 5 == 0:
+            raise EnoughError
+
+    for _ in range(4):
+        run.attempt(lambda: run.fragment(on_poll=count))
+    run.cut_fragment()
+    run.attempt(lambda: run.fragment(on_poll=count))
+    run.fragment()
+    run.metrics()
+
+
+def learn(run: Play) -> None:
+    """What connectors learn is merged, and comes back beside other weights."""
+    runner, state = run.runner, {}
+    for seq in range(1, 4):
+        run.sample(num_timesteps=8)
+        state = runner.merge_connector_updates(state, [runner.take_connector_update()])
+        run.note("learnt", state)
+        run.weights(seq=seq, more=state)
+        run.fragment()
+
+
+def at_random(run: Play) -> None:
+    """Random actions only, of a runner without a policy."""
+    run.fragment(random_actions=True)
+    run.sample(num_timesteps=9, random_actions=True)
+    run.sample(num_episodes=2, random_actions=True)
+    run.metrics()
+
+
+def no_policy(spaces: Any) -> Any:
+    """Build no policy."""
+    raise NotImplementedError
+
+
 def driven(run: Play) -> None:
     """External episodes that the script drives itself, two at a time."""
     episodes = envs.Idle.newest[0].episodes
@@ -154,8 +210,8 @@ def driven(run: Play) -> None:
 
 def threaded(run: Play) -> None:
     """Episodes that an external env plays in its own thread."""
-    run.lives(episodes=6)
-    run.lives(episodes=3, explore=False)
+    run.weights(seq=2)
+    run.lives(episodes=7)
 
 
 def lives(run: Play) -> None:
@@ -180,7 +236,13 @@ def fault(steps: dict[str, str] | None = None, resets: dict[str, str] | None = N
     return {"env_config": {"faults": {str(lane): {"step": steps or {}, "reset": resets or {}}}}, **FORGIVING}
 
 
-OFTEN = {str(number): ("raise", "nan reward", "recreate", "wrong shape")[number // 6 % 4] for number in range(3, 90, 6)}
+OFTEN: Settings = {
+    "env_config": {
+        "faults": {"1": {"step": {"3": "any"}}, "2": {"reset": {"1": "any"}}},
+        "again": {"1": {"step": {"4": "any"}, "reset": {"3": "any"}}, "2": {"step": {"9": "any"}}},
+    },
+    **FORGIVING,
+}
 STORM: Settings = {
     "env_config": {
         "faults": {"0": {"step": {"4": "raise"}, "reset": {"2": "raise"}}, "2": {"step": {"9": "nan reward"}}},
@@ -210,7 +272,7 @@ single("inline/choices/recurrent", fragments, env=envs.Choices, module=ExactRecu
 single("inline/walk/storm", faults, **STORM)
 single("inline/walk/storm/events", faults, events=True, **STORM)
 single("inline/walk/storm/lookback", faults, module=ExactRecurrent, episode_lookback_horizon=4, **STORM)
-single("inline/walk/often", faults, **fault(OFTEN))
+single("inline/walk/often", faults, **OFTEN)
 single("inline/walk/reset fails", faults, **fault(resets={"0": "raise", "1": "recreate"}, lane=0))
 
 CONNECTORS: Settings = {
@@ -226,6 +288,33 @@ single("inline/push/mean std", move, env_to_module=[MeanStd, FlattenObservations
 
 single("inline/cartpole/default", tour, env="CartPole-v1", module=DEFAULT, exact=False)
 single("inline/cartpole/lstm", fragments, env="CartPole-v1", module=LSTM, exact=False)
+
+UNFORGIVING: Settings = {**fault({"5": "raise", "30": "nan reward"}), "restart_failed_sub_environments": False}
+GIVES_UP: Settings = {**STORM, "env_restart_attempts": 1}
+OUTSIDE = fault({"9": "outside"})
+
+
+class Touchy:
+    """Callbacks that raise now and then."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def on_episode_step(self) -> None:
+        self._steps += 1
+        if self._steps % 31 == 0:
+            raise RuntimeError("enough")
+
+
+single("inline/walk/unforgiving", errors, **UNFORGIVING)
+single("inline/walk/gives up", errors, module=ExactRecurrent, **GIVES_UP)
+single("inline/walk/callback raises", errors, callbacks=[Touchy])
+single("inline/walk/broken off", broken_off)
+single("inline/walk/broken off/whole episodes", broken_off, batch_mode="complete_episodes", module=ExactRecurrent)
+single("inline/walk/outside", faults, **OUTSIDE)
+single("inline/walk/outside unchecked", faults, disable_env_checking=True, **OUTSIDE)
+single("inline/nested/no policy", at_random, env=envs.Nested, module=no_policy)
+single("inline/push/learn", learn, env=envs.Push, env_to_module=[MeanStd], exact=False)
 
 # Envs that gymnasium steps as one vector, and those that are one already.
 single("sync", tour, gym_env_vectorize_mode="sync")
@@ -254,6 +343,7 @@ single("own vector/all fail", faults, env=envs.OwnVector, env_config={"all": 21}
 single("wrapped vector", fragments, env=envs.wrapped)
 single("wrapped vector/storm", faults, env=envs.wrapped, **STORM)
 single("dm_env", tour, env=OfDeepMind)
+single("dm_env/fault", faults, env=OfDeepMind, module=ExactRecurrent, **fault({"11": "raise"}))
 
 # Envs that live elsewhere.
 PROCESS: Settings = {"env_placement": "process", "envs_per_process": 2, "num_envs": 4}
@@ -274,7 +364,7 @@ single(
     faults,
     env=WALK,
     **ONE,
-    env_config={"faults": {"0": {"step": {"9": "hang"}}}},
+    env_config={"faults": {"0": {"step": {"12": "hang"}}}},
     env_step_timeout_s=0.5,
 )
 single(
@@ -284,6 +374,8 @@ single(
     **{**PROCESS, "num_envs": 2},
     env_config={"faults": {"0": {"step": {"10": "kill"}}}},
 )
+single("process/replaced", faults, env=WALK, env_process_max_episodes=5, **ONE)
+single("process/broken off", broken_off, env=WALK, **PROCESS)
 READY: Settings = {**PROCESS, "remote_env_batch_wait_ms": 0}
 single("process/ready", lives, env="golden_envs:Jittery", **READY)
 single("process/ready/recurrent", lives, env="golden_envs:Jittery", module=ExactRecurrent, **CONNECTORS, **READY)
@@ -326,6 +418,7 @@ single("remote/ready/fault", faults, env=WALK, num_envs=1, host=BAD_HOST, remote
 EXTERNAL: Settings = {"num_envs": 1, "external_fragment_max_age_s": 100.0}
 single("external", threaded, env=envs.Serving, **EXTERNAL)
 single("external/logged", threaded, env=envs.Serving, module=ExactRecurrent, env_config={"logged": 3}, **EXTERNAL)
+single("external/no exploration", threaded, env=envs.Serving, explore=False, **EXTERNAL)
 single("external/untrained", threaded, env=envs.Serving, env_config={"untrained": True}, **CONNECTORS, **EXTERNAL)
 single("external/run raises", threaded, env=envs.Serving, env_config={"fails": 4}, **EXTERNAL)
 single("external/driven", driven, env=envs.Idle, num_envs=2, external_fragment_max_age_s=0.05)
@@ -388,7 +481,8 @@ multi("inline/changing", tour, **CHANGING)
 multi("inline/changing/whole episodes", tour, batch_mode="complete_episodes", **CHANGING)
 multi("inline/changing/storm", faults, **CHANGING, **STORM)
 multi("inline/shared/storm/events", faults, events=True, **SHARED, **STORM)
-multi("inline/shared/often", faults, **SHARED, **fault(OFTEN), episode_lookback_horizon=2)
+multi("inline/shared/often", faults, **SHARED, **OFTEN, episode_lookback_horizon=2)
+multi("inline/crowd/often", faults, module=ExactRecurrent, **CROWD, **OFTEN)
 multi("inline/shared/reset fails", faults, **SHARED, **fault(resets={"0": "raise", "1": "recreate"}, lane=0))
 multi("inline/crowd", tour, **CROWD)
 multi("inline/crowd/events", tour, events=True, **CROWD)
@@ -405,6 +499,16 @@ multi("inline/crowd/connectors/state", move, **{**CROWD, **OWN_PIECES})
 multi("inline/crowd/mean std", move, **CROWD, env_to_module=[FlattenObservations, MeanStd], exact=False, module=LSTM)
 multi("inline/crowd/lstm", fragments, **CROWD, module=LSTM, exact=False)
 
+multi("inline/crowd/idle", faults, **CROWD, **FORGIVING, max_idle_env_steps=1, env_config={"seen": 3})
+multi("inline/crowd/learn", learn, **CROWD, env_to_module=[FlattenObservations, MeanStd], exact=False)
+multi("inline/shared/unforgiving", errors, **SHARED, **UNFORGIVING)
+multi("inline/shared/gives up", errors, module=ExactRecurrent, **SHARED, **GIVES_UP)
+multi("inline/shared/callback raises", errors, callbacks=[Touchy], **SHARED)
+multi("inline/crowd/broken off", broken_off, **CROWD)
+multi("inline/crowd/no policy", at_random, **{**CROWD, "module": no_policy})
+GIVEN = PolicySpec(ExactRecurrent, observation_space=envs.PLAIN, action_space=envs.CHOICE)
+multi("inline/given spaces", tour, **{**CHANGING, "policies": {"left": GIVEN, "right": None, "unused": GIVEN}})
+
 AGENTS: Settings = {"env": "golden_envs:Together", **SHARED}
 multi("process", tour, **AGENTS, **PROCESS)
 multi("process/crowd", tour, **CROWD, **PROCESS)
@@ -418,7 +522,7 @@ multi(
     faults,
     **AGENTS,
     **ONE,
-    env_config={"faults": {"0": {"step": {"9": "hang"}}}},
+    env_config={"faults": {"0": {"step": {"12": "hang"}}}},
     env_step_timeout_s=0.5,
 )
 JITTERY_AGENTS: Settings = {"env": "golden_envs:JitteryTogether", **SHARED}
@@ -427,6 +531,8 @@ multi("process/ready/crowd", lives, module=ExactRecurrent, **CROWD, **READY)
 multi("process/ready/crowd/connectors", lives, **{**CROWD, **OWN_PIECES}, **READY)
 multi("process/ready/one env", tour, **{**CROWD, **OWN_PIECES}, **READY_ONE)
 multi("process/ready/one env/state", move_once, **JITTERY_AGENTS, **READY_ONE)
+# Whole episodes only: an aborted one of which all agents that were cut are done could not be told from a whole one.
+multi("process/ready/storm", lives, batch_mode="complete_episodes", **CROWD, **READY, **STORM)
 multi("process/halves", lives, module=ExactRecurrent, **JITTERY_AGENTS, **PROCESS, double_buffering=True)
 multi("process/halves/lstm", lives, module=LSTM, exact=False, **JITTERY_AGENTS, **PROCESS, double_buffering=True)
 CROWD_HOST = {"env": "golden_envs:Crowd", "num_envs": 4}
@@ -472,6 +578,7 @@ multi(
     exact=False,
 )
 multi("pettingzoo/parallel", tour, env=game("pettingzoo.classic.rps_v2", "parallel_env"), **GAME)
+multi("pettingzoo/process", fragments, env="pettingzoo.classic.rps_v2:parallel_env", **{**PROCESS, **GAME})
 multi(
     "pettingzoo/parallel/spread",
     tour,

@@ -44,19 +44,42 @@ def _exit(answer: Any) -> Any:
     os._exit(7)
 
 
+def _changed(part: int, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """What changes one part of an answer: of several agents that of the last one."""
+
+    def apply(answer: Any) -> Any:
+        value = answer[part]
+        if isinstance(value, dict) and isinstance(answer[0], dict) and value:
+            last = list(value)[-1]
+            value = {**value, last: change(value[last])}
+        else:
+            value = change(value)
+        return (*answer[:part], value, *answer[part + 1 :])
+
+    return apply
+
+
+def _outside(observation: Any) -> Any:
+    if isinstance(observation, dict):
+        return {**observation, "at": observation["at"] + np.float32(1e6)}
+    return observation + np.float32(1e6)
+
+
 FAULTS: dict[str, Callable[[Any], Any]] = {
     "raise": _raise,
     "recreate": _recreate,
     "hang": _hang,
     "kill": _kill,
     "exit": _exit,
-    "nan reward": lambda a: (a[0], float("nan"), *a[2:]),
-    "wrong shape": lambda a: (np.zeros(9, np.float32), *a[1:]),
-    "wrong dtype": lambda a: (a[0].astype(np.complex128), *a[1:]),
-    "outside": lambda a: (a[0] + np.float32(1e6), *a[1:]),
-    "list info": lambda a: (*a[:-1], [1]),
-    "four parts": lambda a: a[:4],
+    "nan reward": _changed(1, lambda _: float("nan")),
+    "wrong shape": _changed(0, lambda _: np.zeros(9, np.float32)),
+    "wrong dtype": _changed(0, lambda _: np.zeros(3, np.complex128)),
+    "outside": _changed(0, _outside),
+    "list info": lambda answer: (*answer[:-1], [1]),
+    "four parts": lambda answer: answer[:4],
 }
+ANY = ("raise", "wrong shape", "recreate", "nan reward", "list info", "wrong dtype", "outside", "four parts")
+"""What the fault "any" may be, by chance of the walk."""
 
 
 class Faults:
@@ -67,11 +90,12 @@ class Faults:
         self._table = table.get(str(getattr(context, "vector_index", 0)), {})
         self._calls = {"step": 0, "reset": 0}
 
-    def apply(self, call: str, answer: Any) -> Any:
+    def apply(self, call: str, answer: Any, chance: int) -> Any:
         """The answer of `call`, or what the fault of this number makes of it."""
         number = self._calls[call]
         self._calls[call] += 1
         fault = self._table.get(call, {}).get(str(number))
+        fault = ANY[chance % len(ANY)] if fault == "any" else fault
         return FAULTS[fault](answer) if fault else answer
 
 
@@ -98,7 +122,7 @@ class Walk(gym.Env[Any, Any]):
             self._random = np.random.default_rng(self.index)
         self.time = 0
         self.sum = int(self._random.integers(0, MODULUS))
-        return self._faults.apply("reset", (self.observe(), {"began": self.sum}))
+        return self._faults.apply("reset", (self.observe(), {"began": self.sum}), self.sum)
 
     def step(self, action: Any) -> Any:
         assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
@@ -107,7 +131,7 @@ class Walk(gym.Env[Any, Any]):
         over = bool(self._random.integers(0, self._odds) == 0)
         info = {"time": self.time, "deep": {"word": f"{self.index}-{self.sum}"}} if self.time % 3 == 0 else {}
         answer = self.observe(), (self.sum - 128) / 4, over, not over and self.time >= self._limit, info
-        return self._faults.apply("step", answer)
+        return self._faults.apply("step", answer, self.sum)
 
     def observe(self) -> Any:
         return np.array([self.sum / 2, self.time, self.index], np.float32)
@@ -421,7 +445,7 @@ class Together(MultiAgentEnv):
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         self.random = np.random.default_rng(seed)
         self.time, self.sum = 0, int(self.random.integers(0, MODULUS))
-        return self._faults.apply("reset", (self._observe(), {}))
+        return self._faults.apply("reset", (self._observe(), {}), self.sum)
 
     def _observe(self) -> Any:
         return {a: np.array([self.sum / 2, self.time, i], np.float32) for i, a in enumerate(self.possible_agents)}
@@ -434,7 +458,7 @@ class Together(MultiAgentEnv):
         late = self.time >= self.config.get("limit", 12) and not over
         infos = {"y": {"sum": self.sum}} if self.time % 2 else {}
         answer = self._observe(), rewards, {"__all__": over}, {"__all__": late}, infos
-        return self._faults.apply("step", answer)
+        return self._faults.apply("step", answer, self.sum)
 
 
 class Crowd(MultiAgentEnv):
@@ -456,7 +480,7 @@ class Crowd(MultiAgentEnv):
         self.seen: set[Any] = set()
         first = [a for a in self.possible_agents if a != "late" and self.chance(8)] or ["blue"]
         observations = {agent: self._see(agent) for agent in first}
-        return self._faults.apply("reset", (observations, {first[0]: {"began": self.sum}}))
+        return self._faults.apply("reset", (observations, {first[0]: {"began": self.sum}}), self.sum)
 
     def chance(self, of_ten: int) -> bool:
         return bool(self.random.integers(0, 10) < of_ten)
@@ -482,13 +506,13 @@ class Crowd(MultiAgentEnv):
             if ends:
                 (terminateds if self.chance(5) else truncateds)[agent] = True
                 self.done.add(agent)
-            if self.chance(8) and (agent != "late" or self.time > 2):
+            if self.chance(self.config.get("seen", 8)) and (agent != "late" or self.time > 2):
                 seen[agent] = self._see(agent)
                 if self.chance(3):
                     infos[agent] = {"sum": self.sum, "legal": [True, False]}
         over = len(self.done) >= 3 or bool(self.random.integers(0, 15) == 0)
         terminateds["__all__"], truncateds["__all__"] = over and self.sum % 2 == 0, over and self.sum % 2 == 1
-        return self._faults.apply("step", (seen, rewards, terminateds, truncateds, infos))
+        return self._faults.apply("step", (seen, rewards, terminateds, truncateds, infos), self.sum)
 
 
 class JitteryTogether(Together):

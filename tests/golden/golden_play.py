@@ -85,26 +85,42 @@ class Play:
         """Digest a sample."""
         return self._add_samples(self.runner.sample(**settings), "sample")
 
+    def cut_fragment(self) -> None:
+        """Digest the fragment as it stands."""
+        self._add_samples(self.runner.cut_fragment(), "cut_fragment")
+
+    def attempt(self, call: Callable[[], Any]) -> None:
+        """Make the call, and digest the kind of error that it raises."""
+        try:
+            call()
+        except Exception as error:
+            self.note("error", type(error).__name__)
+            self.note("totals", counters(self.runner.totals))
+
     def discard_open(self, reason: Discard) -> None:
         """Digest the end of sampling."""
         self._add_samples(self.runner.discard_open(reason), "discard_open")
 
-    def lives(self, episodes: int, steps: int = 24, **settings: Any) -> None:
+    def lives(self, episodes: int) -> None:
         """Digest the first `episodes` of each env, wherever they are cut."""
         chunks: list[EpisodeChunk] = []
         wanted = range(self.runner.config.num_envs)
         while True:
-            chunks += self.runner.sample(num_timesteps=steps, **settings)
+            chunks += self.runner.sample_fragment()
             whole = {parts[0].episode_id: parts[0].env_index for parts in finished(chunks, episodes)}
             if all(list(whole.values()).count(env) == episodes for env in wanted):
                 break
         add_lives(self._call, chunks, episodes)
         self._end_call("lives")
 
-    def weights(self, seq: int, learner_epoch: int = 0) -> None:
-        """Set other weights, which follow from those there are and from `seq`."""
-        state = self.runner.get_state("rl_module")["rl_module"]
-        self.runner.set_weights(_moved(state, seq), seq=seq, learner_epoch=learner_epoch, digest=f"digest-{seq}")
+    def weights(self, seq: int, learner_epoch: int = 0, more: Settings | None = None) -> None:
+        """Set other weights, which follow from those there are and from `seq`, and `more` beside them."""
+        state, more = _moved(self.runner.get_state("rl_module")["rl_module"], seq), more or {}
+        if self._case.several:
+            state = {module: weights | more.get(module, {}) for module, weights in state.items()}
+        else:
+            state |= more
+        self.runner.set_weights(state, seq=seq, learner_epoch=learner_epoch, digest=f"digest-{seq}")
         self.note("version", self.runner.weights_version)
 
     def move(self) -> None:
