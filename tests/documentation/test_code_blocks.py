@@ -56,5 +56,5 @@ def test_a_block_that_fails_fails_its_page(tmp_path: Path) -> None:
         story.run(first)
         with pytest.raises(AssertionError):
             story.run(second)
-        with pytest.raises(AssertionError, match="page.md:10"):
+        with pytest.raises(AssertionError, match=r"page\.md:10"):
             story.run(third)
