@@ -14,7 +14,9 @@ from headrace.deploy.cli import app
 def commands_as_markdown() -> str:
     """Return a section for each command of `headrace`, sorted as its help sorts them."""
     root = typer.main.get_command(app)
-    return "\n".join(line for name, command in commands(root) for line in _section(name, command))
+    return "\n".join(
+        line for name, command in commands(root) for line in _section(name, command)
+    )
 
 
 def commands(group: Any, prefix: str = "headrace") -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,14 @@ def exit_codes_as_markdown() -> str:
     kinds: dict[int, list[str]] = {}
     for name in sorted(vars(errors)):
         kind = getattr(errors, name)
-        if isinstance(kind, type) and issubclass(kind, HeadraceError) and kind is not HeadraceError:
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, HeadraceError)
+            and kind is not HeadraceError
+        ):
             kinds.setdefault(int(kind.exit_code), []).append(f"`{name}`")
-    rows = [f"| {int(code)} | `{code.name}` | {', '.join(kinds.get(int(code), []))} |" for code in ExitCode]
+    rows = [
+        f"| {int(code)} | `{code.name}` | {', '.join(kinds.get(int(code), []))} |"
+        for code in ExitCode
+    ]
     return "\n".join(["| code | name | errors |", "|---|---|---|", *rows])

@@ -1,6 +1,7 @@
 """Makes reStructuredText of our docstrings: plain text with `names` in backticks, lists by dashes, indented drawings.
 
 Whatever reStructuredText would read as markup is escaped, so that a docstring never breaks the build.
+In signatures arrays are `NDArray`s again, as the code has them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from typing import Any
 
 _CODE = re.compile(r"`([^`]+)`")
 _MARKUP = re.compile(r"([*|_\\])")
+_ARRAY = re.compile(
+    r"~?(?:numpy\.)?ndarray\[tuple\[~?(?:typing\.)?Any, \.\.\.\], ~?(?:numpy\.)?dtype\[(~?[\w.]+)\]\]"
+)
 
 
 def to_rst(lines: list[str]) -> list[str]:
@@ -52,11 +56,29 @@ def _escape(text: str) -> str:
     return _MARKUP.sub(r"\\\1", text)
 
 
+def _with_arrays(signature: str | None) -> str | None:
+    return None if signature is None else _ARRAY.sub(r"NDArray[\1]", signature)
+
+
 def setup(app: Any) -> dict[str, bool]:
     """Register with Sphinx."""
 
-    def on_docstring(_app: Any, _what: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
+    def on_docstring(
+        _app: Any, _what: str, _name: str, _object: Any, _options: Any, lines: list[str]
+    ) -> None:
         lines[:] = to_rst(lines)
 
+    def on_signature(
+        _app: Any,
+        _what: str,
+        _name: str,
+        _object: Any,
+        _options: Any,
+        arguments: str | None,
+        returns: str | None,
+    ) -> tuple[str | None, str | None]:
+        return _with_arrays(arguments), _with_arrays(returns)
+
     app.connect("autodoc-process-docstring", on_docstring)
+    app.connect("autodoc-process-signature", on_signature)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -44,7 +44,14 @@ def settings_as_markdown() -> str:
     parts = []
     for name, field in FleetConfig.model_fields.items():
         section = _model(field)
-        parts += [f"## [{name}]", "", (section.__doc__ or "").strip(), "", *_table(settings(name)), ""]
+        parts += [
+            f"## [{name}]",
+            "",
+            (section.__doc__ or "").strip(),
+            "",
+            *_table(settings(name)),
+            "",
+        ]
     parts += ["## One of several policies", "", (PolicySettings.__doc__ or "").strip(), ""]
     parts += [
         "Each value of `sampling.policies` is a table of these keys.",
@@ -56,10 +63,18 @@ def settings_as_markdown() -> str:
 
 def settings(section: str) -> list[Setting]:
     """Return the keys of a section in the order of the schema."""
-    return list(_settings_of(f"{section}.", _model(FleetConfig.model_fields[section]), _sample_comments(section)))
+    return list(
+        _settings_of(
+            f"{section}.",
+            _model(FleetConfig.model_fields[section]),
+            _sample_comments(section),
+        )
+    )
 
 
-def _settings_of(prefix: str, model: type[BaseModel], comments: Mapping[str, str]) -> Iterator[Setting]:
+def _settings_of(
+    prefix: str, model: type[BaseModel], comments: Mapping[str, str]
+) -> Iterator[Setting]:
     for name, field in model.model_fields.items():
         comment = comments.get(name, "")
         unit = next((unit for end, unit in _UNITS.items() if name.endswith(end)), "")
@@ -104,9 +119,15 @@ def _type(annotation: Any) -> str:
     if origin is Literal:
         return " or ".join(f"`{orjson.dumps(value).decode()}`" for value in arguments)
     if origin in (Union, types.UnionType):
-        return " or ".join(_type(argument) for argument in arguments if argument is not types.NoneType)
+        return " or ".join(
+            _type(argument) for argument in arguments if argument is not types.NoneType
+        )
     if origin is list:
-        return f"list of ({_type(arguments[0])})" if " or " in _type(arguments[0]) else f"list of {_type(arguments[0])}"
+        return (
+            f"list of ({_type(arguments[0])})"
+            if " or " in _type(arguments[0])
+            else f"list of {_type(arguments[0])}"
+        )
     if origin is dict:
         return "table"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -116,13 +137,20 @@ def _type(annotation: Any) -> str:
 
 
 def _bounds(field: FieldInfo) -> str:
-    signs = {annotated_types.Ge: "≥", annotated_types.Gt: ">", annotated_types.Le: "≤", annotated_types.Lt: "<"}
+    signs = {
+        annotated_types.Ge: "≥",
+        annotated_types.Gt: ">",
+        annotated_types.Le: "≤",
+        annotated_types.Lt: "<",
+    }
     parts = []
     for rule in field.metadata:
         for kind, sign in signs.items():
             if isinstance(rule, kind):
                 bound = getattr(rule, kind.__name__.lower())
-                parts.append(f"{sign} {bound:,}" if isinstance(bound, int) else f"{sign} {bound:g}")
+                parts.append(
+                    f"{sign} {bound:,}" if isinstance(bound, int) else f"{sign} {bound:g}"
+                )
     return f", {' and '.join(parts)}" if parts else ""
 
 

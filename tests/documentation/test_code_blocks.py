@@ -40,7 +40,7 @@ def test_a_block_that_is_not_run_needs_a_reason(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "```text\nno mark\n```\n\n<!-- shown only: needs two machines -->\n```sh\nssh HOST\n```\n\n"
-        "<!-- shown only: x -->\n```c\nint x;\n```\n\n<!-- shwon only: needs a robot -->\n```python\nmove()\n```\n"
+        "<!-- shown only: x -->\n```c\nint x;\n```\n\n<!-- shown always: needs a robot -->\n```python\nmove()\n```\n"
     )
     faults = [block.fault() for block in blocks_of(page)]
     assert [fault is not None for fault in faults] == [True, False, True, True]
