@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test lint format bench golden wheel clean distclean
+.PHONY: help install run test lint format docs bench golden wheel clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,11 @@ format: $(READY) ## repair formatting and what ruff can repair
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: $(READY) ## build docs/_build/html, with every warning an error
+	@$(BIN)/python -c 'import furo, myst_parser, sphinx, sphinx_copybutton' 2> /dev/null \
+		|| $(PIP) install -c constraints.txt -e ".[docs]"
+	$(BIN)/python -m sphinx -W --keep-going -n -q -b html docs docs/_build/html
+
 bench: $(READY) ## measure against the limits, side by side; writes bench-results/
 	PYTHONPATH=tests $(BIN)/python -m bench.run
 
@@ -58,7 +63,7 @@ wheel: $(READY) ## build dist/*.whl from a clean build folder
 	@ls dist/*.whl
 
 clean: ## remove what was built and measured, not .venv
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache bench-results runs
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache bench-results runs docs/_build
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv too

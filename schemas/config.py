@@ -46,7 +46,7 @@ class FleetSection(ConfigSection):
     until_return: float | None = Field(
         default=None, description="stop when the mean return of the last 100 episodes reaches this"
     )
-    until_steps: int | None = Field(default=None, gt=0, description="stop after this many env steps, sampled")
+    until_steps: int | None = Field(default=None, gt=0, description="stop after this many env steps")
     timeout_s: float | None = Field(
         default=None, gt=0, description="give up after this many seconds with exit code 17 (TIMEOUT)"
     )
@@ -66,7 +66,9 @@ class SamplingSection(SamplingSettings):
 class ModuleSection(ConfigSection):
     """The policy module. Workers and the learner build it by the same name."""
 
-    build: str = Field(default="headrace.workers.modules:actor_critic", description='"package.module:build"')
+    build: str = Field(
+        default="headrace.workers.modules:actor_critic", description='what builds the module, as "package.module:build"'
+    )
     config: dict[str, Any] = Field(default={}, description="keyword arguments of build")
 
 
@@ -80,7 +82,7 @@ class WorkerSection(ConfigSection):
         description="batches a worker keeps until they are settled; absent: what two updates of the learner need",
     )
     window_bytes: int = Field(
-        default=256 << 20, ge=1, description="bytes of the batches it keeps; one is always allowed"
+        default=256 << 20, ge=1, description="bytes a worker keeps until they are settled; one batch is always allowed"
     )
     random_actions_before_weights: bool = Field(
         default=False, description="sample at random until the first weights arrive"
@@ -97,24 +99,27 @@ class BrokerSection(ConfigSection):
     learner_port: int = Field(default=0, ge=0, le=65535)
     weights_port: int = Field(default=0, ge=0, le=65535)
     allow_insecure: bool = Field(
-        default=False, description="serve other machines without keys, unencrypted; warned of at every start"
+        default=False, description="serve other machines without keys and unencrypted; every start warns"
     )
     max_batch_bytes: int = Field(default=128 << 20, ge=1 << 16, description="largest batch accepted")
     max_held_bytes: int = Field(
         default=1 << 30, ge=1 << 20, description="bytes held until committed; workers wait beyond that"
     )
     overflow: Literal["block", "drop_oldest", "drop_stale"] = Field(
-        default="block", description="what to do when it is full"
+        default="block",
+        description="what happens when max_held_bytes are held: wait, or drop the oldest or the stale batches",
     )
     max_staleness: int = Field(
-        default=8, ge=1, description="drop_stale: weights versions behind the newest that are still kept"
+        default=8,
+        ge=1,
+        description="with overflow drop_stale: how many weights versions behind the newest a batch may be",
     )
     ack: Literal["learner", "broker"] = Field(
-        default="learner", description="whose receipt lets a worker forget a batch"
+        default="learner", description="whose acknowledgement lets a worker forget a batch"
     )
     lease_s: float = Field(default=10.0, gt=0, description="silence after which a worker counts as lost")
     heartbeat_interval_s: float = Field(default=1.0, gt=0)
-    report_interval_s: float = Field(default=0.5, gt=0, description="how often Redis hears from the broker")
+    report_interval_s: float = Field(default=0.5, gt=0, description="time between reports of the broker to Redis")
 
     @model_validator(mode="after")
     def _check(self) -> BrokerSection:
@@ -161,10 +166,10 @@ class LearnerSection(ConfigSection):
     target_kl: float = Field(
         default=0.03,
         gt=0,
-        description="the epoch in which the policy has moved this far is the update's last; 1e9: never",
+        description="divergence at which an update stops after its current epoch; 1e9: never",
     )
     policies_to_train: list[str] | None = Field(
-        default=None, description="module ids; absent: all. The others are frozen as they were built"
+        default=None, description="module ids to train; absent: all. The others stay frozen as they were built"
     )
     seed: int = Field(default=0, ge=0)
     torch_threads: int = Field(default=1, gt=0)
@@ -173,7 +178,10 @@ class LearnerSection(ConfigSection):
 class RedisSection(ConfigSection):
     """The Redis that the fleet reports to."""
 
-    url: str = Field(default="", description="empty: a server of our own in the run directory")
+    url: str = Field(
+        default="",
+        description="redis://[:password@]host:port/db; empty: the fleet starts its own server in the run directory",
+    )
 
 
 class KeysSection(ConfigSection):
@@ -195,7 +203,7 @@ class SupervisorSection(ConfigSection):
     """Settings of the supervisor, by which `up` keeps its processes alive."""
 
     restart_backoff_s: float = Field(
-        default=0.2, gt=0, description="pause before the first restart; doubles, with jitter"
+        default=0.2, gt=0, description="pause before the first restart; it doubles each time, with jitter"
     )
     restart_backoff_max_s: float = Field(default=10.0, gt=0)
     max_restarts_per_window: int = Field(
@@ -203,7 +211,7 @@ class SupervisorSection(ConfigSection):
     )
     restart_window_s: float = Field(default=60.0, gt=0)
     zombie_grace_s: float = Field(
-        default=30.0, gt=0, description="how long a silent, replaced worker may live on to be fenced"
+        default=30.0, gt=0, description="how long a silent worker that was replaced may live on, to find itself fenced"
     )
     stop_timeout_s: float = Field(default=20.0, gt=0, description="how long a draining process has before it is killed")
 

@@ -20,10 +20,14 @@ Piece = str | dict[str, Any]
 class PolicySettings(ConfigSection):
     """One of several policies; absent values are those of [module]."""
 
-    build: str | None = Field(default=None, description='"package.module:build"')
+    build: str | None = Field(default=None, description='what builds its module, as "package.module:build"')
     config: dict[str, Any] | None = Field(default=None, description="keyword arguments of build")
-    env_to_module: list[Piece] | None = Field(default=None, description="its own pieces, in place of [sampling]'s")
-    module_to_env: list[Piece] | None = Field(default=None, description="its own pieces, in place of [sampling]'s")
+    env_to_module: list[Piece] | None = Field(
+        default=None, description="its own connectors, in place of those of [sampling]"
+    )
+    module_to_env: list[Piece] | None = Field(
+        default=None, description="its own connectors for actions, in place of those of [sampling]"
+    )
 
 
 class SamplingSettings(ConfigSection):
@@ -62,10 +66,12 @@ class SamplingSettings(ConfigSection):
     explore: bool = Field(default=True, description="sample from the policy's distribution; False takes its mode")
     env_to_module: list[Piece] = Field(
         default=[],
-        description='connectors between env and module, in order: "package.module:factory" of each, or '
+        description='connectors that observations pass on their way to the module: "package.module:factory", or '
         "{build = ..., config = {...}}",
     )
-    module_to_env: list[Piece] = Field(default=[], description="connectors between module and env, in order")
+    module_to_env: list[Piece] = Field(
+        default=[], description="connectors that actions pass on their way to the env, named as in env_to_module"
+    )
     policies: dict[str, PolicySettings] | None = Field(
         default=None, description="several agents: module id -> {build, config} of its policy; {} is that of [module]"
     )
@@ -78,20 +84,22 @@ class SamplingSettings(ConfigSection):
     )
     missing_final_observation: Literal["error", "repeat", "drop"] = Field(
         default="error",
-        description="several agents: one is truncated and its last observation missing: the env has failed, or what "
-        "it acted upon is repeated, or its last step is dropped; each is counted",
+        description="several agents: what to do when an agent is truncated without its last observation: fail the env, "
+        "repeat the observation it acted upon, or drop its last step; each is counted",
     )
     max_idle_env_steps: int = Field(
         default=10_000,
         ge=1,
-        description="several agents: env steps in a row without any action, after which the env counts as failed",
+        description="several agents: env steps in a row in which no agent acts, after which the env has failed",
     )
     infos: Literal["all", "none"] = Field(default="all", description="whether non-empty infos travel with the chunks")
     callbacks: list[str] = Field(
         default=[], description='"package.module:Class" of each callback object, in the order in which they are called'
     )
     metrics_num_episodes_for_smoothing: int = Field(
-        default=100, ge=1, description="newest episodes, of all runners together, behind the mean, min and max of any"
+        default=100,
+        ge=1,
+        description="how many of the newest episodes, of all runners together, go into means, minima and maxima",
     )
     torch_threads: int = Field(default=1, ge=1, description="threads torch may use in the sampling process")
     disable_env_checking: bool = Field(
@@ -103,7 +111,7 @@ class SamplingSettings(ConfigSection):
     env_placement: Literal["inline", "process", "remote"] = Field(
         default="inline",
         description="where envs live: in the runner's own process; in others, where one may hang, crash or leak; or "
-        "with `headrace env-host`s of any machine, which connect to this worker",
+        "with `headrace env-host`s on any machines, which connect to this worker",
     )
     env_hosts_host: str = Field(
         default="127.0.0.1",
@@ -113,16 +121,19 @@ class SamplingSettings(ConfigSection):
         default=0,
         ge=0,
         le=65_535,
-        description="remote envs: that address's port, plus the worker's slot; 0: a free one",
+        description="remote envs: port for their hosts, to which the worker's slot is added; 0 takes a free one",
     )
     env_hosts_allow_insecure: bool = Field(
-        default=False, description="listen for other machines without keys, unencrypted; warned of at every start"
+        default=False,
+        description="remote envs: listen for other machines without keys and unencrypted; every start warns",
     )
     env_hosts_lease_s: Seconds = Field(
         default=10.0, ge=1, description="silence after which an env host counts as lost, and its episodes with it"
     )
     env_hosts_timeout_s: Seconds | None = Field(
-        default=None, gt=0, description="how long to wait while no env host is connected; absent: for ever"
+        default=None,
+        gt=0,
+        description="remote envs: how long to wait while there is no env host at all; absent: forever",
     )
     envs_per_process: int = Field(
         default=4, ge=1, description="envs that share a process, and its death; cheap ones share the cost of a message"
@@ -131,19 +142,18 @@ class SamplingSettings(ConfigSection):
         default=None,
         ge=0,
         le=LONGEST_S * 1000,
-        description="envs elsewhere: act for those that are ready, after waiting this long for more; absent: "
-        "for all at once when the last is ready, which cuts the same chunks every time; external envs act so always",
+        description="envs elsewhere: act for those that are ready, after waiting so long for more; absent: act for all "
+        "at once when the last is ready, which cuts the same chunks every time. External envs always act when ready",
     )
     double_buffering: bool = Field(
         default=False,
-        description="envs elsewhere: act for every other one while its neighbour is stepped, if the policy takes "
-        "time; each half waits for its slowest",
+        description="envs elsewhere: act for one half while the other half is stepped; each half waits for its slowest",
     )
     env_construct_timeout_s: Seconds = Field(
         default=120.0,
         gt=0,
-        description="how long an env's construction may take, and before it the start of its process, which has 60 s "
-        "at least",
+        description="how long an env's construction may take, and before that the start of its process, which has at "
+        "least 60 s",
     )
     env_reset_timeout_s: Seconds = Field(
         default=60.0,
@@ -156,7 +166,7 @@ class SamplingSettings(ConfigSection):
     env_process_max_rss_mb: int | None = Field(
         default=None,
         ge=1,
-        description="memory at which a process of envs is replaced as its episodes end, and a quarter above, killed",
+        description="memory at which a process of envs is replaced as its episodes end; a quarter above it is killed",
     )
     env_process_max_episodes: int | None = Field(
         default=None, ge=1, description="episodes after which a process of envs is replaced as its episodes end"
@@ -171,25 +181,25 @@ class SamplingSettings(ConfigSection):
         default=60.0, gt=0, description="external envs: how long log_action() may wait for the sampler"
     )
     external_fragment_max_age_s: Seconds = Field(
-        default=5.0, gt=0, description="external envs: a worker ships their steps after this time, however few they are"
+        default=5.0, gt=0, description="external envs: time after which a worker ships what it has, however little"
     )
     external_silence_timeout_s: Seconds = Field(
-        default=300.0, gt=0, description="external envs: how long sample() waits without any call from them"
+        default=300.0, gt=0, description="external envs: how long sample() waits while none says anything"
     )
     env_close_timeout_s: Seconds = Field(
         default=5.0, gt=0, description="how long an env's close() may take before it is abandoned with a warning"
     )
     env_restart_attempts: int = Field(
-        default=8, ge=1, description="failures in a row, nothing delivered between them, that one env is forgiven"
+        default=8, ge=1, description="failures of one env in a row, without a delivery between them, that are tolerated"
     )
     env_restart_backoff_s: Seconds = Field(
         default=0.05, ge=0, description="wait before the second rebuild in a row; doubles with each further one"
     )
-    env_restart_backoff_max_s: Seconds = Field(default=5.0, ge=0, description="longest such wait")
+    env_restart_backoff_max_s: Seconds = Field(default=5.0, ge=0, description="longest wait between rebuilds in a row")
     max_env_restarts_per_window: int = Field(
-        default=600, ge=1, description="rebuilds of one env that a window may see, delivered or not"
+        default=600, ge=1, description="rebuilds of one env that are tolerated in env_restart_window_s"
     )
-    env_restart_window_s: Seconds = Field(default=60.0, gt=0, description="length of that window")
+    env_restart_window_s: Seconds = Field(default=60.0, gt=0, description="time window of max_env_restarts_per_window")
 
     @property
     def is_multi_agent(self) -> bool:

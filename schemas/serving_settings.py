@@ -18,27 +18,31 @@ class ServingSection(ConfigSection):
     """
 
     enabled: bool = Field(
-        default=False, description="clients elsewhere drive the episodes, at most sampling.num_envs at once a worker"
+        default=False,
+        description="clients elsewhere drive the episodes, at most sampling.num_envs at once in each worker",
     )
     host: str = Field(default="127.0.0.1", min_length=1, description="address to bind; off loopback needs [keys]")
     port: int = Field(
-        default=0, ge=0, le=HIGHEST_PORT, description="port for ZeroMQ, plus the worker's slot; 0 takes a free one"
+        default=0,
+        ge=0,
+        le=HIGHEST_PORT,
+        description="port for ZeroMQ, to which the worker's slot is added; 0 takes a free one",
     )
     http_port: int | None = Field(
         default=None,
         ge=0,
         le=HIGHEST_PORT,
-        description="port for HTTP, plus the worker's slot; 0 takes a free one; absent: no HTTP",
+        description="port for HTTP, to which the worker's slot is added; 0 takes a free one; absent: no HTTP",
     )
     http_token: str = Field(
         default="",
         description="file, readable by its owner only, with the token HTTP clients show; empty: http.token of keys.dir",
     )
     allow_insecure: bool = Field(
-        default=False, description="serve other machines without keys or token; warned of at every start"
+        default=False, description="serve other machines without keys or token; every start warns"
     )
     lease_s: float = Field(default=30.0, ge=0.2, description="silence after which a client's episodes are aborted")
-    max_sessions: int = Field(default=1024, ge=1, description="clients at once")
+    max_sessions: int = Field(default=1024, ge=1, description="clients that may have a session at once")
     http_max_connections: int = Field(
         default=1024, ge=1, description="HTTP connections at once; at most half as many as files may be open"
     )

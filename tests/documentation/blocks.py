@@ -1,0 +1,79 @@
+"""The code blocks of a page, and the marks that stand before them as HTML comments.
+
+    <!-- shown only: REASON -->          the next block is not run
+    <!-- background until: PATH -->      the next shell block is one command, left running once PATH exists
+    <!-- given: NAME ... -->             the next block finds these names, which `stand_ins.py` makes
+    <!-- ports: NUMBER ... -->           anywhere: free ports take the place of these numbers in all blocks
+
+A Python block whose first line is "# name.py" is a file of that name.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+
+RUN = ("python", "sh", "toml", "json")
+"""Languages of blocks that a test runs, or reads as what they are."""
+_MARK = re.compile(r"<!--\s*([a-z ]+?):\s*(.*?)\s*-->", re.DOTALL)
+_FILE = re.compile(r"# (\w+\.py)\n")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block; `line` is that of its first line of code, from 1."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    marks: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def file(self) -> str | None:
+        """The name of the file that a Python block is."""
+        found = _FILE.match(self.text) if self.language == "python" else None
+        return found[1] if found else None
+
+    @property
+    def is_run(self) -> bool:
+        return self.language in RUN and "shown only" not in self.marks
+
+    def fault(self) -> str | None:
+        """What is wrong with a block that is neither run nor says why not."""
+        unknown = self.marks.keys() - {"shown only", "background until", "given"}
+        if unknown:
+            return f"{self.page.name}:{self.line}: unknown mark {sorted(unknown)}"
+        if self.is_run or len(self.marks.get("shown only", "").split()) > 1:
+            return None
+        return (
+            f"{self.page.name}:{self.line}: {self.language or 'a'} block is not run; say why: <!-- shown only: ... -->"
+        )
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """Return the blocks of a page, those of Sphinx's own directives left out."""
+    marks: dict[str, str] = {}
+    found = []
+    for token in MarkdownIt("commonmark").parse(page.read_text(encoding="utf-8")):
+        if token.type == "html_block":
+            marks.update(_MARK.findall(token.content))
+            continue
+        if token.type == "fence" and not token.info.startswith("{"):
+            assert token.map
+            found.append(Block(page, token.map[0] + 2, token.info.strip(), token.content, _own(marks)))
+        if token.nesting <= 0:
+            marks = {}
+    return found
+
+
+def ports_of(page: Path) -> list[str]:
+    """Return the numbers that stand for free ports on this page."""
+    return [number for key, value in _MARK.findall(page.read_text()) if key == "ports" for number in value.split()]
+
+
+def _own(marks: dict[str, str]) -> dict[str, str]:
+    return {key: value for key, value in marks.items() if key not in ("ports", "generated")}

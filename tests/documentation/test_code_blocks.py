@@ -1,0 +1,60 @@
+"""Every code block of the README and of the documentation is run, or says why it is only shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from documentation.blocks import blocks_of, ports_of
+from documentation.story import Story
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    page.relative_to(ROOT)
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))
+    if "_build" not in page.relative_to(ROOT).parts
+)
+RUN = [page for page in PAGES if any(block.is_run for block in blocks_of(ROOT / page))]
+
+
+def _has_processes(page: Path) -> bool:
+    return any(block.is_run and block.language == "sh" for block in blocks_of(ROOT / page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_block_is_run_or_says_why_not(page: Path) -> None:
+    assert [fault for block in blocks_of(ROOT / page) if (fault := block.fault())] == []
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] if _has_processes(page) else [], id=str(page)) for page in RUN]
+)
+def test_the_blocks_of_a_page_run_in_their_order(page: Path, tmp_path: Path) -> None:
+    with Story(tmp_path, ports_of(ROOT / page)) as story:
+        for block in blocks_of(ROOT / page):
+            if block.is_run:
+                story.run(block)
+
+
+def test_a_block_that_is_not_run_needs_a_reason(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```text\nno mark\n```\n\n<!-- shown only: needs two machines -->\n```sh\nssh HOST\n```\n\n"
+        "<!-- shown only: x -->\n```c\nint x;\n```\n\n<!-- shown always: needs a robot -->\n```python\nmove()\n```\n"
+    )
+    faults = [block.fault() for block in blocks_of(page)]
+    assert [fault is not None for fault in faults] == [True, False, True, True]
+    assert faults[0] is not None
+    assert faults[0].startswith("page.md:2:")
+
+
+def test_a_block_that_fails_fails_its_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n\n```sh\nfalse\n```\n")
+    with Story(tmp_path, []) as story:
+        first, second, third = blocks_of(page)
+        story.run(first)
+        with pytest.raises(AssertionError):
+            story.run(second)
+        with pytest.raises(AssertionError, match=r"page\.md:10"):
+            story.run(third)

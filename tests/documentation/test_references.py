@@ -1,0 +1,122 @@
+"""What pages list is what the code has: settings, commands, reasons, events, paths."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_reference import commands, commands_as_markdown
+from exit_codes import exit_codes_as_markdown
+from generated_pages import fill
+from settings_reference import settings, settings_as_markdown
+from typer.main import get_command
+
+from headrace.deploy.cli import app
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.config_loading import known_keys
+from headrace.schemas.errors import ExitCode
+from headrace.schemas.ledger import Discard, Drop
+from headrace.schemas.redis_keys import TABLE
+from headrace.workers.callbacks import EVENTS
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [*ROOT.glob("*.md"), *(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)]
+ROOMS = ("schemas", "workers", "broker", "learner_stub", "deploy", "tests", "docs")
+_PATH = re.compile(rf"`((?:{'|'.join(ROOMS)})/[\w./-]*)")
+
+
+def read(page: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+def test_the_configuration_page_has_every_setting_with_its_meaning_default_and_variable() -> None:
+    rows = [row for section in FleetConfig.model_fields for row in settings(section)]
+    assert [row.key for row in rows] == list(known_keys())
+    assert [row.key for row in rows if len(row.meaning.split()) < 2] == []
+    page = settings_as_markdown()
+    assert [row.key for row in rows if f"`{row.key}` (" not in page or f"`{row.variable}`" not in page] == []
+    lease = next(row for row in rows if row.key == "broker.lease_s")
+    assert (lease.type, lease.default, lease.unit) == ("number, > 0", "`10.0`", "s")
+    assert lease.variable == "HEADRACE_BROKER__LEASE_S"
+
+
+def test_the_commands_page_has_every_command_with_its_options_and_examples() -> None:
+    page = commands_as_markdown()
+    names = [name for name, _ in commands(get_command(app))]
+    assert {"headrace up", "headrace keys init", "headrace env-host"} <= set(names)
+    for name, command in commands(get_command(app)):
+        section = page.split(f"## {name}\n")[1].split("\n## ")[0]
+        options = [parameter.opts[0] for parameter in command.params]
+        assert [option for option in options if f"`{option}" not in section] == [], name
+        assert f"```sh\n{name.split()[0]} " in section, name
+
+
+def test_the_table_of_exit_codes_has_every_code() -> None:
+    table = exit_codes_as_markdown()
+    assert [code.name for code in ExitCode if f"| {int(code)} | `{code.name}` |" not in table] == []
+    assert "`FencedError`" in table
+
+
+def test_a_page_is_filled_with_what_it_asks_for() -> None:
+    assert "`CRASH_LOOP`" in fill("before\n<!-- generated: exit codes -->\nafter")
+    with pytest.raises(KeyError):
+        fill("<!-- generated: nothing that there is -->")
+
+
+def test_every_reason_of_the_ledger_is_explained() -> None:
+    page = read("guides/when-something-dies.md")
+    reasons = {reason.value for reason in (*Discard, *Drop)} - {Drop.OTHER.value}
+    assert [reason for reason in reasons if f"| `{reason}` |" not in page] == []
+
+
+def test_every_event_of_callbacks_is_listed() -> None:
+    page = read("guides/callbacks-metrics-state.md")
+    rows = {event: f"| `{event}` |" for event in EVENTS}
+    assert [event for event, row in rows.items() if row not in page] == []
+    listed = dict(re.findall(r"^\| `(on_\w+)` \|.*\| (.*) \|$", page, re.M))
+    assert {name: tuple(re.findall(r"`(\w+)`", given)) for name, given in listed.items()} == EVENTS
+
+
+def test_redis_keys_that_a_page_names_are_there() -> None:
+    named = re.findall(r"`headrace:\{FLEET\}:(\w+)`", read("guides/callbacks-metrics-state.md"))
+    assert named
+    assert set(named) <= {key.name for key in TABLE}
+
+
+def paths() -> Iterator[tuple[str, str]]:
+    for page in PAGES:
+        for path in _PATH.findall(page.read_text(encoding="utf-8")):
+            yield str(page.relative_to(ROOT)), path.rstrip(".")
+
+
+def test_every_path_that_a_page_names_is_there() -> None:
+    assert len(list(paths())) > 50
+    assert [(page, path) for page, path in paths() if not (ROOT / path).exists() and path != "docs/_build/html"] == []
+
+
+def test_every_relative_link_outside_of_the_documentation_leads_somewhere() -> None:
+    """Sphinx looks at the links of `docs/`; those of the README and its neighbours are for whoever reads the files."""
+    links = [
+        (page.name, target)
+        for page in ROOT.glob("*.md")
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8"))
+    ]
+    assert len(links) > 20
+    assert [(page, target) for page, target in links if not (ROOT / target).exists()] == []
+
+
+@pytest.mark.parametrize("picture", sorted(path.name for path in (DOCS / "images").glob("*.svg")))
+def test_a_picture_has_a_title_and_colours_for_light_and_dark(picture: str) -> None:
+    text = (DOCS / "images" / picture).read_text(encoding="utf-8")
+    root = ElementTree.fromstring(text)
+    assert root.find("{http://www.w3.org/2000/svg}title") is not None
+    assert "prefers-color-scheme: dark" in text
+    assert "currentColor" in text
+    # Pictures stand in one HTML page: names of classes and ids are each one's own.
+    prefix = picture.split("-")[0].removesuffix(".svg")
+    names = re.findall(r'(?:class|id)="([\w-]+)"', text)
+    assert [name for name in names if not name.startswith(prefix)] == []
