@@ -3,14 +3,16 @@
     env ── observations ──> env_to_module[0] ──> ... ──> env_to_module[-1] ──> module   (and into the chunks)
     env <── actions_for_env <── module_to_env[-1] <── ... <── module_to_env[0] <── actions ──┘
 
-Each observation passes once, when it arrives, also under random actions, so that all chunks are alike. Random actions
-are drawn from the env's own space and pass nothing, unless module_to_env gives the module another action space.
+Each observation passes env_to_module once, when it arrives. It passes under random actions too, so that all chunks have
+the same observations. Random actions are drawn from the env's own space and skip module_to_env, unless module_to_env
+gives the module another action space.
 
-Where agents are several, each module has pieces of its own, whose lanes are its agents in their envs. An observation
-passes when it arrives with the agent's own last action and all rewards since; one that never arrives passes nothing.
-Random actions heed the action masks in the env's own observations, unless the module has another action space.
+With several agents, each module has its own pieces, and a lane is one agent in one env. An observation passes when it
+arrives, together with the agent's own last action and all rewards since. An observation that never arrives does not
+pass. Random actions obey the action masks in the env's own observations, unless the module has another action space.
 
-`connector.py` says what one is, `pipeline.py` runs a list of them, `vector_connectors.py` both lists for a vector.
+`connector.py` defines a connector, `pipeline.py` runs a list of them, `vector_connectors.py` runs both lists of a
+vector.
 """
 
 from headrace.workers.connectors.action_pieces import ClipActions, UnsquashActions

@@ -1,4 +1,4 @@
-"""Pieces between a policy's action and the env's: mapped into bounds, clipped. The chunk keeps both actions."""
+"""Connectors that map a policy's action into the env's bounds or clip it. The chunk keeps both actions."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from headrace.workers.envs.bounds import ActionBounds
 
 
 class _BoxActions(Connector):
+    """Base of connectors that change Box actions: keeps the bounds of each Box leaf."""
+
     def connect(self, spaces: Spaces, width: int) -> Spaces:
-        """The spaces stay what they are: a policy's action may lie outside its space, what the env gets may not."""
+        """Return `spaces` unchanged: a policy's action may leave its space, but the env gets one inside the bounds."""
         self._bounds = {n: ActionBounds(leaf) for n, leaf in leaves(spaces.action, "actions") if isinstance(leaf, Box)}
         return spaces
 
 
 class UnsquashActions(_BoxActions):
-    """Box actions mapped from [-1, 1] to the env's bounds where both are finite, and clipped to them.
+    """Connector that maps Box actions from [-1, 1] to the env's bounds where both are finite, and clips them.
 
-    For modules that do not do so themselves, as the default actor-critic does. What is mapped is the policy's own
-    action, whatever was made of it before, so that none is mapped twice; put this piece first.
+    It is for modules that do not map their actions themselves, as the default actor-critic does. It maps the policy's
+    own action, whatever earlier pieces made of it, so that no action is mapped twice. Put this piece first.
     """
 
     def process(self, rows: Rows) -> Columns:
-        """See `Connector`."""
         return {**rows.columns, **{n: b.clip(b.unsquash(rows.actions[n])) for n, b in self._bounds.items()}}
 
 
 class ClipActions(_BoxActions):
-    """Box actions clipped to the env's bounds; integers rounded."""
+    """Connector that clips Box actions to the env's bounds and rounds integers."""
 
     def process(self, rows: Rows) -> Columns:
-        """See `Connector`."""
         return {**rows.columns, **{name: bounds.clip(rows.columns[name]) for name, bounds in self._bounds.items()}}

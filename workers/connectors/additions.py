@@ -1,4 +1,4 @@
-"""Pieces that put something beside the observation: what was done and earned before, how late it is, and for whom."""
+"""Connectors that add the previous action and reward, the time, or the agent to an observation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from headrace.workers.connectors.flatten import as_vectors, one_hot_size
 
 
 class _Addition(Connector):
-    """Puts new leaves beside an observation: into its Dict, or into a new one where it stands under "obs"."""
+    """Base of connectors that add leaves to an observation.
+
+    The leaves go into the observation's Dict. Any other observation moves under "obs" in a new Dict.
+    """
 
     def _beside(self, space: Space, added: dict[str, Box]) -> Space:
         self._wraps = not isinstance(space, Dict)
@@ -29,19 +32,21 @@ class _Addition(Connector):
 class PreviousActionReward(_Addition):
     """Adds "prev_action", float32 (size,) with choices one-hot, and "prev_reward", float32 (1,).
 
-    Both are of the step that led to the observation, and 0 at an episode's start. The action is the policy's own, not
-    what the env got in its place.
+    Both belong to the step that led to the observation, and are 0 at an episode's start. The action is the policy's
+    own, not the one that the env got in its place.
     """
 
     def connect(self, spaces: Spaces, width: int) -> Spaces:
-        """A Dict with both added. The action space must be known by now: module_to_env is connected first."""
+        """Return the spaces with both leaves added.
+
+        The action space must be known by now, so module_to_env is connected first.
+        """
         self._actions = list(leaves(spaces.action, "actions"))
         self._size = sum(one_hot_size(leaf) for _, leaf in self._actions)
         added = {"prev_action": Box(shape=(self._size,), dtype="<f4"), "prev_reward": Box(shape=(1,), dtype="<f4")}
         return Spaces(observation=self._beside(spaces.observation, added), action=spaces.action)
 
     def process(self, rows: Rows) -> Columns:
-        """See `Connector`."""
         n = len(rows.lanes)
         action = np.zeros((n, self._size), np.float32)
         if not rows.first:
@@ -51,7 +56,10 @@ class PreviousActionReward(_Addition):
 
 
 class TimeOneHot(_Addition):
-    """Adds "time", float32 (length,): one-hot of the steps since the episode began, the last place from then on."""
+    """Adds "time", float32 (length,): the one-hot number of steps since the episode began.
+
+    From step `length` - 1 on, the last place is set.
+    """
 
     def __init__(self, length: int) -> None:
         if length < 1:
@@ -59,13 +67,12 @@ class TimeOneHot(_Addition):
         self._length = length
 
     def connect(self, spaces: Spaces, width: int) -> Spaces:
-        """A Dict with it added."""
+        """Return the spaces with "time" added."""
         self._t = np.zeros(width, np.int64)
         added = {"time": Box(shape=(self._length,), dtype="<f4", low=0.0, high=1.0)}
         return Spaces(observation=self._beside(spaces.observation, added), action=spaces.action)
 
     def process(self, rows: Rows) -> Columns:
-        """See `Connector`."""
         if not rows.first:
             self._t[rows.lanes] += 1
         time = np.zeros((len(rows.lanes), self._length), np.float32)
@@ -73,18 +80,16 @@ class TimeOneHot(_Addition):
         return self._with(rows.columns, {"time": time})
 
     def reset(self, lanes: NDArray[np.intp]) -> None:
-        """See `Connector`."""
         self._t[lanes] = 0
 
     def widen(self, width: int) -> None:
-        """See `Connector`."""
         self._t = np.concatenate((self._t, np.zeros(width - len(self._t), np.int64)))
 
 
 class AgentOneHot(_Addition):
-    """Adds "agent", float32 (num_agents,): one-hot of the agent's place among the env's possible_agents.
+    """Adds "agent", float32 (num_agents,): the one-hot place of the agent among the env's possible_agents.
 
-    So one policy can play several agents each in its own way. Where there is but one agent, its place is 0.
+    One policy can thus play several agents differently. With one agent, the place is 0.
     """
 
     def __init__(self, num_agents: int) -> None:
@@ -93,12 +98,12 @@ class AgentOneHot(_Addition):
         self._num_agents = num_agents
 
     def connect(self, spaces: Spaces, width: int) -> Spaces:
-        """A Dict with it added."""
+        """Return the spaces with "agent" added."""
         added = {"agent": Box(shape=(self._num_agents,), dtype="<f4", low=0.0, high=1.0)}
         return Spaces(observation=self._beside(spaces.observation, added), action=spaces.action)
 
     def process(self, rows: Rows) -> Columns:
-        """See `Connector`. Raises `ConnectorError` for an agent beyond `num_agents`."""
+        """Return the columns with "agent" added. Raises `ConnectorError` for an agent beyond `num_agents`."""
         last = int(rows.agents.max(initial=0))
         if last >= self._num_agents:
             raise ConnectorError(

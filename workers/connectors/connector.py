@@ -1,4 +1,4 @@
-"""What a connector is, what it is given, and how one is built from the config."""
+"""The `Connector` protocol, the rows that a connector gets, and how one is built from the config."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ State = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """One row for each of `lanes`, n of the vector's envs, or of the agents in them. Arrays are not to be written to.
+    """One row for each of `lanes`. Do not write to the arrays.
 
-    columns: observation columns (n, ...), or action columns on their way to the env. actions: what the policy chose,
-    (n, ...): in the step that gave these observations, or now; none after a reset. rewards: float64 (n,), of the step
-    that gave these observations (an agent's may take several of its env's, and has the rewards of all), 0 after a reset
-    and on the way to the env. first: the observations are of a reset, or an agent's first ones in its episode.
-    agents: (n,), each lane's agent by its place among the env's possible_agents; all 0 where there is one.
+    A lane is one of the vector's envs, or one agent in one of them; n is the number of lanes here.
+
+    - columns: observation columns (n, ...), or action columns on their way to the env.
+    - actions: the policy's actions (n, ...) in the step that gave these observations, or now on the way to the env;
+      empty after a reset.
+    - rewards: float64 (n,), of the step that gave these observations. An agent's step may span several env steps
+      and has the rewards of all of them. 0 after a reset and on the way to the env.
+    - first: whether the observations come from a reset, or are an agent's first ones in its episode.
+    - agents: intp (n,), the place of each lane's agent among the env's possible_agents; all 0 with one agent.
     """
 
     lanes: NDArray[np.intp]
@@ -38,56 +42,57 @@ class Rows:
 
 @runtime_checkable
 class Connector(Protocol):
-    """One piece of a pipeline. Derive from it to inherit what a piece without state need not say.
+    """One piece of a pipeline. Derive from it to inherit the methods that a piece without state does not need.
 
-    What a lane's rows become may depend on that lane alone, or the failure of one env would change what its siblings
-    live through. State that outlives episodes is told as arrays by name; that of an episode is kept by lane.
+    The result for a lane may depend on that lane alone. Otherwise the failure of one env would change the episodes of
+    its siblings. `get_state` returns state that outlives episodes, as arrays by name. State of an episode is kept by
+    lane.
     """
 
     def connect(self, spaces: Spaces, width: int) -> Spaces:
-        """The spaces on the module's side, of those on the env's, for `width` lanes. Called before all else."""
+        """Return the spaces on the module's side, given the env's, for `width` lanes. Called before all else."""
         ...
 
     def process(self, rows: Rows) -> Columns:
-        """Columns for the next piece, of the dtypes and shapes that `connect` promised.
+        """Return the columns for the next piece, with the dtypes and shapes that `connect` promised.
 
         Called once for each observation, and once for each action.
         """
         ...
 
     def reset(self, lanes: NDArray[np.intp]) -> None:
-        """An episode begins in each of `lanes`: forget what was kept of the last one."""
+        """Forget the last episode of each of `lanes`, because a new one begins there."""
 
     def widen(self, width: int) -> None:
-        """There are more lanes from now on, below those there were; only where agents come and go.
+        """Make room for `width` lanes; new lanes follow the existing ones. Called only where agents come and go.
 
-        A piece with state by lane must grow it. It is told of the same `width` again where another piece failed to.
+        A piece with state by lane must grow it. It gets the same `width` again when another piece failed to grow.
         """
 
     def get_state(self) -> State:
-        """What outlives episodes, as arrays of one's own by name."""
+        """Return the state that outlives episodes, as arrays by name that the caller may keep."""
         return {}
 
     def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Take over what `get_state` gave; the names, dtypes and shapes were compared with one's own."""
+        """Replace the state by one from `get_state`. The caller has already checked names, dtypes and shapes."""
 
     def take_update(self) -> State:
-        """What was learnt since the last call, to be merged with others' by `merge`; empty if that is nothing.
+        """Return what was learnt since the last call, for `merge` to combine; empty if nothing was.
 
-        Nothing is told twice and nothing left out, whatever state was set in between.
+        Nothing is returned twice and nothing is left out, even if `set_state` was called in between.
         """
         return {}
 
     def merge(self, state: State, updates: Sequence[State]) -> State:
-        """`state` (empty: none yet) with the `updates` of any runners, in any order. Needs no `connect` before."""
+        """Return `state` (empty: none yet) with the `updates` of any runners, in any order. Works before `connect`."""
         return state
 
 
 def build_connector(spec: Any, key: str) -> Connector:
-    """A connector of one's own from a connector (copied), or by `plugins.build_piece`.
+    """Return a new connector: a deep copy of a given one, or the result of `plugins.build_piece`.
 
-    `key` names the setting it stands in. Raises `ConfigError` for what is none of these, `ConnectorError` when the
-    factory raises.
+    `key` names the setting that holds `spec`. Raises `ConfigError` if `spec` is neither a connector nor a factory, and
+    `ConnectorError` when the factory raises.
     """
     if isinstance(spec, Connector) and not isinstance(spec, type):
         return copy.deepcopy(spec)

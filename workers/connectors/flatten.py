@@ -1,4 +1,4 @@
-"""Observations of any nesting as one vector."""
+"""The connector that turns nested observations into one vector."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ from headrace.workers.connectors.connector import Columns, Connector, Rows
 
 
 class FlattenObservations(Connector):
-    """float32 (rows, size): all leaves side by side, in the space's order; integers of Discrete kinds one-hot."""
+    """Connector that flattens observations to float32 (rows, size).
+
+    All leaves stand side by side, in the space's order; integers of Discrete kinds are one-hot.
+    """
 
     def connect(self, spaces: Spaces, width: int) -> Spaces:
-        """A Box of one axis without bounds."""
+        """Return the spaces with an unbounded Box of one axis as observation."""
         self._leaves = list(leaves(spaces.observation, "obs"))
         self._size = sum(one_hot_size(leaf) for _, leaf in self._leaves)
         return Spaces(observation=Box(shape=(self._size,), dtype="<f4"), action=spaces.action)
 
     def process(self, rows: Rows) -> Columns:
-        """See `Connector`."""
         parts = [as_vectors(leaf, rows.columns[name]) for name, leaf in self._leaves]
         return {"obs": parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)}
 
 
 def one_hot_size(leaf: Leaf) -> int:
-    """Length of one row of `as_vectors`."""
+    """Return the length of one row of `as_vectors`."""
     if isinstance(leaf, Discrete):
         return leaf.n
     return sum(leaf.nvec) if isinstance(leaf, MultiDiscrete) else leaf_size(leaf)
 
 
 def as_vectors(leaf: Leaf, values: NDArray[np.generic]) -> NDArray[np.float32]:
-    """float32 (rows, one_hot_size): choices one-hot, one after another; other leaves flat."""
+    """Return float32 (rows, one_hot_size): choices one-hot, one after another; other leaves flat."""
     if isinstance(leaf, Discrete | MultiDiscrete):
         sizes, starts = ((leaf.n,), (leaf.start,)) if isinstance(leaf, Discrete) else (leaf.nvec, leaf.start)
         begins = np.cumsum(sizes) - np.array(sizes) - np.array(starts)

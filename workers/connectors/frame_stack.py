@@ -1,4 +1,4 @@
-"""The last few observations side by side, so that a module without memory sees motion."""
+"""The connector that stacks the last observations, so that a module without memory sees motion."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from headrace.workers.envs.bounds import bounded_box, box_bounds
 
 
 class FrameStack(Connector):
-    """The newest `frames` observations of a Box, oldest first, joined along `axis` of one observation.
+    """Connector that joins the newest `frames` observations of a Box, oldest first, along `axis` of one observation.
 
-    So a vector stays a vector and an image an image of more channels (`axis` 0 for channels first). At an episode's
-    start its first observation stands in for those before it.
+    A vector stays a vector, and an image becomes an image of more channels (`axis` 0 for channels first). At the start
+    of an episode its first observation fills the earlier places.
     """
 
     def __init__(self, frames: int = 4, axis: int = -1) -> None:
@@ -24,7 +24,10 @@ class FrameStack(Connector):
         self._frames, self._axis = frames, axis
 
     def connect(self, spaces: Spaces, width: int) -> Spaces:
-        """The Box, `frames` times as long along the axis. Any other observation is a `ConfigError`."""
+        """Return the spaces with the Box `frames` times as long along the axis.
+
+        Raises `ConfigError` for any other observation space.
+        """
         leaf = spaces.observation
         if not isinstance(leaf, Box) or not -len(leaf.shape) <= self._axis < len(leaf.shape):
             raise ConfigError(
@@ -37,7 +40,6 @@ class FrameStack(Connector):
         return Spaces(observation=bounded_box(low, high, leaf.dtype), action=spaces.action)
 
     def process(self, rows: Rows) -> Columns:
-        """See `Connector`."""
         newest, lanes = rows.columns["obs"], rows.lanes
         if rows.first:
             self._kept[:, lanes] = newest
@@ -49,11 +51,9 @@ class FrameStack(Connector):
         return {"obs": np.concatenate([self._kept[i, lanes] for i in range(self._frames)], axis=axis)}
 
     def reset(self, lanes: NDArray[np.intp]) -> None:
-        """See `Connector`."""
         self._kept[:, lanes] = 0
 
     def widen(self, width: int) -> None:
-        """See `Connector`."""
         frames, before, *shape = self._kept.shape
         more = np.zeros((frames, width - before, *shape), self._kept.dtype)
         self._kept = np.concatenate((self._kept, more), axis=1)

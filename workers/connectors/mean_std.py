@@ -1,4 +1,4 @@
-"""Observations scaled to mean 0 and deviation 1 by running statistics, which runners can merge exactly."""
+"""The connector that scales observations to mean 0 and deviation 1. Runners can merge its statistics exactly."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from headrace.workers.connectors.connector import Columns, Connector, Rows, Stat
 
 _LEAST_DEVIATION = 1e-8
 _LARGEST = np.float64(1e100)
-"""Of a number that is learnt from: its square, times any count, is finite."""
+"""Largest magnitude that is learnt from: its square times any count stays finite."""
 
 
 @dataclass(slots=True, eq=False)
 class Moments:
-    """Count, mean, and sum of squared deviations from it, float64. Arrays broadcast: one each, or one by lane."""
+    """Count, mean, and sum of squared deviations from it, float64.
+
+    The arrays broadcast, so that one object holds one set of moments, or one set for each lane.
+    """
 
     count: NDArray[np.float64]
     mean: NDArray[np.float64]
@@ -28,29 +31,32 @@ class Moments:
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], lanes: tuple[int, ...] = ()) -> Moments:
-        """Of no rows; `count` has axes of length 1 for the row's."""
+        """Return the moments of no rows; `count` has length 1 along each axis of a row."""
         return cls(np.zeros((*lanes, *(1 for _ in shape))), np.zeros((*lanes, *shape)), np.zeros((*lanes, *shape)))
 
     def plus(self, other: Moments) -> Moments:
-        """Of the rows of both together (Chan, Golub and LeVeque 1979): exact but for rounding, in any order."""
+        """Return the moments of the rows of both together (Chan, Golub and LeVeque 1979).
+
+        Exact but for rounding, in any order.
+        """
         count = self.count + other.count
         share = other.count / np.maximum(count, 1.0)
         delta = other.mean - self.mean
         return Moments(count, self.mean + delta * share, self.m2 + other.m2 + delta * delta * (self.count * share))
 
     def at(self, lanes: NDArray[np.intp]) -> Moments:
-        """Those of some lanes; a copy."""
+        """Return a copy of the moments of some lanes."""
         return Moments(self.count[lanes], self.mean[lanes], self.m2[lanes])
 
     def above(self, other: Moments) -> Moments:
-        """The lanes of both, those of `other` below."""
+        """Return the lanes of both, with those of `other` after these."""
         pairs = zip((self.count, self.mean, self.m2), (other.count, other.mean, other.m2), strict=True)
         return Moments(*map(np.concatenate, pairs))
 
     def add(self, lanes: NDArray[np.intp], rows: NDArray[Any]) -> Moments:
-        """Count one row more in each of `lanes` (Welford 1962); gives what those lanes have now.
+        """Count one more row in each of `lanes` (Welford 1962) and return the new moments of those lanes.
 
-        A row with an infinite or a monstrous number is left out, which would spoil all sums for ever.
+        A row with an infinite number, or one beyond `_LARGEST`, is left out, because it would spoil all later sums.
         """
         if not np.abs(rows).max(initial=0.0) <= _LARGEST:
             sound = (np.abs(rows) <= _LARGEST).reshape(len(rows), -1).all(axis=1)
@@ -65,24 +71,24 @@ class Moments:
         return now
 
     def scale(self, rows: NDArray[Any]) -> NDArray[np.float64]:
-        """(rows - mean) / deviation; a deviation that fewer than two rows tell is 1."""
+        """Return (rows - mean) / deviation. The deviation is 1 while there are fewer than two rows."""
         variance = np.where(self.count > 1.0, self.m2 / np.maximum(self.count - 1.0, 1.0), 1.0)
         scaled: NDArray[np.float64] = (rows - self.mean) / np.maximum(np.sqrt(variance), _LEAST_DEVIATION)
         return scaled
 
     def together(self) -> Moments:
-        """All lanes' as one."""
+        """Return the moments of all lanes as one."""
         parts = (Moments(*arrays) for arrays in zip(self.count, self.mean, self.m2, strict=True))
         return _sum(parts, Moments.zeros(self.mean.shape[1:]))
 
 
 class MeanStd(Connector):
-    """Every Box leaf as float32, scaled and clipped to [-clip, clip]; other leaves as they are.
+    """Connector that scales every Box leaf to float32 in [-clip, clip] and leaves other leaves unchanged.
 
-    A lane is scaled by the state that was last set together with what it has seen itself since, or has seen and not
-    told yet, the row at hand included: never by its neighbours' rows, which a failure may take away. Infinities are
-    scaled, to the clip, but not learnt. To share what all
-    lanes of all runners have seen, merge their updates and set the result. With `update` False nothing is learnt.
+    A lane is scaled by the last state set, together with its own rows that this state does not contain, including the
+    current row. Rows of other lanes never count, because a failure may take them away. Infinities are clipped but not
+    learnt. To share what all lanes of all runners have seen, merge their updates and set the result. With `update`
+    False nothing is learnt.
     """
 
     def __init__(self, clip: float = 10.0, update: bool = True) -> None:
@@ -91,7 +97,7 @@ class MeanStd(Connector):
         self._clip, self._update = clip, update
 
     def connect(self, spaces: Spaces, width: int) -> Spaces:
-        """The same nesting; each Box is one of float32 between the clips."""
+        """Return the spaces with the same nesting; each Box becomes a float32 Box between the clips."""
         shapes = {n: leaf.shape for n, leaf in leaves(spaces.observation, "obs") if isinstance(leaf, Box)}
         self._width = width
         self._given = {name: Moments.zeros(shape) for name, shape in shapes.items()}
@@ -101,7 +107,10 @@ class MeanStd(Connector):
         return Spaces(observation=_scaled(spaces.observation, self._clip), action=spaces.action)
 
     def widen(self, width: int) -> None:
-        """See `Connector`; new lanes begin with the state last set, for what was told since is of their neighbours."""
+        """Make room for `width` lanes. New lanes begin with the last state set.
+
+        They do not begin with rows that were taken as an update since, because those belong to other lanes.
+        """
         more, self._width = width - self._width, width
         for name, given in self._given.items():
             shape = given.mean.shape
@@ -109,7 +118,6 @@ class MeanStd(Connector):
             self._seen[name] = self._seen[name].above(Moments.zeros(shape, (more,)))
 
     def process(self, rows: Rows) -> Columns:
-        """See `Connector`."""
         columns = dict(rows.columns)
         for name, known in self._known.items():
             arrived, seen = rows.columns[name], self._seen[name]
@@ -119,17 +127,17 @@ class MeanStd(Connector):
         return columns
 
     def get_state(self) -> State:
-        """ "obs/count", "obs/mean", "obs/m2" and so on for each Box leaf, float64: all that is known and was seen."""
+        """Return "obs/count", "obs/mean", "obs/m2" and so on for each Box leaf, float64: of all rows known or seen."""
         return _written({name: told.plus(self._seen[name].together()) for name, told in self._told.items()})
 
     def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Scale by `state` from now on, in every lane; what was told before is thought to be part of it."""
+        """Scale by `state` from now on, in every lane. It is assumed to contain all updates taken before."""
         for name in self._told:
             self._given[name] = self._told[name] = given = _read(name, state)
             self._known[name] = Moments.zeros(given.mean.shape, (self._width,)).plus(given)
 
     def take_update(self) -> State:
-        """Names as in the state: what all lanes have seen since the last call."""
+        """Return what all lanes have seen since the last call, under the names of the state."""
         update = {name: seen.together() for name, seen in self._seen.items()}
         if not any(moments.count.any() for moments in update.values()):
             return {}
@@ -140,9 +148,9 @@ class MeanStd(Connector):
         return _written(update)
 
     def merge(self, state: State, updates: Sequence[State]) -> State:
-        """See `Connector`; equal to the moments of all rows at once, to rounding.
+        """Return the moments of all rows at once, up to rounding.
 
-        Raises `ValueError` for what can be no moments, or for those of other shapes.
+        Raises `ValueError` for arrays that cannot be moments, or for moments of different shapes.
         """
         parts = [part for part in (state, *updates) if part]
         leaf_names = {name.rpartition("/")[0] for part in parts for name in part}
@@ -151,7 +159,7 @@ class MeanStd(Connector):
             first, *rest = (_read(name, part) for part in parts)
             for moments in (first, *rest):
                 _check(name, moments, first)
-            with np.errstate(all="ignore"):  # sound ones can be too large together
+            with np.errstate(all="ignore"):  # finite moments may overflow when added
                 merged[name] = _sum(rest, first)
             _check(name, merged[name], first)
         return _written(merged)

@@ -1,4 +1,4 @@
-"""A list of connectors, one feeding the next, whose every answer is checked and whose every failure names the piece."""
+"""A list of connectors, one feeding the next. It checks every result and names the piece in every error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Expected = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 
 
 class Pipeline:
-    """The pieces of the setting `key`, in the order in which rows pass them; `owner` is named in errors besides."""
+    """The pieces of the setting `key`, in the order in which rows pass them. Errors also name `owner`."""
 
     def __init__(self, key: str, specs: Sequence[Any], owner: str = "") -> None:
         self.key = key
@@ -28,14 +28,14 @@ class Pipeline:
         self._expected: list[_Expected] = [{} for _ in self.pieces]
 
     def connect_observations(self, spaces: Spaces, width: int) -> Spaces:
-        """The module's spaces, of the env's: the first piece stands next to the env."""
+        """Return the module's spaces, given the env's. The first piece is next to the env."""
         for i in range(len(self.pieces)):
             spaces = self._connect(i, spaces, width)
             self._expected[i] = _rows_of(spaces.observation, "obs")
         return spaces
 
     def connect_actions(self, spaces: Spaces, width: int) -> Spaces:
-        """The module's spaces, of the env's: the last piece stands next to the env."""
+        """Return the module's spaces, given the env's. The last piece is next to the env."""
         for i in reversed(range(len(self.pieces))):
             self._expected[i] = _rows_of(spaces.action, "actions")
             spaces = self._connect(i, spaces, width)
@@ -49,7 +49,7 @@ class Pipeline:
         return connected
 
     def process(self, rows: Rows) -> Columns:
-        """`rows` after all pieces; raises `ConnectorError`."""
+        """Return the columns of `rows` after all pieces. Raises `ConnectorError`."""
         for i, piece in enumerate(self.pieces):
             with self._named(i, rows):
                 columns = piece.process(rows)
@@ -58,7 +58,7 @@ class Pipeline:
         return rows.columns
 
     def reset(self, lanes: NDArray[np.intp]) -> None:
-        """Episodes begin in `lanes`."""
+        """Reset all pieces for the episodes that begin in `lanes`. Raises `ConnectorError`."""
         for i, piece in enumerate(self.pieces):
             with self._named(i, lanes):
                 piece.reset(lanes)
@@ -66,11 +66,11 @@ class Pipeline:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def get_state(self) -> State:
-        """All pieces' state: "0.MeanStd/name" -> array."""
+        """Return the state of all pieces: "0.MeanStd/name" -> array."""
         return self._gather([piece.get_state() for piece in self.pieces])
 
     def take_update(self) -> State:
-        """All pieces' `take_update`, named likewise."""
+        """Return the updates of all pieces, under names as in `get_state`. Raises `ConnectorError`."""
         updates = []
         for i, piece in enumerate(self.pieces):
             with self._named(i, "nothing"):
@@ -78,7 +78,7 @@ class Pipeline:
         return self._gather(updates)
 
     def merge(self, state: State, updates: Sequence[State]) -> State:
-        """`state` with the `updates` of any runners, named likewise."""
+        """Return `state` with the `updates` of any runners, under names as in `get_state`. Raises `ConnectorError`."""
         merged = []
         for i, piece in enumerate(self.pieces):
             with self._named(i, "updates"):
@@ -86,7 +86,7 @@ class Pipeline:
         return self._gather(merged)
 
     def widen(self, width: int) -> None:
-        """There are more lanes from now on, below those there were."""
+        """Make room for `width` lanes in all pieces; new lanes follow the existing ones. Raises `ConnectorError`."""
         for i, piece in enumerate(self.pieces):
             with self._named(i, width):
                 piece.widen(width)
@@ -94,7 +94,7 @@ class Pipeline:
     def check_state(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Raise `ConnectorError` unless `state` has the names, dtypes and shapes of `get_state`.
 
-        Pieces may be absent as a whole: merged updates hold nothing of those that have told nothing.
+        A piece may be absent as a whole: merged updates hold nothing for a piece that has learnt nothing.
         """
         told = {name.partition("/")[0] for name in state}
         own = {name: array for name, array in self.get_state().items() if name.partition("/")[0] in told}
@@ -108,7 +108,7 @@ class Pipeline:
                 raise ConnectorError(self.key, f"state {name!r} should be {array.dtype} {array.shape}, and is {seen}")
 
     def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Take over what `check_state` accepts; pieces that are absent keep what they have."""
+        """Set a state that `check_state` accepts. Absent pieces keep their state. Raises `ConnectorError`."""
         for i, piece in enumerate(self.pieces):
             if part := self._part(i, state):
                 with self._named(i, "its state"):

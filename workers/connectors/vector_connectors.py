@@ -1,4 +1,4 @@
-"""Both pipelines of one module, and the observations of its lanes as it sees them."""
+"""Both pipelines of one module, and the observations of its lanes after env_to_module."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ PIPELINES = ("env_to_module", "module_to_env")
 
 
 class VectorConnectors:
-    """`spaces` are the module's; `columns` (width, ...) the newest observation of each lane as the module sees it.
+    """Both pipelines of one module for all lanes of a vector.
 
-    Without env_to_module pieces `columns` are the env's own, and nothing is done or copied. `owner` is named in errors.
+    `spaces` are the module's. `columns` (width, ...) hold the newest observation of each lane as the module sees it.
+    Without env_to_module pieces `columns` are the env's own, and nothing is computed or copied. Errors name `owner`.
     """
 
     def __init__(
@@ -41,9 +42,10 @@ class VectorConnectors:
         outward = self._outward.connect_actions(spaces, width)
         self.spaces = self._inward.connect_observations(outward, width)
         self.maps_actions = self.spaces.action != spaces.action
-        """The module's action space is not the env's, so that even random actions must pass module_to_env."""
+        """Whether the module's action space differs from the env's. If so, even random actions must pass module_to_env.
+        """
         self.sees = bool(self._inward.pieces)
-        """Observations must be told by `stepped`; without pieces that is to be left out."""
+        """Whether the caller must report observations by `stepped`. Without env_to_module pieces it must not."""
         self.columns: Columns = self._new_columns(width) if self.sees else observed
         self.actions = [name for name, _ in leaves(self.spaces.action, "actions")]
         """Names of the policy's action columns."""
@@ -55,9 +57,10 @@ class VectorConnectors:
         }
 
     def widen(self, observed: Columns, agents: NDArray[np.intp]) -> None:
-        """There are more lanes, below those there were: what all of them see now, and whose they are.
+        """Make room for more lanes after the existing ones.
 
-        `columns` are others from now on. Raises `ConnectorError`; to be called again then, as if for the first time.
+        `observed` are the newest env observations of all lanes, `agents` the agent of each lane. Replaces `columns` by
+        new arrays. Raises `ConnectorError`; the caller then calls it again with the same arguments.
         """
         width = len(agents)
         for pipeline in self._pipelines:
@@ -69,7 +72,7 @@ class VectorConnectors:
                 self.columns[name][: len(column)] = column
 
     def started(self, lanes: Sequence[int] | NDArray[np.intp]) -> None:
-        """An episode began in each of `lanes`, and its first observation has arrived."""
+        """Reset `lanes`, where an episode began, and process its first observation, which has arrived."""
         index = np.array(lanes, np.intp)
         self._inward.reset(index)
         self._outward.reset(index)
@@ -77,7 +80,10 @@ class VectorConnectors:
             self._see(index, {}, np.zeros(len(index)), first=True)
 
     def stepped(self, lanes: NDArray[np.intp], actions: Columns, rewards: NDArray[np.float64]) -> None:
-        """What `lanes` see answers the policy's `actions`, a row for each of them, with `rewards`."""
+        """Process the new observations of `lanes`, with the policy's `actions` that led to them, and `rewards`.
+
+        Arrays have one row for each of `lanes`.
+        """
         self._see(lanes, actions, rewards, first=False)
 
     def _see(self, lanes: NDArray[np.intp], actions: Columns, rewards: NDArray[np.float64], *, first: bool) -> None:
@@ -88,9 +94,9 @@ class VectorConnectors:
             self.columns[name][lanes] = rows
 
     def for_env(self, columns: Columns, acting: NDArray[np.intp] | None = None) -> Columns:
-        """The policy's columns, with "actions_for_env" as module_to_env makes them of what is there.
+        """Return the policy's columns, with "actions_for_env" as module_to_env makes them.
 
-        Only the rows of the lanes `acting` (None: all) pass; the others of "actions_for_env" mean nothing.
+        Only the rows of the lanes `acting` (None: all) pass. The other rows of "actions_for_env" have no meaning.
         """
         if not self._outward.pieces:
             return columns
@@ -105,7 +111,7 @@ class VectorConnectors:
         return {**kept, **{_sent(name): rows for name, rows in made.items()}}
 
     def _spread(self, rows: NDArray[Any], lanes: NDArray[np.intp]) -> NDArray[Any]:
-        """`rows` at the places of `lanes`, zeros elsewhere."""
+        """Return `rows` at the places of `lanes`, and zeros elsewhere."""
         spread = np.zeros((len(self._all), *rows.shape[1:]), rows.dtype)
         spread[lanes] = rows
         return spread
@@ -113,27 +119,30 @@ class VectorConnectors:
     # -- state that outlives episodes ---------------------------------------------------------------------------------
 
     def get_state(self) -> dict[str, State]:
-        """{"env_to_module": arrays by name, "module_to_env": likewise}."""
+        """Return {"env_to_module": arrays by name, "module_to_env": arrays by name}."""
         return {pipeline.key: pipeline.get_state() for pipeline in self._pipelines}
 
     def take_update(self) -> dict[str, State]:
-        """What was learnt since the last call, likewise."""
+        """Return what was learnt since the last call, by pipeline as in `get_state`."""
         return {pipeline.key: pipeline.take_update() for pipeline in self._pipelines}
 
     def attach_update(self, batch: ChunkBatch) -> ChunkBatch:
-        """`batch` with what was learnt since the last call, or as it is: a batch without chunks goes nowhere."""
+        """Return `batch` with what was learnt since the last call.
+
+        A batch without chunks is returned unchanged and takes no update, because it is not sent.
+        """
         taken = self.take_update() if len(batch) else {}
         update = {f"{key}/{name}": array for key, state in taken.items() for name, array in state.items()}
         return replace(batch, connector_update=update) if update else batch
 
     def merge(self, state: Mapping[str, State], updates: Sequence[Mapping[str, State]]) -> dict[str, State]:
-        """`state` with what runners have learnt since; pipelines that are left out have none."""
+        """Return `state` with the `updates` of runners. A pipeline absent from a mapping has no state there."""
         return {
             p.key: p.merge(state.get(p.key, {}), [update.get(p.key, {}) for update in updates]) for p in self._pipelines
         }
 
     def fits(self, state: Mapping[str, State]) -> bool:
-        """Whether `set_state` would take `state`: the same pieces, for the same spaces."""
+        """Return whether `set_state` would accept `state`: the same pieces, for the same spaces."""
         try:
             self.check_state(state)
         except ConnectorError:
@@ -141,13 +150,13 @@ class VectorConnectors:
         return True
 
     def check_state(self, state: Mapping[str, State]) -> None:
-        """Raise `ConnectorError` unless what is there of `state` fits."""
+        """Raise `ConnectorError` unless the pipelines present in `state` fit."""
         for pipeline in self._pipelines:
             if pipeline.key in state:
                 pipeline.check_state(state[pipeline.key])
 
     def set_state(self, state: Mapping[str, State]) -> None:
-        """Take over what is there of `state`."""
+        """Set the state of the pipelines present in `state`."""
         for pipeline in self._pipelines:
             if pipeline.key in state:
                 pipeline.set_state(state[pipeline.key])
@@ -158,17 +167,17 @@ class VectorConnectors:
 
 
 def _sent(name: str) -> str:
-    """The column that has what the env got in place of the action column `name`."""
+    """Return the column with the action that the env got in place of the action column `name`."""
     return "actions_for_env" + name.removeprefix("actions")
 
 
 def join_states(states: Mapping[str, State]) -> State:
-    """Connector state under names that begin with `CONNECTORS`, to travel in one mapping with weights."""
+    """Return connector state under names that begin with `CONNECTORS`, to travel in one mapping with weights."""
     return {f"{CONNECTORS}{key}/{name}": array for key, state in states.items() for name, array in state.items()}
 
 
 def split_states(arrays: Mapping[str, NDArray[Any]]) -> tuple[State, dict[str, State]]:
-    """(weights, connector state by pipeline) of one mapping."""
+    """Return (weights, connector state by pipeline) of one mapping."""
     weights: State = {}
     states: dict[str, State] = {}
     for name, array in arrays.items():

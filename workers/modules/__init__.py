@@ -1,4 +1,4 @@
-"""Policies: the protocol that a module follows, how one is found, the default actor-critic and the recurrent one."""
+"""Policies: the module protocol, the default actor-critic and the recurrent one."""
 
 from headrace.workers.modules.actor_critic import ActorCritic, actor_critic
 from headrace.workers.modules.lstm_actor_critic import LstmActorCritic, lstm_actor_critic

@@ -1,4 +1,4 @@
-"""Where an observation says which actions are legal: beside the rest, as "action_mask", a flag for each action."""
+"""Action masks in observations: a Dict leaf "action_mask" with a flag for each action, nonzero where it is legal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MASK = "action_mask"
 
 
 def has_action_mask(spaces: Spaces) -> bool:
-    """Whether the observation is a Dict with a mask of the actions, and these a Discrete."""
+    """Return whether the observation is a Dict with a mask that fits a Discrete action space."""
     if not isinstance(spaces.observation, Dict) or not isinstance(spaces.action, Discrete):
         return False
     leaf = spaces.observation.spaces.get(MASK)

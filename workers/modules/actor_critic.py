@@ -1,4 +1,4 @@
-"""The default policy: an actor-critic for any spaces that Headrace knows."""
+"""The default policy: an actor-critic for every space that Headrace supports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headrace.workers.modules.layers import linear
 from headrace.workers.modules.protocol import NumpyAct
 
 _ILLEGAL = -1e9
-"""Logit of an action that the observation's "action_mask" forbids: finite, and its probability is exactly 0."""
+"""Logit of an action that the observation's "action_mask" forbids: finite, yet its probability is exactly 0."""
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
 
 
@@ -33,7 +33,11 @@ def actor_critic(
     log_std: float = 0.0,
     seed: int = 0,
 ) -> ActorCritic:
-    """Build an `ActorCritic`. `seed` alone decides its first weights; `log_std` is where a Gaussian's starts."""
+    """Build an `ActorCritic`.
+
+    `seed` alone decides its initial weights; `log_std` is the initial log standard deviation of a Gaussian. Raises
+    `ModuleError` for an unknown activation or a layer without units.
+    """
     if activation not in _ACTIVATIONS:
         raise ModuleError(f"activation {activation!r} is unknown; choose one of {', '.join(_ACTIVATIONS)}")
     if any(size < 1 for size in hidden):
@@ -44,9 +48,9 @@ def actor_critic(
 class ActorCritic(nn.Module):
     """Encoder, MLP, and heads for the action distribution's inputs and the value.
 
-    An observation with an "action_mask" (`action_masks.py`) leaves only legal actions to choose from.
-    With shared layers both heads are one linear layer, whose last output is the value. Log standard deviations of Box
-    actions are parameters that no observation changes.
+    An observation with an "action_mask" (`action_masks.py`) limits the choice to legal actions. With shared layers both
+    heads are one linear layer, whose last output is the value. Log standard deviations of Box actions are parameters
+    that do not depend on the observation.
     """
 
     def __init__(
@@ -86,7 +90,7 @@ class ActorCritic(nn.Module):
         return nn.Sequential(*layers)
 
     def forward_train(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """{"action_dist_inputs": (rows, inputs), "values": (rows,)}, both with gradients."""
+        """Return {"action_dist_inputs": (rows, inputs), "values": (rows,)}, both with gradients."""
         features = self.encoder(batch["obs"])
         outputs = self.head(self.trunk(features))
         if self._shared:
@@ -100,11 +104,14 @@ class ActorCritic(nn.Module):
         return {"action_dist_inputs": inputs, "values": values}
 
     def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Sample: actions, logp, values, action_dist_inputs, and actions_for_env if the action space has a Box."""
+        """Sample actions, and return them with logp, values and action_dist_inputs.
+
+        If the action space has a Box, the result also has actions_for_env.
+        """
         return self._answer(batch, batch["noise"].numpy())
 
     def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The same with the distribution's mode."""
+        """Return the columns of `forward_exploration`, with the distribution's mode instead of a sample."""
         return self._answer(batch, None)
 
     def _answer(self, batch: dict[str, Any], noise: NDArray[Any] | None) -> dict[str, Any]:
@@ -116,21 +123,21 @@ class ActorCritic(nn.Module):
         return self.distribution.nest(tensors)
 
     def policy_actions(self, env_actions: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """What the policy would have had to choose for the env to get these columns "actions/..."."""
+        """Return the policy's actions for which the env gets `env_actions`, as columns "actions/..."."""
         return self.distribution.policy_actions(env_actions)
 
     def logp(self, dist_inputs: torch.Tensor, actions: Any) -> torch.Tensor:
-        """Log-probability (rows,) of `actions`, nested as the action space is."""
+        """Return the log-probability (rows,) of `actions`, nested as the action space is."""
         return self.distribution.logp(dist_inputs, actions)
 
     def entropy(self, dist_inputs: torch.Tensor) -> torch.Tensor:
-        """Entropy (rows,) in nats."""
+        """Return the entropy (rows,) in nats."""
         return self.distribution.entropy(dist_inputs)
 
     def numpy_act(self) -> NumpyAct:
-        """Acting on arrays, which for a small MLP takes half of torch's time.
+        """Return a function that acts on arrays. For a small MLP it takes half of torch's time.
 
-        The arrays of the function are the parameters' own memory: weights copied in place take effect at once.
+        The function reads the parameters' own memory: weights copied in place take effect at once.
         """
         if not self._plain or not self._shared:
             return self._act_through_torch
@@ -165,7 +172,7 @@ class ActorCritic(nn.Module):
 
 
 class _Dense:
-    """A linear layer on arrays, over the layer's own memory."""
+    """A linear layer on arrays, which share the memory of the torch layer."""
 
     def __init__(self, layer: nn.Linear) -> None:
         self._weight: NDArray[Any] = layer.weight.detach().numpy().T

@@ -1,8 +1,8 @@
-"""Action distributions over any action space: sampled on arrays by the numbers given, differentiated on tensors.
+"""Action distributions over any action space: numpy samples from given noise, torch differentiates.
 
-Acting and learning are two halves of one thing, so each distribution has both: `act` (numpy, no random state, the hot
-path) and `logp`, `entropy` (torch, of a learner's batch). A nested space is the product of its leaves, whose inputs
-stand side by side in one row.
+Each distribution has both halves: `act` for acting (numpy, no random state, the hot path), and `logp` and `entropy` for
+learning (torch, on a learner's batch). A nested space is the product of its leaves, whose inputs stand side by side in
+one row.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
 
 
 class _Part(Protocol):
-    """Distribution of one leaf. `inputs` numbers describe it, `noise` numbers sample it."""
+    """Distribution of one leaf, described by `inputs` numbers a row and sampled from `noise` numbers a row."""
 
     inputs: int
     noise: int
@@ -66,7 +66,7 @@ class Categoricals:
         self.inputs, self.noise = sum(self._sizes), len(self._sizes)
 
     def act(self, inputs: Array, noise: Array | None) -> tuple[Array, Array]:
-        """(actions, log-probabilities (rows,)); the mode without noise."""
+        """Return (actions, log-probabilities (rows,)). Without noise, return the mode."""
         if len(self._sizes) == 1:
             index, logp = _pick(inputs, None if noise is None else noise[:, 0])
             if self._starts[0]:
@@ -83,30 +83,31 @@ class Categoricals:
         return actions.reshape(-1, *self._shape), total
 
     def for_env(self, actions: Array) -> Array:
-        """The env gets what was chosen."""
+        """Return `actions`: the env gets the policy's choice."""
         return actions
 
     def from_env(self, actions: Array) -> Array:
-        """What was chosen is what the env got."""
+        """Return `actions`: the policy's choice is what the env got."""
         return actions
 
     def logp(self, inputs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        """Log-probability (rows,) of actions (rows, *shape)."""
+        """Return the log-probability (rows,) of actions (rows, *shape)."""
         index = actions.reshape(len(inputs), -1).long() - torch.from_numpy(self._starts).to(inputs.device)
         parts = torch.split(inputs, list(self._sizes), dim=-1)
         chosen = [torch.log_softmax(p, -1).gather(-1, index[:, k : k + 1]) for k, p in enumerate(parts)]
         return torch.cat(chosen, -1).sum(-1)
 
     def entropy(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Entropy (rows,) in nats."""
+        """Return the entropy (rows,) in nats."""
         logs = [torch.log_softmax(p, -1) for p in torch.split(inputs, list(self._sizes), dim=-1)]
         return torch.stack([-(p.exp() * p).sum(-1) for p in logs], -1).sum(-1)
 
 
 def _pick(logits: Array, uniforms: Array | None) -> tuple[Array, Array]:
-    """Index by inverse CDF, and its log-probability. Weights are not normalised, the number is scaled to their sum.
+    """Return an index by inverse CDF, and its log-probability.
 
-    A number below 1 times a float32 sum stays below that sum, so an index of probability 0 is never picked.
+    The weights are not normalised; the uniform number is scaled to their sum. A number below 1 times a float32 sum
+    stays below that sum, so an index of probability 0 is never picked.
     """
     shifted = logits - np.maximum.reduce(logits, axis=1, keepdims=True)
     mass = np.add.accumulate(np.exp(shifted), axis=1)
@@ -119,10 +120,10 @@ def _pick(logits: Array, uniforms: Array | None) -> tuple[Array, Array]:
 
 
 class Gaussian:
-    """Diagonal normal over a Box leaf; inputs are means, then log standard deviations.
+    """Diagonal normal over a Box leaf. Inputs are the means, then the log standard deviations.
 
-    The env gets the action mapped from [-1, 1] to its bounds where both are finite, rounded if the leaf holds integers
-    (the policy's own action stays a float), and clipped to them.
+    The env gets the action mapped from [-1, 1] to its bounds where both are finite, then clipped to them. For a leaf of
+    integers it is also rounded, while the policy's own action stays a float.
     """
 
     def __init__(self, leaf: Box, noise_kind: Literal["uniform", "normal"]) -> None:
@@ -132,7 +133,7 @@ class Gaussian:
         self.inputs, self.noise = 2 * self._size, self._size
 
     def act(self, inputs: Array, noise: Array | None) -> tuple[Array, Array]:
-        """(actions, log-densities (rows,)); the mean without noise."""
+        """Return (actions, log-densities (rows,)). Without noise, return the mean."""
         mean, log_std = inputs[:, : self._size], inputs[:, self._size :]
         if noise is None:
             normal = np.zeros_like(mean)
@@ -145,27 +146,30 @@ class Gaussian:
         return actions.reshape(-1, *self._shape), logp
 
     def for_env(self, actions: Array) -> Array:
-        """What the env gets in place of `actions`."""
+        """Return what the env gets in place of `actions`."""
         return self._bounds.clip(self._bounds.unsquash(actions))
 
     def from_env(self, actions: Array) -> Array:
-        """An action for which `for_env` gives `actions`."""
+        """Return an action that `for_env` maps to `actions`."""
         return self._bounds.squash(actions).astype(self._dtype)
 
     def logp(self, inputs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        """Log-density (rows,) of actions (rows, *shape)."""
+        """Return the log-density (rows,) of actions (rows, *shape)."""
         mean, log_std = torch.split(inputs, self._size, dim=-1)
         scaled = (actions.reshape(len(inputs), -1).to(mean.dtype) - mean) * torch.exp(-log_std)
         logp: torch.Tensor = -(0.5 * scaled * scaled + log_std + _HALF_LOG_TWO_PI).sum(-1)
         return logp
 
     def entropy(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Differential entropy (rows,) in nats."""
+        """Return the differential entropy (rows,) in nats."""
         return (inputs[..., self._size :] + 0.5 + _HALF_LOG_TWO_PI).sum(-1)
 
 
 class ActionDistribution:
-    """The product of its leaves' distributions. `inputs` numbers a row describe it, `noise` numbers sample it."""
+    """The product of the distributions of a space's leaves.
+
+    A row is described by `inputs` numbers and sampled from `noise` numbers.
+    """
 
     def __init__(self, space: Space) -> None:
         self._space = space
@@ -182,7 +186,10 @@ class ActionDistribution:
         self.log_std_at = _log_std_places(self._parts)
 
     def act(self, inputs: Array, noise: Array | None) -> dict[str, Array]:
-        """Columns `actions`, `logp` float32 (rows,), `action_dist_inputs`; `actions_for_env` too if there is a Box."""
+        """Return columns `actions`, `logp` float32 (rows,) and `action_dist_inputs`.
+
+        If the space has a Box, also `actions_for_env`.
+        """
         columns: dict[str, Array] = {}
         logps = []
         at = noise_at = 0
@@ -200,20 +207,20 @@ class ActionDistribution:
         return columns
 
     def policy_actions(self, env_actions: Mapping[str, Array]) -> dict[str, Array]:
-        """Columns "actions/..." for which the env would have got `env_actions`, named likewise."""
+        """Return columns "actions/..." for which the env would have got `env_actions`, under the same names."""
         return {name: part.from_env(env_actions[name]) for name, part in zip(self._names, self._parts, strict=True)}
 
     def logp(self, inputs: torch.Tensor, actions: Any) -> torch.Tensor:
-        """Log-probability (rows,) of `actions`, nested as the action space is."""
+        """Return the log-probability (rows,) of `actions`, nested as the action space is."""
         pairs = zip(self._split(inputs), self._flat(self._space, actions), strict=True)
         return torch.stack([part.logp(x, a) for (part, x), a in pairs]).sum(0)
 
     def entropy(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Entropy (rows,) in nats."""
+        """Return the entropy (rows,) in nats."""
         return torch.stack([part.entropy(x) for part, x in self._split(inputs)]).sum(0)
 
     def nest(self, columns: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """What `act` gave, with `actions` and `actions_for_env` nested as the action space is."""
+        """Return the columns of `act`, with `actions` and `actions_for_env` nested as the action space is."""
         nested = {name: value for name, value in columns.items() if not name.startswith("actions")}
         for root in ("actions", "actions_for_env"):
             if any(name == root or name.startswith(f"{root}/") for name in columns):
@@ -233,7 +240,7 @@ class ActionDistribution:
 
 
 def _log_std_places(parts: list[_Part]) -> list[int]:
-    """Which inputs are log standard deviations, which a module may keep as parameters of no observation."""
+    """Return which inputs are log standard deviations. A module may keep these as parameters."""
     places: list[int] = []
     at = 0
     for part in parts:

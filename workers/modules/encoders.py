@@ -1,4 +1,4 @@
-"""From observations of any space to one row of features."""
+"""Encoders from observations of any space to one row of features."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _IMAGE_FEATURES = 256
 
 
 class Encoder(nn.Module):
-    """Features of each leaf side by side: images through a CNN, integers one-hot, the rest flat. (rows, size)."""
+    """Features (rows, size) of all leaves side by side: images through a CNN, integers one-hot, the rest flat."""
 
     def __init__(self, space: Space, generator: torch.Generator) -> None:
         super().__init__()
@@ -35,17 +35,17 @@ class Encoder(nn.Module):
         self.size = sum(part.size for part in self._parts)  # type: ignore[misc]
 
     def forward(self, obs: Any) -> torch.Tensor:
-        """`obs`: a tensor (rows, ...), or nested as the space is."""
+        """Return the features of `obs`: a tensor (rows, ...), or nested as the space is."""
         features = [part(value) for part, value in zip(self._parts, _values(self._space, obs), strict=True)]
         return features[0] if len(features) == 1 else torch.cat(features, -1)
 
     def nest(self, columns: Mapping[str, torch.Tensor]) -> Any:
-        """Observation columns in the nesting that `forward` takes."""
+        """Return observation columns in the nesting that `forward` takes."""
         return nest(self._space, columns, "obs")  # type: ignore[arg-type]
 
 
 def is_plain_vector(space: Space) -> bool:
-    """Whether features are the observation itself: one float vector."""
+    """Return whether the observation is its own features: one float32 vector."""
     return isinstance(space, Box) and len(space.shape) == 1 and space.dtype == "<f4"
 
 
@@ -75,7 +75,7 @@ class _OneHot(nn.Module):
 
 
 class _Image(nn.Module):
-    """Rank 3, channels first or last, bytes scaled to [0, 1]."""
+    """CNN for images of rank 3, channels first or last, with bytes scaled to [0, 1]."""
 
     def __init__(self, leaf: Box, generator: torch.Generator) -> None:
         super().__init__()

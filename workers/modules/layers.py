@@ -1,6 +1,6 @@
-"""Layers initialised from a generator of one's own, so that building a module neither reads nor moves global state.
+"""Layers initialised from a given generator, so that building a module neither reads nor changes global state.
 
-torch's own way to leave a layer blank, the device "meta", makes a process import sympy: half a second of its start.
+torch can leave a layer blank by the device "meta". That makes a process import sympy, half a second of its start.
 """
 
 from __future__ import annotations
@@ -10,35 +10,38 @@ from torch import nn
 
 
 class BlankLinear(nn.Linear):
-    """Not initialised: whoever makes it writes its parameters."""
+    """Linear layer without initial values: the caller writes its parameters."""
 
     def reset_parameters(self) -> None:
-        """Leave them be."""
+        """Leave the parameters uninitialised."""
 
 
 class BlankConv2d(nn.Conv2d):
-    """Likewise."""
+    """Convolution without initial values: the caller writes its parameters."""
 
     def reset_parameters(self) -> None:
-        """Leave them be."""
+        """Leave the parameters uninitialised."""
 
 
 class BlankLSTM(nn.LSTM):
-    """Likewise."""
+    """LSTM without initial values: the caller writes its parameters."""
 
     def reset_parameters(self) -> None:
-        """Leave them be."""
+        """Leave the parameters uninitialised."""
 
 
 def linear(inputs: int, outputs: int, gain: float, generator: torch.Generator) -> nn.Linear:
-    """Orthogonal weights times `gain`, no bias at first."""
+    """Return a linear layer with orthogonal weights times `gain` and zero bias."""
     layer = BlankLinear(inputs, outputs)
     _initialise(layer, gain, generator)
     return layer
 
 
 def conv(inputs: int, outputs: int, generator: torch.Generator) -> nn.Conv2d:
-    """3 x 3, halving height and width (rounded up), orthogonal weights for a ReLU."""
+    """Return a 3 x 3 convolution with orthogonal weights for a ReLU and zero bias.
+
+    It halves height and width, rounded up.
+    """
     layer = BlankConv2d(inputs, outputs, 3, stride=2, padding=1)
     _initialise(layer, 2**0.5, generator)
     return layer
@@ -53,7 +56,7 @@ def _initialise(layer: nn.Linear | nn.Conv2d, gain: float, generator: torch.Gene
 
 
 def orthogonal(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
-    """float32 (rows, columns) with orthonormal rows or columns, whichever are fewer."""
+    """Return float32 (rows, columns) with orthonormal rows or columns, whichever are fewer."""
     tall = torch.empty(max(rows, columns), min(rows, columns)).normal_(generator=generator)
     q: torch.Tensor
     q, r = torch.linalg.qr(tall)

@@ -21,7 +21,10 @@ from headrace.workers.modules.layers import BlankLSTM, linear, orthogonal
 def lstm_actor_critic(
     spaces: Spaces, *, hidden: Sequence[int] = (64,), cell_size: int = 64, log_std: float = 0.0, seed: int = 0
 ) -> LstmActorCritic:
-    """Build an `LstmActorCritic`: tanh layers of `hidden` units, then an LSTM of `cell_size`; the rest as there."""
+    """Build an `LstmActorCritic`: tanh layers of `hidden` units, then an LSTM of `cell_size`.
+
+    `log_std` and `seed` are as in `actor_critic`. Raises `ModuleError` for sizes below 1.
+    """
     if any(size < 1 for size in (*hidden, cell_size)):
         raise ModuleError(f"hidden = {tuple(hidden)}, cell_size = {cell_size}: give positive sizes")
     return LstmActorCritic(spaces, tuple(hidden), cell_size, log_std, seed)
@@ -45,25 +48,28 @@ class LstmActorCritic(nn.Module):
         self.noise_kind: Literal["uniform", "normal"] = self.heads.noise_kind
 
     def initial_state(self) -> dict[str, torch.Tensor]:
-        """Zeros."""
+        """Return zeros for "h" and "c"."""
         return {name: torch.zeros(self.lstm.hidden_size) for name in ("h", "c")}
 
     def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """One step of every row: as `ActorCritic`, and "state_out" for "state_in"."""
+        """Step every row once: return the columns of `ActorCritic` and "state_out", given "state_in"."""
         remembered, state_out = self._step(batch)
         return {**self.heads.forward_exploration({"obs": remembered, "noise": batch["noise"]}), "state_out": state_out}
 
     def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The same with the distribution's mode."""
+        """Return the columns of `forward_exploration`, with the distribution's mode instead of a sample."""
         remembered, state_out = self._step(batch)
         return {**self.heads.forward_inference({"obs": remembered}), "state_out": state_out}
 
     def forward_train(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Whole sequences at once, as `sequences` makes them of a batch of chunks.
+        """Run whole sequences at once, as `sequences` makes them of a batch of chunks.
 
-        obs: (rows, ...), sequences one after another; lengths: int64 (C,), their rows; state_in: {"h", "c"}: (C, ...).
-        Gives {"action_dist_inputs": (rows, inputs), "values": (rows,)} in the order of `obs`, with gradients. Raises
-        `ModuleError` for rows that are no sequences.
+        - obs: (rows, ...), sequences one after another
+        - lengths: int64 (C,), the rows of each sequence
+        - state_in: {"h", "c"}, each (C, ...)
+
+        Returns {"action_dist_inputs": (rows, inputs), "values": (rows,)} in the order of `obs`, with gradients. Raises
+        `ModuleError` if "state_in" or "lengths" is missing.
         """
         if "state_in" not in batch or "lengths" not in batch:
             raise ModuleError(
@@ -80,15 +86,15 @@ class LstmActorCritic(nn.Module):
         return self.heads.forward_train({"obs": rows})
 
     def policy_actions(self, env_actions: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """What the policy would have had to choose for the env to get these columns "actions/..."."""
+        """Return the policy's actions for which the env gets `env_actions`, as columns "actions/..."."""
         return self.heads.policy_actions(env_actions)
 
     def logp(self, dist_inputs: torch.Tensor, actions: Any) -> torch.Tensor:
-        """Log-probability (rows,) of `actions`, nested as the action space is."""
+        """Return the log-probability (rows,) of `actions`, nested as the action space is."""
         return self.heads.logp(dist_inputs, actions)
 
     def entropy(self, dist_inputs: torch.Tensor) -> torch.Tensor:
-        """Entropy (rows,) in nats."""
+        """Return the entropy (rows,) in nats."""
         return self.heads.entropy(dist_inputs)
 
     def _step(self, batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -99,7 +105,10 @@ class LstmActorCritic(nn.Module):
 
 
 def _lstm(inputs: int, units: int, generator: torch.Generator) -> nn.LSTM:
-    """Orthogonal weights for each gate, and no bias but 1 for the forget gate, so that it begins by remembering."""
+    """Return an LSTM with orthogonal weights for each gate, and zero bias except 1 for the forget gate.
+
+    That bias makes it remember at first.
+    """
     lstm = BlankLSTM(inputs, units)
     parameters = dict(lstm.named_parameters())
     with torch.no_grad():

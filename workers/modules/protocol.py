@@ -1,4 +1,4 @@
-"""What a policy module must answer, and how one is loaded."""
+"""The protocol of a policy module, and how one is loaded."""
 
 from __future__ import annotations
 
@@ -18,26 +18,32 @@ NumpyAct = Callable[[Mapping[str, NDArray[Any]], "NDArray[Any] | None"], dict[st
 
 @runtime_checkable
 class PolicyModule(Protocol):
-    """A torch module that acts. `batch["obs"]` is a tensor (rows, ...), or nested as the observation space is.
+    """A torch module that acts.
 
-    `batch["noise"]` is float32 (rows, noise_size): uniform in [0, 1) or standard normal by `noise_kind`. A module
-    samples from these and from nothing else, so that what an env experiences does not depend on its neighbours.
-    `batch["t"]`, in `forward_exploration` only, is how many env steps the whole fleet has made so far, an int that
-    never goes back, for such as schedules of epsilon: see `EnvRunner.fleet_steps`. By it alone may neighbours change
-    what an env experiences, so whoever wants samples that repeat exactly leaves it unread.
+    `batch["obs"]` is a tensor (rows, ...), or nested as the observation space is. `batch["noise"]` is float32 (rows,
+    noise_size): uniform in [0, 1) or standard normal, by `noise_kind`. A module samples from this noise and from
+    nothing else, so that the episodes of an env do not depend on its neighbours.
 
-    Both `forward_exploration` and `forward_inference` (the mode; no noise) answer {"actions": as nested as the action
-    space, and by choice "actions_for_env": likewise, what the env gets instead; "logp", "values",
-    "action_dist_inputs", or any other column (rows, ...)}. `forward_train({"obs": ...})` answers what a learner needs.
-    A module may also have `numpy_act()`, which gives a function that does the same as `forward_exploration` and
-    `forward_inference` on arrays, reading the parameters in place. It is not told "t": a module that
-    reads "t" has none.
+    `batch["t"]`, in `forward_exploration` only, is the number of env steps that the whole fleet has made so far. It is
+    an int that never decreases, for uses such as schedules of epsilon: see `EnvRunner.fleet_steps`. It is the only way
+    in which neighbours may change an env's episodes. For samples that repeat exactly, do not read it.
 
-    With `logp(dist_inputs, actions)`, as learners need it, and "action_dist_inputs" in its answers, actions that an
-    external env logs get a log-prob too; where it answers "actions_for_env", it needs `policy_actions(env_actions)` for
-    that: columns "actions/..." for which the env would have got those.
+    Both `forward_exploration` and `forward_inference` (the mode; no noise) return a dict:
 
-    Workers act on the CPU, where an env's step takes as long as the pass and a GPU's latency would be longer than both;
+    - "actions", nested as the action space is
+    - optional "actions_for_env", nested the same way: what the env gets instead
+    - "logp", "values", "action_dist_inputs", or any other column (rows, ...)
+
+    `forward_train({"obs": ...})` returns what a learner needs. A module may also have `numpy_act()`. It returns a
+    function that does the same as `forward_exploration` and `forward_inference` on arrays, and reads the parameters in
+    place. That function gets no "t", so a module that reads "t" must not have `numpy_act`.
+
+    Actions that an external env logs get a log-prob too, if the module returns "action_dist_inputs" and has
+    `logp(dist_inputs, actions)`, as learners need it. If it returns "actions_for_env", it also needs
+    `policy_actions(env_actions)`, which returns the columns "actions/..." for which the env would have got
+    `env_actions`.
+
+    Workers act on the CPU: an env's step takes as long as the pass, and a GPU's latency would be longer than both.
     `forward_train` runs wherever the learner put the module.
     """
 
@@ -51,19 +57,23 @@ class PolicyModule(Protocol):
 
 @runtime_checkable
 class RecurrentModule(PolicyModule, Protocol):
-    """A module that remembers. `initial_state` is one row of each part of its state, by name, without a rows axis.
+    """A module with memory. `initial_state` returns one row of each part of its state, by name, without a rows axis.
 
-    `forward_exploration` and `forward_inference` get {"state_in": {name: (rows, ...)}} besides, and answer "state_out"
-    likewise: the state_in of the next step. State begins anew with each episode and goes on across chunks, each of
-    which carries the state before its first step. `forward_train` gets sequences: see `sequences`. `numpy_act` is not
-    used.
+    `forward_exploration` and `forward_inference` also get {"state_in": {name: (rows, ...)}}. They also return
+    "state_out", in the same form: the state_in of the next step. State starts from `initial_state` with each episode
+    and continues across chunks. Each chunk carries the state before its first step. `forward_train` gets sequences: see
+    `sequences`. `numpy_act` is not used.
     """
 
     def initial_state(self) -> dict[str, torch.Tensor]: ...
 
 
 def build_module(module: str | Callable[..., Any], spaces: Spaces, module_config: Mapping[str, Any]) -> Any:
-    """`module` built for `spaces`. Raises `ModuleError`; NotImplementedError passes, for it means: no policy here."""
+    """Return `module` built for `spaces`.
+
+    Raises `ConfigError` or `ModuleError`. NotImplementedError passes through: it means that this runner has no
+    module.
+    """
     build = _find(module) if isinstance(module, str) else module
     try:
         built = build(spaces, **module_config)

@@ -1,4 +1,4 @@
-"""What a recurrent module remembers: kept by lane while sampling, and found again in chunks when learning."""
+"""The state of recurrent modules: kept by lane while sampling, read from chunks when learning."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from headrace.schemas.spaces import nest
 class Memory:
     """One row of each part of a module's state for each of `width` lanes, in `rows`.
 
-    And what each lane remembered before its last step, for where a chunk begins with a step that was chosen before.
+    It also keeps the state before each lane's last step, for a chunk that begins with a step chosen earlier.
     """
 
     def __init__(self, module: Any, width: int) -> None:
-        """Raises `ModuleError` unless `module.initial_state()` gives tensors by name."""
+        """Read the module's initial state. Raises `ModuleError` unless `initial_state()` returns tensors by name."""
         try:
             initial = module.initial_state()
             self._initial = {name: tensor.detach().cpu().numpy().copy() for name, tensor in initial.items()}
@@ -36,31 +36,31 @@ class Memory:
         self._before = self.rows
 
     def follow(self, earlier: Memory) -> None:
-        """The first lanes are those of `earlier`, and there may be more below."""
+        """Copy the state of `earlier` into the first lanes. There may be more lanes after them."""
         self._before = {name: rows.copy() for name, rows in self._before.items()}
         for ours, theirs in ((self.rows, earlier.rows), (self._before, earlier._before)):
             for name, rows in theirs.items():
                 ours[name][: len(rows)] = rows
 
     def reset(self, lanes: Sequence[int] | NDArray[np.intp]) -> None:
-        """An episode begins in each of `lanes`."""
+        """Set the initial state in each of `lanes`, where an episode begins."""
         for name, rows in self.rows.items():
             rows[lanes] = self._initial[name]
 
     def of(self, lane: int, *, before: bool = False) -> dict[str, NDArray[Any]]:
-        """What the lane remembers now, or did `before` its last step; a copy."""
+        """Return a copy of the lane's state now, or of that `before` its last step."""
         return {name: rows[lane].copy() for name, rows in (self._before if before else self.rows).items()}
 
     def tensors(self, lanes: NDArray[np.intp] | None = None) -> dict[str, torch.Tensor]:
-        """`rows` as tensors of the same memory, or a copy of those of `lanes`."""
+        """Return `rows` as tensors of the same memory, or a copy of the rows of `lanes`."""
         return {name: torch.from_numpy(rows if lanes is None else rows[lanes]) for name, rows in self.rows.items()}
 
     def take(
         self, state_out: Any, acting: NDArray[np.intp] | None = None, lanes: NDArray[np.intp] | None = None
     ) -> None:
-        """Remember what a forward pass of `lanes` (None: all) answered as "state_out".
+        """Keep the "state_out" of a forward pass of `lanes` (None: all).
 
-        Of them only those that are `acting` (None: all) remember it. Raises `ModuleError` for other names or shapes.
+        Only lanes that are `acting` (None: all) change their state. Raises `ModuleError` for other names or shapes.
         """
         seen = {n: tuple(t.shape) for n, t in state_out.items()} if isinstance(state_out, dict) else state_out
         count = len(next(iter(self.rows.values()))) if lanes is None else len(lanes)
@@ -82,7 +82,7 @@ class Memory:
 def _with(
     rows: Mapping[str, NDArray[Any]], lanes: NDArray[np.intp], others: Mapping[str, NDArray[Any]]
 ) -> dict[str, NDArray[Any]]:
-    """`rows`, and those of `others` for `lanes`, in new arrays."""
+    """Return `rows` in new arrays, with the rows of `others` for `lanes`."""
     mixed = {name: part.copy() for name, part in rows.items()}
     for name, part in mixed.items():
         part[lanes] = others[name][lanes]
@@ -96,11 +96,16 @@ def _spread(part: NDArray[Any], lanes: NDArray[np.intp], rows: NDArray[Any]) -> 
 
 
 def sequences(batch: ChunkBatch) -> dict[str, Any]:
-    """`forward_train`'s batch for a recurrent module: every chunk with steps is one sequence, in column order.
+    """Return the batch for `forward_train` of a recurrent module: one sequence for each chunk with steps.
 
-    {"obs": nested tensors (N + C, ...), each chunk's T+1 observations one after another, "lengths": int64 (C,), those
-    T+1, "state_in": {name: (C, ...)}, "step_rows": int64 (N,), the row of `obs` that each step was taken from}; C
-    chunks of N steps. Raises `ModuleError` when the batch has no state.
+    Sequences are in column order, for C chunks of N steps together:
+
+    - "obs": nested tensors (N + C, ...), each chunk's T+1 observations one after another
+    - "lengths": int64 (C,), T+1 of each chunk
+    - "state_in": {name: (C, ...)}
+    - "step_rows": int64 (N,), the row of `obs` before each step
+
+    Raises `ModuleError` when the batch has no state.
     """
     states = {n.removeprefix(STATE_IN): _tensor(c) for n, c in batch.columns.items() if n.startswith(STATE_IN)}
     if not states:
@@ -118,5 +123,5 @@ def sequences(batch: ChunkBatch) -> dict[str, Any]:
 
 
 def _tensor(array: NDArray[Any]) -> torch.Tensor:
-    # Torch warns of read-only arrays, as those of a received batch are.
+    # Torch warns about read-only arrays; those of a received batch are read-only.
     return torch.from_numpy(array if array.flags.writeable else array.copy())
