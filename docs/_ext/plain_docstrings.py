@@ -32,7 +32,7 @@ def _blocks(lines: list[str]) -> Iterator[str]:
 
 
 def _prose(paragraph: str) -> Iterator[str]:
-    """Yield a paragraph's lines with code in double backticks; a dash begins an item, whose further lines are indented."""
+    """Yield a paragraph with code in double backticks; a dash begins an item, whose further lines are indented."""
     inside = False
     escaped = _with_code(paragraph)
     for line in escaped.splitlines():
