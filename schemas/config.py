@@ -46,7 +46,9 @@ class FleetSection(ConfigSection):
     until_return: float | None = Field(
         default=None, description="stop when the mean return of the last 100 episodes reaches this"
     )
-    until_steps: int | None = Field(default=None, gt=0, description="stop after this many env steps")
+    until_steps: int | None = Field(
+        default=None, gt=0, description="stop after this many env steps, sampled in all runs in run_dir"
+    )
     timeout_s: float | None = Field(
         default=None, gt=0, description="give up after this many seconds with exit code 17 (TIMEOUT)"
     )

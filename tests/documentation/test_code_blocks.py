@@ -42,6 +42,7 @@ def test_a_block_that_is_not_run_needs_a_reason(tmp_path: Path) -> None:
         "```text\nno mark\n```\n\n<!-- shown only: needs two machines -->\n```sh\nssh HOST\n```\n\n"
         "<!-- shown only: x -->\n```c\nint x;\n```\n\n<!-- shown always: needs a robot -->\n```python\nmove()\n```\n"
     )
+    assert not blocks_of(page)[1].is_run
     faults = [block.fault() for block in blocks_of(page)]
     assert [fault is not None for fault in faults] == [True, False, True, True]
     assert faults[0] is not None
