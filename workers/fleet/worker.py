@@ -215,7 +215,10 @@ class Worker:
                     raise StoppedError("stopped before the fragment was full")
 
     def _ship_of_clients(self) -> None:
-        """Ship what clients have cut, as long as there is also room for the runner's own cut. Clients wait for more room."""
+        """Ship what clients have cut, as long as there is also room for the runner's own cut.
+
+        Clients wait for more room.
+        """
         if self._exchange is None:
             return
         while has_room := self.session.has_room(self._batches_a_cut + 1):
