@@ -1,4 +1,4 @@
-"""The one configuration of a fleet: sections of frozen values, each validated when built.
+"""The configuration of a fleet: sections of frozen values, each validated when built.
 
 `config_loading.py` says where the values come from; `deploy/fleet.toml` shows every key.
 """
@@ -20,7 +20,7 @@ from headrace.schemas.serving_settings import ServingSection
 LEAST_WINDOW = 4
 _HIGHEST_PORT = 65_535
 DEFAULT_WINDOW = 16
-"""Batches in a worker's window where it is not known how many a learner needs, or how long they are."""
+"""Batches in a worker's window when the learner's need or the length of batches is not known."""
 
 
 class FleetSection(Section):
@@ -132,7 +132,7 @@ class BrokerSection(Section):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a broker that binds `host` can be reached from this machine only."""
+    """Return whether a broker that binds `host` can be reached from this machine only."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -166,7 +166,7 @@ class LearnerSection(Section):
 
 
 class RedisSection(Section):
-    """Which Redis the fleet reports to."""
+    """The Redis that the fleet reports to."""
 
     url: str = Field(default="", description="empty: a server of our own in the run directory")
 
@@ -182,7 +182,7 @@ class KeysSection(Section):
     @field_validator("dir")
     @classmethod
     def _absolute(cls, folder: str) -> str:
-        """The same folder for every process of the fleet, whatever its working directory."""
+        """Return an absolute path, so that every process of the fleet reads the same folder."""
         return str(Path(folder).expanduser().absolute()) if folder else ""
 
 
@@ -204,7 +204,7 @@ class SupervisorSection(Section):
 
 
 class FleetConfig(Section):
-    """All sections."""
+    """All sections of a fleet's configuration."""
 
     fleet: FleetSection = FleetSection()
     sampling: SamplingSection = SamplingSection()
@@ -235,7 +235,8 @@ class FleetConfig(Section):
         if self.learner.enabled and window is not None and window < enough:
             raise ValueError(
                 f"worker.window_batches = {window} keeps too little for one update of learner.steps_per_update = "
-                f"{self.learner.steps_per_update}: everybody would wait; {enough} batches a worker are the least"
+                f"{self.learner.steps_per_update}: worker and learner would wait for each other; {enough} batches a "
+                "worker are the least"
             )
         return self
 
@@ -260,12 +261,14 @@ class FleetConfig(Section):
 
     @property
     def _modules(self) -> int:
-        """Of how many modules a cut gives a batch each."""
+        """Number of modules; a cut gives one batch for each."""
         return len(self.sampling.policies or ("default_policy",))
 
     def window_batches(self) -> int:
-        """Batches a worker keeps until they are settled. Few mean fresh data: a worker that may not run ahead samples
-        with newer weights."""
+        """Return how many batches a worker keeps until they are settled.
+
+        Few mean fresh data: a worker that may not run ahead samples with newer weights.
+        """
         if self.worker.window_batches is not None:
             return self.worker.window_batches
         if not self.learner.enabled or self.sampling.batch_mode != "truncate_episodes":
@@ -274,9 +277,10 @@ class FleetConfig(Section):
         return min(max(least, enough), WINDOW - 1)
 
     def window_steps(self) -> int:
-        """Steps of those batches when they are full; while envs are down they are small, and more of them are kept.
+        """Return the steps of those batches when they are full.
 
-        0 where it is the number of batches that was asked for, or where batches vary.
+        While envs are down, batches are small, and a worker keeps more of them. 0 where the config gives the number of
+        batches, or where batches vary in length.
         """
         if self.worker.window_batches is not None or self.sampling.batch_mode != "truncate_episodes":
             return 0
@@ -288,9 +292,9 @@ class FleetConfig(Section):
         return self.sampling.num_envs * self.sampling.rollout_fragment_length
 
     def _batches_for(self, steps: int) -> int:
-        """Batches that each worker must have under way for `steps` of the fleet: one a module and cut.
+        """Return how many batches each worker must have under way for `steps` of the fleet: one a module and cut.
 
-        Agents that act together make more steps of a cut than is reckoned with here. 1 where batches vary.
+        Agents that act together make more steps of a cut than is counted here. 1 where batches vary in length.
         """
         if self.sampling.batch_mode != "truncate_episodes":
             return 1

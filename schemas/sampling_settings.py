@@ -1,4 +1,4 @@
-"""What a runner samples and how, as plain values: of a fleet's file and of an `EnvRunnerConfig` alike."""
+"""Settings of what a runner samples and how, as plain values. A fleet's file and `EnvRunnerConfig` share them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from headrace.schemas.module_spaces import check_mapping_table, check_module_ids
 from headrace.schemas.section import Section
 
 LONGEST_S = 1_000_000.0
-"""Seconds of any wait, eleven days; the kernel's own calls can sleep for no more than twice that."""
+"""Longest wait in seconds, eleven days. The kernel's own calls can sleep for no more than twice that."""
 Seconds = Annotated[float, Field(le=LONGEST_S)]
 
 Piece = str | dict[str, Any]
-"""What builds a connector: see `plugins.load_factory`."""
+"""How to build a connector: see `plugins.load_factory`."""
 
 
 class PolicySettings(Section):
-    """One of several policies; what is absent is as in [module]."""
+    """Settings of one of several policies. Absent ones are taken from [module] and [sampling]."""
 
     build: str | None = Field(default=None, description='"package.module:build"')
     config: dict[str, Any] | None = Field(default=None, description="keyword arguments of build")
@@ -27,7 +27,7 @@ class PolicySettings(Section):
 
 
 class SamplingSettings(Section):
-    """What one runner samples, as plain values: the part of EnvRunnerConfig that a file can hold."""
+    """Settings of one runner as plain values: the part of EnvRunnerConfig that a file can hold."""
 
     env_config: dict[str, Any] = Field(
         default={}, description="keyword arguments of a gymnasium id; the EnvContext of a callable"
@@ -186,12 +186,12 @@ class SamplingSettings(Section):
 
     @property
     def is_multi_agent(self) -> bool:
-        """Whether envs are multi-agent ones, which is what `policies` or a mapping to them say."""
+        """Whether envs have several agents, as `policies` or `policy_mapping_fn` say."""
         return self.policies is not None or self.policy_mapping_fn is not None
 
     @property
     def steps_the_ready(self) -> bool:
-        """Whether envs that are elsewhere are stepped each in its own time."""
+        """Whether envs in processes or on hosts are stepped as soon as they are ready, not all at once."""
         asked = self.double_buffering or self.remote_env_batch_wait_ms is not None
         return asked and self.env_placement != "inline"
 
@@ -213,7 +213,7 @@ class SamplingSettings(Section):
             )
         if self.double_buffering and self.remote_env_batch_wait_ms is not None:
             raise ValueError(
-                f"remote_env_batch_wait_ms = {self.remote_env_batch_wait_ms:g} acts for whoever is ready, and "
+                f"remote_env_batch_wait_ms = {self.remote_env_batch_wait_ms:g} acts for envs that are ready, and "
                 "double_buffering = true waits for one half of the envs; leave one of them out"
             )
         if self.external_fragment_max_age_s >= self.external_silence_timeout_s:

@@ -1,4 +1,4 @@
-"""A policy server inside each worker: where clients come in, and what they may take."""
+"""Settings of the policy server inside each worker: where clients connect, and the limits on them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ HIGHEST_PORT = 65_535
 
 
 class ServingSection(Section):
-    """Clients drive the episodes. sampling.env is not stepped: its spaces are what clients send and get."""
+    """Settings of the policy server. Clients drive the episodes.
+
+    sampling.env is not stepped: its spaces define what clients send and get.
+    """
 
     enabled: bool = Field(
         default=False, description="clients elsewhere drive the episodes, at most sampling.num_envs at once a worker"
@@ -45,7 +48,7 @@ class ServingSection(Section):
     @field_validator("http_token")
     @classmethod
     def _absolute(cls, file: str) -> str:
-        """The same file for every process of the fleet, whatever its working directory."""
+        """Return an absolute path, so that every process of the fleet reads the same file."""
         return str(Path(file).expanduser().absolute()) if file else ""
 
     @model_validator(mode="after")
@@ -57,7 +60,7 @@ class ServingSection(Section):
         return self
 
     def check_slots(self, workers: int) -> None:
-        """Raise ValueError unless each of so many workers, whose slot is added, finds ports that are nobody else's."""
+        """Raise ValueError unless each of `workers` workers, whose slot is added, gets ports of its own."""
         port, http_port = self.port, self.http_port or 0
         if not self.enabled or workers < 1:
             return
