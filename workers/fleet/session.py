@@ -68,7 +68,7 @@ class WorkerSession:
         self.steps_elsewhere = 0
         """Env steps of all other lives of workers. It never decreases, although a broker may forget."""
         self.read_counters: Callable[[], Counters] = dict
-        """Returns the runner's lifetime counters; called for each message that carries them."""
+        """Function that returns the runner's lifetime counters; called for each message that carries them."""
         self._hello = hello
         self._window = Window(limits)
         self._sent = 0
@@ -114,7 +114,7 @@ class WorkerSession:
         return self.next_seq - 1 - self.accepted
 
     def introduce(self, spaces: dict[str, Any]) -> None:
-        """Send the spaces of the envs, now that they are built, in a second HELLO. The broker answers with a WELCOME."""
+        """Send the spaces of the envs, which are built now, in a second HELLO. The broker answers with a WELCOME."""
         self._hello = self._hello.model_copy(update={"spaces": spaces, "silence_s": 0.0})
         self.state = State.JOINING
         self._next_send = 0.0

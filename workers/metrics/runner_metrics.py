@@ -52,7 +52,7 @@ class RunnerMetrics:
         self.steps_before = 0
         """Lifetime steps of earlier lives, as restored from a checkpoint."""
         self.count_losses: Callable[[], Mapping[str, int]] = dict
-        """Returns the further losses of one kind of runner in this life, by counter name."""
+        """Function that returns the further losses of one kind of runner in this life, by counter name."""
         self._lost_before: dict[str, int] = {}
 
     def add(self, chunks: Sequence[OpenChunk], batch: ChunkBatch) -> None:
