@@ -144,8 +144,8 @@ class WorkerSession:
     def tick(self, now: float) -> None:
         """Queue what is due: HELLO until welcomed, then heartbeats. Call it often.
 
-        It also rejoins when the broker is silent for its lease, and sends again from the last accepted batch when no
-        batch was accepted for 2 * `retry_s` seconds.
+        It also rejoins when the broker is silent for its lease. If no batch was accepted for 2 * `retry_s` seconds, it
+        sends again from the last accepted batch.
         """
         if self.over:
             return

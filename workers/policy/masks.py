@@ -67,7 +67,7 @@ class LegalRandomActions:
         counts = legal.sum(1)
         choice = np.floor(noise[:, 0].astype(np.float64) * counts)
         picked = (legal.cumsum(1) > choice[:, None]).argmax(1) + self._discrete.start
-        actions = np.where(counts > 0, picked, columns["actions"])  # no action is legal: take any
+        actions = np.where(counts > 0, picked, columns["actions"])  # where no action is legal, any will do
         columns["actions"] = actions.astype(columns["actions"].dtype)
         if self._told is not None:
             self._told[acting] = True

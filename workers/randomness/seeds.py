@@ -153,7 +153,10 @@ class NoiseBlocks:
 
 
 def episode_id_high(run_uid: str, entropy: int, worker_index: int, incarnation: int) -> int:
-    """Return the upper 64 bits of a runner's episode ids. They are random without a `run_uid`, so that ids stay unique."""
+    """Return the upper 64 bits of a runner's episode ids.
+
+    Without a `run_uid` they are random, so that ids never repeat.
+    """
     if not run_uid:
         return secrets.randbits(64)
     name = f"{run_uid}\0{entropy}\0{worker_index}\0{incarnation}".encode()
