@@ -1,6 +1,6 @@
-"""The sampling side: environments stepped with the newest policy, and what they lived through cut into episode chunks.
+"""The sampling side: it steps environments with the newest policy and cuts their episodes into chunks.
 
-Names are loaded when asked for, so that a learner may import `headrace.workers.modules` without gymnasium.
+Names are loaded on first use, so that a learner can import `headrace.workers.modules` without gymnasium.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a user may hang on to a runner: which events there are, what they are told, and who is called in which order.
+"""The callbacks of a runner: the events, the arguments of each, and the order of calls.
 
-    event                    when                                                          besides the common ones
+    event                    when                                                          arguments of its own
     on_environment_created   an env was built, also after each rebuild                     env, env_context
     on_episode_created       before `env.reset`                                            ┐
     on_episode_start         after `env.reset`, before the first action                    │ episode, env,
@@ -10,14 +10,15 @@
     on_env_failed            an env raised or broke its contract; None without an episode  exc, episode, env_index
     on_sample_end            once per sample or fragment                                   samples
     on_weights_applied       other weights act from now on: (learner_epoch, seq)           version
-    on_chunk_sent            a worker process has handed over the batch of which it is     chunk
+    on_chunk_sent            a worker process has handed over the chunk's batch            chunk
 
-All arguments go by keyword; common ones are `env_runner`, `metrics_logger` and `rl_module` (None before it is built; of
-several policies, all by id). `episode` is an `EpisodeView` or a `MultiAgentEpisodeView`. A callback gets those which it
-names, or all if it has **kwargs. First come the objects in the order of the config, then the functions.
+All arguments are passed by keyword. Each event also has the common ones: `env_runner`, `metrics_logger` and `rl_module`
+(None before it is built; with several policies, a mapping by id). `episode` is an `EpisodeView` or a
+`MultiAgentEpisodeView`. A callback gets the arguments that it names, or all if it has **kwargs. Objects are called
+first, in the order of the config, then functions.
 
-Metrics, state and weights of the runner may be had and set in any of them. What moves its envs (`sample`, `make_env`,
-`stop` and their like) only in on_sample_end and on_chunk_sent, and is a `RunnerBusyError` in the others.
+Every callback may read and set the runner's metrics, state and weights. Only on_sample_end and on_chunk_sent may move
+its envs (`sample`, `make_env`, `stop` and similar calls). In other events such calls raise `RunnerBusyError`.
 """
 
 from __future__ import annotations
@@ -52,49 +53,49 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "on_weights_applied": ("version",),
     "on_chunk_sent": ("chunk",),
 }
-"""Event -> what it is told besides the common arguments."""
+"""Event -> its arguments, without the common ones."""
 
 _AT_REST = (None, "on_sample_end", "on_chunk_sent")
-"""Events between which and the next step nothing is half done; None: no event."""
+"""Events in which no step is half done; None: no event."""
 
 
 class RunnerCallback:
-    """Base class of callback objects, for those who like one: override what is needed, the rest costs nothing."""
+    """Optional base class of callback objects: override what you need. Methods that are not overridden cost nothing."""
 
     def on_environment_created(self, *_: Any, **kwargs: Any) -> None:
-        """`env` (unwrapped) was built from `env_context`."""
+        """Handle a new `env` (unwrapped), built from `env_context`."""
 
     def on_episode_created(self, *_: Any, **kwargs: Any) -> None:
-        """`episode` is about to begin with a reset of `env`."""
+        """Handle an `episode` that is about to begin with a reset of `env`."""
 
     def on_episode_start(self, *_: Any, **kwargs: Any) -> None:
-        """`env` was reset: `episode.observation` is the first one."""
+        """Handle the reset of `env`: `episode.observation` is the first one."""
 
     def on_episode_step(self, *_: Any, **kwargs: Any) -> None:
-        """`env` was stepped once more."""
+        """Handle one step of `env`."""
 
     def on_episode_end(self, *_: Any, **kwargs: Any) -> None:
-        """`episode` terminated or was truncated, as `episode.end` says."""
+        """Handle an `episode` that terminated or was truncated, as `episode.end` says."""
 
     def on_episode_aborted(self, *_: Any, **kwargs: Any) -> None:
-        """`episode` will never finish; `reason` is a word of `schemas.ledger.Discard`."""
+        """Handle an `episode` that will never finish; `reason` is a value of `schemas.ledger.Discard`."""
 
     def on_env_failed(self, *_: Any, **kwargs: Any) -> None:
-        """The env at `env_index` raised `exc`, in `episode` if that is not None, and is about to be rebuilt."""
+        """Handle the failure `exc` of the env at `env_index`, which is about to be rebuilt; `episode` may be None."""
 
     def on_sample_end(self, *_: Any, **kwargs: Any) -> None:
-        """`samples` were sampled."""
+        """Handle new `samples`."""
 
     def on_weights_applied(self, *_: Any, **kwargs: Any) -> None:
-        """Weights of `version` act from now on."""
+        """Handle weights of `version`, which act from now on."""
 
     def on_chunk_sent(self, *_: Any, **kwargs: Any) -> None:
-        """`chunk` is on its way to the learner."""
+        """Handle a `chunk` that is on its way to the learner."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """One function of one event, and which arguments it takes; None is all."""
+    """One function of one event, and the names of the arguments it takes; None is all."""
 
     name: str
     function: Function
@@ -110,7 +111,7 @@ class _Bound:
 
 
 class CallbackList:
-    """All callbacks of one runner. `common()` gives what every one of them is told."""
+    """All callbacks of one runner. `common()` returns the arguments that every event has."""
 
     def __init__(self, specs: Iterable[CallbackSpec], common: Callable[[], dict[str, Any]]) -> None:
         loaded = [load_object(spec, "callbacks") if isinstance(spec, str) else spec for spec in specs]
@@ -125,11 +126,11 @@ class CallbackList:
                 self._add_functions(spec)
 
     def wants(self, event: str) -> bool:
-        """Whether anybody is to be told of `event`."""
+        """Return whether any callback handles `event`."""
         return event in self._bound
 
     def call(self, event: str, **arguments: Any) -> None:
-        """Tell all of `event`. Raises `CallbackError` for the first that raises; those after it are not told."""
+        """Call all callbacks of `event`. Raises `CallbackError` for the first that raises, and skips those after it."""
         bound = self._bound.get(event)
         if bound:
             arguments.update(self._common())
@@ -141,7 +142,7 @@ class CallbackList:
                 self._telling = outer
 
     def tell(self, event: str, **arguments: Any) -> None:
-        """`call` for news of what is over anyway: who raises is logged, and the others are told all the same."""
+        """Call all callbacks of an `event` about something that is already over. Errors are logged, not raised."""
         if event not in self._bound:
             return
         arguments.update(self._common())
@@ -150,11 +151,11 @@ class CallbackList:
             try:
                 callback.call(event, arguments)
             except CallbackError as error:
-                logger.error("%s; going on, for the episode is over already", error, exc_info=error.__cause__)
+                logger.error("%s; going on, because the episode is already over", error, exc_info=error.__cause__)
         self._telling = outer
 
     def check_at_rest(self, call: str) -> None:
-        """Raise `RunnerBusyError` if `call`, which moves envs, comes from a callback in the midst of a step."""
+        """Raise `RunnerBusyError` if `call`, which moves envs, comes from a callback during a step."""
         if self._telling not in _AT_REST:
             raise RunnerBusyError(call, str(self._telling))
 
@@ -190,7 +191,7 @@ _KEY = "callbacks"
 
 
 def _methods(target: Any) -> Iterator[tuple[str, Function]]:
-    """Methods for events that `target` has of its own, not those that it only inherits from `RunnerCallback`."""
+    """Yield the event methods that `target` defines, without those that it inherits from `RunnerCallback`."""
     for event in EVENTS:
         method = getattr(target, event, None)
         if callable(method) and getattr(method, "__func__", None) is not getattr(RunnerCallback, event):
@@ -198,10 +199,13 @@ def _methods(target: Any) -> Iterator[tuple[str, Function]]:
 
 
 def _arguments(event: str, name: str, function: Function) -> frozenset[str] | None:
-    """Which arguments `function` takes; None for all. Raises `ConfigError` if it needs what the event has not."""
+    """Return which arguments `function` takes; None for all.
+
+    Raises `ConfigError` if it needs an argument that the event does not have.
+    """
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin that tells nothing of itself
+    except (TypeError, ValueError):  # a builtin without a signature
         return None
     offered = (*_COMMON, *EVENTS[event])
     for p in parameters:

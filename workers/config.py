@@ -1,4 +1,4 @@
-"""What a runner may be told: one frozen value object, checked when it is built."""
+"""The settings of a runner: one frozen value object, checked when it is built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT_MODULE = "headrace.workers.modules:actor_critic"
 class EnvRunnerConfig(SamplingSettings):
     """Settings of one env runner. Raises `ConfigError` for an unknown field (naming the nearest) or a bad value.
 
-    What a fleet's file can say is in `SamplingSettings`; envs and modules may be given here as objects too.
+    `SamplingSettings` has what a fleet's file can say. Envs and modules may also be given here as objects.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -26,28 +26,32 @@ class EnvRunnerConfig(SamplingSettings):
     env: str | Callable[..., Any] | None = None
     """Gymnasium id (also "module:Id-v0"), registered name, "package.module:make_env", class, callable(EnvContext).
 
-    What is created is one env; or all of them at once, as a `gymnasium.vector.VectorEnv` or a `VectorEnv` of our own.
+    It creates one env, or all of them at once as a `gymnasium.vector.VectorEnv` or as Headrace's own `VectorEnv`.
     """
     num_envs: int = Field(default=1, ge=1, le=65_536)
     """Environments stepped together by one runner."""
     env_hosts_keys: str | None = None
-    """Folder of the keys of the port for env hosts; None: that of HEADRACE_KEYS__DIR; "": no keys."""
+    """Folder of the keys for the port of env hosts. None: the folder of HEADRACE_KEYS__DIR; "": no keys."""
     num_workers: int = Field(default=1, ge=0)
-    """Runners in the fleet; only told to env creators."""
+    """Number of runners in the fleet. It is passed to env creators and divides the metrics' smoothing window."""
     module: str | Callable[..., Any] = DEFAULT_MODULE
     """The policy: "package.module:build" or a callable, called as build(spaces, **module_config)."""
     module_config: dict[str, Any] = Field(default={})
     """Keyword arguments of the module's builder."""
     policies: Any = None
-    """Multi-agent: module id -> PolicySpec, a table of build and config, a builder as in `module`, or None for
-    `module` itself; or just the ids."""
+    """Multi-agent: module id -> policy, or just the ids.
+
+    A policy is a PolicySpec, a table of build and config, a builder as in `module`, or None for `module` itself.
+    """
     policy_mapping_fn: Any = None
-    """Multi-agent: (agent id, episode id) -> module id, asked once for each agent that appears in an episode; or its
-    "package.module:name", or a mapping from agent ids to module ids."""
+    """Multi-agent: (agent id, episode id) -> module id, called once for each agent that appears in an episode.
+
+    It may also be the function's "package.module:name", or a mapping from agent ids to module ids.
+    """
     env_to_module: list[Any] = Field(default=[])
-    """What observations pass on their way to the module: connectors, factories, or "package.module:factory"."""
+    """Pieces that observations pass on their way to the module: connectors, factories, or "package.module:factory"."""
     module_to_env: list[Any] = Field(default=[])
-    """What actions pass on their way to the env, likewise."""
+    """Pieces that actions pass on their way to the env, in the same forms."""
     callbacks: list[Any] = Field(default=[])
     """Classes, objects, {event: function or list of them}, or "package.module:name" of one; see `callbacks.py`."""
 
@@ -68,7 +72,7 @@ class EnvRunnerConfig(SamplingSettings):
 
 
 def runner_config(config: FleetConfig) -> EnvRunnerConfig:
-    """Return the runner's settings in a fleet's; of a policy server, `serving.served_env.served_config` has them."""
+    """Return the runner's settings in a fleet's. For a policy server, see `serving.served_env.served_config`."""
     return EnvRunnerConfig(
         **config.sampling.model_dump(),
         num_workers=config.fleet.workers,

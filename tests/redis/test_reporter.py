@@ -413,7 +413,7 @@ def test_a_key_of_another_type_counts_as_absence_until_it_is_gone(
     reporter = RedisReporter(url, fleet_id)
     reporter.offer(fleet_report(make_row, 3))
     wait_until(lambda: reporter.failures >= 1)
-    assert "Redis holds what no broker writes: ledger: is no hash" in audit(read(url, fleet_id))
+    assert "Redis holds what no broker writes: ledger: is not a hash" in audit(read(url, fleet_id))
     client.delete(key_name(fleet_id, LEDGER))
     wait_until(lambda: reporter.available)
     assert reporter.close(30.0)

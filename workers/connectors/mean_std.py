@@ -180,13 +180,13 @@ def _check(name: str, moments: Moments, first: Moments) -> None:
         array = getattr(moments, part)
         if array.shape != getattr(first, part).shape:
             raise ValueError(
-                f"{name}/{part} has shape {array.shape} in one, and {getattr(first, part).shape} in another"
+                f"{name}/{part} has shape {array.shape} in one state, and {getattr(first, part).shape} in another"
             )
         if not np.isfinite(array).all() or (part != "mean" and (array < 0).any()):
-            raise ValueError(f"{name}/{part} is {array!r:.100}, which no rows have")
+            raise ValueError(f"{name}/{part} is {array!r:.100}, which cannot come from any rows")
     if moments.mean.shape != moments.m2.shape or moments.count.shape != (1,) * moments.mean.ndim:
         raise ValueError(
-            f"{name} has {moments.count.shape}, {moments.mean.shape}, {moments.m2.shape}, which do not fit"
+            f"{name} has {moments.count.shape}, {moments.mean.shape}, {moments.m2.shape}; these do not fit together"
         )
 
 

@@ -100,7 +100,7 @@ class Pipeline:
         own = {name: array for name, array in self.get_state().items() if name.partition("/")[0] in told}
         missing, strange = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
         if missing or strange:
-            raise ConnectorError(self.key, f"its state lacks {missing[:5]} and has the unknown {strange[:5]}")
+            raise ConnectorError(self.key, f"its state lacks {missing[:5]} and has unknown {strange[:5]}")
         for name, array in own.items():
             other = np.asarray(state[name])
             if (other.dtype, other.shape) != (array.dtype, array.shape):

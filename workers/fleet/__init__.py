@@ -1,1 +1,1 @@
-"""The worker process: it joins a fleet, samples with the newest weights and ships what it sampled."""
+"""The worker process: it joins a fleet, samples with the newest weights and ships its chunks."""

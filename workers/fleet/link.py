@@ -1,6 +1,6 @@
-"""The worker's sockets: carries what the session says to the broker and back, and weights to the receiver.
+"""The worker's sockets. They carry the session's messages to the broker and back, and weights to the receiver.
 
-One thread uses it, the sampling one, between two polls of the envs; a pump costs microseconds when nothing is due.
+Only the sampling thread uses them, between two polls of the envs. A pump costs microseconds when nothing is due.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CAPS = WireLimits(payload_bytes=1 << 30)
 
 
 class BrokerLink:
-    """DEALER to the broker and SUB to its weights relay. `pump` often; `close` once."""
+    """DEALER to the broker and SUB to its weights relay. Call `pump` often and `close` once."""
 
     def __init__(
         self, endpoint: str, session: WorkerSession, weights: WeightsReceiver, keys: ClientKeys | None = None
@@ -46,9 +46,9 @@ class BrokerLink:
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def pump(self, wait_s: float = 0.0) -> None:
-        """Send what is due and take what has come, waiting up to `wait_s` for something to come.
+        """Send what is due and receive what has arrived, waiting up to `wait_s` for a message.
 
-        Raises `KeysRefusedError` when the broker does not let this worker in.
+        Raises `KeysRefusedError` when the broker does not admit this worker.
         """
         self._send()
         ready = self._poller.poll(int(wait_s * 1000))
@@ -61,26 +61,26 @@ class BrokerLink:
             self._send()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the broker's WELCOME. Raises `UnreachableError`, or the refusal it answered with."""
+        """Wait for the broker's WELCOME. Raises `UnreachableError`, or the error of the broker's refusal."""
         self.wait_until(lambda: self.session.state is State.ACTIVE, timeout_s)
         self.raise_refusal()
         if self.session.state is not State.ACTIVE:
             raise self._handshakes.why_silent(timeout_s)
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Pump until `condition` holds, the session is over, or time is up; whether it holds."""
+        """Pump until `condition` holds, the session is over, or time is up. Return whether `condition` holds."""
         deadline = time.monotonic() + timeout_s
         while not condition() and not self.session.over and (left := deadline - time.monotonic()) > 0:
             self.pump(min(left, 0.05))
         return condition()
 
     def raise_refusal(self) -> None:
-        """Raise the typed error for whatever ended the session, if it was a refusal or a fencing."""
+        """Raise the typed error if a refusal or a fencing ended the session."""
         if self.session.refusal is not None:
             raise refusal(*self.session.refusal)
 
     def close(self) -> None:
-        """Close sockets. What was not sent is not sent."""
+        """Close the sockets, waiting up to 200 ms for queued messages. Anything still unsent is lost."""
         self._context.destroy(linger=200)
 
     def _send(self) -> None:
@@ -96,7 +96,7 @@ class BrokerLink:
                 break
 
     def _try_send(self, frames: list[bytes | bytearray | memoryview]) -> bool:
-        """Send one message; False without a connection. Large frames are not copied, so they must not change."""
+        """Send one message; return False without a connection. Large frames are not copied, so they must not change."""
         try:
             self._dealer.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -137,7 +137,10 @@ class BrokerLink:
 
 
 def _reachable(endpoint: str, beside: str) -> str:
-    """`endpoint`; when its broker listens on all addresses, at the host by which `beside` reached it."""
+    """Return `endpoint`, with its host replaced if its broker listens on all addresses.
+
+    The host is then the one by which `beside` reached the broker.
+    """
     host, _, port = endpoint.rpartition(":")
     return f"{beside.rpartition(':')[0]}:{port}" if host in ("tcp://0.0.0.0", "tcp://[::]") else endpoint
 

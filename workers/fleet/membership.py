@@ -1,4 +1,4 @@
-"""A worker's membership of its fleet: its slot, the way to the broker and back, and the recorder that outlives it."""
+"""A worker's membership of its fleet: its slot, its link to the broker, and the recorder that outlives it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BUILD_SILENCE_S = 300.0
 
 
 class Membership:
-    """That of one incarnation, from the broker's first word until `close`. For the sampling thread alone."""
+    """The membership of one incarnation, from the broker's WELCOME until `close`. For the sampling thread alone."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class Membership:
     ) -> None:
         """Get a place from the broker, waiting for it `worker.connect_timeout_s` at most.
 
-        The recorder is recorder_dir/worker-{slot}-{incarnation}.rec. Raises `KeysError`, `UnreachableError`, and the
-        refusal of a broker that does not want this worker.
+        The recorder is recorder_dir/worker-{slot}-{incarnation}.rec. Raises `KeysError`, `UnreachableError`, or the
+        error of the broker's refusal.
         """
         self.fleet_id = fleet_id
         self.session = _session(config, fleet_id, slot, incarnation)
@@ -49,7 +49,7 @@ class Membership:
         self._connect_timeout_s = config.worker.connect_timeout_s
         self.link = BrokerLink(endpoint, self.session, self.weights, client_keys(config.keys.dir, "worker"))
         self._told = (self.session.settled, self.session.accepted)
-        """As the recorder has it."""
+        """The settled and accepted batches that the recorder shows."""
         try:
             self.link.join(self._connect_timeout_s)
             self.slot, self.incarnation = self.session.slot or 0, self.session.incarnation
@@ -63,17 +63,20 @@ class Membership:
         log.info("joined fleet %s as slot %d incarnation %d", fleet_id, self.slot, self.incarnation)
 
     def expect_silence(self) -> None:
-        """Envs are being built, or waited for: whoever watches the recorder is to be patient."""
+        """Tell the recorder's readers to be patient, because envs are being built or waited for."""
         self.recorder.touch(BUILD_SILENCE_S)
 
     def introduce(self, spaces: Mapping[str, Spaces]) -> None:
-        """Tell the broker what chunks have, by module, and wait until it knows. Raises as the constructor does."""
+        """Send the broker the spaces of chunks, by module, and wait for its answer. Raises as the constructor does."""
         self.session.introduce(module_spaces_to_json(spaces))
         self.recorder.touch()
         self.link.join(self._connect_timeout_s)
 
     def pump(self, wait_s: float = 0.0) -> None:
-        """See `BrokerLink.pump`; what the broker has accepted is recorded. Raises what has ended the session."""
+        """Pump the link, and record what the broker has accepted.
+
+        Raises as `BrokerLink.pump` does, or the error that ended the session.
+        """
         self.link.pump(wait_s)
         told = (self.session.settled, self.session.accepted)
         if told != self._told:
@@ -83,14 +86,14 @@ class Membership:
             self.link.raise_refusal()
 
     def leave(self, left_s: float = 1.0) -> None:
-        """Say BYE, and wait so long for the broker to close the books."""
+        """Send BYE, and wait up to `left_s` seconds for the broker to acknowledge it."""
         self.session.leave(Drop.SHUTDOWN)
         if not self.link.wait_until(lambda: self.session.state is State.LEFT, left_s):
             log.warning("the broker did not acknowledge the end; the recorder keeps the books for the supervisor")
         self.recorder.settled(self.session.settled, self.session.accepted)
 
     def close(self) -> None:
-        """Release everything; the recorder's file stays."""
+        """Close the link and the recorder. The recorder's file stays."""
         self.link.close()
         self.recorder.close()
 

@@ -1,8 +1,9 @@
 """The worker's side of the protocol as a state machine: messages and time in, messages out, no I/O of its own.
 
-It keeps every batch until it is settled (or, with `ack = "broker"`, its counts until then and its bytes until it is
-accepted), sends in order as far as the broker's credit goes, and goes back to the last accepted batch when the broker
-forgot or a connection broke. Whoever fills it asks `has_room` first: a full window is what stops the sampling.
+The session keeps every batch until it is settled. With `ack = "broker"` it keeps a batch's bytes only until the batch
+is accepted, and its counts until it is settled. It sends in order, as far as the broker's credit goes. It returns to
+the last accepted batch when the broker forgot or a connection broke. The caller checks `has_room` before it adds
+batches: a full window stops the sampling.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from headrace.workers.fleet.window import SessionLimits, Shipment, Window
 
 
 class State(Enum):
-    """JOINING until the broker's WELCOME, ACTIVE, LEAVING from BYE on; LEFT, FENCED and REFUSED are ends."""
+    """JOINING until the broker's WELCOME, then ACTIVE, LEAVING from BYE on. LEFT, FENCED and REFUSED are final."""
 
     JOINING = "joining"
     ACTIVE = "active"
@@ -46,7 +47,7 @@ _TRIES = 3
 
 
 class WorkerSession:
-    """One incarnation's delivery of batches. `hello` names the worker; the broker may have to give it its place."""
+    """One incarnation's delivery of batches. `hello` names the worker; the broker may still have to assign its slot."""
 
     def __init__(self, hello: WorkerHello, limits: SessionLimits) -> None:
         self.limits = limits
@@ -56,18 +57,18 @@ class WorkerSession:
         self.settled = Settled()
         self.accepted = 0
         self.weights: Version = (0, 0)
-        """In use by this worker."""
+        """The version in use by this worker."""
         self.weights_known: Version = (0, 0)
-        """The newest the broker has spoken of."""
+        """The newest version that the broker has announced."""
         self.totals = WorkerTotals()
         self.blocked = ""
         self.welcome: WorkerWelcome | None = None
         self.refusal: tuple[str, str] | None = None
         self.waiting_for = ""
         self.steps_elsewhere = 0
-        """Env steps of all lives of workers but this; it never goes back, though a broker may forget."""
+        """Env steps of all other lives of workers. It never decreases, although a broker may forget."""
         self.read_counters: Callable[[], Counters] = dict
-        """Asked for the runner's lifetime counters when a message is to carry them."""
+        """Function that returns the runner's lifetime counters; called for each message that carries them."""
         self._hello = hello
         self._window = Window(limits)
         self._sent = 0
@@ -87,39 +88,39 @@ class WorkerSession:
 
     @property
     def next_seq(self) -> int:
-        """The number the next batch must bear."""
+        """Number that the next batch must have."""
         return self._window.next_seq
 
     @property
     def over(self) -> bool:
-        """Nothing more will be said."""
+        """Whether the session has ended; no message is sent any more."""
         return self.state in (State.LEFT, State.FENCED, State.REFUSED)
 
     def has_room(self, batches: int = 1) -> bool:
-        """That many fit the window, which one cut gives; see `Window`."""
+        """Return whether the window has room for that many batches, which one cut gives; see `Window.has_room`."""
         return self._window.has_room(batches)
 
     def submit(self, shipment: Shipment) -> None:
-        """Take a batch for delivery; its number must be `next_seq`."""
+        """Take a batch for delivery. Its number must be `next_seq`."""
         self._window.add(shipment)
         self.totals = shipment.totals
 
     def window(self) -> list[HeldBatch]:
-        """Every batch not known to be settled, by its counts."""
+        """Return the counts of every batch not known to be settled."""
         return self._window.held()
 
     def unaccepted(self) -> int:
-        """Batches the broker has not accepted."""
+        """Return how many batches the broker has not accepted."""
         return self.next_seq - 1 - self.accepted
 
     def introduce(self, spaces: dict[str, Any]) -> None:
-        """Tell the broker what the envs look like, now that they stand: a second HELLO, answered by another WELCOME."""
+        """Send the spaces of the envs, which are built now, in a second HELLO. The broker answers with a WELCOME."""
         self._hello = self._hello.model_copy(update={"spaces": spaces, "silence_s": 0.0})
         self.state = State.JOINING
         self._next_send = 0.0
 
     def leave(self, reason: str) -> None:
-        """Say BYE with what is left behind, until the broker has taken it."""
+        """Send BYE with the counts of unsettled batches, until the broker has taken it."""
         if self.state is State.ACTIVE and self.slot is not None:
             self.state = State.LEAVING
             self._bye = Bye(
@@ -134,14 +135,18 @@ class WorkerSession:
             self._next_send = 0.0
 
     def receive(self, message: Message, now: float) -> None:
-        """Take any control message from the broker."""
+        """Handle any control message from the broker."""
         self._heard = now
         handler = self._handlers.get(type(message))
         if handler is not None and not self.over:
             handler(message, now)
 
     def tick(self, now: float) -> None:
-        """Call it often: HELLO until welcomed, then heartbeats; goes back when nothing moves."""
+        """Queue what is due: HELLO until welcomed, then heartbeats. Call it often.
+
+        It also rejoins when the broker is silent for its lease. If no batch was accepted for 2 * `retry_s` seconds, it
+        sends again from the last accepted batch.
+        """
         if self.over:
             return
         if self.welcome is not None and now - self._heard > self.welcome.lease_s:
@@ -156,7 +161,7 @@ class WorkerSession:
             self._speak(now)
 
     def take_outbox(self) -> list[Outgoing]:
-        """Messages due for the broker, in order: control first, then batches as far as credit goes."""
+        """Return the messages due for the broker, in order: control first, then batches as far as credit goes."""
         out: list[Outgoing] = [*self._control]
         self._control.clear()
         if self.state is State.ACTIVE:
@@ -167,7 +172,7 @@ class WorkerSession:
         return out
 
     def not_sent(self) -> None:
-        """The connection did not take a message: go back to what the broker is known to have, and try HELLO again."""
+        """Return to the last accepted batch, because the connection did not take a message. Retry HELLO if joining."""
         self._sent = self.accepted
         if self.state is State.JOINING:
             self._next_send = 0.0
@@ -265,7 +270,7 @@ class WorkerSession:
             self._rejoin(now)
 
     def _on_refused_batch(self, reject: Reject) -> None:
-        """A batch the broker cannot read is tried `_TRIES` times, then skipped by name."""
+        """Retry a batch that the broker cannot read. After `_TRIES` refusals, skip it as POISON."""
         self._rejected[reject.seq] = self._rejected.get(reject.seq, 0) + 1
         self._sent = min(self._sent, reject.seq - 1)
         if self._rejected[reject.seq] >= _TRIES:

@@ -1,8 +1,8 @@
-"""From what a runner cut to numbered batches in the session's hands, with the books true at every moment.
+"""From a runner's cut to numbered batches in the session, with true counts at every moment.
 
-A cut gives one batch for each module, or several where one message has no room for its infos. They get their numbers
-one after another, and each carries the totals of its own moment: what of the same cut waits for its number still counts
-as open. So the books balance whichever of them was the last, and a kill between two of them is measured rightly.
+A cut gives one batch for each module, or several where its infos do not fit one message. They get their numbers one
+after another. Each carries the totals of its own moment: steps of the same cut that still wait for a number count as
+open. So the counts balance after every batch, even if the worker is killed between two of them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ Episodes = list[tuple[float, int]]
 
 
 class Shipper:
-    """One incarnation's books. Every total is written into the recorder before anybody is told.
+    """The counts of one incarnation. Each total is written to the recorder before a message carries it.
 
-    runner: the runner's own totals. take_episodes: gives those that ended since it was last asked.
+    - runner: the runner's own totals.
+    - take_episodes: returns the episodes that ended since its last call.
     """
 
     def __init__(
@@ -54,13 +55,14 @@ class Shipper:
         self._dropped: dict[str, Count] = {}
         self._oversize = 0
         self._episodes: Episodes = []
-        """Ended, and told in no batch yet."""
+        """Episodes that have ended and are in no batch yet."""
 
     def ship(self, cut: Cut) -> None:
-        """Hand all batches of a cut to the session; the first of them tells which episodes ended in it.
+        """Hand all batches of a cut to the session. The first of them carries the episodes that ended in it.
 
-        A batch of no chunks is none. Raises `EncodeError` for one that must not go on the wire; but a chunk whose infos
-        are more than a message takes is dropped by name.
+        A batch without chunks is not sent; a cut without chunks only records the totals. Raises `EncodeError` for a
+        batch that must not go on the wire. A chunk whose infos alone exceed a message is dropped instead, and counted
+        as OVERSIZE.
         """
         waiting = deque(batches_of(cut))
         if not waiting:
@@ -70,20 +72,20 @@ class Shipper:
             try:
                 self._ship(batch, unsent=sum(other.steps for other in waiting))
             except InfosTooLargeError:
-                waiting.extendleft(reversed(batch.halves()))  # so that only those are lost who alone are too large
+                waiting.extendleft(reversed(batch.halves()))  # so that only chunks that are too large alone are lost
 
     def drop(self, cut: Cut, reason: Drop) -> None:
-        """Count a cut that is to get no number."""
+        """Count a cut that gets no number, as dropped for `reason`."""
         self._dropped[reason] = plus(self._dropped.get(reason, (0, 0)), (cut.steps, len(cut)))
         self.record()
 
     def step(self) -> None:
-        """Record what the runner has stepped: cheap enough for every poll."""
+        """Record what the runner has stepped. It is cheap enough for every poll."""
         totals = self._runner
         self._recorder.step(totals.stepped, totals.open, totals.env_steps, totals.discarded)
 
     def record(self) -> None:
-        """Have recorder and heartbeats say all totals as of now; between two cuts only."""
+        """Write all current totals to the recorder and to heartbeats. Call it only between two cuts."""
         totals = self._totals(self._session.next_seq - 1, self._shipped, self._by_module, 0)
         self._session.totals = totals
         self._recorder.totals(totals)
@@ -100,9 +102,10 @@ class Shipper:
         self._session.submit(shipment)
 
     def _shipment(self, batch: ChunkBatch, held: HeldBatch, totals: WorkerTotals) -> Shipment:
-        """The batch, or, when it is larger than the broker takes, only its counts: the learner is told of the gap.
+        """Return the batch, or only its counts when it is larger than the broker takes; the learner sees the gap.
 
-        Likewise for a chunk alone whose infos are too large; of several that raises `InfosTooLargeError`.
+        A single chunk whose infos are too large also gives only its counts. Several such chunks raise
+        `InfosTooLargeError`.
         """
         try:
             frames = encode_batch(batch, self._header(batch, held.seq, totals))
@@ -164,6 +167,6 @@ class Shipper:
 
 
 def batches_of(cut: Cut) -> list[ChunkBatch]:
-    """Those of a cut that have chunks."""
+    """Return the batches of a cut that have chunks."""
     batches = [cut] if isinstance(cut, ChunkBatch) else list(cut.batches.values())
     return [batch for batch in batches if len(batch)]

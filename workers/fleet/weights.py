@@ -1,7 +1,7 @@
-"""Where a worker's weights come from: whole by broadcast when small, pulled in pieces when large or missed.
+"""Where a worker's weights come from: broadcast whole when small, pulled in pieces when large or missed.
 
-A version is gathered aside, checked, and only then offered to the sampler; what is not newer than the newest gathered
-is ignored, so the version in use never goes back.
+A version is collected and checked before the sampler gets it. Versions that are not newer than the newest collected one
+are ignored, so the version in use never goes back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 PIECE_BYTES = 1 << 20
 PULL_RETRY_S = 2.0
 BROADCAST_S = 0.2
-"""How long a broadcast may be on its way before a version that heartbeats speak of is pulled instead."""
+"""Seconds to wait for the broadcast of a version that the broker announced, before the worker pulls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class WeightsVersion:
 
 
 class WeightsReceiver:
-    """Gathers versions; feed it messages, ask it for requests to send, and take what is newest."""
+    """Collects versions from messages, says which requests to send, and returns the newest version."""
 
     def __init__(self, fleet_id: str) -> None:
         self.fleet_id = fleet_id
         self.newest: Version = (0, 0)
-        """The newest version gathered."""
+        """The newest version collected."""
         self._ready: WeightsVersion | None = None
         self._wanted: Version = (0, 0)
         self._pulling: Version = (0, 0)
@@ -46,7 +46,7 @@ class WeightsReceiver:
         self._ask_at: float | None = None
 
     def receive(self, message: WireMessage, now: float) -> None:
-        """Take a WEIGHTS or WEIGHTS_PART message. One that is not what its checksums say is dropped and logged."""
+        """Handle a WEIGHTS or WEIGHTS_PART message. One that fails its checksums is dropped and logged."""
         try:
             if message.kind is MessageKind.WEIGHTS_PART:
                 self._take_part(message, now)
@@ -56,12 +56,12 @@ class WeightsReceiver:
             log.warning("weights refused: %s", error)
 
     def hear_of(self, version: Version, now: float) -> None:
-        """The broker has `version`: if broadcasts do not bring it soon, it will be pulled."""
+        """Note that the broker has `version`. If no broadcast brings it within `BROADCAST_S`, it will be pulled."""
         self._want(version, now + BROADCAST_S)
 
     @property
     def pulling(self) -> bool:
-        """A version has come in part; the sooner the next piece is asked for, the sooner it is whole."""
+        """Whether a version has come in part. Asking early for the next piece completes it sooner."""
         return bool(self._blob)
 
     def _want(self, version: Version, ask_at: float) -> None:
@@ -70,12 +70,12 @@ class WeightsReceiver:
             self._ask_at = ask_at if self._ask_at is None else min(self._ask_at, ask_at)
 
     def take(self) -> WeightsVersion | None:
-        """The newest version gathered since the last call."""
+        """Return the newest version collected since the last call, or None."""
         ready, self._ready = self._ready, None
         return ready
 
     def request(self, now: float) -> WeightsPull | None:
-        """What to ask the broker for now: the next piece of a version being pulled."""
+        """Return the request to send to the broker now: the next piece of a version being pulled, or None."""
         if self._wanted <= self.newest or self._ask_at is None or now < self._ask_at:
             return None
         self._ask_at = now + PULL_RETRY_S
@@ -107,5 +107,5 @@ class WeightsReceiver:
         self._ask_at = now
         if len(self._blob) >= sum(part.frame_sizes):
             blob, self._blob, self._pulling = bytes(self._blob), bytearray(), (0, 0)
-            self._ask_at = now + PULL_RETRY_S  # in case that what came is not what was published
+            self._ask_at = now + PULL_RETRY_S  # a retry, in case the collected bytes are not the published ones
             self._take_weights(decode(frames_of(blob, part.frame_sizes)), now)

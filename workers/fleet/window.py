@@ -1,4 +1,4 @@
-"""The batches a worker keeps because somebody may still need them, oldest first."""
+"""The batches that a worker keeps because the broker or the learner may still need them, oldest first."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from headrace.schemas.wire import Buffer
 
 @dataclass(slots=True)
 class Shipment:
-    """A batch in the window. `frames` is None once its bytes are let go while its fate is still open."""
+    """A batch in the window. `frames` is None once its bytes are freed while its fate is still open."""
 
     batch: HeldBatch
     nbytes: int
     frames: list[Buffer] | None
     totals: WorkerTotals
     reason: str = Drop.BROKER_LOST
-    """What it is skipped for once its bytes are gone."""
+    """Why the batch is skipped once its bytes are gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """The window in batches and bytes, whose receipt frees a batch's bytes, and clocks in seconds."""
+    """The limits of the window in batches and bytes, the ack that frees a batch's bytes, and clocks in seconds."""
 
     window_batches: int = 16
     window_bytes: int = 256 << 20
     ack: Literal["learner", "broker"] = "learner"
     retry_s: float = 1.0
     window_steps: int = 0
-    """Batches that have fewer steps than this together leave room for more, however many they are: while envs are down
-    they are small, and a learner that waits for steps needs more of them."""
+    """While the batches have fewer steps than this together, there is room for more, whatever their number.
+
+    When envs are down, batches are small, and a learner that waits for steps needs more of them.
+    """
 
 
 class Window:
@@ -51,16 +53,16 @@ class Window:
 
     @property
     def next_seq(self) -> int:
-        """The number the next batch must bear."""
+        """Number that the next batch must have."""
         return self.first + len(self._shipments)
 
     def __getitem__(self, seq: int) -> Shipment:
         return self._shipments[seq - self.first]
 
     def has_room(self, batches: int) -> bool:
-        """Whether that many fit, which one cut gives; they always fit an empty window.
+        """Return whether that many batches fit, which one cut gives. They always fit an empty window.
 
-        What a drain gives besides them must still fit the recorder.
+        The batches of a later drain must still fit the recorder too.
         """
         if len(self._shipments) + 2 * batches > WINDOW:
             return False
@@ -70,32 +72,32 @@ class Window:
         return not kept or (fits and self._nbytes < limits.window_bytes)
 
     def add(self, shipment: Shipment) -> None:
-        """Keep a batch; its number must be `next_seq`."""
+        """Keep a batch. Raises ValueError unless its number is `next_seq`."""
         if shipment.batch.seq != self.next_seq:
             raise ValueError(f"batch {shipment.batch.seq} submitted where {self.next_seq} is next")
         self._shipments.append(shipment)
         self._nbytes += shipment.nbytes
 
     def held(self) -> list[HeldBatch]:
-        """Every batch by its counts."""
+        """Return the counts of every batch."""
         return [shipment.batch for shipment in self._shipments]
 
     def forget(self, seq: int) -> None:
-        """Nobody needs the batches up to `seq` any more."""
+        """Forget the batches up to `seq`, which are settled."""
         while self._shipments and self.first <= seq:
             self._nbytes -= self._shipments.popleft().nbytes
             self.first += 1
         self.first = max(self.first, seq + 1)
 
     def let_go(self, seq: int) -> None:
-        """Forget the bytes of the batches up to `seq`; their counts stay until they are settled."""
+        """Free the bytes of the batches up to `seq`. Their counts stay until they are settled."""
         for shipment in self._shipments:
             if shipment.batch.seq > seq:
                 break
             self._drop_bytes(shipment)
 
     def skip(self, seq: int, reason: str) -> None:
-        """Forget the bytes of batch `seq`, if it is here and has them, for `reason`."""
+        """Free the bytes of batch `seq` for `reason`, if it is in the window and has them."""
         if self.first <= seq < self.next_seq and self[seq].frames is not None:
             self[seq].reason = reason
             self._drop_bytes(self[seq])

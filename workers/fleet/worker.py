@@ -1,4 +1,4 @@
-"""The worker process: joins the fleet, samples with the newest weights, delivers, and leaves with its books closed."""
+"""The worker process: it joins the fleet, samples with the newest weights, delivers, and leaves."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from headrace.workers.policy.policies import PolicyMappingError
 from headrace.workers.runner.env_runner import EnvRunner
 from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
 from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
-from headrace.workers.serving.acting_channel import ActingChannel, Delivery
+from headrace.workers.serving.acting_channel import Delivery
 from headrace.workers.serving.served_env import ServedEnvs, served_config
 
 log = logging.getLogger(__name__)
 
 PUMP_INTERVAL_S = 0.02
-"""How often sockets are looked at while a fragment is being sampled."""
+"""Seconds between two pumps of the sockets while a fragment is being sampled."""
 
 _SAY_WAITING_S = 10.0
 _LAST_FRAGMENT_S = 1.0
-"""How long a worker that is told to stop goes on with the fragment that it is at, or waits for envs."""
+"""Seconds for which a worker that is told to stop continues its fragment, or waits for envs."""
 
 
 def run_worker(
     config: FleetConfig, *, endpoint: str, fleet_id: str, slot: int | None, incarnation: int, recorder_dir: Path
 ) -> None:
-    """Sample until SIGTERM, then drain. Raises the typed error of whatever ended it otherwise.
+    """Sample until SIGTERM, then drain. Raises the typed error of any other end.
 
-    The recorder stands at recorder_dir/worker-{slot}-{incarnation}.rec once the broker has said which these are.
+    The recorder is recorder_dir/worker-{slot}-{incarnation}.rec, once the broker has assigned both.
     """
     with (
         stop_event() as stopping,
@@ -71,18 +71,21 @@ def _work(worker: Worker, stopping: threading.Event) -> None:
 
 
 class StoppedError(HeadraceError):
-    """The worker was told to stop before it had a fragment."""
+    """The worker was told to stop before its fragment was full."""
 
 
 def build_runner(config: FleetConfig, membership: Membership, stopping: threading.Event) -> EnvRunner[Any]:
-    """The runner that `config` asks for; raises `StoppedError` when stopped while it waits for a first env host."""
+    """Return the runner that `config` asks for.
+
+    Raises `StoppedError` when the worker is stopped while it waits for a first env host.
+    """
 
     def between_looks_for_hosts() -> None:
-        """The broker, and whoever watches the recorder, know that this worker lives."""
+        """Show the broker and the recorder's readers that this worker lives. Raises `StoppedError`."""
         membership.expect_silence()
         membership.pump()
         if stopping.is_set():
-            raise StoppedError("stopped while it waited for a first env host")
+            raise StoppedError("stopped while waiting for a first env host")
 
     kind = MultiAgentEnvRunner if config.sampling.is_multi_agent else SingleAgentEnvRunner
     runner: EnvRunner[Any] = kind(
@@ -97,7 +100,10 @@ def build_runner(config: FleetConfig, membership: Membership, stopping: threadin
 
 
 class Worker:
-    """A member of the fleet at work: samples with the newest weights, and delivers. Closes nothing that it is given."""
+    """A member of the fleet at work: it samples with the newest weights and delivers.
+
+    It does not close its arguments.
+    """
 
     def __init__(self, config: FleetConfig, membership: Membership, runner: EnvRunner[Any]) -> None:
         self.config = config
@@ -107,16 +113,16 @@ class Worker:
             membership.fleet_id, self.session, membership.recorder, runner.totals, runner.take_finished_episodes
         )
         self._acting_channel: ActingChannel | None = None
-        """With clients that act by themselves, where there may be any."""
+        """The channel to clients that act by themselves, if they are allowed."""
         self._batches_a_cut = len(runner.module_spaces)
         self._next_pump = 0.0
         self._leave_at = math.inf
-        """When to go on with no fragment any longer, in monotonic seconds."""
+        """When to abandon the fragment after a stop, in monotonic seconds."""
 
     # -- joining ------------------------------------------------------------------------------------------------------
 
     def introduce(self) -> None:
-        """Tell the broker what chunks there will be, let clients in that cut them too, and go on counting."""
+        """Send the spaces of chunks to the broker, admit clients that cut chunks too, and restore the counters."""
         runner = self.runner
         if (
             isinstance(runner.config.env, ServedEnvs)
@@ -128,20 +134,21 @@ class Worker:
         self._go_on_counting()
 
     def _go_on_counting(self) -> None:
-        """From where the slot's earlier lives were, and tell the broker from now on. Counters stop no worker.
+        """Continue the lifetime counters of the slot's earlier lives, and report them to the broker from now on.
 
-        They are those of the second WELCOME: a broker that is young itself may have heard from Redis in the meantime.
+        The counters are those of the second WELCOME: a broker that has just started may have read them from Redis only
+        by then. Counters that do not fit are logged and do not stop the worker.
         """
         welcome = self.session.welcome
         try:
             self.runner.set_counters(welcome.counters if welcome is not None else {})
         except StateError as error:
-            log.warning("counting begins anew, for the broker's lifetime counters are not this runner's: %s", error)
+            log.warning("lifetime counters start from 0, because the broker's do not fit this runner: %s", error)
         self.runner.steps_elsewhere = self.session.steps_elsewhere
         self.session.read_counters = self.runner.get_counters
 
     def wait_for_weights(self, stopping: threading.Event) -> None:
-        """Sample nothing before the current weights are in use, unless the config says to begin at random."""
+        """Wait for the current weights before sampling, unless the config allows random actions at first."""
         if self.config.worker.random_actions_before_weights:
             return
         self._wait("the first weights", self._apply_weights, stopping)
@@ -149,7 +156,7 @@ class Worker:
     # -- sampling -----------------------------------------------------------------------------------------------------
 
     def wait_for_room(self, stopping: threading.Event) -> bool:
-        """Wait while the window is full; whether there is room (there may be none when stopping)."""
+        """Wait while the window is full. Return whether there is room; there may be none when stopping."""
         if self._has_room():
             return True
         self.session.blocked = "window"
@@ -161,7 +168,10 @@ class Worker:
         return self.session.has_room(self._batches_a_cut)
 
     def sample(self, stopping: threading.Event) -> Cut:
-        """One fragment with the newest weights; less of one when it is stopped and that takes its time."""
+        """Return one fragment sampled with the newest weights, or a shorter one when the worker is stopped.
+
+        Ships the samples that a `CallbackError` carries before it raises.
+        """
         self._apply_weights()
         try:
             return self._sample(stopping)
@@ -189,10 +199,11 @@ class Worker:
                 self.runner.callbacks.call("on_chunk_sent", chunk=chunk)
 
     def _between_polls(self, stopping: threading.Event) -> None:
-        """The runner calls this after every poll, and while it waits for envs: record, and now and then look around.
+        """Record steps, and every `PUMP_INTERVAL_S` pump, apply weights and ship what clients cut.
 
-        Raises `StoppedError` where the fragment is not full soon after the worker was stopped: envs that fail, or are
-        waited for, may take for ever, and whole episodes as long as they like.
+        The runner calls this after every poll, and while it waits for envs. Raises `StoppedError` where the fragment is
+        not full soon after the worker was stopped. Envs that fail or are waited for may take for ever, and whole
+        episodes as long as they like.
         """
         self._shipper.step()
         now = time.monotonic()
@@ -204,19 +215,22 @@ class Worker:
             if stopping.is_set():
                 self._leave_at = min(self._leave_at, now + _LAST_FRAGMENT_S)
                 if now >= self._leave_at:
-                    raise StoppedError("stopped in the midst of a fragment")
+                    raise StoppedError("stopped before the fragment was full")
 
     def _ship_of_clients(self) -> None:
-        """What clients have cut, as far as there is room for it beside the runner's own; clients wait for more."""
-        if self._acting_channel is None:
+        """Ship what clients have cut, as long as there is also room for the runner's own cut.
+
+        Clients wait for more room.
+        """
+        if self._exchange is None:
             return
         while has_room := self.session.has_room(self._batches_a_cut + 1):
             delivery = self._acting_channel.take()
             if delivery is None:
                 break
             self._take_over(delivery)
-        # A learner that knew of nobody who waits would wait itself, for as many steps as the window never has.
-        self.session.blocked = "" if has_room or not self._acting_channel.has_waiting else "window"
+        # Reports that clients wait; otherwise a learner would wait for more steps than the window ever holds.
+        self.session.blocked = "" if has_room or not self._exchange.has_waiting else "window"
 
     def _take_over(self, delivery: Delivery) -> None:
         self.runner.take_over(delivery.taken)
@@ -225,7 +239,7 @@ class Worker:
         delivery.done()
 
     def _apply_weights(self) -> bool:
-        """Put the newest weights gathered into use; whether any are in use."""
+        """Put the newest weights collected into use. Return whether any are in use."""
         newer = self.weights.take()
         if newer is not None and newer.version > self.session.weights:
             self.runner.set_weights(newer.arrays, newer.version[1], newer.version[0], newer.digest)
@@ -239,7 +253,7 @@ class Worker:
         self.runner.steps_elsewhere = self.session.steps_elsewhere
 
     def _wait(self, what: str, condition: Callable[[], bool], stopping: threading.Event) -> None:
-        """Pump until `condition` holds or the worker is stopped; says now and then whom it waits for."""
+        """Pump until `condition` holds or the worker is stopped. Log from time to time what holds it up."""
         next_word = time.monotonic() + _SAY_WAITING_S
         while not condition() and not stopping.is_set():
             self._shipper.record()
@@ -251,7 +265,7 @@ class Worker:
     # -- leaving ------------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Ship the markers of unfinished episodes, hand everything over to the broker, and say BYE."""
+        """Ship the markers of unfinished episodes, hand everything over to the broker, and send BYE."""
         deadline = time.monotonic() + self.config.worker.drain_timeout_s
         for delivery in self._acting_channel.end(Discard.SHUTDOWN) if self._acting_channel is not None else ():
             self._take_over(delivery)
@@ -264,11 +278,14 @@ class Worker:
         self.membership.leave(max(1.0, deadline - time.monotonic()))
 
     def give_up(self, reason: Discard) -> None:
-        """Another took this place: count what is open as discarded; batches nobody accepted stand in the recorder."""
+        """Count open steps as discarded, because another incarnation took this place.
+
+        Batches that were not accepted stay in the recorder.
+        """
         self._shipper.drop(self._discard_open(reason), Drop.FENCED)
 
     def _discard_open(self, reason: Discard) -> Cut:
-        """As the runner's; a callback that raises is logged only, since this worker leaves anyway."""
+        """Return the runner's `discard_open`. A callback's error is only logged, since this worker leaves anyway."""
         cut: Cut
         try:
             cut = self.runner.discard_open(reason)

@@ -1,1 +1,1 @@
-"""What a runner counts and measures."""
+"""The counters and measurements of a runner."""

@@ -1,4 +1,4 @@
-"""Named numbers and how they are reduced: what a runner counts itself, and what callbacks log."""
+"""Named numbers and how they are reduced: a runner's own counts, and what callbacks log."""
 
 from __future__ import annotations
 
@@ -13,27 +13,30 @@ from typing import Any
 import numpy as np
 
 Path = tuple[str, ...]
-"""("num_episodes",), or ("num_agent_steps_sampled", "agent_0"), which stands in a dict of its own in the report."""
+"""("num_episodes",), or ("num_agent_steps_sampled", "agent_0"), which is in a dict of its own in the report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The newest values behind one figure; several figures may share them."""
+    """The newest values behind one figure. Several figures may share them."""
 
     path: Path
     reduce: str
     values: Sequence[float]
 
     def figure(self) -> float:
-        """Of at least one value. Raises `ValueError` for a reduction nobody knows."""
+        """Return the reduced value of at least one value. Raises `ValueError` for an unknown reduction."""
         return _reduction(self.reduce)(self.values)
 
 
 class MetricsLogger:
-    """Takes numbers by name. `reduce` is one of
+    """Collects numbers by name.
 
-    mean, min, max, item (the newest), p0 to p100 (percentiles): over the newest `window` values, kept between reports;
-    sum: since the last report; lifetime_sum: since the runner was built.
+    `reduce` is one of:
+
+    - mean, min, max, item (the newest), p0 to p100 (percentiles): over the newest `window` values, kept between reports
+    - sum: since the last report
+    - lifetime_sum: since the runner was built
     """
 
     def __init__(self, window: int, reserved: Iterable[str] = ()) -> None:
@@ -43,7 +46,10 @@ class MetricsLogger:
         self._sums: dict[Path, tuple[str, float]] = {}
 
     def log_value(self, name: str | Path, value: float, *, reduce: str = "mean", window: int | None = None) -> None:
-        """Log one number. Raises `ValueError` if it is not finite, or the name has another meaning already."""
+        """Log one number.
+
+        Raises `ValueError` if it is not finite, or if the name is reserved or already has another meaning.
+        """
         path = (name,) if isinstance(name, str) else tuple(map(str, name))
         number = float(value)
         if not math.isfinite(number):
@@ -77,20 +83,20 @@ class MetricsLogger:
         return self._windows.setdefault(path, (reduce, deque(maxlen=1 if reduce == "item" else window)))
 
     def windows(self) -> list[Window]:
-        """What is reduced from single values."""
+        """Return the windows of all figures that are reduced from single values."""
         return [Window(path, reduce, values) for path, (reduce, values) in self._windows.items()]
 
     def take_sums(self) -> dict[Path, float]:
-        """All sums; those since the last report begin anew."""
+        """Return all sums, and reset those that count since the last report."""
         sums = {path: total for path, (_, total) in self._sums.items()}
         self._sums = {p: (kind, total if kind == "lifetime_sum" else 0.0) for p, (kind, total) in self._sums.items()}
         return sums
 
 
 def build_report(sums: Mapping[Path, float], windows: Iterable[Window]) -> dict[str, Any]:
-    """Figures by name, and under "windows" the values behind those that cannot be merged without.
+    """Return figures by name, and under "windows" the values that `merge_metrics` needs.
 
-    A figure of no value is absent, and a dict of none too: nothing is ever NaN.
+    A figure without values is absent, and so is a dict without figures. No figure is ever NaN.
     """
     report: dict[str, Any] = {}
     kept = []
@@ -105,9 +111,10 @@ def build_report(sums: Mapping[Path, float], windows: Iterable[Window]) -> dict[
 
 
 def merge_metrics(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """One report of several runners', with the same keys: counts and rates added up, windows reduced from all values.
+    """Return one report of several runners', with the same keys.
 
-    Exact: what one runner would report that had sampled all of it, within each runner's window.
+    Counts and rates are summed; windows are reduced from all values. The result is exact: one runner that had sampled
+    all of it would report the same, within each runner's window.
     """
     sums: dict[Path, float] = {}
     values: dict[tuple[Path, str], list[float]] = {}

@@ -1,6 +1,7 @@
-"""The names of a runner's report, as RLlib's users know them, and which of them count through all lives of a slot.
+"""The names in a runner's report, as RLlib's users know them, and the counters that span all lives of a slot.
 
-A new figure is named here, so that no callback logs under its name; a new lifetime counter among its kind besides.
+Add the name of a new figure to `RESERVED`, so that no callback logs under it. Add a new lifetime counter to its own
+group below too.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ RESERVED = frozenset(
         *TIMERS,
     )
 )
-"""Names of a report that a callback cannot log under. Rates are a second, durations in seconds.
+"""Names of a report that a callback cannot log under. Rates are per second, durations in seconds.
 
-num_agent_steps_sampled and num_module_steps_sampled are observations that steps gave to agents, as in RLlib, and
-num_actions_by_agent what agents did upon them, which is what chunks hold. They differ where an agent appears later than
-the reset (an observation more) or ends without a last observation (one less).
+num_agent_steps_sampled and num_module_steps_sampled count the observations that steps gave to agents, as in RLlib.
+num_actions_by_agent counts the actions that agents took, which is what chunks hold. The two differ where an agent
+appears later than the reset (one observation more) or ends without a last observation (one less).
 """
 
 SINGLE_COUNTERS = ("num_env_steps_sampled_lifetime", "num_episodes_lifetime")
-"""Lifetime counters of what was delivered."""
+"""Lifetime counters of delivered steps and episodes."""
 LOSS_COUNTERS = (
     "num_env_step_failures_lifetime",
     "num_env_rebuilds_lifetime",
@@ -65,10 +66,11 @@ LOSS_COUNTERS = (
     "num_final_steps_dropped_lifetime",
     "num_untrained_episodes_lifetime",
 )
-"""Of failures, and of what they and clients kept back; each life of a runner counts these from 0."""
+"""Lifetime counters of failures, and of what failures and clients withheld. Each life of a runner counts these from 0.
+"""
 NAMED_COUNTERS = (
     "num_agent_steps_sampled_lifetime",
     "num_module_steps_sampled_lifetime",
     "num_actions_by_agent_lifetime",
 )
-"""Those by agent or module."""
+"""Lifetime counters by agent or module."""

@@ -1,4 +1,4 @@
-"""What a runner sampled and what finished episodes looked like, under the names that RLlib's users know."""
+"""A runner's sampled steps and finished episodes, under the names that RLlib's users know."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.sampling.fragment import OpenChunk
 
 MOST_FINISHED = 10_000
-"""Finished episodes that wait to be taken. Only workers take them, and other users' memory must stay flat too."""
+"""Finished episodes kept until they are taken. Only workers take them, and other users' memory must stay flat too."""
 
 
 class RunnerMetrics:
-    """Steps and episodes as they are delivered; what a failure took away is counted by the totals, by name.
+    """Steps and episodes as they are delivered. The totals count what a failure took away, by reason.
 
-    An episode counts when its last chunk is delivered, with what all its chunks add up to. Figures of episodes are
-    over the newest `metrics_num_episodes_for_smoothing`, divided among the runners of the fleet.
+    An episode counts when its last chunk is delivered, with the sums of all its chunks. Figures of episodes are over
+    the newest `metrics_num_episodes_for_smoothing`, divided among the runners of the fleet.
     """
 
     def __init__(self, config: EnvRunnerConfig, totals: RunnerTotals) -> None:
@@ -52,17 +52,17 @@ class RunnerMetrics:
         self.steps_before = 0
         """Lifetime steps of earlier lives, as restored from a checkpoint."""
         self.count_losses: Callable[[], Mapping[str, int]] = dict
-        """What a kind of runner loses besides, in this life."""
+        """Function that returns the further losses of one kind of runner in this life, by counter name."""
         self._lost_before: dict[str, int] = {}
 
     def add(self, chunks: Sequence[OpenChunk], batch: ChunkBatch) -> None:
-        """`chunks` of one agent were delivered as the first rows of `batch`."""
+        """Count `chunks` of one agent, delivered as the first rows of `batch`."""
         table = batch.table[: len(chunks)]
         if self.add_table(table, batch):
             self._durations.extend(chunks[i].episode.duration_s for i in np.flatnonzero(_done(table)).tolist())
 
     def add_table(self, table: NDArray[np.void], batch: ChunkBatch) -> int:
-        """Likewise of chunks of which only the rows of `batch` are known; how many episodes have ended in them."""
+        """Count chunks of one agent, known only as rows of `batch`. Return how many episodes ended in them."""
         done = _done(table)
         returns, lengths = table["episode_return"][done].tolist(), table["episode_length"][done].tolist()
         agent, module = batch.agents[0], batch.modules[0]
@@ -76,25 +76,25 @@ class RunnerMetrics:
         return len(returns)
 
     def add_agents(self, batch: ChunkBatch) -> None:
-        """The agents whose episodes end in `batch`, of one module of several, for the figures by agent."""
+        """Add the agents whose episodes end in `batch`, of one module of several, to the figures by agent."""
         for row in batch.table[_done(batch.table)]:
             agent = batch.agents[row["agent"]]
             self._window_of("agent_episode_returns_mean", agent).append(float(row["episode_return"]))
             self._window_of("agent_steps", agent).append(int(row["episode_length"]))
 
     def add_episodes(self, episodes: Sequence[tuple[float, int]]) -> None:
-        """(return, length) of whole episodes of which nothing else is known."""
+        """Count whole episodes that are known only as (return, length)."""
         self._add_episodes([earned for earned, _ in episodes], [length for _, length in episodes])
 
     def add_untrained(self, episode_return: float, length: int) -> None:
-        """An episode has ended that is not to be trained on, and so is in no other figure."""
+        """Count an ended episode that is not trained on. It is in no other figure."""
         self._untrained += 1
         self._untrained_finished.append((episode_return, length))
         self._untrained_returns.append(episode_return)
         self._untrained_lengths.append(length)
 
     def count_steps(self, agents: Mapping[str, int], modules: Mapping[str, int], actions: Mapping[str, int]) -> None:
-        """So many observations of these agents and modules, and actions of agents, were delivered."""
+        """Count delivered observations by agent and by module, and delivered actions by agent."""
         counts = (
             ("num_agent_steps_sampled", agents),
             ("num_module_steps_sampled", modules),
@@ -113,7 +113,10 @@ class RunnerMetrics:
         agents: Mapping[str, tuple[float, int]],
         modules: Mapping[str, float],
     ) -> None:
-        """An episode of several agents was delivered to its end: (return, steps) by agent, return by module."""
+        """Count an episode of several agents, delivered to its end.
+
+        `agents` has (return, steps) by agent, `modules` the return by module.
+        """
         self._durations.append(duration_s)
         self._add_episodes([episode_return], [length])
         for agent, (agent_return, steps) in agents.items():
@@ -136,22 +139,25 @@ class RunnerMetrics:
         return self._by_name[path]
 
     def take_finished(self) -> list[tuple[float, int]]:
-        """(return, length) of each episode delivered whole since the last call; of very many, the newest."""
+        """Return (return, length) of each whole episode delivered since the last call; of very many, the newest.
+
+        At most `MOST_FINISHED` are kept.
+        """
         finished = list(self._finished)
         self._finished.clear()
         return finished
 
     def take_untrained(self, most: int) -> list[tuple[float, int]]:
-        """Likewise of episodes that are not to be trained on, the oldest of them, `most` at a time."""
+        """Return (return, length) of up to `most` episodes that are not trained on, the oldest first."""
         return [self._untrained_finished.popleft() for _ in range(min(most, len(self._untrained_finished)))]
 
     @property
     def steps_lifetime(self) -> int:
-        """Env steps delivered in this life and those before."""
+        """Env steps delivered in this life and earlier ones."""
         return self.steps_before + self._totals.env_steps_delivered
 
     def read_counters(self) -> dict[str, Any]:
-        """Lifetime counters by the names they have in a report."""
+        """Return lifetime counters by the names they have in a report."""
         counters: dict[str, Any] = {
             "num_env_steps_sampled_lifetime": self.steps_lifetime,
             "num_episodes_lifetime": self._episodes_lifetime,
@@ -173,14 +179,14 @@ class RunnerMetrics:
         }
 
     def _losses(self) -> dict[str, int]:
-        """In this life and those before."""
+        """Return the loss counters of this life and earlier ones."""
         now, before = self._lost_now(), self._lost_before
         return {name: now.get(name, 0) + before.get(name, 0) for name in {**now, **before}}
 
     def write_counters(self, counters: Mapping[str, Any]) -> None:
-        """Go on counting from those of `counters` that are there; other entries are not looked at.
+        """Continue counting from the counters in `counters`; other entries are ignored.
 
-        Raises `StateError`, changing nothing, for one of another kind.
+        Raises `StateError`, changing nothing, for a counter of the wrong type.
         """
         try:
             single = {name: int(counters[name]) for name in SINGLE_COUNTERS if name in counters}
@@ -200,10 +206,11 @@ class RunnerMetrics:
         self._lost_before |= {name: count - now.get(name, 0) for name, count in lost.items()}
 
     def report(self, weights_seq: int = 0) -> dict[str, Any]:
-        """Counts since the last report, lifetime sums, and figures of the window. What has no value is absent.
+        """Return counts since the last report, lifetime sums, and figures of the window. Omit figures without values.
 
-        "weights_seq_no" is `weights_seq`, of the weights in use; 0 are those the module was built with, which bear no
-        number. `merge_metrics` makes one report of several runners', with the newest weights that any of them uses.
+        "weights_seq_no" is `weights_seq`, the number of the weights in use. 0 stands for the module's initial weights,
+        and then the figure is absent. `merge_metrics` makes one report of several runners', with the newest weights
+        that any of them uses.
         """
         totals, now = self._totals, time.perf_counter()
         steps = totals.env_steps_delivered - self._reported_steps
@@ -239,5 +246,5 @@ class RunnerMetrics:
 
 
 def _done(table: NDArray[np.void]) -> NDArray[np.bool_]:
-    """Which chunks are the last of an episode that has ended."""
+    """Return which chunks are the last of an episode that has ended."""
     return np.asarray((table["end"] == ChunkEnd.TERMINATED) | (table["end"] == ChunkEnd.TRUNCATED))

@@ -20,16 +20,18 @@ TIMERS = {
     "rlmodule_inference_timer": "a poll's choice of actions: all forward passes, and module_to_env behind them",
     "env_to_module_timer": "a poll's observations on their way through env_to_module",
 }
-"""Figures of a report, each the mean over the newest `WINDOW` times, in seconds. Parts of a poll are timed in one poll
-of `EVERY`. Single connectors, single envs and single modules are not: on a small env the clock would take longer than
-they do."""
+"""Figures of a report, each the mean over the newest `WINDOW` times, in seconds.
+
+Parts of a poll are timed in one poll of `EVERY`. Single connectors, envs and modules are not timed: on a small env the
+clock would take longer than they do.
+"""
 
 EVERY = 64
 WINDOW = 50
 
 
 class Timers:
-    """The newest times by name. One object a runner, shared by its parts."""
+    """The newest times by name. The parts of one runner share one object."""
 
     def __init__(self) -> None:
         self._times: dict[str, deque[float]] = {name: deque(maxlen=WINDOW) for name in TIMERS}
@@ -38,12 +40,12 @@ class Timers:
         self._ended: float | None = None
 
     def is_due(self) -> bool:
-        """Whether the poll that begins is to be timed; ask once a poll."""
+        """Return whether the poll that begins is to be timed. Call it once a poll."""
         self._polls += 1
         return self._polls % EVERY == 1
 
     def timed(self, name: str, call: Callable[P, R]) -> Callable[P, R]:
-        """`call`, which notes how long it took unless it raises."""
+        """Return a wrapper of `call` that records how long it took, unless it raises."""
 
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             begun = time.perf_counter()
@@ -54,16 +56,16 @@ class Timers:
         return run
 
     def begin_sample(self) -> None:
-        """Sampling begins."""
+        """Note that sampling begins."""
         self._begun = time.perf_counter()
         if self._ended is not None:
             self._times["time_between_sampling"].append(self._begun - self._ended)
 
     def end_sample(self) -> None:
-        """What was begun is delivered."""
+        """Note that the sample is delivered."""
         self._ended = time.perf_counter()
         self._times["sample_timer"].append(self._ended - self._begun)
 
     def windows(self) -> list[Window]:
-        """For a report."""
+        """Return the windows for a report."""
         return [Window((name,), "mean", times) for name, times in self._times.items()]

@@ -1,4 +1,4 @@
-"""What a runner has counted so far, in plain integers that are true after every poll, and how long it took."""
+"""What a runner has counted so far, in plain integers that are true after every poll, and its timers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from headrace.workers.metrics.timers import Timers
 class RunnerTotals:
     """Agent steps since the runner was built: stepped = open + discarded + delivered, at any moment.
 
-    A step counts once `env.step` has returned; `open` ones stand in the fragment, or wait for the observation that
-    completes them; `delivered` ones were in a batch. With one agent in an env, its steps are the env's.
+    A step counts once `env.step` has returned. `open` steps are in the fragment, or wait for the observation that
+    completes them. `delivered` steps were in a batch. With one agent in an env, its steps are the env's.
     """
 
     stepped: int = 0
@@ -23,16 +23,16 @@ class RunnerTotals:
     discarded: dict[str, int] = field(default_factory=dict)
     env_steps: int = 0
     env_steps_delivered: int = 0
-    """Env steps of which the agents' steps were delivered, or hang."""
+    """Env steps whose agents' steps were delivered, or still wait for the observation that completes them."""
     env_steps_discarded: int = 0
-    """Env steps of episodes that were given up, from where they were cut last."""
+    """Env steps of abandoned episodes, counted from their last cut."""
     episodes: int = 0
     env_failures: int = 0
     env_rebuilds: int = 0
     timers: Timers = field(default_factory=Timers, compare=False)
 
     def discard(self, reason: Discard, steps: int, env_steps: int | None = None) -> None:
-        """`steps` that stood open, or were never put there, will not become a chunk; None: each was an env step."""
+        """Count `steps`, open or never opened, that will not become a chunk. `env_steps` None: each was an env step."""
         self.env_steps_discarded += steps if env_steps is None else env_steps
         if steps:
             self.discarded[reason.value] = self.discarded.get(reason.value, 0) + steps

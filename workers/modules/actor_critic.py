@@ -41,7 +41,7 @@ def actor_critic(
     if activation not in _ACTIVATIONS:
         raise ModuleError(f"activation {activation!r} is unknown; choose one of {', '.join(_ACTIVATIONS)}")
     if any(size < 1 for size in hidden):
-        raise ModuleError(f"hidden = {tuple(hidden)} has a layer of no units; give positive sizes")
+        raise ModuleError(f"hidden = {tuple(hidden)} has a layer without units; give positive sizes")
     return ActorCritic(spaces, tuple(hidden), activation, vf_share_layers, log_std, seed)
 
 

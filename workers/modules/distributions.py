@@ -1,8 +1,8 @@
 """Action distributions over any action space: numpy samples from given noise, torch differentiates.
 
-Each distribution has both halves: `act` for acting (numpy, no random state, the hot path), and `logp` and `entropy` for
-learning (torch, on a learner's batch). A nested space is the product of its leaves, whose inputs stand side by side in
-one row.
+Each distribution has two halves. `act` is for acting: numpy, no random state, the hot path. `logp` and `entropy` are
+for learning: torch, on a learner's batch. A nested space is the product of its leaves, whose inputs stand side by side
+in one row.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ Columns = dict[str, NDArray[Any]]
 
 
 class Actor:
-    """Calls `module` with the observations in `columns` (width, ...), which it reads anew at each call.
+    """Calls `module` with the observations in `columns` (width, ...), which it reads again at each call.
 
-    `count_steps` says how many steps the fleet has made, when a module without `numpy_act` explores. It acts for all
-    lanes, or for `lanes` alone, whose rows of `memory` it then moves on. Gives flat column names ("actions/arm/0").
-    Raises `ModuleError` when the module raises or answers the wrong shapes.
+    `count_steps` returns how many steps the fleet has made; it is called when a module without `numpy_act` explores.
+    The actor acts for all lanes, or for `lanes` alone, and then advances only their rows of `memory`. It returns flat
+    column names ("actions/arm/0"). Raises `ModuleError` when the module raises or returns wrong shapes.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Actor:
         if lanes is None and hasattr(module, "initial_state"):
             memory = Memory(module, self._width)
         self.memory = memory
-        """What a recurrent module remembers, by lane; moved on by each call."""
+        """The state of a recurrent module, by lane. Each call advances it."""
         fast = self.memory is None and hasattr(module, "numpy_act")
         self._act = module.numpy_act() if fast else None
         tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
@@ -56,9 +56,9 @@ class Actor:
         self._checked: set[bool] = set()
 
     def __call__(self, noise: NDArray[np.float32] | None, acting: NDArray[np.intp] | None = None) -> Columns:
-        """Columns of one step; `noise` None asks for the mode of the policy.
+        """Return the columns of one step. With `noise` None, the policy takes its mode.
 
-        All rows are computed; where only those of `acting` are meant, the memory of the others stays as it is.
+        All rows are computed. The memory changes only in rows of `acting` (None: all).
         """
         if self._lanes is not None:
             for name, rows in self._columns.items():
@@ -115,10 +115,10 @@ class Actor:
 
 
 class BlockActor:
-    """Passes over `blocks` of lanes, which are disjoint and all lanes together: half the lanes cost half a pass.
+    """Passes over `blocks` of lanes, which are disjoint and cover all lanes: half the lanes cost half a pass.
 
-    How a pass is rounded depends on its number of rows. So a block always passes whole, by place and not by who of it
-    can act, and what a lane lives through does not depend on who is ready when.
+    The rounding of a pass depends on its number of rows. So a block always passes whole, whichever of its lanes can
+    act. The episodes of a lane then do not depend on which lanes are ready when.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class BlockActor:
             self._block_of[lanes] = block
 
     def __call__(self, noise: NDArray[np.float32] | None, acting: NDArray[np.intp] | None = None) -> Columns:
-        """See `Actor`: columns (width, ...), of which the rows of `acting` (None: all) mean something."""
+        """Return columns (width, ...) as `Actor` does. Only the rows of `acting` (None: all) have a meaning."""
         columns: Columns = {}
         acting = np.arange(self._width) if acting is None else acting
         for block in np.unique(self._block_of[acting]).tolist():

@@ -1,4 +1,4 @@
-"""What a policy's batches have besides the leaves of their spaces, to compare with it what others have cut."""
+"""The columns of a policy's batches beyond the leaves of its spaces, to check chunks that clients cut."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves
 from headrace.workers.policy.acting import Actor
 
 Kind = tuple[np.dtype[Any], tuple[int, ...]]
-"""Of one row of a column."""
+"""The dtype and shape of one row of a column."""
 
 _SAMPLERS_OWN = frozenset(("rewards", "weights_seq", "env_t"))
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyColumns:
-    """What each batch with steps has; one of end markers alone may have less."""
+    """The columns that each batch with steps has. A batch of end markers alone may have fewer."""
 
     kinds: Mapping[str, Kind]
     looks_back: bool
@@ -33,9 +33,9 @@ class PolicyColumns:
     def of(
         cls, module: Any, spaces: Spaces, env_spaces: Spaces, settings: SamplingSettings, *, maps: bool
     ) -> PolicyColumns:
-        """Of batches of external envs by `module`, which is asked once what it would do where nothing is seen.
+        """Return the columns of external envs' batches by `module`, found by one pass on zero observations.
 
-        `spaces` are the module's, `maps`: module_to_env makes the envs' actions. Raises `ModuleError`.
+        `spaces` are the module's. `maps`: module_to_env makes the envs' actions. Raises `ModuleError`.
         """
         seen: dict[str, NDArray[Any]] = {
             name: np.zeros((1, *leaf_shape(leaf)), column_dtype(leaf))
@@ -55,8 +55,10 @@ class PolicyColumns:
         return cls({name: kind for name, kind in kinds.items() if not belongs_to_space(name)}, looks_back)
 
     def check(self, batch: ChunkBatch) -> None:
-        """Raise `DecodeError` for one that is of another policy or has other settings. The leaves of the spaces, and
-        whether lookback columns are like the columns they look back on, are for `BatchReader` to check."""
+        """Raise `DecodeError` for a batch of another policy or with other settings.
+
+        `BatchReader` checks the leaves of the spaces, and that lookback columns match the columns they look back on.
+        """
         if not batch.steps:
             return
         own: dict[str, Kind] = {}
@@ -77,7 +79,7 @@ class PolicyColumns:
             words = ["do not look back", "look back"]
             raise DecodeError(
                 "bad_column",
-                f"the chunks {words[looks_back]}, and those of here {words[self.looks_back]}: give both the same "
+                f"the chunks {words[looks_back]}, and this runner's {words[self.looks_back]}: give both the same "
                 "episode_lookback_horizon",
             )
 

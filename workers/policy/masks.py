@@ -1,4 +1,4 @@
-"""Which actions are legal: `action_mask` in an observation or in an info, one flag for each action of a Discrete."""
+"""Random actions among the legal ones: `action_mask` in an observation or info, a flag for each Discrete action."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _COLUMN = f"obs/{MASK}"
 
 
 class LegalRandomActions:
-    """`RandomActions` of the space `action`, of the legal ones only where the env tells which they are.
+    """`RandomActions` of the space `action`, limited to the legal ones where the env says which they are.
 
-    `spaces` and `observations` are the env's own, before any connector; rows are those of `observations`. The masks are
-    of the env's actions, so that they say nothing where `action` is another space, which a connector makes of them.
+    `spaces` and `observations` are the env's own, before any connector; rows are those of `observations`. The masks
+    apply to the env's actions. They are ignored where `action` is another space, which a connector maps to the env's.
     """
 
     def __init__(self, spaces: Spaces, action: Space, observations: Mapping[str, NDArray[Any]]) -> None:
@@ -32,7 +32,7 @@ class LegalRandomActions:
         self.follow(observations)
 
     def follow(self, observations: Mapping[str, NDArray[Any]]) -> None:
-        """The columns are others from now on, with the same rows and perhaps some more below."""
+        """Use other columns from now on, with the same rows and perhaps more after them."""
         self._observed = observations[_COLUMN] if self._is_masked else None
         self._width = len(next(iter(observations.values())))
         if self._told is not None:
@@ -40,7 +40,10 @@ class LegalRandomActions:
             self._told = np.concatenate((self._told, more))
 
     def tell(self, row: int, mask: Any) -> None:
-        """The info of a seat's newest observation has this mask; it holds for the next action."""
+        """Set the mask from the info of a seat's newest observation. It holds for the next action.
+
+        Raises `EnvContractError` for a mask of another size or kind.
+        """
         if self._discrete is None:
             return
         array = np.asarray(mask)
@@ -51,12 +54,12 @@ class LegalRandomActions:
         self._told[row] = array != 0
 
     def forget(self, row: int) -> None:
-        """Another episode begins in the row; what was told before is not about it."""
+        """Drop the row's mask, because another episode begins there."""
         if self._told is not None:
             self._told[row] = True
 
     def __call__(self, noise: NDArray[np.float32], acting: NDArray[np.intp]) -> dict[str, NDArray[Any]]:
-        """Action columns for noise float32 (rows, noise_size). The masks told for `acting` are forgotten."""
+        """Return action columns for noise float32 (rows, noise_size), and drop the masks of the rows `acting`."""
         columns = self._any(noise)
         legal = self._told if self._observed is None else self._observed != 0
         if self._discrete is None or legal is None:
@@ -64,7 +67,7 @@ class LegalRandomActions:
         counts = legal.sum(1)
         choice = np.floor(noise[:, 0].astype(np.float64) * counts)
         picked = (legal.cumsum(1) > choice[:, None]).argmax(1) + self._discrete.start
-        actions = np.where(counts > 0, picked, columns["actions"])  # where nothing is legal, anything is as good
+        actions = np.where(counts > 0, picked, columns["actions"])  # where no action is legal, any will do
         columns["actions"] = actions.astype(columns["actions"].dtype)
         if self._told is not None:
             self._told[acting] = True

@@ -14,7 +14,7 @@ from headrace.schemas.weights import split_modules
 
 
 def read_weights(module: torch.nn.Module) -> dict[str, NDArray[Any]]:
-    """Copies of all parameters and buffers of the state dict."""
+    """Return copies of all parameters and buffers of the state dict."""
     return {name: tensor.detach().cpu().numpy().copy() for name, tensor in module.state_dict().items()}
 
 
@@ -36,7 +36,7 @@ def check_weights(module: torch.nn.Module, state: Mapping[str, NDArray[Any]]) ->
 
 
 def write_weights(module: torch.nn.Module, state: Mapping[str, NDArray[Any]]) -> None:
-    """Copy `state` into the module's own memory, all of it or, with a `ModuleError`, nothing."""
+    """Copy `state` into the module's own memory. Copies nothing if it raises `ModuleError`."""
     check_weights(module, state)
     with torch.no_grad():
         for name, tensor in module.state_dict().items():
@@ -44,10 +44,15 @@ def write_weights(module: torch.nn.Module, state: Mapping[str, NDArray[Any]]) ->
 
 
 def weights_by_module(state: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """{module id: its arrays} of what a runner of `modules` is given: that already, names joined by
-    `schemas.weights.join_modules`, or the arrays of the only module there is.
+    """Return {module id: its arrays} from the weights given to a runner of `modules`.
 
-    Raises `WhichModuleError` for a module that is not there, or arrays that say of no module which one is theirs.
+    `state` may be:
+
+    - that mapping already
+    - arrays under names joined by `schemas.weights.join_modules`
+    - the arrays of the only module there is
+
+    Raises `WhichModuleError` for an unknown module, or for arrays that do not say which module they belong to.
     """
     if all(isinstance(value, Mapping) for value in state.values()):
         given = dict(state)
@@ -64,5 +69,5 @@ def weights_by_module(state: Mapping[str, Any], modules: Sequence[str]) -> dict[
 
 
 def _tensor(array: NDArray[Any]) -> torch.Tensor:
-    # Arrays from the wire are read-only, about which torch warns; a copy is small beside the broadcast.
+    # Torch warns about read-only arrays, as those from the wire are. A copy costs little next to the broadcast.
     return torch.from_numpy(np.array(array))

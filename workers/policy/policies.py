@@ -1,4 +1,4 @@
-"""Which modules there are, what they are built for, and which of them plays an agent."""
+"""The policies of a config, the spaces each module is built for, and the mapping from agents to modules."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from headrace.workers.envs.spaces import convert
 from headrace.workers.policy.spec import PolicySpec
 
 NO_EPISODE = "0" * 32
-"""Given to the mapping when it is asked which spaces a module is for; no episode has this id."""
+"""Episode id passed to the mapping to find out which spaces a module needs; no episode has this id."""
 
 
 class NotMultiAgentError(ConfigError, ValueError):
-    """The config says nothing of several agents."""
+    """The config has no settings for several agents."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -31,7 +31,7 @@ class NotMultiAgentError(ConfigError, ValueError):
 
 
 class PolicyMappingError(ConfigError):
-    """`policy_mapping_fn` gave no module for `agent`, or one that is not among the policies."""
+    """`policy_mapping_fn` returned no module for `agent`, or one that is not among the policies."""
 
     def __init__(self, agent: Any, reason: str, policies: Mapping[str, Any]) -> None:
         self.agent = agent
@@ -62,7 +62,7 @@ class Policies:
 
     @classmethod
     def of(cls, config: EnvRunnerConfig) -> Policies:
-        """As the config says; raises `NotMultiAgentError` if it says nothing."""
+        """Return the policies of the config. Raises `NotMultiAgentError` if it names neither policies nor a mapping."""
         if config.policies is None and config.policy_mapping_fn is None:
             raise NotMultiAgentError
         given: Any = config.policies if config.policies is not None else ("default_policy",)
@@ -71,9 +71,9 @@ class Policies:
         return cls(specs, _mapping(config.policy_mapping_fn, specs))
 
     def module_of(self, agent: Any, episode_id: str) -> str:
-        """Who plays `agent` in the episode: without a mapping the only one there is, or its namesake.
+        """Return the module that plays `agent` in the episode.
 
-        Raises `PolicyMappingError`.
+        Without a mapping, it is the only module, or the one named like the agent. Raises `PolicyMappingError`.
         """
         if self.mapping_fn is None:
             module: Any = next(iter(self.specs)) if len(self.specs) == 1 else str(agent)
@@ -90,10 +90,10 @@ class Policies:
         return module
 
     def spaces(self, by_agent: Mapping[Any, Spaces]) -> dict[str, Spaces]:
-        """What each module is built for: its own spaces, or those of the agents that it plays.
+        """Return the spaces that each module is built for: its own, or those of its agents.
 
-        Where agents differ and a policy names no spaces, the mapping is asked once for every possible agent. Raises
-        `ConfigError` for a module whose agents differ, or that plays nobody.
+        Where agents differ and a policy names no spaces, the mapping is called once for every possible agent. Raises
+        `ConfigError` for a module whose agents differ, or that has no agent.
         """
         kinds = list({spaces.model_dump_json(): spaces for spaces in by_agent.values()}.values())
         asked: dict[str, dict[Any, Spaces]] = {}
@@ -107,7 +107,7 @@ class Policies:
 
 
 def _named(given: Any) -> Mapping[str, Any]:
-    """What is said of each policy, by its id; None of those that are only named."""
+    """Return the description of each policy by its id; None for a policy that is only named."""
     if isinstance(given, set | frozenset):
         given = sorted(given, key=str)  # in an order that every process shares
     if not isinstance(given, Mapping | list | tuple):
@@ -138,7 +138,7 @@ def _common(module: str, by_agent: Mapping[Any, Spaces]) -> Spaces:
 
 
 def _mapping(given: Any, specs: Mapping[str, Policy]) -> Callable[[Any, str], str] | None:
-    """A function as it is, or the one that a path or a table stands for; agents' names in a table are text."""
+    """Return the mapping function: `given` itself, or one for a path or a table. A table has agents' names as text."""
     if isinstance(given, str):
         given = load_object(given, "policy_mapping_fn")
     if isinstance(given, Mapping):
@@ -159,7 +159,7 @@ def _mapping(given: Any, specs: Mapping[str, Policy]) -> Callable[[Any, str], st
 
 
 def _of_table(module_id: str, table: Mapping[str, Any]) -> PolicySpec:
-    """As `PolicySettings` has it; what is absent is None."""
+    """Return the PolicySpec of a table with the fields of `PolicySettings`; absent fields are None."""
     if strange := table.keys() - PolicySettings.model_fields.keys():
         raise ConfigError(
             f"the table of policy {module_id!r} has {sorted(strange)!r:.100}; it may have "

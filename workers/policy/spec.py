@@ -1,4 +1,4 @@
-"""How a config describes one of several policies."""
+"""The description of one of several policies in a config."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class PolicySpec:
-    """One module: what builds it, and for which spaces. What is None is taken from the config, or from its agents.
+    """One module: its builder and its spaces.
 
-    `module`, `env_to_module` and `module_to_env` are as in `EnvRunnerConfig`; the spaces are gymnasium's, both or
-    neither, and those of its agents, before any connector.
+    A field that is None is taken from the config, or from the module's agents. `module`, `env_to_module` and
+    `module_to_env` are as in `EnvRunnerConfig`. Give both spaces or neither. They are gymnasium spaces, those of the
+    module's agents before any connector.
     """
 
     module: str | Callable[..., Any] | None = None

@@ -5,8 +5,8 @@
                                                              ├── numbers random actions are made from
                                                              └── seeds for what is seeded when it is made
 
-So what an env lives through depends on its own streams and the weights, never on its neighbours, the size of the
-vector or who was ready first. Nothing here touches the global state of python, numpy or torch.
+The episodes of an env therefore depend on its own streams and the weights. They never depend on its neighbours, the
+size of the vector or which env was ready first. Nothing here touches the global state of python, numpy or torch.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from numpy.typing import NDArray
 BLOCK = 64
 """Numbers drawn from a stream at once."""
 EPISODE_BITS = 48
-"""Low bits of an episode id that count the episodes of one env; the 16 above them are the env's index."""
+"""Low bits of an episode id that count the episodes of one env; the 16 bits above them are the env's index."""
 
 
 NoiseKind = Literal["uniform", "normal"]
 SeatUse = Literal["policy", "random_actions"]
 SEAT_USES: dict[SeatUse, int] = {"policy": 1, "random_actions": 2}
-"""What a seat's stream is for, and which child of its env's branch it stands under."""
+"""The use of a seat's stream, and the child of its env's branch that it belongs to."""
 
 
 class SeedTree:
-    """The streams of one incarnation of a runner. `entropy` is what a run must be given as `seed` to be repeated."""
+    """The streams of one incarnation of a runner. To repeat a run, pass its `entropy` as `seed`."""
 
     def __init__(self, seed: int | None, worker_index: int, incarnation: int, num_envs: int) -> None:
         self.entropy = secrets.randbits(128) if seed is None else seed
@@ -47,30 +47,30 @@ class SeedTree:
 
 
 class SeatStreams:
-    """Streams for those of several who act in an env, each made when it is first asked for.
+    """Streams of the seats of envs with several agents, each made on first use.
 
-    A seat's stream is a child of the env's own for the same use, told apart by module and agent.
+    A seat's stream is a child of the env's own stream for the same use. Module and agent identify it.
     """
 
     def __init__(self, entropy: int, worker_index: int, incarnation: int) -> None:
         self.entropy, self.incarnation = entropy, incarnation
         self._worker_index = worker_index
         self.known: dict[tuple[int, ...], np.random.Generator] = {}
-        """Those that were asked for, by (env, use, module, agent)."""
+        """The streams made so far, by (env, use, module, agent)."""
 
     def of(self, use: SeatUse, env_index: int, module: int, agent: int) -> np.random.Generator:
-        """The seat's stream; asked for again, as by a module built anew, it goes on and does not repeat."""
+        """Return the seat's stream. A later call, as by a rebuilt module, continues it and does not repeat it."""
         return self.at((env_index, SEAT_USES[use], module, agent))
 
     def at(self, key: tuple[int, ...]) -> np.random.Generator:
-        """The stream at `key`, as `known` has it."""
+        """Return the stream at `key`, in the form of the keys of `known`."""
         if key not in self.known:
             sequence = np.random.SeedSequence(self.entropy, spawn_key=(self._worker_index, self.incarnation, *key))
             self.known[key] = np.random.Generator(np.random.PCG64(sequence))
         return self.known[key]
 
     def restart(self, entropy: int, incarnation: int) -> None:
-        """Grow from another root; no stream was asked for yet."""
+        """Restart from another root. Call it before any stream is used."""
         self.entropy, self.incarnation = entropy, incarnation
         self.known.clear()
 
@@ -81,23 +81,23 @@ class EnvSeeds:
     def __init__(self, stream: np.random.Generator, max_seed: int) -> None:
         self.stream = stream
         self.ahead: list[int] = []
-        """Drawn and not handed out yet, the next one last."""
+        """Seeds drawn and not handed out yet; the next one is last."""
         self._max_seed = max_seed
 
     def next(self) -> int:
-        """The next seed; never one that was handed out before, but by chance (about n²/2⁶⁴ for n episodes)."""
+        """Return the next seed. It repeats an earlier one only by chance (about n²/2⁶⁴ for n episodes)."""
         self.peek()
         return self.ahead.pop()
 
     def peek(self) -> int:
-        """What `next` will give."""
+        """Return the seed that `next` will return."""
         if not self.ahead:
             self.ahead = self.stream.integers(0, self._max_seed, BLOCK, dtype=np.int64, endpoint=True).tolist()[::-1]
         return self.ahead[-1]
 
 
 class MakingSeeds:
-    """Seeds for envs that can be seeded only when they are made: another one each time."""
+    """Seeds for envs that can be seeded only when they are made: a new one each time."""
 
     def __init__(self, entropy: int, worker_index: int, incarnation: int) -> None:
         self._entropy = entropy
@@ -105,7 +105,7 @@ class MakingSeeds:
         self._streams: dict[int, np.random.Generator] = {}
 
     def next(self, env_index: int, num_envs: int, max_seed: int) -> int:
-        """A seed for env `env_index` of `num_envs`; with as many added to it, it is still no more than `max_seed`."""
+        """Return a seed for env `env_index` of `num_envs`; even with `num_envs` added it is at most `max_seed`."""
         if env_index not in self._streams:
             sequence = np.random.SeedSequence(self._entropy, spawn_key=(*self._key, env_index, 3))
             self._streams[env_index] = np.random.Generator(np.random.PCG64(sequence))
@@ -115,7 +115,7 @@ class MakingSeeds:
 class NoiseBlocks:
     """Random numbers for one forward pass after another: float32 (envs, size), row i from stream i alone.
 
-    Drawn a block ahead for each env. A row is used up by every pass, also that of an env which waits to be rebuilt.
+    A block is drawn ahead for each env. Every pass uses up a row of each env, even of one that waits to be rebuilt.
     """
 
     def __init__(self, streams: Sequence[np.random.Generator], size: int, kind: NoiseKind) -> None:
@@ -125,7 +125,7 @@ class NoiseBlocks:
         self._at = BLOCK
 
     def next(self) -> NDArray[np.float32]:
-        """Numbers in [0, 1), or standard normal ones. A view that is overwritten some passes later."""
+        """Return numbers in [0, 1), or standard normal ones. The result is a view that a later pass overwrites."""
         if self._at == BLOCK:
             self._refill()
         row: NDArray[np.float32] = self._block[self._at]
@@ -134,7 +134,7 @@ class NoiseBlocks:
 
     @property
     def ahead(self) -> NDArray[np.float32]:
-        """float32 (passes, envs, size): what is drawn and not used yet; a view."""
+        """float32 (passes, envs, size): numbers drawn and not used yet; a view."""
         return self._block[self._at :]
 
     @ahead.setter
@@ -153,7 +153,10 @@ class NoiseBlocks:
 
 
 def episode_id_high(run_uid: str, entropy: int, worker_index: int, incarnation: int) -> int:
-    """Upper 64 bits of a runner's episode ids. Without a `run_uid` they are random, so that ids never meet again."""
+    """Return the upper 64 bits of a runner's episode ids.
+
+    Without a `run_uid` they are random, so that ids never repeat.
+    """
     if not run_uid:
         return secrets.randbits(64)
     name = f"{run_uid}\0{entropy}\0{worker_index}\0{incarnation}".encode()

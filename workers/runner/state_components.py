@@ -1,4 +1,4 @@
-"""Which parts of a runner's state are asked for: "rl_module", or "rl_module/p0" for a part of that."""
+"""Selection of parts of a runner's state: "rl_module", or "rl_module/p0" for a part of that component."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ ENV_TO_MODULE = "env_to_module"
 MODULE_TO_ENV = "module_to_env"
 RANDOM_STREAMS = "random_streams"
 COMPONENTS = (ENV_TO_MODULE, MODULE_TO_ENV, RL_MODULE, RANDOM_STREAMS)
-"""Parts that can be left out; counters are always there."""
+"""Parts that can be left out. Counters are always included."""
 
 Wanted = str | Iterable[str] | None
-"""One component or part, or several; None for no say in it."""
+"""One component or part, or several; None for no restriction."""
 
 
 class Selection:
-    """What `components` (None: all) name and `not_components` do not. Raises `StateError` for an unknown component."""
+    """The parts that `components` (None: all) names and `not_components` does not.
+
+    Raises `StateError` for an unknown component.
+    """
 
     def __init__(self, components: Wanted, not_components: Wanted) -> None:
         self._wanted = None if components is None else _paths(components)
         self._unwanted = _paths(not_components or ())
 
     def wants(self, component: str) -> bool:
-        """Whether any of `component` is."""
+        """Return whether any part of `component` is selected."""
         if (component,) in self._unwanted:
             return False
         return self._wanted is None or any(path[0] == component for path in self._wanted)
 
     def part(self, component: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What is wanted of the `state` of one component. Raises `StateError` for a part that it has not.
+        """Return the selected entries of the `state` of one component. Raises `StateError` for an unknown part.
 
-        A part's names are its own and those that begin with it and a slash.
+        A part is the entry of that name and all entries whose names begin with it and a slash.
         """
         parts = {name.partition("/")[0]: None for name in state}
         wanted = [path[1:] for path in self._wanted or [(component,)] if path[0] == component]

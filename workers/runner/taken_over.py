@@ -1,4 +1,4 @@
-"""What others have sampled and cut, in the books of the runner whose worker ships it as its own."""
+"""Chunks that clients sampled and cut, added to the counts of the runner whose worker ships them."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.sampling.module_batches import ModuleBatches
 
 Episodes = Sequence[tuple[float, int]]
-"""(return, length) of each."""
+"""(return, length) of each episode."""
 
 
 @dataclass(frozen=True, slots=True)
 class TakenOver:
-    """A batch, if there is one, and counts besides."""
+    """A batch, if there is one, and further counts."""
 
     batch: ChunkBatch | None = None
     discarded: Mapping[Discard, int] = field(default_factory=dict)
     """Steps that will be in no batch."""
     untrained: Episodes = ()
-    """Those that have ended, and are not to be trained on."""
+    """Episodes that have ended and are not trained on."""
     episodes: Episodes = ()
-    """Those of several agents that have ended; of one agent the batch tells."""
+    """Ended episodes of several agents. With one agent the batch has them."""
     env_steps: tuple[int, int, int] = (0, 0, 0)
-    """Of several agents: taken, delivered, discarded; of one, each step is one."""
+    """With several agents: env steps taken, delivered, discarded. With one agent, each step is an env step."""
 
 
 def take_over(taken: TakenOver, totals: RunnerTotals, metrics: RunnerMetrics, *, several_agents: bool) -> None:
-    """Add it to both."""
+    """Add `taken` to `totals` and `metrics`."""
     for reason, steps in taken.discarded.items():
         totals.stepped += steps
         totals.discard(reason, steps, 0 if several_agents else steps)

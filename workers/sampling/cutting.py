@@ -1,4 +1,4 @@
-"""From a fragment to a batch: which rows make the chunks, and the table that says whose they are."""
+"""From a fragment to a batch: which rows make the chunks, and the table that describes each chunk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REASONS = ("", *(reason.value for reason in Discard))
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """An episode of which a part was delivered will never finish."""
+    """An end marker: a part of this episode was delivered, and the episode will never finish."""
 
     episode: Episode
     reason: Discard
@@ -30,7 +30,7 @@ class Marker:
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What all chunks of a batch have in common."""
+    """The values that all chunks of a batch share."""
 
     id_high: int
     flags: int
@@ -44,10 +44,10 @@ class Stamp:
 def cut(
     fragment: Fragment, chunks: Sequence[OpenChunk], markers: Sequence[Marker], spaces: Spaces, stamp: Stamp
 ) -> ChunkBatch:
-    """The batch of `chunks` and end `markers`; the fragment's buffers are its own from now on.
+    """Return the batch of `chunks` and end `markers`. The batch owns the fragment's buffers from now on.
 
-    Columns hold the chunks by lane and time, markers last. Iterated are finished episodes, cut ones, then markers.
-    The episodes know afterwards how much of them was delivered.
+    Columns hold the chunks by lane and time, markers last. Iteration gives finished episodes, cut ones, then markers.
+    Updates each episode with how much of it was delivered.
     """
     starts = np.array([chunk.start for chunk in chunks], np.int64)
     lengths = np.array([chunk.stop for chunk in chunks], np.int64) - starts
@@ -105,13 +105,13 @@ def _take(
 
 
 def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[s, s + 1, ... s + n - 1] for each (s, n), one after another."""
+    """Return [s, s + 1, ... s + n - 1] for each (s, n), one after another."""
     offsets = np.cumsum(lengths) - lengths
     return np.repeat(starts - offsets, lengths) + np.arange(int(lengths.sum()))
 
 
 def _sums(rewards: NDArray[np.float64], lengths: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Each chunk's sum of rewards. No chunk is empty, which `reduceat` would get wrong."""
+    """Return each chunk's sum of rewards. No chunk is empty; `reduceat` would be wrong for one."""
     if not len(lengths):
         return np.empty(0)
     return np.add.reduceat(rewards, np.cumsum(lengths) - lengths)
@@ -139,7 +139,7 @@ def _fill_markers(table: NDArray[np.void], markers: Sequence[Marker]) -> None:
 
 
 def _fill_episodes(table: NDArray[np.void], episodes: Sequence[Episode]) -> None:
-    """Who and how far, as of what was delivered before."""
+    """Fill in ids, and counts as of what was delivered before."""
     table["id_low"] = [episode.id_low for episode in episodes]
     table["seed"] = [episode.seed for episode in episodes]
     table["env_index"] = [episode.env_index for episode in episodes]

@@ -1,4 +1,4 @@
-"""What becomes of the episodes of a vector, told to the runner's callbacks; where nobody listens, nothing is done."""
+"""Calls the runner's callbacks for the episodes of a vector. Without callbacks it does nothing."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.sampling.episode_view import AnyEpisodeView
 
 Look = Callable[[Lane, Any], AnyEpisodeView]
-"""How an episode in a lane looks now."""
+"""Function that returns the view of an episode in a lane as it is now."""
 
 
 class EpisodeEvents:
-    """Calls back for one vector. What a callback raises while its episode goes on is given, not raised: the episode's
-    failure. After the end of an episode it is logged.
+    """Calls back for one vector.
+
+    While an episode goes on, a callback's error is returned, not raised: it is the episode's failure. After the end of
+    an episode it is logged.
     """
 
     def __init__(self, callbacks: CallbackList, look: Look) -> None:
@@ -32,11 +34,11 @@ class EpisodeEvents:
         self.watches_failures = callbacks.wants("on_env_failed") or callbacks.wants("on_episode_aborted")
 
     def created(self, lane: Lane, episode: Episode) -> None:
-        """The lane's env is about to be reset. Raises `CallbackError`."""
+        """Report that the lane's env is about to be reset. Raises `CallbackError`."""
         self._call("on_episode_created", lane, self._look(lane, episode))
 
     def started(self, lane: Lane, episode: Episode) -> CallbackError | None:
-        """The lane's env was reset."""
+        """Report that the lane's env was reset. Return a callback's error, or None."""
         try:
             self._call("on_episode_start", lane, self._look(lane, episode))
         except CallbackError as error:
@@ -44,7 +46,7 @@ class EpisodeEvents:
         return None
 
     def stepped(self, lane: Lane, episode: Episode, end: ChunkEnd) -> CallbackError | None:
-        """The lane's env was stepped, and its episode goes on or has come to its `end`."""
+        """Report that the lane's env was stepped, and its `end` unless ONGOING. Return a callback's error, or None."""
         try:
             if self.watches_steps:
                 self._call("on_episode_step", lane, self._look(lane, episode))
@@ -55,11 +57,11 @@ class EpisodeEvents:
         return None
 
     def aborted(self, view: AnyEpisodeView, reason: Discard) -> None:
-        """The episode will never finish."""
+        """Report that the episode will never finish."""
         self._callbacks.tell("on_episode_aborted", episode=view, reason=reason.value, env_index=view.env_index)
 
     def failed(self, lane: Lane, failure: Failure) -> None:
-        """The lane is about to be rebuilt. An episode that was created and could not be reset is over with that."""
+        """Report that the lane is about to be rebuilt. An episode that was created but not reset is aborted."""
         view = failure.view
         if failure.unbegun is not None:
             view = self._look(lane, failure.unbegun)

@@ -1,4 +1,4 @@
-"""How episodes begin in the lanes of a vector: failed envs come back, and callbacks may refuse what has begun."""
+"""How episodes begin in the lanes of a vector: failed envs restart, and a callback's error aborts a new episode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.workers.sampling.episode_events import EpisodeEvents
 
 
 class _Envs(Protocol):
-    """Of a driver of envs what this needs; see `EnvDriver`."""
+    """The part of a driver of envs that is needed here; see `EnvDriver`."""
 
     @property
     def lanes(self) -> Sequence[Lane]: ...
@@ -20,10 +20,10 @@ class _Envs(Protocol):
 
 
 class EpisodeStarts:
-    """Called with what brings failed envs back, and may begin episodes by it.
+    """Starts episodes: called with the function that restarts failed envs and may begin episodes.
 
-    `open_chunks` is given the lanes that have begun one, also where bringing back raises; `abort` the failure of a lane
-    whose episode a callback has refused, which is brought back in turn.
+    It calls `open_chunks` with the lanes that have begun an episode, even when the restart raises. It calls `abort`
+    with the failure of a lane whose new episode a callback has refused. That lane restarts in turn.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class EpisodeStarts:
         self._abort = abort
 
     def __call__(self, bring_back: Callable[[], None]) -> None:
-        """Until nothing is left to be brought back now. Raises what bringing back raises."""
+        """Repeat until no lane is left to restart now. Raises what `bring_back` raises."""
         refused = True
         while refused:
             try:
                 bring_back()
             finally:
-                # A lane may have begun twice, when it failed in between; what it sees is of its last beginning.
+                # A lane that failed in between may have begun twice; its observation is from the last beginning.
                 begun = [self._envs.lanes[index] for index in dict.fromkeys(self._envs.take_started())]
                 started = [lane for lane in begun if lane.episode is not None]
                 if started:
@@ -54,7 +54,7 @@ class EpisodeStarts:
             bring_back = self._envs.try_restart
 
     def _tell(self, started: Sequence[Lane]) -> bool:
-        """Whether a callback's error has ended an episode at its start."""
+        """Return whether a callback's error has ended an episode at its start."""
         refused = False
         for lane in started:
             error = self._events.started(lane, lane.episode) if lane.episode is not None else None

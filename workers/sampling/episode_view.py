@@ -1,4 +1,4 @@
-"""An episode as callbacks and curious people see it, read from the sampler's buffers only when asked."""
+"""A view of an episode for callbacks, read from the sampler's buffers only on access."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from headrace.workers.sampling.fragment import ChunkInfos
 
 @dataclass(frozen=True, slots=True)
 class OpenRows:
-    """The part of an episode that was not cut yet: rows `start:stop` of lane `lane` in a fragment's columns.
+    """The part of an episode that is not cut yet: rows `start:stop` of lane `lane` in a fragment's columns.
 
-    An action that no step has answered yet stands in row `stop`, if `hangs`.
+    If `hangs`, row `stop` has an action that no step has answered yet.
     """
 
     columns: Mapping[str, NDArray[Any]]
@@ -35,7 +35,7 @@ class OpenRows:
 
 @dataclass(frozen=True, slots=True)
 class AnyEpisodeView(ABC):
-    """What there is to say of an episode whoever plays in it. `end` is ONGOING but in on_episode_end."""
+    """Base of the views of an episode of one or several agents. `end` is ONGOING except in on_episode_end."""
 
     episode: Episode
     id_high: int
@@ -44,7 +44,7 @@ class AnyEpisodeView(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Steps since the reset."""
+        """Return the number of steps since the reset."""
 
     @property
     @abstractmethod
@@ -52,26 +52,27 @@ class AnyEpisodeView(ABC):
         """Sum of all rewards since the reset."""
 
     def ended(self, end: ChunkEnd) -> Self:
-        """The same, at its `end`."""
+        """Return this view with its `end`."""
         return replace(self, end=end)
 
     @property
     def episode_id(self) -> str:
-        """As on its chunks."""
+        """The id that the episode's chunks have."""
         return format_episode_id(self.id_high, self.episode.id_low)
 
     @property
     def env_index(self) -> int:
+        """Index of the episode's env in the vector."""
         return self.episode.env_index
 
     @property
     def seed(self) -> int | None:
-        """What the env's reset got; None where a native vector did it by itself."""
+        """Seed of the env's reset; None where a native vector reset the env by itself."""
         return self.episode.seed if self.episode.seed != UNSEEDED else None
 
     @property
     def custom_data(self) -> dict[str, Any]:
-        """The user's own, kept with the episode until it is over."""
+        """The user's own data, kept with the episode until it is over."""
         return self.episode.custom_data
 
     @property
@@ -85,7 +86,7 @@ class AnyEpisodeView(ABC):
 
 @dataclass(frozen=True, slots=True)
 class EpisodeView(AnyEpisodeView):
-    """One episode of one agent as it stood when the view was made; do not keep it beyond the callback that got it.
+    """One episode of one agent as it was when the view was made. Do not keep it after the callback.
 
     `open_rows` is None before the reset and between two samplings.
     """
@@ -94,7 +95,7 @@ class EpisodeView(AnyEpisodeView):
     open_rows: OpenRows | None = None
 
     def __len__(self) -> int:
-        """Steps since the reset."""
+        """Return the number of steps since the reset."""
         rows = self.open_rows
         return self.episode.steps + (rows.stop - rows.start if rows is not None else 0)
 
@@ -105,7 +106,7 @@ class EpisodeView(AnyEpisodeView):
 
     @property
     def rewards(self) -> NDArray[np.float64]:
-        """float64: one for each step since the last cut."""
+        """float64 (steps since the last cut,): a copy."""
         rows = self.open_rows
         if rows is None:
             return np.empty(0)
@@ -113,13 +114,13 @@ class EpisodeView(AnyEpisodeView):
 
     @property
     def reward(self) -> float | None:
-        """Of the newest step; None if there was none since the last cut."""
+        """Reward of the newest step; None if there was no step since the last cut."""
         rewards = self.rewards
         return float(rewards[-1]) if len(rewards) else None
 
     @property
     def observation(self) -> Any:
-        """The newest, in the nesting of the space, as a copy; None before the reset."""
+        """Copy of the newest observation, nested as the space is; None before the reset."""
         rows = self.open_rows
         if rows is None:
             return None
@@ -127,7 +128,7 @@ class EpisodeView(AnyEpisodeView):
 
     @property
     def action(self) -> Any:
-        """The policy's newest, in the nesting of the space; None if there was none since the last cut."""
+        """Copy of the policy's newest action, nested as the space is; None if there was none since the last cut."""
         rows = self.open_rows
         if rows is None or rows.stop + rows.hangs == rows.start:
             return None
@@ -137,6 +138,6 @@ class EpisodeView(AnyEpisodeView):
 
     @property
     def info(self) -> dict[str, Any]:
-        """That came with the newest observation; empty too where the config says that infos are not kept."""
+        """Info of the newest observation; also empty where the config says that infos are not kept."""
         rows = self.open_rows
         return rows.infos.get(rows.stop - rows.start, {}) if rows is not None else {}

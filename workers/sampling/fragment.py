@@ -1,13 +1,13 @@
-"""The buffers in which a vector's steps stand until they are cut into chunks.
+"""The buffers that hold a vector's steps until they are cut into chunks.
 
     column "rewards"  (envs, capacity)          lane 0  ▮▮▮▮▮▮▮▮│▯▯     row r: what happened at the lane's r-th step
                                                 lane 1  ▮▮▮│▮▮▮▮▮▮
-    column "obs"      (envs, capacity + 1)      lane 0  ▮▮▮▮▮▮▮▮▮▯      row r: what it saw before that step
+    column "obs"      (envs, capacity + 1)      lane 0  ▮▮▮▮▮▮▮▮▮▯      row r: the observation before that step
 
-Each lane has a cursor, the row of its next step, and the row where its open chunk starts. An aborted chunk's rows are
-written over, so a lane has no holes. An episode's final observation has no row (the next episode's first one takes its
-place) and is kept aside. Buffers are new for every fragment and given away with the batch, so nothing is copied when
-all lanes filled all rows and no episode ended.
+Each lane has a cursor, the row of its next step, and the row where its open chunk starts. The rows of an aborted chunk
+are overwritten, so a lane has no holes. The final observation of an episode has no row, because the next episode's
+first one takes its place; it is kept separately. Each fragment has new buffers and gives them away with the batch. So
+nothing is copied when all lanes filled all rows and no episode ended.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ ChunkInfos = dict[int, dict[str, Any]]
 
 @dataclass(slots=True, eq=False)
 class OpenChunk:
-    """Rows `start:stop` of a lane, one episode's. `final`: place of its last observation among those kept aside.
+    """Rows `start:stop` of a lane, from one episode.
 
-    `state_in`: what a recurrent module remembered before the first of them.
+    `final` is the index of its last observation among the final ones kept separately, or -1. `state_in` is the state of
+    a recurrent module before its first row.
     """
 
     lane: int
@@ -45,7 +46,7 @@ class OpenChunk:
 
 
 class Fragment:
-    """What `width` lanes lived through since the last cut. The policy's columns are added when they first come."""
+    """The steps of `width` lanes since the last cut. The policy's columns are added when they first come."""
 
     def __init__(self, width: int, capacity: int, observations: Mapping[str, NDArray[Any]]) -> None:
         self.width = width
@@ -61,7 +62,7 @@ class Fragment:
         self.ended: list[OpenChunk] = []
         self.finals: dict[str, list[NDArray[Any]]] = {name: [] for name in observations}
         self._level: int | None = 0
-        """The row of all cursors while they stand at the same one, which saves index arrays; else None."""
+        """The row of all cursors while they are equal, which saves index arrays; else None."""
         self._cursor: NDArray[np.intp] = np.zeros(width, np.intp)
         self._where: Any = None
         self._from: Any = slice(None)
@@ -69,7 +70,7 @@ class Fragment:
     # -- one poll -----------------------------------------------------------------------------------------------------
 
     def aim(self, live: NDArray[np.intp] | None) -> None:
-        """The poll that begins concerns the lanes `live` (None: all); makes room for it and notes what they see now."""
+        """Begin a poll of the lanes `live` (None: all): make room, and write their current observations."""
         if self._level is not None and live is None:
             if self._level >= self.capacity:
                 self._grow()
@@ -84,7 +85,11 @@ class Fragment:
             self.columns[name][self._where] = current[self._from]
 
     def put(self, columns: Mapping[str, NDArray[Any]]) -> None:
-        """Write the policy's columns (width, ...) at the cursors. Before the step, for an env may change its action."""
+        """Write the policy's columns (width, ...) at the cursors.
+
+        Call it before the step, since an env may change its action. Raises `ModuleError` for a column whose dtype or
+        shape has changed.
+        """
         for name, values in columns.items():
             column = self.columns.get(name)
             if column is None:
@@ -95,7 +100,7 @@ class Fragment:
             column[self._where] = values[self._from]
 
     def advance(self, rewards: NDArray[np.float64], weights_seq: int) -> None:
-        """The live lanes have stepped: rewards in their order."""
+        """Write the rewards of the live lanes, in their order, and advance their cursors."""
         self.columns["rewards"][self._where] = rewards
         self.columns["weights_seq"][self._where] = weights_seq
         if self._level is not None:
@@ -106,21 +111,21 @@ class Fragment:
     # -- episodes -----------------------------------------------------------------------------------------------------
 
     def cursor(self, lane: int) -> int:
-        """Row of the lane's next step."""
+        """Return the row of the lane's next step."""
         return self._level if self._level is not None else int(self._cursor[lane])
 
     def begin(self, lane: int, episode: Episode, state_in: Mapping[str, NDArray[Any]]) -> None:
-        """The lane's steps from now on belong to `episode`."""
+        """Open a chunk of `episode` at the lane's cursor."""
         self.open[lane] = OpenChunk(lane, episode, self.cursor(lane), state_in)
 
     def add_info(self, lane: int, info: dict[str, Any]) -> None:
-        """The info that came with the observation which the lane sees now."""
+        """Keep the info of the lane's current observation."""
         chunk = self.open[lane]
         if chunk is not None:
             chunk.infos[self.cursor(lane) - chunk.start] = dict(info)
 
     def end(self, ended: Sequence[tuple[int, ChunkEnd]]) -> None:
-        """The episodes of these lanes are over; what they see now is their final observation."""
+        """End the episodes of these lanes. Their current observations are the final ones."""
         kept = len(self.ended)
         for place, (lane, end) in enumerate(ended):
             chunk = self.open[lane]
@@ -133,7 +138,7 @@ class Fragment:
             self.finals[name].append(current[lanes])
 
     def abort(self, lane: int) -> tuple[Episode, int] | None:
-        """Forget the lane's open chunk: its episode and the number of steps lost; None if there is none."""
+        """Drop the lane's open chunk. Return its episode and the number of steps lost, or None without a chunk."""
         chunk = self.open[lane]
         if chunk is None:
             return None
@@ -147,9 +152,10 @@ class Fragment:
     # -- the end of the fragment --------------------------------------------------------------------------------------
 
     def take_chunks(self, *, keep_open: bool) -> tuple[list[OpenChunk], Fragment | None]:
-        """All chunks with a step, by lane and time; with `keep_open` the open ones are moved to the fragment returned.
+        """Return all chunks with a step, by lane and time, and the fragment with the open chunks or None.
 
-        Call `aim` no more after this: the columns are about to be given away.
+        With `keep_open` the open chunks move to the returned fragment; else they are cut here. Do not call `aim` after
+        this: the columns are about to be given away.
         """
         chunks, moved = self.ended, None
         if keep_open:
@@ -167,7 +173,7 @@ class Fragment:
         return chunks, moved
 
     def is_rectangle(self, chunks: Sequence[OpenChunk]) -> bool:
-        """Whether `chunks` are all lanes whole, from the first row to the last, so that columns need no copy."""
+        """Return whether `chunks` are all lanes whole, from the first row to the last, so that columns need no copy."""
         return (
             self._level == self.capacity
             and len(chunks) == self.width
@@ -194,7 +200,7 @@ class Fragment:
         return moved
 
     def _add(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
-        """A step column for values (width, ...)."""
+        """Add a step column for values (width, ...) and return it."""
         column = np.empty((self.width, self.capacity, *values.shape[1:]), values.dtype)
         self.columns[name] = column
         return column
@@ -205,7 +211,7 @@ class Fragment:
             self._level = None
 
     def _grow(self) -> None:
-        """Double the rows. Only for fragments of whole episodes, whose length nobody knows."""
+        """Double the rows. Needed only for fragments of whole episodes, whose length is not known."""
         used, self.capacity = self.capacity, 2 * self.capacity
         for name, column in self.columns.items():
             extra = 1 if is_obs_column(name) else 0

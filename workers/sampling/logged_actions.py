@@ -1,4 +1,4 @@
-"""Actions that nobody asked the policy for, in the place of those it would have taken."""
+"""Actions that an external env logged, put in place of the policy's."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from headrace.workers.policy.acting import Columns
 
 
 def put_logged(columns: Columns, logged: Mapping[int, Row], module: Any, space: Space) -> Columns:
-    """The policy's `columns` (width, ...) with what was done in the lanes `logged`; changes none of those given.
+    """Return the policy's `columns` (width, ...) with the logged actions of the lanes `logged`, in new arrays.
 
-    "actions" is in the policy's own terms: where it sends the env something else ("actions_for_env"), the module's
-    `policy_actions(env_actions)` says what it would have had to choose; without that method they are the env's.
-    "logp" is that of the logged actions, by `module.logp` and the column "action_dist_inputs"; NaN where it cannot be
-    had. "off_policy" tells them apart. `module` None: random actions.
+    - "actions" is in the policy's own terms. Where the policy sends the env something else ("actions_for_env"), the
+      module's `policy_actions(env_actions)` computes its choice. Without that method they are the env's actions.
+    - "logp" is that of the logged actions, by `module.logp` and the column "action_dist_inputs"; NaN where it is not
+      available.
+    - "off_policy" marks the lanes with logged actions.
+
+    `module` None means random actions.
     """
     lanes = np.array(sorted(logged), np.intp)
     taken = {name: np.stack([logged[lane][name] for lane in lanes.tolist()]) for name, _ in leaves(space, "actions")}

@@ -19,11 +19,11 @@ Columns = Mapping[str, NDArray[Any]]
 def look_back(
     columns: Columns, chunks: Sequence[OpenChunk], lengths: NDArray[np.int64], horizon: int
 ) -> tuple[list[int], dict[str, NDArray[Any]]]:
-    """How many steps each chunk looks back, and the lookback columns for all of them.
+    """Return how many steps each chunk looks back, and the lookback columns for all of them.
 
-    `columns` are the step and observation columns of just these chunks, one after another. Afterwards the episodes that
-    go on keep copies of their last `horizon` steps for the next cut. Where the columns are others than those of the
-    steps before (random actions have no "logp"), a chunk looks back on nothing.
+    `columns` are the step and observation columns of exactly these chunks, one after another. Episodes that continue
+    keep copies of their last `horizon` steps for the next cut. If the columns differ from those of the steps before, a
+    chunk looks back on nothing. For example, random actions have no "logp".
     """
     kept: list[Columns] = []
     start = 0
@@ -41,7 +41,7 @@ def look_back(
 
 
 def _steps(name: str, column: NDArray[Any], start: int, length: int, chunks_before: int) -> NDArray[Any]:
-    """A chunk's rows of a column, without the observation after its last step."""
+    """Return a chunk's rows of a column, without the observation after its last step."""
     first = start + chunks_before if is_obs_column(name) else start
     return column[first : first + length]
 
@@ -53,7 +53,7 @@ def _alike(before: Columns, own: Columns) -> bool:
 
 
 def _last(before: Columns, own: Columns, horizon: int) -> Columns:
-    """Copies: views would keep a whole fragment in memory."""
+    """Return copies of the last `horizon` steps. Views would keep a whole fragment in memory."""
     return {
         name: np.concatenate([before[name], rows[-horizon:]])[-horizon:] if before else rows[-horizon:].copy()
         for name, rows in own.items()

@@ -1,4 +1,4 @@
-"""How actions are chosen; the same for all steps of a fragment."""
+"""How actions are chosen, for all steps of a fragment."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from headrace.schemas.chunk import EXPLORE, RANDOM_ACTIONS
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """By the policy, exploring or not, or at random."""
+    """Whether the policy chooses actions, exploring or not, or they are random."""
 
     explore: bool
     random_actions: bool
 
     @property
     def flags(self) -> int:
-        """As they stand in the chunk table."""
+        """The mode as flags of the chunk table."""
         return EXPLORE * self.explore | RANDOM_ACTIONS * self.random_actions

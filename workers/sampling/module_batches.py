@@ -15,9 +15,10 @@ _LAST = {ChunkEnd.ONGOING: 1, ChunkEnd.ABORTED: 2}
 
 
 class ModuleBatches(Sequence[EpisodeChunk]):
-    """What one cut gave: iterates as chunks of all modules, finished agents first, end markers last.
+    """The result of one cut: iterates over the chunks of all modules, finished agents first, end markers last.
 
-    `batches`: module id -> its `ChunkBatch`, with columns of its own spaces; absent where no agent was ever mapped.
+    `batches`: module id -> its `ChunkBatch`, with columns of its own spaces. A module is absent if no agent was ever
+    mapped to it.
     """
 
     def __init__(self, batches: Mapping[str, ChunkBatch]) -> None:
@@ -25,7 +26,10 @@ class ModuleBatches(Sequence[EpisodeChunk]):
 
     @cached_property
     def _places(self) -> list[tuple[ChunkBatch, int]]:
-        """Of each chunk, in order; found out when somebody looks at chunks, which a worker that ships them does not."""
+        """Batch and index of each chunk, in order.
+
+        Computed on first access, so that a worker that only ships does not pay for it.
+        """
         places = []
         for batch in self.batches.values():
             ends = batch.table["end"][batch.order] if batch.order is not None else batch.table["end"]
@@ -51,7 +55,7 @@ class ModuleBatches(Sequence[EpisodeChunk]):
         return batch[place]
 
     def agent_steps(self) -> dict[str, int]:
-        """Steps by agent."""
+        """Return the number of steps by agent."""
         steps: dict[str, int] = {}
         for batch in self.batches.values():
             sums = np.bincount(batch.table["agent"], batch.table["length"], len(batch.agents))

@@ -1,4 +1,4 @@
-"""How long a sampler of external envs waits: for more, before it ships what came, and for anybody at all."""
+"""How long a sampler of external envs waits: for more steps before it ships, and for any client at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.workers.external.lanes import ExternalLanes
 
 
 class Patience:
-    """That of one sampler of `envs`, from `begin` on."""
+    """The waiting times of one sampler of `envs`, counted from `begin`."""
 
     def __init__(self, config: EnvRunnerConfig, envs: ExternalLanes) -> None:
         self._envs = envs
@@ -19,15 +19,15 @@ class Patience:
         self._begun_at = time.monotonic()
 
     def begin(self) -> None:
-        """A fragment begins."""
+        """Start the clocks of a fragment."""
         self._begun_at = self._envs.heard_at = time.monotonic()
 
     @property
     def is_overdue(self) -> bool:
-        """Whether what was gathered is to be shipped, for others may come late or never."""
+        """Whether to ship what was collected, because further steps may come late or never."""
         return time.monotonic() - self._begun_at >= self._max_age_s
 
     def check(self) -> None:
-        """Raise `ExternalSilenceError` when nobody has come since `begin`, or for as long."""
+        """Raise `ExternalSilenceError` if no client was heard for `external_silence_timeout_s` seconds."""
         if time.monotonic() - self._envs.heard_at > self._silence_s:
             raise ExternalSilenceError(self._silence_s, self._envs.episodes.counts()["open"])

@@ -1,4 +1,4 @@
-"""How much `sample` may be asked for."""
+"""Which sizes `sample` accepts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from headrace.schemas.errors import ConfigError
 
 
 class SampleSizeError(ConfigError, AssertionError):
-    """`sample` was asked for a size that makes no sense."""
+    """`sample` was called with an invalid size."""
 
 
 def check_size(num_timesteps: int | None, num_episodes: int | None) -> None:
-    """Refuse two sizes at once, negative ones, and what is no whole number."""
+    """Raise `SampleSizeError` for two sizes at once, a negative size, or one that is not a whole number."""
     if num_timesteps is not None and num_episodes is not None:
         raise SampleSizeError(
             f"num_timesteps = {num_timesteps} and num_episodes = {num_episodes}: give only one of them"

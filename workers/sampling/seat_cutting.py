@@ -1,4 +1,4 @@
-"""From a module's fragment to its batch: as for one agent, and then every chunk says whose it is."""
+"""From a module's fragment to its batch: as for one agent, with the agent of every chunk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def cut_seats(
     stamp: Stamp,
     module_id: str,
 ) -> ChunkBatch:
-    """See `cutting.cut`. A chunk's `t_start` is the env step of its first row; its length counts the agent's own."""
+    """Return the batch as `cutting.cut` does, with the agent of each chunk.
+
+    A chunk's `t_start` is the env step of its first row. Its length counts the agent's own steps.
+    """
     batch = cut(fragment, chunks, markers, spaces, stamp)
     parts: list[OpenChunk | Marker] = [*chunks, *markers]
     episodes = [cast(AgentEpisode, part.episode) for part in parts]

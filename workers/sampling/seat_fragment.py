@@ -1,4 +1,4 @@
-"""The buffers of one module's seats, whose actions are answered by what their agents see next."""
+"""The buffers of one module's seats. An action's step is complete when its agent observes again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SeatFragment(HangingFragment):
         self._add("env_t", np.empty(0, np.int64))
 
     def widen(self, observations: Mapping[str, NDArray[Any]]) -> None:
-        """Make room for the seats below those there are; `observations` are the wider columns."""
+        """Make room for more seats after the existing ones; `observations` are the wider columns."""
         old, self.width = self.width, len(next(iter(observations.values())))
         self._observations = observations
         for name, column in self.columns.items():
@@ -36,13 +36,13 @@ class SeatFragment(HangingFragment):
     def act_at(
         self, rows: Rows, columns: Mapping[str, NDArray[Any]], weights_seq: int, env_t: NDArray[np.int64]
     ) -> None:
-        """`act`, in the env steps `env_t`, one for each of `rows`."""
+        """Write actions as `act` does, with their env steps `env_t`, one for each of `rows`."""
         self.act(rows, columns, weights_seq)
         at = self._level if self._level is not None else self._cursor[rows]
         self.columns["env_t"][rows, at] = env_t
 
     def rows_of(self, row: int, episode: Episode, *, hangs: bool) -> OpenRows | None:
-        """What a seat has in `episode` and was not cut yet, for those who look on; None if it has nothing."""
+        """Return a seat's rows of `episode` that are not cut yet, for callbacks; None if it has none."""
         chunk = self.open[row]
         if chunk is None or chunk.episode is not episode:
             chunk = next((chunk for chunk in reversed(self.ended) if chunk.episode is episode), None)
