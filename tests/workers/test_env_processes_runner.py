@@ -26,7 +26,7 @@ def runner(env: str = "process_envs:Troubled", placement: str = "process", **set
 
 
 def pids(sampler: SingleAgentEnvRunner) -> list[int]:
-    pool: Any = sampler._vector.envs
+    pool: Any = sampler._sampler.envs
     return list(pool._pool.pids)
 
 
