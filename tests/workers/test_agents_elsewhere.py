@@ -108,7 +108,7 @@ def live(placement: str, num_envs: int, **settings: Any) -> tuple[dict[int, list
             for chunk in sampler.sample_fragment():
                 lives[chunk.env_index].append(brief(chunk))
             check_books(sampler)
-        while sampler._vector.envs.repairing:
+        while sampler._sampler.envs.repairing:
             sampler.sample_fragment()
         for chunk in sampler.discard_open(Discard.SHUTDOWN):
             assert chunk.is_done or chunk.end is ChunkEnd.ABORTED

@@ -152,7 +152,7 @@ def test_an_exception_costs_the_episode_by_name_and_siblings_stay_the_same_to_th
                     found[chunk.env_index].append(chunk)
             check_books(sampler)
             counts = count_events(seen.told)
-            open_now = sum(lane.episode is not None for lane in sampler._vector.envs.lanes)
+            open_now = sum(lane.episode is not None for lane in sampler._sampler.envs.lanes)
             ended = counts["on_episode_end"] - (bool(callbacks) and event == "on_episode_end")  # told before one raised
             assert counts["on_episode_created"] == ended + counts["on_episode_aborted"] + open_now
             assert counts["on_env_failed"] == 0

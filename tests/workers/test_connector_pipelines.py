@@ -318,7 +318,7 @@ def test_connectors_are_given_as_objects_factories_or_import_paths() -> None:
     given = FrameStack(2)
     path = "headrace.workers.connectors:FlattenObservations"
     with runner(env_to_module=[path, given, partial(TimeOneHot, 3)]) as sampler:
-        assert [type(p).__name__ for p in sampler._vector.connectors._inward.pieces] == [
+        assert [type(p).__name__ for p in sampler._sampler.steps._policy.connectors._inward.pieces] == [
             "FlattenObservations", "FrameStack", "TimeOneHot",
         ]  # fmt: skip
         sampler.sample(num_timesteps=3)

@@ -29,7 +29,7 @@ def runner(
 
 
 def pids(sampler: SingleAgentEnvRunner) -> list[int]:
-    pool: Any = sampler._vector.envs
+    pool: Any = sampler._sampler.envs
     return list(pool._pool.pids)
 
 

@@ -64,7 +64,7 @@ def test_who_waits_for_episodes_does_not_spin() -> None:
 def test_episodes_that_ask_within_the_wait_are_answered_by_one_forward_pass() -> None:
     with idle(remote_env_batch_wait_ms=10_000, num_envs=4) as sampler:
         episodes, passes = table(sampler), list[int]()
-        answered: Any = sampler._vector
+        answered: Any = sampler._sampler
         act, order = answered.envs.send_actions_of, [str(n) for n in range(3)]
         answered.envs.send_actions_of = lambda lanes, columns: (passes.append(len(lanes)), act(lanes, columns))
         for name in order:

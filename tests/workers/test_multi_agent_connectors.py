@@ -124,8 +124,8 @@ def test_policies_may_have_connectors_of_their_own() -> None:
 def test_without_pieces_the_modules_columns_are_the_envs_own() -> None:
     with multi_runner(num_envs=2) as sampler:
         sampler.sample(num_timesteps=4)
-        (module,) = sampler._vector.modules
-        assert module.connectors.columns is module.observations.columns
+        (module,) = sampler._sampler.steps._modules
+        assert module.policy.connectors.columns is module.observations.columns
 
 
 # -- actions on their way out ------------------------------------------------------------------------------------------

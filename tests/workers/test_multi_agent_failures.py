@@ -210,7 +210,7 @@ def test_stop_closes_all_envs_and_making_them_anew_ends_what_was_begun() -> None
     sampler = multi_runner(num_envs=2, env_config={"lengths": [9, 9]})
     sampler.assert_healthy()
     sampler.sample(num_timesteps=4)
-    old = [lane.env for lane in sampler._vector.envs.lanes]
+    old = [lane.env for lane in sampler._sampler.envs.lanes]
     sampler.make_env()
     assert [env.closed for env in old] == [1, 1]  # type: ignore[union-attr]
     chunks = sampler.sample(num_timesteps=2)
@@ -225,8 +225,8 @@ def test_stop_closes_all_envs_and_making_them_anew_ends_what_was_begun() -> None
 def test_discard_open_tells_of_every_agent() -> None:
     with multi_runner(num_envs=2, env_config={"lengths": [9, 9]}) as sampler:
         sampler.sample(num_timesteps=4)
-        sampler._begin(sampler._vector.mode, 4, force_reset=False)
-        sampler._poll(None, None)
+        sampler._begin(sampler._sampler.steps.mode, 4, force_reset=False)
+        sampler._sampler.poll(0)
         batches = sampler.discard_open(Discard.SHUTDOWN)
         assert [(c.end_reason, len(c)) for c in batches] == [("shutdown", 0)] * 4
         assert sampler.totals.discarded == {"shutdown": 4}

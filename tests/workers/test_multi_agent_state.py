@@ -10,7 +10,7 @@ import pytest
 
 from headrace.schemas.chunk import EpisodeChunk
 from headrace.schemas.errors import StateError
-from headrace.workers.policy.seat_noise import SeatNoise
+from headrace.workers.policy.noise import RowNoise
 from headrace.workers.randomness.seeds import SeatStreams
 from support.envs.toy_agents import Schedule, Together, check_books, multi_runner, scheduled
 from support.runners.comparing import equal_states, through_arrays
@@ -224,9 +224,9 @@ def test_numbers_of_a_seat_do_not_depend_on_when_it_was_restored() -> None:
     """Row by row: the same numbers, whatever was used of its block when it was read."""
     rows = np.arange(3)
 
-    def noise() -> SeatNoise:
+    def noise() -> RowNoise:
         streams = SeatStreams(9, 0, 0)
-        made = SeatNoise(2, "normal")
+        made = RowNoise(2, "normal")
         made.add(streams.of("policy", 0, 0, agent) for agent in range(3))
         return made
 

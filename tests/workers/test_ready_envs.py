@@ -95,7 +95,7 @@ def test_whole_episodes_and_abandoned_ones_are_told_truly(ready: str) -> None:
         chunks += sampler.discard_open(Discard.SHUTDOWN)
         assert sampler.totals.open == 0
         check_books(sampler)
-        pids: Any = sampler._vector.envs
+        pids: Any = sampler._sampler.envs
         pids = pids._pool.pids
         goes_on = sampler.sample(num_timesteps=13)
         assert all(chunk.t_start == 0 for chunk in goes_on)

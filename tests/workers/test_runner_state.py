@@ -78,7 +78,7 @@ def test_make_env_and_make_module_may_be_called_any_time() -> None:
 def test_health_and_stop() -> None:
     sampler = runner(num_envs=2)
     sampler.assert_healthy()
-    envs = [lane.env for lane in sampler._vector.envs.lanes]
+    envs = [lane.env for lane in sampler._sampler.envs.lanes]
     sampler.stop()
     assert [env.closed for env in envs] == [1, 1]  # type: ignore[union-attr]
     sampler.stop()

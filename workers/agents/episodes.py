@@ -9,8 +9,7 @@ from headrace.schemas.chunk import ChunkEnd
 from headrace.workers.envs.lane import Episode
 
 if TYPE_CHECKING:
-    from headrace.workers.policy.module_seats import ModuleSeats
-    from headrace.workers.sampling.seat_fragment import SeatFragment
+    from headrace.workers.agents.module_seats import ModuleSeats
 
 
 @dataclass(slots=True, eq=False)
@@ -50,13 +49,6 @@ class Seat:
     def done(self) -> bool:
         """Whether it will not be seen in this episode again."""
         return self.end is not ChunkEnd.ONGOING
-
-    @property
-    def fragment(self) -> SeatFragment:
-        """Where its steps are written."""
-        fragment = self.module.fragment
-        assert fragment is not None, "a module with seats has a fragment while envs are stepped"
-        return fragment
 
 
 @dataclass(slots=True, eq=False)

@@ -14,6 +14,7 @@ from headrace.schemas.spaces import Spaces
 from headrace.workers.agents.answers import LaneReport, check_idle, is_plain, read_step
 from headrace.workers.agents.env import AgentDict
 from headrace.workers.agents.episodes import AgentEpisode, MultiAgentEpisode, Seat
+from headrace.workers.agents.module_seats import ModuleSeats
 from headrace.workers.agents.outcomes import StepOutcome, apply_reports
 from headrace.workers.agents.turns import Turn, parts_of, turn_of
 from headrace.workers.callbacks import CallbackList
@@ -24,7 +25,6 @@ from headrace.workers.envs.lane import Lane
 from headrace.workers.envs.lanes import Lanes
 from headrace.workers.envs.roster import Roster
 from headrace.workers.metrics.totals import RunnerTotals
-from headrace.workers.policy.module_seats import ModuleSeats
 from headrace.workers.policy.policies import NO_EPISODE, Policies, PolicyMappingError
 from headrace.workers.randomness.seeds import SeedTree
 

@@ -30,6 +30,8 @@ class StepOutcome:
     dropped: list[Seat] = field(default_factory=list)
     repeated: int = 0
     infos: list[tuple[Seat, dict[str, Any]]] = field(default_factory=list)
+    begun: bool = False
+    """Never: an episode begins between two polls."""
     over: dict[int, ChunkEnd] = field(default_factory=dict)
     """Lanes whose episode is over, and how it ended."""
 

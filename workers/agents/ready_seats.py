@@ -13,7 +13,7 @@ from headrace.workers.agents.outcomes import StepOutcome
 from headrace.workers.agents.turns import Turn, turn_of
 from headrace.workers.envs.lane import Lane
 from headrace.workers.envs.stepping import Outcome
-from headrace.workers.sampling.pending import Rows
+from headrace.workers.sampling.acting_lanes import Rows
 
 
 class ReadySeats(AgentSeats):

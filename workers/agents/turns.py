@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from headrace.workers.agents.env import AgentDict
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
+from headrace.workers.agents.module_seats import ModuleSeats
 from headrace.workers.envs.lane import Lane
-from headrace.workers.policy.module_seats import ModuleSeats
-from headrace.workers.sampling.pending import Rows
+from headrace.workers.sampling.acting_lanes import Rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)

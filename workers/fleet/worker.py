@@ -21,7 +21,7 @@ from headrace.workers.policy.policies import PolicyMappingError
 from headrace.workers.runner.env_runner import EnvRunner
 from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
 from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
-from headrace.workers.serving.acting_channel import Delivery
+from headrace.workers.serving.acting_channel import ActingChannel, Delivery
 from headrace.workers.serving.served_env import ServedEnvs, served_config
 
 log = logging.getLogger(__name__)
@@ -222,7 +222,7 @@ class Worker:
 
         Clients wait for more room.
         """
-        if self._exchange is None:
+        if self._acting_channel is None:
             return
         while has_room := self.session.has_room(self._batches_a_cut + 1):
             delivery = self._acting_channel.take()
@@ -230,7 +230,7 @@ class Worker:
                 break
             self._take_over(delivery)
         # Reports that clients wait; otherwise a learner would wait for more steps than the window ever holds.
-        self.session.blocked = "" if has_room or not self._exchange.has_waiting else "window"
+        self.session.blocked = "" if has_room or not self._acting_channel.has_waiting else "window"
 
     def _take_over(self, delivery: Delivery) -> None:
         self.runner.take_over(delivery.taken)

@@ -18,7 +18,6 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.metrics.logger import MetricsLogger, Path, Window, build_report
 from headrace.workers.metrics.names import LOSS_COUNTERS, NAMED_COUNTERS, RESERVED, SINGLE_COUNTERS
 from headrace.workers.metrics.totals import RunnerTotals
-from headrace.workers.sampling.fragment import OpenChunk
 
 MOST_FINISHED = 10_000
 """Finished episodes kept until they are taken. Only workers take them, and other users' memory must stay flat too."""
@@ -55,11 +54,11 @@ class RunnerMetrics:
         """Function that returns the further losses of one kind of runner in this life, by counter name."""
         self._lost_before: dict[str, int] = {}
 
-    def add(self, chunks: Sequence[OpenChunk], batch: ChunkBatch) -> None:
-        """Count `chunks` of one agent, delivered as the first rows of `batch`."""
-        table = batch.table[: len(chunks)]
+    def add(self, batch: ChunkBatch, chunks: int, duration_of: Callable[[int], float]) -> None:
+        """Count the first `chunks` rows of `batch`, of one agent; `duration_of` a row is its episode's, in seconds."""
+        table = batch.table[:chunks]
         if self.add_table(table, batch):
-            self._durations.extend(chunks[i].episode.duration_s for i in np.flatnonzero(_done(table)).tolist())
+            self._durations.extend(duration_of(row) for row in np.flatnonzero(_done(table)).tolist())
 
     def add_table(self, table: NDArray[np.void], batch: ChunkBatch) -> int:
         """Count chunks of one agent, known only as rows of `batch`. Return how many episodes ended in them."""

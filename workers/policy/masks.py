@@ -58,8 +58,8 @@ class LegalRandomActions:
         if self._told is not None:
             self._told[row] = True
 
-    def __call__(self, noise: NDArray[np.float32], acting: NDArray[np.intp]) -> dict[str, NDArray[Any]]:
-        """Return action columns for noise float32 (rows, noise_size), and drop the masks of the rows `acting`."""
+    def __call__(self, noise: NDArray[np.float32], acting: NDArray[np.intp] | None) -> dict[str, NDArray[Any]]:
+        """Return action columns for noise float32 (rows, noise_size), and drop the masks of `acting` (None: all)."""
         columns = self._any(noise)
         legal = self._told if self._observed is None else self._observed != 0
         if self._discrete is None or legal is None:
@@ -70,5 +70,5 @@ class LegalRandomActions:
         actions = np.where(counts > 0, picked, columns["actions"])  # where no action is legal, any will do
         columns["actions"] = actions.astype(columns["actions"].dtype)
         if self._told is not None:
-            self._told[acting] = True
+            self._told[slice(None) if acting is None else acting] = True
         return columns

@@ -26,8 +26,8 @@ EPISODE_BITS = 48
 
 
 NoiseKind = Literal["uniform", "normal"]
-SeatUse = Literal["policy", "random_actions"]
-SEAT_USES: dict[SeatUse, int] = {"policy": 1, "random_actions": 2}
+NoiseUse = Literal["policy", "random_actions"]
+SEAT_USES: dict[NoiseUse, int] = {"policy": 1, "random_actions": 2}
 """The use of a seat's stream, and the child of its env's branch that it belongs to."""
 
 
@@ -58,7 +58,7 @@ class SeatStreams:
         self.known: dict[tuple[int, ...], np.random.Generator] = {}
         """The streams made so far, by (env, use, module, agent)."""
 
-    def of(self, use: SeatUse, env_index: int, module: int, agent: int) -> np.random.Generator:
+    def of(self, use: NoiseUse, env_index: int, module: int, agent: int) -> np.random.Generator:
         """Return the seat's stream. A later call, as by a rebuilt module, continues it and does not repeat it."""
         return self.at((env_index, SEAT_USES[use], module, agent))
 
@@ -120,7 +120,7 @@ class NoiseBlocks:
 
     def __init__(self, streams: Sequence[np.random.Generator], size: int, kind: NoiseKind) -> None:
         self.streams = streams
-        self._kind = kind
+        self.size, self.kind = size, kind
         self._block = np.empty((BLOCK, len(streams), size), np.float32)
         self._at = BLOCK
 
@@ -145,7 +145,7 @@ class NoiseBlocks:
     def _refill(self) -> None:
         shape = (BLOCK, self._block.shape[2])
         for lane, stream in enumerate(self.streams):
-            if self._kind == "normal":
+            if self.kind == "normal":
                 self._block[:, lane] = stream.standard_normal(shape, dtype=np.float32)
             else:
                 self._block[:, lane] = stream.random(shape, dtype=np.float32)

@@ -1,36 +1,56 @@
-"""What every env runner offers, whatever it steps."""
+"""What every env runner offers: samples, weights, state, metrics; of one agent in each env or of several."""
 
 from __future__ import annotations
 
 import copy
-from abc import abstractmethod
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 
-from headrace.schemas.errors import ModuleError
+from headrace.schemas.chunk import EpisodeChunk
+from headrace.schemas.errors import CallbackError, MissingEnvError, ModuleError, RunnerStoppedError
 from headrace.schemas.ledger import Discard
 from headrace.schemas.spaces import Spaces
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.metrics.runner_metrics import RunnerMetrics
 from headrace.workers.metrics.totals import RunnerTotals
+from headrace.workers.modules.protocol import build_module
+from headrace.workers.policy.acting_module import ActingModule
 from headrace.workers.policy.columns import PolicyColumns
 from headrace.workers.randomness.seeds import SeedTree, episode_id_high
-from headrace.workers.runner.runner_state import Version
+from headrace.workers.runner.policy_state import PolicyState
+from headrace.workers.runner.state import RunnerState, Version
+from headrace.workers.runner.state_components import Selection, Wanted
 from headrace.workers.runner.taken_over import TakenOver, take_over
-from headrace.workers.sampling.loop import Batch, Sampler, SamplingLoop
+from headrace.workers.sampling.cutting import Stamp
+from headrace.workers.sampling.loop import Enough, enough_episodes, enough_steps, poll_until
+from headrace.workers.sampling.mode import Mode
+from headrace.workers.sampling.sample_size import check_size
+from headrace.workers.sampling.sampler import Sampler
+
+Batch = TypeVar("Batch", bound=Sequence[EpisodeChunk])
+"""What one cut gives."""
 
 _OWN_SETTINGS = ("env_config", "module_config", "env_to_module", "module_to_env")
 """What a runner copies, so that neither it nor its caller sees what the other changes later."""
 
 
-class EnvRunner(SamplingLoop[Batch]):
+class EnvRunner(ABC, Generic[Batch]):
     """Steps environments with a policy and gives episode chunks. One thread at a time; usable in a `with` block."""
 
-    def __init__(self, config: EnvRunnerConfig, worker_index: int, incarnation: int, run_uid: str) -> None:
+    def __init__(
+        self,
+        config: EnvRunnerConfig,
+        worker_index: int,
+        incarnation: int,
+        run_uid: str,
+        names: PolicyState[Batch],
+        on_wait: Callable[[], None] | None,
+    ) -> None:
         own = {name: copy.deepcopy(getattr(config, name)) for name in _OWN_SETTINGS}
         self.config = config.model_copy(update=own)
         self.worker_index = worker_index
@@ -40,109 +60,397 @@ class EnvRunner(SamplingLoop[Batch]):
         self.callbacks = CallbackList(config.callbacks, self._callback_arguments)
         self._seeds = SeedTree(config.seed, worker_index, incarnation, config.num_envs)
         self._id_high = episode_id_high(run_uid, self._seeds.entropy, worker_index, incarnation)
-        self._version = Version()
-        self._waiting = None
+        self._names = names
+        self._on_wait_for_hosts = on_wait
+        self._sampler: Sampler[Any, Any] | None = None
+        self._state = RunnerState(
+            names, lambda: self._sampler, worker_index, self._metrics, self.totals, self.callbacks
+        )
         self._stopped = False
+        """All envs are closed, for good or until a `make_env` that goes through."""
+        self.modules: dict[str, torch.nn.Module | None] = {}
+        """Module id -> the policy's module; None where its builder raised NotImplementedError."""
         self.steps_elsewhere: int | None = None
         """Env steps of the fleet that others than this runner made, as far as is known; None without a fleet."""
-        self._sampler: Sampler | None = None
         torch.set_num_threads(config.torch_threads)
 
-    # -- what the kinds of runner do each in its own way --------------------------------------------------------------
+    # -- what differs between one agent and several -------------------------------------------------------------------
 
     @abstractmethod
-    def _make_envs(self) -> None:
-        """Build all envs from the config, or build them anew, and let the module, if there is one, see them."""
+    def _open_sampler(self) -> Sampler[Any, Any]:
+        """Build all envs from the config for the first time, with what samples them."""
 
     @abstractmethod
-    def make_module(self) -> None:
-        """Build the policy anew from the config."""
+    def _builder_of(self, module_id: str) -> tuple[Any, Mapping[str, Any]]:
+        """Return what builds a module, as `EnvRunnerConfig.module` has it, and its keyword arguments."""
+
+    @abstractmethod
+    def _cut(self, stamp: Stamp, keep_open: bool) -> Batch:
+        """Cut what was sampled, and count it; `keep_open`: whole episodes only."""
 
     @abstractmethod
     def get_metrics(self) -> dict[str, Any]:
-        """Steps and completed episodes since the last call, and lifetime sums."""
+        """Return steps and completed episodes since the last call, and lifetime sums."""
 
     @abstractmethod
     def get_spaces(self) -> dict[str, tuple[Any, Any]]:
-        """Module id -> (observation space, action space), as the env has them."""
-
-    @property
-    @abstractmethod
-    def module_spaces(self) -> dict[str, Spaces]:
-        """Module id -> the spaces its chunks have, as data, in one order in every process of a fleet."""
+        """Return module id -> (observation space, action space), as the env has them."""
 
     @abstractmethod
-    def policy_columns(self) -> dict[str, PolicyColumns]:
-        """What batches of external envs have here, by module, for who takes over those of others.
+    def running_episodes(self) -> Sequence[Any]:
+        """Return the episodes that are going on, by env: how long they last already, their length and return so far."""
 
-        Raises `ModuleError` where there is no module to ask.
-        """
+    def _maps_actions(self, module_id: str) -> bool:
+        """Return whether connectors make the env's actions from the module's."""
+        return bool(self.config.module_to_env)
 
-    @abstractmethod
-    def call_before_rebuilds(self, on_rebuild: Callable[[], None]) -> None:
-        """Have `on_rebuild` called before each rebuild of an env: whoever watches this process must be patient then."""
-
-    @property
-    def _hangs(self) -> bool:
-        return self._sampler is not None and self._sampler.hangs
-
-    def _abandon(self, reason: Discard) -> None:
-        self._vector.abandon(reason)
+    # -- envs and modules ---------------------------------------------------------------------------------------------
 
     def make_env(self) -> None:
-        """Build all envs anew from the config, closing what was there. Open episodes are over.
+        """Build all envs again from the config, closing what was there. Open episodes are over.
 
         Raises `MissingEnvError`, `UnknownEnvError`, or `EnvError` caused by the env's own error; without envs then.
         """
         self.callbacks.check_at_rest("make_env()")
         self._stopped = True
-        self._make_envs()
+        if self._sampler is None:
+            self._sampler = self._open_sampler()
+        else:
+            self._sampler.rebuild(self.config)
+        self._sampler.use(self.modules, lambda: self.fleet_steps)
         self._stopped = False
 
-    # -- what else one may ask ----------------------------------------------------------------------------------------
+    def make_module(self) -> None:
+        """Build all modules again from the config. A builder that raises NotImplementedError leaves random actions.
+
+        Raises `ModuleError` for a module that cannot be built or used; the runner has none then.
+        """
+        self.callbacks.check_at_rest("make_module()")
+        policies = self._policies
+        self.modules = dict.fromkeys(policies)
+        self._existing_sampler.use(self.modules, lambda: self.fleet_steps)
+        self.modules = {module_id: self._build(module_id, policy.spaces) for module_id, policy in policies.items()}
+        self._state.version = Version()
+        self._existing_sampler.use(self.modules, lambda: self.fleet_steps)
+
+    def _build(self, module_id: str, spaces: Spaces) -> torch.nn.Module | None:
+        builder, settings = self._builder_of(module_id)
+        try:
+            module: torch.nn.Module = build_module(builder, spaces, settings).eval()
+        except NotImplementedError:
+            return None
+        return module
+
+    def _make_parts(self) -> None:
+        """Make envs and modules, if there are envs to make. If that fails, no env and no process of envs stays."""
+        if self.config.env is not None or self.config.env_placement == "remote":
+            try:
+                self.make_env()
+                self.make_module()
+            except BaseException:
+                self.stop()
+                raise
+        self._healthy = True
+
+    @property
+    def _existing_sampler(self) -> Sampler[Any, Any]:
+        if self._sampler is None:
+            raise MissingEnvError
+        return self._sampler
+
+    @property
+    def _policies(self) -> Mapping[str, ActingModule]:
+        return self._existing_sampler.steps.policies
+
+    @property
+    def env(self) -> Any:
+        """Env 0 of the vector, or all of a native one; None before `make_env`, and while it waits to be rebuilt."""
+        return self._sampler.envs.lanes[0].env if self._sampler is not None else None
+
+    @property
+    def module_spaces(self) -> dict[str, Spaces]:
+        """Module id -> the spaces of its chunks, as data, in one order in every process of a fleet."""
+        return {module_id: policy.spaces for module_id, policy in self._policies.items()}
+
+    def policy_columns(self) -> dict[str, PolicyColumns]:
+        """Return by module what batches of external envs have here, to compare with it what others have cut.
+
+        Raises `ModuleError` where there is no module to ask.
+        """
+        self._check_can_act()
+        return {
+            module_id: PolicyColumns.of(
+                policy.module, policy.spaces, policy.env_spaces, self.config, maps=self._maps_actions(module_id)
+            )
+            for module_id, policy in self._policies.items()
+        }
+
+    def call_before_rebuilds(self, on_rebuild: Callable[[], None]) -> None:
+        """Have `on_rebuild` called before each rebuild of an env, which may take as long as the env likes."""
+        self._existing_sampler.envs.on_rebuild = on_rebuild
+
+    # -- sampling -----------------------------------------------------------------------------------------------------
+
+    def sample(
+        self,
+        *,
+        num_timesteps: int | None = None,
+        num_episodes: int | None = None,
+        explore: bool | None = None,
+        random_actions: bool = False,
+        force_reset: bool = False,
+    ) -> Batch | list[EpisodeChunk]:
+        """Return chunks of about `num_timesteps` env steps, or `num_episodes` whole episodes; finished ones come first.
+
+        `num_timesteps` n polls all envs ceil(n / num_envs) times and goes on with the episodes of the call before:
+        without failures n to n + num_envs - 1 steps; as many in all, but not of each env, where those are stepped that
+        are ready. `num_episodes` m resets all envs first and gives m to m + num_envs - 1 episodes; other episodes that
+        were begun are dropped. External envs, which nobody can reset, go on instead, and what they have begun stays
+        open. Without a size, `config.batch_mode` decides.
+        Episodes left behind, of which a part was given out before, are told by an ABORTED chunk of no steps, last.
+        While all envs are down it waits, in the caller's thread, for as long as their budget of failures lasts.
+
+        Raises `SampleSizeError` for a size that makes no sense, `EnvRestartBudgetError` when an env failed too often,
+        `ExternalSilenceError` when nobody drives external envs, `ModuleError` when the policy fails,
+        `RunnerStoppedError` after `stop`, `RunnerBusyError` within most callbacks, and `CallbackError` when
+        on_sample_end does; it has the `samples`.
+        """
+        self.callbacks.check_at_rest("sample()")
+        check_size(num_timesteps, num_episodes)
+        if num_timesteps == 0 or num_episodes == 0:
+            return []
+        length, width = self.config.rollout_fragment_length, self.config.num_envs
+        if num_timesteps is None and num_episodes is None:
+            whole = self.config.batch_mode == "complete_episodes"
+            num_timesteps, num_episodes = (None, width) if whole else (length * width, None)
+        mode = Mode(self.config.explore if explore is None else explore, random_actions)
+        sampler = self._existing_sampler
+        if num_episodes is None:
+            steps = num_timesteps or 0
+            self._begin(mode, -(-steps // width), force_reset)
+            self._poll_until(self._enough_steps(steps))
+            return self._end_sample(self._deliver(keep_open=False))
+        self._begin(mode, length, force_reset or sampler.resets_envs)
+        self._poll_until(enough_episodes(num_episodes, sampler), stop_at_episodes=num_episodes)
+        if sampler.resets_envs:
+            sampler.abandon(Discard.RESET)
+        return self._end_sample(self._deliver(keep_open=not sampler.resets_envs))
+
+    def sample_fragment(
+        self,
+        on_poll: Callable[[], None] | None = None,
+        random_actions: bool = False,
+        on_wait: Callable[[], None] | None = None,
+    ) -> Batch:
+        """Return what a worker ships: `rollout_fragment_length` polls, then everything open is cut.
+
+        With batch_mode "complete_episodes": polls until `num_envs` episodes have finished, which are delivered; the
+        others stay open. Of external envs, what has come within `external_fragment_max_age_s`. `on_poll` is called
+        after every poll; `on_wait`, or `on_poll` without it, now and then while envs are waited for that are elsewhere
+        or to be rebuilt. Either may break this off by raising; then the next call goes on, or `cut_fragment` takes what
+        is there. What connectors learnt comes with the batch of their module; `take_connector_update` will not tell it
+        again.
+        """
+        self.callbacks.check_at_rest("sample_fragment()")
+        whole = self.config.batch_mode == "complete_episodes"
+        length, width = self.config.rollout_fragment_length, self.config.num_envs
+        self._begin(Mode(self.config.explore, random_actions), length, force_reset=False)
+        sampler = self._existing_sampler
+        enough = enough_episodes(width, sampler) if whole else self._enough_steps(length * width)
+        # A batch names one learner epoch.
+        self._poll_until(
+            lambda: enough() or self._state.waiting is not None or sampler.is_overdue, on_poll=on_poll, on_wait=on_wait
+        )
+        return self.cut_fragment()
+
+    def cut_fragment(self) -> Batch:
+        """Return the fragment as it stands, after a `sample_fragment` that was broken off, without a step under way."""
+        whole = self.config.batch_mode == "complete_episodes"
+        return self._end_sample(self._attach_updates(self._deliver(keep_open=whole)))
+
+    def discard_open(self, reason: Discard) -> Batch:
+        """End sampling. Return what finished since the last cut, and end markers for episodes given out in part.
+
+        Unfinished steps are lost under `reason`. The next sampling resets all envs.
+        """
+        self.callbacks.check_at_rest("discard_open()")
+        self._existing_sampler.finish(reason)
+        return self._attach_updates(self._deliver(keep_open=False))
+
+    def _check_can_act(self) -> None:
+        """Raise `ModuleError` if there is no policy to act with."""
+        if any(policy.module is None for policy in self._policies.values()):
+            raise ModuleError(
+                "this runner has no module (its builder raised NotImplementedError); use random_actions=True"
+            )
+
+    def _begin(self, mode: Mode, capacity: int, force_reset: bool) -> None:
+        sampler = self._existing_sampler
+        if self._stopped:
+            raise RunnerStoppedError
+        if not mode.random_actions:
+            self._check_can_act()
+        self.totals.timers.begin_sample()
+        sampler.begin(mode, capacity, force_reset=force_reset)
+
+    def _poll_until(
+        self,
+        enough: Enough,
+        *,
+        on_poll: Callable[[], None] | None = None,
+        on_wait: Callable[[], None] | None = None,
+        stop_at_episodes: int | None = None,
+    ) -> None:
+        poll_until(
+            enough,
+            self._existing_sampler,
+            lambda: self._state.version.seq,
+            on_poll=on_poll,
+            on_wait=on_wait,
+            stop_at_episodes=stop_at_episodes,
+        )
+
+    def _enough_steps(self, steps: int) -> Enough:
+        return enough_steps(steps, self._existing_sampler, self.config, self.totals)
+
+    def _deliver(self, keep_open: bool) -> Batch:
+        """Cut, and then let the weights act that waited for it."""
+        sampler, state = self._existing_sampler, self._state
+        if state.waiting is not None and (keep_open or sampler.steps.has_pending):
+            sampler.abandon(Discard.RESET)  # steps of one batch that were chosen under two epochs
+            keep_open = False
+        version = state.version
+        stamp = Stamp(
+            self._id_high,
+            sampler.steps.mode.flags,
+            self.worker_index,
+            self.incarnation,
+            version.learner_epoch,
+            version.digest,
+            self.config.episode_lookback_horizon,
+        )
+        batch = self._cut(stamp, keep_open)
+        try:
+            state.apply_waiting()
+        except CallbackError as error:
+            error.samples = batch
+            raise
+        return batch
+
+    def _attach_updates(self, batch: Batch) -> Batch:
+        return self._names.attach_update(self._policies, batch)
+
+    def _end_sample(self, samples: Batch) -> Batch:
+        self.totals.timers.end_sample()
+        try:
+            self.callbacks.call("on_sample_end", samples=samples)
+        except CallbackError as error:
+            error.samples = samples
+            raise
+        return samples
+
+    # -- weights and state --------------------------------------------------------------------------------------------
+
+    @property
+    def weights_version(self) -> tuple[int, int]:
+        """(learner_epoch, seq) of the weights in use; (0, 0) are those the module was built with."""
+        return self._state.weights_version
+
+    def set_weights(self, state: Mapping[str, Any], seq: int, learner_epoch: int = 0, digest: str = "") -> None:
+        """Act with `state` from the next poll on. Raises `ModuleError`, changing nothing, if it does not fit.
+
+        Arrays whose names begin with "connectors/" are connector state of the same version: taken together with the
+        weights, or not at all, as `merge_connector_updates` gives them; `ConnectorError` if they do not fit.
+
+        Another learner's epoch ends the fragment that is open, whose batch names only one, and takes effect after the
+        cut; `weights_version` always tells what acts.
+        """
+        self._state.set_weights(state, Version(learner_epoch, seq, digest))
+
+    def get_state(self, components: Wanted = None, not_components: Wanted = None) -> dict[str, Any]:
+        """Return plain values and arrays, from which another runner goes on: see `state_to_arrays` for the way there.
+
+        Lifetime counters are always there. Components: "rl_module", weights as arrays by name, with "weights_seq_no",
+        "learner_epoch" and "weights_digest"; "env_to_module" and "module_to_env", the connectors'; "random_streams",
+        seeds, numbers and episode ids to come. "rl_module/p0" is a part of one: a module's, which in a runner of one is
+        "default_policy", or a single connector's "env_to_module/0.MeanStd" there. What a runner has not is absent.
+        Raises `StateError` for an unknown component, or a part that is not there.
+        """
+        return self._state.get(Selection(components, not_components))
+
+    def set_state(self, state: Mapping[str, Any], *, force: bool = False) -> None:
+        """Take over what of `state` is there; weights only if (learner_epoch, weights_seq_no) is newer, or `force`.
+
+        Connector state that comes with weights is taken or left together with them. "random_streams" are taken if they
+        are of the same worker_index, for no two workers may live through the same: this runner then goes on as the
+        other would have, its own open episodes are abandoned, and those of the other are not taken over.
+        Raises `StateError`, `ModuleError` or `ConnectorError` for what does not fit.
+        """
+        self._state.set(state, force=force)
+
+    def get_counters(self) -> dict[str, Any]:
+        """Return lifetime counters, as they are in every state."""
+        return self._metrics.read_counters()
+
+    def set_counters(self, counters: Mapping[str, Any]) -> None:
+        """Go on counting from those that are there. Raises `StateError` for what is no counter."""
+        self._metrics.write_counters(counters)
+
+    def take_connector_update(self) -> dict[str, Any]:
+        """Return what connectors have learnt since the last call, for `merge_connector_updates`.
+
+        Of several modules: by module id.
+        """
+        return self._names.take_update(self._policies)
+
+    def merge_connector_updates(self, state: Mapping[str, Any], updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return `state`, as this method gave it before (at first {}), with the `updates` of all runners; sets nothing.
+
+        Give it, beside new weights in one mapping, to `set_weights` of every runner. Of several modules both are by
+        module id.
+        """
+        return self._names.merge(self._policies, state, updates)
+
+    # -- what else a caller may ask -----------------------------------------------------------------------------------
 
     def _callback_arguments(self) -> dict[str, Any]:
-        return {"env_runner": self, "metrics_logger": self._metrics.logger, "rl_module": getattr(self, "module", None)}
+        return {"env_runner": self, "metrics_logger": self._metrics.logger, "rl_module": self._rl_module}
+
+    @property
+    def _rl_module(self) -> Any:
+        """What callbacks get as `rl_module`."""
+        return self.modules or None
 
     @property
     def fleet_steps(self) -> int:
         """Env steps of the whole fleet, for schedules: what modules get as batch["t"]. It never goes back.
 
         In a fleet those of all others that the broker has accepted, and all of this runner's life, discarded ones
-        too. Without a fleet it is thought that all `num_workers` runners have lived through as many as this one.
+        too. Without a fleet, all `num_workers` runners are taken to have made as many steps as this one.
         """
         if self.steps_elsewhere is not None:
             return self.steps_elsewhere + self.totals.env_steps
         return (self._metrics.steps_before + self.totals.env_steps) * max(self.config.num_workers, 1)
 
     def take_finished_episodes(self) -> list[tuple[float, int]]:
-        """(return, length) of each episode delivered to its end since the last call."""
+        """Return (return, length) of each episode delivered to its end since the last call."""
         return self._metrics.take_finished()
 
     def take_untrained_episodes(self, most: int) -> list[tuple[float, int]]:
-        """(return, length) of external episodes that ended and are not to be trained on: the oldest not taken yet."""
+        """Return (return, length) of external episodes that ended and are not to be trained on, the oldest first."""
         return self._metrics.take_untrained(most)
 
     def take_over(self, taken: TakenOver) -> None:
-        """Have what others took and cut in this runner's totals and metrics. Its worker ships the batch as its own."""
+        """Count what clients sampled and cut in this runner's totals and metrics. Its worker ships the batch."""
         take_over(taken, self.totals, self._metrics, several_agents=self.config.is_multi_agent)
 
     def assert_healthy(self) -> None:
-        """Raise AssertionError unless construction went through to its end."""
+        """Raise AssertionError unless construction is complete and the runner was not stopped."""
         if not getattr(self, "_healthy", False) or self._stopped:
             raise AssertionError("the runner was not built to its end, or was stopped")
 
-    def _make_parts(self) -> None:
-        """Envs and module; where they cannot all be made no env stays open, nor a process of envs."""
-        try:
-            self.make_env()
-            self.make_module()
-        except BaseException:
-            self.stop()
-            raise
-
     def stop(self) -> None:
-        """Close all envs. May be called twice, and on a runner that has none; `make_env` builds them anew."""
+        """Close all envs. May be called twice, and on a runner that has none; `make_env` builds them again."""
         self.callbacks.check_at_rest("stop()")
         self._stopped = True
         if self._sampler is not None:
@@ -155,8 +463,3 @@ class EnvRunner(SamplingLoop[Batch]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stop()
-
-
-def no_module_error() -> ModuleError:
-    """What is raised where a policy is asked for and there is none."""
-    return ModuleError("this runner has no module (its builder raised NotImplementedError); use random_actions=True")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
 from headrace.workers.sampling.episode_view import AnyEpisodeView, EpisodeView
+from headrace.workers.sampling.seat_fragment import SeatFragment
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class MultiAgentEpisodeView(AnyEpisodeView):
     """
 
     episode: MultiAgentEpisode
+    fragments: Mapping[str, SeatFragment] = field(default_factory=dict)
+    """By module id, where the agents' open rows stand."""
     taken: dict[Any, AgentView] | None = None
     """Views that were taken before the buffers forget the episode."""
 
@@ -89,8 +93,8 @@ class MultiAgentEpisodeView(AnyEpisodeView):
     def _view(self, seat: Seat) -> AgentView:
         if self.taken is not None:
             return self.taken[seat.agent]
-        fragment = seat.module.fragment
+        fragment = self.fragments.get(seat.module.module_id)
         rows = fragment.rows_of(seat.row, seat.episode, hangs=seat.hangs) if fragment is not None else None
         return AgentView(
-            seat.episode, self.id_high, seat.module.spaces, rows, end=seat.end, made_at=self.made_at, seat=seat
+            seat.episode, self.id_high, seat.module.policy.spaces, rows, end=seat.end, made_at=self.made_at, seat=seat
         )

@@ -13,15 +13,13 @@ from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.creators import find_creator, naming_what_failed
 from headrace.workers.envs.opening import check_batch_wait
+from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.roster import context_of
 from headrace.workers.external.agents import ExternalAgents
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.policies import Policies
 from headrace.workers.randomness.seeds import SeedTree
-from headrace.workers.sampling.agents_sampler import LockStepAgentsSampler, MultiAgentSampler
-from headrace.workers.sampling.external_agents_sampler import ExternalAgentsSampler
-from headrace.workers.sampling.ready_agents_sampler import ReadyAgentsSampler
 
 
 def open_agents(
@@ -50,16 +48,8 @@ def open_agents(
     return kind(*parts, first=(first, context))
 
 
-def sampler_of(
-    envs: MultiAgentLanes | ExternalAgents,
-    config: EnvRunnerConfig,
-    totals: RunnerTotals,
-    id_high: int,
-    callbacks: CallbackList,
-) -> MultiAgentSampler:
-    """What steps `envs`, or answers them, poll by poll."""
+def pace_of(envs: MultiAgentLanes | ExternalAgents) -> Pace:
+    """Return the pace at which `envs` go on."""
     if isinstance(envs, ExternalAgents):
-        return ExternalAgentsSampler(config, envs, totals, id_high, callbacks)
-    if isinstance(envs, ReadySeats):
-        return ReadyAgentsSampler(config, envs, totals, id_high, callbacks)
-    return LockStepAgentsSampler(config, envs, totals, id_high, callbacks)
+        return Pace.EXTERNAL
+    return Pace.READY if isinstance(envs, ReadySeats) else Pace.LOCK_STEP

@@ -1,8 +1,8 @@
 """Buffers for lanes whose actions are not answered at once: a cursor goes on when an answer comes, some polls later.
 
-Row r of a lane holds what it saw, what it did and, once that is answered, what it got for it. An action that hangs at
-a cut is not part of the chunk that is cut: its observation is that chunk's last one, and the row goes on into the next
-fragment as its first.
+Row r of a lane holds what it saw, what it did and, once that is answered, what it got for it. An action that is pending
+at a cut is not part of the chunk that is cut: its observation is that chunk's last one, and the row goes on into the
+next fragment as its first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace.workers.sampling.fragment import Fragment, OpenChunk
 Rows = NDArray[np.intp]
 
 
-class HangingFragment(Fragment):
+class PendingFragment(Fragment):
     """A `Fragment` whose lanes act and are answered each in its own time."""
 
     def __init__(self, width: int, capacity: int, observations: Mapping[str, NDArray[Any]]) -> None:
@@ -72,19 +72,19 @@ class HangingFragment(Fragment):
     # -- the end of the fragment --------------------------------------------------------------------------------------
 
     def take(
-        self, hanging: Sequence[int], unfinished: Sequence[OpenChunk], *, keep_open: bool
+        self, pending: Sequence[int], unfinished: Sequence[OpenChunk], *, keep_open: bool
     ) -> tuple[list[OpenChunk], Self | None]:
         """The chunks to be cut, by row and time, and the fragment in which others go on, if there are any.
 
-        Rows of `hanging` lanes go on; with `keep_open` so do all open chunks, and those of `ended` that are
+        Rows of `pending` lanes go on; with `keep_open` so do all open chunks, and those of `ended` that are
         `unfinished` because others still play.
         """
         kept = [chunk for chunk in self.open if chunk is not None] + list(unfinished) if keep_open else []
         moved = None
-        if hanging or kept:
+        if pending or kept:
             longest = max((self._stop(chunk) - chunk.start for chunk in kept), default=0)
             moved = type(self)(self.width, max(self.capacity, longest + 1), self._observations)
-            self._move(moved, kept, np.array(hanging, np.intp))
+            self._move(moved, kept, np.array(pending, np.intp))
         if not keep_open:
             return super().take_chunks(keep_open=False)[0], moved
         left = set(map(id, unfinished))
@@ -95,7 +95,7 @@ class HangingFragment(Fragment):
     def _stop(self, chunk: OpenChunk) -> int:
         return self.cursor(chunk.lane) if chunk.end is ChunkEnd.ONGOING else chunk.stop
 
-    def _move(self, moved: Self, kept: Sequence[OpenChunk], hanging: Rows) -> None:
+    def _move(self, moved: Self, kept: Sequence[OpenChunk], pending: Rows) -> None:
         self._settle_cursors()
         moved._settle_cursors()
         for name, column in self.columns.items():
@@ -105,9 +105,9 @@ class HangingFragment(Fragment):
             self._move_chunk(moved, chunk)
         for name, column in self.columns.items():
             current = (
-                self._observations[name][hanging] if is_obs_column(name) else column[hanging, self._cursor[hanging]]
+                self._observations[name][pending] if is_obs_column(name) else column[pending, self._cursor[pending]]
             )
-            moved.columns[name][hanging, moved._cursor[hanging]] = current
+            moved.columns[name][pending, moved._cursor[pending]] = current
 
     def _move_chunk(self, moved: Self, chunk: OpenChunk) -> None:
         row, stop = chunk.lane, self._stop(chunk)

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from headrace.workers.envs.lane import Episode
 from headrace.workers.sampling.episode_view import OpenRows
-from headrace.workers.sampling.pending import HangingFragment, Rows
+from headrace.workers.sampling.pending import PendingFragment, Rows
 
 
-class SeatFragment(HangingFragment):
-    """A `HangingFragment` whose lanes are seats."""
+class SeatFragment(PendingFragment):
+    """A `PendingFragment` whose lanes are seats."""
 
     def __init__(self, width: int, capacity: int, observations: Mapping[str, NDArray[Any]]) -> None:
         super().__init__(width, capacity, observations)

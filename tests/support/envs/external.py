@@ -82,7 +82,7 @@ class Failing(Serving):
 
 def table(sampler: SingleAgentEnvRunner) -> ExternalEpisodes:
     """What stands between the runner and who drives its episodes."""
-    vector: Any = sampler._vector
+    vector: Any = sampler._sampler
     episodes: ExternalEpisodes = vector.envs.episodes
     return episodes
 

@@ -70,7 +70,7 @@ class Idle(Crowd):
 
 def table(sampler: MultiAgentEnvRunner) -> ExternalAgentEpisodes:
     """What stands between the runner and who drives its episodes."""
-    vector: Any = sampler._vector
+    vector: Any = sampler._sampler
     episodes: ExternalAgentEpisodes = vector.envs.episodes
     return episodes
 

@@ -51,4 +51,4 @@ def episodes_of(chunks: Any) -> set[str]:
 
 def resets_of(sampler: Any) -> int:
     """How often its envs were reset since they were built."""
-    return sum(len(lane.env.seeds) for lane in sampler._vector.envs.lanes)
+    return sum(len(lane.env.seeds) for lane in sampler._sampler.envs.lanes)

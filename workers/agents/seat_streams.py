@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from headrace.schemas.errors import StateError
-from headrace.workers.policy.module_seats import ModuleSeats
-from headrace.workers.policy.random_streams import check_array, read_streams, write_streams
+from headrace.workers.agents.module_seats import ModuleSeats
 from headrace.workers.randomness.seeds import BLOCK, SEAT_USES, SeatStreams
+from headrace.workers.randomness.streams import check_array, read_streams, write_streams
 
 Modules = Mapping[str, ModuleSeats]
 
@@ -30,7 +30,7 @@ def read_seats(streams: SeatStreams, modules: Modules) -> dict[str, Any]:
         "modules": {
             module_id: {
                 "agents": np.array(module.agents, np.int64),
-                **{use: noise.read() for use, noise in module.noise.items()},
+                **{use: noise.read() for use, noise in module.policy.noise.rows.items()},
             }
             for module_id, module in modules.items()
         },
@@ -46,8 +46,8 @@ def write_seats(streams: SeatStreams, modules: Modules, state: Mapping[str, Any]
     for module_id, known in state["modules"].items():
         module, agents = modules[module_id], known["agents"].tolist()
         rows = module.rows_of(agents)
-        module.draw_anew()
-        for use, noise in module.noise.items():
+        module.policy.noise.begin_again()
+        for use, noise in module.policy.noise.rows.items():
             noise.write(rows, known[use]["numbers"], known[use]["used"])
         drawn |= {(module.index, agent) for agent in agents}
     # Drawing anew moved on the streams from which all this was drawn already.
@@ -78,7 +78,7 @@ def _check_module(module: ModuleSeats, num_envs: int, num_agents: int, state: An
     agents = check_array(state, name, "agents", np.int64, (None,))
     _check_range(f"{module.module_id}/agents", agents, num_agents)
     rows = len(agents) * num_envs
-    for use, noise in module.noise.items():
+    for use, noise in module.policy.noise.rows.items():
         drawn = state.get(use)
         check_array(drawn, f"{name}/{use}", "numbers", np.float32, (rows, BLOCK, noise.size))
         used = check_array(drawn, f"{name}/{use}", "used", np.int64, (rows,))

@@ -1,0 +1,16 @@
+"""How the envs of a vector go on: all in one step, each when it is ready, or when someone outside drives it."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Pace(Enum):
+    """When the envs of a vector step."""
+
+    LOCK_STEP = "lock_step"
+    """Each poll steps every env that is up, and waits for all of them."""
+    READY = "ready"
+    """Each poll lets those envs act that are ready, and takes the answers that have come."""
+    EXTERNAL = "external"
+    """Episodes drive themselves: each poll takes what came and answers it at once."""

@@ -1,0 +1,146 @@
+"""One module and all that it acts by: its connectors, its memory, its random numbers. The one owner of "who acts"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.schemas.errors import ModuleError
+from headrace.schemas.spaces import Spaces
+from headrace.workers.connectors.connector import State
+from headrace.workers.connectors.vector_connectors import VectorConnectors
+from headrace.workers.modules.recurrent import Memory
+from headrace.workers.policy.acting import Actor, BlockActor, Columns
+from headrace.workers.policy.module_weights import check_weights, read_weights, write_weights
+from headrace.workers.policy.noise import ActionNoise
+
+
+class RandomSource(Protocol):
+    """Random actions for all rows, made from numbers that the caller draws."""
+
+    @property
+    def noise_size(self) -> int: ...
+    def __call__(self, noise: NDArray[np.float32], acting: NDArray[np.intp] | None, /) -> Columns: ...
+
+
+class ActingModule:
+    """Chooses actions for rows: a row is an env of one agent, or the seat of one agent of several in one env.
+
+    `env_spaces` are the rows' own, before connectors. Without a `module` only random actions can be chosen. A pass has
+    a row for every row there is, whoever acts, since a matrix product may round differently for another number of
+    rows; `blocks` are rows that pass together instead, if there are any.
+    """
+
+    def __init__(
+        self,
+        module_id: str,
+        env_spaces: Spaces,
+        connectors: VectorConnectors,
+        random: RandomSource,
+        noise: ActionNoise,
+        blocks: Sequence[NDArray[np.intp]] = (),
+    ) -> None:
+        self.module_id = module_id
+        self.env_spaces = env_spaces
+        self.connectors = connectors
+        self.noise = noise
+        self.module: torch.nn.Module | None = None
+        self._random = random
+        self._blocks = blocks
+        self._actor: Actor | BlockActor | None = None
+        noise.begin("random_actions", random.noise_size, "uniform")
+
+    @property
+    def spaces(self) -> Spaces:
+        """The spaces of the module and its chunks: the rows' own after all connectors."""
+        return self.connectors.spaces
+
+    @property
+    def memory(self) -> Memory | None:
+        """What a recurrent module remembers, by row; None of any other."""
+        return self._actor.memory if self._actor is not None else None
+
+    @property
+    def width(self) -> int:
+        """Number of rows."""
+        return len(next(iter(self.connectors.columns.values())))
+
+    def use(self, module: Any, count_steps: Callable[[], int]) -> None:
+        """Act with `module` from now on; None leaves random actions. `count_steps` gives the fleet's steps so far.
+
+        A recurrent module begins with an empty memory. Raises `ModuleError` for a bad initial state.
+        """
+        self.module = self._actor = None
+        self.noise.forget("policy")
+        if module is None:
+            return
+        self._count_steps = count_steps
+        self._actor = self._make_actor(module)
+        self.module = module
+        self.noise.begin("policy", module.noise_size, module.noise_kind)
+
+    def widen(self) -> None:
+        """Act for the connectors' new rows too; each earlier row goes on with what was remembered for it."""
+        before = self.memory
+        if self.module is None:
+            return
+        self._actor = self._make_actor(self.module)
+        if before is not None and self.memory is not None:
+            self.memory.follow(before)
+
+    def _make_actor(self, module: Any) -> Actor | BlockActor:
+        parts = module, self.spaces, self.connectors.columns, self._count_steps
+        return BlockActor(*parts, self._blocks) if self._blocks else Actor(*parts)
+
+    def act(self, acting: NDArray[np.intp] | None, *, explore: bool, random_actions: bool) -> Columns:
+        """Return columns with a row for every row, of which those of `acting` (None: all) mean something.
+
+        Raises `ModuleError` when the module fails, `ConnectorError` when a connector does.
+        """
+        some = None if acting is None or len(acting) == self.width else acting
+        if random_actions:
+            columns = self._random(self.noise.draw("random_actions", acting), acting)
+            return self.connectors.for_env(columns, some) if self.connectors.maps_actions else columns
+        assert self._actor is not None, "the runner asks whether there is a module before it samples"
+        columns = self._actor(self.noise.draw("policy", acting) if explore else None, some)
+        return self.connectors.for_env(columns, some)
+
+    def start(self, rows: Sequence[int] | NDArray[np.intp]) -> None:
+        """Begin an episode in each of `rows`, whose first observation has arrived. Raises `ConnectorError`."""
+        self.connectors.started(rows)
+        if self.memory is not None:
+            self.memory.reset(rows)
+
+    def state_in(self, row: int, *, pending: bool) -> dict[str, NDArray[Any]]:
+        """Return what a recurrent module remembers before the row's next step; if `pending`, the one chosen already."""
+        return {} if self.memory is None else self.memory.of(row, before=pending)
+
+    # -- weights and connector state ----------------------------------------------------------------------------------
+
+    def read_weights(self) -> dict[str, NDArray[Any]] | None:
+        """Return copies of the module's weights by name; None without a module."""
+        return None if self.module is None else read_weights(self.module)
+
+    def check(self, weights: Mapping[str, NDArray[Any]] | None, states: Mapping[str, State]) -> None:
+        """Raise `ModuleError` or `ConnectorError` unless `write` can take these; None leaves the weights."""
+        if weights is not None:
+            if self.module is None:
+                raise ModuleError(f"the builder of module {self.module_id!r} gave none, so it cannot take weights")
+            check_weights(self.module, weights)
+        self.connectors.check_state(states)
+
+    def write(self, weights: Mapping[str, NDArray[Any]] | None, states: Mapping[str, State]) -> None:
+        """Take over what `check` let pass."""
+        self.connectors.set_state(states)
+        if weights is not None and self.module is not None:
+            write_weights(self.module, weights)
+
+    def take_connectors_of(self, earlier: ActingModule) -> None:
+        """Go on with what the connectors of `earlier` know, if it fits."""
+        known = earlier.connectors.get_state()
+        if self.connectors.fits(known):
+            self.connectors.set_state(known)

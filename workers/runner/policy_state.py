@@ -1,0 +1,166 @@
+"""How the weights and connector state of a runner's policy are named: of one module as they are, of several by id."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.errors import ConnectorError, ModuleError, StateError
+from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
+from headrace.workers.connectors.connector import State
+from headrace.workers.connectors.vector_connectors import PIPELINES, join_states, split_states
+from headrace.workers.policy.acting_module import ActingModule
+from headrace.workers.policy.module_weights import weights_by_module
+from headrace.workers.runner.state_components import RL_MODULE, Selection
+from headrace.workers.sampling.module_batches import ModuleBatches
+
+Policies = Mapping[str, ActingModule]
+Parts = dict[str, tuple[State | None, dict[str, State]]]
+"""Module id -> its weights (None: they stay as they are) and its connector state by pipeline."""
+ByModule = dict[str, dict[str, State]]
+"""Module id -> {"env_to_module": arrays by name, "module_to_env": arrays by name}."""
+Batch = TypeVar("Batch")
+
+
+class PolicyState(Protocol[Batch]):
+    """What a runner's methods take and give, in the runner's own names."""
+
+    def split(self, policies: Policies, state: Mapping[str, Any]) -> Parts:
+        """Return the parts of what `set_weights` was given. Raises `ModuleError` for a module that is not there."""
+
+    def join(self, weights: Mapping[str, Any], connectors: Mapping[str, State]) -> dict[str, Any]:
+        """Return both parts of a state as `set_weights` takes them. Raises `StateError`."""
+
+    def read_weights(self, policies: Policies) -> dict[str, Any] | None:
+        """Return copies of all weights; None if there is no module."""
+
+    def select(self, selection: Selection, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is wanted of what `read_weights` gave."""
+
+    def read_connectors(self, policies: Policies) -> dict[str, State]:
+        """Return the connectors' state by pipeline."""
+
+    def connectors_by_module(self, policies: Policies, states: Mapping[str, State]) -> ByModule:
+        """Return what `read_connectors` gave, or a part of it, by module id. Raises `ConnectorError`."""
+
+    def take_update(self, policies: Policies) -> dict[str, Any]:
+        """Return what connectors have learnt since the last call."""
+
+    def merge(
+        self, policies: Policies, state: Mapping[str, Any], updates: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """Return `state`, which this method gave before or {}, with the `updates` of all runners."""
+
+    def attach_update(self, policies: Policies, batch: Batch) -> Batch:
+        """Return `batch` with what connectors have learnt; they keep it while the batch has no chunks."""
+
+
+class OneModuleState:
+    """Names of a runner with one module: weights by parameter, connector state by pipeline."""
+
+    def split(self, policies: Policies, state: Mapping[str, Any]) -> Parts:
+        if not policies or policies[DEFAULT_MODULE_ID].module is None:
+            raise ModuleError("this runner has no module to take weights")
+        return {DEFAULT_MODULE_ID: split_states(state)}
+
+    def join(self, weights: Mapping[str, Any], connectors: Mapping[str, State]) -> dict[str, Any]:
+        return {**weights, **join_states(connectors)}
+
+    def read_weights(self, policies: Policies) -> dict[str, Any] | None:
+        return policies[DEFAULT_MODULE_ID].read_weights() if policies else None
+
+    def select(self, selection: Selection, weights: Mapping[str, Any]) -> dict[str, Any]:
+        named: dict[str, Any] = selection.part(RL_MODULE, {DEFAULT_MODULE_ID: weights})
+        return dict(named.get(DEFAULT_MODULE_ID, {}))
+
+    def read_connectors(self, policies: Policies) -> dict[str, State]:
+        return policies[DEFAULT_MODULE_ID].connectors.get_state() if policies else {}
+
+    def connectors_by_module(self, policies: Policies, states: Mapping[str, State]) -> ByModule:
+        return {DEFAULT_MODULE_ID: dict(states)}
+
+    def take_update(self, policies: Policies) -> dict[str, State]:
+        return policies[DEFAULT_MODULE_ID].connectors.take_update()
+
+    def merge(
+        self, policies: Policies, state: Mapping[str, Any], updates: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        _, before = split_states(state)
+        return join_states(policies[DEFAULT_MODULE_ID].connectors.merge(before, updates))
+
+    def attach_update(self, policies: Policies, batch: ChunkBatch) -> ChunkBatch:
+        return policies[DEFAULT_MODULE_ID].connectors.attach_update(batch)
+
+
+class ModulesState:
+    """Names of a runner with several modules: all by module id, pipelines as {"p0/0.MeanStd/obs/count": array}."""
+
+    def split(self, policies: Policies, state: Mapping[str, Any]) -> Parts:
+        parts: Parts = {}
+        for module_id, own in weights_by_module(state, list(policies)).items():
+            weights, connectors = split_states(own)
+            parts[module_id] = (weights if weights or not connectors else None), connectors
+        return parts
+
+    def join(self, weights: Mapping[str, Any], connectors: Mapping[str, State]) -> dict[str, Any]:
+        if flat := [name for name, own in weights.items() if not isinstance(own, Mapping)]:
+            raise StateError(f"rl_module should have weights by module id, got {flat[0]!r:.80} at its place")
+        states = _by_module(connectors)
+        return {
+            module_id: {**weights.get(module_id, {}), **join_states(states.get(module_id, {}))}
+            for module_id in {**weights, **states}
+        }
+
+    def read_weights(self, policies: Policies) -> dict[str, Any] | None:
+        weights = {module_id: policy.read_weights() for module_id, policy in policies.items()}
+        return {module_id: own for module_id, own in weights.items() if own is not None} or None
+
+    def select(self, selection: Selection, weights: Mapping[str, Any]) -> dict[str, Any]:
+        return selection.part(RL_MODULE, weights)
+
+    def read_connectors(self, policies: Policies) -> dict[str, State]:
+        if not policies:
+            return {}
+        states = {module_id: policy.connectors.get_state() for module_id, policy in policies.items()}
+        return {
+            key: {f"{module_id}/{name}": array for module_id, own in states.items() for name, array in own[key].items()}
+            for key in PIPELINES
+        }
+
+    def connectors_by_module(self, policies: Policies, states: Mapping[str, State]) -> ByModule:
+        by_module = _by_module(states)
+        for module_id in by_module:
+            if module_id not in policies:
+                raise ConnectorError(
+                    f"of {module_id!r}", f"there is no such module; they are {sorted(policies)!r:.200}"
+                )
+        return by_module
+
+    def take_update(self, policies: Policies) -> ByModule:
+        return {module_id: policy.connectors.take_update() for module_id, policy in policies.items()}
+
+    def merge(
+        self, policies: Policies, state: Mapping[str, Any], updates: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        merged = {}
+        for module_id, policy in policies.items():
+            _, before = split_states(state.get(module_id, {}))
+            own = [update.get(module_id, {}) for update in updates]
+            merged[module_id] = join_states(policy.connectors.merge(before, own))
+        return merged
+
+    def attach_update(self, policies: Policies, batch: ModuleBatches) -> ModuleBatches:
+        attached = {i: policies[i].connectors.attach_update(own) for i, own in batch.batches.items()}
+        learnt = any(attached[i] is not own for i, own in batch.batches.items())
+        return ModuleBatches(attached) if learnt else batch
+
+
+def _by_module(states: Mapping[str, State]) -> ByModule:
+    """Return pipelines of names with module ids by module again; a pipeline without names is left out."""
+    modules: ByModule = {}
+    for key, state in states.items():
+        for name, array in state.items():
+            module_id, _, rest = name.partition("/")
+            modules.setdefault(module_id, {}).setdefault(key, {})[rest] = array
+    return modules

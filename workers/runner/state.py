@@ -1,0 +1,177 @@
+"""A runner's state: the weights in use, and what another runner, or its own next life, goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headrace.schemas.errors import MissingEnvError, ModuleError, StateError
+from headrace.schemas.ledger import Discard
+from headrace.workers.callbacks import CallbackList
+from headrace.workers.connectors.connector import State
+from headrace.workers.connectors.vector_connectors import PIPELINES
+from headrace.workers.metrics.runner_metrics import RunnerMetrics
+from headrace.workers.metrics.totals import RunnerTotals
+from headrace.workers.policy.acting_module import ActingModule
+from headrace.workers.runner.policy_state import PolicyState
+from headrace.workers.runner.state_components import RANDOM_STREAMS, RL_MODULE, Selection
+from headrace.workers.sampling.sampler import Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """Which weights act."""
+
+    learner_epoch: int = 0
+    seq: int = 0
+    digest: str = ""
+
+
+def _problem(name: str, tree: Any) -> str | None:
+    """What is wrong with `tree`, called `name`, unless it is a mapping of arrays, or of such mappings."""
+    if not isinstance(tree, Mapping):
+        return f"{name} should be a dict of arrays by name, got {tree!r:.80}"
+    for key, part in tree.items():
+        if not isinstance(key, str):
+            return f"{name} should have names, got {key!r:.80} among them"
+        if not hasattr(part, "shape") and (problem := _problem(f"{name}/{key}", part)):
+            return problem
+    return None
+
+
+def _check_kinds(state: Any) -> None:
+    """Raise `StateError` unless each part of a state is of the kind that `get_state` gives."""
+    if not isinstance(state, Mapping):
+        raise StateError(f"a state is a dict as get_state gives it, got {state!r:.80}")
+    for name in (RL_MODULE, *PIPELINES):
+        if name in state and (problem := _problem(name, state[name])):
+            raise StateError(problem)
+    if not isinstance(streams := state.get(RANDOM_STREAMS, {}), Mapping):
+        raise StateError(f"random_streams should be a dict, got {streams!r:.80}")
+    for name in ("learner_epoch", "weights_seq_no"):
+        value = state.get(name, 0)
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+            raise StateError(f"{name} should be a number from 0, got {value!r:.80}")
+
+
+class RunnerState:
+    """The weights that a runner acts with, and its state as others see it."""
+
+    def __init__(
+        self,
+        names: PolicyState[Any],
+        read_sampler: Callable[[], Sampler[Any, Any] | None],
+        worker_index: int,
+        metrics: RunnerMetrics,
+        totals: RunnerTotals,
+        callbacks: CallbackList,
+    ) -> None:
+        self.version = Version()
+        """Which weights act."""
+        self.waiting: tuple[Mapping[str, Any], Version] | None = None
+        """Weights of another learner's epoch, until the open fragment is cut."""
+        self._names = names
+        self._read_sampler = read_sampler
+        self._worker_index = worker_index
+        self._metrics = metrics
+        self._totals = totals
+        self._callbacks = callbacks
+
+    @property
+    def _policies(self) -> Mapping[str, ActingModule]:
+        sampler = self._read_sampler()
+        return sampler.steps.policies if sampler is not None else {}
+
+    @property
+    def _has_open_steps(self) -> bool:
+        """Whether steps of the weights in use were not cut yet; one that is chosen and not answered is such a step."""
+        sampler = self._read_sampler()
+        return bool(self._totals.open) or (sampler is not None and sampler.steps.has_pending)
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    @property
+    def weights_version(self) -> tuple[int, int]:
+        """(learner_epoch, seq) of the weights in use."""
+        return self.version.learner_epoch, self.version.seq
+
+    def set_weights(self, state: Mapping[str, Any], version: Version) -> None:
+        """Act with `state` from the next poll on, or after the next cut; see `EnvRunner.set_weights`."""
+        if problem := _problem("weights", state):
+            raise ModuleError(problem)
+        if version.learner_epoch != self.version.learner_epoch and self._has_open_steps:
+            self.waiting = (state, version)
+        else:
+            self._apply(state, version)
+
+    def apply_waiting(self) -> None:
+        """Act with the weights that waited for a cut, if there are any. Raises `CallbackError` besides."""
+        if self.waiting is not None:
+            self._apply(*self.waiting)
+
+    def _apply(self, state: Mapping[str, Any], version: Version) -> None:
+        self.waiting = None
+        policies = self._policies
+        parts = self._names.split(policies, state)
+        for module_id, (weights, connectors) in parts.items():
+            policies[module_id].check(weights, connectors)
+        for module_id, (weights, connectors) in parts.items():
+            policies[module_id].write(weights, connectors)
+        self.version = version
+        self._callbacks.call("on_weights_applied", version=self.weights_version)
+
+    def _set_connectors(self, states: Mapping[str, State]) -> None:
+        """Take over all of `states` or, with a `ConnectorError`, nothing."""
+        if not (policies := self._policies):
+            raise MissingEnvError
+        by_module = self._names.connectors_by_module(policies, states)
+        for module_id, own in by_module.items():
+            policies[module_id].check(None, own)
+        for module_id, own in by_module.items():
+            policies[module_id].write(None, own)
+
+    # -- states -------------------------------------------------------------------------------------------------------
+
+    def get(self, selection: Selection) -> dict[str, Any]:
+        """Return what is wanted of the state; see `EnvRunner.get_state`."""
+        state: dict[str, Any] = self._metrics.read_counters()
+        policies, sampler = self._policies, self._read_sampler()
+        for name, value in self._names.read_connectors(policies).items():
+            if selection.wants(name):
+                state[name] = selection.part(name, value)
+        weights = self._names.read_weights(policies) if selection.wants(RL_MODULE) else None
+        wanted = self._names.select(selection, weights) if weights is not None else {}
+        if wanted:
+            version = self.version
+            state[RL_MODULE] = wanted
+            state["weights_seq_no"], state["learner_epoch"] = version.seq, version.learner_epoch
+            state["weights_digest"] = version.digest
+        if sampler is not None and selection.wants(RANDOM_STREAMS):
+            state[RANDOM_STREAMS] = {"worker_index": self._worker_index, **sampler.steps.read_streams()}
+        return state
+
+    def set(self, state: Mapping[str, Any], *, force: bool) -> None:
+        """Take over what of `state` is there; see `EnvRunner.set_state`."""
+        _check_kinds(state)
+        streams, place_streams = state.get(RANDOM_STREAMS), None
+        if streams is not None and streams.get("worker_index") == self._worker_index:
+            self._callbacks.check_at_rest("set_state() with random_streams")
+            sampler = self._read_sampler()
+            if sampler is None:
+                raise MissingEnvError
+            place_streams = sampler.steps.accept_streams(streams)
+            sampler.abandon(Discard.RESET)
+        connectors = {key: state[key] for key in PIPELINES if key in state}
+        if RL_MODULE in state:
+            epoch, seq = int(state.get("learner_epoch", 0)), int(state.get("weights_seq_no", 0))
+            if force or (epoch, seq) > self.weights_version:
+                weights = self._names.join(state[RL_MODULE], connectors)
+                self.set_weights(weights, Version(epoch, seq, str(state.get("weights_digest", ""))))
+        elif connectors:
+            self._set_connectors(connectors)
+        self._metrics.write_counters(state)
+        if place_streams is not None:
+            place_streams()

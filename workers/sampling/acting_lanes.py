@@ -1,0 +1,37 @@
+"""Which lanes act next where each env has its own time."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.intp]
+
+
+class ReadyEnvs(Protocol):
+    """The part of a `ReadyDriver` that says which lanes may act."""
+
+    @property
+    def halves(self) -> list[Rows]: ...
+    @property
+    def live(self) -> Rows | None: ...
+    @property
+    def under_way(self) -> set[int]: ...
+
+
+def next_to_act(envs: ReadyEnvs, width: int) -> Rows:
+    """Return lanes with an episode and nothing under way, in order; with halves, all of the one that waited longer."""
+    live, halves = np.zeros(width, np.bool_), envs.halves
+    live[slice(None) if envs.live is None else envs.live] = True
+    idle = live.copy()
+    idle[list(envs.under_way)] = False
+    if not halves:
+        return np.flatnonzero(idle)
+    for place, half in enumerate(halves):
+        up = half[live[half]]
+        if len(up) and idle[up].all():
+            halves.append(halves.pop(place))
+            return up
+    return np.empty(0, np.intp)

@@ -1,0 +1,416 @@
+"""The steps of envs of one agent: one policy acts for all lanes, and one fragment keeps their rows until a cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.batch import OFF_POLICY, ChunkBatch
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.errors import ConnectorError
+from headrace.schemas.ledger import Discard
+from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.connectors.vector_connectors import VectorConnectors
+from headrace.workers.envs.actions import RandomActions
+from headrace.workers.envs.driver import EnvDriver, ReadyDriver
+from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.lane import Episode, Lane
+from headrace.workers.envs.pace import Pace
+from headrace.workers.envs.stepping import Outcome
+from headrace.workers.external.vector import ExternalEpisode, ExternalVector
+from headrace.workers.metrics.timers import Timers
+from headrace.workers.metrics.totals import RunnerTotals
+from headrace.workers.policy.acting import Columns
+from headrace.workers.policy.acting_module import ActingModule
+from headrace.workers.policy.noise import ActionNoise
+from headrace.workers.randomness.seeds import NoiseUse, SeedTree
+from headrace.workers.sampling.acting_lanes import Rows, next_to_act
+from headrace.workers.sampling.cutting import Marker, Stamp, cut
+from headrace.workers.sampling.episode_view import EpisodeView, OpenRows
+from headrace.workers.sampling.fragment import Fragment, OpenChunk
+from headrace.workers.sampling.lane_streams import check_lanes, read_lanes, write_lanes
+from headrace.workers.sampling.logged_actions import put_logged
+from headrace.workers.sampling.mode import Mode
+from headrace.workers.sampling.pending import PendingFragment
+
+_NO_STATE: dict[str, NDArray[Any]] = {}
+"""One for all chunks: a dict for each, where episodes are many, makes the garbage collector work more."""
+
+
+class LaneSteps:
+    """`Steps` of one agent in each env of `envs`, which go on at `pace`.
+
+    In lock-step all live lanes act in each poll, and their rows are written without index arrays while all lanes stand
+    at the same row. At another pace an action that is not answered at a cut is the first step of the lane's next chunk,
+    and one whose episode is abandoned was no step.
+
+    Chunks of external episodes have the column "off_policy", bool (T,): True where the action was logged. There,
+    `actions` has what was done, and `logp` what the policy would have given for it, or NaN where it cannot tell.
+    """
+
+    def __init__(
+        self,
+        config: EnvRunnerConfig,
+        envs: EnvDriver,
+        pace: Pace,
+        seeds: SeedTree,
+        totals: RunnerTotals,
+        id_high: int,
+    ) -> None:
+        self.envs = envs
+        self.mode = Mode(config.explore, random_actions=False)
+        self.timers: Timers | None = None
+        self.resets = 0
+        self.answered: int | None = None if pace is Pace.LOCK_STEP else 0
+        self._pace = pace
+        self._seeds = seeds
+        self._totals = totals
+        self._id_high = id_high
+        self._width = config.num_envs
+        self._keeps_infos = config.infos == "all"
+        self._fragment: Fragment | None = None
+        self._markers: list[Marker] = []
+        self._untrained: list[tuple[float, int]] = []
+        self._on_policy = np.zeros(self._width, np.bool_)
+        """The column "off_policy" while every action is the policy's."""
+        self._is_spoilt = False
+        self._weights_seq = 0
+        self._live: Rows | None = None
+        """The lanes that act in the poll under way, in lock-step; None are all."""
+        self._chosen: Columns = {}
+        """The actions that the newest outcome answers, in columns with a row for every lane."""
+        self._policy = self._new_policy(config)
+
+    def _new_policy(self, config: EnvRunnerConfig) -> ActingModule:
+        envs, blocks = self.envs, [] if self._pace is Pace.LOCK_STEP else list(self._ready_envs.halves)
+        connectors = VectorConnectors(
+            config.env_to_module, config.module_to_env, envs.spaces, envs.observations.columns
+        )
+        streams: dict[NoiseUse, list[np.random.Generator]] = {
+            "policy": self._seeds.policy,
+            "random_actions": self._seeds.random_actions,
+        }
+        noise = ActionNoise(streams.__getitem__, in_step=self._pace is Pace.LOCK_STEP)
+        random = RandomActions(connectors.spaces.action)
+        return ActingModule(DEFAULT_MODULE_ID, envs.spaces, connectors, random, noise, blocks)
+
+    @property
+    def _ready_envs(self) -> ReadyDriver:
+        return cast(ReadyDriver, self.envs)
+
+    @property
+    def policies(self) -> dict[str, ActingModule]:
+        return {DEFAULT_MODULE_ID: self._policy}
+
+    @property
+    def is_open(self) -> bool:
+        return self._fragment is not None
+
+    @property
+    def fragment(self) -> Fragment:
+        """The fragment that is being filled."""
+        assert self._fragment is not None, "resume() opens a fragment"
+        return self._fragment
+
+    @property
+    def _pending_fragment(self) -> PendingFragment:
+        return cast(PendingFragment, self.fragment)
+
+    @property
+    def episodes_ended(self) -> int:
+        """Episodes that finished in the fragment and will be delivered."""
+        if self._pace is Pace.EXTERNAL:
+            return sum(_trains(chunk.episode) for chunk in self.fragment.ended)
+        return len(self.fragment.ended)
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether an action is not answered yet; in lock-step each is answered by the step it is sent in."""
+        return self._pace is not Pace.LOCK_STEP and bool(self._ready_envs.under_way)
+
+    def look(self, lane: Lane, episode: Episode, *, undone: bool = False) -> EpisodeView:
+        """Return how `episode` of the lane stands now, without its last row if that was `undone`."""
+        spaces = self._policy.spaces
+        chunk = self._fragment.open[lane.index] if self._fragment is not None else None
+        if chunk is None or chunk.episode is not episode:
+            return EpisodeView(episode, self._id_high, spaces)
+        stop = self.fragment.cursor(lane.index) - undone
+        columns = self.fragment.columns
+        rows = OpenRows(columns, self._policy.connectors.columns, chunk.infos, lane.index, chunk.start, stop)
+        return EpisodeView(episode, self._id_high, spaces, rows)
+
+    def look_back(self, lane: Lane, episode: Episode, failure: Failure) -> EpisodeView:
+        return self.look(lane, episode, undone=not failure.stepped)
+
+    # -- fragments and chunks that begin ------------------------------------------------------------------------------
+
+    def resume(self, mode: Mode, capacity: int) -> None:
+        """Let episodes go on in a new fragment; the info of the observation at the seam belongs to both chunks."""
+        self.mode = mode
+        self.open_fragments(capacity + capacity // 4 if self.envs.steps_to_reset else capacity)
+        for lane in self.envs.lanes:
+            episode = lane.episode
+            if episode is not None and self.fragment.open[lane.index] is None:
+                self.fragment.begin(lane.index, episode, self._state_in(lane.index))
+                info = episode.seam_info if episode.chunks else episode.reset_info
+                if info and self._keeps_infos:
+                    self.fragment.add_info(lane.index, info)
+
+    def open_fragments(self, capacity: int) -> None:
+        if self._fragment is None:
+            kind = Fragment if self._pace is Pace.LOCK_STEP else PendingFragment
+            self._fragment = kind(self._width, capacity, self._policy.connectors.columns)
+
+    def begin(self, started: Sequence[Lane]) -> None:
+        self._is_spoilt = True  # until all is done: a connector that fails has seen some lanes and not others
+        self._policy.start([lane.index for lane in started])
+        for lane in started:
+            assert lane.episode is not None, "only lanes with an episode have started"
+            self.fragment.begin(lane.index, lane.episode, self._state_in(lane.index))
+            if lane.episode.reset_info and self._keeps_infos:
+                self.fragment.add_info(lane.index, lane.episode.reset_info)
+        self._is_spoilt = False
+
+    def _state_in(self, lane: int) -> Mapping[str, NDArray[Any]]:
+        """Return what a recurrent module, if there is one and it acts, remembers of the lane."""
+        if self._policy.memory is None or self.mode.random_actions:
+            return _NO_STATE
+        pending = self._pace is not Pace.LOCK_STEP and lane in self._ready_envs.under_way
+        return self._policy.state_in(lane, pending=pending)
+
+    # -- one poll -----------------------------------------------------------------------------------------------------
+
+    def act(self, weights_seq: int) -> None:
+        self._weights_seq = weights_seq
+        if self._pace is Pace.LOCK_STEP:
+            self._live = self.envs.live
+            self.fragment.aim(self._live)
+            self._chosen = self._choose(None)
+            self.fragment.put(self._chosen)
+            self.envs.send_actions(self._chosen)
+            return
+        if self._pace is Pace.EXTERNAL:
+            acting = cast(ExternalVector, self.envs).asking
+        else:
+            acting = next_to_act(self._ready_envs, self._width)
+        if not len(acting):
+            return
+        columns = self._choose(acting)
+        if self._pace is Pace.EXTERNAL:
+            self._answer_callers(acting, columns)
+        else:
+            self._pending_fragment.act(acting, columns, weights_seq)
+            self._ready_envs.send_actions_of(acting, columns)
+
+    def _choose(self, acting: Rows | None) -> Columns:
+        mode, act = self.mode, self._policy.act
+        if self.timers is not None and not mode.random_actions:
+            act = self.timers.timed("rlmodule_inference_timer", act)
+        try:
+            return act(acting, explore=mode.explore, random_actions=mode.random_actions)
+        except ConnectorError:
+            self._is_spoilt = self._policy.memory is not None  # it remembers a step that will not be taken
+            raise
+
+    def _answer_callers(self, acting: Rows, columns: Columns) -> None:
+        """Send the actions first: the caller who asked need not wait until its step is recorded."""
+        envs = cast(ExternalVector, self.envs)
+        columns = {**columns, OFF_POLICY: self._on_policy}
+        logged = envs.logged(acting)
+        if logged:
+            module = None if self.mode.random_actions else self._policy.module
+            columns = put_logged(columns, logged, module, envs.spaces.action)
+        self._is_spoilt = True  # an action that was sent and is not recorded is no step
+        envs.send_actions_of(acting, columns)
+        self._pending_fragment.act(acting, columns, self._weights_seq)
+        self._is_spoilt = False
+
+    def take(self) -> Outcome | None:
+        poll = self.envs.poll if self.timers is None else self.timers.timed("env_step_timer", self.envs.poll)
+        outcome = poll()
+        if self._pace is Pace.LOCK_STEP:
+            self.fragment.advance(outcome.rewards, self._weights_seq)
+            self.resets += outcome.resets
+            return outcome
+        answered = outcome.lanes
+        assert answered is not None, "a ReadyDriver says which lanes have answered"
+        if not len(answered):
+            return None
+        if self._policy.connectors.sees:
+            self._chosen = self._spread(answered)
+        self._pending_fragment.answer(answered, outcome.rewards)
+        assert self.answered is not None
+        self.answered += len(answered)
+        return outcome
+
+    def _spread(self, lanes: Rows) -> Columns:
+        """Return the actions of `lanes` that are answered now, in columns with a row for every lane."""
+        chosen = {}
+        for name, rows in self._pending_fragment.chosen(lanes, self._policy.connectors.actions).items():
+            chosen[name] = np.zeros((self._width, *rows.shape[1:]), rows.dtype)
+            chosen[name][lanes] = rows
+        return chosen
+
+    def is_spoilt_by(self, error: BaseException) -> bool:
+        spoilt, self._is_spoilt = self._is_spoilt, False
+        return spoilt
+
+    def count(self, outcome: Outcome) -> None:
+        totals, stepped = self._totals, len(outcome.rewards)
+        totals.open += stepped
+        totals.stepped += stepped
+        if outcome.failures:
+            totals.stepped -= sum(not failure.stepped for failure in outcome.failures)
+        totals.env_steps = totals.stepped
+
+    def record(self, outcome: Outcome) -> None:
+        if self._policy.connectors.sees:
+            show = self._show if self.timers is None else self.timers.timed("env_to_module_timer", self._show)
+            self._is_spoilt = True  # until all is done, as in `begin`
+            show(outcome)
+            self._is_spoilt = False
+        if self._keeps_infos:
+            for lane, info in outcome.infos:
+                self.fragment.add_info(lane, info)
+
+    def _show(self, outcome: Outcome) -> None:
+        """Let the observations that have arrived pass env_to_module, those of episodes that end with them too."""
+        lanes, rewards = self._stepped_lanes(outcome), outcome.rewards
+        if outcome.failures:
+            sound = ~np.isin(lanes, [failure.lane for failure in outcome.failures])
+            lanes, rewards = lanes[sound], rewards[sound]
+        if len(lanes):
+            connectors = self._policy.connectors
+            chosen = {name: self._chosen[name][lanes] for name in connectors.actions}
+            connectors.stepped(lanes, chosen, rewards)
+
+    def _stepped_lanes(self, outcome: Outcome) -> Rows:
+        """Return the lanes to which the rewards of `outcome` belong."""
+        if outcome.lanes is not None:
+            return outcome.lanes
+        return np.arange(self._width) if self._live is None else self._live
+
+    def stepped(self, outcome: Outcome) -> Iterable[tuple[Lane, Episode]]:
+        lanes = self.envs.lanes if outcome.lanes is None else [self.envs.lanes[i] for i in outcome.lanes.tolist()]
+        return [(lane, lane.episode) for lane in lanes if lane.episode is not None]
+
+    def over(self, outcome: Outcome) -> dict[int, ChunkEnd]:
+        return dict(outcome.ended) if outcome.ended else {}
+
+    def withdraw(self, outcome: Outcome, lane: Lane) -> None:
+        outcome.ended = [(index, end) for index, end in outcome.ended if index != lane.index]
+
+    def end(self, outcome: Outcome) -> None:
+        if outcome.ended:
+            self.fragment.end(outcome.ended)
+
+    # -- steps that are lost ------------------------------------------------------------------------------------------
+
+    def lose(self, failure: Failure, *, recorded: bool) -> None:
+        lost = self.fragment.abort(failure.lane)
+        assert lost is not None, "only an env with an episode is stepped"
+        episode, rows = lost
+        failure.discarded = rows if failure.stepped else rows - 1
+        failure.at = f"step {episode.steps + rows} of episode {self._id_high:016x}{episode.id_low:016x}"
+        self._totals.open -= rows
+        self._totals.discard(failure.reason, failure.discarded)
+        if episode.chunks:
+            self._markers.append(Marker(episode, failure.reason))
+
+    def lose_open(self, reason: Discard) -> None:
+        for lane in self.envs.lanes:
+            episode = lane.episode
+            if episode is None:
+                continue
+            lost = self._fragment.abort(lane.index) if self._fragment is not None else None
+            if lost is not None:
+                self._totals.open -= lost[1]
+                self._totals.discard(reason, lost[1])
+            if episode.chunks:
+                self._markers.append(Marker(episode, reason))
+
+    def lose_ended(self, reason: Discard) -> None:
+        ended = self._fragment.ended if self._fragment is not None else []
+        self._markers += [Marker(chunk.episode, reason) for chunk in ended if chunk.episode.chunks]
+        self._totals.discard(reason, self._totals.open)
+        self._totals.open = 0
+        self._fragment = None
+
+    def rebuild(self, config: EnvRunnerConfig) -> None:
+        self.envs.build(config)
+        earlier, self._policy = self._policy, self._new_policy(config)
+        self._policy.take_connectors_of(earlier)
+
+    # -- the end of a fragment ----------------------------------------------------------------------------------------
+
+    def cut(self, stamp: Stamp, *, keep_open: bool) -> tuple[Sequence[OpenChunk], ChunkBatch]:
+        """Return what is to be delivered: chunks, and the batch whose first rows they are; then come end markers."""
+        fragment, markers = self.fragment, self._markers
+        chunks, self._fragment = self._take_chunks(keep_open)
+        self._markers = []
+        batch = cut(fragment, chunks, markers, self._policy.spaces, stamp)
+        self._totals.open -= batch.steps
+        self._totals.delivered += batch.steps
+        self._totals.env_steps_delivered = self._totals.delivered
+        self._totals.delivered_chunks += len(batch)
+        for chunk in chunks:
+            self.envs.lanes[chunk.lane].budget.delivered()
+            chunk.episode.seam_info = chunk.infos.get(chunk.stop - chunk.start)
+        return chunks, batch
+
+    def _take_chunks(self, keep_open: bool) -> tuple[list[OpenChunk], Fragment | None]:
+        fragment = self.fragment
+        if self._pace is Pace.LOCK_STEP:
+            return fragment.take_chunks(keep_open=keep_open)
+        chunks, moved = self._pending_fragment.take(sorted(self._ready_envs.under_way), (), keep_open=keep_open)
+        if self._pace is Pace.READY:
+            return chunks, moved
+        for chunk in chunks:
+            if not _trains(chunk.episode):
+                self._keep_back(chunk, fragment.columns["rewards"][chunk.lane, chunk.start : chunk.stop])
+        return [chunk for chunk in chunks if _trains(chunk.episode)], moved
+
+    def _keep_back(self, chunk: OpenChunk, rewards: NDArray[np.float64]) -> None:
+        """Count a chunk that is not to be trained on."""
+        episode, steps = chunk.episode, len(rewards)
+        episode.steps += steps
+        episode.episode_return += float(rewards.sum())
+        self._totals.open -= steps
+        self._totals.discard(Discard.TRAINING_DISABLED, steps)
+        self.envs.lanes[chunk.lane].budget.delivered()
+        if chunk.end is not ChunkEnd.ONGOING:
+            self._untrained.append((episode.episode_return, episode.steps))
+
+    def take_untrained(self) -> list[tuple[float, int]]:
+        """Return (return, length) of each episode without training that has ended since the last call."""
+        untrained, self._untrained = self._untrained, []
+        return untrained
+
+    # -- random streams -----------------------------------------------------------------------------------------------
+
+    def read_streams(self) -> dict[str, Any]:
+        lanes = self.envs.lanes
+        unstepped = [not len(self.look(lane, lane.episode)) if lane.episode else False for lane in lanes]
+        if not self.envs.seeds_every_episode:
+            unstepped = [False] * len(unstepped)  # what a vector began by itself cannot be begun again
+        return {"lanes": read_lanes(lanes, unstepped), **self._policy.noise.read()}
+
+    def accept_streams(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        lanes, noise = self.envs.lanes, self._policy.noise
+        check_lanes(lanes, state.get("lanes"))
+        noise.check(state)
+
+        def write() -> None:
+            write_lanes(lanes, state["lanes"])
+            noise.write(state)
+
+        return write
+
+
+def _trains(episode: Episode) -> bool:
+    assert isinstance(episode, ExternalEpisode), "an ExternalVector begins them"
+    return episode.trains

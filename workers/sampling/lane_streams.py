@@ -1,0 +1,47 @@
+"""Where the streams of a vector's lanes stand: seeds and episode numbers to come, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from headrace.workers.envs.lane import Lane
+from headrace.workers.randomness.streams import check_array, read_streams, write_streams
+
+
+def read_lanes(lanes: Sequence[Lane], unstepped: Sequence[bool]) -> dict[str, Any]:
+    """Return seeds and episode numbers to come; an `unstepped` episode is yet to come, with its seed and number.
+
+    streams: uint64 (lanes, 6). seeds: int64, those drawn and not used, lane after lane, each lane's next one last;
+    `ahead`, int64 (lanes,), says how many of them each lane has. episodes: int64 (lanes,), numbers used up.
+    """
+    ahead, numbers = [], []
+    for lane, is_unstepped in zip(lanes, unstepped, strict=True):
+        episode = lane.episode if is_unstepped else None
+        ahead.append([*lane.seeds.ahead, episode.seed] if episode is not None else lane.seeds.ahead)
+        numbers.append(lane.episodes_begun if episode is None else episode.number)
+    return {
+        "streams": read_streams([lane.seeds.stream for lane in lanes]),
+        "seeds": np.array([seed for row in ahead for seed in row], np.int64),
+        "ahead": np.array([len(row) for row in ahead], np.int64),
+        "episodes": np.array(numbers, np.int64),
+    }
+
+
+def write_lanes(lanes: Sequence[Lane], state: Mapping[str, Any]) -> None:
+    """Let `lanes` go on as `read_lanes` found it; episode numbers never go back, since ids are unique for ever."""
+    write_streams([lane.seeds.stream for lane in lanes], state["streams"])
+    rows = np.split(state["seeds"], np.cumsum(state["ahead"])[:-1])
+    for lane, row, number in zip(lanes, rows, state["episodes"].tolist(), strict=True):
+        lane.seeds.ahead = row.tolist()
+        lane.episodes_begun = max(lane.episodes_begun, number)
+
+
+def check_lanes(lanes: Sequence[Lane], state: Any) -> None:
+    """Raise `StateError` unless `write_lanes` can take `state`."""
+    ahead = check_array(state, "lanes", "ahead", np.int64, (len(lanes),))
+    check_array(state, "lanes", "streams", np.uint64, (len(lanes), 6))
+    check_array(state, "lanes", "episodes", np.int64, (len(lanes),))
+    check_array(state, "lanes", "seeds", np.int64, (int(ahead.sum()),))

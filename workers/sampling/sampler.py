@@ -1,0 +1,231 @@
+"""The life of episodes, written once: they begin, are stepped, end, fail, are abandoned and cut."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any, Generic
+
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.ledger import Discard
+from headrace.workers.callbacks import CallbackList
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.failures import Failure
+from headrace.workers.metrics.totals import RunnerTotals
+from headrace.workers.policy.policies import PolicyMappingError
+from headrace.workers.sampling.cutting import Stamp
+from headrace.workers.sampling.episode_events import EpisodeEvents
+from headrace.workers.sampling.episode_starts import EpisodeStarts
+from headrace.workers.sampling.mode import Mode
+from headrace.workers.sampling.patience import Patience
+from headrace.workers.sampling.steps import AnyOutcome, Cut_co, Envs, Steps
+
+
+class Sampler(Generic[AnyOutcome, Cut_co]):
+    """Samples a vector poll by poll, of one agent or several, at whatever pace its envs go on.
+
+        begin ── poll, poll, poll ... ── cut        an episode: begin, step, end
+                      │                                         └─ abort (its env or a callback failed), rebuild
+                      └─ spoilt: all open steps are lost        └─ abandon (a reset, another mode, the end)
+
+    With `patience` the episodes drive themselves: a poll first takes what came, and then answers it at once, so that
+    nobody who asks waits for what is done between two polls.
+    """
+
+    def __init__(
+        self,
+        config: EnvRunnerConfig,
+        envs: Envs,
+        steps: Steps[AnyOutcome, Cut_co],
+        totals: RunnerTotals,
+        callbacks: CallbackList,
+        patience: Patience | None = None,
+    ) -> None:
+        self.envs = envs
+        self.steps = steps
+        self.needs_reset = True
+        self._patience = patience
+        self._totals = totals
+        self._width = config.num_envs
+        self._events = EpisodeEvents(callbacks, steps.look)
+        self._start_episodes = EpisodeStarts(envs, self._events, steps.begin, partial(self._abort, recorded=True))
+        envs.on_episode_created = self._events.created if self._events.watches_created else None
+        envs.on_failure = self._events.failed if self._events.watches_failures else None
+
+    @property
+    def resets_envs(self) -> bool:
+        """Whether whole episodes are sampled from a reset of all envs on: nobody can reset external ones."""
+        return self._patience is None
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether a fragment is to be cut although it is not full: external steps may come late or never."""
+        return self._patience is not None and self._patience.is_overdue
+
+    def use(self, modules: Mapping[str, Any], count_steps: Callable[[], int]) -> None:
+        """Act with `modules`; see `ActingModule.use`.
+
+        Steps that were not cut yet are lost where any module remembers, since its memory begins empty.
+        """
+        policies = self.steps.policies
+        remembers = any(policy.memory is not None for policy in policies.values())
+        for module_id, module in modules.items():
+            policies[module_id].use(module, count_steps)
+        remembers = remembers or any(policy.memory is not None for policy in policies.values())
+        if remembers and self.steps.is_open:
+            self._drop_steps()
+
+    def begin(self, mode: Mode, capacity: int, *, force_reset: bool) -> None:
+        """Have fragments for steps of this `mode`, and an episode in every env. Raises `PolicyMappingError`."""
+        if mode != self.steps.mode and self.steps.is_open:
+            self._drop_steps()  # columns and flags of a batch are of one mode
+        self.steps.resume(mode, capacity)
+        if force_reset or self.needs_reset:
+            self.abandon(Discard.RESET)
+            self.needs_reset = False
+            try:
+                self.envs.try_reset(range(self._width))
+                self._start_episodes(self.envs.try_restart)
+            except BaseException as error:
+                self._clear_up(error)
+                raise
+        if self._patience is not None:
+            self._patience.begin()
+
+    # -- one poll -----------------------------------------------------------------------------------------------------
+
+    def poll(
+        self, weights_seq: int, *, on_wait: Callable[[], None] | None = None, stop_at_episodes: int | None = None
+    ) -> None:
+        """Have the envs that can act do so, and take in what came of it; the next episode begins where one ended.
+
+        With `stop_at_episodes` none is begun once so many have ended. May sleep while no env is up at all. Raises what
+        `EnvDriver.try_restart` and `Patience.check` raise, `ModuleError`, `ConnectorError` and `PolicyMappingError`.
+        The books are right even then, and the next poll goes on.
+        """
+        timers = self._totals.timers
+        self.steps.timers = timers if timers.is_due() else None
+        try:
+            if self._patience is None:
+                self._repair(on_wait)
+                self.steps.act(weights_seq)
+                self._take(stop_at_episodes)
+            else:
+                self._patience.check()
+                self._take(stop_at_episodes)
+                self._repair(on_wait)
+                self.steps.act(weights_seq)
+        except BaseException as error:
+            self._clear_up(error)
+            raise
+
+    def _clear_up(self, error: BaseException) -> None:
+        """Some lanes were stepped, reset or seen by a connector before the `error`, and others not."""
+        if isinstance(error, PolicyMappingError):
+            self.abandon(Discard.RESET)
+        elif self.steps.is_spoilt_by(error):
+            self._drop_steps()
+
+    def _repair(self, on_wait: Callable[[], None] | None) -> None:
+        """Bring back what may be brought back; waits while no env is up at all."""
+        self.envs.on_wait = on_wait
+        if self.envs.repairing:
+            self.envs.wait_for_one(self._start_episodes, on_wait)
+
+    def _take(self, stop_at_episodes: int | None) -> None:
+        steps, events = self.steps, self._events
+        outcome = steps.take()
+        if outcome is None:
+            return
+        steps.count(outcome)
+        for failure in outcome.failures:
+            self._abort(failure)
+        steps.record(outcome)
+        over = steps.over(outcome)
+        if events.watches_steps or (over and events.watches_ends):
+            self._tell_steps(outcome)
+            over = steps.over(outcome)
+        steps.end(outcome)
+        if over:
+            self._end_episodes(over, stop_at_episodes)
+        if over or outcome.failures or outcome.begun:
+            self._start_episodes(self.envs.try_restart)
+
+    def _tell_steps(self, outcome: AnyOutcome) -> None:
+        """Call back for steps and ends. A callback that raises makes a failure of its lane."""
+        over, watches_steps = dict(self.steps.over(outcome)), self._events.watches_steps
+        for lane, episode in self.steps.stepped(outcome):
+            end = over.get(lane.index, ChunkEnd.ONGOING)
+            if (
+                lane.episode is None
+                or lane.episode is not episode
+                or not (watches_steps or end is not ChunkEnd.ONGOING)
+            ):
+                continue
+            error = self._events.stepped(lane, episode, end)
+            if error is not None:
+                self.steps.withdraw(outcome, lane)
+                outcome.failures.append(Failure(lane.index, error, stepped=True))
+                self._abort(outcome.failures[-1], recorded=True)
+
+    # -- episodes that end, fail and are abandoned --------------------------------------------------------------------
+
+    def _end_episodes(self, over: Collection[int], stop_at_episodes: int | None) -> None:
+        now = time.perf_counter()
+        for index in over:
+            lane = self.envs.lanes[index]
+            lane.budget.delivered()
+            if lane.episode is not None:
+                lane.episode.ended_at = now
+        self._totals.episodes += len(over)
+        self.envs.end_episodes(list(over))
+        if stop_at_episodes is None or self.steps.episodes_ended < stop_at_episodes:
+            self._totals.timers.timed("env_reset_timer", self.envs.try_reset)(list(over))
+
+    def _abort(self, failure: Failure, *, recorded: bool = False) -> None:
+        """The env or a callback failed: its open steps are lost under the failure's reason, and its episode is over.
+
+        `recorded` says that the last step was recorded already.
+        """
+        lane = self.envs.lanes[failure.lane]
+        if self._events.watches_failures and lane.episode is not None:
+            failure.view = self.steps.look_back(lane, lane.episode, failure)
+            self._events.aborted(failure.view, failure.reason)
+        self.steps.lose(failure, recorded=recorded)
+        self.envs.end_episodes([failure.lane])
+        self.envs.fail(failure)
+
+    def abandon(self, reason: Discard) -> None:
+        """Every open episode is over: its undelivered steps are lost under `reason`, delivered parts get a marker."""
+        if self._events.watches_failures:
+            for lane in self.envs.lanes:
+                if lane.episode is not None:
+                    self._events.aborted(self.steps.look(lane, lane.episode), reason)
+        self.steps.lose_open(reason)
+        self.envs.end_episodes(range(len(self.envs.lanes)))
+        self.needs_reset = True
+
+    def finish(self, reason: Discard) -> None:
+        """`abandon`, with fragments for `cut` to deliver what had finished and to tell of the rest."""
+        self.abandon(reason)
+        self.steps.open_fragments(1)
+
+    def _drop_steps(self) -> None:
+        self.abandon(Discard.RESET)
+        self.steps.lose_ended(Discard.RESET)
+
+    # -- cut, rebuild, close ------------------------------------------------------------------------------------------
+
+    def cut(self, stamp: Stamp, *, keep_open: bool) -> Cut_co:
+        """Return what is to be delivered; with `keep_open` whole episodes only."""
+        return self.steps.cut(stamp, keep_open=keep_open)
+
+    def rebuild(self, config: EnvRunnerConfig) -> None:
+        """Build all envs again; steps that were not cut yet are lost, since spaces may be others now."""
+        self._drop_steps()
+        self.steps.rebuild(config)
+
+    def close(self) -> None:
+        """Close all envs."""
+        self.envs.stop()

@@ -1,0 +1,449 @@
+"""The steps of several agents in each env: each module acts for its seats, and a fragment of its own keeps their rows.
+
+An agent step counts when the env has taken the action. It stands open, pending or in a row, until it is cut or lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.batch import OFF_POLICY, ChunkBatch
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.errors import ConnectorError, ModuleError
+from headrace.schemas.ledger import Discard
+from headrace.workers.agents.episodes import AgentEpisode, MultiAgentEpisode, Seat
+from headrace.workers.agents.module_seats import ModuleSeats
+from headrace.workers.agents.outcomes import StepOutcome
+from headrace.workers.agents.seat_streams import check_seats, read_seats, write_seats
+from headrace.workers.agents.turns import Part, Turn, parts_of, turn_of
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.actions import to_env_form
+from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.lane import Lane
+from headrace.workers.envs.pace import Pace
+from headrace.workers.metrics.timers import Timers
+from headrace.workers.metrics.totals import RunnerTotals
+from headrace.workers.modules.action_masks import MASK
+from headrace.workers.policy.acting import Columns
+from headrace.workers.policy.acting_module import ActingModule
+from headrace.workers.randomness.seeds import SeedTree
+from headrace.workers.sampling.acting_lanes import next_to_act
+from headrace.workers.sampling.agent_views import MultiAgentEpisodeView
+from headrace.workers.sampling.cutting import Marker, Stamp
+from headrace.workers.sampling.fragment import OpenChunk
+from headrace.workers.sampling.lane_streams import check_lanes, read_lanes, write_lanes
+from headrace.workers.sampling.logged_actions import put_logged
+from headrace.workers.sampling.lost_steps import LostRewards, lose_ended, lose_episode
+from headrace.workers.sampling.mode import Mode
+from headrace.workers.sampling.module_batches import ModuleBatches
+from headrace.workers.sampling.seat_cutting import cut_seats
+from headrace.workers.sampling.seat_fragment import SeatFragment
+
+Taken = tuple[list[MultiAgentEpisode], ModuleBatches]
+"""What a cut takes: the episodes that have ended, and what is to be delivered, by module."""
+
+
+class SeatSteps:
+    """`Steps` of the agents of `envs`, which go on at `pace`; each module's seats have one fragment.
+
+    `observed_more`, of the last cut: (agent, module) -> how many more observations than actions it delivered.
+    Chunks of external episodes have the column "off_policy": see `LaneSteps`.
+    """
+
+    def __init__(
+        self, config: EnvRunnerConfig, envs: Any, pace: Pace, seeds: SeedTree, totals: RunnerTotals, id_high: int
+    ) -> None:
+        self.envs = envs
+        self.mode = Mode(config.explore, random_actions=False)
+        self.timers: Timers | None = None
+        self.resets = 0
+        """No poll is a reset only: an env that has ended its episode is reset between two."""
+        self.answered: int | None = None if pace is Pace.LOCK_STEP else 0
+        self.lost_rewards = LostRewards()
+        self.observed_more: dict[tuple[str, str], int] = {}
+        self._pace = pace
+        self._seeds = seeds
+        self._totals = totals
+        self._id_high = id_high
+        self._width = config.num_envs
+        self._keeps_infos = config.infos == "all"
+        self._fragments: dict[str, SeatFragment] = {}
+        self._capacity: int | None = None
+        """Room in new fragments; None before sampling, and when all steps were given up."""
+        self._markers: dict[str, list[Marker]] = {}
+        self._over: list[MultiAgentEpisode] = []
+        """Episodes that ended since the last cut."""
+        self._turn: Turn | None = None
+        """The seats that acted in the newest poll, and the actions they chose."""
+        self._actions: list[Any] = []
+        self._follow_modules()
+
+    def _follow_modules(self) -> None:
+        for module in self._modules:
+            module.on_widen = partial(self._follow, module)
+            self._markers.setdefault(module.module_id, [])
+
+    def _follow(self, module: ModuleSeats) -> None:
+        """The module has more seats: make room for their steps."""
+        fragment = self._fragments.get(module.module_id)
+        if fragment is not None:
+            fragment.widen(module.policy.connectors.columns)
+        elif self._capacity is not None:
+            self.open_fragments(self._capacity)
+
+    @property
+    def _modules(self) -> Iterable[ModuleSeats]:
+        modules: dict[str, ModuleSeats] = self.envs.modules
+        return modules.values()
+
+    @property
+    def policies(self) -> dict[str, ActingModule]:
+        return {module.module_id: module.policy for module in self._modules}
+
+    @property
+    def episodes(self) -> Iterator[MultiAgentEpisode]:
+        """The episodes that go on, by env."""
+        return (lane.episode for lane in self.envs.lanes if isinstance(lane.episode, MultiAgentEpisode))
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._fragments)
+
+    @property
+    def episodes_ended(self) -> int:
+        return sum(episode.trains for episode in self._over)
+
+    @property
+    def has_pending(self) -> bool:
+        if self._pace is not Pace.LOCK_STEP and self.envs.under_way:
+            return True
+        return any(seat.hangs for episode in self.episodes for seat in episode.seats.values())
+
+    def _fragment(self, seat: Seat) -> SeatFragment:
+        return self._fragments[seat.module.module_id]
+
+    def look(self, lane: Lane, episode: MultiAgentEpisode) -> MultiAgentEpisodeView:
+        return MultiAgentEpisodeView(episode, self._id_high, self._fragments)
+
+    def look_back(self, lane: Lane, episode: MultiAgentEpisode, failure: Failure) -> MultiAgentEpisodeView:
+        return self.look(lane, episode).lasting()
+
+    # -- fragments and chunks that begin ------------------------------------------------------------------------------
+
+    def resume(self, mode: Mode, capacity: int) -> None:
+        """Let agents go on in new fragments; the info of the observation at the seam belongs to both chunks."""
+        self.mode = mode
+        self.open_fragments(capacity)
+        for episode in self.episodes:
+            for seat in episode.seats.values():
+                if not seat.done and self._fragment(seat).open[seat.row] is None:
+                    self._fragment(seat).begin(seat.row, seat.episode, self._state_in(seat))
+                    if seat.episode.seam_info:
+                        self._fragment(seat).add_info(seat.row, seat.episode.seam_info)
+
+    def open_fragments(self, capacity: int) -> None:
+        self._capacity = capacity
+        for module in self._modules:
+            if module.width and module.module_id not in self._fragments:
+                columns = module.policy.connectors.columns
+                self._fragments[module.module_id] = SeatFragment(module.width, capacity, columns)
+
+    def begin(self, started: Sequence[Lane]) -> None:
+        episodes = [cast(MultiAgentEpisode, lane.episode) for lane in started]
+        self._begin_seats([seat for episode in episodes for seat in episode.acting])
+        for episode in episodes:
+            for seat in episode.acting:
+                if seat.agent in episode.reset_info:
+                    self._take_info(seat, episode.reset_info[seat.agent])
+
+    def _begin_seats(self, seats: Sequence[Seat]) -> None:
+        """Agents have appeared, and their first observations arrived."""
+        for part in parts_of(seats):
+            part.module.policy.start(part.rows)
+        for seat in seats:
+            seat.module.random.forget(seat.row)
+            self._fragment(seat).begin(seat.row, seat.episode, self._state_in(seat))
+
+    def _state_in(self, seat: Seat) -> dict[str, NDArray[Any]]:
+        return {} if self.mode.random_actions else seat.module.policy.state_in(seat.row, pending=seat.is_awaited)
+
+    # -- one poll -----------------------------------------------------------------------------------------------------
+
+    def act(self, weights_seq: int) -> None:
+        choose: Callable[[Turn, int], list[Any]] = self._choose
+        if self.timers is not None and not self.mode.random_actions:
+            choose = self.timers.timed("rlmodule_inference_timer", choose)
+        if self._pace is Pace.LOCK_STEP:
+            self._turn = turn = self.envs.turn()
+            self._actions = choose(turn, weights_seq)
+            return
+        acting = next_to_act(self.envs, self._width)
+        if len(acting):
+            turn = turn_of([self.envs.lanes[index] for index in acting.tolist()])
+            self.envs.send(turn, choose(turn, weights_seq))
+
+    def _choose(self, turn: Turn, weights_seq: int) -> list[Any]:
+        """Let each module act once for all its seats; returns actions in the order of the seats of `turn`."""
+        actions: list[Any] = [None] * len(turn.seats)
+        for part in turn.parts:
+            module, rows = part.module, part.rows
+            columns = self._columns_of(turn, part)
+            fragment = self._fragments[module.module_id]
+            fragment.act_at(rows, columns, weights_seq, part.of_array(turn.env_t))
+            root = "actions_for_env" if any(name.startswith("actions_for_env") for name in columns) else "actions"
+            sent = {name: column[rows] for name, column in columns.items() if name.startswith(root)}
+            formed = to_env_form(module.env_spaces.action, sent, root)
+            if part.places is None:
+                return formed
+            for place, action in zip(part.places.tolist(), formed, strict=True):
+                actions[place] = action
+        return actions
+
+    def _columns_of(self, turn: Turn, part: Part) -> Columns:
+        """Return what the module of `part` has its seats do, in columns with a row for each of its seats."""
+        policy = part.module.policy
+        columns = policy.act(part.rows, explore=self.mode.explore, random_actions=self.mode.random_actions)
+        if self._pace is not Pace.EXTERNAL:
+            return columns
+        columns = {**columns, OFF_POLICY: np.zeros(part.module.width, np.bool_)}
+        logged = self.envs.logged(part.of(turn.seats))
+        if logged:
+            module = None if self.mode.random_actions else policy.module
+            columns = put_logged(columns, logged, module, part.module.env_spaces.action)
+        return columns
+
+    def take(self) -> StepOutcome | None:
+        if self._pace is Pace.LOCK_STEP:
+            step = self.envs.step if self.timers is None else self.timers.timed("env_step_timer", self.envs.step)
+            stepped: StepOutcome = step(self._turn, self._actions)
+            return stepped
+        take = self.envs.take if self.timers is None else self.timers.timed("env_step_timer", self.envs.take)
+        turn: Turn
+        outcome: StepOutcome
+        turn, outcome = take()
+        self._turn = turn
+        if not turn.lanes:
+            return None
+        assert self.answered is not None
+        self.answered += len(turn.lanes)
+        return outcome
+
+    def is_spoilt_by(self, error: BaseException) -> bool:
+        """A connector's error spoils them; a module's does where a memory may hold a step that will not be taken."""
+        remembers = any(policy.memory is not None for policy in self.policies.values())
+        return isinstance(error, ConnectorError) or (isinstance(error, ModuleError) and remembers)
+
+    def count(self, outcome: StepOutcome) -> None:
+        """The seats of the turn acted; where an env raised, its agents' actions were not taken."""
+        turn = self._newest_turn
+        raised = [failure.lane for failure in outcome.failures if not failure.stepped]
+        untaken = sum(len(episode.acting) for lane, episode in turn.lanes if lane.index in raised) if raised else 0
+        self._totals.stepped += len(turn.seats) - untaken
+        self._totals.open += len(turn.seats) - untaken
+        self._totals.env_steps += len(turn.lanes) - len(raised)
+
+    @property
+    def _newest_turn(self) -> Turn:
+        assert self._turn is not None, "a poll has a turn"
+        return self._turn
+
+    def record(self, outcome: StepOutcome) -> None:
+        """Write what the last step brought for the seats, as far as they go on or have just begun."""
+        for part in parts_of(outcome.answered):
+            unseen = [seat.row for seat in outcome.unseen if seat.module is part.module] if outcome.unseen else ()
+            self._answer(part, part.of_array(outcome.rewards), unseen)
+        if outcome.newcomers:
+            self._begin_seats(outcome.newcomers)
+        for seat, info in outcome.infos:
+            self._take_info(seat, info)
+        for seat in outcome.dropped:
+            self._totals.open -= 1
+            self._totals.discard(Discard.ENV_BAD_DATA, 1, env_steps=0)
+            self.lost_rewards.final_steps_dropped += 1
+            self.lost_rewards.add(seat.reward)
+            seat.hangs, seat.reward = False, 0.0
+        self.lost_rewards.final_observations_repeated += outcome.repeated
+
+    def _answer(self, part: Part, rewards: NDArray[np.float64], unseen: Sequence[int]) -> None:
+        """The last actions of a module's seats are answered by what these see now; `unseen` rows see nothing new."""
+        fragment, connectors, rows = self._fragments[part.module.module_id], part.module.policy.connectors, part.rows
+        if connectors.sees:
+            new = ~np.isin(rows, unseen) if unseen else slice(None)
+            seen = rows[new]
+            chosen = fragment.chosen(seen, connectors.actions)
+            if len(seen):
+                connectors.stepped(seen, chosen, rewards[new])
+        fragment.answer(rows, rewards)
+
+    def _take_info(self, seat: Seat, info: dict[str, Any]) -> None:
+        """Keep the info that came with what the seat sees now. An info without an observation belongs to no step."""
+        if seat.hangs:
+            return
+        if MASK in info and not seat.done:
+            seat.module.random.tell(seat.row, info[MASK])
+        if self._keeps_infos:
+            self._fragment(seat).add_info(seat.row, info)
+
+    def stepped(self, outcome: StepOutcome) -> Iterable[tuple[Lane, MultiAgentEpisode]]:
+        return self._newest_turn.lanes
+
+    def over(self, outcome: StepOutcome) -> Mapping[int, ChunkEnd]:
+        return outcome.over
+
+    def withdraw(self, outcome: StepOutcome, lane: Lane) -> None:
+        outcome.over.pop(lane.index, None)
+        outcome.ended = [(seat, end) for seat, end in outcome.ended if seat.episode.whole is not lane.episode]
+
+    def end(self, outcome: StepOutcome) -> None:
+        for part in parts_of([seat for seat, _ in outcome.ended]):
+            self._end_seats(part.module.module_id, part.of(outcome.ended))
+        for index in outcome.over:
+            episode = self.envs.lanes[index].episode
+            assert isinstance(episode, MultiAgentEpisode)
+            for reward in episode.early_rewards.values():
+                self.lost_rewards.add(reward)
+            self._over.append(episode)
+
+    def _end_seats(self, module_id: str, ended: Sequence[tuple[Seat, ChunkEnd]]) -> None:
+        fragment = self._fragments[module_id]
+        for seat, _ in ended:
+            chunk = fragment.open[seat.row]
+            is_empty = chunk is not None and fragment.cursor(seat.row) == chunk.start
+            if is_empty and seat.episode.chunks:  # its last step was dropped, and it was the only one
+                self._markers[module_id].append(Marker(seat.episode, Discard.ENV_BAD_DATA))
+        fragment.end([(seat.row, end) for seat, end in ended])
+
+    # -- steps that are lost ------------------------------------------------------------------------------------------
+
+    def lose(self, failure: Failure, *, recorded: bool) -> None:
+        episode = self.envs.lanes[failure.lane].episode
+        assert isinstance(episode, MultiAgentEpisode), "only an env with an episode is stepped"
+        unrecorded = [] if recorded else episode.acting
+        lost = lose_episode(episode, failure.reason, self._fragments, self._markers, unrecorded)
+        lost += len(unrecorded) * failure.stepped
+        failure.discarded = lost
+        failure.at = f"step {episode.t + (not failure.stepped)} of episode {self._id_high:016x}{episode.id_low:016x}"
+        self._totals.open -= lost
+        self._totals.discard(failure.reason, lost, episode.t - episode.t_cut)
+
+    def lose_open(self, reason: Discard) -> None:
+        """See `Steps`. Agents that were done in an episode that goes on lose their steps too."""
+        lost = sum(lose_episode(episode, reason, self._fragments, self._markers) for episode in self.episodes)
+        for module_id, fragment in self._fragments.items():
+            lost += lose_ended(fragment, self._goes_on, reason, self._markers[module_id])
+        self._totals.open -= lost
+        self._totals.discard(reason, lost, sum(episode.t - episode.t_cut for episode in self.episodes))
+
+    def lose_ended(self, reason: Discard) -> None:
+        for module_id, fragment in self._fragments.items():
+            self._markers[module_id] += [
+                Marker(chunk.episode, reason) for chunk in fragment.ended if chunk.episode.chunks
+            ]
+        self._fragments.clear()
+        self._capacity = None
+        self._totals.discard(reason, self._totals.open, sum(e.t - e.t_cut for e in self._over))
+        self._totals.open = 0
+        self._over = []
+
+    def rebuild(self, config: EnvRunnerConfig) -> None:
+        earlier = self.policies
+        self.envs.build(config)
+        self._follow_modules()
+        for module_id, policy in self.policies.items():
+            if module_id in earlier:
+                policy.take_connectors_of(earlier[module_id])
+
+    # -- the end of a fragment ----------------------------------------------------------------------------------------
+
+    def cut(self, stamp: Stamp, *, keep_open: bool) -> Taken:
+        over, self._over = self._over, []
+        open_episodes = [] if keep_open else list(self.episodes)
+        for episode in (*over, *open_episodes):
+            if episode.trains:
+                self._totals.env_steps_delivered += episode.t - episode.t_cut
+            else:
+                self._totals.discard(Discard.TRAINING_DISABLED, 0, episode.t - episode.t_cut)
+            episode.t_cut = episode.t
+        batches = {}
+        self.observed_more = {}
+        for module in self._modules:
+            fragment = self._fragments.pop(module.module_id, None)
+            if fragment is None and self._markers[module.module_id]:
+                fragment = SeatFragment(module.width, 1, module.policy.connectors.columns)
+            if fragment is not None:
+                batches[module.module_id] = self._cut_module(module, fragment, stamp, keep_open)
+        return over, ModuleBatches(batches)
+
+    def _cut_module(self, module: ModuleSeats, fragment: SeatFragment, stamp: Stamp, keep_open: bool) -> ChunkBatch:
+        module_id = module.module_id
+        seats = [seat for e in self.episodes for seat in e.seats.values() if seat.module is module]
+        pending = [seat.row for seat in seats if seat.is_awaited]
+        unfinished = [chunk for chunk in fragment.ended if self._goes_on(chunk)]
+        for seat in seats:
+            chunk = fragment.open[seat.row]
+            if chunk is not None and fragment.cursor(seat.row) == chunk.start:
+                seat.episode.seam_info = chunk.infos.get(0)  # of a chunk without a step yet, which is not cut
+        taken, moved = fragment.take(pending, unfinished, keep_open=keep_open)
+        if moved is not None:
+            self._fragments[module_id] = moved
+        chunks = self._to_deliver(fragment, taken)
+        markers, self._markers[module_id] = self._markers[module_id], []
+        batch = cut_seats(fragment, chunks, markers, module.policy.spaces, stamp, module_id)
+        self._totals.open -= batch.steps
+        self._totals.delivered += batch.steps
+        self._totals.delivered_chunks += len(batch)
+        for chunk in chunks:
+            self.envs.lanes[chunk.episode.env_index].budget.delivered()
+            chunk.episode.seam_info = chunk.infos.get(chunk.stop - chunk.start)
+            self._count_observations(module_id, cast(AgentEpisode, chunk.episode))
+        return batch
+
+    def _to_deliver(self, fragment: SeatFragment, chunks: Sequence[OpenChunk]) -> list[OpenChunk]:
+        """Return those of `chunks` that a learner is to have; the steps of the others are counted."""
+        delivered = []
+        for chunk in chunks:
+            episode = cast(AgentEpisode, chunk.episode)
+            if episode.whole is None or episode.whole.trains:
+                delivered.append(chunk)
+                continue
+            steps = chunk.stop - chunk.start
+            episode.steps += steps
+            episode.episode_return += float(fragment.columns["rewards"][chunk.lane, chunk.start : chunk.stop].sum())
+            self._totals.open -= steps
+            self._totals.discard(Discard.TRAINING_DISABLED, steps, env_steps=0)
+            self.envs.lanes[episode.env_index].budget.delivered()
+        return delivered
+
+    def _count_observations(self, module_id: str, episode: AgentEpisode) -> None:
+        if episode.observed_more:
+            key = episode.agent, module_id
+            self.observed_more[key] = self.observed_more.get(key, 0) + episode.observed_more
+            episode.observed_more = 0
+
+    def _goes_on(self, chunk: OpenChunk) -> bool:
+        """Return whether others still play in the chunk's episode."""
+        episode = cast(AgentEpisode, chunk.episode)
+        return self.envs.lanes[episode.env_index].episode is episode.whole
+
+    # -- random streams -----------------------------------------------------------------------------------------------
+
+    def read_streams(self) -> dict[str, Any]:
+        lanes = self.envs.lanes
+        unstepped = [isinstance(lane.episode, MultiAgentEpisode) and not lane.episode.t for lane in lanes]
+        return {"lanes": read_lanes(lanes, unstepped), "seats": read_seats(self._seeds.seats, self.envs.modules)}
+
+    def accept_streams(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        envs = self.envs
+        check_lanes(envs.lanes, state.get("lanes"))
+        check_seats(envs.modules, len(envs.lanes), len(envs.agents), state.get("seats"))
+
+        def write() -> None:
+            write_lanes(envs.lanes, state["lanes"])
+            write_seats(self._seeds.seats, envs.modules, state["seats"])
+
+        return write

@@ -1,0 +1,152 @@
+"""What a sampler works with: the envs of a vector, and the steps that were taken there and not cut yet.
+
+One agent's steps are kept by lane (`lane_steps.py`), those of several agents by seat (`seat_steps.py`). The sampler
+decides when episodes begin and end and who is told of it, for both alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.ledger import Discard
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.lane import Lane
+from headrace.workers.metrics.timers import Timers
+from headrace.workers.policy.acting_module import ActingModule
+from headrace.workers.sampling.cutting import Stamp
+from headrace.workers.sampling.episode_view import AnyEpisodeView
+from headrace.workers.sampling.mode import Mode
+
+
+class Envs(Protocol):
+    """A vector of envs, as far as the life of its episodes goes; see `EnvDriver`."""
+
+    on_wait: Callable[[], None] | None
+    on_episode_created: Callable[[Lane, Any], None] | None
+    on_failure: Callable[[Lane, Failure], None] | None
+    on_rebuild: Callable[[], None] | None
+
+    @property
+    def lanes(self) -> Sequence[Lane]: ...
+    @property
+    def repairing(self) -> bool: ...
+    def try_reset(self, lanes: Sequence[int]) -> None: ...
+    def try_restart(self) -> None: ...
+    def wait_for_one(
+        self, start_episodes: Callable[[Callable[[], None]], None], on_wait: Callable[[], None] | None
+    ) -> None: ...
+    def take_started(self) -> list[int]: ...
+    def end_episodes(self, lanes: Sequence[int]) -> None: ...
+    def fail(self, failure: Failure) -> None: ...
+    def stop(self) -> None: ...
+
+
+class Outcome(Protocol):
+    """What came of one poll."""
+
+    failures: list[Failure]
+    begun: bool
+    """Whether episodes began in lanes that had none."""
+
+
+AnyOutcome = TypeVar("AnyOutcome", bound=Outcome)
+Cut_co = TypeVar("Cut_co", covariant=True)
+
+
+class Steps(Protocol[AnyOutcome, Cut_co]):
+    """How steps are chosen, taken, kept and cut.
+
+    In each poll a sampler calls `act` and `take`, and with what was taken `count`, `record` and `end`. All of these may
+    raise `ConnectorError` and `ModuleError`. `is_spoilt_by` says afterwards whether the open steps must be given up.
+    """
+
+    mode: Mode
+    """How the actions of the open steps are chosen."""
+    timers: Timers | None
+    """Where the parts of the poll under way are timed; None in most polls."""
+    resets: int
+    """Times that a poll was no step for a lane, since its env used it for a reset."""
+    answered: int | None
+    """Env steps that were answered; None in lock-step, where each poll answers all."""
+
+    @property
+    def policies(self) -> Mapping[str, ActingModule]:
+        """What acts, by module id."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there may be steps that were not cut yet."""
+
+    @property
+    def episodes_ended(self) -> int:
+        """Number of episodes that finished since the last cut and will be delivered."""
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether an action waits for the observation that completes its step."""
+
+    def look(self, lane: Lane, episode: Any) -> AnyEpisodeView:
+        """Return how `episode` of the lane stands now."""
+
+    def look_back(self, lane: Lane, episode: Any, failure: Failure) -> AnyEpisodeView:
+        """Return how the episode stood when it failed. The view outlives the rows, which are given up."""
+
+    def resume(self, mode: Mode, capacity: int) -> None:
+        """Let the open episodes go on in new fragments, with room for `capacity` steps."""
+
+    def open_fragments(self, capacity: int) -> None:
+        """Make fragments where there are none."""
+
+    def begin(self, started: Sequence[Lane]) -> None:
+        """Begin the chunks of the episodes that have begun in these lanes."""
+
+    def act(self, weights_seq: int) -> None:
+        """Choose actions where some can act, and send them."""
+
+    def take(self) -> AnyOutcome | None:
+        """Return what came of actions; None if nothing did. May wait for envs, as `EnvDriver.poll` does."""
+
+    def is_spoilt_by(self, error: BaseException) -> bool:
+        """Return whether the open steps cannot be continued after `error`, which `act` to `end` or `begin` raised."""
+
+    def count(self, outcome: AnyOutcome) -> None:
+        """Count the steps that were taken."""
+
+    def record(self, outcome: AnyOutcome) -> None:
+        """Keep what the poll brought, and show it to connectors."""
+
+    def stepped(self, outcome: AnyOutcome) -> Iterable[tuple[Lane, Any]]:
+        """Return the lanes that have stepped, each with its episode."""
+
+    def over(self, outcome: AnyOutcome) -> Mapping[int, ChunkEnd]:
+        """Return how episodes have ended, by lane."""
+
+    def withdraw(self, outcome: AnyOutcome, lane: Lane) -> None:
+        """Take out the end of the lane's episode: a callback has failed there."""
+
+    def end(self, outcome: AnyOutcome) -> None:
+        """End the chunks of the episodes, or agents, that are over."""
+
+    def lose(self, failure: Failure, *, recorded: bool) -> None:
+        """Give up the open steps of a failed lane, counted by its reason. `recorded`: the last step is one of them."""
+
+    def lose_open(self, reason: Discard) -> None:
+        """Give up all open steps of episodes that have not ended; delivered parts get an end marker."""
+
+    def lose_ended(self, reason: Discard) -> None:
+        """Give up what ended since the last cut, and the fragments, when no episode goes on any more."""
+
+    def rebuild(self, config: EnvRunnerConfig) -> None:
+        """Build all envs again, for a policy of their spaces; connectors keep what they know where it fits."""
+
+    def cut(self, stamp: Stamp, *, keep_open: bool) -> Cut_co:
+        """Return what is to be delivered; with `keep_open` whole episodes only."""
+
+    def read_streams(self) -> dict[str, Any]:
+        """Return where random streams stand: plain values and arrays."""
+
+    def accept_streams(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Return what puts `state` in place. Raises `StateError` if it does not fit."""
