@@ -19,12 +19,9 @@ from headrace.schemas.recorder import Recorder
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.window import Shipment
 from headrace.workers.metrics.totals import RunnerTotals
-from headrace.workers.sampling.module_batches import ModuleBatches
+from headrace.workers.sampling.module_batches import Cut, batches_of
 
 log = logging.getLogger(__name__)
-
-Cut = ChunkBatch | ModuleBatches
-"""What a runner of one agent, or of several, cuts."""
 
 Episodes = list[tuple[float, int]]
 """(return, env steps) of finished episodes."""
@@ -164,9 +161,3 @@ class Shipper:
             env_steps=t.env_steps,
             module_steps=by_module,
         )
-
-
-def batches_of(cut: Cut) -> list[ChunkBatch]:
-    """Return the batches of a cut that have chunks."""
-    batches = [cut] if isinstance(cut, ChunkBatch) else list(cut.batches.values())
-    return [batch for batch in batches if len(batch)]

@@ -62,3 +62,13 @@ class ModuleBatches(Sequence[EpisodeChunk]):
             for agent, count in zip(batch.agents, sums.tolist(), strict=True):
                 steps[agent] = steps.get(agent, 0) + int(count)
         return steps
+
+
+Cut = ChunkBatch | ModuleBatches
+"""What a runner of one agent, or of several, cuts."""
+
+
+def batches_of(cut: Cut) -> list[ChunkBatch]:
+    """Return the batches of a cut that have chunks."""
+    batches = [cut] if isinstance(cut, ChunkBatch) else list(cut.batches.values())
+    return [batch for batch in batches if len(batch)]

@@ -25,9 +25,9 @@ from headrace.schemas.spaces import Spaces, column_dtype, leaf_size, leaves
 from headrace.schemas.wire import DEFAULT_LIMITS
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.external.calls import Answer
-from headrace.workers.fleet.shipping import Cut
 from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
 from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
+from headrace.workers.sampling.module_batches import Cut
 from headrace.workers.serving.acting.caller_driven_env import caller_driven_env
 from headrace.workers.serving.acting.shipments import AnyRunner, Shipments
 from headrace.workers.serving.acting.weights_puller import WeightsPuller

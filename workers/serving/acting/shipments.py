@@ -15,9 +15,9 @@ from headrace.schemas.ledger import Discard, WorkerTotals
 from headrace.schemas.serving_errors import MessageTooLargeError, NotYetError, UnknownSessionError
 from headrace.schemas.serving_messages import MOST_EPISODES, ChunkShipment
 from headrace.schemas.wire import Buffer
-from headrace.workers.fleet.shipping import Cut, batches_of
 from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
 from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
+from headrace.workers.sampling.module_batches import Cut, batches_of
 from headrace.workers.serving.client import PolicyClient
 
 AnyRunner = SingleAgentEnvRunner | MultiAgentEnvRunner
