@@ -68,6 +68,23 @@ def test_each_observation_passes_once_terminal_ones_and_those_at_cuts_too() -> N
     assert lane_0 == [(0, 3), (1, 3), (2, 3), (3, 2)]
 
 
+@pytest.mark.parametrize("elsewhere", [{}, {"env_placement": "process", "remote_env_batch_wait_ms": 0}])
+def test_the_terminal_observation_has_passed_when_on_episode_end_comes(elsewhere: dict[str, Any]) -> None:
+    spy, log = spying()
+    ended: list[int] = []
+
+    def look(episode: Any, env_index: int) -> None:
+        ended.append(env_index)
+        last = (False, env_index, (float(len(episode)), float(env_index)))
+        assert log.count(last) == ended.count(env_index), "each has passed, this one's too"
+
+    settings = {"env_config": {"length": 3}, "callbacks": [{"on_episode_end": look}], **elsewhere}
+    with runner("support.envs.counting:Counting", num_envs=2, env_to_module=[spy], **settings) as sampler:
+        sampler.sample(num_timesteps=40)
+        assert sampler.totals.discarded == {}, "no callback has raised"
+    assert {0, 1} <= set(ended)
+
+
 def test_chunks_hold_what_the_module_saw_across_cuts() -> None:
     scale = 0.5
 

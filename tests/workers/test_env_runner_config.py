@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import gymnasium as gym
 import pytest
 
-from headrace.schemas.errors import ConfigError, EnvContractError, EnvError, ModuleError, UnknownEnvError
-from headrace.workers import EnvContext, EnvRunnerConfig, SingleAgentEnvRunner, register_env
+from headrace.schemas.errors import (
+    ConfigError,
+    EnvContractError,
+    EnvError,
+    MissingEnvError,
+    ModuleError,
+    UnknownEnvError,
+)
+from headrace.schemas.spaces import Spaces
+from headrace.workers import EnvContext, EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner, register_env
+from headrace.workers.connectors import Connector, Rows
 from support.envs.toy import Counting, runner
+from support.runners.kinds import KINDS, Kind
 
 
 def test_unknown_setting_names_the_nearest_known_one() -> None:
@@ -41,13 +52,68 @@ def test_runner_config_is_a_copy() -> None:
         assert len(chunks[0]) == 9
 
 
-def test_runner_without_env_says_how_to_give_one() -> None:
-    with SingleAgentEnvRunner(EnvRunnerConfig()) as sampler:
+class Passing(Connector):
+    """Lets rows pass."""
+
+    def connect(self, spaces: Spaces, width: int) -> Spaces:
+        return spaces
+
+    def process(self, rows: Rows) -> Any:
+        return dict(rows.columns)
+
+
+@KINDS
+def test_what_the_caller_changes_later_changes_no_runner(kind: Kind) -> None:
+    given: dict[str, Any] = {
+        "env_config": {"length": 4, "lengths": [4, 4][: 2 * (kind.agents > 1)] or {}},
+        "module_config": {"hidden": [8]},
+        "env_to_module": [Passing],
+        "module_to_env": [Passing],
+    }
+    with kind.make(**given) as sampler:
+        own = {name: copy.deepcopy(getattr(sampler.config, name)) for name in given}
+        given["env_config"]["lengths"] = "spoilt"
+        given["module_config"]["hidden"].append(9)
+        given["env_to_module"].clear()
+        given["module_to_env"].clear()
+        assert {name: getattr(sampler.config, name) for name in given} == own
+
+
+@pytest.mark.parametrize("kind", [SingleAgentEnvRunner, MultiAgentEnvRunner])
+def test_keyword_arguments_that_a_runner_does_not_know_are_accepted(kind: Any) -> None:
+    """As RLlib's runners take `spaces=`, `tune_trial_id=` and whatever its next version passes."""
+    config = EnvRunnerConfig(policies=["shared"] if kind is MultiAgentEnvRunner else None)
+    with kind(config, 3, run_uid="test", tune_trial_id="x", spaces=None) as sampler:
+        assert sampler.worker_index == 3
+
+
+@pytest.mark.parametrize("kind", [SingleAgentEnvRunner, MultiAgentEnvRunner])
+def test_runner_without_env_says_how_to_give_one(kind: Any) -> None:
+    config = EnvRunnerConfig(policies=["shared"] if kind is MultiAgentEnvRunner else None)
+    with kind(config) as sampler:
         assert sampler.env is None
-        with pytest.raises(ValueError, match="gymnasium id"):
-            sampler.sample(num_timesteps=1)
+        assert sampler.running_episodes() == []
+        for needs_an_env in (
+            lambda: sampler.sample(num_timesteps=1),
+            sampler.sample_fragment,
+            sampler.make_module,
+            sampler.get_spaces,
+            lambda: sampler.spaces,
+        ):
+            with pytest.raises(MissingEnvError, match="gymnasium id"):
+                needs_an_env()
         with pytest.raises(ConfigError, match="no environment is configured"):
             sampler.make_env()
+
+
+def test_gymnasium_ids_are_made_without_gymnasiums_checker() -> None:
+    with runner("CartPole-v1") as sampler:
+        env, kinds = sampler.env, list[type]()
+        while isinstance(env, gym.Wrapper):
+            kinds.append(type(env))
+            env = env.env
+        assert kinds  # a limit of time, say
+        assert gym.wrappers.PassiveEnvChecker not in kinds
 
 
 @pytest.mark.parametrize("env", ["CartPole-v1", "gymnasium.envs.classic_control.cartpole:CartPoleEnv"])

@@ -69,6 +69,31 @@ def check_agent(agent: str, truth: dict[str, Any], chunks: list[EpisodeChunk]) -
     np.testing.assert_array_equal(whole.obs, expected)
 
 
+def test_the_terminal_observations_have_passed_when_on_episode_end_comes() -> None:
+    passed: list[tuple[float, ...]] = []
+    ended: list[int] = []
+
+    class Noting(Connector):
+        def connect(self, spaces: Spaces, width: int) -> Spaces:
+            return spaces
+
+        def process(self, rows: Rows) -> Any:
+            passed.extend(tuple(row) for row in rows.columns["obs"].tolist())
+            return dict(rows.columns)
+
+    def look(episode: Any, env_index: int) -> None:
+        ended.append(env_index)
+        for agent, length in ((0.0, 2.0), (1.0, 3.0)):
+            last = (length, float(env_index), agent)
+            assert passed.count(last) == ended.count(env_index), "each has passed, this one's too"
+
+    settings = {"env_config": {"lengths": [2, 3]}, "callbacks": [{"on_episode_end": look}]}
+    with multi_runner(num_envs=2, env_to_module=[Noting], **settings) as sampler:
+        sampler.sample(num_timesteps=20)
+        assert sampler.totals.discarded == {}, "no callback has raised"
+    assert {0, 1} <= set(ended)
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("num_envs", "length", "fails"), [(1, 1, 0.0), (3, 2, 0.0), (4, 7, 0.02)])
 def test_what_a_module_sees_equals_a_loop_over_each_agents_episode(

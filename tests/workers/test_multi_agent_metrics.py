@@ -47,6 +47,10 @@ def test_counters_are_the_truths() -> None:
     assert actions == report["num_actions_by_agent_lifetime"]
     assert all(acted[a] - 1 <= actions[a] <= acted[a] for a in acted)  # the last action may hang
     sampled = report["num_agent_steps_sampled"]
+    # Observations of steps, not of resets, of agents that play: one that is first seen at the end does not.
+    observed = {a: sum(int(row[0] > 0) for e in truth if e["actions"][a] for row in e["seen"][a]) for a in acted}
+    assert sampled == observed
+    assert sampled != actions
     assert sampled == report["num_agent_steps_sampled_lifetime"]
     modules = {"even": sampled["a0"] + sampled["a2"], "odd": sampled["a1"]}
     assert report["num_module_steps_sampled"] == report["num_module_steps_sampled_lifetime"] == modules

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from headrace.schemas.errors import ModuleError
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.runner.env_runner import EnvRunner
 from support.envs.toy import Counting, runner
+from support.runners.comparing import changed, equal_states
+from support.runners.kinds import KINDS, Kind
 
 
 def test_base_class_is_abstract() -> None:
@@ -73,6 +78,53 @@ def test_make_env_and_make_module_may_be_called_any_time() -> None:
         assert (marker.episode_id, marker.end_reason) == (begun.episode_id, "reset")
         assert (chunk.t_start, chunk.chunk_index) == (0, 0)
         assert chunk.episode_id != begun.episode_id
+
+
+def _weights(sampler: Any) -> Any:
+    return sampler.get_state("rl_module")["rl_module"]
+
+
+def test_make_module_builds_what_the_config_says_by_now() -> None:
+    with runner(module_config={"seed": 1}) as sampler, runner(module_config={"seed": 2}) as other:
+        sampler.config.module_config["seed"] = 2
+        assert not equal_states(_weights(sampler), _weights(other))
+        sampler.make_module()
+        assert equal_states(_weights(sampler), _weights(other))
+
+
+@KINDS
+def test_weights_that_were_given_go_with_the_module_that_had_them(kind: Kind) -> None:
+    with kind.runner(num_envs=1) as sampler:
+        built = _weights(sampler)
+        sampler.set_weights(changed(built, lambda array: array + 1), seq=4, learner_epoch=2)
+        assert sampler.weights_version == (2, 4)
+        sampler.make_module()
+        assert sampler.weights_version == (0, 0)
+        assert equal_states(_weights(sampler), built)
+
+
+@KINDS
+@pytest.mark.parametrize("learner_epoch", [1, 2])
+def test_a_version_that_does_not_fit_leaves_the_old_one_acting_under_its_own_label(
+    kind: Kind, learner_epoch: int
+) -> None:
+    """At once; or, from another learner, at the next cut, which ends what the old one chose."""
+    with kind.runner(num_envs=1, rollout_fragment_length=4) as sampler:
+        old = changed(_weights(sampler), lambda array: array + 1)
+        sampler.set_weights(old, seq=4, learner_epoch=1, digest="old")
+        strange = changed(old, lambda array: np.zeros((*array.shape, 2), np.float32))
+
+        def apply_strange() -> None:
+            sampler.set_weights(strange, seq=5, learner_epoch=learner_epoch, digest="strange")
+
+        with pytest.raises(ModuleError, match="must build the same module"):
+            sampler.sample_fragment(on_poll=apply_strange)
+        assert sampler.weights_version == (1, 4)
+        assert equal_states(_weights(sampler), old)
+        chunks = list(sampler.sample_fragment())
+        assert {(chunk.learner_epoch, chunk.weights_digest) for chunk in chunks} == {(1, "old")}
+        assert {seq for chunk in chunks for seq in chunk.weights_seq.tolist()} == {4}
+        kind.check_books(sampler)
 
 
 def test_health_and_stop() -> None:

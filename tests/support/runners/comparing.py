@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,13 @@ def equal_states(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and np.array_equal(a, b)
     return bool(a == b)
+
+
+def changed(weights: Any, change: Callable[[Any], Any]) -> Any:
+    """`weights`, of one module or by module id, with each array changed."""
+    if isinstance(weights, dict):
+        return {name: changed(own, change) for name, own in weights.items()}
+    return change(weights)
 
 
 def through_arrays(state: dict[str, Any]) -> dict[str, Any]:
