@@ -18,6 +18,7 @@ from headrace.workers.policy.policies import PolicyMappingError
 from support.envs.external_agents import Crowd, Idle, idle, pieced, see, table
 from support.envs.toy import runner
 from support.envs.toy_agents import check_books, multi_runner
+from support.runners.connectors import Echo, Halves, NextAction
 
 
 def agent_steps(length: int) -> int:
@@ -138,6 +139,27 @@ def test_every_step_says_by_which_weights_it_was_chosen() -> None:
         assert to_episode(chunks).weights_seq.tolist() == [1, 2, 3, 4]
         assert to_episode(chunks).actions.tolist() == [answer.action["a"] for answer in answers[:4]]
         assert chunks[-1].end is ChunkEnd.TRUNCATED
+
+
+def test_external_observations_and_actions_of_agents_pass_connectors_as_any_others() -> None:
+    with idle(env_to_module=[Halves], module_to_env=[NextAction], module=Echo) as sampler:
+        episodes, answers, chunks = table(sampler), list[Answer](), list[EpisodeChunk]()
+        episodes.start("one")
+        for t in range(3):
+            seen = {"a": see(t, 7)} if t == 1 else {"a": see(t, 7), "b": see(t, 9)}
+            episodes.ask("one", seen, answers.append)
+            chunks += sampler.sample_fragment()
+        episodes.end("one", {"a": see(3, 7), "b": see(3, 9)}, answers.append)
+        chunks += sampler.sample_fragment()
+        assert sampler.totals.env_failures == 0
+    lives = {agent: to_episode(parts) for (_, agent), parts in pieced(chunks).items()}
+    assert lives["a"].obs.tolist() == [[t / 2, 3.5] for t in range(4)]
+    assert lives["b"].obs.tolist() == [[t / 2, 4.5] for t in (0, 2, 3)]
+    for agent, life in lives.items():
+        assert np.array_equal(life.columns["saw"], life.obs[:-1])
+        assert np.array_equal(life.columns["actions_for_env"], (life.actions + 1) % 100)
+        told = [answer.action[agent] for answer in answers[:3] if agent in answer.action]
+        assert life.columns["actions_for_env"].tolist() == told
 
 
 def test_episodes_that_are_not_to_be_trained_on_are_counted_and_kept_back() -> None:

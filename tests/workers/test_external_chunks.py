@@ -22,6 +22,7 @@ from headrace.workers.connectors import FlattenObservations, FrameStack, Previou
 from headrace.workers.external import Answer, ExternalEnv
 from support.envs.external import Idle, Serving, idle, pieced, see, table
 from support.envs.toy import check_books, runner
+from support.runners.connectors import Echo, Halves, NextAction
 
 
 def test_every_action_comes_from_the_newest_weights_and_every_step_says_which() -> None:
@@ -198,6 +199,28 @@ def test_connectors_memory_and_callbacks_see_what_was_done() -> None:
     for chunk in chunks:
         assert chunk.state_in
     pieced(chunks)
+
+
+def test_external_observations_and_actions_pass_connectors_as_any_others() -> None:
+    with idle(env_to_module=[Halves], module_to_env=[NextAction], module=Echo) as sampler:
+        episodes, answers, chunks = table(sampler), list[Answer](), list[EpisodeChunk]()
+        for name, number in (("one", 7), ("two", 8)):
+            episodes.start(name)
+            for t in range(3):
+                episodes.ask(name, see(t, number), answers.append)
+                chunks += sampler.sample_fragment()
+            episodes.end(name, see(3, number), answers.append)
+            chunks += sampler.sample_fragment()
+        assert sampler.spaces.observation.dtype == "<f8"
+        assert sampler.totals.env_failures == 0
+    episodes_seen = [to_episode(parts) for parts in pieced(chunks).values()]
+    assert [episode.obs.tolist() for episode in episodes_seen] == [
+        [[t / 2, number / 2] for t in range(4)] for number in (7, 8)
+    ]
+    for episode, answered in zip(episodes_seen, (answers[:3], answers[4:7]), strict=True):
+        assert np.array_equal(episode.columns["saw"], episode.obs[:-1])
+        assert np.array_equal(episode.columns["actions_for_env"], (episode.actions + 1) % 100)
+        assert episode.columns["actions_for_env"].tolist() == [answer.action for answer in answered]
 
 
 def test_a_callback_that_raises_costs_its_episode_and_who_drives_it_is_told() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 
 from headrace.schemas.chunk import EpisodeChunk, to_episode
 from headrace.schemas.errors import ConfigError, ConnectorError, ModuleError
@@ -26,24 +25,7 @@ from headrace.workers.connectors import (
     TimeOneHot,
 )
 from support.envs.toy_agents import BOX, CHOICE, TakingTurns, Together, check_books, multi_runner, scheduled
-from support.runners.connectors import FailingConnector
-
-
-class Echo(torch.nn.Module):
-    """Acts by chance and answers what it saw as a column."""
-
-    noise_size, noise_kind = 1, "uniform"
-
-    def __init__(self, spaces: Spaces) -> None:
-        super().__init__()
-        assert isinstance(spaces.action, Discrete)
-        self.n = spaces.action.n
-
-    def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return {"actions": (batch["noise"][:, 0] * self.n).long(), "saw": batch["obs"].clone()}
-
-    forward_inference = forward_train = forward_exploration
-
+from support.runners.connectors import Echo, FailingConnector
 
 PIECES = [PreviousActionReward, partial(TimeOneHot, 4), partial(AgentOneHot, 5), FlattenObservations, FrameStack(3)]
 

@@ -1,10 +1,13 @@
-"""Connectors that misbehave."""
+"""Connectors for tests, sound ones and others, and a policy that answers what it saw."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from headrace.schemas.spaces import Spaces
+import numpy as np
+import torch
+
+from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.workers.connectors import (
     Connector,
     Rows,
@@ -33,3 +36,40 @@ class FailingConnector(Connector):
         if not self.widens:
             type(self).widens = True
             raise MemoryError("no room")
+
+
+class Echo(torch.nn.Module):
+    """Acts by chance and answers what it saw as a column."""
+
+    noise_size, noise_kind = 1, "uniform"
+
+    def __init__(self, spaces: Spaces) -> None:
+        super().__init__()
+        assert isinstance(spaces.action, Discrete)
+        self.n = spaces.action.n
+
+    def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {"actions": (batch["noise"][:, 0] * self.n).long(), "saw": batch["obs"].clone()}
+
+    forward_inference = forward_train = forward_exploration
+
+
+class Halves(Connector):
+    """Observations are half of the env's, as float64."""
+
+    def connect(self, spaces: Spaces, width: int) -> Spaces:
+        assert isinstance(spaces.observation, Box)
+        return Spaces(observation=Box(shape=spaces.observation.shape, dtype="<f8"), action=spaces.action)
+
+    def process(self, rows: Rows) -> Any:
+        return {"obs": rows.columns["obs"].astype(np.float64) / 2}
+
+
+class NextAction(Connector):
+    """The env gets the action after the policy's, of 100."""
+
+    def connect(self, spaces: Spaces, width: int) -> Spaces:
+        return spaces
+
+    def process(self, rows: Rows) -> Any:
+        return {"actions": (rows.columns["actions"] + 1) % 100}
