@@ -16,11 +16,12 @@ from headrace.schemas.errors import CallbackError, EnvError, FencedError, Headra
 from headrace.schemas.ledger import Discard, Drop
 from headrace.schemas.stop_event import stop_event
 from headrace.workers.fleet.membership import Membership
-from headrace.workers.fleet.shipping import Cut, Shipper
+from headrace.workers.fleet.shipping import Shipper
 from headrace.workers.policy.policies import PolicyMappingError
 from headrace.workers.runner.env_runner import EnvRunner
 from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
 from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
+from headrace.workers.sampling.module_batches import Cut
 from headrace.workers.serving.acting_channel import ActingChannel, Delivery
 from headrace.workers.serving.served_env import ServedEnvs, served_config
 
