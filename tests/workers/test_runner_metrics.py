@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner, merge_metrics
-from headrace.workers.metrics.logger import MetricsLogger, Window, build_report
+from headrace.workers.metrics.logger import FigureWindow, MetricsLogger, build_report
 from headrace.workers.metrics.runner_metrics import MOST_FINISHED, RunnerMetrics
 from headrace.workers.metrics.totals import RunnerTotals
 from support.envs.toy import Faulty, Walk, diverge, runner, with_fault
@@ -178,7 +178,7 @@ def test_reports_of_several_runners_are_that_of_one_who_sampled_it_all() -> None
 @settings(max_examples=100, deadline=None)
 def test_merging_does_not_depend_on_the_grouping(groups: list[list[float]], random: Any) -> None:
     def report(values: list[float]) -> dict[str, Any]:
-        windows = [Window((f"v_{kind}",), kind, values) for kind in ("mean", "min", "max", "p90")]
+        windows = [FigureWindow((f"v_{kind}",), kind, values) for kind in ("mean", "min", "max", "p90")]
         return build_report({("count",): len(values), ("by", "name"): len(values)}, windows)
 
     whole = report([value for group in groups for value in group])

@@ -16,7 +16,7 @@ from headrace.schemas.handshakes import CLIENT_EVENTS, Handshakes
 from headrace.schemas.keys import ClientKeys
 from headrace.schemas.messages import Ack, Fenced, Message, Reject, WorkerWelcome, read
 from headrace.schemas.wire import MAGIC, MessageKind, WireLimits, WireMessage, decode
-from headrace.workers.fleet.session import State, WorkerSession
+from headrace.workers.fleet.session import SessionState, WorkerSession
 from headrace.workers.fleet.weights import WeightsReceiver
 from headrace.workers.fleet.window import Shipment
 
@@ -62,9 +62,9 @@ class BrokerLink:
 
     def join(self, timeout_s: float) -> None:
         """Wait for the broker's WELCOME. Raises `UnreachableError`, or the error of the broker's refusal."""
-        self.wait_until(lambda: self.session.state is State.ACTIVE, timeout_s)
+        self.wait_until(lambda: self.session.state is SessionState.ACTIVE, timeout_s)
         self.raise_refusal()
-        if self.session.state is not State.ACTIVE:
+        if self.session.state is not SessionState.ACTIVE:
             raise self._handshakes.why_silent(timeout_s)
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
@@ -86,7 +86,7 @@ class BrokerLink:
     def _send(self) -> None:
         now = time.monotonic()
         self.session.tick(now)
-        pull = self.weights.request(now) if self.session.state is State.ACTIVE else None
+        pull = self.weights.request(now) if self.session.state is SessionState.ACTIVE else None
         if pull is not None:
             self._try_send(pull.frames())
         for out in self.session.take_outbox():

@@ -16,7 +16,7 @@ from headrace.schemas.module_spaces import module_spaces_to_json
 from headrace.schemas.recorder import Recorder
 from headrace.schemas.spaces import Spaces
 from headrace.workers.fleet.link import BrokerLink
-from headrace.workers.fleet.session import State, WorkerSession
+from headrace.workers.fleet.session import SessionState, WorkerSession
 from headrace.workers.fleet.weights import WeightsReceiver
 from headrace.workers.fleet.window import SessionLimits
 
@@ -88,7 +88,7 @@ class Membership:
     def leave(self, left_s: float = 1.0) -> None:
         """Send BYE, and wait up to `left_s` seconds for the broker to acknowledge it."""
         self.session.leave(Drop.SHUTDOWN)
-        if not self.link.wait_until(lambda: self.session.state is State.LEFT, left_s):
+        if not self.link.wait_until(lambda: self.session.state is SessionState.LEFT, left_s):
             log.warning("the broker did not acknowledge the end; the recorder keeps the books for the supervisor")
         self.recorder.settled(self.session.settled, self.session.accepted)
 

@@ -30,7 +30,7 @@ from headrace.schemas.runner_counters import Counters, fitting
 from headrace.workers.fleet.window import SessionLimits, Shipment, Window
 
 
-class State(Enum):
+class SessionState(Enum):
     """JOINING until the broker's WELCOME, then ACTIVE, LEAVING from BYE on. LEFT, FENCED and REFUSED are final."""
 
     JOINING = "joining"
@@ -51,7 +51,7 @@ class WorkerSession:
 
     def __init__(self, hello: WorkerHello, limits: SessionLimits) -> None:
         self.limits = limits
-        self.state = State.JOINING
+        self.state = SessionState.JOINING
         self.slot = hello.slot
         self.incarnation = hello.incarnation
         self.settled = Settled()
@@ -94,7 +94,7 @@ class WorkerSession:
     @property
     def over(self) -> bool:
         """Whether the session has ended; no message is sent any more."""
-        return self.state in (State.LEFT, State.FENCED, State.REFUSED)
+        return self.state in (SessionState.LEFT, SessionState.FENCED, SessionState.REFUSED)
 
     def has_room(self, batches: int = 1) -> bool:
         """Return whether the window has room for that many batches, which one cut gives; see `Window.has_room`."""
@@ -116,13 +116,13 @@ class WorkerSession:
     def introduce(self, spaces: dict[str, Any]) -> None:
         """Send the spaces of the envs, which are built now, in a second HELLO. The broker answers with a WELCOME."""
         self._hello = self._hello.model_copy(update={"spaces": spaces, "silence_s": 0.0})
-        self.state = State.JOINING
+        self.state = SessionState.JOINING
         self._next_send = 0.0
 
     def leave(self, reason: str) -> None:
         """Send BYE with the counts of unsettled batches, until the broker has taken it."""
-        if self.state is State.ACTIVE and self.slot is not None:
-            self.state = State.LEAVING
+        if self.state is SessionState.ACTIVE and self.slot is not None:
+            self.state = SessionState.LEAVING
             self._bye = Bye(
                 slot=self.slot,
                 incarnation=self.incarnation,
@@ -164,7 +164,7 @@ class WorkerSession:
         """Return the messages due for the broker, in order: control first, then batches as far as credit goes."""
         out: list[Outgoing] = [*self._control]
         self._control.clear()
-        if self.state is State.ACTIVE:
+        if self.state is SessionState.ACTIVE:
             last = min(self._credit, self.next_seq - 1)
             for seq in range(self._sent + 1, last + 1):
                 out.append(self._outgoing(self._window[seq]))
@@ -174,7 +174,7 @@ class WorkerSession:
     def not_sent(self) -> None:
         """Return to the last accepted batch, because the connection did not take a message. Retry HELLO if joining."""
         self._sent = self.accepted
-        if self.state is State.JOINING:
+        if self.state is SessionState.JOINING:
             self._next_send = 0.0
 
     def _outgoing(self, shipment: Shipment) -> Outgoing:
@@ -191,7 +191,7 @@ class WorkerSession:
     def _speak(self, now: float) -> None:
         interval = self.welcome.heartbeat_interval_s if self.welcome else self.limits.retry_s
         self._next_send = now + interval
-        if self.state is State.JOINING:
+        if self.state is SessionState.JOINING:
             self._next_send = now + self.limits.retry_s
             update = {
                 "slot": self.slot,
@@ -218,13 +218,13 @@ class WorkerSession:
         )
 
     def _rejoin(self, now: float) -> None:
-        self.state = State.JOINING
+        self.state = SessionState.JOINING
         self._next_send = now
 
     def _on_welcome(self, welcome: WorkerWelcome, now: float) -> None:
         self.welcome = welcome
         self.slot, self.incarnation = welcome.slot, welcome.incarnation
-        self.state = State.LEAVING if self._bye else State.ACTIVE
+        self.state = SessionState.LEAVING if self._bye else SessionState.ACTIVE
         self._progress_at = now
         self.accepted = welcome.accepted
         self._settle(welcome.settled)
@@ -236,7 +236,7 @@ class WorkerSession:
         self._next_send = now
 
     def _on_ack(self, ack: Ack, now: float) -> None:
-        if self.state is State.JOINING or (ack.slot, ack.incarnation) != (self.slot, self.incarnation):
+        if self.state is SessionState.JOINING or (ack.slot, ack.incarnation) != (self.slot, self.incarnation):
             return
         if ack.accepted > self.accepted:
             self.accepted, self._progress_at = ack.accepted, now
@@ -249,7 +249,7 @@ class WorkerSession:
         if self.limits.ack == "broker":
             self._window.let_go(self.accepted)
         if ack.closed and self._bye is not None:
-            self.state = State.LEFT
+            self.state = SessionState.LEFT
 
     def _settle(self, settled: Settled) -> None:
         self._window.forget(settled.seq)
@@ -259,14 +259,14 @@ class WorkerSession:
     def _on_fenced(self, fenced: Fenced, now: float) -> None:
         self._settle(fenced.settled)
         self.accepted = max(self.accepted, fenced.accepted)
-        self.state, self.refusal = State.FENCED, ("fenced", fenced.detail)
+        self.state, self.refusal = SessionState.FENCED, ("fenced", fenced.detail)
 
     def _on_reject(self, reject: Reject, now: float) -> None:
         if reject.seq:
             self._on_refused_batch(reject)
         elif reject.fatal:
-            self.state, self.refusal = State.REFUSED, (reject.code, reject.detail)
-        elif self.state is not State.JOINING:
+            self.state, self.refusal = SessionState.REFUSED, (reject.code, reject.detail)
+        elif self.state is not SessionState.JOINING:
             self._rejoin(now)
 
     def _on_refused_batch(self, reject: Reject) -> None:

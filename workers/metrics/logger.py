@@ -17,7 +17,7 @@ Path = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class FigureWindow:
     """The newest values behind one figure. Several figures may share them."""
 
     path: Path
@@ -82,9 +82,9 @@ class MetricsLogger:
         _reduction(reduce)
         return self._windows.setdefault(path, (reduce, deque(maxlen=1 if reduce == "item" else window)))
 
-    def windows(self) -> list[Window]:
+    def windows(self) -> list[FigureWindow]:
         """Return the windows of all figures that are reduced from single values."""
-        return [Window(path, reduce, values) for path, (reduce, values) in self._windows.items()]
+        return [FigureWindow(path, reduce, values) for path, (reduce, values) in self._windows.items()]
 
     def take_sums(self) -> dict[Path, float]:
         """Return all sums, and reset those that count since the last report."""
@@ -93,7 +93,7 @@ class MetricsLogger:
         return sums
 
 
-def build_report(sums: Mapping[Path, float], windows: Iterable[Window]) -> dict[str, Any]:
+def build_report(sums: Mapping[Path, float], windows: Iterable[FigureWindow]) -> dict[str, Any]:
     """Return figures by name, and under "windows" the values that `merge_metrics` needs.
 
     A figure without values is absent, and so is a dict without figures. No figure is ever NaN.
@@ -125,7 +125,7 @@ def merge_metrics(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         for path, number in _figures(report):
             if path not in windows:
                 sums[path] = sums.get(path, 0) + number
-    return build_report(sums, [Window(path, reduce, numbers) for (path, reduce), numbers in values.items()])
+    return build_report(sums, [FigureWindow(path, reduce, numbers) for (path, reduce), numbers in values.items()])
 
 
 def _figures(report: Mapping[str, Any], prefix: Path = ()) -> Iterator[tuple[Path, float]]:

@@ -15,7 +15,7 @@ from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import StateError
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.metrics.logger import MetricsLogger, Path, Window, build_report
+from headrace.workers.metrics.logger import FigureWindow, MetricsLogger, Path, build_report
 from headrace.workers.metrics.names import LOSS_COUNTERS, NAMED_COUNTERS, RESERVED, SINGLE_COUNTERS
 from headrace.workers.metrics.totals import RunnerTotals
 
@@ -228,20 +228,20 @@ class RunnerMetrics:
         own = [
             *self._windows(),
             *totals.timers.windows(),
-            Window(("weights_seq_no",), "max", [weights_seq] if weights_seq else []),
+            FigureWindow(("weights_seq_no",), "max", [weights_seq] if weights_seq else []),
         ]
         return build_report(sums, [*own, *self.logger.windows()])
 
-    def _windows(self) -> list[Window]:
+    def _windows(self) -> list[FigureWindow]:
         figures = [
-            Window((f"{name}_{reduce}",), reduce, values)
+            FigureWindow((f"{name}_{reduce}",), reduce, values)
             for name, values in (("episode_return", self._returns), ("episode_len", self._lengths))
             for reduce in ("mean", "min", "max")
         ]
-        figures.append(Window(("untrained_episode_return_mean",), "mean", self._untrained_returns))
-        figures.append(Window(("untrained_episode_len_mean",), "mean", self._untrained_lengths))
-        figures.append(Window(("episode_duration_sec_mean",), "mean", self._durations))
-        return figures + [Window(path, "mean", values) for path, values in self._by_name.items()]
+        figures.append(FigureWindow(("untrained_episode_return_mean",), "mean", self._untrained_returns))
+        figures.append(FigureWindow(("untrained_episode_len_mean",), "mean", self._untrained_lengths))
+        figures.append(FigureWindow(("episode_duration_sec_mean",), "mean", self._durations))
+        return figures + [FigureWindow(path, "mean", values) for path, values in self._by_name.items()]
 
 
 def _done(table: NDArray[np.void]) -> NDArray[np.bool_]:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from headrace.workers.metrics.logger import Window
+from headrace.workers.metrics.logger import FigureWindow
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,6 +66,6 @@ class Timers:
         self._ended = time.perf_counter()
         self._times["sample_timer"].append(self._ended - self._begun)
 
-    def windows(self) -> list[Window]:
+    def windows(self) -> list[FigureWindow]:
         """Return the windows for a report."""
-        return [Window((name,), "mean", times) for name, times in self._times.items()]
+        return [FigureWindow((name,), "mean", times) for name, times in self._times.items()]

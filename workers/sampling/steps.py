@@ -44,7 +44,7 @@ class Envs(Protocol):
     def stop(self) -> None: ...
 
 
-class Outcome(Protocol):
+class PollOutcome(Protocol):
     """What came of one poll."""
 
     failures: list[Failure]
@@ -52,7 +52,7 @@ class Outcome(Protocol):
     """Whether episodes began in lanes that had none."""
 
 
-AnyOutcome = TypeVar("AnyOutcome", bound=Outcome)
+AnyOutcome = TypeVar("AnyOutcome", bound=PollOutcome)
 Cut_co = TypeVar("Cut_co", covariant=True)
 
 

@@ -21,7 +21,7 @@ from headrace.learner_stub.source_progress import ArrivalKind
 from headrace.schemas.batch import BatchHeader
 from headrace.schemas.ledger import Drop, LedgerRow, Settled, WorkerTotals, plus
 from headrace.schemas.messages import Ack, HeldBatch, Message, Obituary, SourcePosition, SupervisorHello, WorkerHello
-from headrace.workers.fleet.session import State as WorkerState
+from headrace.workers.fleet.session import SessionState as WorkerState
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.window import SessionLimits, Shipment
 
