@@ -29,7 +29,7 @@ class PolicyState(Protocol[Batch]):
     def split(self, policies: Policies, state: Mapping[str, Any]) -> Parts:
         """Return the parts of what `set_weights` was given. Raises `ModuleError` for a module that is not there."""
 
-    def join(self, weights: Mapping[str, Any], connectors: Mapping[str, State]) -> dict[str, Any]:
+    def join(self, policies: Policies, weights: Mapping[str, Any], connectors: Mapping[str, State]) -> dict[str, Any]:
         """Return both parts of a state as `set_weights` takes them. Raises `StateError`."""
 
     def read_weights(self, policies: Policies) -> dict[str, Any] | None:
@@ -64,7 +64,7 @@ class OneModuleState:
             raise ModuleError("this runner has no module to take weights")
         return {DEFAULT_MODULE_ID: split_states(state)}
 
-    def join(self, weights: Mapping[str, Any], connectors: Mapping[str, State]) -> dict[str, Any]:
+    def join(self, policies: Policies, weights: Mapping[str, Any], connectors: Mapping[str, State]) -> dict[str, Any]:
         return {**weights, **join_states(connectors)}
 
     def read_weights(self, policies: Policies) -> dict[str, Any] | None:
@@ -103,9 +103,9 @@ class ModulesState:
             parts[module_id] = (weights if weights or not connectors else None), connectors
         return parts
 
-    def join(self, weights: Mapping[str, Any], connectors: Mapping[str, State]) -> dict[str, Any]:
+    def join(self, policies: Policies, weights: Mapping[str, Any], connectors: Mapping[str, State]) -> dict[str, Any]:
         if flat := [name for name, own in weights.items() if not isinstance(own, Mapping)]:
-            raise StateError(f"rl_module should have weights by module id, got {flat[0]!r:.80} at its place")
+            raise StateError(f"rl_module should have weights by module id, {sorted(policies)}, got {flat[0]!r:.80}")
         states = _by_module(connectors)
         return {
             module_id: {**weights.get(module_id, {}), **join_states(states.get(module_id, {}))}

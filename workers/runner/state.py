@@ -168,7 +168,7 @@ class RunnerState:
         if RL_MODULE in state:
             epoch, seq = int(state.get("learner_epoch", 0)), int(state.get("weights_seq_no", 0))
             if force or (epoch, seq) > self.weights_version:
-                weights = self._names.join(state[RL_MODULE], connectors)
+                weights = self._names.join(self._policies, state[RL_MODULE], connectors)
                 self.set_weights(weights, Version(epoch, seq, str(state.get("weights_digest", ""))))
         elif connectors:
             self._set_connectors(connectors)
