@@ -50,7 +50,7 @@ docs: $(READY) ## build docs/_build/html, with every warning an error
 	$(BIN)/python -m sphinx -W --keep-going -n -q -b html docs docs/_build/html
 
 bench: $(READY) ## measure against the limits, side by side; writes bench-results/
-	PYTHONPATH=tests $(BIN)/python -m bench.run
+	$(BIN)/python tests/bench/run.py
 
 golden: $(READY) ## add to tests/golden/ what a new kind of message or space, or a new case of sampling needs
 	$(BIN)/python tests/golden/golden_samples.py

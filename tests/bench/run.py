@@ -1,6 +1,6 @@
 """All benches in one run: prints a table with ratios and spread, and writes JSON.
 
-PYTHONPATH=tests python -m bench.run [--quick] [--only NAME ...] [--json FILE]
+    python tests/bench/run.py [--quick] [--only NAME ...] [--json FILE]
 """
 
 from __future__ import annotations
@@ -14,6 +14,12 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+if not __package__:  # started as a script: start again as a module, so that child processes find `bench` too
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    )
+    os.execv(sys.executable, [sys.executable, "-m", "bench.run", *sys.argv[1:]])
 
 from bench import double_buffering, env_processes, multi_agent, pipeline, sampler, serving, transport, waiting
 from bench.processes import ONE_THREAD, SPAWN
