@@ -22,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (torch first, the largest; once) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	@$(PIP) install -c constraints.txt -e ".[test]"
+	@$(PIP) install -c constraints.txt -e ".[test,docs]"
 	@touch $@
 
 run: $(READY) ## train CartPole-v1 to a mean return of 475 (about a minute on 2 cores)

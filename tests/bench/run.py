@@ -1,6 +1,6 @@
 """All benches in one run: prints a table with ratios and spread, and writes JSON.
 
-    python tests/bench/run.py [--quick] [--only NAME ...] [--json FILE]
+python tests/bench/run.py [--quick] [--only NAME ...] [--json FILE]
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import orjson
+import pytest
 from documentation.blocks import Block
 from documentation.stand_ins import STAND_INS, EnoughError
 
@@ -34,7 +35,6 @@ class Story:
         self._ports = dict(zip(ports, free_ports(len(ports)), strict=True))
         self._names: dict[str, Any] = {"__name__": "page"}
         self._running: list[subprocess.Popen[bytes]] = []
-        self._before = Path.cwd()
         self._modules = set(sys.modules)
 
     def run(self, block: Block) -> None:
@@ -99,8 +99,9 @@ class Story:
             assert not ended, f"{block.page.name}:{block.line}: no {sign.name} comes: {log.read_text()[-4000:]}"
 
     def __enter__(self) -> Self:
-        os.chdir(self.folder)
-        sys.path.insert(0, str(self.folder))
+        self._place = pytest.MonkeyPatch()
+        self._place.chdir(self.folder)
+        self._place.syspath_prepend(self.folder)  # as for a script that is started there
         return self
 
     def __exit__(
@@ -115,8 +116,7 @@ class Story:
                     ends.callback(value.stop)
 
     def _leave(self) -> None:
-        os.chdir(self._before)
-        sys.path.remove(str(self.folder))
+        self._place.undo()
         for name in set(sys.modules) - self._modules:
             if str(getattr(sys.modules[name], "__file__", None)).startswith(str(self.folder)):
                 del sys.modules[name]
