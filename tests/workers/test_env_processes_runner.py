@@ -27,7 +27,7 @@ def runner(env: str = "process_envs:Troubled", placement: str = "process", **set
 
 def pids(sampler: SingleAgentEnvRunner) -> list[int]:
     pool: Any = sampler._vector.envs
-    return list(pool._pool.pids)
+    return list(pool._backend.pids)
 
 
 def brief(chunk: EpisodeChunk) -> tuple[Any, ...]:

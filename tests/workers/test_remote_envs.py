@@ -136,9 +136,9 @@ def test_a_spare_host_takes_over_from_one_that_leaves(hosts: EnvHosts, wait_for:
     with runner(hosts, env_hosts_lease_s=1.5) as sampler:
         pool: Any = sampler._vector.envs
         hosts.start("CartPole-v1", 3)
-        wait_for(lambda: sampler.sample_fragment() and len(pool._pool.hosts) == 2, what="the spare one")
+        wait_for(lambda: sampler.sample_fragment() and len(pool._backend.hosts) == 2, what="the spare one")
         first.terminate()
-        wait_for(lambda: who_acts(sampler) == {0, 1, 2} and len(pool._pool.hosts) == 1, what="the spare one's envs")
+        wait_for(lambda: who_acts(sampler) == {0, 1, 2} and len(pool._backend.hosts) == 1, what="the spare one's envs")
         check_books(sampler)
 
 
@@ -192,7 +192,7 @@ def test_keys_open_the_port_to_env_hosts_only(hosts: EnvHosts, tmp_path: Path) -
             assert who_acts(sampler) == {0, 1, 2}
         assert refused[1].returncode == ExitCode.KEYS
         assert refused[0].poll() in (None, ExitCode.KEYS)
-        assert sampler._vector.envs._pool.hosts[0].endswith("(3 x CartPole-v1)")  # type: ignore[attr-defined]
+        assert sampler._vector.envs._backend.hosts[0].endswith("(3 x CartPole-v1)")  # type: ignore[attr-defined]
 
 
 def test_off_loopback_keys_are_required() -> None:

@@ -13,11 +13,11 @@ from headrace.workers.agents.episodes import MultiAgentEpisode
 from headrace.workers.agents.lanes import MultiAgentLanes
 from headrace.workers.agents.packing import Packing
 from headrace.workers.agents.turns import Turn
+from headrace.workers.envs.backend import EnvBackend
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
-from headrace.workers.envs.process.contract import EnvPool
+from headrace.workers.envs.placeholder import out_of_reach
 from headrace.workers.envs.process.elsewhere import ElsewhereVector
-from headrace.workers.envs.process.stand_in import elsewhere_error
 from headrace.workers.envs.process.vector import ProcessVector
 from headrace.workers.envs.remote.vector import RemoteVector
 from headrace.workers.envs.spaces import to_gym
@@ -34,18 +34,18 @@ class MultiAgentEnvElsewhere(MultiAgentEnv):
         self._index = index
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        raise elsewhere_error(self._index)
+        raise out_of_reach(self._index)
 
     def step(self, actions: AgentDict) -> Any:
-        raise elsewhere_error(self._index)
+        raise out_of_reach(self._index)
 
 
 class AgentsElsewhere(MultiAgentLanes, ElsewhereVector):
-    """Lanes of an `EnvPool` of packed envs. What those see was checked where they are."""
+    """Lanes of an `EnvBackend` of packed envs. What those see was checked where they are."""
 
     _episode_kind = MultiAgentEpisode
 
-    def _learn_spaces(self, pool: EnvPool) -> None:
+    def _learn_spaces(self, pool: EnvBackend) -> None:
         super()._learn_spaces(pool)
         self._packing = Packing.of(pool.spaces)
         by_agent = self._packing.by_agent

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import gymnasium as gym
 
@@ -12,14 +11,15 @@ from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.creators import find_creator, naming_what_failed
 from headrace.workers.envs.driver import EnvDriver, ReadyDriver
+from headrace.workers.envs.inline import CreatedEnvs, InlinePlacement
+from headrace.workers.envs.lane_table import LaneTable, context_of
 from headrace.workers.envs.native.construction import limited_construction
 from headrace.workers.envs.native.partial import PartialVector, answers_in_part
 from headrace.workers.envs.native.vector import NativeVector
-from headrace.workers.envs.process.ready import ReadyProcessVector
-from headrace.workers.envs.process.vector import ProcessVector
-from headrace.workers.envs.remote.vector import ReadyRemoteVector, RemoteVector
-from headrace.workers.envs.roster import context_of
-from headrace.workers.envs.user_vector import UserVector
+from headrace.workers.envs.pace import Pace
+from headrace.workers.envs.process.pool_placement import ProcessPlacement
+from headrace.workers.envs.remote.pool_placement import RemotePlacement
+from headrace.workers.envs.user_vector import UserVectorEnvs
 from headrace.workers.envs.vector import EnvVector
 from headrace.workers.envs.vector_env import VectorEnv
 from headrace.workers.external.env import ExternalEnv
@@ -40,17 +40,24 @@ def open_envs(
 
     `on_wait` is called now and then while nobody has come yet who could build them.
     """
+    table = LaneTable(config, worker_index, seeds, totals, callbacks)
     if config.env_placement == "remote":
-        return RemoteVector(config, worker_index, seeds, totals, callbacks, on_wait=on_wait)
+        return EnvVector(table, RemotePlacement(on_wait), Pace.LOCK_STEP)
     if config.env_placement == "process":
-        return ProcessVector(config, worker_index, seeds, totals, callbacks)
+        return EnvVector(table, ProcessPlacement(), Pace.LOCK_STEP)
     if config.gym_env_vectorize_mode is not None:
         return NativeVector(config, worker_index, seeds, totals, callbacks)
     creator, context = find_creator(config.env), context_of(config, worker_index, 0, seeds)
     with naming_what_failed(config, 0), limited_construction(config.env_construct_timeout_s):
         first = creator(context)
     check_batch_wait(config, is_external=isinstance(first, ExternalEnv))
-    return _kind_of(first)(config, worker_index, seeds, totals, callbacks, (first, context))
+    if isinstance(first, ExternalEnv):
+        return ExternalVector(config, worker_index, seeds, totals, callbacks, (first, context))
+    if isinstance(first, gym.vector.VectorEnv):
+        kind = PartialVector if answers_in_part(first) else NativeVector
+        return kind(config, worker_index, seeds, totals, callbacks, (first, context))
+    source = UserVectorEnvs() if isinstance(first, VectorEnv) else CreatedEnvs()
+    return EnvVector(table, InlinePlacement(source, (first, context)), Pace.LOCK_STEP)
 
 
 def open_ready_envs(
@@ -62,9 +69,9 @@ def open_ready_envs(
     on_wait: Callable[[], None] | None = None,
 ) -> ReadyDriver:
     """Likewise, where `config` asks for envs that are stepped each in its own time."""
-    if config.env_placement == "remote":
-        return ReadyRemoteVector(config, worker_index, seeds, totals, callbacks, on_wait=on_wait)
-    return ReadyProcessVector(config, worker_index, seeds, totals, callbacks)
+    table = LaneTable(config, worker_index, seeds, totals, callbacks)
+    remote = config.env_placement == "remote"
+    return EnvVector(table, RemotePlacement(on_wait) if remote else ProcessPlacement(), Pace.READY)
 
 
 def check_batch_wait(config: EnvRunnerConfig, *, is_external: bool) -> None:
@@ -72,11 +79,3 @@ def check_batch_wait(config: EnvRunnerConfig, *, is_external: bool) -> None:
     if config.remote_env_batch_wait_ms is not None and not is_external:
         message = "is for envs in processes and external ones; leave it out, or take env_placement = 'process'"
         raise ConfigError(message, key="remote_env_batch_wait_ms")
-
-
-def _kind_of(first: Any) -> type[EnvVector] | type[NativeVector] | type[PartialVector] | type[ExternalVector]:
-    if isinstance(first, ExternalEnv):
-        return ExternalVector
-    if isinstance(first, gym.vector.VectorEnv):
-        return PartialVector if answers_in_part(first) else NativeVector
-    return UserVector if isinstance(first, VectorEnv) else EnvVector

@@ -13,29 +13,27 @@ from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import CallbackError, EnvError
 from headrace.schemas.spaces import Spaces
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.envs.actions import action_root
+from headrace.workers.envs.backend import EnvBackend, Replies
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.lanes import Lanes
 from headrace.workers.envs.observations import Observations
-from headrace.workers.envs.process.answers import Answers
-from headrace.workers.envs.process.contract import EnvPool
-from headrace.workers.envs.process.stand_in import EnvElsewhere
+from headrace.workers.envs.placeholder import EnvPlaceholder
 from headrace.workers.envs.roster import WAIT_SLICE_S
 from headrace.workers.envs.spaces import to_gym
 from headrace.workers.envs.stepping import Outcome
 
 
 class ElsewhereVector(Lanes):
-    """Lanes of an `EnvPool`. A poll waits for every lane that was sent an action; restarts wait for nobody.
+    """Lanes of an `EnvBackend`. A poll waits for every lane that was sent an action; restarts wait for nobody.
 
     An env is reset by its process in the step that ends its episode, unless a callback is to be told before.
     """
 
     seeds_every_episode = True
     _episode_kind: type[Episode] = Episode
-    _pool: EnvPool | None = None
+    _pool: EnvBackend | None = None
 
     def build(self, config: EnvRunnerConfig, first: tuple[Any, EnvContext] | None = None) -> None:
         """See `Roster`."""
@@ -58,7 +56,7 @@ class ElsewhereVector(Lanes):
             self._learn_spaces(pool)
             for lane in self.lanes:
                 lane.due_at = None
-                if pool.has_env(lane.index):
+                if pool.env_at(lane.index) is not None:
                     lane.adopt(self._stand_in(lane.index))
                 else:
                     self._coming[lane.index] = None
@@ -69,7 +67,7 @@ class ElsewhereVector(Lanes):
             self.stop()
             raise
 
-    def _learn_spaces(self, pool: EnvPool) -> None:
+    def _learn_spaces(self, pool: EnvBackend) -> None:
         """The pool is there: this is what its envs see and do."""
         self.spaces: Spaces = pool.spaces
         self.gym_spaces = to_gym(pool.spaces.observation), to_gym(pool.spaces.action)
@@ -79,10 +77,10 @@ class ElsewhereVector(Lanes):
 
     def _stand_in(self, index: int) -> Any:
         """What is shown to whoever asks for the env."""
-        return EnvElsewhere(index, self.gym_spaces)
+        return EnvPlaceholder(index, self.gym_spaces)
 
     @abstractmethod
-    def _open_pool(self, config: EnvRunnerConfig) -> EnvPool:
+    def _open_pool(self, config: EnvRunnerConfig) -> EnvBackend:
         """A pool of `config.num_envs` lanes, whose creators are told the seeds that `_seed_for` gives."""
 
     def _seed_for(self, index: int, recreated: bool) -> int:
@@ -91,7 +89,7 @@ class ElsewhereVector(Lanes):
         return context.seed
 
     @property
-    def _running(self) -> EnvPool:
+    def _running(self) -> EnvBackend:
         assert self._pool is not None, "build() starts it"
         return self._pool
 
@@ -109,7 +107,7 @@ class ElsewhereVector(Lanes):
         if self.on_episode_created is None:
             seeds = {index: self.lanes[index].seeds.peek() for index in self._sent}
         everybody = len(self._sent) == len(self.lanes)
-        self._running.send_actions(None if everybody else self._sent, columns, action_root(columns), seeds)
+        self._running.step_async(None if everybody else self._sent, columns, seeds)
 
     def poll(self) -> Outcome:
         """See `EnvDriver`. What no env survives takes as long as its deadline."""
@@ -129,9 +127,9 @@ class ElsewhereVector(Lanes):
         self._sent = []
         return Outcome(self._rewards(failures), ended, failures, infos)
 
-    def _hear(self) -> Answers:
+    def _hear(self) -> Replies:
         """The next answers, whosever they are; `on_wait` is called now and then until there are any."""
-        while not (answers := self._running.poll(WAIT_SLICE_S, batch_wait_s=WAIT_SLICE_S)):
+        while not (answers := self._running.step_wait(WAIT_SLICE_S, batch_wait_s=WAIT_SLICE_S)):
             if self.on_wait is not None:
                 self.on_wait()
         return answers
@@ -158,7 +156,7 @@ class ElsewhereVector(Lanes):
             if seed == episode.seed:
                 self._begin(lane, episode, info)
             else:
-                self._running.try_reset(index, episode.seed)
+                self._running.reset(index, episode.seed)
                 self._expect(index, episode)
         self._await_resets()
         self._refresh()
@@ -211,7 +209,7 @@ class ElsewhereVector(Lanes):
 
     # -- what comes besides -------------------------------------------------------------------------------------------
 
-    def _put_aside(self, answers: Answers, but: Container[int] = ()) -> None:
+    def _put_aside(self, answers: Replies, but: Container[int] = ()) -> None:
         """Keep what was answered for lanes other than those in `but`, until there is a time for it."""
         self._built += answers.built
         for index, info in answers.began:
@@ -233,12 +231,12 @@ class ElsewhereVector(Lanes):
             self.on_rebuild()
         self._ahead.pop(lane.index, None)
         self._coming[lane.index] = None
-        self._running.try_restart(lane.index)
+        self._running.rebuild(lane.index)
 
     def revive(self) -> None:
         """Rebuild lanes whose wait is over, and begin an episode where an env is back."""
         if self._coming:
-            self._put_aside(self._running.poll(0.0))
+            self._put_aside(self._running.step_wait(0.0))
             self._settle()
         super().revive()
 
@@ -268,7 +266,7 @@ class ElsewhereVector(Lanes):
             del self._coming[lane.index]
         else:
             self._coming[lane.index] = episode
-            self._running.try_reset(lane.index, episode.seed)
+            self._running.reset(lane.index, episode.seed)
 
     def try_render_at(self, index: int) -> NDArray[np.uint8] | None:
         """See `EnvDriver`: nothing that is elsewhere can be shown, unless a kind of pool knows how."""
@@ -276,7 +274,7 @@ class ElsewhereVector(Lanes):
 
     def _pause(self) -> None:
         if self._coming:
-            self._put_aside(self._running.poll(WAIT_SLICE_S))
+            self._put_aside(self._running.step_wait(WAIT_SLICE_S))
         else:
             super()._pause()
 
@@ -288,4 +286,4 @@ class ElsewhereVector(Lanes):
         self._started.clear()
         self._refresh()
         if self._pool is not None:
-            self._pool.stop()
+            self._pool.close()

@@ -10,12 +10,11 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.envs.actions import action_root
+from headrace.workers.envs.backend import Replies
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode
 from headrace.workers.envs.observations import Observations
-from headrace.workers.envs.process.answers import Answers
 from headrace.workers.envs.process.elsewhere import ElsewhereVector
 from headrace.workers.envs.process.vector import ProcessVector
 from headrace.workers.envs.roster import WAIT_SLICE_S
@@ -65,7 +64,7 @@ class ReadyVector(ElsewhereVector):
         if self.on_episode_created is None:
             seeds = {lane: self.lanes[lane].seeds.peek() for lane in sent}
         if sent:
-            self._running.send_actions(sent, columns, action_root(columns), seeds)
+            self._running.step_async(sent, columns, seeds)
 
     def poll(self) -> Outcome:
         """See `ReadyDriver`."""
@@ -78,7 +77,7 @@ class ReadyVector(ElsewhereVector):
 
     def _listen(self, timeout_s: float) -> None:
         wait = self._batch_wait_s
-        if answers := self._running.poll(timeout_s + wait, batch_wait_s=wait):
+        if answers := self._running.step_wait(timeout_s + wait, batch_wait_s=wait):
             self._put_aside(answers)
 
     @property
@@ -108,7 +107,7 @@ class ReadyVector(ElsewhereVector):
         for name, column in self._running.observations.items():
             self.observations.columns[name][lanes] = column[lanes]
 
-    def _put_aside(self, answers: Answers, but: Container[int] = ()) -> None:
+    def _put_aside(self, answers: Replies, but: Container[int] = ()) -> None:
         stepped = [lane for lane in answers.stepped if lane in self._waiting]
         self._waiting.difference_update(stepped)
         wanted = set(stepped) - self._abandoned

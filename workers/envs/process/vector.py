@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.envs.process.contract import EnvPool
+from headrace.workers.envs.backend import EnvBackend
 from headrace.workers.envs.process.elsewhere import ElsewhereVector
 from headrace.workers.envs.process.pool import EnvProcessPool
 
@@ -14,7 +14,7 @@ from headrace.workers.envs.process.pool import EnvProcessPool
 class ProcessVector(ElsewhereVector):
     """Lanes of an `EnvProcessPool`."""
 
-    def _open_pool(self, config: EnvRunnerConfig) -> EnvPool:
+    def _open_pool(self, config: EnvRunnerConfig) -> EnvBackend:
         return EnvProcessPool(config, self._worker_index, self._seed_for)
 
     def try_render_at(self, index: int) -> NDArray[np.uint8] | None:
@@ -24,7 +24,7 @@ class ProcessVector(ElsewhereVector):
             return None
         pool = self._running
         assert isinstance(pool, EnvProcessPool), "_open_pool() gives one"
-        pool.try_render(index)
+        pool.render(index)
         while True:
             answers = self._hear()
             self._put_aside(answers)

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from headrace.schemas.errors import ConfigError
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.envs.process.contract import EnvPool
+from headrace.workers.envs.backend import EnvBackend
 from headrace.workers.envs.process.elsewhere import ElsewhereVector
 from headrace.workers.envs.process.ready import ReadyVector
 from headrace.workers.envs.remote.pool import RemotePool
@@ -28,7 +28,7 @@ class RemoteVector(ElsewhereVector):
         self._port: int | None = None
         super().__init__(*args)
 
-    def _open_pool(self, config: EnvRunnerConfig) -> EnvPool:
+    def _open_pool(self, config: EnvRunnerConfig) -> EnvBackend:
         if self._port is None:
             self._port = config.env_hosts_port and config.env_hosts_port + self._worker_index
             if self._port > _HIGHEST_PORT:
