@@ -21,6 +21,8 @@ from process_envs import Troubled
 
 from headrace.schemas.errors import ConfigError, EnvContractError, UnknownEnvError
 from headrace.workers import EnvContext, EnvRunnerConfig, register_env
+from headrace.workers.agents.env_process import AGENTS_CHILD
+from headrace.workers.envs.process.child import SOLO_CHILD
 from headrace.workers.envs.process.lifeline import tie_group
 from headrace.workers.envs.process.naming import name_env
 from headrace.workers.envs.process.pool import EnvProcessPool
@@ -174,8 +176,9 @@ def test_envs_are_told_for_whom_they_are_built() -> None:
         assert pool.observations["obs"].tolist() == [[4, 7, lane, 0, 5] for lane in range(3)]
 
 
-def test_processes_do_not_load_torch() -> None:
-    script = "import sys, headrace.workers.envs.process.child; print('torch' in sys.modules)"
+@pytest.mark.parametrize("child", [SOLO_CHILD, AGENTS_CHILD])
+def test_processes_do_not_load_torch(child: str) -> None:
+    script = f"import sys, {child}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "False\n"
 
 

@@ -170,8 +170,7 @@ def test_other_spaces_are_refused_by_name_and_the_worker_goes_on(hosts: EnvHosts
 @pytest.mark.parametrize("shape", [(1 << 20, 1 << 10), (3, 0)])
 def test_observations_that_no_message_can_hold_are_refused_of_the_first_host_too(shape: tuple[int, ...]) -> None:
     spaces = Spaces(observation=Box(shape=shape, dtype="<f4"), action=Discrete(n=2))
-    config = EnvRunnerConfig(env="CartPole-v1", env_placement="remote")
-    assert problem_of(spaces, config, None).endswith("bytes; 1 to 268435456 can be sent")
+    assert problem_of(spaces, lambda _: "", None).endswith("bytes; 1 to 268435456 can be sent")
 
 
 def test_an_env_that_cannot_be_built_ends_its_host_before_it_comes(hosts: EnvHosts) -> None:
@@ -248,6 +247,7 @@ def test_a_worker_that_waits_for_a_first_host_can_be_stopped(hosts: EnvHosts, ca
 
 def test_an_env_host_needs_no_torch() -> None:
     code = (
-        "import sys, headrace.workers.envs.remote.host.process, headrace.deploy.cli; sys.exit('torch' in sys.modules)"
+        "import sys, headrace.workers.envs.remote.host.process, headrace.workers.agents.env_process, "
+        "headrace.deploy.cli; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

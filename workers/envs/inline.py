@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,9 +24,6 @@ from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.rendering import render_at
 from headrace.workers.envs.spaces import spaces_of
 from headrace.workers.envs.stepping import step_all
-
-FirstEnv = tuple[Any, EnvContext]
-"""An env 0 that was built before its vector, and its context."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +47,7 @@ class EnvSlot:
 class EnvKind(Protocol):
     """What kind of env a vector has: how one is built, and what all of them must have in common."""
 
-    def build(self, creator: EnvCreator, context: EnvContext) -> Any:
+    def make_env(self, creator: EnvCreator, context: EnvContext) -> Any:
         """Return one env. Raises `EnvContractError` for another kind, and whatever the creator raises."""
 
     def learn_spaces(self, first: Any) -> None:
@@ -63,11 +60,11 @@ class EnvKind(Protocol):
 class BuiltEnvs:
     """One env of `kind` for each lane of `table`, in `slots`.
 
-    `first` is an env 0 that was built already. Building raises what the kind raises, as an `EnvError` that names the
-    env; then all envs are closed.
+    `first` is an env 0 that was built already, by the table's context of it. Building raises what the kind raises, as
+    an `EnvError` that names the env; then all envs are closed.
     """
 
-    def __init__(self, table: LaneTable, kind: EnvKind, first: FirstEnv | None = None) -> None:
+    def __init__(self, table: LaneTable, kind: EnvKind, first: Any = None) -> None:
         self.slots = [EnvSlot(lane.index) for lane in table.lanes]
         self._table = table
         self._kind = kind
@@ -78,15 +75,17 @@ class BuiltEnvs:
             self.close()
             raise
 
-    def _build(self, first: FirstEnv | None) -> None:
-        table, creators, contexts = self._table, [self._creator] * len(self.slots), []
+    def _build(self, first: Any) -> None:
+        table, creators = self._table, [self._creator] * len(self.slots)
         if first is not None:
-            creators[0], contexts = (lambda _: first[0]), [first[1]]
-            table.contexts[0] = first[1]
-        contexts += [table.new_context(slot.index) for slot in self.slots[len(contexts) :]]
+            creators[0] = lambda _: first
+        contexts = [
+            table.contexts[0] if slot.index == 0 and first is not None else table.new_context(slot.index)
+            for slot in self.slots
+        ]
         for slot, creator, context in zip(self.slots, creators, contexts, strict=True):
             with naming_what_failed(table.config, slot.index):
-                slot.adopt(self._kind.build(creator, context))
+                slot.adopt(self._kind.make_env(creator, context))
         self._kind.learn_spaces(self.slots[0].env)
         for slot in self.slots[1:]:
             self._kind.check_spaces(slot.env, slot.index)
@@ -94,7 +93,7 @@ class BuiltEnvs:
     def rebuild(self, index: int) -> None:
         """Build the env of lane `index` again. Raises what the creator raises, and `EnvContractError`."""
         slot = self.slots[index]
-        slot.adopt(self._kind.build(self._creator, self._table.new_context(index, recreated=True)))
+        slot.adopt(self._kind.make_env(self._creator, self._table.new_context(index, recreated=True)))
         self._kind.check_spaces(slot.env, index)
 
     def close_env(self, index: int) -> None:
@@ -109,11 +108,12 @@ class BuiltEnvs:
 class EnvSource(Protocol):
     """Where the envs of `InlineEnvs` come from."""
 
-    def build(self, creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
+    def make_env(self, creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
         """Return one env, as `EnvKind` does."""
 
-    def before_step(self, slots: Sequence[EnvSlot], actions: Sequence[Any]) -> None:
-        """Do what is done once for a step of all `slots`; `actions` has one for each lane."""
+    @property
+    def before_step(self) -> Callable[[Sequence[EnvSlot], Sequence[Any]], None] | None:
+        """What is called before a step of the slots given, with one action for each lane; None: nothing."""
 
     def close(self, timeout_s: float) -> None:
         """Close what the envs share, within `timeout_s` seconds."""
@@ -122,12 +122,11 @@ class EnvSource(Protocol):
 class CreatedEnvs:
     """Gymnasium envs, one from each call of the creator."""
 
-    def build(self, creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
+    before_step = None
+
+    def make_env(self, creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
         """Return one env, as `EnvKind` does."""
         return build_env(creator, context)
-
-    def before_step(self, slots: Sequence[EnvSlot], actions: Sequence[Any]) -> None:
-        """Do nothing: each env steps by itself."""
 
     def close(self, timeout_s: float) -> None:
         """Do nothing: the envs share nothing."""
@@ -140,11 +139,13 @@ class InlineEnvs:
     resets_ahead = False
     renders = True
 
-    def __init__(self, table: LaneTable, source: EnvSource, first: FirstEnv | None = None) -> None:
+    def __init__(self, table: LaneTable, source: EnvSource, first: Any = None) -> None:
         self.width = len(table.lanes)
+        self._every = list(range(self.width))
         self.rewards: NDArray[np.float64] = np.zeros(self.width)
         self._table = table
         self._source = source
+        self._before_step = source.before_step
         self._asked: Sequence[EnvSlot] = ()
         """Slots that are to step."""
         self._reset: list[tuple[int, dict[str, Any]]] = []
@@ -160,9 +161,9 @@ class InlineEnvs:
 
     # -- as an `EnvKind` ----------------------------------------------------------------------------------------------
 
-    def build(self, creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
+    def make_env(self, creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
         """Return one env of the source."""
-        return self._source.build(creator, context)
+        return self._source.make_env(creator, context)
 
     def learn_spaces(self, first: gym.Env[Any, Any]) -> None:
         """Take the spaces of env 0 for those of all."""
@@ -200,31 +201,33 @@ class InlineEnvs:
         self._actions = to_env_form(self.spaces.action, columns, action_root(columns))
 
     def step_wait(self, timeout_s: float = 0.0, batch_wait_s: float = 0.0) -> Replies:
-        """Step what was asked to step, and return all replies. Takes as long as the envs do."""
-        replies, self._told = self._told, Replies()
-        if self._asked:
-            self._step(replies)
-        if self._reset:
-            self._show_first(replies)
-        return replies
-
-    def _step(self, replies: Replies) -> None:
+        """Step what was asked to step, or return all other replies. Takes as long as the envs do."""
         asked, self._asked = self._asked, ()
-        self._source.before_step(asked, self._actions)
+        if not asked:
+            return self._tell()
+        if self._before_step is not None:
+            self._before_step(asked, self._actions)
         outcome = step_all(asked, self._actions, self._seen, self.width)
-        lanes = [slot.index for slot in asked]
-        if len(lanes) == self.width:
-            self.rewards = outcome.rewards
+        if len(asked) == self.width:
+            lanes, self.rewards = self._every, outcome.rewards
         else:
+            lanes = [slot.index for slot in asked]
             self.rewards[lanes] = outcome.rewards
         if outcome.failures:
             failed = {failure.lane for failure in outcome.failures}
             lanes = [lane for lane in lanes if lane not in failed]
-            replies.failures += outcome.failures
-        replies.stepped, replies.ended, replies.infos = lanes, outcome.ended, outcome.infos
+        return Replies(lanes, outcome.ended, [], [], outcome.failures, outcome.infos, [])
+
+    def _tell(self) -> Replies:
+        """Return replies to anything but steps."""
+        replies, self._told = self._told, Replies()
+        if self._reset:
+            self._show_first(replies)
+        return replies
 
     def reset(self, lane: int, seed: int) -> None:
         """Reset the lane's env now."""
+        self._asked = ()
         try:
             observation, info = take_reset_apart(self._envs.slots[lane].env.reset(seed=seed))
         except Exception as error:  # noqa: BLE001 - a user's env
@@ -273,7 +276,7 @@ class InlineEnvs:
 class InlinePlacement:
     """Envs in this process. `first`, if given, is env 0, which was built to learn what kind of env it is."""
 
-    def __init__(self, source: EnvSource | None = None, first: FirstEnv | None = None) -> None:
+    def __init__(self, source: EnvSource | None = None, first: Any = None) -> None:
         self._source = source or CreatedEnvs()
         self._first = first
 

@@ -66,8 +66,16 @@ class LaneTable:
 
     def new_context(self, index: int, *, recreated: bool = False) -> EnvContext:
         """Return what the creator of env `index` is told, with a new seed each time."""
-        context = context_of(self.config, self.worker_index, index, self._seeds, recreated=recreated)
-        self.contexts[index] = context
+        config = self.config
+        context = self.contexts[index] = EnvContext(
+            config.env_config,
+            worker_index=self.worker_index,
+            num_workers=config.num_workers,
+            vector_index=index,
+            num_envs=config.num_envs,
+            recreated=recreated,
+            seed=self._seeds.makings.next(index, config.num_envs, config.max_env_seed),
+        )
         return context
 
     def making_seed(self, index: int, recreated: bool) -> int:
@@ -82,18 +90,3 @@ class LaneTable:
         if self._callbacks is not None and env is not None:
             unwrapped = getattr(env, "unwrapped", env)
             self._callbacks.call("on_environment_created", env=unwrapped, env_context=self.contexts[index])
-
-
-def context_of(
-    config: EnvRunnerConfig, worker_index: int, index: int, seeds: SeedTree, *, recreated: bool = False
-) -> EnvContext:
-    """Return what the creator of env `index` is told, with a new seed each time."""
-    return EnvContext(
-        config.env_config,
-        worker_index=worker_index,
-        num_workers=config.num_workers,
-        vector_index=index,
-        num_envs=config.num_envs,
-        recreated=recreated,
-        seed=seeds.makings.next(index, config.num_envs, config.max_env_seed),
-    )

@@ -5,8 +5,9 @@ Replies to anything else that arrive meanwhile are set aside until there is a ti
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,64 +65,89 @@ def hear(backend: EnvBackend, on_wait: OnWait) -> Replies:
     return replies
 
 
-class Steps(Protocol):
-    """When the envs of a vector step, and how it waits for them: `LockSteps` or `ReadySteps`."""
+class Steps(ABC):
+    """When the envs of a vector step, and how a poll waits for them. Here no step is under way between two polls."""
 
-    halves: list[NDArray[np.intp]]
-    """Lanes that act together when all of them that are live can; none: each lane acts when it can."""
-
-    @property
-    def under_way(self) -> set[int]:
-        """Live lanes whose action has no reply yet."""
-
-    def observations(self) -> Observations:
-        """Return what lanes see. A lane's row is true until it is stepped."""
-
-    def send(self, lanes: Sequence[int], columns: Columns, *, resets_ahead: bool) -> None:
-        """Have `lanes` step. `resets_ahead`: an env may be reset in the step that ends its episode."""
-
-    def poll(self, on_wait: OnWait) -> Outcome:
-        """Return what came of the steps."""
-
-    def keep(self, replies: Replies, but: Container[int] = ()) -> None:
-        """Keep replies for a later poll or reset, but for lanes that are not stepping and in `but`."""
-
-    def catch_up(self, on_wait: OnWait) -> None:
-        """Wait for steps of which the sampler wants no outcome any more."""
-
-    def is_stepping(self, lane: int) -> bool:
-        """Return whether a step of the lane is under way, wanted or not."""
-
-    def abandon(self, lanes: Iterable[int]) -> None:
-        """Count a step that is under way in one of `lanes` for none, because its episode is over."""
-
-    def show(self, lane: int) -> None:
-        """Show the first observation of an episode in `lane`."""
-
-    def expect(self, lane: int, episode: Episode) -> bool:
-        """Note that the lane is being reset for `episode`; return whether the vector waits for it now."""
-
-
-class LockSteps:
-    """All live lanes step together, and a poll waits until each has replied."""
+    waits_for_resets = True
+    """Whether a reset is waited for at once; else a later poll finds that the episode has begun."""
 
     def __init__(self, backend: EnvBackend, table: LaneTable, recovery: LaneRecovery, aside: SetAside) -> None:
         self.halves: list[NDArray[np.intp]] = []
+        """Lanes that act together when all of them that are live can; none: each lane acts when it can."""
         self._backend = backend
         self._table = table
         self._recovery = recovery
         self._aside = aside
-        self._sent: Sequence[int] = ()
+
+    def observations(self) -> Observations:
+        """Return what lanes see. A lane's row is true until it is stepped."""
+        backend = self._backend
+        return Observations(backend.spaces.observation, backend.width, check_bounds=False, columns=backend.observations)
+
+    @abstractmethod
+    def send_all(self, columns: Columns, on_wait: OnWait, *, resets_ahead: bool) -> None:
+        """Have all live lanes step. `resets_ahead`: an env may be reset in the step that ends its episode."""
+
+    @abstractmethod
+    def send(self, lanes: Sequence[int], columns: Columns, *, resets_ahead: bool) -> None:
+        """Have `lanes`, live and not under way, step; `resets_ahead` as above."""
+
+    @abstractmethod
+    def poll(self, on_wait: OnWait) -> Outcome:
+        """Return what came of the steps."""
 
     @property
     def under_way(self) -> set[int]:
-        """No lane: a poll waits for all replies."""
+        """Live lanes whose action has no reply, or one that no poll has told."""
         return set()
 
-    def observations(self) -> Observations:
-        """Return what lanes see, as views of the backend's columns."""
-        backend = self._backend
-        return Observations(backend.spaces.observation, backend.width, check_bounds=False, columns=backend.observations)
+    def is_stepping(self, lane: int) -> bool:
+        """Return whether a step of the lane is under way, wanted or not."""
+        return False
+
+    def keep(self, replies: Replies, but: Container[int] = ()) -> None:
+        """Keep replies for later polls and resets, of lanes other than those in `but`."""
+        self._aside.keep(replies, but)
+
+    def catch_up(self, on_wait: OnWait) -> None:  # noqa: B027 - nothing is under way
+        """Wait for steps of which the sampler wants no outcome any more."""
+
+    def abandon(self, lanes: Iterable[int]) -> None:  # noqa: B027 - nothing is under way
+        """Count a step that is under way in one of `lanes` for none, because its episode is over."""
+
+    def show(self, lane: int) -> None:  # noqa: B027 - the backend's own columns are shown
+        """Show the first observation of an episode in `lane`."""
+
+
+class InlineSteps(Steps):
+    """All live lanes step together, in envs of this process, while `poll` is called."""
+
+    def send_all(self, columns: Columns, on_wait: OnWait, *, resets_ahead: bool) -> None:
+        """Have all live lanes step in the next poll."""
+        up = self._recovery
+        self._backend.step_async(None if up.are_all_up else [lane.index for lane in up.up], columns)
+
+    def send(self, lanes: Sequence[int], columns: Columns, *, resets_ahead: bool) -> None:
+        """Have `lanes` step in the next poll."""
+        self._backend.step_async(lanes, columns)
+
+    def poll(self, on_wait: OnWait) -> Outcome:
+        """Step the envs. The reward of a lane that has failed is what `step_all` says."""
+        replies, rewards = self._backend.step_wait(), self._backend.rewards
+        if not self._recovery.are_all_up:
+            rewards = rewards[self._recovery.live]
+        return Outcome(rewards, replies.ended, replies.failures, replies.infos)
+
+
+class LockSteps(Steps):
+    """All live lanes step together, and a poll waits until each has replied."""
+
+    _sent: Sequence[int] = ()
+
+    def send_all(self, columns: Columns, on_wait: OnWait, *, resets_ahead: bool) -> None:
+        """Have all live lanes step but those that have failed since."""
+        self.catch_up(on_wait)
+        self.send([lane.index for lane in self._recovery.up], columns, resets_ahead=resets_ahead)
 
     def send(self, lanes: Sequence[int], columns: Columns, *, resets_ahead: bool) -> None:
         """Have all `lanes` step but those that have failed since."""
@@ -142,8 +168,6 @@ class LockSteps:
             up = [lane.index for lane in self._recovery.up]
             failures = [aside.lost.pop(index) for index in up if index in aside.lost]
         waiting: Sequence[int] | set[int] = self._sent
-        if self._backend.replies_at_once:
-            self._sent = ()  # an exception that breaks this off leaves nothing to wait for
         while waiting:
             replies = hear(self._backend, on_wait)
             failed: list[Failure] = []
@@ -164,7 +188,7 @@ class LockSteps:
     def _rewards(self, failures: Sequence[Failure]) -> NDArray[np.float64]:
         live = self._recovery.live
         rewards = self._backend.rewards.copy() if live is None else self._backend.rewards[live]
-        if failures and not self._backend.replies_at_once:  # `step_all` knows which rewards of this process count
+        if failures:
             lanes = np.arange(self._backend.width) if live is None else live
             rewards[np.isin(lanes, [failure.lane for failure in failures])] = 0.0
         return rewards
@@ -177,40 +201,21 @@ class LockSteps:
             lost |= {index: Failure(index, EnvError("a poll was broken off in its step")) for index in broken}
             lost |= {failure.lane: failure for failure in self.poll(on_wait).failures}
 
-    def keep(self, replies: Replies, but: Container[int] = ()) -> None:
-        """Keep replies of lanes other than those in `but`; none of them is a step's."""
-        self._aside.keep(replies, but)
 
-    def is_stepping(self, lane: int) -> bool:
-        """Return False: between two polls no step is under way."""
-        return False
-
-    def abandon(self, lanes: Iterable[int]) -> None:
-        """Do nothing: between two polls no step is under way."""
-
-    def show(self, lane: int) -> None:
-        """Do nothing: the backend's own columns are shown."""
-
-    def expect(self, lane: int, episode: Episode) -> bool:
-        """Have the vector wait until the reset is done."""
-        return True
-
-
-class ReadySteps:
+class ReadySteps(Steps):
     """Each lane steps in its own time. No step, reset or restart waits for another; an abandoned step is awaited.
 
     A backend writes its columns while a policy acts, so what lanes see is copied from there when a poll tells it.
     """
 
+    waits_for_resets = False
+
     def __init__(self, backend: EnvBackend, table: LaneTable, recovery: LaneRecovery, aside: SetAside) -> None:
+        super().__init__(backend, table, recovery, aside)
         every, config = np.arange(backend.width), table.config
         # Of neighbours, who share a process or a host, one acts while the other is stepped.
         self.halves = [every[::2], every[1::2]] if config.double_buffering and len(every) > 1 else []
         self._batch_wait_s = (config.remote_env_batch_wait_ms or 0.0) / 1000.0
-        self._backend = backend
-        self._table = table
-        self._recovery = recovery
-        self._aside = aside
         self._waiting: set[int] = set()
         """Lanes that were sent an action and have not replied."""
         self._abandoned: set[int] = set()
@@ -231,6 +236,10 @@ class ReadySteps:
         """Live lanes whose action has no reply, or one that no poll has told."""
         untold = {*self._stepped, *(failure.lane for failure in self._failed)}
         return (self._waiting - self._abandoned) | untold
+
+    def send_all(self, columns: Columns, on_wait: OnWait, *, resets_ahead: bool) -> None:
+        """Have all live lanes step; none is under way."""
+        self.send([lane.index for lane in self._recovery.up], columns, resets_ahead=resets_ahead)
 
     def send(self, lanes: Sequence[int], columns: Columns, *, resets_ahead: bool) -> None:
         """Have `lanes`, live and not under way, step. Returns at once."""
@@ -325,8 +334,3 @@ class ReadySteps:
     def _show(self, lanes: Sequence[int]) -> None:
         for name, column in self._backend.observations.items():
             self._shown.columns[name][lanes] = column[lanes]
-
-    def expect(self, lane: int, episode: Episode) -> bool:
-        """Note the episode with the lanes that are coming: a later poll finds that it has begun."""
-        self._aside.coming[lane] = episode
-        return False

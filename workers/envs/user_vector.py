@@ -50,7 +50,7 @@ class UserVectorEnvs:
     def __init__(self) -> None:
         self._vector: VectorEnv | None = None
 
-    def build(self, creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
+    def make_env(self, creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
         """Return one env of the vector, which the first call creates. Raises `EnvContractError` for no such vector."""
         if self._vector is None:
             self._vector = checked_vector(creator(context))

@@ -12,13 +12,14 @@ from headrace.schemas.errors import CallbackError
 from headrace.schemas.spaces import Spaces
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.backend import EnvBackend, Replies
+from headrace.workers.envs.driver import StartEpisodes
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.lane_table import WAIT_SLICE_S, LaneTable
 from headrace.workers.envs.pace import Pace
-from headrace.workers.envs.recovery import LaneRecovery, StartEpisodes, wait_for_one
+from headrace.workers.envs.recovery import LaneRecovery, wait_for_one
 from headrace.workers.envs.stepping import Outcome
-from headrace.workers.envs.steps import LockSteps, ReadySteps, SetAside, Steps, hear
+from headrace.workers.envs.steps import InlineSteps, LockSteps, ReadySteps, SetAside, Steps, hear
 
 _STEPS: dict[Pace, type[LockSteps] | type[ReadySteps]] = {Pace.LOCK_STEP: LockSteps, Pace.READY: ReadySteps}
 
@@ -88,7 +89,9 @@ class EnvVector:
         self._aside = SetAside(self._table)
         backend = self._backend = self._placement.open(self._table)
         try:
-            self._steps: Steps = _STEPS[self.pace](backend, self._table, self._recovery, self._aside)
+            kind = InlineSteps if backend.replies_at_once else _STEPS[self.pace]
+            self._steps: Steps = kind(backend, self._table, self._recovery, self._aside)
+            self._resets_ahead, self._replies_at_once = backend.resets_ahead, backend.replies_at_once
             self.spaces: Spaces = backend.spaces
             self.gym_spaces = backend.gym_spaces
             self.observations = self._steps.observations()
@@ -124,7 +127,7 @@ class EnvVector:
     @property
     def live(self) -> NDArray[np.intp] | None:
         """Lanes with an episode, None when all have one."""
-        return self._recovery.live
+        return None if self._recovery.are_all_up else self._recovery.live
 
     @property
     def repairing(self) -> bool:
@@ -140,16 +143,13 @@ class EnvVector:
 
     def send_actions(self, columns: dict[str, NDArray[Any]]) -> None:
         """Have all live lanes act by their rows of the policy's columns. Returns at once."""
-        self._catch_up()
-        self._send(self._recovery.up_indices, columns)
+        if self._resetting:
+            self._await_resets()
+        self._steps.send_all(columns, self.on_wait, resets_ahead=self.on_episode_created is None and self._resets_ahead)
 
     def send_actions_of(self, lanes: NDArray[np.intp], columns: dict[str, NDArray[Any]]) -> None:
         """Have `lanes`, live and not under way, act by their rows of the policy's columns. Returns at once."""
-        self._send(lanes.tolist(), columns)
-
-    def _send(self, lanes: Sequence[int], columns: dict[str, NDArray[Any]]) -> None:
-        resets_ahead = self.on_episode_created is None and self._running.resets_ahead
-        self._steps.send(lanes, columns, resets_ahead=resets_ahead)
+        self._steps.send(lanes.tolist(), columns, resets_ahead=self.on_episode_created is None and self._resets_ahead)
 
     def poll(self) -> Outcome:
         """Return what came of the actions that were sent: of all lanes, or of those that have replied."""
@@ -166,20 +166,21 @@ class EnvVector:
     def try_reset(self, lanes: Sequence[int]) -> None:
         """Begin an episode in each of `lanes`, each with its next seed. Failures wait for `try_restart`."""
         self._catch_up()
+        aside, backend = self._aside, self._running
+        awaited: dict[int, Any] = self._resetting if self._steps.waits_for_resets else aside.coming
         for index in lanes:
             lane = self.lanes[index]
-            if lane.env is None or index in self._aside.coming:
+            if lane.env is None or index in aside.coming:
                 continue
             episode = self._create_episode(lane)
             if episode is None:
                 continue
-            seed, info = self._aside.ahead.pop(index, (None, {}))
-            if seed == episode.seed:
-                self._begin(lane, episode, info)
+            ahead = aside.ahead.pop(index, None)
+            if ahead is not None and ahead[0] == episode.seed:
+                self._begin(lane, episode, ahead[1])
             else:
-                self._running.reset(index, episode.seed)
-                if self._steps.expect(index, episode):
-                    self._resetting[index] = episode
+                backend.reset(index, episode.seed)
+                awaited[index] = episode
         self._await_resets()
         self._recovery.refresh()
 
@@ -210,12 +211,15 @@ class EnvVector:
             for index, info in replies.began:
                 if index in resetting:
                     self._begin(self.lanes[index], resetting.pop(index), info)
+            if self._replies_at_once:
+                resetting.clear()  # what an exception broke off before has no reply any more
 
     def _begin(self, lane: Lane, episode: Episode, info: dict[str, Any]) -> None:
-        self._running.begin([lane.index])
         lane.begin_episode(episode, info)
         self._table.started.append(lane.index)
-        self._steps.show(lane.index)
+        if not self._replies_at_once:  # else the observation is shown already
+            self._running.begin([lane.index])
+            self._steps.show(lane.index)
 
     def take_started(self) -> list[int]:
         """Return the lanes that began an episode since the last call."""
@@ -257,7 +261,7 @@ class EnvVector:
         self._aside.ahead.pop(lane.index, None)
         self._aside.coming[lane.index] = None
         self._running.rebuild(lane.index)
-        while self._running.replies_at_once and lane.index in self._aside.coming:
+        while self._replies_at_once and lane.index in self._aside.coming:
             self._settle(self._running.step_wait())
 
     def wait_for_one(self, start_episodes: StartEpisodes, on_wait: Callable[[], None] | None) -> None:

@@ -24,9 +24,9 @@ from headrace.workers.policy.seat_streams import check_seats, read_seats, write_
 from headrace.workers.runner.env_runner import EnvRunner, no_module_error
 from headrace.workers.runner.runner_state import Version
 from headrace.workers.sampling.agent_views import MultiAgentEpisodeView
-from headrace.workers.sampling.agents_opening import open_agents, sampler_of
 from headrace.workers.sampling.agents_sampler import MultiAgentSampler
 from headrace.workers.sampling.module_batches import ModuleBatches
+from headrace.workers.sampling.opening import open_agents, sampler_of
 
 
 class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace.workers.agents.outcomes import StepOutcome
-from headrace.workers.agents.ready_seats import ReadySeats
 from headrace.workers.agents.turns import Turn, turn_of
+from headrace.workers.agents.vector import MultiAgentVector as ReadySeats
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.metrics.totals import RunnerTotals

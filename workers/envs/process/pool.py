@@ -20,6 +20,7 @@ from headrace.workers.envs.actions import action_root, write_actions
 from headrace.workers.envs.backend import Replies
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.placeholder import EnvPlaceholder
+from headrace.workers.envs.process.child import SOLO_CHILD
 from headrace.workers.envs.process.control import BEGAN, ENDS, NO_SEED, Command, Phase
 from headrace.workers.envs.process.handle import Answer, ProcessHandle
 from headrace.workers.envs.process.losses import failures_of
@@ -54,8 +55,18 @@ class EnvProcessPool:
     rewards: NDArray[np.float64]
     """(num_envs,): of the last step."""
 
-    def __init__(self, config: EnvRunnerConfig, worker_index: int = 0, seed_for: SeedFor | None = None) -> None:
+    def __init__(
+        self,
+        config: EnvRunnerConfig,
+        worker_index: int = 0,
+        seed_for: SeedFor | None = None,
+        *,
+        child: str = SOLO_CHILD,
+        **told: Any,
+    ) -> None:
         """Start all processes and build all envs. `seed_for` gives what their creators are told as `context.seed`.
+
+        `child`: the module that each process runs. `told`: parts of its `HostJob` that do not follow from the config.
 
         Raises `ConfigError` for an env that has no name in another process, `UnknownEnvError`, `EnvContractError` where
         spaces differ, `EnvHangError`, `EnvCrashError`, and `EnvError` caused by what else an env raised.
@@ -67,7 +78,7 @@ class EnvProcessPool:
         self._moving: dict[int, int] = {}
         """Lane -> seed of the reset that follows once it is built in its new process."""
         self._layout_of: int | None = None
-        self._processes = Processes(self._job(config, worker_index), self._limits)
+        self._processes = Processes({**job_of(config, worker_index), **told}, self._limits, child)
         self._placement = Placement(config, self._processes, seed_for)
         self._stopped = False
         try:
@@ -75,9 +86,6 @@ class EnvProcessPool:
         except BaseException:
             self.close()
             raise
-
-    def _job(self, config: EnvRunnerConfig, worker_index: int) -> dict[str, Any]:
-        return job_of(config, worker_index)
 
     def _build_all(self) -> None:
         waiting = set(range(self.width))

@@ -36,7 +36,7 @@ from headrace.workers.envs.remote.exchange import orders_to, take_in
 from headrace.workers.envs.remote.lodgings import Lodgings
 from headrace.workers.envs.remote.peer import EnvHostPeer
 from headrace.workers.envs.remote.router_port import Door
-from headrace.workers.envs.remote.wanted import problem_of
+from headrace.workers.envs.remote.wanted import KindProblem, problem_of
 from headrace.workers.envs.spaces import to_gym
 
 log = logging.getLogger(__name__)
@@ -62,9 +62,12 @@ class RemotePool:
         worker_index: int,
         seed_for: SeedFor,
         door: Door,
+        kind_problem: KindProblem,
         on_wait: Callable[[], None] | None = None,
     ) -> None:
         """Wait, for as long as it takes, until a first host has come and built what it has places for.
+
+        `kind_problem` says which envs are of the wrong kind.
 
         `on_wait` is called now and then meanwhile. Raises `EnvError` for an env that cannot be built there, and
         `NoEnvHostError` as `poll` does. The pool closes the door at its end.
@@ -73,6 +76,7 @@ class RemotePool:
         self._config = config
         self._worker_index = worker_index
         self._door = door
+        self._kind_problem = kind_problem
         self._lodgings = Lodgings(self.width, seed_for)
         self._interval_s = min(config.env_hosts_lease_s / 10, 1.0)
         self._polled_at = self._judge_at = time.monotonic()
@@ -252,7 +256,7 @@ class RemotePool:
             host.hear(route, time.monotonic())
         else:
             spaces = spaces_from_json(hello.spaces)
-            if detail := problem_of(spaces, self._config, self.spaces if self._columns is not None else None):
+            if detail := problem_of(spaces, self._kind_problem, self.spaces if self._columns is not None else None):
                 log.warning("env host %s/%d is refused: %s", hello.host, hello.pid, detail)
                 self._say(route, Reject(code="other_spaces", detail=detail))
                 return

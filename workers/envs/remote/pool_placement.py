@@ -10,6 +10,7 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.remote.pool import RemotePool
 from headrace.workers.envs.remote.router_port import Door, DoorSettings, env_port_keys
+from headrace.workers.envs.remote.wanted import KindProblem
 
 _HIGHEST_PORT = 65_535
 
@@ -18,10 +19,12 @@ class RemotePlacement:
     """Envs on the hosts that connect to the worker's port.
 
     The worker in slot n listens on `env_hosts_port` + n; where that is 0, on one free port for as long as it lives.
-    `on_wait` is called now and then while the worker waits for its first host.
+    `kind_problem` says which envs are of the wrong kind. `on_wait` is called now and then while the worker waits for
+    its first host.
     """
 
-    def __init__(self, on_wait: Callable[[], None] | None = None) -> None:
+    def __init__(self, kind_problem: KindProblem, on_wait: Callable[[], None] | None = None) -> None:
+        self._kind_problem = kind_problem
         self._on_wait = on_wait
         self._port: int | None = None
 
@@ -39,4 +42,4 @@ class RemotePlacement:
         keys = env_port_keys(config.env_hosts_keys)
         door = Door(DoorSettings(config.env_hosts_host, self._port, keys, config.env_hosts_allow_insecure))
         self._port = urlsplit(door.endpoint).port or 0
-        return RemotePool(config, table.worker_index, table.making_seed, door, self._on_wait)
+        return RemotePool(config, table.worker_index, table.making_seed, door, self._kind_problem, self._on_wait)

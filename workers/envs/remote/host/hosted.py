@@ -17,6 +17,7 @@ from headrace.schemas.wire import DEFAULT_CAPS, Buffer, MessageKind, encode, is_
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.backend import Replies
 from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.process.child import SOLO_CHILD
 from headrace.workers.envs.process.control import Command
 from headrace.workers.envs.process.pool import EnvProcessPool
 from headrace.workers.envs.process.reported import error_to_json
@@ -26,28 +27,24 @@ _INFO_DEPTH = DEFAULT_CAPS.header_depth - 3
 """Levels of an info, which stands in a row of a list of the header."""
 
 
-class AnyEnvPool(EnvProcessPool):
-    """Envs of one agent or of several: a host learns which it has by building one."""
+class PlacedPool(EnvProcessPool):
+    """Lanes that are built when, and as whose env, they are told to be. `child` is the module that processes run."""
 
-    def _job(self, config: EnvRunnerConfig, worker_index: int) -> dict[str, Any]:
-        return {**super()._job(config, worker_index), "several_agents": None}
-
-
-class PlacedPool(AnyEnvPool):
-    """Lanes that are built when, and as whose env, they are told to be."""
-
-    def __init__(self, config: EnvRunnerConfig, welcome: EnvHostWelcome) -> None:
-        self._told_num_envs = welcome.num_envs
+    def __init__(self, config: EnvRunnerConfig, welcome: EnvHostWelcome, child: str) -> None:
         self._seeds: dict[int, int] = {}
         self._indices: dict[int, int] = {}
-        told = config.model_copy(update={"num_workers": welcome.num_workers})
-        super().__init__(told, welcome.worker_index, lambda lane, _: self._seeds[lane])
-
-    def _job(self, config: EnvRunnerConfig, worker_index: int) -> dict[str, Any]:
-        return {**super()._job(config, worker_index), "num_envs": self._told_num_envs}
+        super().__init__(
+            config,
+            welcome.worker_index,
+            lambda lane, _: self._seeds[lane],
+            child=child,
+            num_workers=welcome.num_workers,
+            num_envs=welcome.num_envs,
+            several_agents=None,
+        )
 
     def _build_all(self) -> None:
-        """Nothing yet."""
+        """Build nothing yet."""
 
     def fileno(self) -> int:
         """Readable when `step_wait` has something to take in."""
@@ -101,10 +98,12 @@ class _Seat:
 class HostedEnvs:
     """`config.num_envs` places. Blocks in `stop` only. To be polled when `fileno` is readable, and now and then."""
 
-    def __init__(self, config: EnvRunnerConfig, life: str, welcome: EnvHostWelcome, spaces: Spaces) -> None:
+    def __init__(
+        self, config: EnvRunnerConfig, life: str, welcome: EnvHostWelcome, spaces: Spaces, child: str = SOLO_CHILD
+    ) -> None:
         self._life = life
         self._seats = [_Seat() for _ in range(config.num_envs)]
-        self._pool = PlacedPool(config, welcome)
+        self._pool = PlacedPool(config, welcome, child)
         layout = columns_layout(spaces, config.num_envs).items()
         self._actions = {name: np.zeros(shape, dtype) for name, (dtype, shape) in layout if name.startswith("actions")}
 
