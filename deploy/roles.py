@@ -105,12 +105,13 @@ def start_env_host(config: Path | None, sets: Sets, flags: Flags, *, connect: st
         connect,
         origin,
     )
+    from headrace.workers.agents.env_process import AGENTS_CHILD
     from headrace.workers.config import EnvRunnerConfig
     from headrace.workers.envs.remote.host.process import run_env_host
 
     settings = {**sampling.model_dump(), "env_placement": "process", "policies": None, "policy_mapping_fn": None}
     with no_exit_from(EnvError, "the env"):
-        run_env_host(EnvRunnerConfig(**settings), connect, keys, LivenessFile.from_environment().touch)
+        run_env_host(EnvRunnerConfig(**settings), connect, keys, LivenessFile.from_environment().touch, AGENTS_CHILD)
 
 
 @contextmanager

@@ -67,11 +67,11 @@ def test_an_answer_is_heard_after_a_poll_that_was_broken_off() -> None:
 
     before = signal.signal(signal.SIGALRM, raises)
     with pool_of("Slow", 2, 1, step_s=0.3) as pool:
-        pool.send_actions(None, pool.actions)
+        pool.step_async(None, pool.actions)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(InterruptedError):
-            pool.poll(POLL_S, batch_wait_s=POLL_S)
-        assert sorted(pool.poll(POLL_S, batch_wait_s=POLL_S).stepped) == [0, 1]
+            pool.step_wait(POLL_S, batch_wait_s=POLL_S)
+        assert sorted(pool.step_wait(POLL_S, batch_wait_s=POLL_S).stepped) == [0, 1]
     signal.signal(signal.SIGALRM, before)
 
 
@@ -79,10 +79,10 @@ def pool_of(env: str, num_envs: int, in_process: int, **env_config: float) -> En
     config = EnvRunnerConfig(env=f"support.envs.troubled:{env}", num_envs=num_envs, envs_per_process=in_process)
     pool = EnvProcessPool(config.model_copy(update={"env_config": env_config}))
     for lane in range(num_envs):
-        pool.try_reset(lane, lane)
+        pool.reset(lane, lane)
     began: list[int] = []
     while len(began) < num_envs:
-        began += [lane for lane, _ in pool.poll(POLL_S).began]
+        began += [lane for lane, _ in pool.step_wait(POLL_S).began]
     pool.begin(range(num_envs))
     return pool
 
@@ -90,38 +90,38 @@ def pool_of(env: str, num_envs: int, in_process: int, **env_config: float) -> En
 def test_a_process_goes_on_with_its_next_order_without_its_driver() -> None:
     with pool_of("Slow", 2, 2, step_s=0.1) as pool:
         before = pool.observations["obs"].copy()
-        pool.send_actions([0], pool.actions)
-        pool.send_actions([1], pool.actions)
+        pool.step_async([0], pool.actions)
+        pool.step_async([1], pool.actions)
         wait_until(lambda: (pool.observations["obs"] != before).all(), what="both steps, though nobody listens")
-        assert pool.poll(POLL_S, batch_wait_s=POLL_S).stepped == [0, 1]
+        assert pool.step_wait(POLL_S, batch_wait_s=POLL_S).stepped == [0, 1]
 
 
 def test_more_orders_than_there_is_room_for_wait_for_it() -> None:
     lanes = 2 * SLOTS + 1
     with pool_of("Slow", lanes, lanes, step_s=0.02, lane=0) as pool:
         for lane in range(lanes):
-            pool.send_actions([lane], pool.actions)
+            pool.step_async([lane], pool.actions)
         stepped: list[int] = []
         while len(stepped) < lanes:
-            stepped += pool.poll(POLL_S).stepped
+            stepped += pool.step_wait(POLL_S).stepped
     assert sorted(stepped) == list(range(lanes))
 
 
 def test_a_poll_for_all_returns_when_the_last_has_answered_and_one_for_any_with_the_first() -> None:
     with pool_of("Slow", 3, 1, step_s=0.3, lane=1) as pool:
-        pool.send_actions(None, pool.actions)
-        assert sorted(pool.poll(POLL_S, batch_wait_s=POLL_S).stepped) == [0, 1, 2]
-        pool.send_actions(None, pool.actions)
-        assert 1 not in pool.poll(POLL_S).stepped
+        pool.step_async(None, pool.actions)
+        assert sorted(pool.step_wait(POLL_S, batch_wait_s=POLL_S).stepped) == [0, 1, 2]
+        pool.step_async(None, pool.actions)
+        assert 1 not in pool.step_wait(POLL_S).stepped
 
 
 def test_the_end_of_a_process_is_heard_while_others_are_awaited() -> None:
     with pool_of("Slow", 3, 1, step_s=0.3, lane=1) as pool:
-        pool.send_actions(None, pool.actions)
+        pool.step_async(None, pool.actions)
         os.kill(pool.pids[2], 9)
         stepped, failed = list[int](), list[int]()
         while not {0, 1} <= set(stepped) or 2 not in stepped + failed:
-            answers = pool.poll(POLL_S, batch_wait_s=POLL_S)
+            answers = pool.step_wait(POLL_S, batch_wait_s=POLL_S)
             stepped += answers.stepped
             failed += [failure.lane for failure in answers.failures]
     assert sorted(stepped) in ([0, 1], [0, 1, 2])
@@ -131,8 +131,8 @@ def test_the_end_of_a_process_is_heard_while_others_are_awaited() -> None:
 def test_infos_of_any_length_arrive_with_their_step() -> None:
     with pool_of("Wordy", 2, 2) as pool:
         for length in (0, 1, 2, 1, 2):
-            pool.send_actions(None, {"actions": np.array([length, 1])})
-            infos = dict(pool.poll(POLL_S, batch_wait_s=POLL_S).infos)
+            pool.step_async(None, {"actions": np.array([length, 1])})
+            infos = dict(pool.step_wait(POLL_S, batch_wait_s=POLL_S).infos)
             assert infos[1] == {"said": "so"}
             assert infos.get(0) == ({"said": "so" * length**20} if length else None)
 

@@ -17,6 +17,8 @@ from gymnasium.envs.classic_control import CartPoleEnv
 
 from headrace.schemas.errors import ConfigError, EnvContractError, UnknownEnvError
 from headrace.workers import EnvContext, EnvRunnerConfig, register_env
+from headrace.workers.agents.env_process import AGENTS_CHILD
+from headrace.workers.envs.process.child import SOLO_CHILD
 from headrace.workers.envs.process.lifeline import tie_group
 from headrace.workers.envs.process.naming import name_env
 from headrace.workers.envs.process.pool import EnvProcessPool
@@ -45,13 +47,13 @@ def test_lanes_live_as_they_would_in_this_process(env: str, armed: bool) -> None
 def test_nested_observations_and_actions_pass_through() -> None:
     config = configure("support.envs.troubled:Nested", num_envs=2)
     with EnvProcessPool(config) as pool:
-        pool.try_reset(0, 5)
-        pool.try_reset(1, 6)
+        pool.reset(0, 5)
+        pool.reset(1, 6)
         assert _gather(pool, "began", 2) == {0, 1}
         pool.begin([0, 1])
         assert pool.observations["obs/seed"].tolist() == [5, 6]
         given = {"actions/gear": np.array([1, 2]), "actions/push/0": np.array([[0.5, 0.25], [1.0, -1.0]], np.float32)}
-        pool.send_actions(None, given)
+        pool.step_async(None, given)
         _gather(pool, "stepped", 2)
         assert pool.observations["obs/echo/0"].tolist() == [[0.5, 0.25], [1.0, -1.0]]
         assert pool.rewards.tolist() == [1.0, 2.0]
@@ -60,7 +62,7 @@ def test_nested_observations_and_actions_pass_through() -> None:
 def _gather(pool: EnvProcessPool, what: str, count: int) -> set[int]:
     found: list[Any] = []
     while len(found) < count:
-        answers = pool.poll(POLL_S)
+        answers = pool.step_wait(POLL_S)
         assert answers, "no env answers"
         assert not answers.failures
         found += getattr(answers, what)
@@ -81,21 +83,21 @@ def test_once_one_has_answered_others_are_waited_for_as_long_as_it_says() -> Non
         settings = {"num_envs": 2, "envs_per_process": 1}
         with EnvProcessPool(configure("support.envs.troubled:Slow", env_config=env_config, **settings)) as pool:
             for lane in (0, 1):
-                pool.try_reset(lane, lane)
+                pool.reset(lane, lane)
             _gather(pool, "began", 2)
-            pool.send_actions(None, pool.actions)
-            assert len(pool.poll(POLL_S, batch_wait_s=wait_s).stepped) == together
+            pool.step_async(None, pool.actions)
+            assert len(pool.step_wait(POLL_S, batch_wait_s=wait_s).stepped) == together
 
 
 def test_a_poll_without_anything_to_wait_for_returns_at_once_and_one_with_a_timeout_in_time() -> None:
     settings = {"env_config": {"step_s": 60.0}, "num_envs": 1, "env_close_timeout_s": 0.3}
     with EnvProcessPool(configure("support.envs.troubled:Slow", **settings)) as pool:
-        assert not pool.poll()
-        pool.try_reset(0, 0)
+        assert not pool.step_wait()
+        pool.reset(0, 0)
         _gather(pool, "began", 1)
-        pool.send_actions([0], pool.actions)
-        assert not pool.poll(0.05)
-        assert not pool.poll(0.0)
+        pool.step_async([0], pool.actions)
+        assert not pool.step_wait(0.05)
+        assert not pool.step_wait(0.0)
 
 
 def test_who_waits_for_processes_does_not_spin() -> None:
@@ -170,14 +172,15 @@ def test_envs_are_told_for_whom_they_are_built() -> None:
     config = configure("support.envs.troubled:Telling", num_workers=7, num_envs=3, env_config={"port": 5})
     with EnvProcessPool(config, worker_index=4) as pool:
         for lane in range(3):
-            pool.try_reset(lane, 0)
+            pool.reset(lane, 0)
         _gather(pool, "began", 3)
         pool.begin([0, 1, 2])
         assert pool.observations["obs"].tolist() == [[4, 7, lane, 0, 5] for lane in range(3)]
 
 
-def test_processes_do_not_load_torch() -> None:
-    script = "import sys, headrace.workers.envs.process.child; print('torch' in sys.modules)"
+@pytest.mark.parametrize("child", [SOLO_CHILD, AGENTS_CHILD])
+def test_processes_do_not_load_torch(child: str) -> None:
+    script = f"import sys, {child}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "False\n"
 
 
@@ -190,11 +193,11 @@ def test_processes_and_what_they_started_die_with_their_parent(tmp_path: Path) -
         faults = {{"reset": "leaves a child", "step": "hangs with the lock"}}
         env_config = {{"lane": 0, "faults": faults, "pids": {str(tmp_path / "pids")!r}}}
         pool = EnvProcessPool(EnvRunnerConfig(env="support.envs.troubled:Troubled", env_config=env_config))
-        pool.try_reset(0, 0)
-        assert pool.poll().began
+        pool.reset(0, 0)
+        assert pool.step_wait().began
         for _ in range(5):
-            pool.send_actions([0], pool.actions)
-            pool.poll(0.1)
+            pool.step_async([0], pool.actions)
+            pool.step_wait(0.1)
         print(*pool.pids, flush=True)
         signal.pause()
     """
@@ -225,11 +228,11 @@ def test_stop_may_come_twice_and_in_the_midst_of_a_step() -> None:
     pool = EnvProcessPool(configure("support.envs.troubled:Slow", env_config={"step_s": 60.0}, env_close_timeout_s=0.3))
     pids = pool.pids
     pidfds = [os.pidfd_open(pid) for pid in pids]
-    pool.try_reset(0, 0)
+    pool.reset(0, 0)
     _gather(pool, "began", 1)
-    pool.send_actions([0], pool.actions)
-    pool.stop()
-    pool.stop()
+    pool.step_async([0], pool.actions)
+    pool.close()
+    pool.close()
     for pidfd in pidfds:
         assert select.select([pidfd], [], [], 0)[0]
         os.close(pidfd)

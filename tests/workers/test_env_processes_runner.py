@@ -30,7 +30,7 @@ def runner(
 
 def pids(sampler: SingleAgentEnvRunner) -> list[int]:
     pool: Any = sampler._sampler.envs
-    return list(pool._pool.pids)
+    return list(pool._backend.pids)
 
 
 def brief(chunk: EpisodeChunk) -> tuple[Any, ...]:

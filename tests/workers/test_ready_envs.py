@@ -96,7 +96,7 @@ def test_whole_episodes_and_abandoned_ones_are_told_truly(ready: str) -> None:
         assert sampler.totals.open == 0
         check_books(sampler)
         pids: Any = sampler._sampler.envs
-        pids = pids._pool.pids
+        pids = pids._backend.pids
         goes_on = sampler.sample(num_timesteps=13)
         assert all(chunk.t_start == 0 for chunk in goes_on)
     assert not any(map(is_running, pids))

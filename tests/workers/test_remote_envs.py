@@ -133,9 +133,11 @@ def test_a_spare_host_takes_over_from_one_that_leaves(hosts: EnvHosts) -> None:
     with runner(hosts, env_hosts_lease_s=1.5) as sampler:
         pool: Any = sampler._sampler.envs
         hosts.start("CartPole-v1", 3)
-        wait_until(lambda: sampler.sample_fragment() and len(pool._pool.hosts) == 2, what="the spare one")
+        wait_until(lambda: sampler.sample_fragment() and len(pool._backend.hosts) == 2, what="the spare one")
         first.terminate()
-        wait_until(lambda: who_acts(sampler) == {0, 1, 2} and len(pool._pool.hosts) == 1, what="the spare one's envs")
+        wait_until(
+            lambda: who_acts(sampler) == {0, 1, 2} and len(pool._backend.hosts) == 1, what="the spare one's envs"
+        )
         check_books(sampler)
 
 
@@ -165,8 +167,7 @@ def test_other_spaces_are_refused_by_name_and_the_worker_goes_on(hosts: EnvHosts
 @pytest.mark.parametrize("shape", [(1 << 20, 1 << 10), (3, 0)])
 def test_observations_that_no_message_can_hold_are_refused_of_the_first_host_too(shape: tuple[int, ...]) -> None:
     spaces = Spaces(observation=Box(shape=shape, dtype="<f4"), action=Discrete(n=2))
-    config = EnvRunnerConfig(env="CartPole-v1", env_placement="remote")
-    assert problem_of(spaces, config, None).endswith("bytes; 1 to 268435456 can be sent")
+    assert problem_of(spaces, lambda _: "", None).endswith("bytes; 1 to 268435456 can be sent")
 
 
 def test_an_env_that_cannot_be_built_ends_its_host_before_it_comes(hosts: EnvHosts) -> None:
@@ -187,7 +188,7 @@ def test_keys_open_the_port_to_env_hosts_only(hosts: EnvHosts, tmp_path: Path) -
             assert who_acts(sampler) == {0, 1, 2}
         assert refused[1].returncode == ExitCode.KEYS
         assert refused[0].poll() in (None, ExitCode.KEYS)
-        assert sampler._sampler.envs._pool.hosts[0].endswith("(3 x CartPole-v1)")  # type: ignore[attr-defined]
+        assert sampler._sampler.envs._backend.hosts[0].endswith("(3 x CartPole-v1)")  # type: ignore[attr-defined]
 
 
 def test_off_loopback_keys_are_required() -> None:
@@ -243,6 +244,7 @@ def test_a_worker_that_waits_for_a_first_host_can_be_stopped(hosts: EnvHosts, ca
 
 def test_an_env_host_needs_no_torch() -> None:
     code = (
-        "import sys, headrace.workers.envs.remote.host.process, headrace.deploy.cli; sys.exit('torch' in sys.modules)"
+        "import sys, headrace.workers.envs.remote.host.process, headrace.workers.agents.env_process, "
+        "headrace.deploy.cli; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -147,6 +147,19 @@ def is_packed(spaces: Spaces) -> bool:
     return all(flag in seen for flag in _SEEN_FLAGS) and all(flag in done for flag in _ACTED_FLAGS)
 
 
+def problem_of_kind(spaces: Spaces, several_agents: bool) -> str:
+    """Return why envs with `spaces` cannot be those of a worker whose envs are of several agents, or of one.
+
+    Raises `DecodeError` for spaces of several agents that no multi-agent env can have.
+    """
+    if is_packed(spaces) != several_agents:
+        theirs, ours = ("one agent", "several") if several_agents else ("several agents", "one")
+        return f"its envs are of {theirs}, and those of this worker of {ours}, as sampling.policies says"
+    if several_agents:
+        Packing.of(spaces)
+    return ""
+
+
 def _parts(space: Space) -> dict[str, Space]:
     return space.spaces if isinstance(space, Dict) else {}
 

@@ -13,7 +13,8 @@ from headrace.workers.agents.env import AgentDict
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
 from headrace.workers.agents.module_seats import ModuleSeats
 from headrace.workers.envs.lane import Lane
-from headrace.workers.sampling.acting_lanes import Rows
+
+Rows = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

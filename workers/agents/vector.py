@@ -1,96 +1,222 @@
-"""Multi-agent envs in this process: stepped one after the other."""
+"""The multi-agent vector: envs in the dict protocol, the seats of their agents, and what a step means for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from headrace.schemas.errors import ConnectorError, EnvContractError
-from headrace.workers.agents.answers import read_reset
-from headrace.workers.agents.env import AgentDict, build_multi_agent_env, gym_spaces_of, spaces_by_agent
-from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
-from headrace.workers.agents.lanes import MultiAgentLanes
-from headrace.workers.agents.turns import Turn
-from headrace.workers.envs.context import EnvContext
-from headrace.workers.envs.creators import EnvCreator
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.errors import ConnectorError
+from headrace.schemas.spaces import Spaces
+from headrace.workers.agents.answers import LaneReport, check_idle, is_plain, read_step
+from headrace.workers.agents.env import AgentDict
+from headrace.workers.agents.episodes import Seat
+from headrace.workers.agents.module_seats import ModuleSeats
+from headrace.workers.agents.outcomes import StepOutcome, apply_reports
+from headrace.workers.agents.seating import Seating
+from headrace.workers.agents.source import AgentSource, Gathered, LaneAnswer
+from headrace.workers.agents.turns import Turn, turn_of
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.checks import check_rewards, take_apart
+from headrace.workers.envs.driver import StartEpisodes
 from headrace.workers.envs.failures import Failure
-from headrace.workers.envs.lane import Lane
-from headrace.workers.envs.lanes import LaneVector
-from headrace.workers.policy.policies import PolicyMappingError
+from headrace.workers.envs.lane import Episode, Lane
+from headrace.workers.envs.lane_table import LaneTable
+from headrace.workers.envs.pace import Pace
+from headrace.workers.envs.stepping import Outcome
+from headrace.workers.policy.policies import Policies, PolicyMappingError
 
 
-class MultiAgentVector(MultiAgentLanes, LaneVector):
-    """Lanes with a multi-agent env each, which is an object of this process."""
+def part_of(owner: str, name: str) -> Any:
+    """Return a property that stands for the attribute `name` of the object's part `owner`."""
 
-    def _build_env(self, creator: EnvCreator, context: EnvContext) -> Any:
-        return build_multi_agent_env(creator, context)
+    def read(whole: Any) -> Any:
+        return getattr(getattr(whole, owner), name)
 
-    def _learn_spaces(self, first: Any) -> None:
-        gym_spaces = gym_spaces_of(first)
-        check_bounds = not self._config.disable_env_checking
-        self._learn_agents(spaces_by_agent(gym_spaces), gym_spaces, check_bounds=check_bounds)
+    def write(whole: Any, value: Any) -> None:
+        setattr(getattr(whole, owner), name, value)
 
-    def _check_spaces(self, lane: Lane) -> None:
-        env: Any = lane.env
-        spaces = spaces_by_agent(gym_spaces_of(env))
-        if spaces != self.agent_spaces:
-            different = [a for a in {**self.agent_spaces, **spaces} if spaces.get(a) != self.agent_spaces.get(a)]
-            seen = {agent: spaces.get(agent) for agent in different[:2]}
-            wanted = {agent: self.agent_spaces.get(agent) for agent in different[:2]}
-            raise EnvContractError(f"spaces of env {lane.index}", f"{seen!r:.300}", f"those of env 0, {wanted!r:.300}")
+    return property(read, write)
 
-    def _answers(
-        self, turn: Turn, actions: Sequence[Any], sent: dict[int, AgentDict], failures: list[Failure]
-    ) -> Iterator[tuple[Lane, MultiAgentEpisode, Any]]:
-        start = 0
-        for lane, episode in turn.lanes:  # as `Turn.of_lanes`, which would cost a hundredth of the speed
-            stop = start + len(episode.agents)
-            sent[lane.index] = own = dict(zip(episode.agents, actions[start:stop], strict=True))
-            start = stop
-            try:
-                answer = lane.step(own)  # type: ignore[misc]
-            except Exception as error:  # noqa: BLE001 - a user's env
-                failures.append(Failure(lane.index, error))
+
+class MultiAgentVector:
+    """Envs of several agents, from `source`, with the seats of their agents.
+
+    In lock-step a poll is `step`. Where envs step each in its own time, `send` has some lanes go on, and `take` gives
+    what came of any. `lanes`, `live`, `try_reset` and so on are those of the envs.
+    """
+
+    def __init__(self, source: AgentSource, seating: Seating, table: LaneTable) -> None:
+        self._source = source
+        self._envs = source.envs
+        self._seating = seating
+        self._table = table
+        self._turn: Turn | None = None
+        self._sent: dict[int, AgentDict] = {}
+        """What each lane's agents did last."""
+        self.lanes: list[Lane] = source.envs.lanes
+
+    # -- the agents ---------------------------------------------------------------------------------------------------
+
+    modules: dict[str, ModuleSeats] = part_of("_seating", "modules")
+    """Module id -> the seats that the module plays."""
+    policies: Policies = part_of("_seating", "policies")
+    agents: dict[Any, int] = part_of("_seating", "agents")
+    """Agent id -> its index among the agents of each env."""
+    agent_spaces: dict[Any, Spaces] = part_of("_seating", "agent_spaces")
+    agent_gym_spaces: dict[Any, tuple[Any, Any]] = part_of("_seating", "agent_gym_spaces")
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def turn(self) -> Turn:
+        """Return who acts in the next `step`."""
+        if self._turn is None:
+            live = self._envs.live
+            self._turn = turn_of(self.lanes if live is None else [self.lanes[index] for index in live.tolist()])
+        return self._turn
+
+    def step(self, turn: Turn, actions: Sequence[Any]) -> StepOutcome:
+        """Step every live lane with the actions of its seats (in the order of `turn.seats`) and take in the answers.
+
+        Raises `PolicyMappingError` for a newcomer that cannot be mapped, and `ConnectorError` for one that a connector
+        has no room for; nothing of the step counts then.
+        """
+        self._sent = {lane.index: own for lane, _, own in turn.of_lanes(actions)}
+        self._source.send(self._sent)
+        gathered = Gathered(self._sent)
+        outcome = self._conclude(turn, self._source.poll(), gathered)
+        if gathered.reports or gathered.failures:
+            self._turn = None
+        else:
+            turn.env_t += 1
+        return outcome
+
+    def send(self, turn: Turn, actions: Sequence[Any]) -> None:
+        """Have the lanes of `turn`, live and not under way, go on by `actions`, those of its seats. Returns at once."""
+        sent = {}
+        for lane, episode, own in turn.of_lanes(actions):
+            episode.under_way = True
+            sent[lane.index] = own
+        self._sent |= sent
+        self._source.send(sent)
+
+    def take(self) -> tuple[Turn, StepOutcome]:
+        """Return who has answered, and what came of it; waits as `ReadyDriver.poll` does. Raises as `step` does."""
+        outcome = self._source.poll()
+        assert outcome.lanes is not None, "a ReadyDriver says who has answered"
+        turn = turn_of([self.lanes[index] for index in outcome.lanes.tolist()])
+        for _, episode in turn.lanes:
+            episode.under_way = False
+        return turn, self._conclude(turn, outcome, Gathered(self._sent))
+
+    def _conclude(self, turn: Turn, stepped: Outcome, gathered: Gathered) -> StepOutcome:
+        """Take in what the lanes of `turn` answered."""
+        self._gather(self._source.answers(turn, stepped, gathered), gathered)
+        plain, owners = len(gathered.rewards), [seat.episode.env_index for seat in gathered.seats]
+        try:
+            newcomers = self._seat_newcomers(gathered.reports)
+        except (PolicyMappingError, ConnectorError):
+            _undo(turn, gathered)
+            raise
+        for report, new in zip(gathered.reports, newcomers, strict=True):
+            gathered.seats += report.observed + new
+            gathered.observations += report.observations + [observation for _, observation in report.newcomers]
+            gathered.rewards += [reward for _, reward in report.rewards]
+            owners += [report.episode.env_index] * len(report.rewards)
+        rewards, problems = check_rewards(gathered.rewards, owners, gathered.sent)  # type: ignore[arg-type]
+        bad: dict[int, Exception] = {owners[place]: error for place, error in reversed(problems)}
+        bad |= self._seating.show(gathered.seats, gathered.observations)
+        gathered.failures += [Failure(lane, error, stepped=True) for lane, error in bad.items()]
+        outcome = StepOutcome(gathered.seats[:plain], rewards[:plain], gathered.failures)
+        if bad:
+            good = [i for i, seat in enumerate(outcome.answered) if seat.episode.env_index not in bad]
+            outcome.answered, outcome.rewards = [outcome.answered[i] for i in good], outcome.rewards[good]
+        apply_reports(outcome, zip(gathered.reports, newcomers, strict=True), rewards[plain:].tolist(), bad)
+        return outcome
+
+    def _gather(self, answers: Iterable[LaneAnswer], gathered: Gathered) -> None:
+        config = self._table.config
+        seats, observations, rewards = gathered.seats, gathered.observations, gathered.rewards
+        for lane, episode, answer in answers:
+            episode.t += 1
+            if episode.is_plain and is_plain(answer, episode.agents):
+                seats += episode.acting
+                observations += answer[0].values()
+                rewards += answer[1].values()
                 continue
-            yield lane, episode, answer
+            try:
+                check_idle(episode, config.max_idle_env_steps)
+                report = read_step(episode, answer, self.agents, config.missing_final_observation)
+            except Exception as error:  # noqa: BLE001 - what a user's env answers has methods of its own
+                gathered.failures.append(Failure(lane.index, take_apart(answer, error), stepped=True))
+                continue
+            gathered.reports.append(report)
+
+    def _seat_newcomers(self, reports: Sequence[LaneReport]) -> list[list[Seat]]:
+        seat = self._seating.seat
+        return [[seat(report.episode, agent) for agent, _ in report.newcomers] for report in reports]
+
+    # -- the envs -----------------------------------------------------------------------------------------------------
+
+    pace: Pace = part_of("_envs", "pace")
+    halves: list[NDArray[np.intp]] = part_of("_envs", "halves")
+    live: NDArray[np.intp] | None = part_of("_envs", "live")
+    under_way: set[int] = part_of("_envs", "under_way")
+    repairing: bool = part_of("_envs", "repairing")
+    seeds_every_episode: bool = part_of("_envs", "seeds_every_episode")
+    steps_to_reset: bool = part_of("_envs", "steps_to_reset")
+    on_rebuild: Callable[[], None] | None = part_of("_envs", "on_rebuild")
+    on_episode_created: Callable[[Lane, Episode], None] | None = part_of("_envs", "on_episode_created")
+    on_failure: Callable[[Lane, Failure], None] | None = part_of("_envs", "on_failure")
+    on_wait: Callable[[], None] | None = part_of("_envs", "on_wait")
+    fail: Callable[[Failure], None] = part_of("_envs", "fail")
+    try_render_at: Callable[[int], NDArray[np.uint8] | None] = part_of("_envs", "try_render_at")
+
+    def build(self, config: EnvRunnerConfig) -> None:
+        """Build all envs, closing those there were. An env that cannot be built the first time is an error."""
+        self._turn = None
+        self._envs.build(config)
 
     def try_reset(self, lanes: Sequence[int]) -> None:
-        """See `LaneVector`. Raises `PolicyMappingError`."""
-        begun: list[tuple[Lane, MultiAgentEpisode]] = []
-        seats: list[Seat] = []
-        observations: list[Any] = []
-        for index in lanes:
-            lane = self.lanes[index]
-            if lane.env is None:
-                continue
-            episode = lane.create_episode(lane.seeds.next(), MultiAgentEpisode)
-            try:
-                if self.on_episode_created is not None:
-                    self.on_episode_created(lane, episode)
-                first, episode.reset_info = read_reset(lane.env.reset(seed=episode.seed), self.agents)
-            except Exception as error:  # noqa: BLE001 - a user's env
-                self._failed.append(Failure(index, error, unbegun=episode))
-                continue
-            begun.append((lane, episode))
-            self._seat_newest(begun, first)
-            seats += episode.acting
-            observations += first.values()
-        bad = self._take_in(seats, observations)
-        for lane, episode in begun:
-            if lane.index in bad:
-                self._failed.append(Failure(lane.index, bad[lane.index], unbegun=episode))
-                continue
-            episode.seats = {seat.agent: seat for seat in episode.acting}
-            lane.episode = episode
-            self._started.append(lane.index)
-        self._refresh()
+        """Have an episode begin in each of `lanes`, now or with a later poll. Raises as `Seating.seat` does."""
+        self._turn = None
+        self._envs.try_reset(lanes)
 
-    def _seat_newest(self, begun: Sequence[tuple[Lane, MultiAgentEpisode]], agents: Iterable[Any]) -> None:
-        """Seat those who were observed by the newest reset. After an error all that was begun is there to abandon."""
-        _, newest = begun[-1]
-        try:
-            newest.let_act([self._seat(newest, agent) for agent in agents])
-        except (PolicyMappingError, ConnectorError):
-            for lane, episode in begun:
-                lane.episode = episode
-            raise
+    def take_started(self) -> list[int]:
+        """Return the lanes that began an episode since the last call; their agents have seats.
+
+        Raises as `Seating.seat` does.
+        """
+        self._turn = None
+        return self._source.take_started()
+
+    def end_episodes(self, lanes: Sequence[int]) -> None:
+        """Forget the episodes of `lanes`: they are over, or abandoned."""
+        self._turn = None
+        self._envs.end_episodes(lanes)
+
+    def try_restart(self) -> None:
+        """Close and rebuild what failed, now or after its wait. Raises as `LaneDriver.try_restart` does."""
+        self._turn = None
+        self._envs.try_restart()
+
+    def wait_for_one(self, start_episodes: StartEpisodes, on_wait: Callable[[], None] | None) -> None:
+        """Bring back what failed and has waited long enough; sleep while nothing at all is up."""
+        self._turn = None
+        self._envs.wait_for_one(start_episodes, on_wait)
+
+    def stop(self) -> None:
+        """Close all envs, within one time limit for all of them."""
+        self._turn = None
+        self._envs.stop()
+
+
+def _undo(turn: Turn, gathered: Gathered) -> None:
+    """Count no step of the poll: no more actions hang than before, and no episode is longer."""
+    raised = {failure.lane for failure in gathered.failures if not failure.stepped}
+    for lane, episode in turn.lanes:
+        episode.t -= lane.index not in raised
+        for seat in episode.acting:
+            seat.hangs = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.schemas.episode_errors import ClientLostError, EpisodeAbortedError
 from headrace.schemas.errors import (
@@ -20,7 +20,6 @@ from headrace.workers.envs.context import StepFailedRecreateEnv
 
 if TYPE_CHECKING:
     from headrace.workers.envs.lane import Episode
-    from headrace.workers.sampling.episode_view import AnyEpisodeView
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +46,8 @@ class Failure:
     """Where, in words, for the log."""
     unbegun: Episode | None = None
     """The episode that was created for a reset which failed."""
-    view: AnyEpisodeView | None = None
-    """The episode that was going on, if a callback is to see it."""
+    view: Any = None
+    """The sampler's view of the episode that was going on, if a callback is to see it."""
 
     @property
     def reason(self) -> Discard:

@@ -68,6 +68,10 @@ class Lane:
     due_at: float | None = None
     """Monotonic time in seconds at which the next rebuild may be tried; None while nothing is to be repaired."""
 
+    def is_due(self, now: float) -> bool:
+        """Return whether the lane has waited long enough to be rebuilt; `now` is in monotonic seconds."""
+        return self.due_at is not None and self.due_at <= now
+
     def adopt(self, env: gym.Env[Any, Any]) -> None:
         """Take a freshly built env."""
         self.env, self.step = env, env.step

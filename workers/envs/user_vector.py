@@ -1,19 +1,17 @@
-"""A user's own `VectorEnv` as the sampler's envs: steps are taken together, all else goes env by env."""
+"""A user's own `VectorEnv` as a source of envs: it steps all envs together, and does all else env by env."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
-from numpy.typing import NDArray
 
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator
+from headrace.workers.envs.inline import EnvSlot
 from headrace.workers.envs.lane import close_envs
-from headrace.workers.envs.stepping import Outcome
-from headrace.workers.envs.vector import EnvVector
 from headrace.workers.envs.vector_env import VectorEnv
 
 
@@ -46,51 +44,53 @@ class SubEnv(gym.Env[Any, Any]):
         return self._vector.try_render_at(self._index)
 
 
-class UserVector(EnvVector):
-    """Lanes of one `VectorEnv`. One that fails is restarted by `restart_at`, and its neighbours go on."""
+class UserVectorEnvs:
+    """The envs of one `VectorEnv`, as an `EnvSource`. An env that fails is restarted by `restart_at`."""
 
-    _vector: VectorEnv | None = None
+    def __init__(self) -> None:
+        self._vector: VectorEnv | None = None
 
-    def _build_env(self, creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
+    def make_env(self, creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
+        """Return one env of the vector, which the first call creates. Raises `EnvContractError` for no such vector."""
         if self._vector is None:
-            vector = creator(context)
-            seen = f"{type(vector).__module__}.{type(vector).__qualname__}"
-            if not isinstance(vector, VectorEnv):
-                raise EnvContractError("environment", seen, "a headrace VectorEnv")
-            self._vector = vector
-            if vector.num_envs != len(self.lanes):
-                wanted = f"{len(self.lanes)}, as num_envs of the config (context.num_envs)"
-                raise EnvContractError(f"num_envs of {seen}", str(vector.num_envs), wanted)
+            self._vector = checked_vector(creator(context))
+            if self._vector.num_envs != context.num_envs:
+                wanted = f"{context.num_envs}, as num_envs of the config (context.num_envs)"
+                raise EnvContractError(f"num_envs of {_name(self._vector)}", str(self._vector.num_envs), wanted)
         elif context.recreated:
             self._vector.restart_at(context.vector_index)
         return SubEnv(self._vector, context.vector_index)
 
-    def poll(self) -> Outcome:
-        """Step all live lanes at once, and take in what came back."""
+    def before_step(self, slots: Sequence[EnvSlot], actions: Sequence[Any]) -> None:
+        """Step all envs at once, and give each of `slots` its part of the answer, or the error of all."""
         assert self._vector is not None, "envs are built before they are stepped"
-        live = {lane.index for lane in self._live}
-        actions = [action if i in live else None for i, action in enumerate(self._actions)]
+        live = {slot.index for slot in slots}
+        width = len(actions)
         rows: list[tuple[Any, ...]]
         try:
-            answer = self._vector.vector_step(actions)
+            answer = self._vector.vector_step([action if i in live else None for i, action in enumerate(actions)])
             lengths = [len(part) for part in answer]
-            if lengths != [len(actions)] * 5:
-                raise EnvContractError("answer of vector_step", f"parts of {lengths} rows", f"5 of {len(actions)}")
+            if lengths != [width] * 5:
+                raise EnvContractError("answer of vector_step", f"parts of {lengths} rows", f"5 of {width}")
             rows = list(zip(*answer, strict=True))
         except Exception as error:  # noqa: BLE001 - a user's env
-            rows = [(error,)] * len(self.lanes)
-        for lane, row in zip(self.lanes, rows, strict=True):
-            if isinstance(lane.env, SubEnv):
-                lane.env.row = row
-        return super().poll()
+            rows = [(error,)] * width
+        for slot in slots:
+            if isinstance(slot.env, SubEnv):
+                slot.env.row = rows[slot.index]
 
-    def try_render_at(self, index: int) -> NDArray[np.uint8] | None:
-        """See `EnvDriver`."""
-        return super().try_render_at(index) if self._vector is not None else None
-
-    def stop(self) -> None:
-        """See `Roster`."""
-        super().stop()
+    def close(self, timeout_s: float) -> None:
+        """Close the vector within `timeout_s` seconds."""
         vector, self._vector = self._vector, None
-        if vector is not None:
-            close_envs([vector], self._config.env_close_timeout_s)
+        close_envs([vector], timeout_s)
+
+
+def checked_vector(vector: Any) -> VectorEnv:
+    """Return `vector`; raise `EnvContractError` unless it is a `VectorEnv`."""
+    if not isinstance(vector, VectorEnv):
+        raise EnvContractError("environment", _name(vector), "a headrace VectorEnv")
+    return vector
+
+
+def _name(vector: Any) -> str:
+    return f"{type(vector).__module__}.{type(vector).__qualname__}"

@@ -1,84 +1,342 @@
-"""A vector of single-agent in-process envs: stepped together, and what they answer taken in at once."""
+"""A vector of envs that fail, wait and come back each by itself, wherever they live and whenever they step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.errors import EnvContractError
-from headrace.workers.envs.actions import action_root, to_env_form
-from headrace.workers.envs.checks import take_reset_apart
-from headrace.workers.envs.context import EnvContext
-from headrace.workers.envs.creators import EnvCreator, build_env
+from headrace.schemas.errors import CallbackError
+from headrace.schemas.spaces import Spaces
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.backend import EnvBackend, Replies
+from headrace.workers.envs.driver import StartEpisodes
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
-from headrace.workers.envs.lanes import LaneVector
-from headrace.workers.envs.observations import Observations
-from headrace.workers.envs.spaces import spaces_of
-from headrace.workers.envs.stepping import Outcome, step_all
+from headrace.workers.envs.lane_table import WAIT_SLICE_S, LaneTable
+from headrace.workers.envs.pace import Pace
+from headrace.workers.envs.recovery import LaneRecovery, wait_for_one
+from headrace.workers.envs.stepping import Outcome
+from headrace.workers.envs.steps import InlineSteps, LockSteps, ReadySteps, SetAside, Steps, hear
+
+_STEPS: dict[Pace, type[LockSteps] | type[ReadySteps]] = {Pace.LOCK_STEP: LockSteps, Pace.READY: ReadySteps}
 
 
-class EnvVector(LaneVector):
-    """Lanes of gymnasium envs; `observations.columns` holds the newest observation of each lane."""
+class EnvPlacement(Protocol):
+    """Where a vector's envs are to live. Opens a backend each time that all envs are built."""
+
+    def check(self, config: EnvRunnerConfig) -> None:
+        """Raise what is known to be wrong with `config` before the envs there are have to be closed for it."""
+
+    def open(self, table: LaneTable) -> EnvBackend:
+        """Build the envs that the table's config asks for. Raises where an env cannot be built."""
+
+
+class EnvFacade(Protocol):
+    """How an adapter of the envs, such as the one for several agents, presents each env, and what it keeps of it."""
+
+    def learn(self, backend: EnvBackend) -> None:
+        """Take the spaces of envs that were just built."""
+
+    def env_at(self, lane: int) -> Any:
+        """Return what callers get for the env in `lane`."""
+
+    def blank(self, lane: int) -> None:
+        """Forget what the env in `lane` showed, because it is closed."""
+
+
+class EnvVector:
+    """Lanes with an env each, in the backend of `placement`: an `EnvDriver`, or a `ReadyDriver` if `pace` says so.
+
+    A backend may reset an env in the step that ends its episode, unless a callback is to be told before. Restarts wait
+    for nothing: while an env is rebuilt the others go on.
+    """
 
     seeds_every_episode = True
+    on_rebuild: Callable[[], None] | None = None
+    on_episode_created: Callable[[Lane, Episode], None] | None = None
+    on_failure: Callable[[Lane, Failure], None] | None = None
+    on_wait: Callable[[], None] | None = None
 
-    def _build_env(self, creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
-        return build_env(creator, context)
+    def __init__(
+        self,
+        table: LaneTable,
+        placement: EnvPlacement,
+        pace: Pace,
+        *,
+        episode_kind: type[Episode] = Episode,
+        facade: EnvFacade | None = None,
+    ) -> None:
+        self.pace = pace
+        self.lanes = table.lanes
+        self._table = table
+        self._placement = placement
+        self._episode_kind = episode_kind
+        self._facade = facade
+        self._recovery = LaneRecovery(table, self._rebuild, self._take_down)
+        self._backend: EnvBackend | None = None
+        self.build(table.config)
 
-    def _learn_spaces(self, first: gym.Env[Any, Any]) -> None:
-        self.spaces = spaces_of(first)
-        self.gym_spaces = first.observation_space, first.action_space
-        self.observations = Observations(
-            self.spaces.observation, len(self.lanes), check_bounds=not self._config.disable_env_checking
-        )
+    def build(self, config: EnvRunnerConfig) -> None:
+        """Build all envs, closing those there were. An env that cannot be built the first time is an error."""
+        self._placement.check(config)
+        self._table.config = config
+        self.stop()
+        self._resetting: dict[int, Episode] = {}
+        """Lanes that the vector waits for, and the episodes for which they are reset."""
+        self._aside = SetAside(self._table)
+        backend = self._backend = self._placement.open(self._table)
+        try:
+            kind = InlineSteps if backend.replies_at_once else _STEPS[self.pace]
+            self._steps: Steps = kind(backend, self._table, self._recovery, self._aside)
+            self._resets_ahead, self._replies_at_once = backend.resets_ahead, backend.replies_at_once
+            self.spaces: Spaces = backend.spaces
+            self.gym_spaces = backend.gym_spaces
+            self.observations = self._steps.observations()
+            self.halves = self._steps.halves
+            """Lanes that act together when all of them that are live can; none: each lane acts when it can."""
+            if self._facade is not None:
+                self._facade.learn(backend)
+            for lane in self.lanes:
+                lane.due_at, lane.env = None, self._env_at(lane.index)
+                if lane.env is None:
+                    self._aside.coming[lane.index] = None
+            for lane in self.lanes:
+                if lane.env is not None:
+                    self._table.tell_created(lane.index)
+        except BaseException:
+            self.stop()
+            raise
 
-    def _check_spaces(self, lane: Lane) -> None:
-        assert lane.env is not None
-        spaces = spaces_of(lane.env)
-        if spaces != self.spaces:
-            raise EnvContractError(f"spaces of env {lane.index}", repr(spaces), f"those of env 0, {self.spaces!r}")
+    def _env_at(self, index: int) -> Any:
+        env = self._running.env_at(index)
+        return env if env is None or self._facade is None else self._facade.env_at(index)
 
-    def _blank(self, lane: Lane) -> None:
-        for column in self.observations.columns.values():
-            column[lane.index] = 0
+    @property
+    def _running(self) -> EnvBackend:
+        assert self._backend is not None, "build() opens it"
+        return self._backend
 
-    # -- the usual course ---------------------------------------------------------------------------------------------
+    @property
+    def steps_to_reset(self) -> bool:
+        """Whether a lane may need a poll that is no step to begin its next episode, so that others get ahead of it."""
+        return self.pace is Pace.READY
+
+    @property
+    def live(self) -> NDArray[np.intp] | None:
+        """Lanes with an episode, None when all have one."""
+        return None if self._recovery.are_all_up else self._recovery.live
+
+    @property
+    def repairing(self) -> bool:
+        """Whether some lane has no env that could be stepped."""
+        return not self._recovery.are_all_up
+
+    @property
+    def under_way(self) -> set[int]:
+        """Live lanes whose action has no reply yet."""
+        return self._steps.under_way
+
+    # -- steps --------------------------------------------------------------------------------------------------------
 
     def send_actions(self, columns: dict[str, NDArray[Any]]) -> None:
-        """See `EnvDriver`."""
-        self._actions = to_env_form(self.spaces.action, columns, action_root(columns))
+        """Have all live lanes act by their rows of the policy's columns. Returns at once."""
+        if self._resetting:
+            self._await_resets()
+        self._steps.send_all(columns, self.on_wait, resets_ahead=self.on_episode_created is None and self._resets_ahead)
+
+    def send_actions_of(self, lanes: NDArray[np.intp], columns: dict[str, NDArray[Any]]) -> None:
+        """Have `lanes`, live and not under way, act by their rows of the policy's columns. Returns at once."""
+        self._steps.send(lanes.tolist(), columns, resets_ahead=self.on_episode_created is None and self._resets_ahead)
 
     def poll(self) -> Outcome:
-        """Step every live lane with its action, and take in what came back."""
-        return step_all(self._live, self._actions, self.observations, len(self.lanes))
+        """Return what came of the actions that were sent: of all lanes, or of those that have replied."""
+        return self._steps.poll(self.on_wait)
+
+    def _catch_up(self) -> None:
+        """Hear to its end what was broken off, or abandoned."""
+        if self._resetting:
+            self._await_resets()
+        self._steps.catch_up(self.on_wait)
+
+    # -- episodes -----------------------------------------------------------------------------------------------------
 
     def try_reset(self, lanes: Sequence[int]) -> None:
         """Begin an episode in each of `lanes`, each with its next seed. Failures wait for `try_restart`."""
-        done, values = [], []
+        self._catch_up()
+        aside, backend = self._aside, self._running
+        awaited: dict[int, Any] = self._resetting if self._steps.waits_for_resets else aside.coming
         for index in lanes:
             lane = self.lanes[index]
-            if lane.env is None:
+            if lane.env is None or index in aside.coming:
                 continue
-            episode = lane.create_episode(lane.seeds.next(), Episode)
+            episode = self._create_episode(lane)
+            if episode is None:
+                continue
+            ahead = aside.ahead.pop(index, None)
+            if ahead is not None and ahead[0] == episode.seed:
+                self._begin(lane, episode, ahead[1])
+            else:
+                backend.reset(index, episode.seed)
+                awaited[index] = episode
+        self._await_resets()
+        self._recovery.refresh()
+
+    def _create_episode(self, lane: Lane) -> Episode | None:
+        """Return the episode that a reset is to begin, or None if the lane has failed."""
+        episode = lane.create_episode(lane.seeds.next(), self._episode_kind)
+        failure = self._aside.lost.pop(lane.index, None)
+        if failure is None and self.on_episode_created is not None:
             try:
-                if self.on_episode_created is not None:
-                    self.on_episode_created(lane, episode)
-                observation, info = take_reset_apart(lane.env.reset(seed=episode.seed))
-            except Exception as error:  # noqa: BLE001 - a user's env
-                self._failed.append(Failure(index, error, unbegun=episode))
-                continue
-            done.append((lane, episode, info))
-            values.append(observation)
-        problems = dict(self.observations.put(np.array([lane.index for lane, _, _ in done], np.intp), values))
-        for position, (lane, episode, info) in enumerate(done):
-            if position in problems:
-                self._failed.append(Failure(lane.index, problems[position], unbegun=episode))
-                continue
-            lane.begin_episode(episode, info)
-            self._started.append(lane.index)
-        self._refresh()
+                self.on_episode_created(lane, episode)
+            except CallbackError as error:
+                failure = Failure(lane.index, error)
+        if failure is None:
+            return episode
+        failure.unbegun = episode
+        self._table.failed.append(failure)
+        return None
+
+    def _await_resets(self) -> None:
+        resetting = self._resetting
+        while resetting:
+            replies = hear(self._running, self.on_wait)
+            self._steps.keep(replies, but=resetting)
+            for failure in replies.failures:
+                if failure.lane in resetting:
+                    failure.unbegun = resetting.pop(failure.lane)
+                    self._table.failed.append(failure)
+            for index, info in replies.began:
+                if index in resetting:
+                    self._begin(self.lanes[index], resetting.pop(index), info)
+            if self._replies_at_once:
+                resetting.clear()  # what an exception broke off before has no reply any more
+
+    def _begin(self, lane: Lane, episode: Episode, info: dict[str, Any]) -> None:
+        lane.begin_episode(episode, info)
+        self._table.started.append(lane.index)
+        if not self._replies_at_once:  # else the observation is shown already
+            self._running.begin([lane.index])
+            self._steps.show(lane.index)
+
+    def take_started(self) -> list[int]:
+        """Return the lanes that began an episode since the last call."""
+        return self._table.take_started()
+
+    def end_episodes(self, lanes: Sequence[int]) -> None:
+        """Forget the episodes of `lanes`: they are over, or abandoned. A step under way for one of them was none."""
+        self._steps.abandon(lanes)
+        self._recovery.end_episodes(lanes)
+
+    # -- when one fails -----------------------------------------------------------------------------------------------
+
+    def fail(self, failure: Failure) -> None:
+        """Take the lane out; `try_restart` decides what becomes of it."""
+        self._table.failed.append(failure)
+
+    def try_restart(self) -> None:
+        """Close and rebuild what failed, now or after its wait.
+
+        Raises `EnvRestartBudgetError` when an env has failed too often, and the env's own error when the config says
+        that failed envs are not rebuilt.
+        """
+        self._recovery.try_restart(self.on_failure)
+
+    def _take_down(self, lane: Lane) -> None:
+        """Close the lane's env, and show the policy nothing of it."""
+        lane.release()
+        self._running.close_env(lane.index)
+        for column in self.observations.columns.values():
+            column[lane.index] = 0
+        if self._facade is not None:
+            self._facade.blank(lane.index)
+
+    def _rebuild(self, lane: Lane) -> None:
+        lane.due_at = None
+        self._table.totals.env_rebuilds += 1
+        if self.on_rebuild is not None:
+            self.on_rebuild()
+        self._aside.ahead.pop(lane.index, None)
+        self._aside.coming[lane.index] = None
+        self._running.rebuild(lane.index)
+        while self._replies_at_once and lane.index in self._aside.coming:
+            self._settle(self._running.step_wait())
+
+    def wait_for_one(self, start_episodes: StartEpisodes, on_wait: Callable[[], None] | None) -> None:
+        """Bring back the lanes whose wait is over. While no lane is up, sleep until the first is.
+
+        Calls `start_episodes` with what brings back, and `on_wait` after every short sleep.
+        """
+        wait_for_one(lambda: bool(self._recovery.up), self._revive, self._pause, start_episodes, on_wait)
+
+    def _revive(self) -> None:
+        """Begin an episode where an env is back, and rebuild lanes whose wait is over."""
+        if self._aside.coming:
+            self._settle(self._running.step_wait(0.0))
+        self._recovery.revive(self.on_failure)
+
+    def _pause(self) -> None:
+        if self._aside.coming:
+            self._steps.keep(self._running.step_wait(WAIT_SLICE_S))
+        else:
+            self._table.sleep_until_due()
+
+    def _settle(self, replies: Replies) -> None:
+        """Reset the envs that were built, and begin the episodes whose reset is done."""
+        self._steps.keep(replies)
+        built, self._aside.built = self._aside.built, []
+        arrived, self._aside.arrived = self._aside.arrived, []
+        for index in built:
+            if index in self._aside.coming:  # else its process was lost again since
+                self._reset_rebuilt(self.lanes[index])
+        for index, info in arrived:
+            episode = self._aside.coming.pop(index, None)
+            if episode is not None:
+                self._begin(self.lanes[index], episode, info)
+        self._recovery.refresh()
+
+    def _reset_rebuilt(self, lane: Lane) -> None:
+        lane.env = self._env_at(lane.index)
+        try:
+            self._table.tell_created(lane.index)
+        except CallbackError as error:
+            del self._aside.coming[lane.index]
+            self._table.failed.append(Failure(lane.index, error, at="construction"))
+            return
+        episode = self._create_episode(lane)
+        if episode is None:
+            del self._aside.coming[lane.index]
+        else:
+            self._aside.coming[lane.index] = episode
+            self._running.reset(lane.index, episode.seed)
+
+    # -- what else one may ask ----------------------------------------------------------------------------------------
+
+    def try_render_at(self, index: int) -> NDArray[np.uint8] | None:
+        """Return one env's picture, rgb uint8 (height, width, 3); None where it gives none, or is being stepped.
+
+        Takes as long as the env does, and in a process of its own a step's deadline at most; then the process is lost.
+        """
+        if not self._running.renders or self._steps.is_stepping(index):
+            return None
+        self._catch_up()
+        aside = self._aside
+        if self.lanes[index].env is None or index in aside.coming or index in aside.lost:
+            return None
+        self._running.render(index)
+        while True:
+            replies = hear(self._running, self.on_wait)
+            self._steps.keep(replies)
+            if replies.pictures or index in aside.lost:
+                return dict(replies.pictures).get(index)
+
+    def stop(self) -> None:
+        """Close all envs, within one time limit for all of them."""
+        for lane in self.lanes:
+            lane.release()
+        self._table.forget()
+        self._recovery.refresh()
+        if self._backend is not None:
+            self._backend.close()

@@ -1,19 +1,22 @@
-"""External episodes of several agents as the envs of a sampler: whoever is observed acts, by its policy."""
+"""External episodes of several agents: the agents that are observed act, by their policies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace.schemas.errors import ConfigError, EnvContractError
 from headrace.workers.agents.env import AgentDict, gym_spaces_of, spaces_by_agent
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
-from headrace.workers.agents.lanes import Gathered
-from headrace.workers.agents.ready_seats import ReadySeats
+from headrace.workers.agents.seating import Seating
+from headrace.workers.agents.source import Gathered, LaneAnswer
 from headrace.workers.agents.turns import Turn
+from headrace.workers.agents.vector import MultiAgentVector, part_of
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.envs.context import EnvContext
-from headrace.workers.envs.lane import Lane
+from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.stepping import Outcome
 from headrace.workers.external.agent_episodes import AgentsCall, ExternalAgentEpisodes
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv
@@ -21,17 +24,26 @@ from headrace.workers.external.calls import Answer, Call, Row
 from headrace.workers.external.lanes import ExternalLanes, keep
 
 
-class ExternalAgents(ExternalLanes, ReadySeats):
-    """`ReadySeats` of episodes that drive themselves: whoever asked has the answer when `send` returns."""
+class ExternalAgentLanes(ExternalLanes):
+    """An `AgentSource` whose episodes drive themselves, and the lanes of its env."""
 
     episodes: ExternalAgentEpisodes
     _episode_kind = MultiAgentEpisode
 
-    def build(self, config: EnvRunnerConfig, first: tuple[Any, EnvContext] | None = None) -> None:
-        """See `Roster`."""
+    def __init__(self, table: LaneTable, seating: Seating, first: Any = None) -> None:
+        self._seating = seating
+        super().__init__(table, first)
+
+    @property
+    def envs(self) -> ExternalAgentLanes:
+        """The lanes of the env."""
+        return self
+
+    def build(self, config: EnvRunnerConfig) -> None:
+        """Build the env, closing the one there was. One that cannot be built the first time is an error."""
         self._heard: dict[int, AgentsCall] = {}
         """By lane, what is not yet taken in of it."""
-        super().build(config, first)
+        super().build(config)
 
     def _checked(self, env: Any) -> ExternalMultiAgentEnv:
         if not isinstance(env, ExternalMultiAgentEnv):
@@ -45,29 +57,29 @@ class ExternalAgents(ExternalLanes, ReadySeats):
 
     def _learn_spaces(self, env: Any) -> None:
         gym_spaces = gym_spaces_of(env)
-        check_bounds = not self._config.disable_env_checking
-        self._learn_agents(spaces_by_agent(gym_spaces), gym_spaces, check_bounds=check_bounds)
-        self._make_rows()
+        check_bounds = not self._table.config.disable_env_checking
+        self._seating.learn(spaces_by_agent(gym_spaces), gym_spaces, check_bounds=check_bounds, makes_rows=True)
 
     def _check_spaces(self, env: Any) -> None:
-        spaces = spaces_by_agent(gym_spaces_of(env))
-        if spaces != self.agent_spaces:
-            seen, wanted = f"{spaces!r:.300}", f"those it had before, {self.agent_spaces!r:.300}"
+        spaces, known = spaces_by_agent(gym_spaces_of(env)), self._seating.agent_spaces
+        if spaces != known:
+            seen, wanted = f"{spaces!r:.300}", f"those it had before, {known!r:.300}"
             raise EnvContractError("spaces of the env", seen, wanted)
 
     def _new_table(self) -> ExternalAgentEpisodes:
+        config = self._table.config
         return ExternalAgentEpisodes(
-            self.agent_spaces,
+            self._seating.agent_spaces,
             len(self.lanes),
-            check_bounds=not self._config.disable_env_checking,
-            takes_logged=not any(policy.module_to_env for policy in self.policies.specs.values()),
-            needs_final=self._config.missing_final_observation == "error",
+            check_bounds=not config.disable_env_checking,
+            takes_logged=not any(policy.module_to_env for policy in self._seating.policies.specs.values()),
+            needs_final=config.missing_final_observation == "error",
         )
 
     # -- acting -------------------------------------------------------------------------------------------------------
 
     def logged(self, seats: Iterable[Seat]) -> dict[int, Row]:
-        """Of those `seats` that are to act and have acted already, by row: what they did."""
+        """Return, of those `seats` that are to act and have acted already, what they did, by row."""
         done = {}
         for seat in seats:
             call = self._places[seat.episode.env_index].call
@@ -75,7 +87,8 @@ class ExternalAgents(ExternalLanes, ReadySeats):
                 done[seat.row] = call.logged[seat.agent]
         return done
 
-    def _send(self, actions: Mapping[int, AgentDict]) -> None:
+    def send(self, actions: Mapping[int, AgentDict]) -> None:
+        """Answer the drivers of lanes, by index, with what their agents do. They have it when this returns."""
         version = self.read_version()
         self._under_way.update(actions)
         self.episodes.answer((self._places[index], Answer(keep(own), version)) for index, own in actions.items())
@@ -83,7 +96,8 @@ class ExternalAgents(ExternalLanes, ReadySeats):
 
     # -- taking in ----------------------------------------------------------------------------------------------------
 
-    def _told(self, turn: Turn, outcome: Outcome, gathered: Gathered) -> Iterator[tuple[Lane, MultiAgentEpisode, Any]]:
+    def answers(self, turn: Turn, outcome: Outcome, gathered: Gathered) -> Iterator[LaneAnswer]:
+        """Yield what the driver of each lane of `turn` told; failures go to `gathered` first."""
         gathered.failures += outcome.failures
         lost = {failure.lane for failure in outcome.failures}
         for lane, episode in turn.lanes:
@@ -104,16 +118,33 @@ class ExternalAgents(ExternalLanes, ReadySeats):
     # -- episodes -----------------------------------------------------------------------------------------------------
 
     def take_started(self) -> list[int]:
-        """See `Roster`. Who is seen first is seated now. Raises as `_seat_first` does."""
+        """Return the lanes that began an episode since the last call, by index; their agents get their seats now.
+
+        Raises as `Seating.seat` does.
+        """
         started = sorted(set(super().take_started()))
         begun = ((index, self.lanes[index].episode) for index in started)
-        self._seat_first(
+        self._seating.seat_first(
             (episode, self._heard.pop(index).seen) for index, episode in begun if isinstance(episode, MultiAgentEpisode)
         )
         return started
 
     def end_episodes(self, lanes: Sequence[int]) -> None:
-        """See `Roster`."""
+        """Forget the episodes of `lanes`. The driver of one that is abandoned gets an error."""
         for index in lanes:
             self._heard.pop(index, None)
         super().end_episodes(lanes)
+
+
+class ExternalAgents(MultiAgentVector):
+    """A `MultiAgentVector` of episodes that drive themselves, and an `ExternalDriver`."""
+
+    def __init__(self, source: ExternalAgentLanes, seating: Seating, table: LaneTable) -> None:
+        super().__init__(source, seating, table)
+        self._external = source
+
+    episodes: ExternalAgentEpisodes = part_of("_external", "episodes")
+    asking: NDArray[np.intp] = part_of("_external", "asking")
+    read_version: Callable[[], tuple[int, int]] = part_of("_external", "read_version")
+    heard_at: float = part_of("_external", "heard_at")
+    logged: Callable[[Iterable[Seat]], dict[int, Row]] = part_of("_external", "logged")

@@ -1,69 +1,84 @@
-"""External episodes as the envs of a sampler: whoever has an observation acts, and nobody is stepped or reset."""
+"""The lanes of an external env: places for episodes that drive themselves, of whom none is stepped or reset."""
 
 from __future__ import annotations
 
 import logging
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.chunk import UNSEEDED, ChunkEnd
 from headrace.schemas.episode_errors import ClientLostError
-from headrace.schemas.errors import CallbackError
+from headrace.schemas.errors import CallbackError, HeadraceError
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.envs.context import EnvContext
+from headrace.workers.envs.creators import find_creator, naming_what_failed
+from headrace.workers.envs.driver import StartEpisodes
 from headrace.workers.envs.failures import Failure
-from headrace.workers.envs.roster import WAIT_SLICE_S
+from headrace.workers.envs.lane import Episode, Lane
+from headrace.workers.envs.lane_table import WAIT_SLICE_S, LaneTable
+from headrace.workers.envs.pace import Pace
+from headrace.workers.envs.recovery import SharedRecovery
 from headrace.workers.envs.stepping import Outcome
-from headrace.workers.external.calls import Call
-from headrace.workers.external.whole import WholeExternal
+from headrace.workers.external.calls import Call, Place
+from headrace.workers.external.driving import Drive
+from headrace.workers.external.episodes import EpisodeTable
+from headrace.workers.external.self_driven import Deadlines, SelfDrivenEnv
 
 logger = logging.getLogger(__name__)
 
-_NOTHING, _NOBODY = np.empty(0), np.empty(0, np.intp)
+_NOTHING, _NO_LANE = np.empty(0), np.empty(0, np.intp)
 _GIVEN_UP = "its worker has given it up (a reset, other weights of a new learner, an error there, or its end)"
 
 
-class ExternalLanes(WholeExternal):
-    """A `ReadyDriver`. A lane is live from its episode's first observation on.
+class ExternalDriver(Protocol):
+    """What a sampler asks of external envs besides what it asks of all envs."""
 
-    It is under way from the answer to one observation until the next one, however long that takes.
-    """
-
-    seeds_every_episode = False
-
-    def __init__(self, *args: Any, **further: Any) -> None:
-        self.halves: list[NDArray[np.intp]] = []
-        self.read_version: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        """Of the weights that act."""
-        super().__init__(*args, **further)
-
-    def build(self, config: EnvRunnerConfig, first: tuple[Any, EnvContext] | None = None) -> None:
-        """See `Roster`."""
-        self.heard_at = time.monotonic()
-        """When the table last had something to tell."""
-        self._batch_wait_s = (config.remote_env_batch_wait_ms or 0.0) / 1000.0
-        super().build(config, first)
+    read_version: Callable[[], tuple[int, int]]
+    """Returns (learner_epoch, seq) of the weights that act."""
+    heard_at: float
+    """When a driver of an episode last said something, in monotonic seconds."""
 
     @property
-    def live(self) -> NDArray[np.intp] | None:
-        """See `EnvDriver`."""
-        live = [lane.index for lane in self.lanes if lane.episode is not None]
-        return None if len(live) == len(self.lanes) else np.array(live, np.intp)
-
-    @property
-    def under_way(self) -> set[int]:
-        """See `ReadyDriver`."""
-        return set(self._under_way)
+    def episodes(self) -> EpisodeTable[Any]:
+        """The table of the episodes."""
 
     @property
     def asking(self) -> NDArray[np.intp]:
-        """Live lanes with nothing under way, in order: somebody waits for each."""
-        return np.array(sorted(self._places.keys() - self._under_way), np.intp)
+        """Live lanes with nothing under way, in order: a driver waits for each."""
+
+
+class ExternalLanes(ABC):
+    """Lanes of one external env, which is the env of each of them. A lane is a place for one open episode.
+
+    A lane is live from its episode's first observation on. It is under way from the answer to one observation until the
+    next one, however long that takes. `first` is an env that was built to learn what kind of env it is.
+    """
+
+    pace = Pace.EXTERNAL
+    seeds_every_episode = False
+    steps_to_reset = False
+    on_rebuild: Callable[[], None] | None = None
+    on_episode_created: Callable[[Lane, Episode], None] | None = None
+    on_failure: Callable[[Lane, Failure], None] | None = None
+    on_wait: Callable[[], None] | None = None
+    episodes: Any
+    """The table of the episodes."""
+
+    def __init__(self, table: LaneTable, first: Any = None) -> None:
+        self.lanes = table.lanes
+        self.halves: list[NDArray[np.intp]] = []
+        self.read_version: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """Returns (learner_epoch, seq) of the weights that act."""
+        self._table = table
+        self._recovery = SharedRecovery(table, self._rebuild, self._take_down)
+        self._drive: Drive | None = None
+        """The env that is up; None while it waits to be built again."""
+        self._first = first
+        self.build(table.config)
 
     # -- what the kinds of external env do each in their own way ------------------------------------------------------
 
@@ -71,20 +86,121 @@ class ExternalLanes(WholeExternal):
     """Of `Episode`s; has `trains`."""
 
     @abstractmethod
+    def _checked(self, env: Any) -> SelfDrivenEnv[Any]:
+        """Return `env`. Raise unless it is an external one of this kind, whose constructor was called."""
+
+    @abstractmethod
+    def _learn_spaces(self, env: Any) -> None:
+        """Take the spaces of the first env since `build`."""
+
+    @abstractmethod
+    def _check_spaces(self, env: Any) -> None:
+        """Raise `EnvContractError` unless the env has the spaces of the one before it."""
+
+    @abstractmethod
+    def _new_table(self) -> EpisodeTable[Any]:
+        """Return a table for the episodes of an env of these spaces."""
+
+    @abstractmethod
     def _see_first(self, call: Call) -> None:
-        """The first observation of the episode in the lane of `call`."""
+        """Take the first observation of the episode in the lane of `call`."""
 
     @abstractmethod
     def _hear(self, call: Call, outcome: Outcome) -> float:
-        """What came of the action under way; gives its reward, if that is one number."""
+        """Take what came of the action under way; return its reward, or 0 where there are several."""
+
+    # -- one env after another ----------------------------------------------------------------------------------------
+
+    def build(self, config: EnvRunnerConfig) -> None:
+        """Build the env, closing the one there was. One that cannot be built the first time is an error."""
+        self.heard_at = time.monotonic()
+        """When a driver of an episode last said something, in monotonic seconds."""
+        self._batch_wait_s = (config.remote_env_batch_wait_ms or 0.0) / 1000.0
+        table = self._table
+        table.config = config
+        self._creator = find_creator(config.env)
+        self.stop()
+        self._recovery.begin()
+        first, self._first = self._first, None
+        try:
+            with naming_what_failed(config, 0):
+                env = self._checked(self._creator(table.new_context(0)) if first is None else first)
+            self._learn_spaces(env)
+            self._adopt(env)
+        except HeadraceError:
+            self.stop()
+            raise
+
+    def _adopt(self, env: SelfDrivenEnv[Any]) -> None:
+        """Start `env`, with a table of its own: threads that still drive the env before it have a closed one."""
+        config = self._table.config
+        self.episodes = self._new_table()
+        deadlines = Deadlines(
+            config.external_start_timeout_s, config.external_action_timeout_s, config.external_log_timeout_s
+        )
+        env.attach(self.episodes, deadlines)
+        for lane in self.lanes:
+            lane.env = env  # type: ignore[assignment]
+        self._drive = Drive(env)
+        self._table.tell_created(0)
+        self._drive.start()
+
+    def stop(self) -> None:
+        """Close the env, within `env_close_timeout_s`."""
+        self._take_down()
+        self._table.forget()
+
+    def _take_down(self) -> None:
+        drive, self._drive = self._drive, None
+        self._places: dict[int, Place] = {}
+        """Of the lanes that are live."""
+        self._under_way: set[int] = set()
+        for lane in self.lanes:
+            lane.release()
+        if drive is not None:
+            drive.stop(self._table.config.env_close_timeout_s)
+
+    def _rebuild(self) -> None:
+        if self.on_rebuild is not None:
+            self.on_rebuild()
+        context = self._table.new_context(0, recreated=True)
+        try:
+            env = self._checked(self._creator(context))
+            self._check_spaces(env)
+            self._adopt(env)
+        except Exception as error:  # noqa: BLE001 - a user's env
+            self._table.failed.append(Failure(0, error, at="construction"))
+
+    # -- which lanes are up -------------------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> NDArray[np.intp] | None:
+        """Lanes with an episode, None when all have one."""
+        live = [lane.index for lane in self.lanes if lane.episode is not None]
+        return None if len(live) == len(self.lanes) else np.array(live, np.intp)
+
+    @property
+    def under_way(self) -> set[int]:
+        """Live lanes that were given an action, and have not told what came of it."""
+        return set(self._under_way)
+
+    @property
+    def asking(self) -> NDArray[np.intp]:
+        """Live lanes with nothing under way, in order: a driver waits for each."""
+        return np.array(sorted(self._places.keys() - self._under_way), np.intp)
+
+    @property
+    def repairing(self) -> bool:
+        """Whether there is something to see to before the next poll."""
+        return bool(self._table.failed or self._table.started) or self._drive is None
 
     # -- taking in ----------------------------------------------------------------------------------------------------
 
     def poll(self) -> Outcome:
-        """See `ReadyDriver`; gives up waiting after a moment, for nobody knows whether anyone will ever come."""
-        outcome = Outcome(_NOTHING, [], [], lanes=_NOBODY)
+        """Return what came of actions in the lanes that told it. Waits for a moment only: a driver may never come."""
+        outcome = Outcome(_NOTHING, [], [], lanes=_NO_LANE)
         if self._drive is None:
-            time.sleep(min(self.next_due_s() or 0.0, WAIT_SLICE_S))
+            self._table.sleep_until_due()
             return outcome
         self.episodes.wait(WAIT_SLICE_S, self._batch_wait_s)
         failure = self._drive.failure
@@ -106,7 +222,7 @@ class ExternalLanes(WholeExternal):
                 outcome.failures.append(Failure(place.lane, error))
             self._places.pop(place.lane, None)
             self.episodes.release(place, error.reason)
-        outcome.begun = bool(self._started)
+        outcome.begun = bool(self._table.started)
         if rewards:
             answered = sorted(rewards)
             outcome.lanes = np.array(answered, np.intp)
@@ -114,9 +230,9 @@ class ExternalLanes(WholeExternal):
         return outcome
 
     def _begin(self, call: Call) -> None:
-        """The first observation of an episode."""
+        """Begin the episode of which `call` has the first observation."""
         place, lane = call.place, self.lanes[call.place.lane]
-        if call.end is not ChunkEnd.ONGOING:  # it was over before anybody acted: nothing to tell
+        if call.end is not ChunkEnd.ONGOING:  # it was over before an action: nothing to tell
             self.episodes.release(place)
             return
         episode = lane.create_episode(UNSEEDED, self._episode_kind)
@@ -126,13 +242,13 @@ class ExternalLanes(WholeExternal):
             try:
                 self.on_episode_created(lane, episode)
             except CallbackError as error:
-                self._failed.append(Failure(lane.index, error, unbegun=episode))
+                self._table.failed.append(Failure(lane.index, error, unbegun=episode))
                 self.episodes.release(place, str(error))
                 return
         self._places[lane.index] = place
         self._see_first(call)
         lane.begin_episode(episode, call.info)
-        self._started.append(lane.index)
+        self._table.started.append(lane.index)
 
     def _take_answer(self, call: Call, outcome: Outcome) -> float:
         lane = call.place.lane
@@ -145,11 +261,11 @@ class ExternalLanes(WholeExternal):
         return reward
 
     def _fail_all(self, error: BaseException) -> Outcome:
-        """`run()` has ended, and all that it said was taken in: every episode that is still open is lost."""
+        """Lose every open episode: `run()` has ended, and all that it said was taken in."""
         lanes = [lane.index for lane in self.lanes if lane.episode is not None]
         failures = [Failure(lane, error) for lane in lanes]
         if not failures:
-            self._failed.append(Failure(0, error, at="run()"))
+            self._table.failed.append(Failure(0, error, at="run()"))
         self._under_way.clear()
         while self._places:
             self.episodes.release(self._places.popitem()[1], f"run() of its env has ended ({error})")
@@ -157,11 +273,15 @@ class ExternalLanes(WholeExternal):
 
     # -- episodes -----------------------------------------------------------------------------------------------------
 
-    def try_reset(self, lanes: Sequence[int]) -> None:
-        """Nobody outside can be reset: the next episode begins when somebody begins one."""
+    def try_reset(self, lanes: Sequence[int]) -> None:  # noqa: B027 - a driver cannot be told to begin
+        """Do nothing: the next episode begins when a driver begins one."""
+
+    def take_started(self) -> list[int]:
+        """Return the lanes that began an episode since the last call."""
+        return self._table.take_started()
 
     def end_episodes(self, lanes: Sequence[int]) -> None:
-        """See `EnvDriver`. Whoever drives one that is abandoned is told so by an error."""
+        """Forget the episodes of `lanes`. The driver of one that is abandoned gets an error."""
         for index in lanes:
             self.lanes[index].episode = None
             self._under_way.discard(index)
@@ -169,9 +289,18 @@ class ExternalLanes(WholeExternal):
             if place is not None:
                 self.episodes.release(place, _GIVEN_UP)
 
+    # -- when it fails ------------------------------------------------------------------------------------------------
+
+    def fail(self, failure: Failure) -> None:
+        """Take the lane out; `try_restart` decides what becomes of it."""
+        self._table.failed.append(failure)
+
     def try_restart(self) -> None:
-        """See `EnvDriver`. Who drove an episode and is gone costs that episode only, what `run()` does all of them."""
-        failures, self._failed = self._failed, []
+        """See to what has failed. A driver that is gone costs its own episode; the end of `run()` costs all of them.
+
+        Raises as `EnvDriver.try_restart` does.
+        """
+        failures, self._table.failed = self._table.failed, []
         for failure in failures:
             if self.on_failure is not None:
                 self.on_failure(self.lanes[failure.lane], failure)
@@ -185,11 +314,36 @@ class ExternalLanes(WholeExternal):
                 case _:
                     broken.append(failure)
         if broken:
-            self._restart(broken)
+            self._recovery.restart(broken)
+
+    def _charge(self, failure: Failure) -> None:
+        """Count an episode that a callback made fail. Nothing is rebuilt, but the budget limits how often that is."""
+        if not self._table.config.restart_failed_sub_environments:
+            raise failure.error
+        logger.error(
+            "the episode in place %d failed at %s (%s); %d steps discarded",
+            failure.lane,
+            failure.at,
+            failure.error,
+            failure.discarded,
+        )
+        self.lanes[0].budget.spend(failure.error, time.monotonic())
+
+    def wait_for_one(self, start_episodes: StartEpisodes, on_wait: Callable[[], None] | None) -> None:
+        """Bring back the env if its wait is over. Does not wait: `poll` sees whether a driver comes."""
+        start_episodes(self._revive)
+
+    def _revive(self) -> None:
+        self._recovery.revive()
+        self.try_restart()
+
+    def try_render_at(self, index: int) -> NDArray[np.uint8] | None:
+        """Return None: an external env has no picture."""
+        return None
 
 
 def keep(action: Any) -> Any:
-    """A copy that outlives the columns it is a view of."""
+    """Return a copy that outlives the columns of which `action` is a view."""
     if isinstance(action, dict):
         return {key: keep(value) for key, value in action.items()}
     if isinstance(action, tuple):

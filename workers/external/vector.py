@@ -29,7 +29,7 @@ class ExternalEpisode(Episode):
 
 
 class ExternalVector(ExternalLanes):
-    """A `ReadyDriver` of the episodes of an `ExternalEnv`."""
+    """The lanes of an `ExternalEnv`: a `ReadyDriver`, and an `ExternalDriver`."""
 
     episodes: ExternalEpisodes
     _episode_kind = ExternalEpisode
@@ -46,7 +46,7 @@ class ExternalVector(ExternalLanes):
     def _learn_spaces(self, env: Any) -> None:
         self.spaces: Spaces = spaces_of(env)
         self.gym_spaces = env.observation_space, env.action_space
-        check_bounds = not self._config.disable_env_checking
+        check_bounds = not self._table.config.disable_env_checking
         roots = ("actions", "actions_for_env")
         self._action_names = {root: [name for name, _ in leaves(self.spaces.action, root)] for root in roots}
         self.observations = Observations(self.spaces.observation, len(self.lanes), check_bounds=check_bounds)
@@ -60,19 +60,19 @@ class ExternalVector(ExternalLanes):
         return ExternalEpisodes(
             self.spaces,
             len(self.lanes),
-            check_bounds=not self._config.disable_env_checking,
-            takes_logged=not self._config.module_to_env,
+            check_bounds=not self._table.config.disable_env_checking,
+            takes_logged=not self._table.config.module_to_env,
         )
 
     # -- acting -------------------------------------------------------------------------------------------------------
 
     def send_actions(self, columns: dict[str, NDArray[Any]]) -> None:
-        """See `EnvDriver`."""
+        """Have all live lanes act by their rows of the policy's columns."""
         live = self.live
         self.send_actions_of(np.arange(len(self.lanes)) if live is None else live, columns)
 
     def send_actions_of(self, lanes: NDArray[np.intp], columns: dict[str, NDArray[Any]]) -> None:
-        """See `ReadyDriver`. Whoever asked has the answer when this returns."""
+        """Have `lanes` act by their rows of the policy's columns. Their drivers have the answer when this returns."""
         root = action_root(columns)
         rows = {name: columns[name][lanes] for name in self._action_names[root]}
         actions, version = to_env_form(self.spaces.action, rows, root), self.read_version()
@@ -83,7 +83,7 @@ class ExternalVector(ExternalLanes):
         self.episodes.deliver()
 
     def logged(self, lanes: NDArray[np.intp]) -> dict[int, Row]:
-        """Of those `lanes` that are to act and have acted already: what they did."""
+        """Return, of those `lanes` that are to act and have acted already, what they did."""
         done = {}
         for lane in lanes.tolist():
             call = self._places[lane].call

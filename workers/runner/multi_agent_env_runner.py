@@ -14,9 +14,9 @@ from headrace.workers.policy.policies import Policies
 from headrace.workers.runner.env_runner import EnvRunner
 from headrace.workers.runner.policy_state import ModulesState
 from headrace.workers.sampling.agent_views import MultiAgentEpisodeView
-from headrace.workers.sampling.agents_opening import open_agents, pace_of
 from headrace.workers.sampling.cutting import Stamp
 from headrace.workers.sampling.module_batches import ModuleBatches
+from headrace.workers.sampling.opening import open_agents
 from headrace.workers.sampling.patience import Patience
 from headrace.workers.sampling.sampler import Sampler
 from headrace.workers.sampling.seat_steps import SeatSteps
@@ -58,7 +58,7 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         if isinstance(envs, ExternalAgents):
             envs.read_version = lambda: self.weights_version
             patience = Patience(config, envs)
-        self._steps = SeatSteps(config, envs, pace_of(envs), seeds, totals, self._id_high)
+        self._steps = SeatSteps(config, envs, seeds, totals, self._id_high)
         return Sampler(config, envs, self._steps, totals, callbacks, patience)
 
     def _builder_of(self, module_id: str) -> tuple[Any, Mapping[str, Any]]:

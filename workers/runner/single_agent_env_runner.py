@@ -16,14 +16,14 @@ from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.spaces import Spaces
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.driver import EnvDriver
-from headrace.workers.envs.pace import Pace
+from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.external.vector import ExternalVector
 from headrace.workers.runner.env_runner import EnvRunner
 from headrace.workers.runner.policy_state import OneModuleState
 from headrace.workers.sampling.cutting import Stamp
 from headrace.workers.sampling.episode_view import EpisodeView
 from headrace.workers.sampling.lane_steps import LaneSteps
-from headrace.workers.sampling.opening import open_vector
+from headrace.workers.sampling.opening import open_envs
 from headrace.workers.sampling.patience import Patience
 from headrace.workers.sampling.sampler import Sampler
 
@@ -55,13 +55,13 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
 
     def _open_sampler(self) -> Sampler[Any, Any]:
         config, seeds, totals, callbacks = self.config, self._seeds, self.totals, self.callbacks
-        envs, pace = open_vector(config, self.worker_index, seeds, totals, callbacks, self._on_wait_for_hosts)
+        table = LaneTable(config, self.worker_index, seeds, totals, callbacks)
+        envs = open_envs(table, self._on_wait_for_hosts)
         patience = None
-        if pace is Pace.EXTERNAL:
-            assert isinstance(envs, ExternalVector)
+        if isinstance(envs, ExternalVector):
             envs.read_version = lambda: self.weights_version
             patience = Patience(config, envs)
-        self._steps = LaneSteps(config, envs, pace, seeds, totals, self._id_high)
+        self._steps = LaneSteps(config, envs, seeds, totals, self._id_high)
         return Sampler(config, envs, self._steps, totals, callbacks, patience)
 
     def _builder_of(self, module_id: str) -> tuple[Any, Mapping[str, Any]]:

@@ -42,7 +42,7 @@ _NO_STATE: dict[str, NDArray[Any]] = {}
 
 
 class LaneSteps:
-    """`Steps` of one agent in each env of `envs`, which go on at `pace`.
+    """`Steps` of one agent in each env of `envs`, which go on at their own pace.
 
     In lock-step all live lanes act in each poll, and their rows are written without index arrays while all lanes stand
     at the same row. At another pace an action that is not answered at a cut is the first step of the lane's next chunk,
@@ -56,7 +56,6 @@ class LaneSteps:
         self,
         config: EnvRunnerConfig,
         envs: EnvDriver,
-        pace: Pace,
         seeds: SeedTree,
         totals: RunnerTotals,
         id_high: int,
@@ -65,8 +64,8 @@ class LaneSteps:
         self.mode = Mode(config.explore, random_actions=False)
         self.timers: Timers | None = None
         self.resets = 0
-        self.answered: int | None = None if pace is Pace.LOCK_STEP else 0
-        self._pace = pace
+        self.answered: int | None = None if envs.pace is Pace.LOCK_STEP else 0
+        self._pace = envs.pace
         self._seeds = seeds
         self._totals = totals
         self._id_high = id_high

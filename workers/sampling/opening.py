@@ -1,33 +1,112 @@
-"""Which envs of one agent a config asks for, and at which pace they go on."""
+"""Which envs a config asks for, wherever they live and however many agents they have."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
+import gymnasium as gym
+
+from headrace.schemas.errors import ConfigError
+from headrace.workers.agents.env_process import AGENTS_CHILD
+from headrace.workers.agents.inline import InlineAgents
+from headrace.workers.agents.packed import PackedAgents
+from headrace.workers.agents.packing import problem_of_kind
+from headrace.workers.agents.seating import Seating
+from headrace.workers.agents.vector import MultiAgentVector
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.creators import find_creator, naming_what_failed
 from headrace.workers.envs.driver import EnvDriver
-from headrace.workers.envs.native.partial import PartialVector
-from headrace.workers.envs.opening import open_envs, open_ready_envs
+from headrace.workers.envs.inline import CreatedEnvs, InlinePlacement
+from headrace.workers.envs.lane_table import LaneTable
+from headrace.workers.envs.native.construction import limited_construction
+from headrace.workers.envs.native.partial import PartialNativeVector, is_partial
+from headrace.workers.envs.native.vector import NativeVector
 from headrace.workers.envs.pace import Pace
+from headrace.workers.envs.process.child import SOLO_CHILD
+from headrace.workers.envs.process.pool_placement import ProcessPlacement
+from headrace.workers.envs.remote.pool_placement import RemotePlacement
+from headrace.workers.envs.user_vector import UserVectorEnvs
+from headrace.workers.envs.vector import EnvPlacement, EnvVector
+from headrace.workers.envs.vector_env import VectorEnv
+from headrace.workers.external.agents import ExternalAgentLanes, ExternalAgents
+from headrace.workers.external.agents_env import ExternalMultiAgentEnv
+from headrace.workers.external.env import ExternalEnv
 from headrace.workers.external.vector import ExternalVector
 from headrace.workers.metrics.totals import RunnerTotals
+from headrace.workers.policy.policies import Policies
 from headrace.workers.randomness.seeds import SeedTree
 
+OnWait = Callable[[], None] | None
 
-def open_vector(
+
+def open_envs(table: LaneTable, on_wait: OnWait = None) -> EnvDriver:
+    """Build the envs of one agent that the table's config asks for. Raises what their `build` does.
+
+    The creator of envs in this process is called once before their kind is known. `on_wait` is called now and then
+    while no env host has come yet.
+    """
+    config = table.config
+    if config.env_placement != "inline":
+        return EnvVector(table, _placement(config, on_wait), _pace(config))
+    if config.gym_env_vectorize_mode is not None:
+        return NativeVector(table)
+    first = _first_env(table, limited_construction(config.env_construct_timeout_s))
+    _check_batch_wait(config, is_external=isinstance(first, ExternalEnv))
+    if isinstance(first, ExternalEnv):
+        return ExternalVector(table, first)
+    if isinstance(first, gym.vector.VectorEnv):
+        return PartialNativeVector(table, first) if is_partial(first) else NativeVector(table, first)
+    source = UserVectorEnvs() if isinstance(first, VectorEnv) else CreatedEnvs()
+    return EnvVector(table, InlinePlacement(source, first), Pace.LOCK_STEP)
+
+
+def open_agents(
     config: EnvRunnerConfig,
     worker_index: int,
     seeds: SeedTree,
     totals: RunnerTotals,
+    policies: Policies,
+    id_high: int,
     callbacks: CallbackList,
-    on_wait: Callable[[], None] | None = None,
-) -> tuple[EnvDriver, Pace]:
-    """Return the envs that `config` asks for, built; for `on_wait` and errors see `open_envs`."""
-    parts = config, worker_index, seeds, totals, callbacks
-    if config.steps_the_ready:
-        return open_ready_envs(*parts, on_wait), Pace.READY
-    envs = open_envs(*parts, on_wait)
-    if isinstance(envs, ExternalVector):
-        return envs, Pace.EXTERNAL
-    return envs, Pace.READY if isinstance(envs, PartialVector) else Pace.LOCK_STEP
+    on_wait: OnWait = None,
+) -> MultiAgentVector:
+    """Build the envs of several agents that `config` asks for; for `on_wait` and errors see `open_envs`."""
+    table = LaneTable(config, worker_index, seeds, totals, callbacks)
+    seating = Seating(policies, config.num_envs, seeds, id_high)
+    if config.env_placement != "inline":
+        packed = PackedAgents(table, _placement(config, on_wait), _pace(config), seating)
+        return MultiAgentVector(packed, seating, table)
+    first = _first_env(table)
+    _check_batch_wait(config, is_external=isinstance(first, ExternalMultiAgentEnv))
+    if isinstance(first, ExternalMultiAgentEnv):
+        return ExternalAgents(ExternalAgentLanes(table, seating, first), seating, table)
+    return MultiAgentVector(InlineAgents(table, seating, first), seating, table)
+
+
+def _placement(config: EnvRunnerConfig, on_wait: OnWait) -> EnvPlacement:
+    several = config.is_multi_agent
+    if config.env_placement == "remote":
+        return RemotePlacement(partial(problem_of_kind, several_agents=several), on_wait)
+    return ProcessPlacement(AGENTS_CHILD if several else SOLO_CHILD)
+
+
+def _pace(config: EnvRunnerConfig) -> Pace:
+    return Pace.READY if config.steps_the_ready else Pace.LOCK_STEP
+
+
+def _first_env(table: LaneTable, limit: AbstractContextManager[None] | None = None) -> Any:
+    """Return what the creator gives for env 0, within `limit`. The table has its context from now on."""
+    creator, context = find_creator(table.config.env), table.new_context(0)
+    with naming_what_failed(table.config, 0), limit or nullcontext():
+        return creator(context)
+
+
+def _check_batch_wait(config: EnvRunnerConfig, *, is_external: bool) -> None:
+    """Raise `ConfigError` where a sampler should wait for envs of this process, which step one after the other."""
+    if config.remote_env_batch_wait_ms is not None and not is_external:
+        message = "is for envs in processes and external ones; leave it out, or take env_placement = 'process'"
+        raise ConfigError(message, key="remote_env_batch_wait_ms")

@@ -6,7 +6,7 @@ import time
 
 from headrace.schemas.episode_errors import ExternalSilenceError
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.external.lanes import ExternalLanes
+from headrace.workers.external.lanes import ExternalDriver as ExternalLanes
 
 
 class Patience:

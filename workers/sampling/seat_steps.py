@@ -21,11 +21,13 @@ from headrace.workers.agents.module_seats import ModuleSeats
 from headrace.workers.agents.outcomes import StepOutcome
 from headrace.workers.agents.seat_streams import check_seats, read_seats, write_seats
 from headrace.workers.agents.turns import Part, Turn, parts_of, turn_of
+from headrace.workers.agents.vector import MultiAgentVector
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import to_env_form
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Lane
 from headrace.workers.envs.pace import Pace
+from headrace.workers.external.agents import ExternalAgents
 from headrace.workers.metrics.timers import Timers
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.modules.action_masks import MASK
@@ -49,24 +51,24 @@ Taken = tuple[list[MultiAgentEpisode], ModuleBatches]
 
 
 class SeatSteps:
-    """`Steps` of the agents of `envs`, which go on at `pace`; each module's seats have one fragment.
+    """`Steps` of the agents of `envs`, which go on at their own pace; each module's seats have one fragment.
 
     `observed_more`, of the last cut: (agent, module) -> how many more observations than actions it delivered.
     Chunks of external episodes have the column "off_policy": see `LaneSteps`.
     """
 
     def __init__(
-        self, config: EnvRunnerConfig, envs: Any, pace: Pace, seeds: SeedTree, totals: RunnerTotals, id_high: int
+        self, config: EnvRunnerConfig, envs: MultiAgentVector, seeds: SeedTree, totals: RunnerTotals, id_high: int
     ) -> None:
         self.envs = envs
         self.mode = Mode(config.explore, random_actions=False)
         self.timers: Timers | None = None
         self.resets = 0
         """No poll is a reset only: an env that has ended its episode is reset between two."""
-        self.answered: int | None = None if pace is Pace.LOCK_STEP else 0
+        self.answered: int | None = None if envs.pace is Pace.LOCK_STEP else 0
         self.lost_rewards = LostRewards()
         self.observed_more: dict[tuple[str, str], int] = {}
-        self._pace = pace
+        self._pace = envs.pace
         self._seeds = seeds
         self._totals = totals
         self._id_high = id_high
@@ -98,8 +100,7 @@ class SeatSteps:
 
     @property
     def _modules(self) -> Iterable[ModuleSeats]:
-        modules: dict[str, ModuleSeats] = self.envs.modules
-        return modules.values()
+        return self.envs.modules.values()
 
     @property
     def policies(self) -> dict[str, ActingModule]:
@@ -211,7 +212,7 @@ class SeatSteps:
         if self._pace is not Pace.EXTERNAL:
             return columns
         columns = {**columns, OFF_POLICY: np.zeros(part.module.width, np.bool_)}
-        logged = self.envs.logged(part.of(turn.seats))
+        logged = cast(ExternalAgents, self.envs).logged(part.of(turn.seats))
         if logged:
             module = None if self.mode.random_actions else policy.module
             columns = put_logged(columns, logged, module, part.module.env_spaces.action)
@@ -220,11 +221,8 @@ class SeatSteps:
     def take(self) -> StepOutcome | None:
         if self._pace is Pace.LOCK_STEP:
             step = self.envs.step if self.timers is None else self.timers.timed("env_step_timer", self.envs.step)
-            stepped: StepOutcome = step(self._turn, self._actions)
-            return stepped
+            return step(self._newest_turn, self._actions)
         take = self.envs.take if self.timers is None else self.timers.timed("env_step_timer", self.envs.take)
-        turn: Turn
-        outcome: StepOutcome
         turn, outcome = take()
         self._turn = turn
         if not turn.lanes:

@@ -42,12 +42,12 @@ class Driver:
             self._reset(lane)
 
     def _reset(self, lane: int) -> None:
-        self.pool.try_reset(lane, seed_of(lane, self.episodes[lane]))
+        self.pool.reset(lane, seed_of(lane, self.episodes[lane]))
 
     def run(self, enough: Callable[[], bool]) -> None:
         """Go on until it is enough."""
         while not enough():
-            answers = self.pool.poll(POLL_S)
+            answers = self.pool.step_wait(POLL_S)
             assert answers, "no env answers"
             for lane in answers.stepped:
                 ended = dict(answers.ended).get(lane)
@@ -58,7 +58,7 @@ class Driver:
             self.failures += answers.failures
             failed = {failure.lane for failure in answers.failures}
             for lane in failed:
-                self.pool.try_restart(lane)
+                self.pool.rebuild(lane)
             for lane in [*answers.built, *(ended_lanes - began - failed)]:
                 self._reset(lane)
             self._step(sorted((set(answers.stepped) - ended_lanes) | began))
@@ -80,7 +80,7 @@ class Driver:
         for lane in lanes:
             self._actions["actions"][lane] = action_of(lane, len(self.lives[lane]), 2)
         seeds = {lane: seed_of(lane, self.episodes[lane]) for lane in lanes} if self._armed else None
-        self.pool.send_actions(lanes, self._actions, next_seeds=seeds)
+        self.pool.step_async(lanes, self._actions, next_seeds=seeds)
 
 
 def live_inline(config: EnvRunnerConfig, lane: int, length: int) -> list[Any]:

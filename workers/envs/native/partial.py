@@ -18,42 +18,43 @@ from headrace.schemas.errors import EnvContractError
 from headrace.schemas.spaces import nest
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root
-from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode
 from headrace.workers.envs.native.answers import VectorStep, bad_rewards, read_step
 from headrace.workers.envs.native.kinds import Seeding, seeding_of
-from headrace.workers.envs.native.whole import WholeVector
+from headrace.workers.envs.native.lanes import NativeLanes
 from headrace.workers.envs.observations import Observations
+from headrace.workers.envs.pace import Pace
+from headrace.workers.envs.rendering import render_at
 from headrace.workers.envs.stepping import Outcome
 
 
-def answers_in_part(env: Any) -> bool:
+def is_partial(env: Any) -> bool:
     """Whether `env` is an EnvPool, in no wrapper, that answers for a part of its envs at a time."""
     is_pool = seeding_of(env) is Seeding.NONE and env is env.unwrapped
     return is_pool and env.config["batch_size"] < env.num_envs
 
 
-class PartialVector(WholeVector):
-    """A `ReadyDriver`. It lives and dies as a whole, like every native vector; its seeds are those it was made with.
+class PartialNativeVector(NativeLanes):
+    """Native lanes of which each steps in its own time: a `ReadyDriver`. Its seeds are those it was made with.
 
     `poll` may block as long as the slowest of the envs that complete a batch; nobody is told meanwhile.
     """
 
+    pace = Pace.READY
     steps_to_reset = True
     seeds_every_episode = False
 
-    def build(self, config: EnvRunnerConfig, first: tuple[Any, EnvContext] | None = None) -> None:
-        """See `Roster`."""
-        super().build(config, first)
-        if not answers_in_part(self._env):
+    def build(self, config: EnvRunnerConfig) -> None:
+        """Build the vector, closing the one there was. One that cannot be built the first time is an error."""
+        super().build(config)
+        if not is_partial(self._env):
             self.stop()
             expected = "below num_envs, as it was when this runner was made; make a new one"
             raise EnvContractError("batch_size of the vector", "another kind of vector", expected)
         check_bounds = not config.disable_env_checking
         batch_size = self._env.config["batch_size"]
         self._news = Observations(self.spaces.observation, batch_size, check_bounds=check_bounds)
-        self.halves: list[NDArray[np.intp]] = []
 
     def _take_down(self) -> None:
         super()._take_down()
@@ -66,50 +67,44 @@ class PartialVector(WholeVector):
         self._arrived: list[int] = []
         """Of these, which have been."""
 
-    # -- who is up ----------------------------------------------------------------------------------------------------
-
-    @property
-    def live(self) -> NDArray[np.intp] | None:
-        """See `Roster`."""
-        return np.flatnonzero(~self._idle) if self._idle.any() else None
+    # -- which lanes are up -------------------------------------------------------------------------------------------
 
     @property
     def under_way(self) -> set[int]:
-        """See `ReadyDriver`."""
+        """Live lanes whose action has no answer yet."""
         return self._awaited
 
     @property
     def repairing(self) -> bool:
-        """See `EnvDriver`."""
+        """Whether `wait_for_one` has something to do before the next poll."""
         return self._env is None or bool(self._arrived) or not self._is_up
 
     @property
     def _is_up(self) -> bool:
+        """Whether a lane can be stepped."""
         return not self._idle.all()
 
     def end_episodes(self, lanes: Sequence[int]) -> None:
         """Forget the episodes of `lanes`. A step that is under way for one of them was none."""
-        for index in lanes:
-            self.lanes[index].episode = None
-        self._idle[list(lanes)] = True
+        super().end_episodes(lanes)
         self._stale |= self._awaited.intersection(lanes)
         self._awaited.difference_update(lanes)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def send_actions(self, columns: dict[str, NDArray[Any]]) -> None:
-        """See `EnvDriver`."""
+        """Have all live lanes act by their rows of the policy's columns."""
         self.send_actions_of(np.flatnonzero(~self._idle), columns)
 
     def send_actions_of(self, lanes: NDArray[np.intp], columns: dict[str, NDArray[Any]]) -> None:
-        """See `ReadyDriver`."""
+        """Have `lanes`, live and not under way, act by their rows of the policy's columns. Returns at once."""
         rows = {name: column[lanes] for name, column in columns.items()}
         actions = nest(self.spaces.action, rows, action_root(rows))
         self._awaited.update(lanes.tolist())
         self._try(lambda: self._env.send(actions, lanes.astype(np.int32)))
 
     def poll(self) -> Outcome:
-        """See `ReadyDriver`."""
+        """Return what came of actions of the lanes that have answered. Waits for a batch."""
         received = self._receive()
         if received is None:
             return self._lost({}, [], {})
@@ -168,7 +163,7 @@ class PartialVector(WholeVector):
         failures = [Failure(lane, bad.get(lane, self._broken), stepped=lane in rewards) for lane in lost]
         failures.sort(key=lambda failure: failure.lane not in bad)
         if not failures:
-            self._failed.append(Failure(next(iter(bad), 0), self._broken, at="reset"))
+            self._table.failed.append(Failure(next(iter(bad), 0), self._broken, at="reset"))
         self._awaited.clear()
         earned = np.array([rewards.get(lane, 0.0) for lane in lanes.tolist()])
         return Outcome(earned, ended, failures, lanes=lanes, begun=not failures)
@@ -195,15 +190,18 @@ class PartialVector(WholeVector):
         if lanes:
             self._try(lambda: self._env._reset(np.array(lanes, np.int32)))  # its `reset` waits for answers too
 
-    def revive(self) -> None:
-        """Begin the episodes that have arrived; rebuild the vector if its wait is over."""
+    def _revive(self) -> None:
         arrived, self._arrived = self._arrived, []
         for index in arrived:
             episode = self._coming.pop(index)
             self.lanes[index].begin_episode(episode, episode.reset_info)
             self._idle[index] = False
-            self._started.append(index)
-        super().revive()
+            self._table.started.append(index)
+        super()._revive()
+
+    def try_render_at(self, index: int) -> NDArray[np.uint8] | None:
+        """Return one env's picture, rgb uint8 (height, width, 3); None where it gives none."""
+        return render_at(self.lanes[index].env, index)
 
     def _pause(self) -> None:
         """Nothing is up: wait for the first resets, or for the time to build anew."""
@@ -214,5 +212,5 @@ class PartialVector(WholeVector):
         bad = received[2] if received is not None else {}
         if bad:
             self._broken = next(iter(bad.values()))
-        if self._broken is not None and not self._failed:
-            self._failed.append(Failure(next(iter(bad), 0), self._broken, at="reset"))
+        if self._broken is not None and not self._table.failed:
+            self._table.failed.append(Failure(next(iter(bad), 0), self._broken, at="reset"))

@@ -15,7 +15,6 @@ and only where all lanes begin at once they are reset by us, with seeds, whateve
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -39,41 +38,39 @@ from headrace.workers.envs.native.answers import (
 )
 from headrace.workers.envs.native.infos import lanes_with_info
 from headrace.workers.envs.native.kinds import Seeding
-from headrace.workers.envs.native.whole import WholeVector
+from headrace.workers.envs.native.lanes import NativeLanes
+from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.rendering import picture_of, warn_of
 from headrace.workers.envs.stepping import Outcome
 
 
-class NativeVector(WholeVector):
-    """Steps and resets of all lanes."""
+class NativeVector(NativeLanes):
+    """Native lanes that step together: an `EnvDriver`."""
 
-    # -- who is up ----------------------------------------------------------------------------------------------------
-
-    @property
-    def live(self) -> NDArray[np.intp] | None:
-        """See `Roster`."""
-        return np.flatnonzero(~self._idle) if self._idle.any() else None
+    pace = Pace.LOCK_STEP
+    _pending: VectorStep | None = None
+    """The step that has brought first observations of episodes which are not begun yet."""
 
     @property
     def seeds_every_episode(self) -> bool:
-        """See `EnvDriver`."""
+        """Whether each episode begins with a seed of its own, so that it can be begun again."""
         return self._mode is AutoresetMode.DISABLED and self._seeding is Seeding.EACH
 
     @property
     def steps_to_reset(self) -> bool:
-        """See `EnvDriver`."""
+        """Whether a lane needs a poll that is no step to begin its next episode."""
         return self._mode is AutoresetMode.NEXT_STEP
 
-    def end_episodes(self, lanes: Sequence[int]) -> None:
-        """Forget the episodes of `lanes`: they are over, or abandoned."""
-        for index in lanes:
-            self.lanes[index].episode = None
-        self._idle[list(lanes)] = True
+    def _take_down(self) -> None:
+        super()._take_down()
+        self._pending = None
+        self._resetting = np.zeros(len(self.lanes), np.bool_)
+        """Lanes that the next step resets."""
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def send_actions(self, columns: dict[str, NDArray[Any]]) -> None:
-        """See `EnvDriver`."""
+        """Take the policy's columns, one row for every lane."""
         self._actions = nest(self.spaces.action, columns, action_root(columns))
 
     def poll(self) -> Outcome:
@@ -108,7 +105,7 @@ class NativeVector(WholeVector):
         rewards = step.rewards if live is None else step.rewards[live]
         ends = [(lane, step.end_of(lane)) for lane in ended if lane not in bad]
         error = next(iter(bad.values()), error)
-        infos = self._step_infos(step, done) if step.infos and self._config.infos == "all" else []
+        infos = self._step_infos(step, done) if step.infos and self._table.config.infos == "all" else []
         if error is not None:
             kept = {lane for lane, _ in ends}
             outcome = self._lost(live, bad, error, rewards=rewards, ended=ends)
@@ -151,17 +148,15 @@ class NativeVector(WholeVector):
         failures.sort(key=lambda failure: failure.lane not in bad)
         outcome = Outcome(np.zeros(len(lanes)) if rewards is None else rewards, list(ended), failures)
         if not failures:
-            self._failed.append(Failure(next(iter(bad), 0), error, at="step"))
+            self._table.failed.append(Failure(next(iter(bad), 0), error, at="step"))
             outcome.begun = True
         return outcome
 
-    def _limited(self, phase: str, setting: str) -> AbstractContextManager[None]:
-        if self._watchdog is None:
-            return nullcontext()
-        return self._watchdog.limited(phase, getattr(self._config, setting), setting)
-
     def try_render_at(self, index: int) -> NDArray[np.uint8] | None:
-        """See `EnvDriver`. A picture that never comes costs the vector, where its envs are in processes."""
+        """Return one env's picture, rgb uint8 (height, width, 3); None where it gives none.
+
+        Where the envs are in processes, a picture that never comes costs the vector.
+        """
         try:
             with self._limited("render", "env_step_timeout_s"):
                 return picture_of(self._env, index)
@@ -174,7 +169,7 @@ class NativeVector(WholeVector):
     # -- episodes -----------------------------------------------------------------------------------------------------
 
     def try_reset(self, lanes: Sequence[int]) -> None:
-        """See `EnvDriver`; where all lanes begin at once they are reset with seeds."""
+        """Begin an episode in each of `lanes`. Where all lanes begin at once they are reset with seeds."""
         if self._env is None or self._broken is not None:
             return
         if len(lanes) == len(self.lanes):
@@ -202,7 +197,7 @@ class NativeVector(WholeVector):
                 raise problem
         except Exception as error:  # noqa: BLE001 - a user's env
             self._broken = error
-            self._failed += [Failure(episode.env_index, error, unbegun=episode) for episode in episodes]
+            self._table.failed += [Failure(episode.env_index, error, unbegun=episode) for episode in episodes]
             return
         self._resetting[:] = False
         for episode in episodes:
@@ -237,4 +232,4 @@ class NativeVector(WholeVector):
         # Dicts that live on cost full collections of garbage, so that where episodes are many their own is kept.
         self.lanes[index].begin_episode(episode, reset_info(infos, index) if infos else episode.reset_info)
         self._idle[index] = False
-        self._started.append(index)
+        self._table.started.append(index)

@@ -1,7 +1,7 @@
-"""The process of envs: `python -m headrace.workers.envs.process.child DESCRIPTOR`, of a `HostJob` as JSON.
+"""A process of envs of one agent: `python -m headrace.workers.envs.process.child DESCRIPTOR`, of a `HostJob` as JSON.
 
-Started by a driver, with stdin empty and stdout and stderr drained. It does nothing of its own accord, and ends when it
-is told to, or with its driver.
+A driver starts it, with stdin empty and stdout and stderr drained. It does what the driver orders, and ends when it is
+told to, or with its driver.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from headrace.workers.envs.process.channel import ProcessEnd
 from headrace.workers.envs.process.control import Control
-from headrace.workers.envs.process.host import EnvHost, HostJob
+from headrace.workers.envs.process.host import BuildEnv, EnvHost, HostJob, build_solo_env
 from headrace.workers.envs.process.lifeline import tie_group
 
 STACK_SIGNAL = signal.SIGRTMAX
@@ -26,7 +27,19 @@ STACK_SIGNAL = signal.SIGRTMAX
 _RSS_EVERY_S = 0.05
 
 
-def main(job_descriptor: int) -> None:
+SOLO_CHILD = "headrace.workers.envs.process.child"
+"""The module that is run as the process."""
+
+
+def main(build_env: BuildEnv) -> NoReturn:
+    """Serve the job that the command line names until told to stop, and end the process."""
+    serve(int(sys.argv[1]), build_env)
+    # Threads that an env has left behind, or one that hangs in close(), are not waited for.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def serve(job_descriptor: int, build_env: BuildEnv) -> None:
     """Serve until told to stop."""
     with open(job_descriptor, "rb") as file:
         job = HostJob.model_validate_json(file.read())
@@ -38,7 +51,7 @@ def main(job_descriptor: int) -> None:
     sys.path[:] = job.import_path
     control = Control(job.control, job.lanes, create=False)
     control.end_copies()
-    host = EnvHost(job, control)
+    host = EnvHost(job, control, build_env)
     channel = ProcessEnd(socket.socket(fileno=job.socket), job.bell, job.told, (job.quorum_tokens, job.quorum_bell))
     memory = _Memory(control)
     control.rest()  # the driver has noted its start
@@ -67,7 +80,4 @@ class _Memory:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
-    # Threads that an env has left behind, or one that hangs in close(), are not waited for.
-    sys.stdout.flush()
-    os._exit(0)
+    main(build_solo_env)

@@ -65,7 +65,9 @@ class Answer:
 
 
 class ProcessHandle:
-    """One process, with the lanes `first_lane` and following. Nothing here blocks but `bury`, for a moment.
+    """One process, which runs the module `child`, with the lanes `first_lane` and following.
+
+    Nothing here blocks but `bury`, for a moment.
 
     Raises `OSError` where the system has no room for another process or its descriptors.
     """
@@ -77,6 +79,7 @@ class ProcessHandle:
         columns: int,
         drain: OutputDrain,
         quorum: Quorum,
+        child: str,
     ) -> None:
         self.first_lane, self.lanes = int(job["first_lane"]), int(job["lanes"])
         self.members: set[int] = set()
@@ -102,9 +105,11 @@ class ProcessHandle:
         self.control = Control(control, self.lanes, create=True)
         self.control.begin(-1, Phase.START)
         self.control.indices[:] = range(self.first_lane, self.first_lane + self.lanes)
-        self._start(job, control, columns, drain, quorum)
+        self._start(job, control, columns, drain, quorum, child)
 
-    def _start(self, job: Mapping[str, Any], control: int, columns: int, drain: OutputDrain, quorum: Quorum) -> None:
+    def _start(
+        self, job: Mapping[str, Any], control: int, columns: int, drain: OutputDrain, quorum: Quorum, child: str
+    ) -> None:
         with contextlib.ExitStack() as given, contextlib.ExitStack() as kept:
             # What is given is closed here once the process has it; what is kept, only where it cannot be started.
             given.callback(os.close, control)
@@ -129,7 +134,7 @@ class ProcessHandle:
             }
             os.pwrite(written, HostJob(**job, **inherited).model_dump_json().encode(), 0)
             # -P: no module beside the current folder's files is to be taken for one of ours before the path is set.
-            command = [sys.executable, "-P", "-m", "headrace.workers.envs.process.child", str(written)]
+            command = [sys.executable, "-P", "-m", child, str(written)]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

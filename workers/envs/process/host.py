@@ -14,19 +14,28 @@ from pydantic import BaseModel
 
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.spaces import Spaces
-from headrace.workers.agents.packed_env import build_any_env
 from headrace.workers.envs.actions import to_env_form
 from headrace.workers.envs.checks import take_reset_apart
 from headrace.workers.envs.context import EnvContext
-from headrace.workers.envs.creators import find_creator
+from headrace.workers.envs.creators import EnvCreator, build_env, find_creator
 from headrace.workers.envs.lane import close_envs
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.process.control import BEGAN, NO_SEED, Command, Control, Phase, Slot
 from headrace.workers.envs.process.pictures import picture_to_json
 from headrace.workers.envs.process.reported import error_to_json
 from headrace.workers.envs.process.shared import columns_layout, map_arrays
+from headrace.workers.envs.spaces import spaces_of
 from headrace.workers.envs.stepping import step_all
 from headrace.workers.envs.words import brief
+
+BuildEnv = Callable[[EnvCreator, EnvContext, bool | None], tuple[Any, Spaces]]
+"""(creator, context, whether it must be of several agents; None: either) -> an env in rows of columns, its spaces."""
+
+
+def build_solo_env(creator: EnvCreator, context: EnvContext, several_agents: bool | None) -> tuple[Any, Spaces]:
+    """Return one env of one agent, and its spaces: a `BuildEnv` that knows no other kind."""
+    env = build_env(creator, context)
+    return env, spaces_of(env)
 
 
 class HostJob(BaseModel):
@@ -45,7 +54,7 @@ class HostJob(BaseModel):
     """Lanes of the whole pool, and rows of each column."""
     check_bounds: bool
     several_agents: bool | None
-    """Whether envs are to be multi-agent ones, which are packed then; None: as they come."""
+    """What `BuildEnv` is told: whether envs must be multi-agent ones, which are packed then; None: either."""
     close_timeout_s: float
     import_path: list[str]
     """`sys.path` of the driver."""
@@ -117,8 +126,9 @@ class _Answer:
 class EnvHost:
     """`obey` does what an order says. Whatever a user's env raises or answers amiss is told, and ends nothing."""
 
-    def __init__(self, job: HostJob, control: Control) -> None:
+    def __init__(self, job: HostJob, control: Control, build_env: BuildEnv) -> None:
         self._job = job
+        self._build_env = build_env
         self._control = control
         self._seats = [_Seat(index) for index in range(job.lanes)]
         self._all_step = bytes([Command.STEP] * job.lanes)
@@ -179,7 +189,7 @@ class EnvHost:
             self._close([seat])
         try:
             with self._control.during(seat.index, Phase.CONSTRUCTION):
-                env, seat.spaces = build_any_env(find_creator(job.env), context, job.several_agents)
+                env, seat.spaces = self._build_env(find_creator(job.env), context, job.several_agents)
         except Exception as error:  # noqa: BLE001 - a user's env
             answer.fail(seat.index, "construction", error)
             return

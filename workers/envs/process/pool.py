@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,9 +16,11 @@ from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvError, EnvRaisedError
 from headrace.schemas.spaces import Spaces
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.envs.actions import write_actions
+from headrace.workers.envs.actions import action_root, write_actions
+from headrace.workers.envs.backend import Replies
 from headrace.workers.envs.failures import Failure
-from headrace.workers.envs.process.answers import Answers
+from headrace.workers.envs.placeholder import EnvPlaceholder
+from headrace.workers.envs.process.child import SOLO_CHILD
 from headrace.workers.envs.process.control import BEGAN, ENDS, NO_SEED, Command, Phase
 from headrace.workers.envs.process.handle import Answer, ProcessHandle
 from headrace.workers.envs.process.losses import failures_of
@@ -27,6 +30,7 @@ from headrace.workers.envs.process.processes import Processes
 from headrace.workers.envs.process.reported import error_from_json
 from headrace.workers.envs.process.shared import columns_layout, map_arrays
 from headrace.workers.envs.process.terms import job_of, limits_of
+from headrace.workers.envs.spaces import to_gym
 
 
 class EnvProcessPool:
@@ -38,6 +42,9 @@ class EnvProcessPool:
     one, into which each lane moves when its episode is over.
     """
 
+    replies_at_once = False
+    resets_ahead = True
+    renders = True
     spaces: Spaces
     observations: dict[str, NDArray[Any]]
     """"obs/..." -> (num_envs, *shape): what each lane saw last."""
@@ -48,8 +55,18 @@ class EnvProcessPool:
     rewards: NDArray[np.float64]
     """(num_envs,): of the last step."""
 
-    def __init__(self, config: EnvRunnerConfig, worker_index: int = 0, seed_for: SeedFor | None = None) -> None:
+    def __init__(
+        self,
+        config: EnvRunnerConfig,
+        worker_index: int = 0,
+        seed_for: SeedFor | None = None,
+        *,
+        child: str = SOLO_CHILD,
+        **told: Any,
+    ) -> None:
         """Start all processes and build all envs. `seed_for` gives what their creators are told as `context.seed`.
+
+        `child`: the module that each process runs. `told`: parts of its `HostJob` that do not follow from the config.
 
         Raises `ConfigError` for an env that has no name in another process, `UnknownEnvError`, `EnvContractError` where
         spaces differ, `EnvHangError`, `EnvCrashError`, and `EnvError` caused by what else an env raised.
@@ -61,54 +78,56 @@ class EnvProcessPool:
         self._moving: dict[int, int] = {}
         """Lane -> seed of the reset that follows once it is built in its new process."""
         self._layout_of: int | None = None
-        self._processes = Processes(self._job(config, worker_index), self._limits)
+        self._processes = Processes({**job_of(config, worker_index), **told}, self._limits, child)
         self._placement = Placement(config, self._processes, seed_for)
         self._stopped = False
         try:
             self._build_all()
         except BaseException:
-            self.stop()
+            self.close()
             raise
-
-    def _job(self, config: EnvRunnerConfig, worker_index: int) -> dict[str, Any]:
-        return job_of(config, worker_index)
 
     def _build_all(self) -> None:
         waiting = set(range(self.width))
         for lane in waiting:
             self._build(lane, Command.BUILD)
         while waiting:
-            answers = self.poll()
-            for failure in answers.failures:
+            replies = self.step_wait()
+            for failure in replies.failures:
                 if isinstance(failure.error, EnvError) and not isinstance(failure.error, EnvRaisedError):
                     raise failure.error
                 what = f"env {failure.lane} ({self._config.env!r}) could not be built"
                 raise EnvError(f"{what}: {failure.error}; check env and env_config") from failure.error
-            waiting -= set(answers.built)
+            waiting -= set(replies.built)
 
     @property
     def pids(self) -> list[int]:
         """The processes that run now."""
         return [handle.pid for handle in self._processes]
 
-    def has_env(self, lane: int) -> bool:
-        """Whether the lane could be built by now; here all could, or there would be no pool."""
-        return 0 <= lane < self.width
+    @cached_property
+    def gym_spaces(self) -> tuple[Any, Any]:
+        """The observation and action space of each env."""
+        return to_gym(self.spaces.observation), to_gym(self.spaces.action)
+
+    def env_at(self, lane: int) -> Any:
+        """Return a placeholder for the lane's env. Every lane has one, or there would be no pool."""
+        return EnvPlaceholder(lane, self.gym_spaces)
 
     # -- what lanes are to do -----------------------------------------------------------------------------------------
 
-    def send_actions(
+    def step_async(
         self,
         lanes: Sequence[int] | None,
         columns: Mapping[str, NDArray[Any]],
-        root: str = "actions",
         next_seeds: Mapping[int, int] | None = None,
     ) -> None:
-        """Have `lanes` (None: all) step with their rows of the action columns below `root`, each (num_envs, *shape).
+        """Have `lanes` (None: all) step with their rows of the policy's action columns, each (num_envs, *shape).
 
-        A lane in `next_seeds` is reset with its seed in the same turn if that ends its episode, unless it must move.
+        A lane in `next_seeds` is reset with its seed in the same call if the step ends its episode, unless the lane
+        must move to another process.
         """
-        write_actions(self.actions, lanes, columns, root)
+        write_actions(self.actions, lanes, columns, action_root(columns))
         if lanes is None:
             self._step_all(next_seeds or {})
             return
@@ -130,20 +149,23 @@ class EnvProcessPool:
         seed = next_seeds.get(lane, NO_SEED) if self._placement.may_stay(lane) else NO_SEED
         self._placement.home(lane).ask(lane, Command.STEP, seed)
 
-    def try_reset(self, lane: int, seed: int) -> None:
-        """Have the lane reset its env. It answers in `Answers.began`, or with a failure."""
+    def reset(self, lane: int, seed: int) -> None:
+        """Have the lane reset its env. It replies in `Replies.began`, or with a failure."""
         if self._placement.may_stay(lane):
             self._placement.home(lane).ask(lane, Command.RESET, seed)
         else:
             self._build(lane, Command.BUILD)
             self._moving[lane] = seed
 
-    def try_restart(self, lane: int) -> None:
-        """Have the lane's env built anew, in a new process if need be. It answers in `built`, or with a failure."""
+    def rebuild(self, lane: int) -> None:
+        """Have the lane's env built anew, in a new process if need be. It replies in `built`, or with a failure."""
         self._build(lane, Command.REBUILD)
 
-    def try_render(self, lane: int) -> None:
-        """Have a lane that has an env, and is asked for nothing else, show it. It answers in `Answers.pictures`."""
+    def close_env(self, lane: int) -> None:
+        """Do nothing: a lane that has failed lost its env with that, or when `rebuild` builds another."""
+
+    def render(self, lane: int) -> None:
+        """Have a lane that has an env, and is asked for nothing else, show it. It replies in `Replies.pictures`."""
         self._placement.home(lane).ask(lane, Command.RENDER)
 
     def begin(self, lanes: Sequence[int]) -> None:
@@ -153,27 +175,27 @@ class EnvProcessPool:
 
     # -- what they answer ---------------------------------------------------------------------------------------------
 
-    def poll(self, timeout_s: float = math.inf, batch_wait_s: float = 0.0) -> Answers:
+    def step_wait(self, timeout_s: float = math.inf, batch_wait_s: float = 0.0) -> Replies:
         """What has been answered, as soon as there is anything.
 
         Once there is, waits up to `batch_wait_s` for the steps and resets that are under way besides. Sleeps, for
         `timeout_s` at most; returns at once when nothing was asked.
         """
-        answers, until = Answers(), time.monotonic() + timeout_s
+        replies, until = Replies(), time.monotonic() + timeout_s
         together = batch_wait_s >= timeout_s  # then nothing is to be done about the first before the last
         self._flush()
         while True:
             busy = any(handle.is_busy for handle in self._processes)
-            awaited = self._awaited if together or answers else 1
-            lost = self._take(answers, until if busy else 0.0, awaited)
+            awaited = self._awaited if together or replies else 1
+            lost = self._take(replies, until if busy else 0.0, awaited)
             now = time.monotonic()
-            if answers:
+            if replies:
                 if lost:
-                    return answers
+                    return replies
                 until = min(until, now + batch_wait_s)
                 busy = self._awaited > 0
             if not busy or now >= until:
-                return answers
+                return replies
 
     @property
     def _awaited(self) -> int:
@@ -183,62 +205,62 @@ class EnvProcessPool:
         for handle in self._processes:
             handle.flush()
 
-    def _take(self, answers: Answers, until: float, awaited: int) -> bool:
+    def _take(self, replies: Replies, until: float, awaited: int) -> bool:
         """Hear who speaks, once `awaited` have answered; whether a process has ended."""
         speaking, ended = self._processes.wait(until, awaited)
         for handle in speaking:
-            self._hear(handle, answers)
-        if not answers:  # else the next poll tells of it: no lane has answered and is lost in the same breath
+            self._hear(handle, replies)
+        if not replies:  # else the next poll tells of it: no lane has answered and is lost in the same breath
             for handle in ended:
-                self._lose(handle, answers)
+                self._lose(handle, replies)
         self._processes.enforce()
         if speaking or ended:  # who has answered can be told what was asked meanwhile
             self._flush()
         return bool(ended)
 
-    def _hear(self, handle: ProcessHandle, answers: Answers) -> None:
+    def _hear(self, handle: ProcessHandle, replies: Replies) -> None:
         for answer in handle.receive():
             if not handle.is_trusted:
                 return
             stepped = answer.order.stepping
             if answer.told:
-                stepped = self._read(handle, answer.told, stepped, answers)
-            answers.stepped += stepped
+                stepped = self._read(handle, answer.told, stepped, replies)
+            replies.stepped += stepped
             if answer.slot.counts[0]:
-                self._read_outcomes(handle, answer, answers)
+                self._read_outcomes(handle, answer, replies)
         self._placement.weigh(handle)
 
-    def _read_outcomes(self, handle: ProcessHandle, answer: Answer, answers: Answers) -> None:
+    def _read_outcomes(self, handle: ProcessHandle, answer: Answer, replies: Replies) -> None:
         """Of each lane, whether its episode ended, and another one began."""
         infos = dict(answer.told.get("began", ()))
         outcomes = answer.slot.outcomes.tolist()
         for index, outcome in enumerate(outcomes):
             if outcome & ENDS:
-                answers.ended.append((handle.first_lane + index, ChunkEnd(outcome & ENDS)))
+                replies.ended.append((handle.first_lane + index, ChunkEnd(outcome & ENDS)))
             if outcome & BEGAN:
-                answers.began.append((handle.first_lane + index, infos.get(index, {})))
+                replies.began.append((handle.first_lane + index, infos.get(index, {})))
                 handle.episodes += 1
 
     def _read(
-        self, handle: ProcessHandle, told: dict[str, Any], stepped: Sequence[int], answers: Answers
+        self, handle: ProcessHandle, told: dict[str, Any], stepped: Sequence[int], replies: Replies
     ) -> Sequence[int]:
         """Take in what was said besides the columns; of the lanes that `stepped`, those that did not fail."""
         first = handle.first_lane
         for index, at, returned, error in told.get("failures", ()):
-            self._fail(Failure(first + index, error_from_json(error), stepped=returned, at=at), answers)
-        failed = {failure.lane for failure in answers.failures if failure.at == "step"}
-        answers.infos += [(first + i, info) for i, info in told.get("infos", ()) if first + i not in failed]
-        answers.pictures += [(first + i, picture_from_json(shown, first + i)) for i, shown in told.get("pictures", ())]
+            self._fail(Failure(first + index, error_from_json(error), stepped=returned, at=at), replies)
+        failed = {failure.lane for failure in replies.failures if failure.at == "step"}
+        replies.infos += [(first + i, info) for i, info in told.get("infos", ()) if first + i not in failed]
+        replies.pictures += [(first + i, picture_from_json(shown, first + i)) for i, shown in told.get("pictures", ())]
         for index, spaces in told.get("built", ()):
-            self._welcome(first + index, Spaces.model_validate(spaces), answers)
+            self._welcome(first + index, Spaces.model_validate(spaces), replies)
         return [lane for lane in stepped if lane not in failed]
 
-    def _fail(self, failure: Failure, answers: Answers) -> None:
+    def _fail(self, failure: Failure, replies: Replies) -> None:
         self._moving.pop(failure.lane, None)
         self._placement.leave(failure.lane)
-        answers.failures.append(failure)
+        replies.failures.append(failure)
 
-    def _welcome(self, lane: int, spaces: Spaces, answers: Answers) -> None:
+    def _welcome(self, lane: int, spaces: Spaces, replies: Replies) -> None:
         """A lane was built."""
         if self._layout_of is None:
             self._layout_of = lane
@@ -246,12 +268,12 @@ class EnvProcessPool:
         elif spaces != self.spaces:
             expected = f"those of env {self._layout_of}, {self.spaces!r}"
             error = EnvContractError(f"spaces of env {lane}", repr(spaces), expected)
-            self._fail(Failure(lane, error, at="construction"), answers)
+            self._fail(Failure(lane, error, at="construction"), replies)
             return
         if lane in self._moving:
             self._placement.home(lane).ask(lane, Command.RESET, self._moving.pop(lane))
         else:
-            answers.built.append(lane)
+            replies.built.append(lane)
 
     def _map(self, spaces: Spaces) -> None:
         self.spaces = spaces
@@ -261,7 +283,7 @@ class EnvProcessPool:
         self.first = {name: arrays[f"first{name[3:]}"] for name in self.observations}
         self.actions = {name: column for name, column in arrays.items() if name.partition("/")[0] == "actions"}
 
-    def _lose(self, handle: ProcessHandle, answers: Answers) -> None:
+    def _lose(self, handle: ProcessHandle, replies: Replies) -> None:
         ending = self._processes.bury(handle)
         self._placement.lose(handle)
         for lane in handle.members:
@@ -271,13 +293,13 @@ class EnvProcessPool:
             # It died of the env that was to make room there, for which the one to come pays nothing.
             lanes.discard(call.lane)
             self._build(call.lane, Command.REBUILD)
-        answers.failures += failures_of(ending, lanes, self._limits)
+        replies.failures += failures_of(ending, lanes, self._limits)
 
     def _build(self, lane: int, command: Command) -> None:
         """Have an env built for the lane, where it is to live now."""
         self._placement.build(lane, command)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Close all envs, and end all processes, within `env_close_timeout_s`. May be called twice."""
         if not self._stopped:
             self._stopped = True
@@ -289,4 +311,4 @@ class EnvProcessPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.stop()
+        self.close()

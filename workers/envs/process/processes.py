@@ -22,10 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 class Processes:
-    """Iterates over the handles of those that run. `memory` is where all lanes' columns will be."""
+    """Iterates over the handles of the processes that run. `memory` is where all lanes' columns will be.
 
-    def __init__(self, job: Mapping[str, Any], limits: Mapping[Phase, float]) -> None:
+    `child`: the module that each process runs.
+    """
+
+    def __init__(self, job: Mapping[str, Any], limits: Mapping[Phase, float], child: str) -> None:
         self._job = job
+        self._child = child
         self._limits = limits
         self._handles: dict[int, ProcessHandle] = {}
         self._by_descriptor: dict[int, ProcessHandle] = {}
@@ -52,7 +56,7 @@ class Processes:
         """
         job = {**self._job, "first_lane": first_lane, "lanes": lanes}
         try:
-            handle = ProcessHandle(job, self._limits, self.memory, self._drain, self._quorum)
+            handle = ProcessHandle(job, self._limits, self.memory, self._drain, self._quorum, self._child)
         except OSError as error:
             raise EnvError(
                 f"no process could be started for envs {first_lane} to {first_lane + lanes - 1}: {error}; raise the "

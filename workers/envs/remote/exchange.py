@@ -11,8 +11,8 @@ from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.env_messages import EnvAnswers
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.wire import Buffer, MessageKind, encode
+from headrace.workers.envs.backend import Replies
 from headrace.workers.envs.failures import Failure
-from headrace.workers.envs.process.answers import Answers
 from headrace.workers.envs.process.control import Command
 from headrace.workers.envs.process.reported import error_from_json
 from headrace.workers.envs.remote.columns import RemoteColumns
@@ -37,9 +37,9 @@ def take_in(
     told: EnvAnswers,
     arrays: Mapping[str, NDArray[Any]],
     columns: RemoteColumns,
-    answers: Answers,
+    replies: Replies,
 ) -> None:
-    """Add to `answers` what answers an order that is under way; all else was answered before.
+    """Add to `replies` what answers an order that is under way; all else was answered before.
 
     Raises `DecodeError` for what makes no sense; then this host's orders may be settled without an answer.
     """
@@ -51,12 +51,12 @@ def take_in(
             lanes[place] = lane
     columns.write(rows, lanes)
     failed = {place for place, at, _, _ in errors if at == "step"}
-    answers.stepped += [lanes[place] for place in told.stepped if place in lanes and place not in failed]
-    answers.infos += [(lanes[place], info) for place, info in told.infos if place in lanes and place not in failed]
-    answers.ended += [(lanes[place], ChunkEnd(end)) for place, end in told.ended if place in lanes]
-    answers.began += [(lanes[place], info or {}) for place, info in told.began if place in lanes]
-    answers.built += [lanes[place] for place in told.built if place in lanes]
-    answers.failures += [
+    replies.stepped += [lanes[place] for place in told.stepped if place in lanes and place not in failed]
+    replies.infos += [(lanes[place], info) for place, info in told.infos if place in lanes and place not in failed]
+    replies.ended += [(lanes[place], ChunkEnd(end)) for place, end in told.ended if place in lanes]
+    replies.began += [(lanes[place], info or {}) for place, info in told.began if place in lanes]
+    replies.built += [lanes[place] for place in told.built if place in lanes]
+    replies.failures += [
         Failure(lanes[place], error, stepped=returned, at=at) for place, at, returned, error in errors if place in lanes
     ]
 

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,9 @@ from headrace.schemas.messages import Fenced, Message, Reject, read
 from headrace.schemas.spaces import Spaces, spaces_from_json
 from headrace.schemas.wire import Buffer, MessageKind, WireMessage, decode
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.envs.process.answers import Answers
+from headrace.workers.envs.actions import action_root
+from headrace.workers.envs.backend import Replies
+from headrace.workers.envs.placeholder import EnvPlaceholder
 from headrace.workers.envs.process.control import Command
 from headrace.workers.envs.process.placement import SeedFor
 from headrace.workers.envs.remote.absence import Absence
@@ -33,7 +36,8 @@ from headrace.workers.envs.remote.exchange import orders_to, take_in
 from headrace.workers.envs.remote.lodgings import Lodgings
 from headrace.workers.envs.remote.peer import EnvHostPeer
 from headrace.workers.envs.remote.router_port import RouterPort
-from headrace.workers.envs.remote.wanted import problem_of
+from headrace.workers.envs.remote.wanted import KindProblem, problem_of
+from headrace.workers.envs.spaces import to_gym
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +51,9 @@ class RemotePool:
     whose host is lost fails, as `EnvHostLostError`, once for each life of a host.
     """
 
+    replies_at_once = False
+    resets_ahead = True
+    renders = False
     spaces: Spaces
 
     def __init__(
@@ -55,9 +62,12 @@ class RemotePool:
         worker_index: int,
         seed_for: SeedFor,
         router_port: RouterPort,
+        kind_problem: KindProblem,
         on_wait: Callable[[], None] | None = None,
     ) -> None:
         """Wait, for as long as it takes, until a first host has come and built what it has places for.
+
+        `kind_problem` says which envs are of the wrong kind.
 
         `on_wait` is called now and then meanwhile. Raises `EnvError` for an env that cannot be built there, and
         `NoEnvHostError` as `poll` does. The pool closes `router_port` at its end.
@@ -66,6 +76,7 @@ class RemotePool:
         self._config = config
         self._worker_index = worker_index
         self._router_port = router_port
+        self._kind_problem = kind_problem
         self._lodgings = Lodgings(self.width, seed_for)
         self._interval_s = min(config.env_hosts_lease_s / 10, 1.0)
         self._polled_at = self._judge_at = time.monotonic()
@@ -74,16 +85,16 @@ class RemotePool:
         try:
             self._await_first(on_wait)
         except BaseException:
-            self.stop()
+            self.close()
             raise
 
     def _await_first(self, on_wait: Callable[[], None] | None) -> None:
         while self._columns is None or self._lodgings.is_vacant or self._lodgings.has_orders:
-            for failure in self.poll(_SLICE_S).failures:
+            for failure in self.step_wait(_SLICE_S).failures:
                 if not isinstance(failure.error, EnvHostLostError):
                     message = f"env {failure.lane} could not be built on its host: {failure.error}"
                     raise EnvError(f"{message}; check env and env_config there") from failure.error
-                self.try_restart(failure.lane)
+                self.rebuild(failure.lane)
             if on_wait is not None:
                 on_wait()
 
@@ -124,30 +135,44 @@ class RemotePool:
         """Those that are here, spare ones too, by name."""
         return [host.name for host in self._lodgings.hosts.values()]
 
-    def has_env(self, lane: int) -> bool:
-        """Whether the lane could be built by now; the others answer in `built` one day, without being asked."""
-        return self._lodgings.has_home(lane)
+    @cached_property
+    def gym_spaces(self) -> tuple[Any, Any]:
+        """The observation and action space of each env."""
+        return to_gym(self.spaces.observation), to_gym(self.spaces.action)
 
-    def send_actions(
+    def env_at(self, lane: int) -> Any:
+        """Return a placeholder for the lane's env; None before a host has built it, which `built` tells unasked."""
+        return EnvPlaceholder(lane, self.gym_spaces) if self._lodgings.has_home(lane) else None
+
+    def step_async(
         self,
         lanes: Sequence[int] | None,
         columns: Mapping[str, NDArray[Any]],
-        root: str = "actions",
         next_seeds: Mapping[int, int] | None = None,
     ) -> None:
-        """See `EnvProcessPool`. A row stands until its lane has answered: it may have to be sent again."""
-        self._arrays.write_actions(lanes, columns, root)
+        """Have `lanes` (None: all) step, as `EnvBackend` says.
+
+        A row stands until its lane has replied, because it may have to be sent again.
+        """
+        self._arrays.write_actions(lanes, columns, action_root(columns))
         for lane in range(self.width) if lanes is None else lanes:
             self._lodgings.ask(lane, Command.STEP, next_seeds.get(lane, NO_SEED) if next_seeds else NO_SEED)
         self._flush()
 
-    def try_reset(self, lane: int, seed: int) -> None:
-        """Have the lane reset its env. It answers in `Answers.began`, or with a failure."""
+    def reset(self, lane: int, seed: int) -> None:
+        """Have the lane reset its env. It replies in `Replies.began`, or with a failure."""
         self._lodgings.ask(lane, Command.RESET, seed)
 
-    def try_restart(self, lane: int) -> None:
-        """Have the lane's env built anew, on whatever host has a place. It answers in `built`, or with a failure."""
+    def rebuild(self, lane: int) -> None:
+        """Have the lane's env built anew, on whatever host has a place. It replies in `built`, or with a failure."""
         self._lodgings.restart(lane)
+
+    def close_env(self, lane: int) -> None:
+        """Do nothing: a lane that has failed lost its env with that, or when `rebuild` builds another."""
+
+    def render(self, lane: int) -> None:
+        """Raise NotImplementedError: pictures do not travel between hosts."""
+        raise NotImplementedError
 
     def begin(self, lanes: Sequence[int]) -> None:
         """What these lanes see is now the first observation of their next episode."""
@@ -156,12 +181,12 @@ class RemotePool:
 
     # -- what they answer ---------------------------------------------------------------------------------------------
 
-    def poll(self, timeout_s: float = math.inf, batch_wait_s: float = 0.0) -> Answers:
+    def step_wait(self, timeout_s: float = math.inf, batch_wait_s: float = 0.0) -> Replies:
         """See `EnvProcessPool`. A lane that waits for a host counts as asked.
 
         Raises `NoEnvHostError` when it was called again and again for `env_hosts_timeout_s` and no host was there.
         """
-        answers, now = Answers(), time.monotonic()
+        replies, now = Replies(), time.monotonic()
         until = now + timeout_s
         if now - self._polled_at > self._interval_s:  # nobody has listened; what was said meanwhile may still come in
             self._judge_at = now + self._interval_s
@@ -169,9 +194,9 @@ class RemotePool:
             self._lodgings.settle_in()
             self._flush()
             busy = self._lodgings.is_busy
-            self._listen(answers, min(until, now + self._interval_s) - now if busy else 0.0)
+            self._listen(replies, min(until, now + self._interval_s) - now if busy else 0.0)
             self._polled_at = now = time.monotonic()
-            if answers:
+            if replies:
                 until = min(until, now + batch_wait_s)
                 busy = self._lodgings.is_awaited
             elif not self._lodgings.has_losses:
@@ -179,15 +204,15 @@ class RemotePool:
             if not busy or now >= until:
                 self._lodgings.settle_in()
                 self._flush()
-                return answers
+                return replies
 
-    def _listen(self, answers: Answers, timeout_s: float) -> None:
-        if not answers and self._lodgings.has_losses:  # else the next round tells: no lane answers and is lost at once
-            answers.failures += self._lodgings.bury()
+    def _listen(self, replies: Replies, timeout_s: float) -> None:
+        if not replies and self._lodgings.has_losses:  # else the next round tells: no lane answers and is lost at once
+            replies.failures += self._lodgings.bury()
             return
         for route, frames in self._router_port.receive() if self._router_port.wait(timeout_s) else ():
             try:
-                self._take(route, decode(frames), answers)
+                self._take(route, decode(frames), replies)
             except DecodeError as error:
                 log.warning("a message at the port for env hosts is refused: %s", error)
                 fatal = error.reason in ("version_mismatch", "bad_message", "bad_space")
@@ -198,7 +223,7 @@ class RemotePool:
                 if now - host.heard_at > self._config.env_hosts_lease_s:
                     self._lodgings.part(host, f"has been silent for {now - host.heard_at:.1f} s")
 
-    def _take(self, route: bytes, message: WireMessage, answers: Answers) -> None:
+    def _take(self, route: bytes, message: WireMessage, replies: Replies) -> None:
         if message.kind is MessageKind.HELLO:
             self._greet(route, read(EnvHostHello, message.header))
             return
@@ -217,7 +242,7 @@ class RemotePool:
                 self._say(route, EnvHeartbeat(life=host.life))
             case MessageKind.ENV_ANSWERS:
                 try:
-                    take_in(host, read(EnvAnswers, message.header), message.arrays, self._arrays, answers)
+                    take_in(host, read(EnvAnswers, message.header), message.arrays, self._arrays, replies)
                 except DecodeError as error:
                     self._lodgings.part(host, f"was refused: {error}")
                     raise
@@ -231,7 +256,7 @@ class RemotePool:
             host.hear(route, time.monotonic())
         else:
             spaces = spaces_from_json(hello.spaces)
-            if detail := problem_of(spaces, self._config, self.spaces if self._columns is not None else None):
+            if detail := problem_of(spaces, self._kind_problem, self.spaces if self._columns is not None else None):
                 log.warning("env host %s/%d is refused: %s", hello.host, hello.pid, detail)
                 self._say(route, Reject(code="other_spaces", detail=detail))
                 return
@@ -270,7 +295,7 @@ class RemotePool:
     def _send(self, route: bytes, frames: list[Buffer]) -> None:
         self._router_port.send(route, frames)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Let all hosts go; they close their envs themselves. May be called twice."""
         for host in self._lodgings.hosts.values():
             self._say(host.route, Fenced(detail="the worker has stopped, or begins anew"))

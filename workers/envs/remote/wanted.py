@@ -1,28 +1,29 @@
-"""Which envs a worker wants of a host that comes: of its own kind, and like those that are here."""
+"""Which envs a worker takes of a host that comes: those that are like the envs that are here."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves
 from headrace.schemas.wire import DEFAULT_LIMITS
-from headrace.workers.agents.packing import Packing, is_packed
-from headrace.workers.config import EnvRunnerConfig
+
+KindProblem = Callable[[Spaces], str]
+"""Says in words why envs with these spaces are of the wrong kind for the worker, or nothing.
+
+Raises `DecodeError` for spaces that no env can have.
+"""
 
 
-def problem_of(spaces: Spaces, config: EnvRunnerConfig, first: Spaces | None) -> str:
-    """Why envs with `spaces` are not wanted, in words, or nothing; `first` are those of the first host.
+def problem_of(spaces: Spaces, kind_problem: KindProblem, first: Spaces | None) -> str:
+    """Return why envs with `spaces` are not taken, in words, or nothing; `first` are those of the first host.
 
     Raises `DecodeError` for spaces that no env can have.
     """
-    several = config.is_multi_agent
-    if is_packed(spaces) != several:
-        theirs, ours = ("one agent", "several") if several else ("several agents", "one")
-        return f"its envs are of {theirs}, and those of this worker of {ours}, as sampling.policies says"
+    if problem := kind_problem(spaces):
+        return problem
     if first is not None and spaces != first:
         return f"its envs have {spaces!r:.400}, and those of the first env host {first!r:.400}"
-    if several:
-        Packing.of(spaces)
     for what, space in (("observation", spaces.observation), ("action", spaces.action)):
         size = sum(math.prod(leaf_shape(leaf)) * column_dtype(leaf).itemsize for _, leaf in leaves(space, what))
         if not 0 < size <= DEFAULT_LIMITS.payload_bytes:

@@ -15,8 +15,9 @@ from headrace.schemas.errors import DecodeError, EncodeError, EnvContractError
 from headrace.schemas.spaces import Spaces
 from headrace.schemas.wire import DEFAULT_LIMITS, Buffer, MessageKind, encode, is_deeper
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.backend import Replies
 from headrace.workers.envs.failures import Failure
-from headrace.workers.envs.process.answers import Answers
+from headrace.workers.envs.process.child import SOLO_CHILD
 from headrace.workers.envs.process.control import Command
 from headrace.workers.envs.process.pool import EnvProcessPool
 from headrace.workers.envs.process.reported import error_to_json
@@ -26,31 +27,27 @@ _INFO_DEPTH = DEFAULT_LIMITS.header_depth - 3
 """Levels of an info, which stands in a row of a list of the header."""
 
 
-class AnyEnvPool(EnvProcessPool):
-    """Envs of one agent or of several: a host learns which it has by building one."""
+class PlacedPool(EnvProcessPool):
+    """Lanes that are built when, and as whose env, they are told to be. `child` is the module that processes run."""
 
-    def _job(self, config: EnvRunnerConfig, worker_index: int) -> dict[str, Any]:
-        return {**super()._job(config, worker_index), "several_agents": None}
-
-
-class PlacedPool(AnyEnvPool):
-    """Lanes that are built when, and as whose env, they are told to be."""
-
-    def __init__(self, config: EnvRunnerConfig, welcome: EnvHostWelcome) -> None:
-        self._told_num_envs = welcome.num_envs
+    def __init__(self, config: EnvRunnerConfig, welcome: EnvHostWelcome, child: str) -> None:
         self._seeds: dict[int, int] = {}
         self._indices: dict[int, int] = {}
-        told = config.model_copy(update={"num_workers": welcome.num_workers})
-        super().__init__(told, welcome.worker_index, lambda lane, _: self._seeds[lane])
-
-    def _job(self, config: EnvRunnerConfig, worker_index: int) -> dict[str, Any]:
-        return {**super()._job(config, worker_index), "num_envs": self._told_num_envs}
+        super().__init__(
+            config,
+            welcome.worker_index,
+            lambda lane, _: self._seeds[lane],
+            child=child,
+            num_workers=welcome.num_workers,
+            num_envs=welcome.num_envs,
+            several_agents=None,
+        )
 
     def _build_all(self) -> None:
-        """Nothing yet."""
+        """Build nothing yet."""
 
     def fileno(self) -> int:
-        """Readable when `poll` has something to take in."""
+        """Readable when `step_wait` has something to take in."""
         return self._processes.fileno()
 
     def build(self, lane: int, seed: int, index: int, *, again: bool) -> None:
@@ -101,10 +98,12 @@ class _Seat:
 class HostedEnvs:
     """`config.num_envs` places. Blocks in `stop` only. To be polled when `fileno` is readable, and now and then."""
 
-    def __init__(self, config: EnvRunnerConfig, life: str, welcome: EnvHostWelcome, spaces: Spaces) -> None:
+    def __init__(
+        self, config: EnvRunnerConfig, life: str, welcome: EnvHostWelcome, spaces: Spaces, child: str = SOLO_CHILD
+    ) -> None:
         self._life = life
         self._seats = [_Seat() for _ in range(config.num_envs)]
-        self._pool = PlacedPool(config, welcome)
+        self._pool = PlacedPool(config, welcome, child)
         layout = columns_layout(spaces, config.num_envs).items()
         self._actions = {name: np.zeros(shape, dtype) for name, (dtype, shape) in layout if name.startswith("actions")}
 
@@ -144,12 +143,12 @@ class HostedEnvs:
                 for name, column in self._actions.items():
                     column[place] = arrays[name][here]
             elif command is Command.RESET:
-                self._pool.try_reset(place, seed)
+                self._pool.reset(place, seed)
             else:
                 seat.is_built, seat.lost = True, None
                 self._pool.build(place, seed, index, again=command is Command.REBUILD)
         if stepping:
-            self._pool.send_actions(stepping, self._actions, next_seeds=next_seeds)
+            self._pool.step_async(stepping, self._actions, next_seeds)
         return self._compose(at_once)
 
     def _check(self, told: EnvOrders, arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -171,23 +170,23 @@ class HostedEnvs:
 
     def poll(self) -> list[list[Buffer]]:
         """Take in what the envs have done since; the messages of what is answered herewith."""
-        answers = self._pool.poll(0.0)
-        return self._compose(self._note(answers)) if answers else []
+        replies = self._pool.step_wait(0.0)
+        return self._compose(self._note(replies)) if replies else []
 
-    def _note(self, answers: Answers) -> list[int]:
+    def _note(self, replies: Replies) -> list[int]:
         """Write down what each place answered; the places that did."""
-        places = {*answers.stepped, *answers.built, *(lane for lane, _ in answers.began)}
-        for lane in answers.stepped:
+        places = {*replies.stepped, *replies.built, *(lane for lane, _ in replies.began)}
+        for lane in replies.stepped:
             self._seats[lane].stepped = True
-        for lane in answers.built:
+        for lane in replies.built:
             self._seats[lane].built = True
-        for lane, end in answers.ended:
+        for lane, end in replies.ended:
             self._seats[lane].ended = 1 if end is ChunkEnd.TERMINATED else 2
-        for lane, info in answers.began:
+        for lane, info in replies.began:
             self._seats[lane].began = (info or None,)
-        for lane, info in answers.infos:
+        for lane, info in replies.infos:
             self._seats[lane].info = info
-        for failure in answers.failures:
+        for failure in replies.failures:
             seat = self._seats[failure.lane]
             seat.is_built = False
             if seat.answered and failure.lane not in places:
@@ -267,4 +266,4 @@ class HostedEnvs:
 
     def stop(self) -> None:
         """Close all envs, within `env_close_timeout_s`."""
-        self._pool.stop()
+        self._pool.close()

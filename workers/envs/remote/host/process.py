@@ -18,7 +18,9 @@ from headrace.schemas.spaces import Spaces
 from headrace.schemas.stop_event import stop_event
 from headrace.schemas.wire import Buffer, MessageKind, WireMessage, decode
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.envs.remote.host.hosted import AnyEnvPool, HostedEnvs
+from headrace.workers.envs.process.child import SOLO_CHILD
+from headrace.workers.envs.process.pool import EnvProcessPool
+from headrace.workers.envs.remote.host.hosted import HostedEnvs
 from headrace.workers.envs.remote.host.link import WorkerLink
 
 log = logging.getLogger(__name__)
@@ -30,32 +32,40 @@ _SAY_WAITING_S = 10.0
 
 
 def run_env_host(
-    config: EnvRunnerConfig, endpoint: str, keys: ClientKeys | None, on_turn: Callable[[], None] = lambda: None
+    config: EnvRunnerConfig,
+    endpoint: str,
+    keys: ClientKeys | None,
+    on_turn: Callable[[], None] = lambda: None,
+    child: str = SOLO_CHILD,
 ) -> None:
     """Serve `config.num_envs` envs to the worker at `endpoint` until SIGTERM.
 
-    `on_turn` is called ten times a second or more once they can be had, but while those of one life are closed.
+    `on_turn` is called ten times a second or more once the envs can be had, but not while those of one life are closed.
+    `child` is the module that the processes of the envs run, and says what kinds of env there can be.
     Raises `EnvError` for an env that cannot be built here, and `RefusedError` when the worker does not want it.
     """
     with stop_event() as stopping:
-        host = EnvHost(config, endpoint, keys, learn_spaces(config))
+        host = EnvHost(config, endpoint, keys, learn_spaces(config, child), child)
         try:
             host.serve(stopping, on_turn)
         finally:
             host.close()
 
 
-def learn_spaces(config: EnvRunnerConfig) -> Spaces:
-    """The spaces of the envs, of which one is built for it and closed again. Raises as `EnvProcessPool` does."""
-    with AnyEnvPool(config.model_copy(update={"num_envs": 1})) as pool:
+def learn_spaces(config: EnvRunnerConfig, child: str = SOLO_CHILD) -> Spaces:
+    """Return the spaces of the envs. Builds one env for it, and closes it. Raises as `EnvProcessPool` does."""
+    with EnvProcessPool(config.model_copy(update={"num_envs": 1}), child=child, several_agents=None) as pool:
         return pool.spaces
 
 
 class EnvHost:
     """One process, of one life after another: each with fresh envs, in processes of their own."""
 
-    def __init__(self, config: EnvRunnerConfig, endpoint: str, keys: ClientKeys | None, spaces: Spaces) -> None:
+    def __init__(
+        self, config: EnvRunnerConfig, endpoint: str, keys: ClientKeys | None, spaces: Spaces, child: str
+    ) -> None:
         self._config = config
+        self._child = child
         self._endpoint = endpoint
         self._spaces = spaces
         self._link = WorkerLink(endpoint, keys)
@@ -118,7 +128,7 @@ class EnvHost:
         match message.kind:
             case MessageKind.WELCOME if self._envs is None:
                 self._welcome = read(EnvHostWelcome, message.header)
-                self._envs = HostedEnvs(self._config, self._life, self._welcome, self._spaces)
+                self._envs = HostedEnvs(self._config, self._life, self._welcome, self._spaces, self._child)
                 self._link.watch(self._envs)
                 log.info(
                     "lending %d envs to worker %d at %s",

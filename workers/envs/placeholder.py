@@ -9,7 +9,7 @@ import gymnasium as gym
 from headrace.schemas.errors import EnvError
 
 
-class EnvElsewhere(gym.Env[Any, Any]):
+class EnvPlaceholder(gym.Env[Any, Any]):
     """Stands for an env that lives in another process or on another host: has its spaces, and cannot be stepped."""
 
     def __init__(self, index: int, spaces: tuple[Any, Any]) -> None:
@@ -17,13 +17,13 @@ class EnvElsewhere(gym.Env[Any, Any]):
         self._index = index
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        raise elsewhere_error(self._index)
+        raise out_of_reach(self._index)
 
     def step(self, action: Any) -> Any:
-        raise elsewhere_error(self._index)
+        raise out_of_reach(self._index)
 
 
-def elsewhere_error(index: int) -> EnvError:
+def out_of_reach(index: int) -> EnvError:
     """What is raised where somebody reaches for an env that is not here."""
     return EnvError(
         f"env {index} lives in another process or on another host; take env_placement = 'inline' to reach it"

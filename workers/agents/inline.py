@@ -1,0 +1,243 @@
+"""Multi-agent envs that are objects of this process, stepped one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.errors import ConnectorError, EnvContractError
+from headrace.workers.agents.answers import read_reset
+from headrace.workers.agents.env import AgentDict, build_multi_agent_env, gym_spaces_of, spaces_by_agent
+from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
+from headrace.workers.agents.seating import Seating
+from headrace.workers.agents.source import Gathered, LaneAnswer
+from headrace.workers.agents.turns import Turn
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.context import EnvContext
+from headrace.workers.envs.creators import EnvCreator
+from headrace.workers.envs.driver import StartEpisodes
+from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.inline import BuiltEnvs, check_inline
+from headrace.workers.envs.lane import Episode, Lane
+from headrace.workers.envs.lane_table import LaneTable
+from headrace.workers.envs.pace import Pace
+from headrace.workers.envs.recovery import LaneRecovery, wait_for_one
+from headrace.workers.envs.rendering import render_at
+from headrace.workers.envs.stepping import Outcome
+from headrace.workers.policy.policies import PolicyMappingError
+
+
+class InlineAgents:
+    """An `AgentSource` whose envs are objects of this process, and the `LaneDriver` of their lanes.
+
+    Agents get their seats when their env is reset. `first` is an env 0 that was built to learn what kind of env it is.
+    """
+
+    pace = Pace.LOCK_STEP
+    seeds_every_episode = True
+    steps_to_reset = False
+    on_rebuild: Callable[[], None] | None = None
+    on_episode_created: Callable[[Lane, Episode], None] | None = None
+    on_failure: Callable[[Lane, Failure], None] | None = None
+    on_wait: Callable[[], None] | None = None
+
+    def __init__(self, table: LaneTable, seating: Seating, first: Any = None) -> None:
+        self.lanes = table.lanes
+        self.halves: list[NDArray[np.intp]] = []
+        self.under_way: set[int] = set()
+        self._table = table
+        self._seating = seating
+        self._recovery = LaneRecovery(table, self._rebuild, self._take_down)
+        self._sent: Mapping[int, AgentDict] = {}
+        self._answers: dict[int, Any] = {}
+        """What each lane's env answered to its last step."""
+        self._envs: BuiltEnvs | None = None
+        self._first = first
+        self.build(table.config)
+
+    @property
+    def envs(self) -> InlineAgents:
+        """The lanes of the envs."""
+        return self
+
+    # -- building -----------------------------------------------------------------------------------------------------
+
+    def build(self, config: EnvRunnerConfig) -> None:
+        """Build all envs, closing those there were. An env that cannot be built the first time is an error."""
+        check_inline(config)
+        self._table.config = config
+        self.stop()
+        first, self._first = self._first, None
+        self._envs = BuiltEnvs(self._table, self, first)
+        try:
+            for lane, slot in zip(self.lanes, self._envs.slots, strict=True):
+                lane.due_at, lane.env = None, slot.env
+            for lane in self.lanes:
+                self._table.tell_created(lane.index)
+        except BaseException:
+            self.stop()
+            raise
+
+    def make_env(self, creator: EnvCreator, context: EnvContext) -> Any:
+        """Return one env in the dict protocol, as `EnvKind` does."""
+        return build_multi_agent_env(creator, context)
+
+    def learn_spaces(self, first: Any) -> None:
+        """Take the agents of env 0 for those of all."""
+        gym_spaces = gym_spaces_of(first)
+        check_bounds = not self._table.config.disable_env_checking
+        self._seating.learn(spaces_by_agent(gym_spaces), gym_spaces, check_bounds=check_bounds, makes_rows=False)
+
+    def check_spaces(self, env: Any, index: int) -> None:
+        """Raise `EnvContractError` unless env `index` has the agents of env 0, with their spaces."""
+        spaces, known = spaces_by_agent(gym_spaces_of(env)), self._seating.agent_spaces
+        if spaces != known:
+            different = [a for a in {**known, **spaces} if spaces.get(a) != known.get(a)]
+            seen = {agent: spaces.get(agent) for agent in different[:2]}
+            wanted = {agent: known.get(agent) for agent in different[:2]}
+            raise EnvContractError(f"spaces of env {index}", f"{seen!r:.300}", f"those of env 0, {wanted!r:.300}")
+
+    @property
+    def _built(self) -> BuiltEnvs:
+        assert self._envs is not None, "build() makes them"
+        return self._envs
+
+    def stop(self) -> None:
+        """Close all envs, within one time limit for all of them."""
+        for lane in self.lanes:
+            lane.release()
+        self._table.forget()
+        self._recovery.refresh()
+        if self._envs is not None:
+            self._envs.close()
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def send(self, actions: Mapping[int, AgentDict]) -> None:
+        """Have lanes step, by index, with what their agents do."""
+        self._sent = actions
+
+    def poll(self) -> Outcome:
+        """Step the envs of all lanes that were sent actions."""
+        failures: list[Failure] = []
+        slots, answers = self._built.slots, self._answers
+        for index, own in self._sent.items():
+            try:
+                answers[index] = slots[index].step(own)
+            except Exception as error:  # noqa: BLE001 - a user's env
+                failures.append(Failure(index, error))
+        return Outcome(np.empty(0), [], failures)
+
+    def answers(self, turn: Turn, outcome: Outcome, gathered: Gathered) -> Iterator[LaneAnswer]:
+        """Yield what each lane answered; failures go to `gathered` lane by lane, among those of answers."""
+        failed = {failure.lane: failure for failure in outcome.failures}
+        for lane, episode in turn.lanes:
+            if lane.index in failed:
+                gathered.failures.append(failed[lane.index])
+            else:
+                yield lane, episode, self._answers.pop(lane.index)
+
+    # -- episodes -----------------------------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> NDArray[np.intp] | None:
+        """Lanes with an episode, None when all have one."""
+        return self._recovery.live
+
+    @property
+    def repairing(self) -> bool:
+        """Whether some lane has no env that could be stepped."""
+        return not self._recovery.are_all_up
+
+    def try_reset(self, lanes: Sequence[int]) -> None:
+        """Begin an episode in each of `lanes`, each with its next seed. Failures wait for `try_restart`.
+
+        Raises `PolicyMappingError`, and `ConnectorError` for an agent that a connector has no room for.
+        """
+        begun: list[tuple[Lane, MultiAgentEpisode]] = []
+        seats: list[Seat] = []
+        observations: list[Any] = []
+        for index in lanes:
+            lane = self.lanes[index]
+            if lane.env is None:
+                continue
+            episode = lane.create_episode(lane.seeds.next(), MultiAgentEpisode)
+            try:
+                if self.on_episode_created is not None:
+                    self.on_episode_created(lane, episode)
+                first, episode.reset_info = read_reset(lane.env.reset(seed=episode.seed), self._seating.agents)
+            except Exception as error:  # noqa: BLE001 - a user's env
+                self._table.failed.append(Failure(index, error, unbegun=episode))
+                continue
+            begun.append((lane, episode))
+            self._seat_newest(begun, first)
+            seats += episode.acting
+            observations += first.values()
+        bad = self._seating.show(seats, observations)
+        for lane, episode in begun:
+            if lane.index in bad:
+                self._table.failed.append(Failure(lane.index, bad[lane.index], unbegun=episode))
+                continue
+            episode.seats = {seat.agent: seat for seat in episode.acting}
+            lane.episode = episode
+            self._table.started.append(lane.index)
+        self._recovery.refresh()
+
+    def _seat_newest(self, begun: Sequence[tuple[Lane, MultiAgentEpisode]], agents: Iterable[Any]) -> None:
+        """Seat the agents that the newest reset observed. After an error all that was begun is there to abandon."""
+        _, newest = begun[-1]
+        try:
+            newest.let_act([self._seating.seat(newest, agent) for agent in agents])
+        except (PolicyMappingError, ConnectorError):
+            for lane, episode in begun:
+                lane.episode = episode
+            raise
+
+    def take_started(self) -> list[int]:
+        """Return the lanes that began an episode since the last call."""
+        return self._table.take_started()
+
+    def end_episodes(self, lanes: Sequence[int]) -> None:
+        """Forget the episodes of `lanes`: they are over, or abandoned."""
+        self._recovery.end_episodes(lanes)
+
+    # -- when one fails -----------------------------------------------------------------------------------------------
+
+    def fail(self, failure: Failure) -> None:
+        """Take the lane out; `try_restart` decides what becomes of it."""
+        self._table.failed.append(failure)
+
+    def try_restart(self) -> None:
+        """Close and rebuild what failed, now or after its wait. Raises as `LaneRecovery.try_restart` does."""
+        self._recovery.try_restart(self.on_failure)
+
+    def _take_down(self, lane: Lane) -> None:
+        lane.release()
+        self._built.close_env(lane.index)
+        self._seating.blank(lane.index)
+
+    def _rebuild(self, lane: Lane) -> None:
+        lane.due_at = None
+        self._table.totals.env_rebuilds += 1
+        if self.on_rebuild is not None:
+            self.on_rebuild()
+        try:
+            self._built.rebuild(lane.index)
+            lane.env = self._built.slots[lane.index].env
+            self._table.tell_created(lane.index)
+        except Exception as error:  # noqa: BLE001 - a user's env
+            self._table.failed.append(Failure(lane.index, error, at="construction"))
+            return
+        self.try_reset([lane.index])
+
+    def wait_for_one(self, start_episodes: StartEpisodes, on_wait: Callable[[], None] | None) -> None:
+        """Bring back the lanes whose wait is over. While no lane is up, sleep until the first is."""
+        is_up, pause = (lambda: bool(self._recovery.up)), self._table.sleep_until_due
+        wait_for_one(is_up, lambda: self._recovery.revive(self.on_failure), pause, start_episodes, on_wait)
+
+    def try_render_at(self, index: int) -> NDArray[np.uint8] | None:
+        """Return one env's picture, rgb uint8 (height, width, 3); None where it gives none."""
+        return render_at(self.lanes[index].env, index)

@@ -1,0 +1,111 @@
+"""Multi-agent envs in other processes, or on other hosts: packed there, and unpacked here into the dict protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from headrace.schemas.spaces import column_dtype, leaf_shape, leaves
+from headrace.workers.agents.env import AgentDict, MultiAgentEnv
+from headrace.workers.agents.episodes import MultiAgentEpisode
+from headrace.workers.agents.packing import Packing
+from headrace.workers.agents.seating import Seating
+from headrace.workers.agents.source import Gathered, LaneAnswer
+from headrace.workers.agents.turns import Turn
+from headrace.workers.envs.backend import EnvBackend
+from headrace.workers.envs.lane_table import LaneTable
+from headrace.workers.envs.pace import Pace
+from headrace.workers.envs.placeholder import out_of_reach
+from headrace.workers.envs.spaces import to_gym
+from headrace.workers.envs.stepping import Outcome
+from headrace.workers.envs.vector import EnvPlacement, EnvVector
+
+
+class MultiAgentEnvPlaceholder(MultiAgentEnv):
+    """A placeholder of a multi-agent env that lives in another process: it has its agents and spaces, and no steps."""
+
+    def __init__(self, index: int, spaces: Mapping[Any, tuple[Any, Any]]) -> None:
+        self.possible_agents = list(spaces)
+        self.observation_spaces = {agent: observation for agent, (observation, _) in spaces.items()}
+        self.action_spaces = {agent: action for agent, (_, action) in spaces.items()}
+        self._index = index
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        raise out_of_reach(self._index)
+
+    def step(self, actions: AgentDict) -> Any:
+        raise out_of_reach(self._index)
+
+
+class PackedAgents:
+    """An `AgentSource` of packed envs in an `EnvVector`, whose `EnvFacade` it is. Observations were checked there."""
+
+    def __init__(self, table: LaneTable, placement: EnvPlacement, pace: Pace, seating: Seating) -> None:
+        self._seating = seating
+        self._makes_rows = pace is Pace.READY
+        self.envs = EnvVector(table, placement, pace, episode_kind=MultiAgentEpisode, facade=self)
+
+    # -- as an `EnvFacade` --------------------------------------------------------------------------------------------
+
+    def learn(self, backend: EnvBackend) -> None:
+        """Take the agents of packed envs that were just built."""
+        self._packing = Packing.of(backend.spaces)
+        by_agent = self._packing.by_agent
+        gym_spaces = {agent: (to_gym(own.observation), to_gym(own.action)) for agent, own in by_agent.items()}
+        self._seating.learn(by_agent, gym_spaces, check_bounds=False, makes_rows=self._makes_rows)
+        self._actions = {
+            name: np.zeros((backend.width, *leaf_shape(leaf)), column_dtype(leaf))
+            for name, leaf in leaves(backend.spaces.action, "actions")
+        }
+
+    def env_at(self, lane: int) -> Any:
+        """Return a placeholder in the dict protocol."""
+        return MultiAgentEnvPlaceholder(lane, self._seating.agent_gym_spaces)
+
+    def blank(self, lane: int) -> None:
+        """Show the modules nothing of the env in `lane`."""
+        self._seating.blank(lane)
+
+    # -- as an `AgentSource` ------------------------------------------------------------------------------------------
+
+    def send(self, actions: Mapping[int, AgentDict]) -> None:
+        """Have lanes step, by index, with what their agents do."""
+        for index, own in actions.items():
+            self._packing.pack_actions(self._actions, index, own)
+        if self.envs.pace is Pace.LOCK_STEP:
+            self.envs.send_actions(self._actions)
+        else:
+            self.envs.send_actions_of(np.array(list(actions), np.intp), self._actions)
+
+    def poll(self) -> Outcome:
+        """Return which lanes have stepped, or failed; of lanes in lock-step it waits for all."""
+        return self.envs.poll()
+
+    def answers(self, turn: Turn, outcome: Outcome, gathered: Gathered) -> Iterator[LaneAnswer]:
+        """Yield what each lane of `turn` answered, unpacked; failures of envs go to `gathered` first."""
+        gathered.failures += outcome.failures
+        stepped = {failure.lane: failure.stepped for failure in outcome.failures}
+        infos, columns = dict(outcome.infos), self.envs.observations.columns
+        for lane, episode in turn.lanes:
+            if lane.index in stepped:
+                episode.t += stepped[lane.index]
+            else:
+                yield lane, episode, self._packing.unpack_step(columns, lane.index, infos.get(lane.index, {}))
+
+    def take_started(self) -> list[int]:
+        """Return the lanes that began an episode since the last call, by index, whichever replied first.
+
+        The agents of each get their seats now. Raises as `Seating.seat` does.
+        """
+        started = sorted(set(self.envs.take_started()))
+        columns = self.envs.observations.columns
+        begun = []
+        for index in started:
+            episode = self.envs.lanes[index].episode
+            if isinstance(episode, MultiAgentEpisode):
+                episode.reset_info = self._packing.unpack_infos(episode.reset_info)
+                begun.append((episode, self._packing.unpack_observations(columns, index)))
+        self._seating.seat_first(begun)
+        return started

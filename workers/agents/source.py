@@ -1,0 +1,58 @@
+"""What the multi-agent vector asks of its envs, wherever they live and however they step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from headrace.workers.agents.answers import LaneReport
+from headrace.workers.agents.env import AgentDict
+from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
+from headrace.workers.agents.turns import Turn
+from headrace.workers.envs.driver import LaneDriver
+from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.lane import Lane
+from headrace.workers.envs.stepping import Outcome
+
+LaneAnswer = tuple[Lane, MultiAgentEpisode, Any]
+"""A lane, its episode, and (observations, rewards, terminateds, truncateds, infos) of its step."""
+
+
+@dataclass(slots=True, eq=False)
+class Gathered:
+    """What lanes answered in one poll, one after another: plain lanes first, then those with a report."""
+
+    sent: Mapping[int, AgentDict]
+    """What each lane's agents did."""
+    seats: list[Seat] = field(default_factory=list)
+    observations: list[Any] = field(default_factory=list)
+    rewards: list[Any] = field(default_factory=list)
+    reports: list[LaneReport] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+
+
+class AgentSource(Protocol):
+    """Multi-agent envs that speak in dicts by agent id."""
+
+    @property
+    def envs(self) -> LaneDriver:
+        """The lanes of the envs."""
+
+    def send(self, actions: Mapping[int, AgentDict]) -> None:
+        """Have lanes step, by index, with what their agents do."""
+
+    def poll(self) -> Outcome:
+        """Return which lanes have stepped, or failed; of lanes in lock-step it waits for all."""
+
+    def answers(self, turn: Turn, outcome: Outcome, gathered: Gathered) -> Iterator[LaneAnswer]:
+        """Yield what each lane of `turn` answered that did; `gathered.failures` gets the failures in `outcome`.
+
+        A lane that was stepped and failed all the same has its `t` counted.
+        """
+
+    def take_started(self) -> list[int]:
+        """Return the lanes that began an episode since the last call; their agents have seats.
+
+        Raises as `Seating.seat` does.
+        """

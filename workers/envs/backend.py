@@ -1,0 +1,109 @@
+"""What a vector asks of the place where its envs live: this process, other processes, or other hosts.
+
+A vector never waits for a certain env. It asks lanes to step, to reset and to be rebuilt, and hears the replies in
+`step_wait`, in whatever order they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.spaces import Spaces
+from headrace.workers.envs.failures import Failure
+
+
+@dataclass(slots=True, eq=False)
+class Replies:
+    """What the envs of a backend have replied since the last `step_wait`.
+
+    A lane appears at most once in each list. What it sees and its reward are in the backend's columns.
+    """
+
+    stepped: list[int] = field(default_factory=list)
+    ended: list[tuple[int, ChunkEnd]] = field(default_factory=list)
+    """Lanes among `stepped` whose episode is over with that step."""
+    began: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    """(lane, info) of each reset. `begin` shows the observation."""
+    built: list[int] = field(default_factory=list)
+    """Lanes whose env was rebuilt."""
+    failures: list[Failure] = field(default_factory=list)
+    """These lanes have no env now. A lane that is in `ended` too failed in the reset that followed."""
+    infos: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    """Infos of steps that are not empty."""
+    pictures: list[tuple[int, NDArray[np.uint8] | None]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.stepped or self.began or self.built or self.failures or self.pictures)
+
+
+class EnvBackend(Protocol):
+    """Where the envs of a vector live: one env for each of `width` lanes.
+
+    Only `step_wait` and `close` take time, but for envs of this process, where each call does its work at once. A lane
+    that has failed has no env until it is rebuilt.
+    """
+
+    width: int
+    spaces: Spaces
+    replies_at_once: bool
+    """Whether each call has its reply in the next `step_wait`."""
+    resets_ahead: bool
+    """Whether `step_async` takes seeds, and resets a lane in the step that ends its episode."""
+    renders: bool
+    """Whether `render` can be called."""
+
+    @property
+    def gym_spaces(self) -> tuple[Any, Any]:
+        """The observation and action space of each env, as gymnasium has them."""
+
+    @property
+    def observations(self) -> dict[str, NDArray[Any]]:
+        """ "obs/..." -> (width, *shape): what each lane saw last. True until the lane is stepped or reset."""
+
+    @property
+    def rewards(self) -> NDArray[np.float64]:
+        """(width,): of the last step."""
+
+    def env_at(self, lane: int) -> Any:
+        """Return the lane's env, a placeholder where the env is out of reach, or None if the lane has none yet."""
+
+    def step_async(
+        self,
+        lanes: Sequence[int] | None,
+        columns: Mapping[str, NDArray[Any]],
+        next_seeds: Mapping[int, int] | None = None,
+    ) -> None:
+        """Have `lanes` (None: all) step with their rows of the policy's action columns, each (width, *shape).
+
+        A lane in `next_seeds` is reset with its seed in the same call if the step ends its episode.
+        """
+
+    def step_wait(self, timeout_s: float = ..., batch_wait_s: float = ...) -> Replies:
+        """Return what the envs have replied, as soon as there is anything, or nothing after `timeout_s`.
+
+        Waits up to `batch_wait_s` more for steps and resets that are under way.
+        """
+
+    def reset(self, lane: int, seed: int) -> None:
+        """Have the lane's env reset. The reply is in `began`, or a failure."""
+
+    def begin(self, lanes: Sequence[int]) -> None:
+        """Show the first observations of episodes whose reset was in `began`."""
+
+    def rebuild(self, lane: int) -> None:
+        """Have the lane's env built again. The reply is in `built`, or a failure."""
+
+    def close_env(self, lane: int) -> None:
+        """Close the env of a lane that has failed, if it is still there."""
+
+    def render(self, lane: int) -> None:
+        """Have the lane's env, which has nothing else to do, show itself. The reply is in `pictures`."""
+
+    def close(self) -> None:
+        """Close all envs, within one time limit for all of them."""

@@ -1,0 +1,304 @@
+"""Envs that are objects of this process: built, stepped one after the other, and replaced where they fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import gymnasium as gym
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.errors import ConfigError, EnvContractError
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.actions import action_root, to_env_form
+from headrace.workers.envs.backend import Replies
+from headrace.workers.envs.checks import take_reset_apart
+from headrace.workers.envs.context import EnvContext
+from headrace.workers.envs.creators import EnvCreator, build_env, find_creator, naming_what_failed
+from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.lane import close_envs
+from headrace.workers.envs.lane_table import LaneTable
+from headrace.workers.envs.observations import Observations
+from headrace.workers.envs.rendering import render_at
+from headrace.workers.envs.spaces import spaces_of
+from headrace.workers.envs.stepping import step_all
+
+
+@dataclass(slots=True, eq=False)
+class EnvSlot:
+    """The env of one lane, None while the lane has none, and its bound `step`."""
+
+    index: int
+    env: Any = None
+    step: Any = None
+
+    def adopt(self, env: Any) -> None:
+        """Take a newly built env."""
+        self.env, self.step = env, env.step
+
+    def release(self) -> Any:
+        """Return the env, which the slot has no more."""
+        env, self.env, self.step = self.env, None, None
+        return env
+
+
+class EnvKind(Protocol):
+    """What kind of env a vector has: how one is built, and what all of them must have in common."""
+
+    def make_env(self, creator: EnvCreator, context: EnvContext) -> Any:
+        """Return one env. Raises `EnvContractError` for another kind, and whatever the creator raises."""
+
+    def learn_spaces(self, first: Any) -> None:
+        """Take the spaces of env 0 for those of all."""
+
+    def check_spaces(self, env: Any, index: int) -> None:
+        """Raise `EnvContractError` unless env `index` has the spaces of env 0."""
+
+
+class BuiltEnvs:
+    """One env of `kind` for each lane of `table`, in `slots`.
+
+    `first` is an env 0 that was built already, by the table's context of it. Building raises what the kind raises, as
+    an `EnvError` that names the env; then all envs are closed.
+    """
+
+    def __init__(self, table: LaneTable, kind: EnvKind, first: Any = None) -> None:
+        self.slots = [EnvSlot(lane.index) for lane in table.lanes]
+        self._table = table
+        self._kind = kind
+        self._creator = find_creator(table.config.env)
+        try:
+            self._build(first)
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self, first: Any) -> None:
+        table, creators = self._table, [self._creator] * len(self.slots)
+        if first is not None:
+            creators[0] = lambda _: first
+        contexts = [
+            table.contexts[0] if slot.index == 0 and first is not None else table.new_context(slot.index)
+            for slot in self.slots
+        ]
+        for slot, creator, context in zip(self.slots, creators, contexts, strict=True):
+            with naming_what_failed(table.config, slot.index):
+                slot.adopt(self._kind.make_env(creator, context))
+        self._kind.learn_spaces(self.slots[0].env)
+        for slot in self.slots[1:]:
+            self._kind.check_spaces(slot.env, slot.index)
+
+    def rebuild(self, index: int) -> None:
+        """Build the env of lane `index` again. Raises what the creator raises, and `EnvContractError`."""
+        slot = self.slots[index]
+        slot.adopt(self._kind.make_env(self._creator, self._table.new_context(index, recreated=True)))
+        self._kind.check_spaces(slot.env, index)
+
+    def close_env(self, index: int) -> None:
+        """Close the env of lane `index`, within `env_close_timeout_s`."""
+        close_envs([self.slots[index].release()], self._table.config.env_close_timeout_s)
+
+    def close(self) -> None:
+        """Close all envs, within one time limit for all of them."""
+        close_envs([slot.release() for slot in self.slots], self._table.config.env_close_timeout_s)
+
+
+class EnvSource(Protocol):
+    """Where the envs of `InlineEnvs` come from."""
+
+    def make_env(self, creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
+        """Return one env, as `EnvKind` does."""
+
+    @property
+    def before_step(self) -> Callable[[Sequence[EnvSlot], Sequence[Any]], None] | None:
+        """What is called before a step of the slots given, with one action for each lane; None: nothing."""
+
+    def close(self, timeout_s: float) -> None:
+        """Close what the envs share, within `timeout_s` seconds."""
+
+
+class CreatedEnvs:
+    """Gymnasium envs, one from each call of the creator."""
+
+    before_step = None
+
+    def make_env(self, creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
+        """Return one env, as `EnvKind` does."""
+        return build_env(creator, context)
+
+    def close(self, timeout_s: float) -> None:
+        """Do nothing: the envs share nothing."""
+
+
+class InlineEnvs:
+    """An `EnvBackend` of envs that are objects of this process. `observations` has what each env saw last."""
+
+    replies_at_once = True
+    resets_ahead = False
+    renders = True
+
+    def __init__(self, table: LaneTable, source: EnvSource, first: Any = None) -> None:
+        self.width = len(table.lanes)
+        self._every = list(range(self.width))
+        self.rewards: NDArray[np.float64] = np.zeros(self.width)
+        self._table = table
+        self._source = source
+        self._before_step = source.before_step
+        self._asked: Sequence[EnvSlot] = ()
+        """Slots that are to step."""
+        self._reset: list[tuple[int, dict[str, Any]]] = []
+        """(lane, info) of resets, with their observations, that `step_wait` has not told yet."""
+        self._first_seen: list[Any] = []
+        self._told = Replies()
+        """Replies that `step_wait` gives besides those of steps and resets."""
+        try:
+            self._envs = BuiltEnvs(table, self, first)
+        except BaseException:
+            source.close(table.config.env_close_timeout_s)
+            raise
+
+    # -- as an `EnvKind` ----------------------------------------------------------------------------------------------
+
+    def make_env(self, creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
+        """Return one env of the source."""
+        return self._source.make_env(creator, context)
+
+    def learn_spaces(self, first: gym.Env[Any, Any]) -> None:
+        """Take the spaces of env 0 for those of all."""
+        self.spaces = spaces_of(first)
+        self.gym_spaces = first.observation_space, first.action_space
+        check_bounds = not self._table.config.disable_env_checking
+        self._seen = Observations(self.spaces.observation, self.width, check_bounds=check_bounds)
+
+    def check_spaces(self, env: gym.Env[Any, Any], index: int) -> None:
+        """Raise `EnvContractError` unless env `index` has the spaces of env 0."""
+        spaces = spaces_of(env)
+        if spaces != self.spaces:
+            raise EnvContractError(f"spaces of env {index}", repr(spaces), f"those of env 0, {self.spaces!r}")
+
+    # -- as an `EnvBackend` -------------------------------------------------------------------------------------------
+
+    @property
+    def observations(self) -> dict[str, NDArray[Any]]:
+        """ "obs/..." -> (width, *shape): what each lane saw last."""
+        return self._seen.columns
+
+    def env_at(self, lane: int) -> Any:
+        """Return the lane's env, or None if it has none."""
+        return self._envs.slots[lane].env
+
+    def step_async(
+        self,
+        lanes: Sequence[int] | None,
+        columns: Mapping[str, NDArray[Any]],
+        next_seeds: Mapping[int, int] | None = None,
+    ) -> None:
+        """Have `lanes` (None: all) step in `step_wait`. There are no `next_seeds`."""
+        slots = self._envs.slots
+        self._asked = slots if lanes is None else [slots[lane] for lane in lanes]
+        self._actions = to_env_form(self.spaces.action, columns, action_root(columns))
+
+    def step_wait(self, timeout_s: float = 0.0, batch_wait_s: float = 0.0) -> Replies:
+        """Step what was asked to step, or return all other replies. Takes as long as the envs do."""
+        asked, self._asked = self._asked, ()
+        if not asked:
+            return self._tell()
+        if self._before_step is not None:
+            self._before_step(asked, self._actions)
+        outcome = step_all(asked, self._actions, self._seen, self.width)
+        if len(asked) == self.width:
+            lanes, self.rewards = self._every, outcome.rewards
+        else:
+            lanes = [slot.index for slot in asked]
+            self.rewards[lanes] = outcome.rewards
+        if outcome.failures:
+            failed = {failure.lane for failure in outcome.failures}
+            lanes = [lane for lane in lanes if lane not in failed]
+        return Replies(lanes, outcome.ended, [], [], outcome.failures, outcome.infos, [])
+
+    def _tell(self) -> Replies:
+        """Return replies to anything but steps."""
+        replies, self._told = self._told, Replies()
+        if self._reset:
+            self._show_first(replies)
+        return replies
+
+    def reset(self, lane: int, seed: int) -> None:
+        """Reset the lane's env now."""
+        self._asked = ()
+        try:
+            observation, info = take_reset_apart(self._envs.slots[lane].env.reset(seed=seed))
+        except Exception as error:  # noqa: BLE001 - a user's env
+            self._told.failures.append(Failure(lane, error))
+            return
+        self._reset.append((lane, info))
+        self._first_seen.append(observation)
+
+    def _show_first(self, replies: Replies) -> None:
+        """Write the first observations, all at once, which costs less than one by one."""
+        reset, self._reset = self._reset, []
+        seen, self._first_seen = self._first_seen, []
+        problems = dict(self._seen.put(np.array([lane for lane, _ in reset], np.intp), seen))
+        for position, (lane, info) in enumerate(reset):
+            if position in problems:
+                replies.failures.append(Failure(lane, problems[position]))
+            else:
+                replies.began.append((lane, info))
+
+    def begin(self, lanes: Sequence[int]) -> None:
+        """Do nothing: the first observations are shown already."""
+
+    def rebuild(self, lane: int) -> None:
+        """Build the lane's env again now."""
+        try:
+            self._envs.rebuild(lane)
+        except Exception as error:  # noqa: BLE001 - a user's env
+            self._told.failures.append(Failure(lane, error, at="construction"))
+            return
+        self._told.built.append(lane)
+
+    def close_env(self, lane: int) -> None:
+        """Close the lane's env, within `env_close_timeout_s`."""
+        self._envs.close_env(lane)
+
+    def render(self, lane: int) -> None:
+        """Have the lane's env show itself now."""
+        self._told.pictures.append((lane, render_at(self.env_at(lane), lane)))
+
+    def close(self) -> None:
+        """Close all envs, within one time limit for all of them."""
+        self._envs.close()
+        self._source.close(self._table.config.env_close_timeout_s)
+
+
+class InlinePlacement:
+    """Envs in this process. `first`, if given, is env 0, which was built to learn what kind of env it is."""
+
+    def __init__(self, source: EnvSource | None = None, first: Any = None) -> None:
+        self._source = source or CreatedEnvs()
+        self._first = first
+
+    def check(self, config: EnvRunnerConfig) -> None:
+        """Raise `ConfigError` for a config of other envs, and what `find_creator` raises."""
+        check_inline(config)
+
+    def open(self, table: LaneTable) -> InlineEnvs:
+        """Build the envs that the table's config asks for."""
+        first, self._first = self._first, None
+        return InlineEnvs(table, self._source, first)
+
+
+def check_inline(config: EnvRunnerConfig) -> None:
+    """Raise `ConfigError` for a config of envs that cannot take the place of envs in this process.
+
+    Raises also what `find_creator` does.
+    """
+    for key, here, whose in (
+        ("gym_env_vectorize_mode", None, "a SingleAgentEnvRunner"),
+        ("env_placement", "inline", "a runner"),
+    ):
+        if (asked := getattr(config, key)) != here:
+            raise ConfigError(f"{asked!r} is for {whose} that had it from the beginning", key=key)
+    find_creator(config.env)

@@ -1,0 +1,92 @@
+"""The lanes of a vector, with what has begun and failed in them: the bookkeeping that all vectors share."""
+
+from __future__ import annotations
+
+import time
+
+from headrace.workers.callbacks import CallbackList
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.context import EnvContext
+from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.lane import Lane
+from headrace.workers.envs.restarts import RestartBudget
+from headrace.workers.metrics.totals import RunnerTotals
+from headrace.workers.randomness.seeds import EnvSeeds, SeedTree
+
+WAIT_SLICE_S = 0.02
+"""The longest sleep between two calls of `on_wait`, in seconds."""
+
+
+class LaneTable:
+    """`num_envs` lanes. A lane is live while it has an episode."""
+
+    def __init__(
+        self,
+        config: EnvRunnerConfig,
+        worker_index: int,
+        seeds: SeedTree,
+        totals: RunnerTotals,
+        callbacks: CallbackList | None = None,
+    ) -> None:
+        self.config = config
+        """The config by which the envs were last built."""
+        self.worker_index = worker_index
+        self.totals = totals
+        self.lanes = [
+            Lane(i, EnvSeeds(stream, config.max_env_seed), RestartBudget(config, i))
+            for i, stream in enumerate(seeds.resets)
+        ]
+        self.failed: list[Failure] = []
+        """Failures that wait for `try_restart`."""
+        self.started: list[int] = []
+        """Lanes that began an episode since `take_started`."""
+        self.contexts: dict[int, EnvContext] = {}
+        """The newest context of each lane's env."""
+        self._seeds = seeds
+        self._callbacks = callbacks
+
+    def forget(self) -> None:
+        """Forget what has failed and what has begun, because all envs are closed."""
+        self.failed.clear()
+        self.started.clear()
+
+    def take_started(self) -> list[int]:
+        """Return the lanes that began an episode since the last call."""
+        started, self.started = self.started, []
+        return started
+
+    def next_due_s(self) -> float | None:
+        """Return the seconds until a waiting lane may be rebuilt, or None if no lane waits."""
+        due = [lane.due_at for lane in self.lanes if lane.due_at is not None]
+        return max(min(due) - time.monotonic(), 0.0) if due else None
+
+    def sleep_until_due(self) -> None:
+        """Sleep until a waiting lane may be rebuilt, at most `WAIT_SLICE_S`."""
+        time.sleep(min(self.next_due_s() or 0.0, WAIT_SLICE_S))
+
+    def new_context(self, index: int, *, recreated: bool = False) -> EnvContext:
+        """Return what the creator of env `index` is told, with a new seed each time."""
+        config = self.config
+        context = self.contexts[index] = EnvContext(
+            config.env_config,
+            worker_index=self.worker_index,
+            num_workers=config.num_workers,
+            vector_index=index,
+            num_envs=config.num_envs,
+            recreated=recreated,
+            seed=self._seeds.makings.next(index, config.num_envs, config.max_env_seed),
+        )
+        return context
+
+    def making_seed(self, index: int, recreated: bool) -> int:
+        """Return the seed that the creator of env `index` is told: `new_context` for a pool, which makes its own."""
+        seed = self.new_context(index, recreated=recreated).seed
+        assert seed is not None, "a runner has seeds"
+        return seed
+
+    def tell_created(self, index: int) -> None:
+        """Call `on_environment_created` for the env in lane `index`. Raises `CallbackError`."""
+        env = self.lanes[index].env
+        if self._callbacks is not None and env is not None:
+            unwrapped = getattr(env, "unwrapped", env)
+            self._callbacks.call("on_environment_created", env=unwrapped, env_context=self.contexts[index])

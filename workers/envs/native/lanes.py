@@ -1,0 +1,208 @@
+"""The lanes of a native vector: it is built, watched, closed, and built again when it has failed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.errors import EnvContractError, HeadraceError
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.creators import naming_what_failed
+from headrace.workers.envs.driver import StartEpisodes
+from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.lane import Episode, Lane
+from headrace.workers.envs.lane_table import LaneTable
+from headrace.workers.envs.native.construction import limited_construction
+from headrace.workers.envs.native.creators import vector_creator
+from headrace.workers.envs.native.kinds import autoreset_of, check_vector, seeding_of
+from headrace.workers.envs.native.processes import Watchdog, close_vector, processes_of
+from headrace.workers.envs.observations import Observations
+from headrace.workers.envs.recovery import SharedRecovery, wait_for_one
+from headrace.workers.envs.spaces import spaces_of_vector
+
+
+class NativeLanes(ABC):
+    """Lanes of one `gymnasium.vector.VectorEnv`, which is the env of each of them, and fails for all of them.
+
+    `first` is a vector that was built to learn what kind of env it is.
+    """
+
+    on_rebuild: Callable[[], None] | None = None
+    on_episode_created: Callable[[Lane, Episode], None] | None = None
+    on_failure: Callable[[Lane, Failure], None] | None = None
+    on_wait: Callable[[], None] | None = None
+
+    def __init__(self, table: LaneTable, first: Any = None) -> None:
+        self.lanes = table.lanes
+        self.halves: list[NDArray[np.intp]] = []
+        self._table = table
+        self._recovery = SharedRecovery(table, self._rebuild, self._take_down_failed)
+        self._env: Any = None
+        self._broken: BaseException | None = None
+        """Why the vector cannot go on. Open episodes there may still be are lost with the next poll."""
+        self._watchdog: Watchdog | None = None
+        self._first = first
+        self.build(table.config)
+
+    @abstractmethod
+    def try_reset(self, lanes: Sequence[int]) -> None:
+        """Begin an episode in each of `lanes`, now or with a later poll. Failures wait for `try_restart`."""
+
+    # -- the vector ---------------------------------------------------------------------------------------------------
+
+    def build(self, config: EnvRunnerConfig) -> None:
+        """Build the vector, closing the one there was. One that cannot be built the first time is an error."""
+        table = self._table
+        table.config = config
+        self._creator = vector_creator(config)
+        self.stop()
+        self._recovery.begin()
+        first, self._first = self._first, None
+        try:
+            with naming_what_failed(config, 0):
+                if first is None:
+                    table.new_context(0)
+                    first = self._create()
+                self._adopt(first)
+            self.spaces = spaces_of_vector(self._env)
+            self.gym_spaces = self._env.single_observation_space, self._env.single_action_space
+            check_bounds = not config.disable_env_checking
+            self.observations = Observations(self.spaces.observation, len(self.lanes), check_bounds=check_bounds)
+            table.tell_created(0)
+        except HeadraceError:
+            self.stop()
+            raise
+
+    def _create(self) -> Any:
+        with limited_construction(self._table.config.env_construct_timeout_s):
+            return self._creator(self._table.contexts[0])
+
+    def _adopt(self, env: Any) -> None:
+        config = self._table.config
+        self._env, self._broken = env, None
+        check_vector(env, len(self.lanes))
+        self._mode, self._seeding = autoreset_of(env), seeding_of(env)
+        if processes_of(env):
+            self._watchdog = Watchdog(env, min(config.env_step_timeout_s, config.env_reset_timeout_s))
+        for lane in self.lanes:
+            lane.env = env
+
+    def _limited(self, phase: str, setting: str) -> AbstractContextManager[None]:
+        """Kill the vector's processes where what is done within takes longer than `setting` says."""
+        if self._watchdog is None:
+            return nullcontext()
+        return self._watchdog.limited(phase, getattr(self._table.config, setting), setting)
+
+    def stop(self) -> None:
+        """Close the vector, within `env_close_timeout_s`."""
+        self._take_down()
+        self._table.forget()
+
+    def _take_down(self) -> None:
+        env, self._env = self._env, None
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
+        if env is not None:
+            close_vector(env, self._table.config.env_close_timeout_s, broken=self._broken is not None)
+        self._broken = None
+        self._idle = np.ones(len(self.lanes), np.bool_)
+        """Lanes without an episode."""
+        for lane in self.lanes:
+            lane.release()
+
+    def _take_down_failed(self) -> None:
+        """Close the vector, and show the policy nothing of it."""
+        self._take_down()
+        for column in self.observations.columns.values():
+            column[...] = 0
+
+    # -- which lanes are up -------------------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> NDArray[np.intp] | None:
+        """Lanes with an episode, None when all have one."""
+        return np.flatnonzero(~self._idle) if self._idle.any() else None
+
+    @property
+    def under_way(self) -> set[int]:
+        """Live lanes whose action has no answer yet."""
+        return set()
+
+    @property
+    def repairing(self) -> bool:
+        """Whether the vector waits to be built again."""
+        return self._env is None
+
+    @property
+    def _is_up(self) -> bool:
+        """Whether a lane can be stepped."""
+        return self._env is not None
+
+    def take_started(self) -> list[int]:
+        """Return the lanes that began an episode since the last call."""
+        return self._table.take_started()
+
+    def end_episodes(self, lanes: Sequence[int]) -> None:
+        """Forget the episodes of `lanes`: they are over, or abandoned."""
+        for index in lanes:
+            self.lanes[index].episode = None
+        self._idle[list(lanes)] = True
+
+    # -- when it fails ------------------------------------------------------------------------------------------------
+
+    def fail(self, failure: Failure) -> None:
+        """Take all lanes out: the failure of one is the whole vector's."""
+        self._table.failed.append(failure)
+        if self._broken is None:
+            self._broken = failure.error
+
+    def try_restart(self) -> None:
+        """Close and rebuild the vector if it has failed, now or after its wait.
+
+        While episodes are open nothing is done: they are lost with the next poll, each with its own failure. Raises
+        `EnvRestartBudgetError` when the vector has failed too often, and its own error when the config says that
+        failed envs are not rebuilt.
+        """
+        table = self._table
+        while table.failed and self._idle.all():
+            failures, table.failed = table.failed, []
+            if self.on_failure is not None:
+                for each in failures:
+                    self.on_failure(self.lanes[each.lane], each)
+            self._recovery.restart(failures)
+
+    def wait_for_one(self, start_episodes: StartEpisodes, on_wait: Callable[[], None] | None) -> None:
+        """Bring back the vector if its wait is over. While nothing is up, sleep until it is.
+
+        Calls `start_episodes` with what brings back, and `on_wait` after every short sleep.
+        """
+        wait_for_one(lambda: self._is_up, self._revive, self._pause, start_episodes, on_wait)
+
+    def _revive(self) -> None:
+        self._recovery.revive()
+        self.try_restart()
+
+    def _pause(self) -> None:
+        self._table.sleep_until_due()
+
+    def _rebuild(self) -> None:
+        if self.on_rebuild is not None:
+            self.on_rebuild()
+        self._table.new_context(0, recreated=True)
+        try:
+            self._adopt(self._create())
+            spaces = spaces_of_vector(self._env)
+            if spaces != self.spaces:
+                raise EnvContractError("spaces of the vector", repr(spaces), f"those it had before, {self.spaces!r}")
+            self._table.tell_created(0)
+        except Exception as error:  # noqa: BLE001 - a user's env
+            self._broken = error
+            self._table.failed.append(Failure(0, error, at="construction"))
+            return
+        self.try_reset(range(len(self.lanes)))

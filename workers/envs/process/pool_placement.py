@@ -1,0 +1,22 @@
+"""Envs in other processes of this machine, as a place for a vector's envs."""
+
+from __future__ import annotations
+
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.lane_table import LaneTable
+from headrace.workers.envs.process.child import SOLO_CHILD
+from headrace.workers.envs.process.pool import EnvProcessPool
+
+
+class ProcessPlacement:
+    """Envs in processes of `envs_per_process` envs each, which run the module `child`."""
+
+    def __init__(self, child: str = SOLO_CHILD) -> None:
+        self._child = child
+
+    def check(self, config: EnvRunnerConfig) -> None:
+        """Do nothing: opening the pool finds out."""
+
+    def open(self, table: LaneTable) -> EnvProcessPool:
+        """Start all processes and build all envs. Raises what `EnvProcessPool` does."""
+        return EnvProcessPool(table.config, table.worker_index, table.making_seed, child=self._child)

@@ -1,0 +1,158 @@
+"""How envs that have failed come back: each lane by itself, or all lanes with the one env that they share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.workers.envs.driver import StartEpisodes
+from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.lane import Lane
+from headrace.workers.envs.lane_table import LaneTable
+
+OnFailure = Callable[[Lane, Failure], None]
+
+
+def wait_for_one(
+    is_up: Callable[[], bool],
+    revive: Callable[[], None],
+    pause: Callable[[], None],
+    start_episodes: StartEpisodes,
+    on_wait: Callable[[], None] | None,
+) -> None:
+    """Bring back the envs whose wait is over. While no env is up, sleep until the first is.
+
+    Calls `start_episodes` with `revive`, and `on_wait` after every short sleep.
+    """
+    start_episodes(revive)
+    while not is_up():
+        pause()
+        if on_wait is not None:
+            on_wait()
+        start_episodes(revive)
+
+
+class LaneRecovery:
+    """Lanes whose envs fail, wait and come back each by itself, while the others go on.
+
+    `rebuild` builds a lane's env and begins an episode there, at once or later; a failure of that goes to
+    `table.failed`. `take_down` closes a lane's env and blanks what it saw.
+    """
+
+    def __init__(self, table: LaneTable, rebuild: Callable[[Lane], None], take_down: Callable[[Lane], None]) -> None:
+        self.up: list[Lane] = []
+        """Lanes with an episode."""
+        self.are_all_up = False
+        self._live: NDArray[np.intp] | None = None
+        """`live`, once it was asked for since `refresh`."""
+        self._table = table
+        self._rebuild = rebuild
+        self._take_down = take_down
+
+    def refresh(self) -> None:
+        """Find out which lanes have an episode."""
+        lanes = self._table.lanes
+        self.up = [lane for lane in lanes if lane.episode is not None]
+        self.are_all_up = len(self.up) == len(lanes)
+        self._live = None
+
+    @property
+    def live(self) -> NDArray[np.intp] | None:
+        """Lanes with an episode, None when all have one."""
+        if self._live is None and not self.are_all_up:
+            self._live = np.array([lane.index for lane in self.up], np.intp)
+        return self._live
+
+    def end_episodes(self, lanes: Sequence[int]) -> None:
+        """Forget the episodes of `lanes`: they are over, or abandoned."""
+        for index in lanes:
+            self._table.lanes[index].episode = None
+        self.refresh()
+
+    def try_restart(self, on_failure: OnFailure | None) -> None:
+        """Close and rebuild what failed, now or after its wait.
+
+        Raises `EnvRestartBudgetError` when an env has failed too often, and the env's own error when the config says
+        that failed envs are not rebuilt. The next `revive` tries that lane again.
+        """
+        table = self._table
+        while table.failed:
+            failure = table.failed[0]
+            lane = table.lanes[failure.lane]
+            now = time.monotonic()
+            if on_failure is not None:
+                on_failure(lane, failure)
+            self._take_down(lane)
+            self.refresh()
+            del table.failed[0]
+            if _is_mended_at_once(table, lane, failure, now):
+                self._rebuild(lane)
+
+    def revive(self, on_failure: OnFailure | None) -> None:
+        """Rebuild the lanes whose wait is over."""
+        now = time.monotonic()
+        for lane in self._table.lanes:
+            if lane.is_due(now):
+                self._rebuild(lane)
+        self.try_restart(on_failure)
+
+
+class SharedRecovery:
+    """Lanes that share one env, which fails, waits and comes back for all of them.
+
+    `rebuild` builds the env again; a failure of that goes to `table.failed`. `take_down` closes it.
+    """
+
+    def __init__(self, table: LaneTable, rebuild: Callable[[], None], take_down: Callable[[], None]) -> None:
+        self._table = table
+        self._lane = table.lanes[0]
+        self._rebuild = rebuild
+        self._take_down = take_down
+
+    def begin(self) -> None:
+        """Give all lanes the budget of lane 0, because they fail together. The env is about to be built."""
+        for lane in self._table.lanes:
+            lane.budget, lane.due_at = self._lane.budget, None
+
+    def restart(self, failures: Sequence[Failure]) -> None:
+        """Close the env, which failed in all `failures`, and rebuild it now or after its wait.
+
+        Raises as `LaneRecovery.try_restart` does.
+        """
+        first = failures[0]
+        first.discarded = sum(failure.discarded for failure in failures)
+        self._take_down()
+        if _is_mended_at_once(self._table, self._lane, first, time.monotonic()):
+            self._rebuild_now()
+
+    def revive(self) -> None:
+        """Rebuild the env if its wait is over."""
+        if self._lane.is_due(time.monotonic()):
+            self._rebuild_now()
+
+    def _rebuild_now(self) -> None:
+        self._lane.due_at = None
+        self._table.totals.env_rebuilds += 1
+        self._rebuild()
+
+
+def _is_mended_at_once(table: LaneTable, lane: Lane, failure: Failure, now: float) -> bool:
+    """Count the failure, and return whether the lane is rebuilt now, and not by a `revive` after its wait.
+
+    Only the first failure in a row is mended at once: the worker can stop between two calls of `revive`, however long
+    the env goes on failing. Raises the env's error, or `EnvRestartBudgetError`, where it is not to be rebuilt.
+    """
+    lane.due_at = now  # where this raises, the next `revive` tries again
+    if failure.is_of_env:
+        table.totals.env_failures += 1
+        lane.failures += 1
+    if not table.config.restart_failed_sub_environments:
+        raise failure.error
+    wait = 0.0 if failure.is_of_host else lane.budget.spend(failure.error, now)
+    attempt, attempts = lane.budget.in_a_row, table.config.env_restart_attempts
+    failure.report(wait, attempt, attempts, with_traceback=lane.failures == 1)
+    lane.due_at = now + wait
+    return wait <= 0 and attempt <= 1

@@ -1,0 +1,47 @@
+"""Envs on other hosts, as a place for a vector's envs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from headrace.schemas.errors import ConfigError
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.lane_table import LaneTable
+from headrace.workers.envs.remote.pool import RemotePool
+from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSettings, env_port_keys
+from headrace.workers.envs.remote.wanted import KindProblem
+
+_HIGHEST_PORT = 65_535
+
+
+class RemotePlacement:
+    """Envs on the hosts that connect to the worker's port.
+
+    The worker in slot n listens on `env_hosts_port` + n; where that is 0, on one free port for as long as it lives.
+    `kind_problem` says which envs are of the wrong kind. `on_wait` is called now and then while the worker waits for
+    its first host.
+    """
+
+    def __init__(self, kind_problem: KindProblem, on_wait: Callable[[], None] | None = None) -> None:
+        self._kind_problem = kind_problem
+        self._on_wait = on_wait
+        self._port: int | None = None
+
+    def check(self, config: EnvRunnerConfig) -> None:
+        """Do nothing: opening the pool finds out."""
+
+    def open(self, table: LaneTable) -> RemotePool:
+        """Listen, and wait for the first host. Raises `ConfigError` for a port that is too high."""
+        config = table.config
+        if self._port is None:
+            self._port = config.env_hosts_port and config.env_hosts_port + table.worker_index
+            if self._port > _HIGHEST_PORT:
+                message = f"{config.env_hosts_port} plus slot {table.worker_index} is above {_HIGHEST_PORT}; lower it"
+                raise ConfigError(message, key="env_hosts_port")
+        keys = env_port_keys(config.env_hosts_keys)
+        router_port = RouterPort(
+            RouterPortSettings(config.env_hosts_host, self._port, keys, config.env_hosts_allow_insecure)
+        )
+        self._port = urlsplit(router_port.endpoint).port or 0
+        return RemotePool(config, table.worker_index, table.making_seed, router_port, self._kind_problem, self._on_wait)

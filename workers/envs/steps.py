@@ -1,0 +1,336 @@
+"""Steps under way in the envs of a backend: all envs together, or each in its own time.
+
+Replies to anything else that arrive meanwhile are set aside until there is a time for them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.errors import EnvError
+from headrace.workers.envs.backend import EnvBackend, Replies
+from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.lane import Episode
+from headrace.workers.envs.lane_table import WAIT_SLICE_S, LaneTable
+from headrace.workers.envs.observations import Observations
+from headrace.workers.envs.recovery import LaneRecovery
+from headrace.workers.envs.stepping import Outcome
+
+Columns = dict[str, NDArray[Any]]
+OnWait = Callable[[], None] | None
+
+
+class SetAside:
+    """Replies that came while the vector waited for something else."""
+
+    def __init__(self, table: LaneTable) -> None:
+        self.ahead: dict[int, tuple[int, dict[str, Any]]] = {}
+        """Lane -> (seed, info) of a reset that is done, for an episode that has not begun."""
+        self.lost: dict[int, Failure] = {}
+        """Failures of lanes that had nothing to do. The next step or reset of the lane tells them."""
+        self.coming: dict[int, Episode | None] = {}
+        """Lanes that are being rebuilt or reset, and the episode that begins there, once that is known."""
+        self.built: list[int] = []
+        self.arrived: list[tuple[int, dict[str, Any]]] = []
+        """(lane, info) of resets that lanes in `coming` have waited for."""
+        self._table = table
+
+    def keep(self, replies: Replies, but: Container[int] = ()) -> None:
+        """Keep the replies of lanes other than those in `but`."""
+        self.built += replies.built
+        for index, info in replies.began:
+            if index in self.coming:
+                self.arrived.append((index, info))
+            elif index not in but:
+                self.ahead[index] = self._table.lanes[index].seeds.peek(), info
+        for failure in replies.failures:
+            if failure.lane in self.coming:
+                failure.unbegun = self.coming.pop(failure.lane)
+                self._table.failed.append(failure)
+            elif failure.lane not in but:
+                self.lost[failure.lane] = failure
+
+
+def hear(backend: EnvBackend, on_wait: OnWait) -> Replies:
+    """Return the next replies, of whatever lanes. Calls `on_wait` now and then until there are any."""
+    while not (replies := backend.step_wait(WAIT_SLICE_S, batch_wait_s=WAIT_SLICE_S)):
+        if on_wait is not None:
+            on_wait()
+    return replies
+
+
+class Steps(ABC):
+    """When the envs of a vector step, and how a poll waits for them. Here no step is under way between two polls."""
+
+    waits_for_resets = True
+    """Whether a reset is waited for at once; else a later poll finds that the episode has begun."""
+
+    def __init__(self, backend: EnvBackend, table: LaneTable, recovery: LaneRecovery, aside: SetAside) -> None:
+        self.halves: list[NDArray[np.intp]] = []
+        """Lanes that act together when all of them that are live can; none: each lane acts when it can."""
+        self._backend = backend
+        self._table = table
+        self._recovery = recovery
+        self._aside = aside
+
+    def observations(self) -> Observations:
+        """Return what lanes see. A lane's row is true until it is stepped."""
+        backend = self._backend
+        return Observations(backend.spaces.observation, backend.width, check_bounds=False, columns=backend.observations)
+
+    @abstractmethod
+    def send_all(self, columns: Columns, on_wait: OnWait, *, resets_ahead: bool) -> None:
+        """Have all live lanes step. `resets_ahead`: an env may be reset in the step that ends its episode."""
+
+    @abstractmethod
+    def send(self, lanes: Sequence[int], columns: Columns, *, resets_ahead: bool) -> None:
+        """Have `lanes`, live and not under way, step; `resets_ahead` as above."""
+
+    @abstractmethod
+    def poll(self, on_wait: OnWait) -> Outcome:
+        """Return what came of the steps."""
+
+    @property
+    def under_way(self) -> set[int]:
+        """Live lanes whose action has no reply, or one that no poll has told."""
+        return set()
+
+    def is_stepping(self, lane: int) -> bool:
+        """Return whether a step of the lane is under way, wanted or not."""
+        return False
+
+    def keep(self, replies: Replies, but: Container[int] = ()) -> None:
+        """Keep replies for later polls and resets, of lanes other than those in `but`."""
+        self._aside.keep(replies, but)
+
+    def catch_up(self, on_wait: OnWait) -> None:  # noqa: B027 - nothing is under way
+        """Wait for steps of which the sampler wants no outcome any more."""
+
+    def abandon(self, lanes: Iterable[int]) -> None:  # noqa: B027 - nothing is under way
+        """Count a step that is under way in one of `lanes` for none, because its episode is over."""
+
+    def show(self, lane: int) -> None:  # noqa: B027 - the backend's own columns are shown
+        """Show the first observation of an episode in `lane`."""
+
+
+class InlineSteps(Steps):
+    """All live lanes step together, in envs of this process, while `poll` is called."""
+
+    def send_all(self, columns: Columns, on_wait: OnWait, *, resets_ahead: bool) -> None:
+        """Have all live lanes step in the next poll."""
+        up = self._recovery
+        self._backend.step_async(None if up.are_all_up else [lane.index for lane in up.up], columns)
+
+    def send(self, lanes: Sequence[int], columns: Columns, *, resets_ahead: bool) -> None:
+        """Have `lanes` step in the next poll."""
+        self._backend.step_async(lanes, columns)
+
+    def poll(self, on_wait: OnWait) -> Outcome:
+        """Step the envs. The reward of a lane that has failed is what `step_all` says."""
+        replies, rewards = self._backend.step_wait(), self._backend.rewards
+        if not self._recovery.are_all_up:
+            rewards = rewards[self._recovery.live]
+        return Outcome(rewards, replies.ended, replies.failures, replies.infos)
+
+
+class LockSteps(Steps):
+    """All live lanes step together, and a poll waits until each has replied."""
+
+    _sent: Sequence[int] = ()
+
+    def send_all(self, columns: Columns, on_wait: OnWait, *, resets_ahead: bool) -> None:
+        """Have all live lanes step but those that have failed since."""
+        self.catch_up(on_wait)
+        self.send([lane.index for lane in self._recovery.up], columns, resets_ahead=resets_ahead)
+
+    def send(self, lanes: Sequence[int], columns: Columns, *, resets_ahead: bool) -> None:
+        """Have all `lanes` step but those that have failed since."""
+        lost = self._aside.lost
+        self._sent = [lane for lane in lanes if lane not in lost] if lost else lanes
+        seeds = None
+        if resets_ahead:
+            seeds = {lane: self._table.lanes[lane].seeds.peek() for lane in self._sent}
+        everybody = len(self._sent) == self._backend.width
+        self._backend.step_async(None if everybody else self._sent, columns, seeds)
+
+    def poll(self, on_wait: OnWait) -> Outcome:
+        """Wait for all lanes that were sent an action. An env that hangs takes as long as its deadline."""
+        aside, failures = self._aside, list[Failure]()
+        ended: list[tuple[int, ChunkEnd]] = []
+        infos: list[tuple[int, dict[str, Any]]] = []
+        if aside.lost:
+            up = [lane.index for lane in self._recovery.up]
+            failures = [aside.lost.pop(index) for index in up if index in aside.lost]
+        waiting: Sequence[int] | set[int] = self._sent
+        while waiting:
+            replies = hear(self._backend, on_wait)
+            failed: list[Failure] = []
+            if len(replies.stepped) == len(waiting) and not replies.failures:
+                waiting = ()
+            else:
+                waiting = set(waiting).difference(replies.stepped)
+                failed = [failure for failure in replies.failures if failure.lane in waiting]
+                failures += failed
+                waiting.difference_update(failure.lane for failure in failed)
+            if replies.failures or replies.began or replies.built:
+                aside.keep(replies, but={failure.lane for failure in failed})
+            ended += replies.ended
+            infos += replies.infos
+        self._sent = ()
+        return Outcome(self._rewards(failures), ended, failures, infos)
+
+    def _rewards(self, failures: Sequence[Failure]) -> NDArray[np.float64]:
+        live = self._recovery.live
+        rewards = self._backend.rewards.copy() if live is None else self._backend.rewards[live]
+        if failures:
+            lanes = np.arange(self._backend.width) if live is None else live
+            rewards[np.isin(lanes, [failure.lane for failure in failures])] = 0.0
+        return rewards
+
+    def catch_up(self, on_wait: OnWait) -> None:
+        """Finish a poll that was broken off when `on_wait` raised. An episode that lost a step by it cannot go on."""
+        if self._sent:
+            broken = [index for index in self._sent if self._table.lanes[index].episode is not None]
+            lost = self._aside.lost
+            lost |= {index: Failure(index, EnvError("a poll was broken off in its step")) for index in broken}
+            lost |= {failure.lane: failure for failure in self.poll(on_wait).failures}
+
+
+class ReadySteps(Steps):
+    """Each lane steps in its own time. No step, reset or restart waits for another; an abandoned step is awaited.
+
+    A backend writes its columns while a policy acts, so what lanes see is copied from there when a poll tells it.
+    """
+
+    waits_for_resets = False
+
+    def __init__(self, backend: EnvBackend, table: LaneTable, recovery: LaneRecovery, aside: SetAside) -> None:
+        super().__init__(backend, table, recovery, aside)
+        every, config = np.arange(backend.width), table.config
+        # Of neighbours, who share a process or a host, one acts while the other is stepped.
+        self.halves = [every[::2], every[1::2]] if config.double_buffering and len(every) > 1 else []
+        self._batch_wait_s = (config.remote_env_batch_wait_ms or 0.0) / 1000.0
+        self._waiting: set[int] = set()
+        """Lanes that were sent an action and have not replied."""
+        self._abandoned: set[int] = set()
+        """Lanes in `_waiting` whose episode is over."""
+        self._stepped: list[int] = []
+        """Lanes whose replies the next poll tells, with what there is to tell."""
+        self._ended: list[tuple[int, ChunkEnd]] = []
+        self._infos: list[tuple[int, dict[str, Any]]] = []
+        self._failed: list[Failure] = []
+
+    def observations(self) -> Observations:
+        """Return what lanes see, in columns of their own."""
+        self._shown = Observations(self._backend.spaces.observation, self._backend.width, check_bounds=False)
+        return self._shown
+
+    @property
+    def under_way(self) -> set[int]:
+        """Live lanes whose action has no reply, or one that no poll has told."""
+        untold = {*self._stepped, *(failure.lane for failure in self._failed)}
+        return (self._waiting - self._abandoned) | untold
+
+    def send_all(self, columns: Columns, on_wait: OnWait, *, resets_ahead: bool) -> None:
+        """Have all live lanes step; none is under way."""
+        self.send([lane.index for lane in self._recovery.up], columns, resets_ahead=resets_ahead)
+
+    def send(self, lanes: Sequence[int], columns: Columns, *, resets_ahead: bool) -> None:
+        """Have `lanes`, live and not under way, step. Returns at once."""
+        lost = self._aside.lost
+        self._failed += [lost.pop(lane) for lane in lanes if lane in lost]
+        failed = {failure.lane for failure in self._failed}
+        sent = [lane for lane in lanes if lane not in failed]
+        self._waiting.update(sent)
+        seeds = None
+        if resets_ahead:
+            seeds = {lane: self._table.lanes[lane].seeds.peek() for lane in sent}
+        if sent:
+            self._backend.step_async(sent, columns, seeds)
+
+    def poll(self, on_wait: OnWait) -> Outcome:
+        """Wait until a lane can act, or there is something else to see to."""
+        self._listen(0.0 if self._has_news else WAIT_SLICE_S)
+        while not self._has_news:
+            if on_wait is not None:
+                on_wait()
+            self._listen(WAIT_SLICE_S)
+        return self._take_news()
+
+    def _listen(self, timeout_s: float) -> None:
+        wait = self._batch_wait_s
+        if replies := self._backend.step_wait(timeout_s + wait, batch_wait_s=wait):
+            self.keep(replies)
+
+    @property
+    def _has_news(self) -> bool:
+        """Whether a lane can act, or there is something else to see to."""
+        table = self._table
+        if self._aside.built or self._aside.arrived or table.failed or table.next_due_s() == 0.0:
+            return True
+        waiting, live = self._waiting - self._abandoned, {lane.index for lane in self._recovery.up}
+        if not self.halves:
+            return len(waiting) < len(live)
+        return any(
+            waiting.isdisjoint(half) and not live.isdisjoint(half) for half in map(np.ndarray.tolist, self.halves)
+        )
+
+    def _take_news(self) -> Outcome:
+        stepped, failures = self._stepped, self._failed
+        lanes = np.array(sorted([*stepped, *(failure.lane for failure in failures)]), np.intp)
+        rewards = self._backend.rewards[lanes]
+        if failures:
+            rewards[np.isin(lanes, [failure.lane for failure in failures])] = 0.0
+        self._show(stepped)
+        outcome = Outcome(rewards, self._ended, failures, self._infos, lanes=lanes)
+        self._stepped, self._ended, self._infos, self._failed = [], [], [], []
+        return outcome
+
+    def keep(self, replies: Replies, but: Container[int] = ()) -> None:
+        """Keep the replies that the next poll tells here, and the others aside."""
+        stepped = [lane for lane in replies.stepped if lane in self._waiting]
+        self._waiting.difference_update(stepped)
+        wanted = set(stepped) - self._abandoned
+        failed = [failure for failure in replies.failures if failure.lane in self._waiting - self._abandoned]
+        over = {failure.lane for failure in replies.failures}
+        self._waiting -= over
+        self._abandoned -= over | set(stepped)
+        self._stepped += [lane for lane in stepped if lane in wanted]
+        self._ended += [(lane, end) for lane, end in replies.ended if lane in wanted]
+        self._infos += [(lane, info) for lane, info in replies.infos if lane in wanted]
+        self._failed += failed
+        self._aside.keep(replies, but={failure.lane for failure in failed})
+
+    def catch_up(self, on_wait: OnWait) -> None:
+        """Wait for abandoned steps: a lane is reset when it has nothing else to do."""
+        while self._abandoned:
+            self.keep(hear(self._backend, on_wait))
+
+    def is_stepping(self, lane: int) -> bool:
+        """Return whether a step of the lane is under way, wanted or not."""
+        return lane in self._waiting
+
+    def abandon(self, lanes: Iterable[int]) -> None:
+        """Count a step that is under way in one of `lanes` for none."""
+        over = set(lanes)
+        self._abandoned |= self._waiting & over
+        if self._stepped or self._failed:
+            self._stepped = [lane for lane in self._stepped if lane not in over]
+            self._ended = [(lane, end) for lane, end in self._ended if lane not in over]
+            self._infos = [(lane, info) for lane, info in self._infos if lane not in over]
+            self._aside.lost |= {failure.lane: failure for failure in self._failed if failure.lane in over}
+            self._failed = [failure for failure in self._failed if failure.lane not in over]
+
+    def show(self, lane: int) -> None:
+        """Copy the first observation of an episode in `lane`."""
+        self._show([lane])
+
+    def _show(self, lanes: Sequence[int]) -> None:
+        for name, column in self._backend.observations.items():
+            self._shown.columns[name][lanes] = column[lanes]
