@@ -12,8 +12,8 @@ from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import ConnectorError, HeadraceError, ModuleError
 from headrace.schemas.ledger import Discard
 from headrace.workers.agents.episodes import MultiAgentEpisode
-from headrace.workers.agents.outcomes import StepOutcome
-from headrace.workers.agents.turns import Part, Turn
+from headrace.workers.agents.step_outcome import StepOutcome
+from headrace.workers.agents.turn import Part, Turn
 from headrace.workers.agents.vector import MultiAgentVector as AgentSeats
 from headrace.workers.agents.vector import MultiAgentVector as MultiAgentLanes
 from headrace.workers.callbacks import CallbackList

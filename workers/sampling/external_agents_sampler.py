@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from headrace.schemas.batch import OFF_POLICY
-from headrace.workers.agents.turns import Part, Turn
+from headrace.workers.agents.turn import Part, Turn
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.external.agents import ExternalAgents

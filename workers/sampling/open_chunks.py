@@ -14,8 +14,8 @@ from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.ledger import Discard
 from headrace.workers.agents.episodes import AgentEpisode, MultiAgentEpisode, Seat
-from headrace.workers.agents.outcomes import StepOutcome
-from headrace.workers.agents.turns import Turn, parts_of
+from headrace.workers.agents.step_outcome import StepOutcome
+from headrace.workers.agents.turn import Turn, parts_of
 from headrace.workers.agents.vector import MultiAgentVector as AgentSeats
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.failures import Failure

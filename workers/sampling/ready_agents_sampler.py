@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from headrace.workers.agents.outcomes import StepOutcome
-from headrace.workers.agents.turns import Turn, turn_of
+from headrace.workers.agents.step_outcome import StepOutcome
+from headrace.workers.agents.turn import Turn, turn_of
 from headrace.workers.agents.vector import MultiAgentVector as ReadySeats
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
