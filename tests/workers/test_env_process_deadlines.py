@@ -10,10 +10,10 @@ import pytest
 
 from headrace.schemas.errors import EnvHangError
 from headrace.workers import EnvRunnerConfig
-from headrace.workers.envs.process import terms
+from headrace.workers.envs.process import job_settings
 from headrace.workers.envs.process.control import Control, Phase
 from headrace.workers.envs.process.pool import EnvProcessPool
-from headrace.workers.envs.process.shared import new_memory
+from headrace.workers.envs.process.shared_arrays import new_memory
 from support.runners.process_driver import Driver
 
 
@@ -35,7 +35,7 @@ def test_a_process_may_start_more_slowly_than_its_envs_may_be_built(
 
 
 def test_a_process_that_does_not_start_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terms, "_LEAST_START_S", 0.5)
+    monkeypatch.setattr(job_settings, "_LEAST_START_S", 0.5)
     _start_slowly(1000.0, tmp_path, monkeypatch)
     words = r"env 0 did not return from start within max\(env_construct_timeout_s, 60 s\) = 0.5 s"
     with pytest.raises(EnvHangError, match=words):

@@ -16,49 +16,49 @@ from headrace.schemas.errors import ModuleError
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.process.control import SLOTS
 from headrace.workers.envs.process.pool import EnvProcessPool
-from headrace.workers.envs.process.quorum import Quorum, answered
+from headrace.workers.envs.process.wakeup_latch import WakeupLatch, count_down
 from support.runners.process_driver import POLL_S
 from support.waiting import wait_until
 
 
 @pytest.fixture
-def quorum() -> Iterator[Quorum]:
-    made = Quorum()
+def latch() -> Iterator[WakeupLatch]:
+    made = WakeupLatch()
     yield made
     made.close()
 
 
-def rings(quorum: Quorum) -> bool:
-    return bool(select.select([quorum.bell], [], [], 0)[0])
+def rings(latch: WakeupLatch) -> bool:
+    return bool(select.select([latch.bell], [], [], 0)[0])
 
 
-def test_the_bell_is_rung_by_the_last_who_was_called(quorum: Quorum) -> None:
-    quorum.call(3)
+def test_the_last_reply_that_was_counted_rings_the_bell(latch: WakeupLatch) -> None:
+    latch.arm(3)
     for rung in (False, False, True):
-        answered(quorum.tokens, quorum.bell)
-        assert rings(quorum) is rung
+        count_down(latch.tokens, latch.bell)
+        assert rings(latch) is rung
 
 
-def test_after_a_dismissal_every_answer_rings(quorum: Quorum) -> None:
+def test_a_disarmed_latch_rings_for_every_reply(latch: WakeupLatch) -> None:
     """However many of those who were called had answered."""
     for came in range(4):
-        quorum.call(3)
+        latch.arm(3)
         for _ in range(came):
-            answered(quorum.tokens, quorum.bell)
-        quorum.dismiss()
-        assert not rings(quorum)
-        answered(quorum.tokens, quorum.bell)
-        assert rings(quorum)
-        quorum.dismiss()
+            count_down(latch.tokens, latch.bell)
+        latch.disarm()
+        assert not rings(latch)
+        count_down(latch.tokens, latch.bell)
+        assert rings(latch)
+        latch.disarm()
 
 
-def test_calls_that_nobody_dismissed_add_up(quorum: Quorum) -> None:
+def test_replies_add_up_until_the_latch_is_disarmed(latch: WakeupLatch) -> None:
     """As when a signal's handler raises while the driver sleeps."""
-    quorum.call(3)
-    quorum.call(2)
-    quorum.dismiss()
-    answered(quorum.tokens, quorum.bell)
-    assert rings(quorum)
+    latch.arm(3)
+    latch.arm(2)
+    latch.disarm()
+    count_down(latch.tokens, latch.bell)
+    assert rings(latch)
 
 
 def test_an_answer_is_heard_after_a_poll_that_was_broken_off() -> None:

@@ -22,7 +22,7 @@ from headrace.schemas.errors import ConfigError, ExitCode, PortInUseError
 from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.schemas.wire import MessageKind, decode, encode
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
-from headrace.workers.envs.remote.wanted import problem_of
+from headrace.workers.envs.remote.spaces_check import problem_of
 from support.envs.toy import check_books
 from support.fleets.env_hosts import EnvHosts, cable_to
 from support.ports import free_port

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import ConnectorError, EnvContractError
-from headrace.workers.agents.answers import read_reset
 from headrace.workers.agents.env import AgentDict, build_multi_agent_env, gym_spaces_of, spaces_by_agent
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
+from headrace.workers.agents.lane_report import read_reset
 from headrace.workers.agents.seating import Seating
 from headrace.workers.agents.source import Gathered, LaneAnswer
-from headrace.workers.agents.turns import Turn
+from headrace.workers.agents.turn import Turn
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator

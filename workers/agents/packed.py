@@ -13,7 +13,7 @@ from headrace.workers.agents.episodes import MultiAgentEpisode
 from headrace.workers.agents.packing import Packing
 from headrace.workers.agents.seating import Seating
 from headrace.workers.agents.source import Gathered, LaneAnswer
-from headrace.workers.agents.turns import Turn
+from headrace.workers.agents.turn import Turn
 from headrace.workers.envs.backend import EnvBackend
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.pace import Pace

@@ -11,7 +11,7 @@ from headrace.schemas.spaces import Spaces
 from headrace.workers.agents.env import AgentDict
 from headrace.workers.agents.episodes import AgentEpisode, MultiAgentEpisode, Seat
 from headrace.workers.agents.module_seats import ModuleSeats
-from headrace.workers.agents.turns import parts_of
+from headrace.workers.agents.turn import parts_of
 from headrace.workers.policy.policies import NO_EPISODE, Policies, PolicyMappingError
 from headrace.workers.randomness.seeds import SeedTree
 

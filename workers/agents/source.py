@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from headrace.workers.agents.answers import LaneReport
 from headrace.workers.agents.env import AgentDict
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
-from headrace.workers.agents.turns import Turn
+from headrace.workers.agents.lane_report import LaneReport
+from headrace.workers.agents.turn import Turn
 from headrace.workers.envs.driver import LaneDriver
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Lane

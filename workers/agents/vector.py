@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 from headrace.schemas.errors import ConnectorError
 from headrace.schemas.spaces import Spaces
-from headrace.workers.agents.answers import LaneReport, check_idle, is_plain, read_step
 from headrace.workers.agents.env import AgentDict
 from headrace.workers.agents.episodes import Seat
+from headrace.workers.agents.lane_report import LaneReport, check_idle, is_plain, read_step
 from headrace.workers.agents.module_seats import ModuleSeats
-from headrace.workers.agents.outcomes import StepOutcome, apply_reports
 from headrace.workers.agents.seating import Seating
 from headrace.workers.agents.source import AgentSource, Gathered, LaneAnswer
-from headrace.workers.agents.turns import Turn, turn_of
+from headrace.workers.agents.step_outcome import StepOutcome, apply_reports
+from headrace.workers.agents.turn import Turn, turn_of
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.checks import check_rewards, take_apart
 from headrace.workers.envs.driver import StartEpisodes

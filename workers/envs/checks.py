@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.envs.bounds import LARGEST_REWARD, reward_due, unsound_rewards
-from headrace.workers.envs.words import brief
+from headrace.workers.envs.error_text import brief
 
 _BOOLS = (bool, np.bool_)
 

@@ -14,7 +14,7 @@ from gymnasium.envs.registration import EnvSpec
 
 from headrace.schemas.errors import EnvContractError, EnvError, HeadraceError, MissingEnvError, UnknownEnvError
 from headrace.workers.envs.context import EnvContext
-from headrace.workers.envs.words import message_of
+from headrace.workers.envs.error_text import message_of
 
 if TYPE_CHECKING:  # processes of envs, of which there are many, start without it
     from headrace.workers.config import EnvRunnerConfig

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.spaces import Dict, Leaf, Space, Tuple, column_dtype, leaf_shape, leaves
 from headrace.workers.envs.bounds import leaf_bounds
-from headrace.workers.envs.words import brief
+from headrace.workers.envs.error_text import brief
 
-Lanes = NDArray[np.intp] | None
+LaneIndex = NDArray[np.intp] | None
 """Envs of a vector by index; None is all of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Leaf:
+class _LeafColumn:
     name: str
     path: tuple[str | int, ...]
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ class Observations:
             columns = {leaf.name: np.zeros((width, *leaf.shape), leaf.dtype) for leaf in self._leaves}
         self.columns: dict[str, NDArray[Any]] = dict(columns)
 
-    def put(self, lanes: Lanes, observations: Sequence[Any]) -> list[tuple[int, EnvContractError]]:
+    def put(self, lanes: LaneIndex, observations: Sequence[Any]) -> list[tuple[int, EnvContractError]]:
         """Write one observation for each of `lanes`; gives (position in `lanes`, what is wrong) for each bad one."""
         for leaf in self._leaves:
             column = self.columns[leaf.name]
@@ -124,7 +124,7 @@ class Observations:
             return self._put_each(None, _unbatch(self.space, batch, len(next(iter(columns.values())))))
         return []
 
-    def _put_each(self, lanes: Lanes, observations: Sequence[Any]) -> list[tuple[int, EnvContractError]]:
+    def _put_each(self, lanes: LaneIndex, observations: Sequence[Any]) -> list[tuple[int, EnvContractError]]:
         problems = []
         for position, observation in enumerate(observations):
             lane = position if lanes is None else lanes[position]
@@ -154,7 +154,7 @@ class Observations:
         return None
 
 
-def _join(leaf: _Leaf, observations: Sequence[Any], target: NDArray[Any]) -> bool:
+def _join(leaf: _LeafColumn, observations: Sequence[Any], target: NDArray[Any]) -> bool:
     """Write all values of one leaf at once; False when their kind, shape or dtype is not what it should be."""
     try:
         values = leaf.of(observations)
@@ -172,7 +172,7 @@ def _join(leaf: _Leaf, observations: Sequence[Any], target: NDArray[Any]) -> boo
     return True
 
 
-def _castable(array: NDArray[Any], leaf: _Leaf) -> bool:
+def _castable(array: NDArray[Any], leaf: _LeafColumn) -> bool:
     scalar_int = not leaf.shape and leaf.dtype.kind in "iu" and array.dtype.kind in "iu"
     return scalar_int or np.can_cast(array.dtype, leaf.dtype)
 
@@ -187,9 +187,9 @@ def _unbatch(space: Space, batch: Any, width: int) -> list[Any]:
     return list(batch)
 
 
-def _leaf(name: str, path: tuple[str | int, ...], leaf: Leaf, check_bounds: bool) -> _Leaf:
+def _leaf(name: str, path: tuple[str | int, ...], leaf: Leaf, check_bounds: bool) -> _LeafColumn:
     low, high = leaf_bounds(leaf) if check_bounds else (None, None)
-    return _Leaf(name, path, leaf_shape(leaf), column_dtype(leaf), low, high)
+    return _LeafColumn(name, path, leaf_shape(leaf), column_dtype(leaf), low, high)
 
 
 def _paths(space: Space, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
@@ -201,7 +201,7 @@ def _paths(space: Space, path: tuple[str | int, ...] = ()) -> list[tuple[str | i
     return [path]
 
 
-def _title(leaf: _Leaf) -> str:
+def _title(leaf: _LeafColumn) -> str:
     return "observation" if not leaf.path else f"observation{''.join(f'[{key!r}]' for key in leaf.path)}"
 
 

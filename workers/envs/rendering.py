@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.workers.envs.words import message_of
+from headrace.workers.envs.error_text import message_of
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from headrace.schemas.errors import EnvRestartBudgetError
-from headrace.workers.envs.words import message_of
+from headrace.workers.envs.error_text import message_of
 
 if TYPE_CHECKING:  # as in `creators`
     from headrace.workers.config import EnvRunnerConfig

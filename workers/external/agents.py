@@ -13,7 +13,7 @@ from headrace.workers.agents.env import AgentDict, gym_spaces_of, spaces_by_agen
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
 from headrace.workers.agents.seating import Seating
 from headrace.workers.agents.source import Gathered, LaneAnswer
-from headrace.workers.agents.turns import Turn
+from headrace.workers.agents.turn import Turn
 from headrace.workers.agents.vector import MultiAgentVector, part_of
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.lane_table import LaneTable

@@ -24,8 +24,8 @@ from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.recovery import SharedRecovery
 from headrace.workers.envs.stepping import Outcome
 from headrace.workers.external.calls import Call, Place
-from headrace.workers.external.driving import Drive
 from headrace.workers.external.episodes import EpisodeTable
+from headrace.workers.external.run_thread import RunThread
 from headrace.workers.external.self_driven import Deadlines, SelfDrivenEnv
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class ExternalLanes(ABC):
         """Returns (learner_epoch, seq) of the weights that act."""
         self._table = table
         self._recovery = SharedRecovery(table, self._rebuild, self._take_down)
-        self._drive: Drive | None = None
+        self._run: RunThread | None = None
         """The env that is up; None while it waits to be built again."""
         self._first = first
         self.build(table.config)
@@ -141,9 +141,9 @@ class ExternalLanes(ABC):
         env.attach(self.episodes, deadlines)
         for lane in self.lanes:
             lane.env = env  # type: ignore[assignment]
-        self._drive = Drive(env)
+        self._run = RunThread(env)
         self._table.tell_created(0)
-        self._drive.start()
+        self._run.start()
 
     def stop(self) -> None:
         """Close the env, within `env_close_timeout_s`."""
@@ -151,7 +151,7 @@ class ExternalLanes(ABC):
         self._table.forget()
 
     def _take_down(self) -> None:
-        drive, self._drive = self._drive, None
+        drive, self._run = self._run, None
         self._places: dict[int, Place] = {}
         """Of the lanes that are live."""
         self._under_way: set[int] = set()
@@ -192,18 +192,18 @@ class ExternalLanes(ABC):
     @property
     def repairing(self) -> bool:
         """Whether there is something to see to before the next poll."""
-        return bool(self._table.failed or self._table.started) or self._drive is None
+        return bool(self._table.failed or self._table.started) or self._run is None
 
     # -- taking in ----------------------------------------------------------------------------------------------------
 
     def poll(self) -> Outcome:
         """Return what came of actions in the lanes that told it. Waits for a moment only: a driver may never come."""
         outcome = Outcome(_NOTHING, [], [], lanes=_NO_LANE)
-        if self._drive is None:
+        if self._run is None:
             self._table.sleep_until_due()
             return outcome
         self.episodes.wait(WAIT_SLICE_S, self._batch_wait_s)
-        failure = self._drive.failure
+        failure = self._run.failure
         calls, lost = self.episodes.take()
         if calls or lost:
             self.heard_at = time.monotonic()

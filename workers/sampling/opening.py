@@ -27,8 +27,8 @@ from headrace.workers.envs.native.partial import PartialNativeVector, is_partial
 from headrace.workers.envs.native.vector import NativeVector
 from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.process.child import SOLO_CHILD
-from headrace.workers.envs.process.pool_placement import ProcessPlacement
-from headrace.workers.envs.remote.pool_placement import RemotePlacement
+from headrace.workers.envs.process.placement import ProcessPlacement
+from headrace.workers.envs.remote.placement import RemotePlacement
 from headrace.workers.envs.user_vector import UserVectorEnvs
 from headrace.workers.envs.vector import EnvPlacement, EnvVector
 from headrace.workers.envs.vector_env import VectorEnv

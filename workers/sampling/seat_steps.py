@@ -18,9 +18,9 @@ from headrace.schemas.errors import ConnectorError, ModuleError
 from headrace.schemas.ledger import Discard
 from headrace.workers.agents.episodes import AgentEpisode, MultiAgentEpisode, Seat
 from headrace.workers.agents.module_seats import ModuleSeats
-from headrace.workers.agents.outcomes import StepOutcome
 from headrace.workers.agents.seat_streams import check_seats, read_seats, write_seats
-from headrace.workers.agents.turns import Part, Turn, parts_of, turn_of
+from headrace.workers.agents.step_outcome import StepOutcome
+from headrace.workers.agents.turn import Part, Turn, parts_of, turn_of
 from headrace.workers.agents.vector import MultiAgentVector
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import to_env_form

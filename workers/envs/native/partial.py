@@ -20,9 +20,9 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode
-from headrace.workers.envs.native.answers import VectorStep, bad_rewards, read_step
 from headrace.workers.envs.native.kinds import Seeding, seeding_of
 from headrace.workers.envs.native.lanes import NativeLanes
+from headrace.workers.envs.native.vector_step import VectorStep, bad_rewards, read_step
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.rendering import render_at

@@ -28,7 +28,10 @@ from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.checks import take_reset_apart
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode
-from headrace.workers.envs.native.answers import (
+from headrace.workers.envs.native.infos import lanes_with_info
+from headrace.workers.envs.native.kinds import Seeding
+from headrace.workers.envs.native.lanes import NativeLanes
+from headrace.workers.envs.native.vector_step import (
     VectorStep,
     bad_rewards,
     final_observations,
@@ -36,9 +39,6 @@ from headrace.workers.envs.native.answers import (
     reset_info,
     step_info,
 )
-from headrace.workers.envs.native.infos import lanes_with_info
-from headrace.workers.envs.native.kinds import Seeding
-from headrace.workers.envs.native.lanes import NativeLanes
 from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.rendering import picture_of, warn_of
 from headrace.workers.envs.stepping import Outcome

@@ -1,7 +1,7 @@
 """Bells and a socket between a driver and one process of envs.
 
     to the process     `bell`, an eventfd: each order that was written adds RING, STOP asks for the end
-    from the process   `told`, an eventfd: each order that was obeyed adds one, in their order; then the quorum's
+    from the process   `told`, an eventfd: each order that was obeyed adds one, in their order; then the latch's
                        a socket, for answers in JSON that are too long for their place in shared memory:
                        length of what follows: uint32, little-endian; then that, all of it before `told` is rung
 
@@ -19,7 +19,7 @@ import socket
 import struct
 import time
 
-from headrace.workers.envs.process.quorum import answered
+from headrace.workers.envs.process.wakeup_latch import count_down
 
 RING, STOP = 1, 1 << 32
 
@@ -81,8 +81,8 @@ class DriverEnd:
 class ProcessEnd:
     """The end of the process of envs. Blocks."""
 
-    def __init__(self, sock: socket.socket, bell: int, told: int, quorum: tuple[int, int]) -> None:
-        self._sock, self._bell, self._told, self._quorum = sock, bell, told, quorum
+    def __init__(self, sock: socket.socket, bell: int, told: int, latch: tuple[int, int]) -> None:
+        self._sock, self._bell, self._told, self._latch = sock, bell, told, latch
         self._sleep = select.poll()
         self._sleep.register(bell, select.POLLIN)
         self._is_brisk, self._to_sleep = False, 0
@@ -123,4 +123,4 @@ class ProcessEnd:
     def answer(self) -> None:
         """Say that one more order was obeyed."""
         os.eventfd_write(self._told, 1)
-        answered(*self._quorum)
+        count_down(*self._latch)

@@ -1,4 +1,6 @@
-"""A process of envs of one agent: `python -m headrace.workers.envs.process.child DESCRIPTOR`, of a `HostJob` as JSON.
+"""A process of envs of one agent: `python -m headrace.workers.envs.process.child DESCRIPTOR`.
+
+The descriptor is of a `ProcessJob` as JSON.
 
 A driver starts it, with stdin empty and stdout and stderr drained. It does what the driver orders, and ends when it is
 told to, or with its driver.
@@ -18,8 +20,8 @@ from typing import NoReturn
 
 from headrace.workers.envs.process.channel import ProcessEnd
 from headrace.workers.envs.process.control import Control
-from headrace.workers.envs.process.host import BuildEnv, EnvHost, HostJob, build_solo_env
 from headrace.workers.envs.process.lifeline import tie_group
+from headrace.workers.envs.process.process_envs import BuildEnv, ProcessEnvs, ProcessJob, build_solo_env
 
 STACK_SIGNAL = signal.SIGRTMAX
 """Asks for the Python stack of all threads; one that envs and their libraries are unlikely to use themselves."""
@@ -42,7 +44,7 @@ def main(build_env: BuildEnv) -> NoReturn:
 def serve(job_descriptor: int, build_env: BuildEnv) -> None:
     """Serve until told to stop."""
     with open(job_descriptor, "rb") as file:
-        job = HostJob.model_validate_json(file.read())
+        job = ProcessJob.model_validate_json(file.read())
     tie_group(job.lifeline, os.getpgid(0))
     for descriptor in job.descriptors:
         os.set_inheritable(descriptor, False)  # none of an env's own children is to hold them
@@ -51,8 +53,8 @@ def serve(job_descriptor: int, build_env: BuildEnv) -> None:
     sys.path[:] = job.import_path
     control = Control(job.control, job.lanes, create=False)
     control.end_copies()
-    host = EnvHost(job, control, build_env)
-    channel = ProcessEnd(socket.socket(fileno=job.socket), job.bell, job.told, (job.quorum_tokens, job.quorum_bell))
+    host = ProcessEnvs(job, control, build_env)
+    channel = ProcessEnd(socket.socket(fileno=job.socket), job.bell, job.told, (job.latch_tokens, job.latch_bell))
     memory = _Memory(control)
     control.rest()  # the driver has noted its start
     slots = itertools.cycle(control.slots)

@@ -22,7 +22,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.workers.envs.process.shared import Layout, map_arrays
+from headrace.workers.envs.process.shared_arrays import Layout, map_arrays
 
 NO_SEED = -1
 SLOTS = 8

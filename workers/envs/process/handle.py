@@ -23,19 +23,19 @@ from numpy.typing import NDArray
 from headrace.workers.envs.process.channel import RING, STOP, DriverEnd
 from headrace.workers.envs.process.child import STACK_SIGNAL
 from headrace.workers.envs.process.control import NO_SEED, SLOTS, Command, Control, Phase, Slot
-from headrace.workers.envs.process.endings import Call, Ending, describe_end, read_stack
-from headrace.workers.envs.process.host import HostJob
+from headrace.workers.envs.process.exits import EnvCall, ProcessExit, describe_end, read_stack
 from headrace.workers.envs.process.lifeline import tie_group
 from headrace.workers.envs.process.output import OutputDrain
-from headrace.workers.envs.process.quorum import Quorum
-from headrace.workers.envs.process.shared import new_memory
+from headrace.workers.envs.process.process_envs import ProcessJob
+from headrace.workers.envs.process.shared_arrays import new_memory
+from headrace.workers.envs.process.wakeup_latch import WakeupLatch
 
 _STACK_S = 0.2
 """How long a process that is to be killed has to write down where it stands."""
 _LAST_OUTPUT_S = 0.2
 
 
-class State(Enum):
+class ProcessState(Enum):
     """Of the process, as its driver sees it."""
 
     SERVING = auto()
@@ -47,7 +47,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ProcessOrder:
     """What a process was told to do at once, with lanes of the pool."""
 
     stepping: Sequence[int]
@@ -56,10 +56,10 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ProcessReply:
     """That it has done so: what was written into the slot, and what was said besides."""
 
-    order: Order
+    order: ProcessOrder
     slot: Slot
     told: dict[str, Any]
 
@@ -78,7 +78,7 @@ class ProcessHandle:
         limits: Mapping[Phase, float],
         columns: int,
         drain: OutputDrain,
-        quorum: Quorum,
+        latch: WakeupLatch,
         child: str,
     ) -> None:
         self.first_lane, self.lanes = int(job["first_lane"]), int(job["lanes"])
@@ -87,17 +87,17 @@ class ProcessHandle:
         self.awaited = 0
         """Of the orders that are not answered, those with a step or a reset."""
         self.episodes = 0
-        self.state = State.SERVING
-        self.overdue: Call | None = None
+        self.state = ProcessState.SERVING
+        self.overdue: EnvCall | None = None
         self.fate = ""
         """Why it was killed, if that was not for being late."""
         self._limits = limits
         self._shortest_s = min(limits.values())
         self._queue: dict[int, tuple[Command, int]] = {}
-        self._asked: deque[Order] = deque()
+        self._asked: deque[ProcessOrder] = deque()
         """Orders that are not answered, the oldest first."""
         self._posted = self._answered = 0
-        self._step_all = Order(range(self.first_lane, self.first_lane + self.lanes), is_awaited=True)
+        self._step_all = ProcessOrder(range(self.first_lane, self.first_lane + self.lanes), is_awaited=True)
         self._asked_at = time.monotonic()
         self.check_at = self._asked_at + limits[Phase.START]
         """When `enforce` may have something to do, in monotonic seconds; never too late."""
@@ -105,10 +105,10 @@ class ProcessHandle:
         self.control = Control(control, self.lanes, create=True)
         self.control.begin(-1, Phase.START)
         self.control.indices[:] = range(self.first_lane, self.first_lane + self.lanes)
-        self._start(job, control, columns, drain, quorum, child)
+        self._start(job, control, columns, drain, latch, child)
 
     def _start(
-        self, job: Mapping[str, Any], control: int, columns: int, drain: OutputDrain, quorum: Quorum, child: str
+        self, job: Mapping[str, Any], control: int, columns: int, drain: OutputDrain, latch: WakeupLatch, child: str
     ) -> None:
         with contextlib.ExitStack() as given, contextlib.ExitStack() as kept:
             # What is given is closed here once the process has it; what is kept, only where it cannot be started.
@@ -125,14 +125,14 @@ class ProcessHandle:
                 "socket": theirs.fileno(),
                 "bell": bell,
                 "told": told,
-                "quorum_tokens": quorum.tokens,
-                "quorum_bell": quorum.bell,
+                "latch_tokens": latch.tokens,
+                "latch_bell": latch.bell,
                 "control": control,
                 "columns": columns,
                 "lifeline": lifeline,
                 "last_words": last_words,
             }
-            os.pwrite(written, HostJob(**job, **inherited).model_dump_json().encode(), 0)
+            os.pwrite(written, ProcessJob(**job, **inherited).model_dump_json().encode(), 0)
             # -P: no module beside the current folder's files is to be taken for one of ours before the path is set.
             command = [sys.executable, "-P", "-m", child, str(written)]
             self._process = subprocess.Popen(
@@ -178,13 +178,13 @@ class ProcessHandle:
         stepping = [lane for lane, (command, _) in self._queue.items() if command is Command.STEP]
         resetting = any(command is Command.RESET for command, _ in self._queue.values())
         self._queue.clear()
-        self._post(Order(stepping, is_awaited=bool(stepping) or resetting))
+        self._post(ProcessOrder(stepping, is_awaited=bool(stepping) or resetting))
 
     @property
     def _takes_orders(self) -> bool:
-        return len(self._asked) < SLOTS and self.state is State.SERVING
+        return len(self._asked) < SLOTS and self.state is ProcessState.SERVING
 
-    def _post(self, order: Order) -> None:
+    def _post(self, order: ProcessOrder) -> None:
         if not self._asked:
             self._asked_at = time.monotonic()
             self.check_at = self._asked_at + self._shortest_s
@@ -193,7 +193,7 @@ class ProcessHandle:
         self.awaited += order.is_awaited
         self.channel.send(RING)
 
-    def receive(self) -> list[Answer]:
+    def receive(self) -> list[ProcessReply]:
         """What was answered since the last call, in the order in which it was asked."""
         answers = []
         for _ in range(self.channel.answers()):
@@ -204,8 +204,8 @@ class ProcessHandle:
             size, told = slot.counts[1], {}
             if size:
                 told = orjson.loads(bytes(slot.words[:size]) if size <= len(slot.words) else self.channel.message())
-            answers.append(Answer(order, slot, told))
-        if self.state is State.SERVING and answers:
+            answers.append(ProcessReply(order, slot, told))
+        if self.state is ProcessState.SERVING and answers:
             self._asked_at = time.monotonic()
             self.check_at = self._asked_at + self._shortest_s if self._asked else math.inf
         return answers
@@ -217,19 +217,19 @@ class ProcessHandle:
 
     def stop(self, deadline: float) -> None:
         """Have it close its envs and end by `deadline`, in monotonic seconds, or be killed."""
-        if self.state is State.SERVING:
-            self.state, self.check_at = State.STOPPING, deadline
+        if self.state is ProcessState.SERVING:
+            self.state, self.check_at = ProcessState.STOPPING, deadline
             self.channel.send(STOP)
 
     @property
     def is_busy(self) -> bool:
         """Whether it was asked for something that is not answered."""
-        return self.state is not State.STOPPING and bool(self._asked or self._queue)
+        return self.state is not ProcessState.STOPPING and bool(self._asked or self._queue)
 
     @property
     def is_trusted(self) -> bool:
         """Whether what it says still counts; once it is condemned, all that it did is lost."""
-        return self.state is State.SERVING
+        return self.state is ProcessState.SERVING
 
     # -- deadlines ----------------------------------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class ProcessHandle:
         """Condemn it when it is late, and kill what is condemned."""
         if now < self.check_at:
             return
-        if self.state is not State.SERVING:
+        if self.state is not ProcessState.SERVING:
             self.kill()
             return
         lane, phase, since = self.control.doing
@@ -246,14 +246,14 @@ class ProcessHandle:
             return
         self.check_at = max(since, self._asked_at) + self._limits[phase]
         if now >= self.check_at:
-            self.overdue = Call(self.first_lane + lane if lane >= 0 else None, phase)
-            self.state, self.check_at = State.CONDEMNED, now + _STACK_S
+            self.overdue = EnvCall(self.first_lane + lane if lane >= 0 else None, phase)
+            self.state, self.check_at = ProcessState.CONDEMNED, now + _STACK_S
             self._signal(STACK_SIGNAL)
 
     def kill(self, fate: str = "") -> None:
         """End it and all that it started. Its pidfd tells when that is done."""
         self.fate = fate or self.fate
-        self.state, self.check_at = State.KILLED, math.inf
+        self.state, self.check_at = ProcessState.KILLED, math.inf
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
@@ -262,7 +262,7 @@ class ProcessHandle:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def bury(self) -> Ending:
+    def bury(self) -> ProcessExit:
         """Once `pidfd` is readable: reap it, kill what it leaves behind, release everything; how it ended."""
         os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)  # not reaped yet, so the group is still its own
         with contextlib.suppress(ProcessLookupError):
@@ -274,9 +274,9 @@ class ProcessHandle:
         self.channel.close()
         for descriptor in (self.pidfd, self._lifeline, self._last_words):
             os.close(descriptor)
-        doing = Call(self.first_lane + lane if lane >= 0 else None, phase)
+        doing = EnvCall(self.first_lane + lane if lane >= 0 else None, phase)
         cause, late = self.fate or describe_end(returncode), self.overdue is not None
-        return Ending(self.pid, cause, self.overdue or doing, late, stack, self._output.text())
+        return ProcessExit(self.pid, cause, self.overdue or doing, late, stack, self._output.text())
 
 
 def _closing(descriptors: Sequence[int], *stacks: contextlib.ExitStack) -> Sequence[int]:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.workers.envs.error_text import message_of
 from headrace.workers.envs.rendering import picture_of, warn_of
-from headrace.workers.envs.words import message_of
 
 LARGEST = 16 << 20
 """Bytes of a picture; more would hold up the other envs of its process for too long."""

@@ -22,14 +22,14 @@ from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.placeholder import EnvPlaceholder
 from headrace.workers.envs.process.child import SOLO_CHILD
 from headrace.workers.envs.process.control import BEGAN, ENDS, NO_SEED, Command, Phase
-from headrace.workers.envs.process.handle import Answer, ProcessHandle
-from headrace.workers.envs.process.losses import failures_of
+from headrace.workers.envs.process.error_json import error_from_json
+from headrace.workers.envs.process.exit_failures import failures_of
+from headrace.workers.envs.process.handle import ProcessHandle, ProcessReply
+from headrace.workers.envs.process.job_settings import job_of, limits_of
+from headrace.workers.envs.process.lane_homes import LaneHomes, SeedFor
 from headrace.workers.envs.process.pictures import picture_from_json
-from headrace.workers.envs.process.placement import Placement, SeedFor
 from headrace.workers.envs.process.processes import Processes
-from headrace.workers.envs.process.reported import error_from_json
-from headrace.workers.envs.process.shared import columns_layout, map_arrays
-from headrace.workers.envs.process.terms import job_of, limits_of
+from headrace.workers.envs.process.shared_arrays import columns_layout, map_arrays
 from headrace.workers.envs.spaces import to_gym
 
 
@@ -66,7 +66,7 @@ class EnvProcessPool:
     ) -> None:
         """Start all processes and build all envs. `seed_for` gives what their creators are told as `context.seed`.
 
-        `child`: the module that each process runs. `told`: parts of its `HostJob` that do not follow from the config.
+        `child`: the module that each process runs. `told`: parts of its `ProcessJob` that the config does not say.
 
         Raises `ConfigError` for an env that has no name in another process, `UnknownEnvError`, `EnvContractError` where
         spaces differ, `EnvHangError`, `EnvCrashError`, and `EnvError` caused by what else an env raised.
@@ -79,7 +79,7 @@ class EnvProcessPool:
         """Lane -> seed of the reset that follows once it is built in its new process."""
         self._layout_of: int | None = None
         self._processes = Processes({**job_of(config, worker_index), **told}, self._limits, child)
-        self._placement = Placement(config, self._processes, seed_for)
+        self._homes = LaneHomes(config, self._processes, seed_for)
         self._stopped = False
         try:
             self._build_all()
@@ -138,7 +138,7 @@ class EnvProcessPool:
     def _step_all(self, next_seeds: Mapping[int, int]) -> None:
         seeds = np.array([next_seeds.get(lane, NO_SEED) for lane in range(self.width)], np.int64)
         for handle in self._processes:
-            if self._placement.is_whole(handle):
+            if self._homes.is_whole(handle):
                 handle.step_all(seeds[handle.first_lane : handle.first_lane + handle.lanes])
             else:
                 for lane in handle.members:
@@ -146,13 +146,13 @@ class EnvProcessPool:
                 handle.flush()
 
     def _ask_step(self, lane: int, next_seeds: Mapping[int, int]) -> None:
-        seed = next_seeds.get(lane, NO_SEED) if self._placement.may_stay(lane) else NO_SEED
-        self._placement.home(lane).ask(lane, Command.STEP, seed)
+        seed = next_seeds.get(lane, NO_SEED) if self._homes.may_stay(lane) else NO_SEED
+        self._homes.home(lane).ask(lane, Command.STEP, seed)
 
     def reset(self, lane: int, seed: int) -> None:
         """Have the lane reset its env. It replies in `Replies.began`, or with a failure."""
-        if self._placement.may_stay(lane):
-            self._placement.home(lane).ask(lane, Command.RESET, seed)
+        if self._homes.may_stay(lane):
+            self._homes.home(lane).ask(lane, Command.RESET, seed)
         else:
             self._build(lane, Command.BUILD)
             self._moving[lane] = seed
@@ -166,7 +166,7 @@ class EnvProcessPool:
 
     def render(self, lane: int) -> None:
         """Have a lane that has an env, and is asked for nothing else, show it. It replies in `Replies.pictures`."""
-        self._placement.home(lane).ask(lane, Command.RENDER)
+        self._homes.home(lane).ask(lane, Command.RENDER)
 
     def begin(self, lanes: Sequence[int]) -> None:
         """What these lanes see is now the first observation of their next episode."""
@@ -228,9 +228,9 @@ class EnvProcessPool:
             replies.stepped += stepped
             if answer.slot.counts[0]:
                 self._read_outcomes(handle, answer, replies)
-        self._placement.weigh(handle)
+        self._homes.weigh(handle)
 
-    def _read_outcomes(self, handle: ProcessHandle, answer: Answer, replies: Replies) -> None:
+    def _read_outcomes(self, handle: ProcessHandle, answer: ProcessReply, replies: Replies) -> None:
         """Of each lane, whether its episode ended, and another one began."""
         infos = dict(answer.told.get("began", ()))
         outcomes = answer.slot.outcomes.tolist()
@@ -257,7 +257,7 @@ class EnvProcessPool:
 
     def _fail(self, failure: Failure, replies: Replies) -> None:
         self._moving.pop(failure.lane, None)
-        self._placement.leave(failure.lane)
+        self._homes.leave(failure.lane)
         replies.failures.append(failure)
 
     def _welcome(self, lane: int, spaces: Spaces, replies: Replies) -> None:
@@ -271,7 +271,7 @@ class EnvProcessPool:
             self._fail(Failure(lane, error, at="construction"), replies)
             return
         if lane in self._moving:
-            self._placement.home(lane).ask(lane, Command.RESET, self._moving.pop(lane))
+            self._homes.home(lane).ask(lane, Command.RESET, self._moving.pop(lane))
         else:
             replies.built.append(lane)
 
@@ -285,7 +285,7 @@ class EnvProcessPool:
 
     def _lose(self, handle: ProcessHandle, replies: Replies) -> None:
         ending = self._processes.bury(handle)
-        self._placement.lose(handle)
+        self._homes.lose(handle)
         for lane in handle.members:
             self._moving.pop(lane, None)
         lanes, call = set(handle.members), ending.call
@@ -297,7 +297,7 @@ class EnvProcessPool:
 
     def _build(self, lane: int, command: Command) -> None:
         """Have an env built for the lane, where it is to live now."""
-        self._placement.build(lane, command)
+        self._homes.build(lane, command)
 
     def close(self) -> None:
         """Close all envs, and end all processes, within `env_close_timeout_s`. May be called twice."""

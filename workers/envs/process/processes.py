@@ -12,11 +12,11 @@ from typing import Any
 
 from headrace.schemas.errors import EnvError
 from headrace.workers.envs.process.control import Phase
-from headrace.workers.envs.process.endings import Ending
-from headrace.workers.envs.process.handle import ProcessHandle, State
+from headrace.workers.envs.process.exits import ProcessExit
+from headrace.workers.envs.process.handle import ProcessHandle, ProcessState
 from headrace.workers.envs.process.output import OutputDrain
-from headrace.workers.envs.process.quorum import Quorum
-from headrace.workers.envs.process.shared import new_memory
+from headrace.workers.envs.process.shared_arrays import new_memory
+from headrace.workers.envs.process.wakeup_latch import WakeupLatch
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +35,10 @@ class Processes:
         self._by_descriptor: dict[int, ProcessHandle] = {}
         self.memory = new_memory("headrace-columns")
         self._drain = OutputDrain()
-        self._quorum = Quorum()
+        self._latch = WakeupLatch()
         self._epoll = select.epoll()
-        """What wakes the driver: the quorum's bell, ends of processes, and sockets."""
-        self._epoll.register(self._quorum.bell, select.EPOLLIN)
+        """What wakes the driver: the latch's bell, ends of processes, and sockets."""
+        self._epoll.register(self._latch.bell, select.EPOLLIN)
         self._told = select.epoll()
         """Who has answered, which is looked at only."""
 
@@ -56,7 +56,7 @@ class Processes:
         """
         job = {**self._job, "first_lane": first_lane, "lanes": lanes}
         try:
-            handle = ProcessHandle(job, self._limits, self.memory, self._drain, self._quorum, self._child)
+            handle = ProcessHandle(job, self._limits, self.memory, self._drain, self._latch, self._child)
         except OSError as error:
             raise EnvError(
                 f"no process could be started for envs {first_lane} to {first_lane + lanes - 1}: {error}; raise the "
@@ -71,7 +71,7 @@ class Processes:
         self._told.register(handle.channel.told, select.EPOLLIN)
         return handle
 
-    def wait(self, until: float, answers: int = 1) -> tuple[list[ProcessHandle], list[ProcessHandle]]:
+    def wait(self, until: float, replies: int = 1) -> tuple[list[ProcessHandle], list[ProcessHandle]]:
         """Those that have answered, and those that have ended, once there are so many answers or `until` has come.
 
         Sleeps; in monotonic seconds. Returns earlier, maybe with nothing, when some have answered since the last call,
@@ -79,7 +79,7 @@ class Processes:
         """
         timeout = max(min([until, *(handle.check_at for handle in self)]) - time.monotonic(), 0.0)
         ended: list[ProcessHandle] = []
-        for descriptor in self._sleep(timeout, answers):
+        for descriptor in self._sleep(timeout, replies):
             handle = self._by_descriptor.get(descriptor)
             if handle is not None and descriptor == handle.pidfd:
                 ended.append(handle)
@@ -89,17 +89,17 @@ class Processes:
                     self._hush(handle)
         return [self._by_descriptor[descriptor] for descriptor, _ in self._told.poll(0)], ended
 
-    def _sleep(self, timeout_s: float, answers: int) -> list[int]:
+    def _sleep(self, timeout_s: float, replies: int) -> list[int]:
         """The descriptors that have woken us, if any; who answers from now on rings."""
         if timeout_s:
-            self._quorum.call(answers)
+            self._latch.arm(replies)
         try:
             woken = [descriptor for descriptor, _ in self._epoll.poll(timeout_s if timeout_s != math.inf else None)]
         except BaseException:  # a signal's handler has raised
-            self._quorum.dismiss()
-            self._quorum.ring()  # for those who have answered in silence
+            self._latch.disarm()
+            self._latch.ring()  # for those who have answered in silence
             raise
-        self._quorum.dismiss()
+        self._latch.disarm()
         return woken
 
     def enforce(self) -> None:
@@ -113,7 +113,7 @@ class Processes:
         del self._by_descriptor[handle.channel.fileno()]
         self._epoll.unregister(handle.channel.fileno())
 
-    def bury(self, handle: ProcessHandle) -> Ending:
+    def bury(self, handle: ProcessHandle) -> ProcessExit:
         """Release what has ended."""
         for descriptor in (handle.channel.fileno(), handle.pidfd):
             if self._by_descriptor.pop(descriptor, None) is not None:
@@ -132,7 +132,7 @@ class Processes:
             for handle in (waited := self.wait(math.inf))[0]:
                 handle.receive()
             for handle in waited[1]:
-                if handle.state is State.KILLED:
+                if handle.state is ProcessState.KILLED:
                     lanes = f"{handle.first_lane} to {handle.first_lane + handle.lanes - 1}"
                     logger.warning("the process of envs %s did not end within %g s and was killed", lanes, timeout_s)
                 self.bury(handle)
@@ -140,5 +140,5 @@ class Processes:
         self._drain.stop()
         self._epoll.close()
         self._told.close()
-        self._quorum.close()
+        self._latch.close()
         os.close(self.memory)

@@ -10,7 +10,7 @@ from headrace.workers.envs.process.control import Command
 
 
 @dataclass(slots=True, eq=False)
-class Order:
+class HostOrder:
     """What a place was told and has not answered. `sent_at` is in monotonic seconds, `route` where it was sent to."""
 
     number: int
@@ -31,7 +31,7 @@ class EnvHostPeer:
         self.heard_at = now
         self.lanes: list[int | None] = [None] * hello.num_envs
         """By place."""
-        self.under_way: dict[int, Order] = {}
+        self.under_way: dict[int, HostOrder] = {}
         self._queue: dict[int, tuple[Command, int]] = {}
         self._numbers = [0] * hello.num_envs
 
@@ -55,10 +55,10 @@ class EnvHostPeer:
         for place in due:
             command, seed = self._queue.pop(place)
             self._numbers[place] += 1
-            self.under_way[place] = Order(self._numbers[place], command, seed, now, self.route)
+            self.under_way[place] = HostOrder(self._numbers[place], command, seed, now, self.route)
         return due
 
-    def settle(self, place: int, number: int) -> Order | None:
+    def settle(self, place: int, number: int) -> HostOrder | None:
         """The order that is answered herewith; None if it was answered before, or never given."""
         order = self.under_way.get(place)
         if order is None or order.number != number:

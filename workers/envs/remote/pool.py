@@ -29,14 +29,14 @@ from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.backend import Replies
 from headrace.workers.envs.placeholder import EnvPlaceholder
 from headrace.workers.envs.process.control import Command
-from headrace.workers.envs.process.placement import SeedFor
-from headrace.workers.envs.remote.absence import Absence
+from headrace.workers.envs.process.lane_homes import SeedFor
 from headrace.workers.envs.remote.columns import RemoteColumns
-from headrace.workers.envs.remote.exchange import orders_to, take_in
-from headrace.workers.envs.remote.lodgings import Lodgings
+from headrace.workers.envs.remote.host_places import HostPlaces
+from headrace.workers.envs.remote.host_wait import HostWait
+from headrace.workers.envs.remote.order_frames import encode_orders, take_replies
 from headrace.workers.envs.remote.peer import EnvHostPeer
 from headrace.workers.envs.remote.router_port import RouterPort
-from headrace.workers.envs.remote.wanted import KindProblem, problem_of
+from headrace.workers.envs.remote.spaces_check import KindProblem, problem_of
 from headrace.workers.envs.spaces import to_gym
 
 log = logging.getLogger(__name__)
@@ -77,11 +77,11 @@ class RemotePool:
         self._worker_index = worker_index
         self._router_port = router_port
         self._kind_problem = kind_problem
-        self._lodgings = Lodgings(self.width, seed_for)
+        self._places = HostPlaces(self.width, seed_for)
         self._interval_s = min(config.env_hosts_lease_s / 10, 1.0)
         self._polled_at = self._judge_at = time.monotonic()
         self._columns: RemoteColumns | None = None
-        self._absence = Absence(config, router_port.endpoint)
+        self._host_wait = HostWait(config, router_port.endpoint)
         try:
             self._await_first(on_wait)
         except BaseException:
@@ -89,7 +89,7 @@ class RemotePool:
             raise
 
     def _await_first(self, on_wait: Callable[[], None] | None) -> None:
-        while self._columns is None or self._lodgings.is_vacant or self._lodgings.has_orders:
+        while self._columns is None or self._places.is_vacant or self._places.has_orders:
             for failure in self.step_wait(_SLICE_S).failures:
                 if not isinstance(failure.error, EnvHostLostError):
                     message = f"env {failure.lane} could not be built on its host: {failure.error}"
@@ -133,7 +133,7 @@ class RemotePool:
     @property
     def hosts(self) -> list[str]:
         """Those that are here, spare ones too, by name."""
-        return [host.name for host in self._lodgings.hosts.values()]
+        return [host.name for host in self._places.hosts.values()]
 
     @cached_property
     def gym_spaces(self) -> tuple[Any, Any]:
@@ -142,7 +142,7 @@ class RemotePool:
 
     def env_at(self, lane: int) -> Any:
         """Return a placeholder for the lane's env; None before a host has built it, which `built` tells unasked."""
-        return EnvPlaceholder(lane, self.gym_spaces) if self._lodgings.has_home(lane) else None
+        return EnvPlaceholder(lane, self.gym_spaces) if self._places.has_home(lane) else None
 
     def step_async(
         self,
@@ -156,16 +156,16 @@ class RemotePool:
         """
         self._arrays.write_actions(lanes, columns, action_root(columns))
         for lane in range(self.width) if lanes is None else lanes:
-            self._lodgings.ask(lane, Command.STEP, next_seeds.get(lane, NO_SEED) if next_seeds else NO_SEED)
+            self._places.ask(lane, Command.STEP, next_seeds.get(lane, NO_SEED) if next_seeds else NO_SEED)
         self._flush()
 
     def reset(self, lane: int, seed: int) -> None:
         """Have the lane reset its env. It replies in `Replies.began`, or with a failure."""
-        self._lodgings.ask(lane, Command.RESET, seed)
+        self._places.ask(lane, Command.RESET, seed)
 
     def rebuild(self, lane: int) -> None:
         """Have the lane's env built anew, on whatever host has a place. It replies in `built`, or with a failure."""
-        self._lodgings.restart(lane)
+        self._places.restart(lane)
 
     def close_env(self, lane: int) -> None:
         """Do nothing: a lane that has failed lost its env with that, or when `rebuild` builds another."""
@@ -191,24 +191,24 @@ class RemotePool:
         if now - self._polled_at > self._interval_s:  # nobody has listened; what was said meanwhile may still come in
             self._judge_at = now + self._interval_s
         while True:
-            self._lodgings.settle_in()
+            self._places.settle_in()
             self._flush()
-            busy = self._lodgings.is_busy
+            busy = self._places.is_busy
             self._listen(replies, min(until, now + self._interval_s) - now if busy else 0.0)
             self._polled_at = now = time.monotonic()
             if replies:
                 until = min(until, now + batch_wait_s)
-                busy = self._lodgings.is_awaited
-            elif not self._lodgings.has_losses:
-                self._absence.look(bool(self._lodgings.hosts), now)
+                busy = self._places.is_awaited
+            elif not self._places.has_losses:
+                self._host_wait.look(bool(self._places.hosts), now)
             if not busy or now >= until:
-                self._lodgings.settle_in()
+                self._places.settle_in()
                 self._flush()
                 return replies
 
     def _listen(self, replies: Replies, timeout_s: float) -> None:
-        if not replies and self._lodgings.has_losses:  # else the next round tells: no lane answers and is lost at once
-            replies.failures += self._lodgings.bury()
+        if not replies and self._places.has_losses:  # else the next round tells: no lane answers and is lost at once
+            replies.failures += self._places.bury()
             return
         for route, frames in self._router_port.receive() if self._router_port.wait(timeout_s) else ():
             try:
@@ -219,15 +219,15 @@ class RemotePool:
                 self._say(route, Reject(code=error.reason, detail=str(error), fatal=fatal))
         now = time.monotonic()
         if now >= self._judge_at:
-            for host in list(self._lodgings.hosts.values()):
+            for host in list(self._places.hosts.values()):
                 if now - host.heard_at > self._config.env_hosts_lease_s:
-                    self._lodgings.part(host, f"has been silent for {now - host.heard_at:.1f} s")
+                    self._places.part(host, f"has been silent for {now - host.heard_at:.1f} s")
 
     def _take(self, route: bytes, message: WireMessage, replies: Replies) -> None:
         if message.kind is MessageKind.HELLO:
             self._greet(route, read(EnvHostHello, message.header))
             return
-        host = self._lodgings.hosts.get(str(message.header.get("life")))
+        host = self._places.hosts.get(str(message.header.get("life")))
         if host is None:
             if message.kind is not MessageKind.BYE:
                 self._say(route, Fenced(detail="this life of the env host is over, or was begun with another worker"))
@@ -242,16 +242,16 @@ class RemotePool:
                 self._say(route, EnvHeartbeat(life=host.life))
             case MessageKind.ENV_ANSWERS:
                 try:
-                    take_in(host, read(EnvAnswers, message.header), message.arrays, self._arrays, replies)
+                    take_replies(host, read(EnvAnswers, message.header), message.arrays, self._arrays, replies)
                 except DecodeError as error:
-                    self._lodgings.part(host, f"was refused: {error}")
+                    self._places.part(host, f"was refused: {error}")
                     raise
             case MessageKind.BYE:
-                self._lodgings.part(host, f"has left ({read(EnvHostBye, message.header).reason})")
+                self._places.part(host, f"has left ({read(EnvHostBye, message.header).reason})")
 
     def _greet(self, route: bytes, hello: EnvHostHello) -> None:
         """A host begins a life, or its welcome was lost. It is refused unless its spaces are those of the first."""
-        host = self._lodgings.hosts.get(hello.life)
+        host = self._places.hosts.get(hello.life)
         if host is not None:
             host.hear(route, time.monotonic())
         else:
@@ -262,7 +262,7 @@ class RemotePool:
                 return
             if self._columns is None:
                 self.spaces, self._columns = spaces, RemoteColumns(spaces, self.width)
-            host = self._lodgings.hosts[hello.life] = EnvHostPeer(hello, route, time.monotonic())
+            host = self._places.hosts[hello.life] = EnvHostPeer(hello, route, time.monotonic())
             log.info("env host %s has come", host.name)
         config = self._config
         self._say(
@@ -280,14 +280,14 @@ class RemotePool:
 
     def _flush(self) -> None:
         now = time.monotonic()
-        for host in self._lodgings.hosts.values():
+        for host in self._places.hosts.values():
             self._send_orders(host, host.take_due(now))
 
     def _send_orders(self, host: EnvHostPeer, places: Sequence[int]) -> None:
         """Send, or repeat, what is under way at `places`. What cannot be sent is repeated after a heartbeat."""
         if not places:
             return
-        self._send(host.route, orders_to(host, places, self._arrays))
+        self._send(host.route, encode_orders(host, places, self._arrays))
 
     def _say(self, route: bytes, message: Message) -> None:
         self._send(route, message.frames())
@@ -297,7 +297,7 @@ class RemotePool:
 
     def close(self) -> None:
         """Let all hosts go; they close their envs themselves. May be called twice."""
-        for host in self._lodgings.hosts.values():
+        for host in self._places.hosts.values():
             self._say(host.route, Fenced(detail="the worker has stopped, or begins anew"))
-        self._lodgings.hosts.clear()
+        self._places.hosts.clear()
         self._router_port.close()

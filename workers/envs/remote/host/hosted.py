@@ -19,9 +19,9 @@ from headrace.workers.envs.backend import Replies
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.process.child import SOLO_CHILD
 from headrace.workers.envs.process.control import Command
+from headrace.workers.envs.process.error_json import error_to_json
 from headrace.workers.envs.process.pool import EnvProcessPool
-from headrace.workers.envs.process.reported import error_to_json
-from headrace.workers.envs.process.shared import columns_layout
+from headrace.workers.envs.process.shared_arrays import columns_layout
 
 _INFO_DEPTH = DEFAULT_LIMITS.header_depth - 3
 """Levels of an info, which stands in a row of a list of the header."""
@@ -60,7 +60,7 @@ class PlacedPool(EnvProcessPool):
 
     def _build(self, lane: int, command: Command) -> None:
         super()._build(lane, command)
-        home = self._placement.home(lane)
+        home = self._homes.home(lane)
         home.control.indices[lane - home.first_lane] = self._indices[lane]
 
     def index_of(self, lane: int) -> int:
@@ -69,7 +69,7 @@ class PlacedPool(EnvProcessPool):
 
 
 @dataclass(slots=True, eq=False)
-class _Seat:
+class _Place:
     """What one place was last ordered, and what it answered; not the arrays."""
 
     number: int = 0
@@ -102,7 +102,7 @@ class HostedEnvs:
         self, config: EnvRunnerConfig, life: str, welcome: EnvHostWelcome, spaces: Spaces, child: str = SOLO_CHILD
     ) -> None:
         self._life = life
-        self._seats = [_Seat() for _ in range(config.num_envs)]
+        self._seats = [_Place() for _ in range(config.num_envs)]
         self._pool = PlacedPool(config, welcome, child)
         layout = columns_layout(spaces, config.num_envs).items()
         self._actions = {name: np.zeros(shape, dtype) for name, (dtype, shape) in layout if name.startswith("actions")}

@@ -27,7 +27,7 @@ SETTINGS = {
 
 
 def job_of(config: EnvRunnerConfig, worker_index: int) -> dict[str, Any]:
-    """The part of a `HostJob` that all processes have in common. Raises `ConfigError` for what cannot be sent."""
+    """The part of a `ProcessJob` that all processes have in common. Raises `ConfigError` for what cannot be sent."""
     return {
         "env": name_env(config.env),
         "env_config": orjson.loads(env_config_json(config.env_config)),

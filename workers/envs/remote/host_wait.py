@@ -17,7 +17,7 @@ _PAUSE_S = 5.0
 """After so long without a look nobody was waiting, and the count begins anew."""
 
 
-class Absence:
+class HostWait:
     """Counts the time in which somebody waits at `endpoint` and no host is there."""
 
     def __init__(self, config: EnvRunnerConfig, endpoint: str) -> None:

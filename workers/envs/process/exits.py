@@ -12,7 +12,7 @@ _STACK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class EnvCall:
     """What a process was doing; `lane` is one of the pool, or None."""
 
     lane: int | None
@@ -20,12 +20,12 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class ProcessExit:
     """How a process ended, in what call, and its last words."""
 
     pid: int
     cause: str
-    call: Call
+    call: EnvCall
     was_late: bool
     """It was killed because that call did not return."""
     stack: str

@@ -21,7 +21,7 @@ from headrace.schemas.errors import EnvContractError
 from headrace.workers.agents.env import ALL, AgentDict
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
 from headrace.workers.envs.checks import end_of, take_reset_apart
-from headrace.workers.envs.words import brief
+from headrace.workers.envs.error_text import brief
 
 MissingFinal = Literal["error", "repeat", "drop"]
 _PARTS = ("observations", "rewards", "terminateds", "truncateds", "infos")

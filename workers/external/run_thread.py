@@ -14,7 +14,7 @@ from headrace.workers.external.self_driven import SelfDrivenEnv
 logger = logging.getLogger(__name__)
 
 
-class Drive:
+class RunThread:
     """Runs `env`, which is attached, from `start` on. Once `run()` has ended its table accepts nothing more."""
 
     def __init__(self, env: SelfDrivenEnv[Any]) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from headrace.schemas.errors import EnvCrashError, EnvError, EnvHangError, EnvNeighbourError
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.process.control import Phase
-from headrace.workers.envs.process.endings import Ending
-from headrace.workers.envs.process.terms import SETTINGS
+from headrace.workers.envs.process.exits import ProcessExit
+from headrace.workers.envs.process.job_settings import SETTINGS
 
 
-def failures_of(ending: Ending, lanes: Iterable[int], limits: Mapping[Phase, float]) -> list[Failure]:
+def failures_of(ending: ProcessExit, lanes: Iterable[int], limits: Mapping[Phase, float]) -> list[Failure]:
     """One failure for each of `lanes`, first the culprit's, whose call did not return; if nobody's, each is one.
 
     The culprit may have left: its env was being closed.
@@ -27,7 +27,7 @@ def failures_of(ending: Ending, lanes: Iterable[int], limits: Mapping[Phase, flo
     return failures
 
 
-def _error(ending: Ending, lane: int, limits: Mapping[Phase, float]) -> EnvError:
+def _error(ending: ProcessExit, lane: int, limits: Mapping[Phase, float]) -> EnvError:
     phase = ending.call.phase
     if ending.was_late:
         return EnvHangError(lane, phase.name.lower(), limits[phase], SETTINGS[phase], ending.stack)
@@ -35,5 +35,5 @@ def _error(ending: Ending, lane: int, limits: Mapping[Phase, float]) -> EnvError
     return EnvCrashError(ending.pid, ending.cause, during, ending.stack, ending.output)
 
 
-def _brief(ending: Ending) -> str:
+def _brief(ending: ProcessExit) -> str:
     return f"it hung in {ending.call.phase.name.lower()}" if ending.was_late else ending.cause

@@ -7,13 +7,13 @@ import logging
 from headrace.schemas.errors import EnvHostLostError
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.process.control import Command
-from headrace.workers.envs.process.placement import SeedFor
+from headrace.workers.envs.process.lane_homes import SeedFor
 from headrace.workers.envs.remote.peer import EnvHostPeer
 
 log = logging.getLogger(__name__)
 
 
-class Lodgings:
+class HostPlaces:
     """`width` lanes, each with a place, or waiting for one that a host who comes may have."""
 
     def __init__(self, width: int, seed_for: SeedFor) -> None:

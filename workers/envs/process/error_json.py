@@ -16,7 +16,7 @@ from headrace.schemas.errors import (
     UnknownEnvError,
 )
 from headrace.workers.envs.context import StepFailedRecreateEnv
-from headrace.workers.envs.words import message_of, plain
+from headrace.workers.envs.error_text import message_of, plain
 
 _LONGEST = 20_000
 """Characters of a message or a traceback; more is cut off."""

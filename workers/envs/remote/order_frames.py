@@ -14,12 +14,12 @@ from headrace.schemas.wire import Buffer, MessageKind, encode
 from headrace.workers.envs.backend import Replies
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.process.control import Command
-from headrace.workers.envs.process.reported import error_from_json
+from headrace.workers.envs.process.error_json import error_from_json
 from headrace.workers.envs.remote.columns import RemoteColumns
 from headrace.workers.envs.remote.peer import EnvHostPeer
 
 
-def orders_to(host: EnvHostPeer, places: Sequence[int], columns: RemoteColumns) -> list[Buffer]:
+def encode_orders(host: EnvHostPeer, places: Sequence[int], columns: RemoteColumns) -> list[Buffer]:
     """Frames of what is under way at `places`; the same again when they are made again."""
     orders, stepping = [], []
     for place in places:
@@ -32,7 +32,7 @@ def orders_to(host: EnvHostPeer, places: Sequence[int], columns: RemoteColumns) 
     return encode(MessageKind.ENV_ORDERS, header, columns.action_rows(stepping) if stepping else None)
 
 
-def take_in(
+def take_replies(
     host: EnvHostPeer,
     told: EnvAnswers,
     arrays: Mapping[str, NDArray[Any]],

@@ -10,7 +10,7 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.remote.pool import RemotePool
 from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSettings, env_port_keys
-from headrace.workers.envs.remote.wanted import KindProblem
+from headrace.workers.envs.remote.spaces_check import KindProblem
 
 _HIGHEST_PORT = 65_535
 

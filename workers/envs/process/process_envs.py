@@ -18,15 +18,15 @@ from headrace.workers.envs.actions import to_env_form
 from headrace.workers.envs.checks import take_reset_apart
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator, build_env, find_creator
+from headrace.workers.envs.error_text import brief
 from headrace.workers.envs.lane import close_envs
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.process.control import BEGAN, NO_SEED, Command, Control, Phase, Slot
+from headrace.workers.envs.process.error_json import error_to_json
 from headrace.workers.envs.process.pictures import picture_to_json
-from headrace.workers.envs.process.reported import error_to_json
-from headrace.workers.envs.process.shared import columns_layout, map_arrays
+from headrace.workers.envs.process.shared_arrays import columns_layout, map_arrays
 from headrace.workers.envs.spaces import spaces_of
 from headrace.workers.envs.stepping import step_all
-from headrace.workers.envs.words import brief
 
 BuildEnv = Callable[[EnvCreator, EnvContext, bool | None], tuple[Any, Spaces]]
 """(creator, context, whether it must be of several agents; None: either) -> an env in rows of columns, its spaces."""
@@ -38,7 +38,7 @@ def build_solo_env(creator: EnvCreator, context: EnvContext, several_agents: boo
     return env, spaces_of(env)
 
 
-class HostJob(BaseModel):
+class ProcessJob(BaseModel):
     """What a process is told at its start. Descriptors are inherited ones."""
 
     env: str
@@ -61,8 +61,8 @@ class HostJob(BaseModel):
     socket: int
     bell: int
     told: int
-    quorum_tokens: int
-    quorum_bell: int
+    latch_tokens: int
+    latch_bell: int
     control: int
     columns: int
     lifeline: int
@@ -72,7 +72,7 @@ class HostJob(BaseModel):
     @property
     def descriptors(self) -> list[int]:
         """All that are inherited."""
-        bells = [self.bell, self.told, self.quorum_tokens, self.quorum_bell]
+        bells = [self.bell, self.told, self.latch_tokens, self.latch_bell]
         return [self.socket, *bells, self.control, self.columns, self.lifeline, self.last_words]
 
 
@@ -83,7 +83,7 @@ class Sends(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Seat:
+class _LaneEnv:
     index: int
     env: gym.Env[Any, Any] | None = None
     step: Callable[[Any], Any] | None = None
@@ -91,7 +91,7 @@ class _Seat:
 
 
 @dataclass(slots=True, eq=False)
-class _Answer:
+class _Reply:
     """What is told besides the columns; lanes are the process' own, from 0."""
 
     slot: Slot
@@ -123,14 +123,14 @@ class _Answer:
             socket.send(body)
 
 
-class EnvHost:
+class ProcessEnvs:
     """`obey` does what an order says. Whatever a user's env raises or answers amiss is told, and ends nothing."""
 
-    def __init__(self, job: HostJob, control: Control, build_env: BuildEnv) -> None:
+    def __init__(self, job: ProcessJob, control: Control, build_env: BuildEnv) -> None:
         self._job = job
         self._build_env = build_env
         self._control = control
-        self._seats = [_Seat(index) for index in range(job.lanes)]
+        self._seats = [_LaneEnv(index) for index in range(job.lanes)]
         self._all_step = bytes([Command.STEP] * job.lanes)
         self._rewards: NDArray[np.float64] | None = None
 
@@ -139,15 +139,15 @@ class EnvHost:
         if slot.counts[0]:
             slot.outcomes[:] = 0
         slot.counts[0] = slot.counts[1] = 0
-        answer = _Answer(slot)
+        answer = _Reply(slot)
         if slot.commands.tobytes() == self._all_step:
             self._step(self._seats, answer)
         else:
             self._obey_each(slot, answer)
         answer.write(socket)
 
-    def _obey_each(self, slot: Slot, answer: _Answer) -> None:
-        by_command: dict[int, list[_Seat]] = {}
+    def _obey_each(self, slot: Slot, answer: _Reply) -> None:
+        by_command: dict[int, list[_LaneEnv]] = {}
         for seat, command in zip(self._seats, slot.commands.tolist(), strict=True):
             by_command.setdefault(command, []).append(seat)
         for seat in by_command.get(Command.CLOSE, ()):
@@ -167,14 +167,14 @@ class EnvHost:
         """Close all envs, within one time limit for all of them."""
         self._close(self._seats)
 
-    def _close(self, seats: Sequence[_Seat]) -> None:
+    def _close(self, seats: Sequence[_LaneEnv]) -> None:
         envs = [seat.env for seat in seats]
         for seat in seats:
             seat.env = seat.step = None
         with self._control.during(seats[0].index if len(seats) == 1 else -1, Phase.CLOSE):
             close_envs(envs, self._job.close_timeout_s)
 
-    def _build(self, seat: _Seat, answer: _Answer, *, recreated: bool) -> None:
+    def _build(self, seat: _LaneEnv, answer: _Reply, *, recreated: bool) -> None:
         job, seed = self._job, int(answer.slot.seeds[seat.index])
         context = EnvContext(
             job.env_config,
@@ -208,7 +208,7 @@ class EnvHost:
 
         return noted
 
-    def _reset(self, seats: Sequence[_Seat], answer: _Answer) -> None:
+    def _reset(self, seats: Sequence[_LaneEnv], answer: _Reply) -> None:
         if self._rewards is None:
             self._map(seats[0])
         done, values = [], []
@@ -232,7 +232,7 @@ class EnvHost:
                 if written is not None:
                     answer.began.append((index, written))
 
-    def _map(self, seat: _Seat) -> None:
+    def _map(self, seat: _LaneEnv) -> None:
         """Map the columns. The driver has compared the spaces of the env that is reset first with those of all."""
         spaces, job = seat.spaces, self._job
         assert spaces is not None, "only an env that was built is reset"
@@ -247,7 +247,7 @@ class EnvHost:
         self._action_space = spaces.action
         self._rewards = mine["rewards"]
 
-    def _step(self, seats: Sequence[_Seat], answer: _Answer) -> None:
+    def _step(self, seats: Sequence[_LaneEnv], answer: _Reply) -> None:
         assert self._rewards is not None, "only an env that was reset is stepped"
         # Copied, for the driver writes the next ones there, and an env may keep what it was given.
         copied = {name: column.copy() for name, column in self._actions.items()}
@@ -270,7 +270,7 @@ class EnvHost:
         if again:
             self._reset(again, answer)
 
-    def _tell_infos(self, infos: Sequence[tuple[int, dict[str, Any]]], answer: _Answer) -> set[int]:
+    def _tell_infos(self, infos: Sequence[tuple[int, dict[str, Any]]], answer: _Reply) -> set[int]:
         """The lanes whose info cannot be told, which is a failure of theirs."""
         spoilt = set()
         for lane, info in infos:
