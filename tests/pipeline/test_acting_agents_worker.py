@@ -54,8 +54,7 @@ def test_each_step_of_a_client_reaches_the_learner_once_or_is_named(
         totals = client._runner.totals
         drain(stream, witness.see)
         worker.stopping.set()
-        drain(stream, witness.see)
-        row = closed_row(broker)
+        row = closed_row(broker, take=lambda: drain(stream, witness.see))
     assert client.failure is None
     assert worker.error is None
     assert not witness.open_episodes()

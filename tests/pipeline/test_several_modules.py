@@ -61,9 +61,7 @@ def test_each_modules_chunks_arrive_with_its_own_spaces_and_in_the_books(
                 stream.spaces("tall")
             see_until_both(stream, witness)
         assert worker.error is None
-        drain(stream, witness.see)
-        stream.commit()
-        row = closed_row(broker)
+        row = closed_row(broker, take=lambda: (drain(stream, witness.see), stream.commit()))
     assert not witness.open_episodes()
     assert dict(witness.steps) == row.totals.module_steps
     assert row.settled.committed[0] == row.accepted[0] == sum(witness.steps.values())
@@ -166,9 +164,7 @@ def test_after_sigkill_the_recorder_makes_the_books_balance_and_each_agent_is_en
         worker.signal(signal.SIGKILL)
         assert worker.wait() == -signal.SIGKILL
         report_death(broker, tmp_path, 1, "worker_killed")
-        drain(stream, witness.see)
-        stream.commit()
-        row = closed_row(broker)
+        row = closed_row(broker, take=lambda: (drain(stream, witness.see), stream.commit()))
     assert not witness.open_episodes()
     assert set(witness.markers) == {"worker_killed"}
     reading = read_recorder(tmp_path / "worker-0-1.rec")

@@ -67,9 +67,7 @@ def test_a_learner_trains_though_what_fits_the_window_beside_a_clients_chunks_is
         while stream.next(0.5) is not None:
             stream.commit()
         worker.stopping.set()
-        while stream.next(0.5) is not None:
-            stream.commit()
-        closed_row(broker)
+        closed_row(broker, take=lambda: stream.next(0.1) and stream.commit())
     deadline.cancel()
     worker.check()
     assert add_up(broker.rows()).balance() == 0

@@ -52,8 +52,7 @@ def test_one_that_raises_ends_the_worker_by_name_and_nothing_is_lost(
         assert isinstance(worker.error, CallbackError)
         assert (worker.error.event, worker.error.exit_code) == (event, ExitCode.CALLBACK)
         witness = Witness()
-        drain(stream, witness.see_any)
-        row = closed_row(broker)
+        row = closed_row(broker, take=lambda: drain(stream, witness.see_any))
     assert row.totals.stepped == row.accepted[0] == steps
     assert not row.totals.discarded
 
@@ -66,6 +65,6 @@ def test_one_that_fails_its_episodes_is_in_the_books(
         with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path / "recorders", config) as worker:
             wait_until(lambda: worker.error, "the worker's error")
         assert isinstance(worker.error, EnvRestartBudgetError)
-        drain(stream, Witness().see_any)
-        row = closed_row(broker)
+        witness = Witness()
+        row = closed_row(broker, take=lambda: drain(stream, witness.see_any))
     assert row.totals.discarded["callback_exception"] == 18  # two envs, three attempts each

@@ -31,8 +31,7 @@ def test_a_stop_is_noticed_before_the_fragment_is_old(broker: BrokerThread, free
             client.get_action(episode, np.zeros(4, np.float32))
         worker.signal(signal.SIGTERM)
         wait_until(lambda: drain(stream, witness.see_any) or worker.popen.poll() is not None, "its end")
-        drain(stream, witness.see_any)
-        row = closed_row(broker)
+        row = closed_row(broker, take=lambda: drain(stream, witness.see_any))
     assert worker.wait() == 0
     assert row.totals.stepped == 3
     assert (row.settled.committed[0], row.totals.discarded) == (3, {})

@@ -71,8 +71,7 @@ def test_after_all_hosts_have_gone(
             wait_until(lambda: stream.next(0.1) is None, "the last batch")
         worker.stopping.set()
         wait_until(lambda: drain(stream, witness.see_any) or not worker.is_alive, "its end")
-        drain(stream, witness.see_any)
-        row = closed_row(broker)
+        row = closed_row(broker, take=lambda: drain(stream, witness.see_any))
     assert worker.error is None
     assert row.totals.open == 0
     assert set(row.totals.discarded) <= ({"env_host_lost"} if lease_s < 2 else set()), "what was done is delivered"

@@ -38,14 +38,7 @@ def lives_of(
 
         wait_until(has_enough, "enough steps of every env", LONGEST_S)
         worker.stopping.set()
-
-        def has_drained() -> bool:
-            take()
-            row = broker.rows()[(0, 1)]
-            return row.closed and row.held == (0, 0)
-
-        wait_until(has_drained, "the end of the worker's books")
-        row = closed_row(broker)
+        row = closed_row(broker, take=take)
     worker.check()
     assert row.totals.open == 0
     assert add_up(broker.rows()).balance() == 0

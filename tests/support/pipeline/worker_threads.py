@@ -24,7 +24,7 @@ from headrace.schemas.recorder import read_recorder
 from headrace.schemas.spaces import Spaces
 from headrace.workers.fleet import worker as worker_module
 from support.pipeline.parties import FLEET, BrokerThread, RawPeer
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 SAMPLING: dict[str, Any] = {"env": "CartPole-v1", "num_envs": 2, "rollout_fragment_length": 16, "seed": 1}
 AT_RANDOM = {"sampling": SAMPLING, "worker": {"random_actions_before_weights": True, "drain_timeout_s": 5.0}}
@@ -64,7 +64,8 @@ class WorkerThread:
 
     def __exit__(self, *_: object) -> None:
         self.stopping.set()
-        self._thread.join(60.0)
+        self._thread.join(TIMEOUT_S)
+        assert not self._thread.is_alive(), "the worker goes on after it was stopped"
 
 
 def drain(stream: EpisodeStream, see: Callable[[ChunkBatch], object]) -> None:
@@ -73,10 +74,15 @@ def drain(stream: EpisodeStream, see: Callable[[ChunkBatch], object]) -> None:
         see(batch)
 
 
-def closed_row(broker: BrokerThread, incarnation: int = 1) -> LedgerRow:
-    """The row of slot 0, once its books are closed and nothing is held; it must add up."""
+def closed_row(broker: BrokerThread, incarnation: int = 1, *, take: Callable[[], object] = lambda: None) -> LedgerRow:
+    """The row of slot 0, once its books are closed and nothing is held; it must add up.
+
+    `take` is called meanwhile: have it take from the stream what the broker may hold. A drain that ended before may
+    have come too early for the worker's last batch, which nobody would take then.
+    """
 
     def find() -> LedgerRow | None:
+        take()
         row = broker.rows().get((0, incarnation))
         return row if row is not None and row.closed and row.held == (0, 0) else None
 
