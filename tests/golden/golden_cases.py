@@ -160,6 +160,15 @@ def learn(run: Play) -> None:
         run.fragment()
 
 
+def long(run: Play) -> None:
+    """So many steps and episodes that blocks of random numbers are used up, and windows of metrics are full."""
+    for seq in range(1, 7):
+        run.fragment()
+        run.fragment()
+        run.metrics()
+        run.weights(seq=seq)
+
+
 def at_random(run: Play) -> None:
     """Random actions only, of a runner without a policy."""
     run.fragment(random_actions=True)
@@ -293,6 +302,10 @@ UNFORGIVING: Settings = {**fault({"5": "raise", "30": "nan reward"}), "restart_f
 GIVES_UP: Settings = {**STORM, "env_restart_attempts": 1}
 OUTSIDE = fault({"9": "outside"})
 
+LONG: Settings = {"rollout_fragment_length": 24, "metrics_num_episodes_for_smoothing": 10, "num_workers": 3}
+single("inline/walk/long", long, env_config={"odds": 2}, **LONG)
+single("inline/walk/long/recurrent", long, env_config={"odds": 3}, module=ExactRecurrent, num_envs=1, **LONG)
+
 
 class Touchy:
     """Callbacks that raise now and then."""
@@ -374,6 +387,7 @@ single(
     **{**PROCESS, "num_envs": 2},
     env_config={"faults": {"0": {"step": {"10": "kill"}}}},
 )
+single("process/long", long, env=WALK, env_config={"odds": 2}, **LONG, **PROCESS)
 single("process/replaced", faults, env=WALK, env_process_max_episodes=5, **ONE)
 single("process/broken off", broken_off, env=WALK, **PROCESS)
 READY: Settings = {**PROCESS, "remote_env_batch_wait_ms": 0}
@@ -499,6 +513,8 @@ multi("inline/crowd/connectors/state", move, **{**CROWD, **OWN_PIECES})
 multi("inline/crowd/mean std", move, **CROWD, env_to_module=[FlattenObservations, MeanStd], exact=False, module=LSTM)
 multi("inline/crowd/lstm", fragments, **CROWD, module=LSTM, exact=False)
 
+multi("inline/crowd/long", long, **CROWD, **LONG)
+multi("inline/by agent/long", long, **BY_AGENT, **LONG, env_config={"limit": 2})
 multi("inline/crowd/idle", faults, **CROWD, **FORGIVING, max_idle_env_steps=1, env_config={"seen": 3})
 multi("inline/crowd/learn", learn, **CROWD, env_to_module=[FlattenObservations, MeanStd], exact=False)
 multi("inline/shared/unforgiving", errors, **SHARED, **UNFORGIVING)
@@ -514,6 +530,7 @@ multi("process", tour, **AGENTS, **PROCESS)
 multi("process/crowd", tour, **CROWD, **PROCESS)
 multi("process/crowd/connectors", fragments, **{**CROWD, **OWN_PIECES}, **PROCESS)
 multi("process/crowd/agent steps", fragments, count_steps_by="agent_steps", module=ExactRecurrent, **CROWD, **PROCESS)
+multi("process/crowd/long", long, **CROWD, **LONG, **PROCESS)
 multi("process/state", move_once, module=ExactRecurrent, **AGENTS, **PROCESS)
 multi("process/raises", faults, **CROWD, **ONE, env_config={"faults": {"0": {"step": {"10": "raise"}}}})
 multi("process/killed", faults, **AGENTS, **ONE, env_config={"faults": {"0": {"step": {"10": "kill"}}}}, events=True)
