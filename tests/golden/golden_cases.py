@@ -14,7 +14,7 @@ from golden_modules import Exact, ExactNumpy, ExactRecurrent
 from golden_play import Case, Play, Settings
 
 from headrace.schemas.ledger import Discard
-from headrace.workers import PolicySpec
+from headrace.workers import PolicySpec, register_env
 from headrace.workers.connectors import (
     AgentOneHot,
     ClipActions,
@@ -273,6 +273,8 @@ single("inline/walk/whole episodes", tour, batch_mode="complete_episodes")
 single("inline/walk/state", move, module=ExactRecurrent)
 single("inline/walk/rebuilt", rebuild)
 single("inline/walk/other worker", fragments, runner={"worker_index": 3, "incarnation": 2}, num_workers=5)
+register_env("golden walk", envs.Walk)
+single("inline/registered", rebuild, env="golden walk", module=ExactNumpy)
 single("inline/told", fragments, env=envs.Told, runner={"worker_index": 2}, num_workers=4, max_env_seed=99)
 single("inline/picture", tour, env=envs.Picture)
 single("inline/nested", tour, env=envs.Nested, episode_lookback_horizon=2)
@@ -350,6 +352,11 @@ single(
     exact=False,
     gym_env_vectorize_mode="vector_entry_point",
 )
+single("pool", tour, env=envs.Pool)
+single("pool/recurrent", fragments, env=envs.Pool, module=ExactRecurrent, episode_lookback_horizon=2)
+single("pool/in part", tour, env=envs.Pool, env_config={"batch_size": 2})
+single("pool/in part/recurrent", fragments, env=envs.Pool, env_config={"batch_size": 1}, module=ExactRecurrent)
+single("pool/in part/fails", faults, env=envs.Pool, env_config={"batch_size": 2, "fails": 17}, **FORGIVING)
 single("own vector", tour, env=envs.OwnVector)
 single("own vector/storm", faults, env=envs.OwnVector, module=ExactRecurrent, **STORM)
 single("own vector/all fail", faults, env=envs.OwnVector, env_config={"all": 21}, events=True, **FORGIVING)
@@ -486,6 +493,8 @@ multi("inline/shared/recurrent", tour, module=ExactRecurrent, **SHARED)
 multi("inline/shared/lookback", tour, episode_lookback_horizon=3, **SHARED)
 multi("inline/shared/state", move, module=ExactRecurrent, **SHARED)
 multi("inline/shared/rebuilt", rebuild, **SHARED)
+register_env("golden agents", lambda context: envs.Together(context))
+multi("inline/registered", rebuild, env="golden agents", module=ExactRecurrent, **SHARED)
 multi("inline/shared/default", fragments, module=DEFAULT, exact=False, **SHARED)
 multi("inline/shared/other worker", fragments, runner={"worker_index": 2, "incarnation": 4}, num_workers=4, **SHARED)
 multi("inline/shared/no infos", fragments, infos="none", explore=False, **SHARED)
