@@ -14,7 +14,7 @@ from golden_modules import Exact, ExactNumpy, ExactRecurrent
 from golden_play import Case, Play, Settings
 
 from headrace.schemas.ledger import Discard
-from headrace.workers import PolicySpec
+from headrace.workers import PolicySpec, register_env
 from headrace.workers.connectors import (
     AgentOneHot,
     ClipActions,
@@ -160,6 +160,15 @@ def learn(run: Play) -> None:
         run.fragment()
 
 
+def long(run: Play) -> None:
+    """So many steps and episodes that blocks of random numbers are used up, and windows of metrics are full."""
+    for seq in range(1, 7):
+        run.fragment()
+        run.fragment()
+        run.metrics()
+        run.weights(seq=seq)
+
+
 def at_random(run: Play) -> None:
     """Random actions only, of a runner without a policy."""
     run.fragment(random_actions=True)
@@ -264,6 +273,8 @@ single("inline/walk/whole episodes", tour, batch_mode="complete_episodes")
 single("inline/walk/state", move, module=ExactRecurrent)
 single("inline/walk/rebuilt", rebuild)
 single("inline/walk/other worker", fragments, runner={"worker_index": 3, "incarnation": 2}, num_workers=5)
+register_env("golden walk", envs.Walk)
+single("inline/registered", rebuild, env="golden walk", module=ExactNumpy)
 single("inline/told", fragments, env=envs.Told, runner={"worker_index": 2}, num_workers=4, max_env_seed=99)
 single("inline/picture", tour, env=envs.Picture)
 single("inline/nested", tour, env=envs.Nested, episode_lookback_horizon=2)
@@ -292,6 +303,10 @@ single("inline/cartpole/lstm", fragments, env="CartPole-v1", module=LSTM, exact=
 UNFORGIVING: Settings = {**fault({"5": "raise", "30": "nan reward"}), "restart_failed_sub_environments": False}
 GIVES_UP: Settings = {**STORM, "env_restart_attempts": 1}
 OUTSIDE = fault({"9": "outside"})
+
+LONG: Settings = {"rollout_fragment_length": 24, "metrics_num_episodes_for_smoothing": 10, "num_workers": 3}
+single("inline/walk/long", long, env_config={"odds": 2}, **LONG)
+single("inline/walk/long/recurrent", long, env_config={"odds": 3}, module=ExactRecurrent, num_envs=1, **LONG)
 
 
 class Touchy:
@@ -337,6 +352,11 @@ single(
     exact=False,
     gym_env_vectorize_mode="vector_entry_point",
 )
+single("pool", tour, env=envs.Pool)
+single("pool/recurrent", fragments, env=envs.Pool, module=ExactRecurrent, episode_lookback_horizon=2)
+single("pool/in part", tour, env=envs.Pool, env_config={"batch_size": 2})
+single("pool/in part/recurrent", fragments, env=envs.Pool, env_config={"batch_size": 1}, module=ExactRecurrent)
+single("pool/in part/fails", faults, env=envs.Pool, env_config={"batch_size": 2, "fails": 17}, **FORGIVING)
 single("own vector", tour, env=envs.OwnVector)
 single("own vector/storm", faults, env=envs.OwnVector, module=ExactRecurrent, **STORM)
 single("own vector/all fail", faults, env=envs.OwnVector, env_config={"all": 21}, events=True, **FORGIVING)
@@ -374,6 +394,7 @@ single(
     **{**PROCESS, "num_envs": 2},
     env_config={"faults": {"0": {"step": {"10": "kill"}}}},
 )
+single("process/long", long, env=WALK, env_config={"odds": 2}, **LONG, **PROCESS)
 single("process/replaced", faults, env=WALK, env_process_max_episodes=5, **ONE)
 single("process/broken off", broken_off, env=WALK, **PROCESS)
 READY: Settings = {**PROCESS, "remote_env_batch_wait_ms": 0}
@@ -472,6 +493,8 @@ multi("inline/shared/recurrent", tour, module=ExactRecurrent, **SHARED)
 multi("inline/shared/lookback", tour, episode_lookback_horizon=3, **SHARED)
 multi("inline/shared/state", move, module=ExactRecurrent, **SHARED)
 multi("inline/shared/rebuilt", rebuild, **SHARED)
+register_env("golden agents", lambda context: envs.Together(context))
+multi("inline/registered", rebuild, env="golden agents", module=ExactRecurrent, **SHARED)
 multi("inline/shared/default", fragments, module=DEFAULT, exact=False, **SHARED)
 multi("inline/shared/other worker", fragments, runner={"worker_index": 2, "incarnation": 4}, num_workers=4, **SHARED)
 multi("inline/shared/no infos", fragments, infos="none", explore=False, **SHARED)
@@ -499,6 +522,8 @@ multi("inline/crowd/connectors/state", move, **{**CROWD, **OWN_PIECES})
 multi("inline/crowd/mean std", move, **CROWD, env_to_module=[FlattenObservations, MeanStd], exact=False, module=LSTM)
 multi("inline/crowd/lstm", fragments, **CROWD, module=LSTM, exact=False)
 
+multi("inline/crowd/long", long, **CROWD, **LONG)
+multi("inline/by agent/long", long, **BY_AGENT, **LONG, env_config={"limit": 2})
 multi("inline/crowd/idle", faults, **CROWD, **FORGIVING, max_idle_env_steps=1, env_config={"seen": 3})
 multi("inline/crowd/learn", learn, **CROWD, env_to_module=[FlattenObservations, MeanStd], exact=False)
 multi("inline/shared/unforgiving", errors, **SHARED, **UNFORGIVING)
@@ -514,6 +539,7 @@ multi("process", tour, **AGENTS, **PROCESS)
 multi("process/crowd", tour, **CROWD, **PROCESS)
 multi("process/crowd/connectors", fragments, **{**CROWD, **OWN_PIECES}, **PROCESS)
 multi("process/crowd/agent steps", fragments, count_steps_by="agent_steps", module=ExactRecurrent, **CROWD, **PROCESS)
+multi("process/crowd/long", long, **CROWD, **LONG, **PROCESS)
 multi("process/state", move_once, module=ExactRecurrent, **AGENTS, **PROCESS)
 multi("process/raises", faults, **CROWD, **ONE, env_config={"faults": {"0": {"step": {"10": "raise"}}}})
 multi("process/killed", faults, **AGENTS, **ONE, env_config={"faults": {"0": {"step": {"10": "kill"}}}}, events=True)

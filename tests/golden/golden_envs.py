@@ -320,6 +320,51 @@ class Rows(gym.vector.VectorEnv[Any, Any, Any]):
         return self._observe(), np.where(begins, 0.0, self._sums / 4), terminated, truncated, {}
 
 
+class Pool(Rows):
+    """A stand-in for EnvPool, which answers for `config["batch_size"]` envs at a time, the first that were told.
+
+    It is seeded when it is made. `config["fails"]` is the number of the answer that it raises in place of.
+    """
+
+    __module__ = "envpool.stand_in"  # by which a vector is taken for EnvPool's
+
+    def __init__(self, context: EnvContext) -> None:
+        super().__init__(context.num_envs)
+        self.config = {"batch_size": context.get("batch_size", context.num_envs)}
+        self._random = np.random.default_rng(context.seed)
+        self._answers: list[Any] = []
+        self._left = 0 if context.recreated else context.get("fails", 0)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        assert seed is None
+        return super().reset()
+
+    def send(self, actions: Any, lanes: Any) -> None:
+        for lane, action in zip(lanes.tolist(), actions.tolist(), strict=True):
+            self._times[lane] += 1
+            self._sums[lane] = (3 * self._sums[lane] + action + self._random.integers(0, 5)) % MODULUS
+            terminated = bool(self._sums[lane] % 11 == 0)
+            truncated = not terminated and bool(self._times[lane] >= self._limit + lane)
+            self._tell(lane, self._sums[lane] / 4, terminated, truncated)
+
+    def _reset(self, lanes: Any) -> None:
+        for lane in lanes.tolist():
+            self._sums[lane], self._times[lane] = self._random.integers(0, MODULUS), 0
+            self._tell(lane, 0.0, False, False)
+
+    def _tell(self, lane: int, reward: float, terminated: bool, truncated: bool) -> None:
+        self._answers.append((self._observe()[lane], reward, terminated, truncated, lane))
+
+    def recv(self) -> Any:
+        self._left -= 1
+        if self._left == 0:
+            raise RuntimeError("the pool is gone")
+        size = self.config["batch_size"]
+        told, self._answers = self._answers[:size], self._answers[size:]
+        observations, rewards, terminated, truncated, lanes = map(np.array, zip(*told, strict=True))
+        return observations, rewards, terminated, truncated, {"env_id": lanes}
+
+
 class Serving(ExternalEnv):
     """Plays one episode after another in its own thread, and logs every `config["logged"]`th action by itself.
 
