@@ -35,15 +35,15 @@ class Seat:
     episode: AgentEpisode
     reward: float = 0.0
     """What it got since its last action, or before its first."""
-    hangs: bool = False
+    pending: bool = False
     """It acted, and neither an observation nor its end has answered yet."""
     end: ChunkEnd = ChunkEnd.ONGOING
 
     @property
     def is_awaited(self) -> bool:
-        """Whether its newest action has no answer: it hangs, or the env has not even answered the step."""
+        """Whether its newest action has no answer: it is pending, or the env has not even answered the step."""
         whole = self.episode.whole
-        return self.hangs or (whole is not None and whole.under_way and self in whole.acting)
+        return self.pending or (whole is not None and whole.under_way and self in whole.acting)
 
     @property
     def done(self) -> bool:

@@ -3,7 +3,7 @@
 An agent that acted is in one of four cases after an env step:
 
     observed                        its transition is complete, and unless it is done it acts next
-    neither observed nor done       its action hangs: it waits, and rewards go on adding up
+    neither observed nor done       its action is pending: it waits, and rewards go on adding up
     done, not observed, terminated  complete; the observation it acted upon stands for the last one
     done, not observed, truncated   somebody will bootstrap from an observation that is missing: the config decides
 """
@@ -91,7 +91,7 @@ def read_step(
     """What `answer` of a step means; raises `EnvContractError`. All seats that acted are marked as hanging."""
     observations, rewards, terminateds, truncateds, infos = take_step_apart(answer)
     for seat in episode.acting:
-        seat.hangs = True
+        seat.pending = True
     all_end = end_of(terminateds[ALL], truncateds.get(ALL, False))
     report = LaneReport(episode, end=all_end)
     ends = {agent: _own_end(agent, terminateds, truncateds, all_end) for agent in {*episode.seats, *observations}}
@@ -152,7 +152,7 @@ def _read_rewards(report: LaneReport, rewards: AgentDict, known: Collection[Any]
 def _read_seat(report: LaneReport, seat: Seat, end: ChunkEnd, observed: bool, missing_final: MissingFinal) -> None:
     if end is not ChunkEnd.ONGOING:
         report.ended.append((seat, end))
-    if not seat.hangs:
+    if not seat.pending:
         return
     if observed:
         report.answered.append(seat)

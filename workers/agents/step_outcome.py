@@ -54,7 +54,7 @@ def apply_reports(
         _add_rewards(report, values)
         for seat in report.answered:
             totals.append(seat.reward)
-            seat.reward, seat.hangs = 0.0, False
+            seat.reward, seat.pending = 0.0, False
         for seat in report.unseen:
             seat.episode.observed_more -= 1
         for seat, end in report.ended:

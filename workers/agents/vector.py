@@ -219,4 +219,4 @@ def _undo(turn: Turn, gathered: Gathered) -> None:
     for lane, episode in turn.lanes:
         episode.t -= lane.index not in raised
         for seat in episode.acting:
-            seat.hangs = False
+            seat.pending = False

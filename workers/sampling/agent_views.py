@@ -94,7 +94,7 @@ class MultiAgentEpisodeView(AnyEpisodeView):
         if self.taken is not None:
             return self.taken[seat.agent]
         fragment = self.fragments.get(seat.module.module_id)
-        rows = fragment.rows_of(seat.row, seat.episode, hangs=seat.hangs) if fragment is not None else None
+        rows = fragment.rows_of(seat.row, seat.episode, pending=seat.pending) if fragment is not None else None
         return AgentView(
             seat.episode, self.id_high, seat.module.policy.spaces, rows, end=seat.end, made_at=self.made_at, seat=seat
         )

@@ -30,7 +30,7 @@ class OpenRows:
     lane: int
     start: int
     stop: int
-    hangs: bool = False
+    pending: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +130,9 @@ class EpisodeView(AnyEpisodeView):
     def action(self) -> Any:
         """Copy of the policy's newest action, nested as the space is; None if there was none since the last cut."""
         rows = self.open_rows
-        if rows is None or rows.stop + rows.hangs == rows.start:
+        if rows is None or rows.stop + rows.pending == rows.start:
             return None
-        at = rows.stop - 1 + rows.hangs
+        at = rows.stop - 1 + rows.pending
         newest = {n: c[rows.lane, at] for n, c in rows.columns.items() if n.startswith("actions")}
         return nest(self.spaces.action, {n: value.copy() for n, value in newest.items()}, "actions")
 

@@ -42,7 +42,7 @@ _NO_STATE: dict[str, NDArray[Any]] = {}
 
 
 class LaneSteps:
-    """`Steps` of one agent in each env of `envs`, which go on at their own pace.
+    """`SampledSteps` of one agent in each env of `envs`, which go on at their own pace.
 
     In lock-step all live lanes act in each poll, and their rows are written without index arrays while all lanes stand
     at the same row. At another pace an action that is not answered at a cut is the first step of the lane's next chunk,

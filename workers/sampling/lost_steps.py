@@ -51,7 +51,7 @@ def lose_episode(
             continue
         if seat.episode.chunks:
             markers[seat.module.module_id].append(Marker(seat.episode, reason))
-        lost += (rows[1] if rows is not None else 0) + (seat.hangs and id(seat) not in acting)
+        lost += (rows[1] if rows is not None else 0) + (seat.pending and id(seat) not in acting)
     return lost
 
 

@@ -19,7 +19,7 @@ from headrace.workers.sampling.episode_events import EpisodeEvents
 from headrace.workers.sampling.episode_starts import EpisodeStarts
 from headrace.workers.sampling.mode import Mode
 from headrace.workers.sampling.patience import Patience
-from headrace.workers.sampling.steps import AnyOutcome, Cut_co, Envs, Steps
+from headrace.workers.sampling.steps import AnyOutcome, Cut_co, Envs, SampledSteps
 
 
 class Sampler(Generic[AnyOutcome, Cut_co]):
@@ -37,7 +37,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         self,
         config: EnvRunnerConfig,
         envs: Envs,
-        steps: Steps[AnyOutcome, Cut_co],
+        steps: SampledSteps[AnyOutcome, Cut_co],
         totals: RunnerTotals,
         callbacks: CallbackList,
         patience: Patience | None = None,

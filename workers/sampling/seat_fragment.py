@@ -41,7 +41,7 @@ class SeatFragment(PendingFragment):
         at = self._level if self._level is not None else self._cursor[rows]
         self.columns["env_t"][rows, at] = env_t
 
-    def rows_of(self, row: int, episode: Episode, *, hangs: bool) -> OpenRows | None:
+    def rows_of(self, row: int, episode: Episode, *, pending: bool) -> OpenRows | None:
         """Return a seat's rows of `episode` that are not cut yet, for callbacks; None if it has none."""
         chunk = self.open[row]
         if chunk is None or chunk.episode is not episode:
@@ -49,4 +49,4 @@ class SeatFragment(PendingFragment):
         if chunk is None:
             return None
         stop = self._stop(chunk)
-        return OpenRows(self.columns, self._observations, chunk.infos, row, chunk.start, stop, hangs)
+        return OpenRows(self.columns, self._observations, chunk.infos, row, chunk.start, stop, pending)

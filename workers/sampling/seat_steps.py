@@ -51,7 +51,7 @@ Taken = tuple[list[MultiAgentEpisode], ModuleBatches]
 
 
 class SeatSteps:
-    """`Steps` of the agents of `envs`, which go on at their own pace; each module's seats have one fragment.
+    """`SampledSteps` of the agents of `envs`, which go on at their own pace; each module's seats have one fragment.
 
     `observed_more`, of the last cut: (agent, module) -> how many more observations than actions it delivered.
     Chunks of external episodes have the column "off_policy": see `LaneSteps`.
@@ -123,7 +123,7 @@ class SeatSteps:
     def has_pending(self) -> bool:
         if self._pace is not Pace.LOCK_STEP and self.envs.under_way:
             return True
-        return any(seat.hangs for episode in self.episodes for seat in episode.seats.values())
+        return any(seat.pending for episode in self.episodes for seat in episode.seats.values())
 
     def _fragment(self, seat: Seat) -> SeatFragment:
         return self._fragments[seat.module.module_id]
@@ -264,7 +264,7 @@ class SeatSteps:
             self._totals.discard(Discard.ENV_BAD_DATA, 1, env_steps=0)
             self.lost_rewards.final_steps_dropped += 1
             self.lost_rewards.add(seat.reward)
-            seat.hangs, seat.reward = False, 0.0
+            seat.pending, seat.reward = False, 0.0
         self.lost_rewards.final_observations_repeated += outcome.repeated
 
     def _answer(self, part: Part, rewards: NDArray[np.float64], unseen: Sequence[int]) -> None:
@@ -280,7 +280,7 @@ class SeatSteps:
 
     def _take_info(self, seat: Seat, info: dict[str, Any]) -> None:
         """Keep the info that came with what the seat sees now. An info without an observation belongs to no step."""
-        if seat.hangs:
+        if seat.pending:
             return
         if MASK in info and not seat.done:
             seat.module.random.tell(seat.row, info[MASK])
@@ -330,7 +330,7 @@ class SeatSteps:
         self._totals.discard(failure.reason, lost, episode.t - episode.t_cut)
 
     def lose_open(self, reason: Discard) -> None:
-        """See `Steps`. Agents that were done in an episode that goes on lose their steps too."""
+        """See `SampledSteps`. Agents that were done in an episode that goes on lose their steps too."""
         lost = sum(lose_episode(episode, reason, self._fragments, self._markers) for episode in self.episodes)
         for module_id, fragment in self._fragments.items():
             lost += lose_ended(fragment, self._goes_on, reason, self._markers[module_id])

@@ -56,7 +56,7 @@ AnyOutcome = TypeVar("AnyOutcome", bound=PollOutcome)
 Cut_co = TypeVar("Cut_co", covariant=True)
 
 
-class Steps(Protocol[AnyOutcome, Cut_co]):
+class SampledSteps(Protocol[AnyOutcome, Cut_co]):
     """How steps are chosen, taken, kept and cut.
 
     In each poll a sampler calls `act` and `take`, and with what was taken `count`, `record` and `end`. All of these may
