@@ -31,7 +31,7 @@ class Version:
 
 
 def _problem(name: str, tree: Any) -> str | None:
-    """What is wrong with `tree`, called `name`, unless it is a mapping of arrays, or of such mappings."""
+    """Return what is wrong with `tree`, called `name`; None for a mapping of arrays, or of such mappings."""
     if not isinstance(tree, Mapping):
         return f"{name} should be a dict of arrays by name, got {tree!r:.80}"
     for key, part in tree.items():

@@ -51,7 +51,7 @@ class MultiAgentEpisodeView(AnyEpisodeView):
     """Views that were taken before the buffers forget the episode."""
 
     def lasting(self) -> MultiAgentEpisodeView:
-        """The same, readable also when the episode's rows were given up, until others are written over them."""
+        """Return the same view, readable when the episode's rows were given up, until others are written over them."""
         return replace(self, taken=self.agents)
 
     def __len__(self) -> int:
@@ -84,7 +84,7 @@ class MultiAgentEpisodeView(AnyEpisodeView):
         return {agent: self._view(seat) for agent, seat in self.episode.seats.items()}
 
     def agent(self, agent_id: Any) -> AgentView:
-        """The view of one agent. Raises `KeyError` for one that has not appeared."""
+        """Return the view of one agent. Raises `KeyError` for one that has not appeared."""
         seat = self.episode.seats.get(agent_id)
         if seat is None:
             raise KeyError(f"agent {agent_id!r} has not appeared in this episode; those that have: {self.agent_ids!r}")

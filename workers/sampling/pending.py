@@ -30,7 +30,7 @@ class PendingFragment(Fragment):
     # -- one poll -----------------------------------------------------------------------------------------------------
 
     def act(self, rows: Rows, columns: Mapping[str, NDArray[Any]], weights_seq: int) -> None:
-        """The lanes `rows` act: `columns` have a row for every lane."""
+        """Write what the lanes `rows` do: `columns` have a row for every lane."""
         self.aim(None if len(rows) == self.width else rows)
         self.put(columns)
         self.columns["weights_seq"][self._where] = weights_seq
@@ -41,7 +41,7 @@ class PendingFragment(Fragment):
         return {name: self.columns[name][rows, at] for name in names}
 
     def answer(self, rows: Rows, rewards: NDArray[np.float64]) -> None:
-        """The last actions of `rows` are answered."""
+        """Complete the last steps of `rows`, whose actions are answered."""
         if self._level is not None and len(rows) == self.width:
             self.columns["rewards"][rows, self._level] = rewards
             self._level += 1
@@ -52,7 +52,7 @@ class PendingFragment(Fragment):
         self._cursor[rows] = at + 1
 
     def end(self, ended: Sequence[tuple[int, ChunkEnd]]) -> None:
-        """The episodes of these lanes are over. A chunk of no steps is forgotten."""
+        """End the episodes of these lanes, and forget chunks without a step."""
         rows: list[int] = []
         for row, end in ended:
             chunk = self.open[row]

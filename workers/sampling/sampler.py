@@ -121,7 +121,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
             raise
 
     def _clear_up(self, error: BaseException) -> None:
-        """Some lanes were stepped, reset or seen by a connector before the `error`, and others not."""
+        """Give up open steps that `error` spoilt: it came after some lanes were stepped or reset, and before others were."""
         if isinstance(error, PolicyMappingError):
             self.abandon(Discard.RESET)
         elif self.steps.is_spoilt_by(error):
@@ -184,7 +184,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
             self._totals.timers.timed("env_reset_timer", self.envs.try_reset)(list(over))
 
     def _abort(self, failure: Failure, *, recorded: bool = False) -> None:
-        """The env or a callback failed: its open steps are lost under the failure's reason, and its episode is over.
+        """Give up the open steps of a lane whose env or callback failed, under the failure's reason, and its episode.
 
         `recorded` says that the last step was recorded already.
         """
@@ -197,7 +197,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         self.envs.fail(failure)
 
     def abandon(self, reason: Discard) -> None:
-        """Every open episode is over: its undelivered steps are lost under `reason`, delivered parts get a marker."""
+        """End every open episode. Undelivered steps are lost under `reason`; delivered parts get an end marker."""
         if self._events.watches_failures:
             for lane in self.envs.lanes:
                 if lane.episode is not None:
@@ -207,7 +207,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         self.needs_reset = True
 
     def finish(self, reason: Discard) -> None:
-        """`abandon`, with fragments for `cut` to deliver what had finished and to tell of the rest."""
+        """Abandon all episodes, with fragments for `cut` to deliver what had finished and to tell of the rest."""
         self.abandon(reason)
         self.steps.open_fragments(1)
 

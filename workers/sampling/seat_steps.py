@@ -91,7 +91,7 @@ class SeatSteps:
             self._markers.setdefault(module.module_id, [])
 
     def _follow(self, module: ModuleSeats) -> None:
-        """The module has more seats: make room for their steps."""
+        """Make room for the steps of a module that has more seats now."""
         fragment = self._fragments.get(module.module_id)
         if fragment is not None:
             fragment.widen(module.policy.connectors.columns)
@@ -163,7 +163,7 @@ class SeatSteps:
                     self._take_info(seat, episode.reset_info[seat.agent])
 
     def _begin_seats(self, seats: Sequence[Seat]) -> None:
-        """Agents have appeared, and their first observations arrived."""
+        """Begin the chunks of agents that have appeared, whose first observations have arrived."""
         for part in parts_of(seats):
             part.module.policy.start(part.rows)
         for seat in seats:
@@ -232,12 +232,12 @@ class SeatSteps:
         return outcome
 
     def is_spoilt_by(self, error: BaseException) -> bool:
-        """A connector's error spoils them; a module's does where a memory may hold a step that will not be taken."""
+        """Return whether `error` is a connector's, or a module's whose memory may hold a step that will not be taken."""
         remembers = any(policy.memory is not None for policy in self.policies.values())
         return isinstance(error, ConnectorError) or (isinstance(error, ModuleError) and remembers)
 
     def count(self, outcome: StepOutcome) -> None:
-        """The seats of the turn acted; where an env raised, its agents' actions were not taken."""
+        """Count the steps of the seats that acted. Where an env raised, its agents' actions were not taken."""
         turn = self._newest_turn
         raised = [failure.lane for failure in outcome.failures if not failure.stepped]
         untaken = sum(len(episode.acting) for lane, episode in turn.lanes if lane.index in raised) if raised else 0
@@ -268,7 +268,7 @@ class SeatSteps:
         self.lost_rewards.final_observations_repeated += outcome.repeated
 
     def _answer(self, part: Part, rewards: NDArray[np.float64], unseen: Sequence[int]) -> None:
-        """The last actions of a module's seats are answered by what these see now; `unseen` rows see nothing new."""
+        """Complete the last steps of a module's seats by what these see now; `unseen` rows see nothing new."""
         fragment, connectors, rows = self._fragments[part.module.module_id], part.module.policy.connectors, part.rows
         if connectors.sees:
             new = ~np.isin(rows, unseen) if unseen else slice(None)
