@@ -28,7 +28,7 @@ from support.envs.toy_agents import check_books
             r"observation of agent 'a' .* got float32 \(3,\)",
         ),
         (lambda e: e.ask("one", see(1), print), "observations should be a dict by agent id"),
-        (lambda e: e.ask("one", {}, print), "observations should be of somebody who is"),
+        (lambda e: e.ask("one", {}, print), "observations should be of an agent that is"),
         (lambda e: e.ask("one", {"c": see(1)}, print), "one of agent 'c', which is done"),
         (lambda e: e.end("one", {"c": see(1)}, print), "one of agent 'c', which is done"),
         (lambda e: e.end("one", {"a": see(1)}, print, truncated=True), r"none of \['b'\], who are truncated"),

@@ -1,4 +1,4 @@
-"""What a multi-agent env is, and how whatever a creator built becomes one."""
+"""The dict protocol of multi-agent envs, and how the object that a creator returns is made to speak it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from headrace.workers.envs.creators import EnvCreator
 from headrace.workers.envs.spaces import convert
 
 ALL = "__all__"
-"""The key under which `terminateds` and `truncateds` speak of the episode as a whole."""
+"""The key of `terminateds` and `truncateds` that concerns the episode as a whole."""
 
 AgentDict = dict[Any, Any]
 
 
 class MultiAgentEnv:
-    """An env of many agents, which speaks in dicts by agent id. A subclass or anything shaped like it will do.
+    """An env of many agents, which speaks in dicts by agent id. A subclass works, or any object with this interface.
 
-    Agents with an observation act next; those without wait. An agent may come late, pause and return. Its action is
-    answered by its next observation, with all rewards it got until then. Once `terminateds` or `truncateds` has its id
-    it must not come back in that episode; `"__all__"` in either ends the episode.
+    Agents with an observation act next; the others wait. An agent may come late, pause and return. Its next observation
+    answers its action, with all rewards that it got until then. Once `terminateds` or `truncateds` has its id, it must
+    not come back in that episode. `"__all__"` in either ends the episode.
     """
 
     possible_agents: Sequence[Any] = ()
@@ -33,11 +33,14 @@ class MultiAgentEnv:
     action_spaces: Mapping[Any, Any] = {}
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[AgentDict, AgentDict]:
-        """(observations, infos) of the agents that begin."""
+        """Begin an episode, and return (observations, infos) of the agents that begin."""
         raise NotImplementedError
 
     def step(self, actions: AgentDict) -> tuple[AgentDict, AgentDict, AgentDict, AgentDict, AgentDict]:
-        """(observations, rewards, terminateds, truncateds, infos) after the actions of all agents that had to act."""
+        """Take the actions of all agents that had to act.
+
+        Return (observations, rewards, terminateds, truncateds, infos).
+        """
         raise NotImplementedError
 
     def close(self) -> None:
@@ -45,10 +48,10 @@ class MultiAgentEnv:
 
 
 def build_multi_agent_env(creator: EnvCreator, context: EnvContext) -> Any:
-    """One env with the dict protocol: the creator's own, or PettingZoo's made so. Its errors pass through."""
+    """Return one env with the dict protocol. A PettingZoo env is adapted. Errors of the creator pass through."""
     built = creator(context)
     if "pettingzoo" in sys.modules:
-        # Loaded by whoever built such an env, and not by us: PettingZoo is no dependency.
+        # The creator has loaded it. PettingZoo is no dependency of Headrace.
         from headrace.workers.agents.pettingzoo_envs import adapt
 
         built = adapt(built)
@@ -65,14 +68,14 @@ def build_multi_agent_env(creator: EnvCreator, context: EnvContext) -> Any:
 
 
 def is_multi_agent(env: Any) -> bool:
-    """Whether `env` names its agents, which no single-agent env does."""
+    """Return whether `env` names its agents, which no single-agent env does."""
     return bool(getattr(env, "possible_agents", None)) and callable(getattr(env, "step", None))
 
 
 def gym_spaces_of(env: Any) -> dict[Any, tuple[Any, Any]]:
-    """Agent id -> (observation space, action space), as the env has them.
+    """Return agent id -> (observation space, action space), as the env has them.
 
-    Raises `EnvContractError` for agents that chunks could not tell apart, which name each by the text of its id.
+    Chunks name an agent by the text of its id. Raises `EnvContractError` for two agents with the same text.
     """
     names = [str(agent) for agent in env.possible_agents]
     if ALL in names:
@@ -87,7 +90,7 @@ def gym_spaces_of(env: Any) -> dict[Any, tuple[Any, Any]]:
 
 
 def _space(env: Any, agent: Any, name: str) -> Any:
-    """From `name`s: a dict or a function of the agent; or from `name`, a function or a Dict space by agent."""
+    """Return an agent's space: from `name`s, a dict or a function; or from `name`, a function or a Dict space."""
     for attribute in (f"{name}s", name, f"get_{name}"):
         found = getattr(env, attribute, None)
         if isinstance(found, Mapping | gym.spaces.Dict) and agent in found:
@@ -98,7 +101,7 @@ def _space(env: Any, agent: Any, name: str) -> Any:
 
 
 def spaces_by_agent(gym_spaces: Mapping[Any, tuple[Any, Any]]) -> dict[Any, Spaces]:
-    """The same as data; raises `EnvContractError` for a kind that no column can hold."""
+    """Return the spaces as data. Raises `EnvContractError` for a kind that no column can hold."""
     return {
         agent: Spaces(
             observation=convert(observation, f"observation space of agent {agent!r}"),

@@ -14,69 +14,69 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class AgentEpisode(Episode):
-    """One agent's part of an episode; steps and return are the agent's own."""
+    """One agent's part of an episode. Its steps and return are the agent's own."""
 
     agent: str = ""
-    """Its id, as it is on chunks."""
+    """The agent's id, as it is on chunks."""
     whole: MultiAgentEpisode | None = None
     t_end: int = 0
-    """Env step after the last one that was delivered."""
+    """The env step after the last one that was delivered."""
     observed_more: int = 0
-    """How many more observations steps gave it than it did actions, among those not delivered yet."""
+    """How many more observations than actions it has, among the steps that are not delivered yet."""
 
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """One agent in one episode of one env. `row` is its row in all columns of the module that plays it."""
+    """One agent in one episode of one env. `row` is its row in the columns of the module that plays it."""
 
     agent: Any
     module: ModuleSeats
     row: int
     episode: AgentEpisode
     reward: float = 0.0
-    """What it got since its last action, or before its first."""
+    """The sum of its rewards since its last action, or before its first."""
     pending: bool = False
-    """It acted, and neither an observation nor its end has answered yet."""
+    """It acted, and neither an observation nor its end has answered that yet."""
     end: ChunkEnd = ChunkEnd.ONGOING
 
     @property
     def is_awaited(self) -> bool:
-        """Whether its newest action has no answer: it is pending, or the env has not even answered the step."""
+        """Whether its newest action has no answer: it is pending, or the env has not answered the step yet."""
         whole = self.episode.whole
         return self.pending or (whole is not None and whole.under_way and self in whole.acting)
 
     @property
     def done(self) -> bool:
-        """Whether it will not be seen in this episode again."""
+        """Whether it has come to its own end, and will not be observed in this episode again."""
         return self.end is not ChunkEnd.ONGOING
 
 
 @dataclass(slots=True, eq=False)
 class MultiAgentEpisode(Episode):
-    """What all agents share: the env's own clock, and who acts next."""
+    """What all agents of an episode share: the env's clock, and which agents act next."""
 
     seats: dict[Any, Seat] = field(default_factory=dict)
     early_rewards: dict[Any, float] = field(default_factory=dict)
-    """Of agents that have not appeared yet."""
+    """Rewards of agents that have not appeared yet."""
     t: int = 0
     """Env steps taken."""
     t_cut: int = 0
     """Env steps that were delivered."""
     acting: list[Seat] = field(default_factory=list)
-    """Those with an observation to act upon, in the order in which it was given."""
+    """Seats with an observation to act on, in the order in which the env gave them."""
     agents: list[Any] = field(default_factory=list)
-    """Their ids."""
+    """The agent ids of `acting`."""
     under_way: bool = False
-    """They have acted, and the env has not answered; a step that nobody will ask for again was none."""
+    """They have acted, and the env has not answered. A step that is abandoned does not count."""
     is_plain: bool = False
-    """An answer with an observation and a reward of just these agents needs no bookkeeping."""
+    """An answer with an observation and a reward of exactly these agents needs no bookkeeping."""
     trains: bool = True
-    """False: it is counted, and no learner gets it."""
+    """False: the episode is counted, but no learner gets it."""
     idle_steps: int = 0
-    """Env steps in a row after which nobody could act."""
+    """Env steps in a row after which no agent could act."""
 
     def let_act(self, seats: list[Seat]) -> None:
-        """`seats` have an observation, all others wait or are done."""
+        """Let `seats`, which have an observation, act next. All others wait or are done."""
         self.acting = seats
         self.agents = [seat.agent for seat in seats]
         self.idle_steps = 0 if seats else self.idle_steps + 1

@@ -16,7 +16,7 @@ _POLE = {"short": 0.5, "long": 1.5}
 class TwoCarts(MultiAgentEnv):
     """Two CartPoles side by side. "short" is CartPole-v1 itself; "long" has a pole that is heavier and falls slower.
 
-    Each agent is done when its own pole falls or after 500 steps, the episode when both are. A reward is 1 a step.
+    An agent is done when its pole falls, or after 500 steps. The episode is over when both are. A reward is 1 a step.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class TwoCarts(MultiAgentEnv):
         self.action_spaces = {agent: cart.action_space for agent, cart in self._carts.items()}
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[AgentDict, AgentDict]:
-        """Both begin, each from a seed of its own."""
+        """Begin with both agents, each with a seed of its own."""
         self._playing = set(self._carts)
         observations = {}
         for number, (agent, cart) in enumerate(self._carts.items()):
@@ -36,7 +36,7 @@ class TwoCarts(MultiAgentEnv):
         return observations, {}
 
     def step(self, actions: AgentDict) -> tuple[AgentDict, AgentDict, AgentDict, AgentDict, AgentDict]:
-        """Move the carts of `actions`, which are those whose pole still stands."""
+        """Move the carts of `actions`, whose poles still stand."""
         observations, rewards, terminateds, truncateds = {}, {}, {}, {}
         for agent, action in actions.items():
             answer = self._carts[agent].step(action)
@@ -47,13 +47,13 @@ class TwoCarts(MultiAgentEnv):
         return observations, rewards, terminateds, truncateds, {}
 
     def close(self) -> None:
-        """Release both."""
+        """Close both."""
         for cart in self._carts.values():
             cart.close()
 
 
 def two_carts(context: EnvContext) -> TwoCarts:
-    """The creator; it takes no env_config."""
+    """Return the env; it takes no env_config."""
     return TwoCarts()
 
 

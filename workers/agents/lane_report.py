@@ -1,11 +1,11 @@
-"""Reading what a multi-agent env answered: who was observed, whose action is answered, who is done.
+"""Reading a multi-agent env's answer: which agents were observed, whose action is answered, and which are done.
 
 An agent that acted is in one of four cases after an env step:
 
-    observed                        its transition is complete, and unless it is done it acts next
+    observed                        its transition is complete; it acts next, unless it is done
     neither observed nor done       its action is pending: it waits, and rewards go on adding up
-    done, not observed, terminated  complete; the observation it acted upon stands for the last one
-    done, not observed, truncated   somebody will bootstrap from an observation that is missing: the config decides
+    done, not observed, terminated  its transition is complete; its last observation is the one it acted on
+    done, not observed, truncated   the observation from which a learner bootstraps is missing: the config decides
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PARTS = ("observations", "rewards", "terminateds", "truncateds", "infos")
 
 @dataclass(slots=True, eq=False)
 class LaneReport:
-    """What one env's answer means for its seats; nothing of it has been done yet. Rewards are not checked."""
+    """What one env's answer means for its seats. Nothing of it has been applied yet; rewards are not checked."""
 
     episode: MultiAgentEpisode
     observed: list[Seat] = field(default_factory=list)
@@ -39,18 +39,18 @@ class LaneReport:
     rewards: list[tuple[Any, Any]] = field(default_factory=list)
     answered: list[Seat] = field(default_factory=list)
     unseen: list[Seat] = field(default_factory=list)
-    """Those of `answered` who are done and got no last observation."""
+    """Seats of `answered` that are done and got no last observation."""
     ended: list[tuple[Seat, ChunkEnd]] = field(default_factory=list)
     dropped: list[Seat] = field(default_factory=list)
-    """Their last action has no answer and is left out."""
+    """Seats whose last action has no answer, and is left out."""
     repeated: int = 0
     infos: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     end: ChunkEnd = ChunkEnd.ONGOING
-    """Of the episode as a whole."""
+    """How the episode as a whole has ended."""
 
 
 def is_plain(answer: Any, agents: list[Any]) -> bool:
-    """Whether all of `agents` and nobody else was observed and rewarded, none is done, and there are no infos."""
+    """Return whether exactly `agents` were observed and rewarded, none is done, and there are no infos."""
     try:
         observations, rewards, terminateds, truncateds, infos = answer
         return (
@@ -66,7 +66,7 @@ def is_plain(answer: Any, agents: list[Any]) -> bool:
 
 
 def read_reset(answer: Any, known: Collection[Any]) -> tuple[AgentDict, AgentDict]:
-    """(observations, infos) of a reset; raises `EnvContractError`."""
+    """Return (observations, infos) of a reset. Raises `EnvContractError`."""
     observations, infos = take_reset_apart(answer)
     _check_dict("observations of reset", observations)
     check_known(observations, known)
@@ -74,7 +74,7 @@ def read_reset(answer: Any, known: Collection[Any]) -> tuple[AgentDict, AgentDic
 
 
 def take_step_apart(answer: Any) -> tuple[AgentDict, AgentDict, AgentDict, AgentDict, AgentDict]:
-    """(observations, rewards, terminateds, truncateds, infos) of a step, dicts all; raises `EnvContractError`."""
+    """Return a step's (observations, rewards, terminateds, truncateds, infos), all dicts. Raises `EnvContractError`."""
     if not isinstance(answer, tuple | list) or len(answer) != len(_PARTS):
         raise EnvContractError("answer of step", brief(answer, 120), f"({', '.join(_PARTS)})")
     for name, part in zip(_PARTS, answer, strict=True):
@@ -88,7 +88,7 @@ def take_step_apart(answer: Any) -> tuple[AgentDict, AgentDict, AgentDict, Agent
 def read_step(
     episode: MultiAgentEpisode, answer: Any, known: Collection[Any], missing_final: MissingFinal
 ) -> LaneReport:
-    """What `answer` of a step means; raises `EnvContractError`. All seats that acted are marked as hanging."""
+    """Return what `answer` of a step means. Raises `EnvContractError`. Marks all seats that acted as pending."""
     observations, rewards, terminateds, truncateds, infos = take_step_apart(answer)
     for seat in episode.acting:
         seat.pending = True
@@ -105,12 +105,12 @@ def read_step(
 
 
 def check_idle(episode: MultiAgentEpisode, most: int) -> None:
-    """Raise `EnvContractError` where nobody acts for too long: of such an episode nothing would ever come."""
+    """Raise `EnvContractError` if no agent acts for too long: such an episode would never end."""
     if episode.idle_steps > most:
         raise EnvContractError(
             "env steps in a row in which no agent acts",
             str(episode.idle_steps),
-            f"at most max_idle_env_steps = {most}, after which somebody is observed or the episode ends ({ALL!r})",
+            f"at most max_idle_env_steps = {most}, after which an agent is observed or the episode ends ({ALL!r})",
         )
 
 
@@ -129,7 +129,7 @@ def _read_observations(
         seat = report.episode.seats.get(agent)
         if seat is None:
             check_known([agent], known)
-            if ends[agent] is ChunkEnd.ONGOING:  # else it comes and goes without an action
+            if ends[agent] is ChunkEnd.ONGOING:  # else it appears and is done without an action
                 report.newcomers.append((agent, observation))
         elif seat.done:
             raise EnvContractError("observations", f"one of agent {agent!r}, which is done", "of agents that are not")
@@ -145,7 +145,7 @@ def _read_rewards(report: LaneReport, rewards: AgentDict, known: Collection[Any]
             check_known([agent], known)
         if seat is None or not seat.done:
             report.rewards.append((agent, reward))
-        elif not _is_zero(reward):  # envs that fill their dicts give zeros for ever
+        elif not _is_zero(reward):  # some envs always fill their dicts with zeros
             raise EnvContractError("rewards", f"{brief(reward, 40)} of agent {agent!r}, which is done", "of others")
 
 
@@ -177,14 +177,14 @@ def _check_dict(name: str, part: Any) -> None:
 
 
 def check_known(agents: Iterable[Any], known: Collection[Any]) -> None:
-    """Raise `EnvContractError` for an agent that the env has not named beforehand."""
+    """Raise `EnvContractError` for an agent that is not among `known`."""
     for agent in agents:
         if agent not in known:
             raise EnvContractError("agent", repr(agent), f"one of possible_agents, {list(known)!r:.200}")
 
 
 def with_content(infos: AgentDict) -> AgentDict:
-    """Those of `infos` that say something; raises `EnvContractError` for one that is no dict."""
+    """Return the infos that are not empty. Raises `EnvContractError` for one that is no dict."""
     for agent, info in infos.items():
         if not isinstance(info, dict):
             raise EnvContractError("info", f"{brief(info)} ({type(info)}) of agent {agent!r}", "a dict")

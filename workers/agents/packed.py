@@ -33,9 +33,11 @@ class MultiAgentEnvPlaceholder(MultiAgentEnv):
         self._index = index
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        """Raise `EnvError`."""
         raise out_of_reach(self._index)
 
     def step(self, actions: AgentDict) -> Any:
+        """Raise `EnvError`."""
         raise out_of_reach(self._index)
 
 

@@ -1,4 +1,4 @@
-"""A multi-agent env in the shape of an env of one agent, for processes and hosts of envs, which know no other."""
+"""A multi-agent env with the interface of an env of one agent, for processes and hosts of envs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from headrace.workers.envs.spaces import spaces_of
 
 
 def build_any_env(creator: EnvCreator, context: EnvContext, several_agents: bool | None) -> tuple[Any, Spaces]:
-    """An env of one agent or, packed, of several, and its spaces; None: whichever the creator gives.
+    """Return an env of one agent or, packed, of several, and its spaces. `several_agents` None: either kind.
 
-    Raises `EnvContractError` for one of the other kind; whatever the creator raises passes through.
+    Raises `EnvContractError` for an env of the other kind, and what the creator raises.
     """
     built = creator(context)
     if several_agents is None:
@@ -36,7 +36,7 @@ def build_any_env(creator: EnvCreator, context: EnvContext, several_agents: bool
 
 
 class PackedEnv(gym.Env[Any, Any]):
-    """`reset` and `step` speak in rows, as `Packing` says; what must not be is said here already, with the agent."""
+    """A multi-agent env whose `reset` and `step` speak in rows of a `Packing`. It checks what the env returns."""
 
     def __init__(self, env: Any) -> None:
         self._env = env
@@ -45,12 +45,12 @@ class PackedEnv(gym.Env[Any, Any]):
         self._unseen = self.packing.pack_seen(blank, {}, {})
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """The env's own, as a row."""
+        """Reset the env, and return a row and the infos."""
         observations, infos = read_reset(self._env.reset(seed=seed), self.packing.agents)
         return self._unseen | self.packing.pack_seen(observations, {}, {}), self.packing.pack_infos(infos)
 
     def step(self, action: Any) -> Any:
-        """Likewise. The answer is read when it is taken apart, so that a bad one is known for a step that was taken."""
+        """Step the env, and return what yields a row and so on. A bad answer raises then, after the step was taken."""
         actions = self.packing.unpack_actions(action)
         return self._parts(actions, self._env.step(actions))
 
@@ -72,7 +72,7 @@ class PackedEnv(gym.Env[Any, Any]):
         yield self.packing.pack_infos(infos)
 
     def close(self) -> None:
-        """The env's own."""
+        """Close the env."""
         close = getattr(self._env, "close", None)
         if close is not None:
             close()
@@ -83,7 +83,7 @@ def _end_of(agent: Any, terminateds: AgentDict, truncateds: AgentDict) -> ChunkE
 
 
 def _blank(space: Space) -> Any:
-    """Something inside `space`, as near to zero as can be."""
+    """Return a value inside `space`, as near to zero as possible."""
     if isinstance(space, Dict):
         return {key: _blank(sub) for key, sub in space.spaces.items()}
     if isinstance(space, Tuple):

@@ -1,14 +1,14 @@
-"""A multi-agent env as one row of columns, so that it lives wherever envs of one agent do: in a process, on a host.
+"""A multi-agent env as one row of columns, so that it can live where envs of one agent do: in a process, on a host.
 
-    observation   0 "red", 1 "blue", ...   what each agent sees, or anything inside its space where it sees nothing
-                  observed, rewarded       int32 (agents,): 0 for who is not, else the agent's place in the env's dict
+    observation   0 "red", 1 "blue", ...   what each agent sees, or any value of its space if it sees nothing
+                  observed, rewarded       int32 (agents,): 0 for an agent that is not, else its place in the env's dict
                   rewards                  float64 (agents,)
                   ends                     int8 (agents + 1,): a `ChunkEnd` each, last that of the episode as a whole
     action        0 "red", 1 "blue", ...   what each agent does
                   acting                   int32 (agents,), as `observed`
 
-Agents go by their index in possible_agents, and their ids stand, as JSON, in the names of their columns: so spaces are
-the same only if agents are. Infos travel beside the columns, by index.
+An agent has its index in possible_agents. Its id stands, as JSON, in the names of its columns, so equal spaces mean
+equal agents. Infos travel beside the columns, by index.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _Key = TypeVar("_Key")
 
 
 class Packing:
-    """What agents there are, and where each one's part of a row stands. `spaces` are those of the row.
+    """The agents of an env, and the part of a row that each has. `spaces` are those of the row.
 
-    Raises `EnvContractError` for an agent id that another process cannot be told.
+    Raises `EnvContractError` for an agent id that cannot be sent to another process.
     """
 
     def __init__(self, by_agent: Mapping[Any, Spaces]) -> None:
@@ -60,7 +60,7 @@ class Packing:
 
     @classmethod
     def of(cls, packed: Spaces) -> Packing:
-        """That which gave these spaces. Raises `DecodeError` if none did."""
+        """Return the packing that has these spaces. Raises `DecodeError` if none has."""
         problem = "spaces of no multi-agent env"
         if not is_packed(packed):
             raise DecodeError("bad_space", problem)
@@ -80,7 +80,7 @@ class Packing:
     def pack_seen(
         self, observations: AgentDict, rewards: Mapping[Any, float], ends: Mapping[Any, ChunkEnd]
     ) -> dict[str, Any]:
-        """A row's observation but for the agents that see nothing. `ends` has those who are done, and perhaps ALL."""
+        """Return a row's observation, without agents that see nothing. `ends`: of agents that are done, and of ALL."""
         row: dict[str, Any] = {self._keys[agent]: value for agent, value in observations.items()}
         row["observed"], row["rewarded"] = self._order(observations), self._order(rewards)
         row["rewards"], row["ends"] = np.zeros(self._count), np.zeros(self._count + 1, np.int8)
@@ -91,24 +91,24 @@ class Packing:
         return row
 
     def pack_infos(self, infos: AgentDict) -> dict[str, Any]:
-        """By index; those of others than agents are nobody's."""
+        """Return the infos by agent index, without those of unknown agents."""
         return {str(self.agents[agent]): info for agent, info in infos.items() if agent in self.agents}
 
     def unpack_actions(self, row: Mapping[str, Any]) -> AgentDict:
-        """What those who act do, by id, in the order in which they saw."""
+        """Return the actions of the agents that act, by id, in the order of their observations."""
         return {agent: row[self._keys[agent]] for agent in self._in_order(row["acting"])}
 
     # -- on the driver's side -----------------------------------------------------------------------------------------
 
     def unpack_observations(self, columns: Columns, row: int) -> AgentDict:
-        """What those who see something see, as views."""
+        """Return the observations of the agents that see something, as views."""
         return {
             agent: _read(self.by_agent[agent].observation, columns, f"obs/{self._keys[agent]}", row)
             for agent in self._in_order(columns["obs/observed"][row])
         }
 
     def unpack_step(self, columns: Columns, row: int, infos: Mapping[str, Any]) -> tuple[AgentDict, ...]:
-        """(observations, rewards, terminateds, truncateds, infos), as the env gave them."""
+        """Return (observations, rewards, terminateds, truncateds, infos), as the env gave them."""
         values = columns["obs/rewards"][row].tolist()
         rewards = {agent: values[self.agents[agent]] for agent in self._in_order(columns["obs/rewarded"][row])}
         *ends, all_end = columns["obs/ends"][row].tolist()
@@ -118,12 +118,12 @@ class Packing:
         return self.unpack_observations(columns, row), rewards, terminateds, truncateds, self.unpack_infos(infos)
 
     def unpack_infos(self, infos: Mapping[str, Any]) -> AgentDict:
-        """By id. What else a host may have told is left out."""
+        """Return the infos by agent id. Leave out anything else that a host may have sent."""
         known = self._by_index
         return {known[key]: info for key, info in infos.items() if key in known and isinstance(info, dict)}
 
     def pack_actions(self, columns: Columns, row: int, actions: AgentDict) -> None:
-        """Write what those who act do."""
+        """Write the actions of the agents that act."""
         columns["actions/acting"][row] = self._order(actions)
         for agent, action in actions.items():
             _write(self.by_agent[agent].action, columns, f"actions/{self._keys[agent]}", row, action)
@@ -142,7 +142,7 @@ class Packing:
 
 
 def is_packed(spaces: Spaces) -> bool:
-    """Whether these are the spaces of a multi-agent env in one row."""
+    """Return whether these are the spaces of a packed multi-agent env."""
     seen, done = _parts(spaces.observation), _parts(spaces.action)
     return all(flag in seen for flag in _SEEN_FLAGS) and all(flag in done for flag in _ACTED_FLAGS)
 

@@ -1,4 +1,4 @@
-"""PettingZoo's two kinds of env in the dict protocol: all at once, and one after another."""
+"""PettingZoo's two kinds of env in the dict protocol: all agents at once, and one after another."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from headrace.workers.agents.env import ALL, AgentDict
 
 
 def adapt(env: Any) -> Any:
-    """A PettingZoo env in the dict protocol; anything else as it is."""
+    """Return a PettingZoo env in the dict protocol, and anything else as it is."""
     if isinstance(env, ParallelEnv):
         return Simultaneous(env)
     return TakingTurns(env) if isinstance(env, AECEnv) else env
 
 
 class Simultaneous:
-    """A ParallelEnv: the episode is over when no agent is left."""
+    """A ParallelEnv. The episode is over when no agent is left."""
 
     def __init__(self, env: Any) -> None:
         self.env = env
@@ -28,16 +28,16 @@ class Simultaneous:
         self.reset, self.close = env.reset, env.close
 
     def step(self, actions: AgentDict) -> tuple[AgentDict, ...]:
-        """One step of all agents."""
+        """Step all agents."""
         observations, rewards, terminateds, truncateds, infos = self.env.step(actions)
         return observations, rewards, {**terminateds, ALL: not self.env.agents}, {**truncateds, ALL: False}, infos
 
 
 class TakingTurns:
-    """An AECEnv: only the agent whose turn it is has an observation, and with it all rewards since its last turn.
+    """An AECEnv. Only the agent whose turn it is has an observation, with all its rewards since its last turn.
 
-    So its transition runs from its turn to its next one, and nobody waits with a padded row. Agents that are done take
-    their last turn here, unseen.
+    So a transition runs from one turn of an agent to its next one, and no row is padded. Agents that are done take
+    their last turn here, which no policy sees.
     """
 
     def __init__(self, env: Any) -> None:
@@ -48,7 +48,7 @@ class TakingTurns:
         self.close = env.close
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[AgentDict, AgentDict]:
-        """The first agent's observation. What a turn before the first action tells besides comes with that action."""
+        """Reset, and return the first agent's observation. Rewards of turns before the first action come with that."""
         self.env.reset(seed=seed, options=options)
         observations, self._early, terminateds, truncateds, infos = self._turns()
         if any(terminateds.values()) or any(truncateds.values()):
@@ -56,7 +56,7 @@ class TakingTurns:
         return observations, infos
 
     def step(self, actions: AgentDict) -> tuple[AgentDict, ...]:
-        """One action, and what is seen at the turns that follow until another is needed."""
+        """Take one action, and return what agents see at the turns that follow, until another action is needed."""
         (action,) = actions.values()
         self.env.step(action)
         observations, rewards, terminateds, truncateds, infos = self._turns()

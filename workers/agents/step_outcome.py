@@ -1,4 +1,4 @@
-"""What a step of all live lanes means for their seats, and what the seats know of it afterwards."""
+"""What a step of all live lanes means for their seats, and how it is applied to them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from headrace.workers.envs.failures import Failure
 
 @dataclass(slots=True, eq=False)
 class StepOutcome:
-    """What one step of every live lane means for the seats; lanes that failed have no part in it."""
+    """What one step of every live lane means for the seats. Lanes that failed have no part in it."""
 
     answered: list[Seat]
     rewards: NDArray[np.float64]
-    """One for each of `answered`: all it got since it acted."""
+    """One for each of `answered`: the sum since it acted."""
     failures: list[Failure]
     newcomers: list[Seat] = field(default_factory=list)
     ended: list[tuple[Seat, ChunkEnd]] = field(default_factory=list)
     unseen: list[Seat] = field(default_factory=list)
-    """Those of `answered` who are done and got no last observation."""
+    """Seats of `answered` that are done and got no last observation."""
     dropped: list[Seat] = field(default_factory=list)
     repeated: int = 0
     infos: list[tuple[Seat, dict[str, Any]]] = field(default_factory=list)
     begun: bool = False
     """Never: an episode begins between two polls."""
     over: dict[int, ChunkEnd] = field(default_factory=dict)
-    """Lanes whose episode is over, and how it ended."""
+    """Lane -> how its episode ended, for those that are over."""
 
 
 def apply_reports(
@@ -42,7 +42,7 @@ def apply_reports(
     rewards: Sequence[float],
     bad: Mapping[int, Exception],
 ) -> None:
-    """Do what the reports of sound lanes say to their seats, and add it to the outcome."""
+    """Apply the reports of lanes that are not `bad` to their seats, and add them to the outcome."""
     totals: list[float] = []
     at = 0
     for report, newcomers in reports:

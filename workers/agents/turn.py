@@ -1,4 +1,4 @@
-"""Who acts in a poll, sorted by the module that plays them."""
+"""The seats that act in a poll, by the module that plays them."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ Rows = NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Some of a list of seats: those of one module, their rows there, and their places in the list (None: all)."""
+    """The seats of one module in a list of seats: their rows there, and their places in the list (None: all)."""
 
     module: ModuleSeats
     rows: Rows
     places: Rows | None
 
     def of(self, values: Sequence[Any]) -> Sequence[Any]:
-        """Those of `values`, one for each seat of the list, that belong to this part."""
+        """Return those of `values`, one for each seat of the list, that belong to this part."""
         return values if self.places is None else [values[i] for i in self.places.tolist()]
 
     def of_array(self, values: NDArray[Any]) -> NDArray[Any]:
-        """The same of an array."""
+        """Return the same of an array."""
         return values if self.places is None else values[self.places]
 
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """The seats that act, lane by lane; `env_t` int64: each one's env step. Valid until a lane is no longer plain."""
+    """The seats that act, lane by lane. `env_t` int64: the env step of each. Valid until a lane is no longer plain."""
 
     lanes: list[tuple[Lane, MultiAgentEpisode]]
     seats: list[Seat]
@@ -44,7 +44,7 @@ class Turn:
     env_t: NDArray[np.int64]
 
     def of_lanes(self, actions: Sequence[Any]) -> Iterator[tuple[Lane, MultiAgentEpisode, AgentDict]]:
-        """Each lane, and which of `actions`, one for each of `seats`, its agents do."""
+        """Yield each lane with its agents' part of `actions`, which has one for each of `seats`."""
         start = 0
         for lane, episode in self.lanes:
             stop = start + len(episode.agents)
@@ -53,7 +53,7 @@ class Turn:
 
 
 def turn_of(lanes: Sequence[Lane]) -> Turn:
-    """All who have an observation to act upon; an env none of whose agents has one is stepped all the same."""
+    """Return the seats with an observation to act on. An env without such a seat is stepped too."""
     pairs = [(lane, lane.episode) for lane in lanes if isinstance(lane.episode, MultiAgentEpisode)]
     seats: list[Seat] = []
     env_t: list[int] = []
@@ -64,7 +64,7 @@ def turn_of(lanes: Sequence[Lane]) -> Turn:
 
 
 def parts_of(seats: Sequence[Seat]) -> list[Part]:
-    """`seats` by module, those of the lowest number first."""
+    """Return `seats` by module, in the order of the modules' numbers."""
     if not seats:
         return []
     rows = np.array([seat.row for seat in seats], np.intp)

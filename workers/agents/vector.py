@@ -214,7 +214,7 @@ class MultiAgentVector:
 
 
 def _undo(turn: Turn, gathered: Gathered) -> None:
-    """Count no step of the poll: no more actions hang than before, and no episode is longer."""
+    """Count no step of the poll: no more actions are pending than before, and no episode is longer."""
     raised = {failure.lane for failure in gathered.failures if not failure.stepped}
     for lane, episode in turn.lanes:
         episode.t -= lane.index not in raised

@@ -1,4 +1,4 @@
-"""Actions on their way into the envs: from columns to each env's own form, and random ones from given numbers."""
+"""Actions on their way to the envs: in columns, in each env's own form, and random ones from given numbers."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def write_actions(
 
 
 def to_env_form(space: Space, columns: Mapping[str, NDArray[Any]], root: str = "actions") -> list[Any]:
-    """One action for each row, in the nesting of `space`: numpy scalars for Discrete, arrays (views) for other leaves.
+    """Return one action for each row, in the nesting of `space`: numpy scalars for Discrete, views for other leaves.
 
-    Scalars of the space's dtype, as `Space.sample` gives them, which gymnasium checks faster than Python ints.
+    Scalars have the space's dtype, as from `Space.sample`: gymnasium checks them faster than Python ints.
     """
     if isinstance(space, Dict):
         items = [(key, to_env_form(sub, columns, f"{root}/{key}")) for key, sub in space.spaces.items()]
@@ -56,10 +56,10 @@ def action_root(columns: Mapping[str, NDArray[Any]]) -> str:
 
 
 class RandomActions:
-    """Random actions by the rules of gymnasium's `Space.sample`, made from numbers in [0, 1) that the caller gives.
+    """Makes random actions from numbers in [0, 1) that the caller gives, by the rules of gymnasium's `Space.sample`.
 
-    Integers and bounded reals are uniform, reals bounded on one side shifted exponential, unbounded ones normal.
-    `noise_size` numbers make one action.
+    Integers and bounded reals are uniform. Reals bounded on one side are shifted exponential, unbounded ones normal.
+    One action takes `noise_size` numbers.
     """
 
     def __init__(self, space: Space) -> None:
@@ -67,7 +67,7 @@ class RandomActions:
         self.noise_size = sum(leaf_size(leaf) for _, leaf in self._leaves)
 
     def __call__(self, noise: NDArray[np.float32], acting: NDArray[np.intp] | None = None) -> dict[str, NDArray[Any]]:
-        """Return action columns for noise float32 (rows, noise_size), of all rows, whichever are `acting`."""
+        """Return action columns for noise float32 (envs, noise_size)."""
         columns = {}
         at = 0
         for name, leaf in self._leaves:
@@ -104,7 +104,7 @@ def _spread_box(leaf: Box, numbers: NDArray[np.float64]) -> NDArray[Any]:
 
 
 def _normal(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
-    import torch  # here, because a process of envs reads this file too and is not to load all of torch for it
+    import torch  # here, because a process of envs imports this file too and must not load torch for it
 
     spread: NDArray[np.float64] = torch.special.ndtri(torch.from_numpy(np.maximum(numbers, 2.0**-25))).numpy()
     return spread

@@ -39,6 +39,7 @@ class Replies:
     pictures: list[tuple[int, NDArray[np.uint8] | None]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
+        """Whether there is any reply."""
         return bool(self.stepped or self.began or self.built or self.failures or self.pictures)
 
 
@@ -64,7 +65,7 @@ class EnvBackend(Protocol):
 
     @property
     def observations(self) -> dict[str, NDArray[Any]]:
-        """ "obs/..." -> (width, *shape): what each lane saw last. True until the lane is stepped or reset."""
+        """What each lane saw last: "obs/..." -> (width, *shape). True until the lane is stepped or reset."""
 
     @property
     def rewards(self) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""The bounds of a leaf, element by element, how an action gets inside those of a Box, and those of a reward."""
+"""Bounds of a leaf, element by element; how an action gets inside those of a Box; and the bounds of a reward."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from numpy.typing import NDArray
 from headrace.schemas.spaces import Box, Discrete, Leaf, MultiDiscrete, column_dtype, leaf_shape
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)
-"""In either direction. What is beyond is infinite to most learners, and sums of such rewards are to everybody."""
+"""In either direction. A larger reward is infinite in most learners, and sums of such rewards are anywhere."""
 _SQUARE = LARGEST_REWARD**2
 _NOWHERE = np.empty(0, np.intp)
 
 
 def unsound_rewards(rewards: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Positions of those that are not finite, or beyond `LARGEST_REWARD`."""
+    """Return the positions of rewards that are not finite, or beyond `LARGEST_REWARD`."""
     if np.vdot(rewards, rewards) <= _SQUARE:  # one pass, and the usual case; false for NaN
         return _NOWHERE
     return np.flatnonzero(~(np.abs(rewards) <= LARGEST_REWARD))
 
 
 def reward_due(seen: float) -> str:
-    """What a reward should have been that was not sound."""
+    """Return what a reward that is not sound should have been, in words."""
     return f"within {LARGEST_REWARD:.3g}" if np.isfinite(seen) else "finite scalar"
 
 
 def box_bounds(leaf: Box) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Lowest and highest value of each element: float64 of the leaf's shape, infinite where there is none."""
+    """Return the lowest and highest value of each element: float64 of the leaf's shape, infinite where unbounded."""
     return _row(leaf, leaf.low, -np.inf), _row(leaf, leaf.high, np.inf)
 
 
 def leaf_bounds(leaf: Leaf) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
-    """Both bounds of any leaf, in the shape of a row, None where every value of the dtype is inside."""
+    """Return both bounds of any leaf, in the shape of a row; None where every value of the dtype is inside."""
     shape, dtype = leaf_shape(leaf), column_dtype(leaf)
     low: NDArray[Any]
     high: NDArray[Any]
@@ -52,36 +52,36 @@ def leaf_bounds(leaf: Leaf) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
 
 
 def bounded_box(low: NDArray[np.float64], high: NDArray[np.float64], dtype: str) -> Box:
-    """The Box of these bounds, whose shape they have; the inverse of `box_bounds`."""
+    """Return the Box of these bounds, in their shape: the inverse of `box_bounds`."""
     return Box(shape=low.shape, dtype=dtype, low=_shared(low), high=_shared(high))
 
 
 class ActionBounds:
-    """From a policy's action for a Box leaf, (rows, *shape) around 0, to what the env takes."""
+    """Turns a policy's actions for a Box leaf, (rows, *shape) around 0, into what the env takes."""
 
     def __init__(self, leaf: Box) -> None:
         self.dtype = column_dtype(leaf)
         self.whole = self.dtype.kind in "iu"
-        """The env wants integers."""
+        """Whether the env takes integers."""
         self._low, self._high = box_bounds(leaf)
         bounded = np.isfinite(self._low) & np.isfinite(self._high)
         low, high = np.where(bounded, self._low, -1.0), np.where(bounded, self._high, 1.0)
         self._centre, self._half_range = (low + high) / 2, (high - low) / 2
 
     def unsquash(self, actions: NDArray[Any]) -> NDArray[np.float64]:
-        """Mapped from [-1, 1] to the bounds where both are finite, as it is elsewhere; what was outside stays so."""
+        """Map from [-1, 1] to the bounds where both are finite. Leave other elements and values outside as they are."""
         mapped: NDArray[np.float64] = self._centre + actions * self._half_range
         return mapped
 
     def squash(self, actions: NDArray[Any]) -> NDArray[np.float64]:
-        """The inverse of `unsquash`; 0 where the bounds leave no choice."""
+        """Return the inverse of `unsquash`; 0 where the bounds leave no choice."""
         mapped: NDArray[np.float64] = (actions - self._centre) / np.where(
             self._half_range > 0, self._half_range, np.inf
         )
         return mapped
 
     def clip(self, actions: NDArray[Any]) -> NDArray[Any]:
-        """Clipped to the bounds, in the env's dtype; rounded first if that is one of integers."""
+        """Clip to the bounds, in the env's dtype. Round first if that is an integer."""
         clipped: NDArray[Any] = np.clip(np.rint(actions) if self.whole else actions, self._low, self._high)
         return clipped.astype(self.dtype)
 
@@ -93,6 +93,6 @@ def _row(leaf: Box, bound: Any, absent: float) -> NDArray[np.float64]:
 
 
 def _shared(bound: NDArray[np.float64]) -> float | tuple[float | None, ...] | None:
-    """One number when all elements share it, None for infinity."""
+    """Return one number if all elements share it, None for infinity."""
     flat = [value if np.isfinite(value) else None for value in bound.ravel().tolist()]
     return flat[0] if len(set(flat)) == 1 else tuple(flat)

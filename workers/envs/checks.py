@@ -1,4 +1,4 @@
-"""What an env may answer. Each check gives or raises `EnvContractError` with what was seen."""
+"""Checks of what an env returns. Each raises `EnvContractError`, or returns it, with what was seen."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _BOOLS = (bool, np.bool_)
 def check_rewards(
     rewards: Sequence[Any], lanes: Sequence[int], actions: Sequence[Any]
 ) -> tuple[NDArray[np.float64], list[tuple[int, EnvContractError]]]:
-    """Rewards as float64, and (position, what is wrong) for each that is no finite real scalar; those become 0.
+    """Return rewards as float64, and (position, error) for each that is no finite real scalar within `LARGEST_REWARD`.
 
-    One beyond `LARGEST_REWARD` is none either.
+    A bad reward becomes 0.
     """
     try:
         array = np.array(rewards)
@@ -51,7 +51,7 @@ def _check_each_reward(
 
 
 def _real_scalar(reward: Any) -> float:
-    """NaN for what is none."""
+    """Return the number, or NaN for what is no real scalar."""
     if not isinstance(reward, bool | int | float | np.generic | np.ndarray):
         return math.nan
     array = np.asarray(reward)
@@ -59,13 +59,13 @@ def _real_scalar(reward: Any) -> float:
 
 
 def check_info(info: Any) -> None:
-    """An info is a dict, or the env is at fault."""
+    """Raise `EnvContractError` for an info that is no dict."""
     if not isinstance(info, dict):
         raise EnvContractError("info", f"{brief(info)} ({type(info)})", "a dict")
 
 
 def end_of(terminated: Any, truncated: Any) -> ChunkEnd:
-    """How a step ended, if it did; terminated wins when it is both, for then there is nothing to bootstrap from."""
+    """Return how an episode has ended, if it has. Terminated wins over truncated: it needs no bootstrapping."""
     if not isinstance(terminated, _BOOLS) or not isinstance(truncated, _BOOLS):
         seen = f"{brief(terminated, 40)} ({type(terminated)}) and {brief(truncated, 40)} ({type(truncated)})"
         raise EnvContractError("terminated and truncated", seen, "bools")
@@ -75,14 +75,14 @@ def end_of(terminated: Any, truncated: Any) -> ChunkEnd:
 
 
 def take_apart(answer: Any, error: Exception) -> EnvContractError:
-    """What was wrong with an answer of `step` that raised `error` while it was read."""
+    """Return what is wrong with an answer of `step` that raised `error` when it was read."""
     if isinstance(error, EnvContractError):
         return error
     return EnvContractError("answer of step", brief(answer, 120), "(obs, reward, terminated, truncated, info)")
 
 
 def take_reset_apart(answer: Any) -> tuple[Any, dict[str, Any]]:
-    """(observation, info) of a reset."""
+    """Return (observation, info) of a reset. Raises `EnvContractError`."""
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise EnvContractError("answer of reset", brief(answer, 120), "(obs, info)")
     check_info(answer[1])

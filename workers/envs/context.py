@@ -1,4 +1,4 @@
-"""What an env and its creator are told, and what an env may tell back."""
+"""What an env's creator is told, and how an env asks to be rebuilt."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 
 class EnvContext(dict[str, Any]):
-    """The user's `env_config`, which also knows for whom the env is built, so each may get a port or a map of its own.
+    """The user's `env_config`, with attributes that say which env is built, so that each can have its own port or map.
 
-    `vector_index` is the env's place in its runner, from 0, and `num_envs` how many the runner has: whoever creates a
-    whole vector makes one of that many. `recreated` says it replaces one that failed. `seed` is for what can be seeded
-    only when it is made: it follows from the run's, another each time, and env i of a whole vector may take seed + i.
+    `vector_index` is the env's place in its runner, from 0. `num_envs` is how many envs the runner has; a creator of a
+    whole vector makes one of that many. `recreated`: the env replaces one that failed. `seed` is for envs that are
+    seeded when they are made: it follows from the run's seed, and differs each time. Env i of a vector may take
+    seed + i.
     """
 
     def __init__(
@@ -36,14 +37,14 @@ class EnvContext(dict[str, Any]):
         self.seed = seed
 
     def at(self, vector_index: int) -> EnvContext:
-        """The same for another env of the runner."""
+        """Return the context of another env of the runner."""
         other = self.with_config(self)
         other.vector_index = vector_index
         other.seed = None if self.seed is None else self.seed + vector_index - self.vector_index
         return other
 
     def with_config(self, env_config: Mapping[str, Any]) -> EnvContext:
-        """Another config for the same place."""
+        """Return a context with another `env_config` for the same place."""
         return EnvContext(
             env_config,
             worker_index=self.worker_index,
@@ -62,4 +63,4 @@ class EnvContext(dict[str, Any]):
 
 
 class StepFailedRecreateEnv(Exception):
-    """Raise it from `step` or `reset` to have the env rebuilt without an error in the log."""
+    """An env raises it from `step` or `reset` to be rebuilt without an error in the log."""

@@ -1,4 +1,4 @@
-"""From what a config calls an env to a function that builds one."""
+"""Turns the name of an env in a config into a function that builds one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.schemas.errors import EnvContractError, EnvError, HeadraceError, M
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.error_text import message_of
 
-if TYPE_CHECKING:  # processes of envs, of which there are many, start without it
+if TYPE_CHECKING:  # there are many processes of envs, and they start faster without it
     from headrace.workers.config import EnvRunnerConfig
 
 EnvCreator = Callable[[EnvContext], Any]
@@ -26,19 +26,19 @@ _CONTEXT_NAMES = frozenset(("config", "env_config", "context", "env_context", "c
 
 
 def register_env(name: str, creator: EnvCreator) -> None:
-    """Let `EnvRunnerConfig(env=name)` mean `creator` in this process; a name given again is replaced."""
+    """Let `EnvRunnerConfig(env=name)` mean `creator` in this process. A second registration replaces the first."""
     _registered[name] = creator
 
 
 def registered_creator(name: str) -> EnvCreator | None:
-    """What `register_env` was given for `name`."""
+    """Return the creator that `register_env` was given for `name`."""
     return _registered.get(name)
 
 
 def find_creator(env: str | Callable[..., Any] | None) -> EnvCreator:
-    """The creator that `env` names: registered name, import path, gymnasium id or "module:id", class or callable.
+    """Return the creator of `env`: a registered name, import path, gymnasium id or "module:id", class or callable.
 
-    Raises `MissingEnvError` for None and `UnknownEnvError` for a name nothing is known by.
+    Raises `MissingEnvError` for None, and `UnknownEnvError` for a name that stands for no env.
     """
     if env is None:
         raise MissingEnvError
@@ -54,7 +54,7 @@ def find_creator(env: str | Callable[..., Any] | None) -> EnvCreator:
 
 @contextmanager
 def naming_what_failed(config: EnvRunnerConfig, index: int) -> Iterator[None]:
-    """What a creator raises within becomes an `EnvError` that says which env it was; errors of our own stay."""
+    """Turn what a creator raises within into an `EnvError` that names the env. Headrace's own errors pass through."""
     try:
         yield
     except HeadraceError:
@@ -65,10 +65,10 @@ def naming_what_failed(config: EnvRunnerConfig, index: int) -> Iterator[None]:
 
 
 def build_env(creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
-    """One env, sure to be a gymnasium one; whatever the creator raises passes through."""
+    """Return one gymnasium env. Raises `EnvContractError` for another kind, and what the creator raises."""
     env = creator(context)
     if "dm_env" in sys.modules:
-        # Loaded by whoever built such an env, and not by us: dm_env is no dependency.
+        # The creator has loaded it. dm_env is no dependency of Headrace.
         from headrace.workers.envs.dm_envs import adapt
 
         env = adapt(env)
@@ -94,7 +94,7 @@ def _import(env: str, module: str, attribute: str) -> Callable[..., Any]:
 
 
 def gym_spec(env_id: str) -> EnvSpec:
-    """What gymnasium knows of an id, also of "module:id", where that module registers it; raises `UnknownEnvError`."""
+    """Return gymnasium's spec of an id, or of "module:id", where the module registers it. Raises `UnknownEnvError`."""
     module, colon, own_id = env_id.partition(":")
     try:
         if colon:
@@ -106,24 +106,24 @@ def gym_spec(env_id: str) -> EnvSpec:
 
 def _of_gym_id(env_id: str) -> EnvCreator:
     spec = gym_spec(env_id)
-    # The rows of each poll are checked by Headrace itself, and only one of the two checkers should be paid for.
+    # Headrace checks all envs of a poll at once, which makes gymnasium's own checker a second cost.
     return lambda context: gym.make(spec, disable_env_checker=True, **context)
 
 
 def _of_callable(target: Callable[..., Any]) -> EnvCreator:
-    """A function or class gets the context if it takes an argument that could be it, else the config's items.
+    """Return a creator that gives `target` the context if it takes such an argument, else the config's items.
 
-    So PettingZoo's `env(**kwargs)` can be named as it is.
+    So a config can name PettingZoo's `env(**kwargs)` directly.
     """
     takes_context = _takes_context(target) if inspect.isclass(target) else _takes_an_argument(target)
     return target if takes_context else lambda context: target(**context)
 
 
 def _takes_an_argument(function: Callable[..., Any]) -> bool:
-    """Whether one may be given without its name, as far as can be told."""
+    """Return whether the function takes a positional argument, as far as its signature tells."""
     try:
         kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
-    except ValueError:  # of some that are written in C
+    except ValueError:  # some functions written in C have no signature
         return True
     by_name = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
     return not kinds <= by_name

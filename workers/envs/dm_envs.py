@@ -1,4 +1,4 @@
-"""DeepMind's envs as gymnasium ones. Imported only where their creator has loaded `dm_env`, which is no dependency."""
+"""DeepMind's envs as gymnasium envs. Imported only where a creator has loaded `dm_env`, which is no dependency."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from headrace.schemas.errors import EnvContractError
 
 
 def adapt(env: Any) -> Any:
-    """`env` made a gymnasium one if it is a `dm_env.Environment`; anything else as it is."""
+    """Return a `dm_env.Environment` as a gymnasium env, and anything else as it is."""
     return DmEnv(env) if isinstance(env, dm_env.Environment) else env
 
 
 class DmEnv(gym.Env[Any, Any]):
-    """Specs become spaces. An episode that ends with discount 0 has terminated, with any other it was truncated.
+    """A `dm_env.Environment` as a gymnasium env. Its specs become spaces.
 
-    A discount that is neither 0 nor 1 is in the info. The protocol knows no seeds: whoever makes the env seeds it, by
-    `context.seed` for one.
+    An episode that ends with discount 0 has terminated; with any other discount it was truncated. A discount that is
+    neither 0 nor 1 is in the info. The protocol has no seeds: the creator seeds the env, for example by `context.seed`.
     """
 
     def __init__(self, env: dm_env.Environment) -> None:
@@ -31,11 +31,11 @@ class DmEnv(gym.Env[Any, Any]):
         self.action_space = space_of(env.action_spec(), "action spec")
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """See `gymnasium.Env`."""
+        """Begin an episode. `seed` and `options` have no effect."""
         return self._seen(self.env.reset()), {}
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """See `gymnasium.Env`."""
+        """Step the env. Raises `EnvContractError` for a step that begins an episode."""
         step = self.env.step(action)
         if step.first():
             raise EnvContractError("step type", "FIRST", "MID or LAST in answer to step, after a reset")
@@ -44,7 +44,7 @@ class DmEnv(gym.Env[Any, Any]):
         return self._seen(step), step.reward, terminated, step.last() and not terminated, info
 
     def close(self) -> None:
-        """See `gymnasium.Env`."""
+        """Close the env."""
         self.env.close()
 
     def _seen(self, step: dm_env.TimeStep) -> Any:
@@ -52,7 +52,7 @@ class DmEnv(gym.Env[Any, Any]):
 
 
 def space_of(spec: Any, where: str) -> gym.Space[Any]:
-    """The space that holds what `spec` describes; raises `EnvContractError` for strings and the like."""
+    """Return the space of what `spec` describes. Raises `EnvContractError` for strings and the like."""
     match spec:
         case specs.DiscreteArray():
             return gym.spaces.Discrete(spec.num_values, dtype=spec.dtype.type)
@@ -77,7 +77,7 @@ def _bounds(spec: specs.Array) -> tuple[Any, Any]:
 
 
 def _nested(observation: Any) -> Any:
-    """Lists, which specs allow, as the tuples that spaces have; bools as MultiBinary has them."""
+    """Return lists, which specs allow, as the tuples of a space, and bools as the integers of MultiBinary."""
     if isinstance(observation, Mapping):
         return {key: _nested(part) for key, part in observation.items()}
     if isinstance(observation, list | tuple):

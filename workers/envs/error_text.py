@@ -1,4 +1,4 @@
-"""What a user's objects say of themselves, in a few words: their methods may raise like any other code of theirs."""
+"""Short text about a user's objects for error messages. Their own methods may raise, which is caught here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def brief(value: Any, longest: int = 80) -> str:
-    """The beginning of its `repr`, or what it is if it has none."""
+    """Return the beginning of the value's `repr`, or its type if that raises."""
     try:
         return plain(repr(value)[:longest])
     except Exception as error:  # noqa: BLE001 - a user's class
@@ -14,7 +14,7 @@ def brief(value: Any, longest: int = 80) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """What an error says, if it can be read."""
+    """Return the error's message, or a note that it cannot be read."""
     try:
         return plain(str(error))
     except Exception as broken:  # noqa: BLE001 - an error of the user's own class, whose __str__ raises
@@ -22,5 +22,5 @@ def message_of(error: BaseException) -> str:
 
 
 def plain(text: str) -> str:
-    """Without lone surrogates, which are no JSON."""
+    """Return the text without lone surrogates, which JSON cannot hold."""
     return text.encode(errors="replace").decode()

@@ -1,4 +1,4 @@
-"""One failure of one env, and the line that tells of it."""
+"""One failure of one env, and its line in the log."""
 
 from __future__ import annotations
 
@@ -36,43 +36,43 @@ _REASONS: dict[type[BaseException], Discard] = {
 
 @dataclass(slots=True, eq=False)
 class Failure:
-    """What went wrong in one lane. `stepped` says that `env.step` returned, with something it must not return."""
+    """What went wrong in one lane. `stepped`: `env.step` returned, but something that it must not return."""
 
     lane: int
     error: BaseException
     stepped: bool = False
     discarded: int = 0
     at: str = "reset"
-    """Where, in words, for the log."""
+    """Where it failed, in words, for the log."""
     unbegun: Episode | None = None
-    """The episode that was created for a reset which failed."""
+    """The episode that was created for a reset that failed."""
     view: Any = None
     """The sampler's view of the episode that was going on, if a callback is to see it."""
 
     @property
     def reason(self) -> Discard:
-        """Under which name its unfinished steps go into the books."""
+        """The reason under which its unfinished steps are discarded."""
         return next((name for kind, name in _REASONS.items() if isinstance(self.error, kind)), Discard.ENV_EXCEPTION)
 
     @property
     def is_of_env(self) -> bool:
-        """Whether the env is to blame: it did not ask for this, and nobody else's doing."""
+        """Whether the env caused it: it did not ask to be rebuilt, and nothing else made it fail."""
         innocent = StepFailedRecreateEnv | CallbackError | EnvNeighbourError | EnvHostLostError | ClientLostError
         innocent |= EpisodeAbortedError  # what `run()` of an external env was told, and did not catch
         return not isinstance(self.error, innocent)
 
     @property
     def is_of_host(self) -> bool:
-        """The env went with its host, which says nothing about how the next one will fare."""
+        """Whether the env was lost with its host, which says nothing about the next env."""
         return isinstance(self.error, EnvHostLostError)
 
     @property
     def was_asked_for(self) -> bool:
-        """The env wants to be rebuilt, which is no error."""
+        """Whether the env asked to be rebuilt, which is no error."""
         return isinstance(self.error, StepFailedRecreateEnv)
 
     def report(self, wait_s: float, attempt: int, attempts: int, *, with_traceback: bool) -> None:
-        """Log it: one line, and where the env raised if that was not shown before."""
+        """Log the failure in one line, and with the traceback if that was not logged before."""
         error = self.error
         if self.is_of_host:
             logger.warning(

@@ -182,7 +182,7 @@ class InlineEnvs:
 
     @property
     def observations(self) -> dict[str, NDArray[Any]]:
-        """ "obs/..." -> (width, *shape): what each lane saw last."""
+        """What each lane saw last: "obs/..." -> (width, *shape)."""
         return self._seen.columns
 
     def env_at(self, lane: int) -> Any:

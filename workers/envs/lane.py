@@ -1,4 +1,4 @@
-"""One env of a vector: the object itself, the episode it is in, and the end of both."""
+"""One place of a vector: its env, the episode that the env is in, and how envs are closed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """One episode, and how much of it was cut into chunks already."""
+    """One episode, and how much of it was already cut into chunks."""
 
     env_index: int
     number: int
@@ -28,25 +28,25 @@ class Episode:
     reset_info: dict[str, Any]
     started_at: float = field(default_factory=time.perf_counter)
     ended_at: float = 0.0
-    """When it terminated or was truncated, which may be long before it is cut."""
+    """When it terminated or was truncated, in `perf_counter` seconds. It may be cut much later."""
     chunks: int = 0
     steps: int = 0
     episode_return: float = 0.0
     seam_info: dict[str, Any] | None = None
-    """Info of the observation at which the last chunk was cut."""
+    """The info of the observation at which the last chunk was cut."""
     custom_data: dict[str, Any] = field(default_factory=dict)
     """What callbacks keep with the episode."""
     last_steps: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """Columns of the steps before the last cut, at most `episode_lookback_horizon`."""
+    """Columns of the last steps before the last cut, at most `episode_lookback_horizon`."""
 
     @property
     def duration_s(self) -> float:
-        """Of an episode that has ended."""
+        """How long an episode that has ended lasted, in seconds."""
         return self.ended_at - self.started_at
 
     @property
     def id_low(self) -> int:
-        """The lower 64 bits of its id."""
+        """The lower 64 bits of the episode's id."""
         return self.env_index << EPISODE_BITS | self.number
 
 
@@ -73,27 +73,27 @@ class Lane:
         return self.due_at is not None and self.due_at <= now
 
     def adopt(self, env: gym.Env[Any, Any]) -> None:
-        """Take a freshly built env."""
+        """Take a newly built env."""
         self.env, self.step = env, env.step
 
     def release(self) -> gym.Env[Any, Any] | None:
-        """Give the env away, to be closed."""
+        """Return the env, to be closed; the lane has none from now on, and no episode."""
         env, self.env, self.step, self.episode = self.env, None, None, None
         return env
 
     def create_episode(self, seed: int, kind: type[AnyEpisode]) -> AnyEpisode:
-        """The episode that a reset with `seed` is to begin. Its number is used up even if the reset fails."""
+        """Return the episode that a reset with `seed` begins. Its number is used up even if the reset fails."""
         self.episodes_begun += 1
         return kind(self.index, self.episodes_begun - 1, seed, {})
 
     def begin_episode(self, episode: Episode, info: dict[str, Any]) -> None:
-        """The env was reset: what follows belongs to `episode`."""
+        """Begin `episode`, for which the env was reset."""
         episode.reset_info = info
         self.episode = episode
 
 
 def close_envs(envs: Iterable[Any], timeout_s: float) -> None:
-    """Close each env in a thread of its own, all within `timeout_s` seconds: errors and hanging ones are warnings."""
+    """Close each env in a thread of its own, all within `timeout_s` seconds. Log errors and timeouts as warnings."""
     threads = [
         threading.Thread(target=_close, args=(env,), name=f"close-{type(env).__name__}", daemon=True)
         for env in envs

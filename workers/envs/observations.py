@@ -1,7 +1,7 @@
-"""The current observation of each env of a vector, in columns, checked as it is written.
+"""The current observation of each env of a vector, in columns. Each is checked when it is written.
 
-The usual poll costs a handful of array operations: all envs' observations are joined and compared as one. Only when
-that finds something wrong is each env looked at by itself, to say which one it was and what was seen.
+A poll usually costs a handful of array operations: all envs' observations are joined and compared at once. Only when
+that finds something wrong, each env is checked by itself, to say which env it was and what was seen.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headrace.workers.envs.bounds import leaf_bounds
 from headrace.workers.envs.error_text import brief
 
 LaneIndex = NDArray[np.intp] | None
-"""Envs of a vector by index; None is all of them."""
+"""Indices of envs; None means all of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +37,7 @@ class _LeafColumn:
         return observations
 
     def rows_of(self, batch: Any, width: int) -> NDArray[Any]:
-        """This leaf's array in a batch of `width` observations; raises `EnvContractError`."""
+        """Return this leaf's array in a batch of `width` observations. Raises `EnvContractError`."""
         try:
             for key in self.path:
                 batch = batch[key]
@@ -50,7 +50,7 @@ class _LeafColumn:
         return rows
 
     def outside(self, rows: NDArray[Any]) -> bool:
-        """Whether any element lies outside the bounds or is NaN, by which every comparison fails."""
+        """Return whether an element is outside the bounds, or NaN, with which each comparison is false."""
         if self.low is not None:
             inside = np.count_nonzero(rows >= self.low)
             if self.high is not None:
@@ -62,7 +62,10 @@ class _LeafColumn:
 
 
 class Observations:
-    """`columns`: name -> (envs, *shape), the policy's input, overwritten by each `put`; the caller may bring them."""
+    """The observations of `width` envs. `columns`: name -> (envs, *shape), the policy's input.
+
+    Each `put` overwrites the columns. The caller may bring them.
+    """
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class Observations:
         self.columns: dict[str, NDArray[Any]] = dict(columns)
 
     def put(self, lanes: LaneIndex, observations: Sequence[Any]) -> list[tuple[int, EnvContractError]]:
-        """Write one observation for each of `lanes`; gives (position in `lanes`, what is wrong) for each bad one."""
+        """Write one observation for each of `lanes`. Return (position in `lanes`, error) for each bad one."""
         for leaf in self._leaves:
             column = self.columns[leaf.name]
             target = column if lanes is None else np.empty((len(lanes), *leaf.shape), leaf.dtype)
@@ -93,9 +96,9 @@ class Observations:
         return []
 
     def row_of(self, observation: Any) -> dict[str, NDArray[Any]] | None:
-        """A copy of one observation by column, if it has the very dtypes and shapes of the space and lies within.
+        """Return a copy of one observation by column, if it has exactly the space's dtypes and shapes and is inside it.
 
-        None says nothing against it yet: `put` takes a closer look.
+        None is not yet an error: `put` checks more closely.
         """
         row = {}
         for leaf in self._leaves:
@@ -113,9 +116,9 @@ class Observations:
         return row
 
     def put_rows(self, batch: Any) -> list[tuple[int, EnvContractError]]:
-        """Likewise one observation for every env, as arrays (envs, *shape) in the nesting of the space.
+        """Write one observation for every env, from arrays (envs, *shape) in the nesting of the space.
 
-        Raises `EnvContractError` where it is no such batch, and nobody can say whose fault that is.
+        Return as `put` does. Raises `EnvContractError` for another batch, which is no single env's fault.
         """
         columns = {leaf.name: leaf.rows_of(batch, len(self.columns[leaf.name])) for leaf in self._leaves}
         for name, rows in columns.items():
@@ -155,7 +158,7 @@ class Observations:
 
 
 def _join(leaf: _LeafColumn, observations: Sequence[Any], target: NDArray[Any]) -> bool:
-    """Write all values of one leaf at once; False when their kind, shape or dtype is not what it should be."""
+    """Write all values of one leaf at once. Return False if a kind, shape or dtype is wrong."""
     try:
         values = leaf.of(observations)
         if leaf.shape:
@@ -178,7 +181,7 @@ def _castable(array: NDArray[Any], leaf: _LeafColumn) -> bool:
 
 
 def _unbatch(space: Space, batch: Any, width: int) -> list[Any]:
-    """The rows of a batch, each in the nesting of `space`."""
+    """Return the rows of a batch, each in the nesting of `space`."""
     if isinstance(space, Dict):
         parts = {key: _unbatch(sub, batch[key], width) for key, sub in space.spaces.items()}
         return [{key: rows[i] for key, rows in parts.items()} for i in range(width)]
@@ -193,7 +196,7 @@ def _leaf(name: str, path: tuple[str | int, ...], leaf: Leaf, check_bounds: bool
 
 
 def _paths(space: Space, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    """How to reach each leaf's value in an observation, in the order of `leaves`."""
+    """Return the keys that lead to each leaf in an observation, in the order of `leaves`."""
     if isinstance(space, Dict):
         return [p for key, sub in space.spaces.items() for p in _paths(sub, (*path, key))]
     if isinstance(space, Tuple):

@@ -1,4 +1,4 @@
-"""A picture of one env, when somebody asks for it."""
+"""The picture of one env."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ logger = logging.getLogger(__name__)
 
 
 def render_at(env: Any, index: int) -> NDArray[np.uint8] | None:
-    """What env `index` shows, rgb uint8 (height, width, 3); `env` is itself, or a vector of which it is one.
+    """Return what env `index` shows, rgb uint8 (height, width, 3); `env` is that env, or the vector it is part of.
 
-    None where it was not built with render_mode "rgb_array", is down, or fails at it, which is logged.
+    None if it was not built with render_mode "rgb_array", or is down. A failure is logged, and gives None too.
     """
     try:
         return picture_of(env, index)
@@ -27,7 +27,7 @@ def render_at(env: Any, index: int) -> NDArray[np.uint8] | None:
 
 
 def picture_of(env: Any, index: int) -> NDArray[np.uint8] | None:
-    """Likewise; raises whatever the env raises."""
+    """Return the same as `render_at`. Raises what the env raises."""
     if getattr(env, "render_mode", None) != "rgb_array":
         return None
     frame = env.render()
@@ -38,5 +38,5 @@ def picture_of(env: Any, index: int) -> NDArray[np.uint8] | None:
 
 
 def warn_of(index: int, problem: str) -> None:
-    """Log that there is no picture of env `index`."""
+    """Log why there is no picture of env `index`."""
     logger.warning("env %d could not be rendered (%s)", index, problem)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # as in `creators`
 
 
 class RestartBudget:
-    """Failures of one env. The first after a delivery is repaired at once, each further one after twice the wait."""
+    """Counts the failures of one env. The first after a delivery is mended at once; the waits after it double."""
 
     def __init__(self, config: EnvRunnerConfig, env_index: int) -> None:
         self._config = config
@@ -22,11 +22,11 @@ class RestartBudget:
         self.in_a_row = 0
 
     def delivered(self) -> None:
-        """The env has given something to the learner since it last failed."""
+        """Note that the env has delivered data since it last failed."""
         self.in_a_row = 0
 
     def spend(self, error: BaseException, now: float) -> float:
-        """Count one failure; gives the seconds to wait. Raises `EnvRestartBudgetError` when that was one too many."""
+        """Count one failure, and return the seconds to wait. Raises `EnvRestartBudgetError` if it was one too many."""
         config = self._config
         self._recent.append(now)
         while self._recent[0] <= now - config.env_restart_window_s:
@@ -38,7 +38,7 @@ class RestartBudget:
             raise self._exhausted(error, len(self._recent), now, "max_env_restarts_per_window") from error
         if self.in_a_row == 1:
             return 0.0
-        # The exponent is bounded because a float's is.
+        # A float overflows with a larger exponent.
         wait = config.env_restart_backoff_s * 2.0 ** min(self.in_a_row - 2, 60)
         return min(wait, config.env_restart_backoff_max_s)
 

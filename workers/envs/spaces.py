@@ -1,4 +1,4 @@
-"""Gymnasium's spaces as Headrace's own, which travel without code."""
+"""Turns gymnasium's spaces into Headrace's own, which travel as data, and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace.workers.envs.bounds import box_bounds
 
 
 def spaces_of(env: gym.Env[Any, Any]) -> Spaces:
-    """Both spaces of an env; raises `EnvContractError` for a kind that no column can hold."""
+    """Return both spaces of an env. Raises `EnvContractError` for a kind that no column can hold."""
     return Spaces(
         observation=convert(getattr(env, "observation_space", None), "observation space"),
         action=convert(getattr(env, "action_space", None), "action space"),
@@ -23,7 +23,7 @@ def spaces_of(env: gym.Env[Any, Any]) -> Spaces:
 
 
 def spaces_of_vector(env: Any) -> Spaces:
-    """Both spaces of each env of a native vector; likewise."""
+    """Return both spaces of each env of a native vector. Raises as `spaces_of` does."""
     return Spaces(
         observation=convert(getattr(env, "single_observation_space", None), "observation space"),
         action=convert(getattr(env, "single_action_space", None), "action space"),
@@ -31,7 +31,10 @@ def spaces_of_vector(env: Any) -> Spaces:
 
 
 def convert(space: Any, where: str) -> Space:
-    """Box, Discrete, MultiDiscrete, MultiBinary, and Dict and Tuple of them; `where` names the space in errors."""
+    """Return a Box, Discrete, MultiDiscrete or MultiBinary, or a Dict or Tuple of them, as data.
+
+    `where` names the space in errors.
+    """
     match space:
         case gym.spaces.Box() | gym.spaces.MultiDiscrete() | gym.spaces.MultiBinary() if 0 in space.shape:
             raise EnvContractError(
@@ -78,15 +81,15 @@ def _ints(values: NDArray[Any]) -> tuple[int, ...]:
 
 
 def _bound(values: NDArray[Any]) -> float | tuple[float | None, ...] | None:
-    """One number when all elements share it, None for infinity."""
+    """Return one number if all elements share it, None for infinity."""
     flat = [v if np.isfinite(v) else None for v in values.ravel().astype(float).tolist()]
     return flat[0] if len(set(flat)) == 1 else tuple(flat)
 
 
 def to_gym(space: Space) -> gym.Space[Any]:
-    """A gymnasium space equal to the one that `convert` made `space` of.
+    """Return a gymnasium space equal to the one from which `convert` made `space`.
 
-    But for MultiBinary((n,)), which comes back as MultiBinary(n): to gymnasium that is another one.
+    The exception is MultiBinary((n,)), which comes back as MultiBinary(n); gymnasium does not count them as equal.
     """
     match space:
         case Box():

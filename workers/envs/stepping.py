@@ -1,4 +1,4 @@
-"""One step of many single-agent envs, one after the other, and what they answer checked at once."""
+"""One step of many envs of one agent, one after the other; what they return is checked at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.workers.envs.observations import Observations
 
 
 class Steppable(Protocol):
-    """An env and its place among the columns."""
+    """An env, and its row in the columns."""
 
     index: int
     step: Callable[[Any], Any] | None
@@ -24,9 +24,9 @@ class Steppable(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """One step of every live lane. `rewards` are those of the live lanes in order, 0 where the lane failed.
+    """What came of one step of every live lane. `rewards` has one number for each in order, 0 where `step` failed.
 
-    Of envs that answer each in its own time, `lanes` says which ones have; these then stand for the live lanes.
+    Where envs step each in its own time, `lanes` are those that have stepped; they take the place of the live lanes.
     """
 
     rewards: NDArray[np.float64]
@@ -34,14 +34,14 @@ class Outcome:
     failures: list[Failure]
     infos: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     begun: bool = False
-    """Whether episodes began with this step, in lanes that were not live: `take_started` has them."""
+    """Whether episodes began with this step in lanes that were not live; `take_started` has these lanes."""
     resets: int = 0
-    """Lanes for which this was no step, since a vector that resets itself used it for that."""
+    """How many lanes did not step, because a vector that resets its envs itself used the step for a reset."""
     lanes: NDArray[np.intp] | None = None
 
 
 def step_all(live: Sequence[Steppable], actions: Sequence[Any], into: Observations, width: int) -> Outcome:
-    """Step each of `live` with the action at its index, and write what it sees `into` the `width` rows of columns."""
+    """Step each of `live` with the action at its index, and write what it sees into the `width` rows of `into`."""
     observations: list[Any] = []
     rewards: list[Any] = []
     infos: list[tuple[int, dict[str, Any]]] = []
@@ -82,7 +82,7 @@ def step_all(live: Sequence[Steppable], actions: Sequence[Any], into: Observatio
 
 
 def _without_failed(outcome: Outcome, live: Sequence[Steppable], good: list[int]) -> Outcome:
-    """What a lane that failed said beside is not to be believed."""
+    """Remove what a lane that failed reported besides: it cannot be trusted."""
     failed = {failure.lane for failure in outcome.failures}
     by_lane = dict(zip(good, outcome.rewards.tolist(), strict=True))
     outcome.rewards = np.array([by_lane.get(lane.index, 0.0) for lane in live])

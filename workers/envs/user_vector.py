@@ -16,7 +16,7 @@ from headrace.workers.envs.vector_env import VectorEnv
 
 
 class SubEnv(gym.Env[Any, Any]):
-    """One env of a vector as its lane sees it. Its step is its part, `row`, of a step that all have taken."""
+    """One env of a vector, as its lane sees it. Its step is `row`: its part of a step that all envs have taken."""
 
     render_mode = "rgb_array"
 
@@ -28,19 +28,22 @@ class SubEnv(gym.Env[Any, Any]):
 
     @property
     def unwrapped(self) -> Any:
-        """The user's own env; the whole vector where it shows none."""
+        """The user's own env, or the whole vector if it does not show its envs."""
         envs = self._vector.get_sub_environments()
         return getattr(envs[self._index], "unwrapped", envs[self._index]) if len(envs) > self._index else self._vector
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Reset this env only."""
         return self._vector.reset_at(self._index, seed=seed, options=options)
 
     def step(self, action: Any) -> Any:
+        """Return `row`, or raise the exception in it."""
         if self.row and isinstance(self.row[0], Exception):
             raise self.row[0]
         return self.row
 
     def render(self) -> Any:
+        """Return this env's picture."""
         return self._vector.try_render_at(self._index)
 
 

@@ -1,4 +1,4 @@
-"""Many envs behind one object of the user's own, for those who step them better together than one by one."""
+"""Base class for a user's own vector of envs that step better together than one by one."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Answers = tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any], Sequ
 
 
 class VectorEnv:
-    """`num_envs` envs of one agent. Derive from it, or have `wrap` make one of envs that exist.
+    """`num_envs` envs of one agent. Derive from it, or call `wrap` to make one from envs that exist.
 
-    Each env is reset, and restarted after a failure, by itself; only steps are taken together. `index` None is env 0.
+    All envs step together. Each is reset, and restarted after a failure, by itself. `index` None means env 0.
     """
 
     def __init__(self, observation_space: Any, action_space: Any, num_envs: int) -> None:
@@ -37,17 +37,17 @@ class VectorEnv:
         observation_space: Any = None,
         action_space: Any = None,
     ) -> VectorEnv:
-        """A vector of `existing_envs`, and of as many more, by `make_env(index)`, as `num_envs` need.
+        """Return a vector of `existing_envs`, filled up to `num_envs` by `make_env(index)`.
 
-        Spaces that are not given are those of env 0. The list given stays as it is. Without `make_env` no env that has
-        failed can be restarted. Raises `EnvContractError` where the numbers cannot meet.
+        Spaces that are not given are those of env 0. The list given is not changed. Without `make_env` no env that has
+        failed can be restarted. Raises `EnvContractError` where the numbers do not fit.
         """
         return _ListedEnvs(make_env, existing_envs, num_envs, observation_space, action_space)
 
     def vector_reset(
         self, *, seeds: Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[list[Any], list[dict[str, Any]]]:
-        """(observations, infos) after a reset of all envs; for your own loops, since a runner resets each by itself."""
+        """Reset all envs, and return (observations, infos). For your own loops: a runner resets each env by itself."""
         given = [None] * self.num_envs if seeds is None else seeds
         answers = [self.reset_at(index, seed=seed, options=options) for index, seed in enumerate(given)]
         return [answer[0] for answer in answers], [answer[1] for answer in answers]
@@ -55,36 +55,35 @@ class VectorEnv:
     def reset_at(
         self, index: int | None = None, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """(observation, info) after a reset of one env."""
+        """Reset one env, and return (observation, info)."""
         raise NotImplementedError
 
     def restart_at(self, index: int | None = None) -> None:
-        """Replace one env, which has failed, by a new one; `reset_at` comes next."""
+        """Replace one env, which has failed, by a new one. The runner calls `reset_at` next."""
         raise NotImplementedError
 
     def vector_step(self, actions: Sequence[Any]) -> Answers:
-        """(observations, rewards, terminateds, truncateds, infos) of one step, one of each for every env.
+        """Step all envs, and return (observations, rewards, terminateds, truncateds, infos), one of each for every env.
 
-        An action that is None is of an env that has failed and waits: it is not to be stepped, and its answer is not
-        looked at. An env that fails answers with the exception in place of its observation; what is raised is a failure
-        of all.
+        An action of None is for an env that has failed and waits: do not step it; its answer is not read. Where one
+        env fails, put the exception in place of its observation. An exception that is raised is a failure of all envs.
         """
         raise NotImplementedError
 
     def get_sub_environments(self) -> Sequence[Any]:
-        """The envs themselves, if there are such."""
+        """Return the envs themselves, if the vector has any."""
         return []
 
     def get_unwrapped(self) -> Sequence[Any]:
-        """Another name of `get_sub_environments`."""
+        """Return the same as `get_sub_environments`."""
         return self.get_sub_environments()
 
     def try_render_at(self, index: int | None = None) -> NDArray[np.uint8] | None:
-        """One env's picture, rgb uint8 (height, width, 3); None where it gives none."""
+        """Return one env's picture, rgb uint8 (height, width, 3); None if it has none."""
         return None
 
     def close(self) -> None:
-        """Release what the envs hold."""
+        """Close all envs."""
 
 
 class _ListedEnvs(VectorEnv):

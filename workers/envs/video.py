@@ -1,9 +1,9 @@
-"""Videos of episodes: an env that is another one, some of whose episodes gymnasium's recorder writes to files.
+"""Videos of episodes: an env around another env, in which gymnasium's recorder writes some episodes to files.
 
     EnvRunnerConfig(env="headrace.workers.envs.video:recorded", env_config={"env": "CartPole-v1", "folder": "videos"})
 
-Being a name with plain values, it goes where any env goes: into a fleet.toml, and into a process of its own. It needs
-moviepy (extra `video`). Chunks are those of the env without it.
+It is named like any env, so it works in a fleet.toml and in a process of its own. It needs moviepy (extra `video`).
+Chunks are the same as those of the env without it.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from headrace.workers.envs.creators import build_env, find_creator
 
 
 class Recording(BaseModel):
-    """The `env_config` of `recorded`: which episodes, of which envs of which workers, go where."""
+    """The `env_config` of `recorded`: which episodes are recorded, of which envs and workers, and where."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     env: str
-    """As in a runner's config; where it is recorded, its own `env_config` has render_mode "rgb_array" besides."""
+    """As in a runner's config. An env that is recorded also gets render_mode "rgb_array" in its `env_config`."""
     env_config: dict[str, Any] = {}
     folder: str = "videos"
-    """Each life of an env has a folder of its own in it, so that nothing is written over."""
+    """Each life of an env has its own folder in this one, so that no video is overwritten."""
     every: int = Field(default=100, ge=1)
-    """Of each env's episodes the first is recorded, and each so-and-so-manieth after it."""
+    """Of each env's episodes, the first is recorded, and then one in so many."""
     length: int = Field(default=0, ge=0)
-    """Steps of a video; 0 is the whole episode. Its pictures are kept in memory until then."""
+    """Steps of a video; 0 is the whole episode. Pictures stay in memory until it is written."""
     lanes: list[int] = [0]
     """Vector indices."""
     workers: list[int] = [0]
 
 
 def recorded(context: EnvContext) -> gym.Env[Any, Any]:
-    """The creator: `Recording.env`, with a recorder around it where one is wanted.
+    """Return the env of `Recording.env`, with a recorder around it if the env is to be recorded.
 
     A video is written when the env is reset after its episode, or closed; a process that is killed writes none. Raises
-    `pydantic.ValidationError` for an `env_config` that is none of `Recording`, `gymnasium.error.DependencyNotInstalled`
+    `pydantic.ValidationError` for an `env_config` that is no `Recording`, `gymnasium.error.DependencyNotInstalled`
     without moviepy, `ValueError` for an env that has no such render mode, and what the env's creator raises.
     """
     recording = Recording.model_validate(dict(context))

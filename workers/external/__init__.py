@@ -1,4 +1,4 @@
-"""Envs that nobody steps: they drive themselves, ask for actions, and tell what came of them."""
+"""External envs, which drive themselves: they ask for actions, and tell what came of them."""
 
 from headrace.workers.external.agent_episodes import ExternalAgentEpisodes
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv

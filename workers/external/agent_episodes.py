@@ -1,7 +1,7 @@
-"""The table of open episodes of several agents, and what may be said of whom.
+"""The table of open episodes of several agents.
 
-A call says what agents see; who of them is not done acts. Between two calls rewards, infos and ends gather by agent.
-All of it is checked when it is said, so that the sampler has nothing to refuse, and who drives hears of mistakes.
+A call has the agents' observations; each of these agents that is not done acts. Between two calls, rewards, infos and
+ends gather by agent. All of it is checked when the driver tells it, so that the driver gets the error.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from headrace.workers.external.episodes import EpisodeTable
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class AgentsCall(Call):
-    """Dicts by agent: what is seen, what was earned, whose end it is, and what was done already, if that is logged."""
+    """Dicts by agent: observations, rewards, ends, and the actions that were already taken, if they are logged."""
 
     seen: dict[Any, Any]
     rewards: dict[Any, float]
-    """Of those who are seen, in their order, and then of others."""
+    """Of the agents that are seen, in their order, and then of others."""
     done: dict[Any, ChunkEnd]
     logged: Mapping[Any, Row] | None = None
 
     @property
     def answer(self) -> tuple[dict[Any, Any], ...]:
-        """The same as a step of a multi-agent env answers it."""
+        """The call as a step of a multi-agent env would return it."""
         ends = {**self.done, ALL: self.end}
         terminateds = {agent: end is ChunkEnd.TERMINATED for agent, end in ends.items()}
         truncateds = {agent: end is ChunkEnd.TRUNCATED for agent, end in ends.items()}
@@ -40,24 +40,24 @@ class AgentsCall(Call):
 
 @dataclass(slots=True, eq=False)
 class AgentsPlace(Place):
-    """One episode, and what was said since the call before."""
+    """The place of one episode, with what was told since the last call."""
 
     playing: set[Any] = field(default_factory=set)
     """Agents that have acted and are not done."""
     gone: set[Any] = field(default_factory=set)
-    """Those that will not be seen any more."""
+    """Agents that will not be observed any more."""
     rewards: dict[Any, float] = field(default_factory=dict)
     infos: dict[Any, dict[str, Any]] = field(default_factory=dict)
     done: dict[Any, ChunkEnd] = field(default_factory=dict)
-    """Who is to have a last observation now, or never, and how it ended."""
+    """Agents that have ended, and how. Each may have a last observation with the next call, and not after it."""
 
     def forget(self) -> None:
-        """Whatever was said since the last call."""
+        """Forget what was told since the last call."""
         self.rewards, self.infos, self.done = {}, {}, {}
 
 
 class ExternalAgentEpisodes(EpisodeTable[AgentsPlace]):
-    """Those of agents with these `spaces`. `needs_final`: a truncated agent has to be seen once more."""
+    """The episodes of agents with these `spaces`. `needs_final`: a truncated agent must be observed once more."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class ExternalAgentEpisodes(EpisodeTable[AgentsPlace]):
         terminateds: Mapping[Any, bool] | None = None,
         truncateds: Mapping[Any, bool] | None = None,
     ) -> None:
-        """Add `rewards` to what agents have earned; their `infos` replace those of this step; who is done stays so.
+        """Add `rewards` to those of this step. `infos` replace those of this step. An agent that is done stays done.
 
-        Raises `EnvContractError`, and then nothing of it counts; `NoActionYetError`.
+        Raises `EnvContractError`, after which nothing of it counts, and `NoActionYetError`.
         """
         with self._lock:
             self._note(self._find(episode_id), rewards, infos, terminateds, truncateds)
@@ -143,9 +143,10 @@ class ExternalAgentEpisodes(EpisodeTable[AgentsPlace]):
         action: Mapping[Any, Row] | None = None,
         end: ChunkEnd = ChunkEnd.ONGOING,
     ) -> None:
-        """`log_returns` of `news` and what follows it, `ask`, `log_action` or `end`, in one; raises as they do.
+        """Do `log_returns` of `news`, and then `ask`, `log_action` or `end`, in one call. Raises as they do.
 
-        All of it counts or nothing. Rows are known to be in their spaces, and nobody writes to them any more.
+        Either all of it counts or nothing. The caller has checked that rows are in their spaces, and does not change
+        them any more.
         """
         if action is not None and not self._takes_logged:
             raise CannotLogError(episode_id)
@@ -207,7 +208,7 @@ class ExternalAgentEpisodes(EpisodeTable[AgentsPlace]):
             raise EnvContractError(
                 "observations",
                 f"those of {list(observations)!r:.80}, none of whom is to act",
-                "of somebody who is; the last ones of who is done go with them, or with the end of the episode",
+                "of an agent that is; last ones of agents that are done go with them, or with the end of the episode",
             )
         unseen = place.playing.difference(observations)
         missing = [agent for agent in unseen if place.done.get(agent, end) is ChunkEnd.TRUNCATED]
@@ -232,13 +233,13 @@ def _earn(place: AgentsPlace, agent: Any, reward: Any) -> float:
         total = add_reward(place.rewards.get(agent, 0.0), reward)
     except EnvContractError as error:
         raise EnvContractError(f"{error.what} of agent {agent!r}", error.seen, error.expected) from error
-    if total and agent in place.gone:  # envs that fill their dicts give zeros for ever
+    if total and agent in place.gone:  # some envs always fill their dicts with zeros
         raise EnvContractError("rewards", f"{reward!r:.40} of agent {agent!r}, which is done", "of others")
     return total
 
 
 def _without_all(dones: Any) -> Any:
-    """What is said of agents; that the episode goes on besides is no news, and that it is over is said elsewhere."""
+    """Return `dones` without the key of the whole episode, which must be False: `end_episode` ends the episode."""
     if not isinstance(dones, Mapping) or ALL not in dones:
         return dones
     if dones[ALL] is not False:

@@ -1,4 +1,4 @@
-"""What a user writes whose multi-agent env cannot be stepped: as `env.py`, in dicts by agent."""
+"""The base class for a user's multi-agent env that drives itself: like `env.py`, with dicts by agent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AgentDict = Mapping[Any, Any]
 
 
 class ExternalMultiAgentEnv(SelfDrivenEnv[ExternalAgentEpisodes]):
-    """Base class: give the spaces of all agents there may be, by agent, and override `run`, which gets its own thread.
+    """Base class. Give the spaces of all possible agents, by agent, and override `run`, which has its own thread.
 
         def run(self):
             while True:
@@ -27,9 +27,9 @@ class ExternalMultiAgentEnv(SelfDrivenEnv[ExternalAgentEpisodes]):
                     self.log_returns(episode, rewards, multiagent_done_dict=dones)
                 self.end_episode(episode, observations)
 
-    Who is observed acts, and who is not waits: agents may appear late, pause and return. Policies and their mapping are
-    as for envs that are stepped. For episodes and errors see `ExternalEnv`; `EnvContractError` also for an agent that
-    is not known, or that is done.
+    An agent that is observed acts, the others wait: agents may appear late, pause and return. Policies and their
+    mapping work as for envs that are stepped. For episodes and errors see `ExternalEnv`. `EnvContractError` is raised
+    also for an agent that is unknown, or done.
     """
 
     def __init__(
@@ -46,17 +46,17 @@ class ExternalMultiAgentEnv(SelfDrivenEnv[ExternalAgentEpisodes]):
         self.action_spaces = dict(action_space.items())
 
     def get_action(self, episode_id: str, observation_dict: AgentDict) -> dict[Any, Any]:
-        """What the current policies have each observed agent do that is not done.
+        """Return the current policies' actions of all observed agents that are not done.
 
-        At least one has to act. Blocks until all answers are there, at most `external_action_timeout_s`.
+        At least one agent has to act. Blocks until all actions are there, at most `external_action_timeout_s`.
         """
         actions: dict[Any, Any] = self._ask(episode_id, observation_dict)
         return actions
 
     def log_action(self, episode_id: str, observation_dict: AgentDict, action_dict: AgentDict) -> None:
-        """Tell actions that were not asked for, one for each observed agent that is not done.
+        """Tell actions that the policies did not choose, one for each observed agent that is not done.
 
-        Blocks until they are taken in, at most `external_log_timeout_s`.
+        Blocks until the sampler has taken them in, at most `external_log_timeout_s`.
         """
         self._log(episode_id, observation_dict, action_dict)
 
@@ -68,17 +68,18 @@ class ExternalMultiAgentEnv(SelfDrivenEnv[ExternalAgentEpisodes]):
         multiagent_done_dict: AgentDict | None = None,
         multiagent_truncated_dict: AgentDict | None = None,
     ) -> None:
-        """Add to each agent's reward since its last action, also for one that was not observed since, or not yet.
+        """Add to each agent's reward since its last action, also if it was not observed since, or not yet.
 
-        Infos go with the agents' next observations, if those come with the next call. Who is done, or truncated, may be
-        observed once more by that call, and not after it. "__all__" cannot be done here: `end_episode` says that.
+        Infos go with the agents' next observations, if those come with the next call. An agent that is done, or
+        truncated, may be observed once more by that call, and not after it. "__all__" cannot be done here: call
+        `end_episode`.
         """
         self.episodes.log_returns(episode_id, reward_dict, info_dict, multiagent_done_dict, multiagent_truncated_dict)
 
     def end_episode(self, episode_id: str, observation_dict: AgentDict, truncated: bool = False) -> None:
-        """The episode has ended for all agents, with these observations. Does not block.
+        """End the episode for all agents, with these observations. Does not block.
 
-        Who is not observed keeps the observation it acted upon as its last one, where that is right: a truncated agent
-        needs its final one, unless `missing_final_observation` lets it do without.
+        The last observation of an agent that is not among them is the one it acted on. A truncated agent needs its
+        final one, unless `missing_final_observation` says otherwise.
         """
         self._end(episode_id, observation_dict, truncated)

@@ -1,4 +1,4 @@
-"""What is said about an external episode, as it stands until the sampler takes it in."""
+"""What drivers of external episodes have told, until the sampler takes it in."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class DriverLoop(Protocol):
 
 @dataclass(slots=True)
 class Answer:
-    """What came of a call: an action in the space's own nesting, chosen by weights of that version; or an `error`.
+    """The answer to a call: an action in the nesting of the space, chosen by weights of a version; or an `error`.
 
-    Of several agents, the actions of those who act, by agent. The answer to a logged action repeats it, that to the end
-    of an episode has none.
+    With several agents, it has the actions of those that act, by agent. The answer to a logged action repeats that
+    action; the answer to the end of an episode has none.
     """
 
     action: Any = None
@@ -48,7 +48,7 @@ OnAnswer = Callable[[Answer], None]
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Call:
-    """Something was seen, and an action is to follow, or the end. `info` is of the action before."""
+    """An observation, which an action or the end follows. `info` is of the action before."""
 
     place: Place
     on_answer: OnAnswer
@@ -58,43 +58,43 @@ class Call:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SoloCall(Call):
-    """One agent's: the `row` that it sees, and what it has earned since the action before."""
+    """A call for one agent: the `row` that it sees, and its `reward` since the action before."""
 
     row: Row
     reward: float
     logged: Row | None = None
-    """The action that was taken already, by columns "actions/..."."""
+    """The action that was taken already, in columns "actions/..."."""
 
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """One open episode. `lane` is its row in the sampler's columns."""
+    """The place of one open episode. `lane` is its row in the sampler's columns."""
 
     lane: int
     episode_id: str
     training_enabled: bool
     call: Call | None = None
-    """The one that is not answered yet."""
+    """The call without an answer."""
     has_acted: bool = False
     released: bool = False
-    """The episode is over, and the lane may be another's by now."""
+    """The episode is over, and another one may have the lane by now."""
 
 
 @dataclass(slots=True, eq=False)
 class SoloPlace(Place):
-    """One agent's episode, and what was said since its last action."""
+    """The place of one agent's episode, with what was told since its last action."""
 
     reward: float = 0.0
     info: dict[str, Any] = field(default_factory=dict)
 
     def earn(self, reward: Any) -> None:
-        """Add to the reward since the last action; raises `EnvContractError` unless it and the sum are sound."""
+        """Add to the reward since the last action. Raises `EnvContractError` unless it and the sum are sound."""
         self.reward = add_reward(self.reward, reward)
 
 
 def add_reward(total: float, reward: Any) -> float:
-    """Their sum; raises `EnvContractError` unless it and `reward` are sound."""
-    if type(reward) is not float or not abs(reward) <= LARGEST_REWARD:  # as most are, which need no array for a check
+    """Return the sum. Raises `EnvContractError` unless it and `reward` are sound."""
+    if type(reward) is not float or not abs(reward) <= LARGEST_REWARD:  # else a plain float, as usual
         checked, problems = check_rewards([reward], [0], ["not known here"])
         if problems:
             raise problems[0][1]
@@ -106,14 +106,14 @@ def add_reward(total: float, reward: Any) -> float:
 
 
 class RowReader:
-    """Checks values of one space and makes rows of them. One thread at a time."""
+    """Checks values of one space and turns them into rows, for one thread at a time."""
 
     def __init__(self, space: Space, root: str, what: str, *, check_bounds: bool) -> None:
         self._checker = Observations(space, 1, check_bounds=check_bounds)
         self._root, self._what = root, what
 
     def read(self, value: Any) -> dict[str, NDArray[Any]]:
-        """The row of `value`, a copy; raises `EnvContractError` for what is not in the space."""
+        """Return `value` as a row, which is a copy. Raises `EnvContractError` for what is not in the space."""
         row = self._checker.row_of(value)
         if row is not None:
             return row if self._root == "obs" else {self._name(name): column for name, column in row.items()}

@@ -1,4 +1,4 @@
-"""What a user writes whose env cannot be stepped: `run()` drives episodes, and asks for actions as it needs them."""
+"""The base class for a user's env that drives itself: `run()` drives episodes, and asks for actions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.workers.external.solo_episodes import ExternalEpisodes
 
 
 class ExternalEnv(SelfDrivenEnv[ExternalEpisodes]):
-    """Base class: give both spaces to the constructor and override `run`, which gets a thread of its own.
+    """Base class. Give both spaces to the constructor and override `run`, which has its own thread.
 
         def run(self):
             while True:
@@ -22,9 +22,9 @@ class ExternalEnv(SelfDrivenEnv[ExternalEpisodes]):
                     self.log_returns(episode, reward)
                 self.end_episode(episode, observation)
 
-    As many as `num_envs` episodes may be open at once, driven by as many threads as one likes, each episode by one at a
-    time. All methods raise an `EpisodeError` for an id that is unknown, over or busy, an `EnvContractError` for what is
-    not in its space, and `EpisodesClosedError` once the env is over: let that end `run` and the threads it began.
+    At most `num_envs` episodes may be open at once, driven by any number of threads, but each episode by one thread at
+    a time. All methods raise an `EpisodeError` for an id that is unknown, over or busy, an `EnvContractError` for what
+    is not in its space, and `EpisodesClosedError` once the env is closed: let that end `run` and its threads.
     """
 
     def __init__(self, action_space: gym.Space[Any], observation_space: gym.Space[Any]) -> None:
@@ -32,17 +32,17 @@ class ExternalEnv(SelfDrivenEnv[ExternalEpisodes]):
         self.observation_space = observation_space
 
     def get_action(self, episode_id: str, observation: Any) -> Any:
-        """The current policy's action. Blocks until it is there, at most `external_action_timeout_s`."""
+        """Return the current policy's action. Blocks until it is there, at most `external_action_timeout_s`."""
         return self._ask(episode_id, observation)
 
     def log_action(self, episode_id: str, observation: Any, action: Any) -> None:
-        """Tell an action that was not asked for. Blocks until it is taken in, at most `external_log_timeout_s`."""
+        """Tell an action that the policy did not choose. Blocks until it is taken in: see `external_log_timeout_s`."""
         self._log(episode_id, observation, action)
 
     def log_returns(self, episode_id: str, reward: float, info: dict[str, Any] | None = None) -> None:
-        """Add to the reward since the last action. `info` goes with the next observation, and with that one only."""
+        """Add to the reward since the last action. `info` goes with the next observation only."""
         self.episodes.log_returns(episode_id, reward, info)
 
     def end_episode(self, episode_id: str, observation: Any, truncated: bool = False) -> None:
-        """The episode has ended with this observation. Does not block; its place is free once that was taken in."""
+        """End the episode with this observation. Does not block. Its place is free once that was taken in."""
         self._end(episode_id, observation, truncated)

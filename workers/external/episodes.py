@@ -1,12 +1,12 @@
-"""The table of open episodes between those who drive them and the sampler that answers them.
+"""The table of open episodes, between the drivers of episodes and the sampler that answers them.
 
     drivers, any thread                                          the sampler's thread
     start ── ask or log_action, log_returns, ask, ... ── end     wait ── take ── (act) ── answer
                                              or abort            release, give_up, close
 
-A call is one observation. It stays in its episode's place until it is answered, so that an episode has one call at a
-time and nothing here can grow: not with calls, nor with episodes, nor, since ids that are over are forgotten in the
-order in which they ended, with the past.
+A call is one observation. It stays in its episode's place until it is answered, so an episode has one call at a time.
+The table cannot grow without limit: its places limit calls and episodes, and old ids are forgotten in the order in
+which they ended.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from headrace.schemas.episode_errors import (
 from headrace.workers.external.calls import Answer, Call, DriverLoop, OnAnswer, Place
 
 REMEMBERED = 10_000
-"""Ids of episodes that are over, which are told so when they are used again; older ones are unknown ids."""
+"""How many ids of ended episodes are remembered, to say so when they are used again. Older ids are unknown."""
 
 
 MAX_ID_LENGTH = 256
@@ -49,9 +49,9 @@ AnyPlace = TypeVar("AnyPlace", bound=Place)
 class EpisodeTable(ABC, Generic[AnyPlace]):
     """At most `capacity` open episodes.
 
-    The first group of methods is for any thread and never blocks; what it refuses is a typed error and changes
-    nothing. `on_answer` is called exactly once for each call that was accepted, on the sampler's thread, and must
-    return at once. The second group is the sampler's.
+    The first group of methods is for drivers, on any thread. It never blocks; a refusal is a typed error and changes
+    nothing. `on_answer` is called exactly once for each accepted call, on the sampler's thread, and must return at
+    once. The second group is for the sampler.
     """
 
     def __init__(self, capacity: int, *, takes_logged: bool) -> None:
@@ -63,26 +63,26 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
         self._open: dict[str, AnyPlace] = {}
         self._free = list(range(capacity))
         self._calls: list[Call] = []
-        """Accepted, and not taken by the sampler."""
+        """Calls that were accepted and not taken by the sampler."""
         self._lost: list[tuple[AnyPlace, ClientLostError]] = []
-        """Aborted, and not taken."""
+        """Episodes that were aborted and not taken by the sampler."""
         self._waiting = 0
-        """Calls that are not answered."""
+        """How many calls are not answered."""
         self._over: OrderedDict[str, str | None] = OrderedDict()
-        """Ids of the newest that are over: None, or why they were aborted."""
+        """Ids of the newest episodes that are over -> None, or why they were aborted."""
         self._closed: str | None = None
         self._full: str | None = None
-        """Why no episode may begin any more, while those that are open go on."""
+        """Why no episode may begin any more, while open ones go on."""
         self.driver_loop: DriverLoop | None = None
-        """The loop that the sampler runs while it waits; None: it sleeps."""
+        """Serves drivers in the sampler's thread instead of its sleep, if it is set."""
 
-    # -- for whoever drives episodes ----------------------------------------------------------------------------------
+    # -- for drivers --------------------------------------------------------------------------------------------------
 
     def start(self, episode_id: str | None = None, *, training_enabled: bool = True) -> str:
-        """Open an episode; gives its id, a new one if none is given.
+        """Open an episode and return its id, a new one if none is given.
 
         Raises `EpisodeStartedError`, `EpisodeCompletedError`, `NoFreePlaceError`, `EpisodesClosedError`, or an
-        `EpisodeError` for an id that is no text, or of more than `MAX_ID_LENGTH` characters.
+        `EpisodeError` for an id that is no text, or longer than `MAX_ID_LENGTH`.
         """
         episode_id = uuid.uuid4().hex if episode_id is None else episode_id
         if not isinstance(episode_id, str):
@@ -108,18 +108,18 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
         self._accept(episode_id, observation, on_answer)
 
     def log_action(self, episode_id: str, observation: Any, action: Any, on_answer: OnAnswer) -> None:
-        """Tell an action that was taken without asking; it is answered when it is taken in. Raises as `ask` does."""
+        """Tell an action that the policy did not choose. It is answered when it is taken in. Raises as `ask` does."""
         if not self._takes_logged:
             raise CannotLogError(episode_id)
         self._accept(episode_id, observation, on_answer, action=(action,))
 
     def end(self, episode_id: str, observation: Any, on_answer: OnAnswer, *, truncated: bool = False) -> None:
-        """The episode has ended with this observation. Raises as `ask` does; answered when it is taken in."""
+        """End the episode with this observation. It is answered when it is taken in. Raises as `ask` does."""
         end = ChunkEnd.TRUNCATED if truncated else ChunkEnd.TERMINATED
         self._accept(episode_id, observation, on_answer, end=end)
 
     def abort(self, episode_id: str, reason: str) -> None:
-        """Whoever drove the episode is gone: it will never end. A call that is not answered is told so."""
+        """Abort the episode, because its driver is gone. A call without an answer gets the error."""
         with self._lock:
             place = self._find(episode_id, idle=False)
             error = ClientLostError(episode_id, reason)
@@ -129,18 +129,18 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
             self._news.notify()
 
     def abort_all(self, reason: str) -> None:
-        """Likewise of every episode that is open."""
+        """Abort every open episode."""
         for episode_id in list(self._open):
             with suppress(EpisodeError):  # over by now
                 self.abort(episode_id, reason)
 
     def wait_for_place(self, timeout_s: float) -> bool:
-        """Block until a place is free or the table closed, at most so long; whether that came true."""
+        """Block until a place is free or the table closed, at most `timeout_s`. Return whether that came true."""
         with self._freed:
             return self._freed.wait_for(lambda: bool(self._free or self._closed or self._full), timeout_s)
 
     def counts(self) -> dict[str, int]:
-        """What is held: open episodes, calls that wait for an answer, places that are free, ids remembered."""
+        """Return how many episodes are open, calls wait for an answer, places are free, and ids are remembered."""
         with self._lock:
             sizes = len(self._open), self._waiting, len(self._free), len(self._over)
         return dict(zip(("open", "waiting", "free", "remembered"), sizes, strict=True))
@@ -179,15 +179,15 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
 
     @abstractmethod
     def _new_place(self, lane: int, episode_id: str, training_enabled: bool) -> AnyPlace:
-        """For an episode that begins."""
+        """Return the place of an episode that begins."""
 
     @abstractmethod
     def _new_call(
         self, place: AnyPlace, observation: Any, on_answer: OnAnswer, action: tuple[Any] | None, end: ChunkEnd
     ) -> Call:
-        """What is said now and was said since the call before, checked: raises `EnvContractError`, changing nothing.
+        """Return the call, with all that was told since the last. Raises `EnvContractError`, and then changes nothing.
 
-        `action` is in a tuple, for None may be one.
+        `action` is in a tuple, because None may be an action.
         """
 
     def _check_not_over(self, episode_id: str) -> None:
@@ -196,7 +196,7 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
             raise EpisodeCompletedError(episode_id) if reason is None else EpisodeAbortedError(episode_id, reason)
 
     def _forget(self, place: Place, reason: str | None) -> None:
-        """The episode is over; its place is not free yet."""
+        """Note that the episode is over. Its place is not free yet."""
         if self._open.pop(place.episode_id, None) is not None:
             self._over[place.episode_id] = reason
             if len(self._over) > REMEMBERED:
@@ -205,9 +205,9 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
     # -- for the sampler ----------------------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float, batch_wait_s: float = 0.0) -> None:
-        """Block until something is there to `take`, at most `timeout_s`; then `batch_wait_s` for more.
+        """Block until there is something to `take`, at most `timeout_s`; then up to `batch_wait_s` for more.
 
-        No longer than until every open episode waits for its answer.
+        Returns earlier when every open episode waits for its answer.
         """
         self._wait_for(self._has_news, timeout_s)
         if batch_wait_s:
@@ -226,14 +226,14 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
         return bool(self._calls or self._lost) or self._closed is not None
 
     def take(self) -> tuple[list[Call], list[tuple[AnyPlace, ClientLostError]]]:
-        """Calls in the order in which they came, and the places of episodes that were aborted since the last time."""
+        """Return the calls, in the order in which they came, and the places of aborted episodes since the last time."""
         with self._lock:
             calls, self._calls = self._calls, []
             lost, self._lost = self._lost, []
         return calls, lost
 
     def answer(self, answers: Iterable[tuple[Place, Answer]]) -> None:
-        """Answer the calls of these places, where there are any."""
+        """Answer the calls of these places, if they have any."""
         told = []
         with self._lock:
             for place, answer in answers:
@@ -246,14 +246,14 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
             on_answer(answer)
 
     def deliver(self) -> None:
-        """What was answered leaves now, where it does not before the sampler waits again."""
+        """Send answers that would otherwise be sent when the sampler waits again."""
         if self.driver_loop is not None:
             self.driver_loop.flush()
 
     def release(self, place: Place, aborted: str | None = None) -> None:
-        """The episode is over, by its end or for the reason `aborted`, and its place free for another.
+        """Free the place of an episode that has ended, or was `aborted` for a reason.
 
-        A call of it is answered, with an error if it was aborted; if that was done before, for the reason it had then.
+        Answers its call, with an error if it was aborted. An earlier reason wins over this one.
         """
         self._vacate(place, aborted)
         error = None
@@ -263,7 +263,7 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
 
     def _vacate(self, place: Place, aborted: str | None) -> None:
         with self._lock:
-            if place.released:  # both sides may give an episode up
+            if place.released:  # both sides may abort an episode
                 return
             place.released = True
             self._forget(place, aborted)
@@ -274,13 +274,13 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
             self._freed.notify()
 
     def admit_no_more(self, reason: str) -> None:
-        """Open no episode from now on; those that are open go on."""
+        """Open no episode from now on. Open ones go on."""
         with self._lock:
             self._full = reason
             self._freed.notify_all()
 
     def close(self, reason: str) -> None:
-        """Accept nothing from now on. What was accepted may still be taken, and `release` answers the rest."""
+        """Accept nothing from now on. The sampler may still take what was accepted; `release` answers the rest."""
         with self._lock:
             if self._closed is None:
                 self._closed = reason
@@ -288,7 +288,7 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
             self._freed.notify_all()
 
     def release_all(self) -> None:
-        """Answer all calls there are, each with an error: the sampler will not come again. After `close`."""
+        """Answer all calls with an error, because the sampler will not come again. Call it after `close`."""
         with self._lock:
             places = [*self._open.values(), *(place for place, _ in self._lost)]
             reason = self._closed or "nobody samples any more"

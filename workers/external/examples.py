@@ -1,4 +1,4 @@
-"""External envs to try things with: games that step themselves, each in a thread of its own."""
+"""External envs to try: games that step themselves, each in a thread of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.workers.external.env import ExternalEnv
 
 
 class CartPoles(ExternalEnv):
-    """As many games at once as the runner has places."""
+    """CartPole games that drive themselves, as many at once as the runner has places."""
 
     def __init__(self, context: EnvContext) -> None:
         like = gym.make("CartPole-v1")
@@ -20,7 +20,7 @@ class CartPoles(ExternalEnv):
         self._seed = context.seed
 
     def run(self) -> None:
-        """Play until the env is closed; what ends one of the threads ends all of them."""
+        """Play until the env is closed. The end of one thread ends all of them."""
         self.run_in_threads(self._play, self._games)
 
     def _play(self, number: int) -> None:
@@ -37,7 +37,7 @@ class CartPoles(ExternalEnv):
 
 
 class PairsOfCarts(ExternalMultiAgentEnv):
-    """`TwoCarts`, as many at once as the runner has places; the policies of "short" and "long" may be two."""
+    """Games of `TwoCarts` that drive themselves, as many at once as the runner has places."""
 
     def __init__(self, context: EnvContext) -> None:
         like = TwoCarts()
@@ -46,7 +46,7 @@ class PairsOfCarts(ExternalMultiAgentEnv):
         self._seed = context.seed
 
     def run(self) -> None:
-        """Play until the env is closed; what ends one of the threads ends all of them."""
+        """Play until the env is closed. The end of one thread ends all of them."""
         self.run_in_threads(self._play, self._pairs)
 
     def _play(self, number: int) -> None:

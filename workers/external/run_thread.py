@@ -1,4 +1,4 @@
-"""The thread in which a user's `run()` drives episodes, and how it ends."""
+"""The thread of a user's `run()`, which drives episodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunThread:
-    """Runs `env`, which is attached, from `start` on. Once `run()` has ended its table accepts nothing more."""
+    """The thread of an env that is attached to a table. Once `run()` has ended, the table accepts nothing more."""
 
     def __init__(self, env: SelfDrivenEnv[Any]) -> None:
         self.env = env
@@ -24,12 +24,12 @@ class RunThread:
         self._thread = threading.Thread(target=self._run, name=f"run-{type(env).__name__}", daemon=True)
 
     def start(self) -> None:
-        """Call `run()` in the thread."""
+        """Start the thread, which calls `run()`."""
         self._thread.start()
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended `run()`; None while it goes on."""
+        """The error that ended `run()`; None while it goes on."""
         return self._error if self._ended.is_set() else None
 
     def _run(self) -> None:
@@ -38,12 +38,12 @@ class RunThread:
         except Exception as error:  # noqa: BLE001 - a user's env
             self._error = error
         finally:
-            # In this order, so that who sees the failure finds in the table all that was said before it.
+            # In this order: when the sampler sees the failure, the table has all that was told before it.
             self.env.episodes.close(f"run() of the env has ended ({type(self._error).__name__}: {self._error})")
             self._ended.set()
 
     def stop(self, timeout_s: float) -> None:
-        """Tell `run()` to end, and wait at most `timeout_s` seconds until it has; a thread cannot be killed."""
+        """Have `run()` end, and wait for that at most `timeout_s` seconds: a thread cannot be killed."""
         deadline = time.monotonic() + timeout_s
         self.env.episodes.close("the env was closed")
         self.env.episodes.release_all()

@@ -1,4 +1,4 @@
-"""What external envs of one agent and of several have in common: `run()`, its threads, and how its calls wait."""
+"""The base of external envs of one agent and of several: `run()`, its threads, and calls that wait."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ AnyTable = TypeVar("AnyTable", bound=EpisodeTable[Any])
 
 
 class SelfDrivenEnv(Generic[AnyTable]):
-    """An env that nobody steps: `run` has a thread of its own, and drives the episodes of a table."""
+    """An env that drives itself: `run` has a thread of its own, and drives the episodes of a table."""
 
     _episodes: AnyTable | None = None
 
     # -- what users override ------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Drive episodes, for ever. To return, or to raise, is a failure: the env is built anew, by the usual rules."""
+        """Drive episodes for ever. To return or to raise is a failure, after which the env is rebuilt as usual."""
         raise NotImplementedError(f"{type(self).__name__} must override run(), which drives its episodes")
 
     def close(self) -> None:
-        """The env is over: have whatever `run` waits for outside come to an end. Called by another thread."""
+        """End what `run` waits for outside. Another thread calls it when the env is closed."""
 
     # -- what `run` calls ---------------------------------------------------------------------------------------------
 
     def start_episode(self, episode_id: str | None = None, training_enabled: bool = True) -> str:
-        """Open an episode and give its id. Waits until there is a place for it, at most `external_start_timeout_s`.
+        """Open an episode and return its id. Waits for a free place, at most `external_start_timeout_s`.
 
-        Of one without `training_enabled` nothing goes to the learner. Raises `NoFreePlaceError` after the wait.
+        Without `training_enabled`, the learner gets nothing of the episode. Raises `NoFreePlaceError` after the wait.
         """
         episodes, deadlines = self.episodes, self._deadlines
         until = time.monotonic() + deadlines.start_s
@@ -58,9 +58,9 @@ class SelfDrivenEnv(Generic[AnyTable]):
                     raise NoFreePlaceError(error.episode_id, error.capacity, deadlines.start_s) from error
 
     def run_in_threads(self, drive: Callable[[int], None], threads: int) -> NoReturn:
-        """For `run`: call drive(0), ... drive(threads - 1), each in a thread, and raise what ends the first of them.
+        """Call drive(0), ... drive(threads - 1), each in a thread, and raise the error that ends the first of them.
 
-        The others then end with their next call. Raises `RunReturnedError` for one that returned.
+        The others end with their next call. Raises `RunReturnedError` for one that returned. Call it from `run`.
         """
         ended: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
 
@@ -77,15 +77,15 @@ class SelfDrivenEnv(Generic[AnyTable]):
             threading.Thread(target=run, args=(number,), name=name, daemon=True).start()
         raise ended.get()
 
-    # -- what drives it -----------------------------------------------------------------------------------------------
+    # -- the table ----------------------------------------------------------------------------------------------------
 
     def attach(self, episodes: AnyTable, deadlines: Deadlines) -> None:
-        """From now on calls go to `episodes`. Before `run` is."""
+        """Send calls to the table `episodes` from now on. Called before `run`."""
         self._episodes, self._deadlines = episodes, deadlines
 
     @property
     def episodes(self) -> AnyTable:
-        """The table behind these methods, for who would rather not block. Raises `EnvError` before `run` is called."""
+        """The table behind these methods, whose own methods do not block. Raises `EnvError` before `run` is called."""
         if self._episodes is None:
             raise EnvError(f"{type(self).__name__} is in no runner yet; drive episodes in run(), which a runner calls")
         return self._episodes
@@ -120,7 +120,7 @@ class SelfDrivenEnv(Generic[AnyTable]):
         return answer.action
 
     def _give_up(self, episode_id: str, reason: str) -> None:
-        """Nobody would ever know whether the action was taken."""
+        """Abort the episode, because it is unknown whether the action was taken."""
         try:
             self.episodes.abort(episode_id, reason)
         except EpisodeError:

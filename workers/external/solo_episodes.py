@@ -1,4 +1,4 @@
-"""The table of open episodes of one agent, and what may be said of it."""
+"""The table of open episodes of one agent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.workers.external.episodes import EpisodeTable
 
 
 class ExternalEpisodes(EpisodeTable[SoloPlace]):
-    """Those of one agent, with these `spaces`, the env's own."""
+    """The episodes of one agent, with the env's own `spaces`."""
 
     def __init__(self, spaces: Spaces, capacity: int, *, check_bounds: bool = True, takes_logged: bool = True) -> None:
         super().__init__(capacity, takes_logged=takes_logged)
@@ -22,7 +22,7 @@ class ExternalEpisodes(EpisodeTable[SoloPlace]):
         self._actions = RowReader(spaces.action, "actions", "action", check_bounds=True)
 
     def log_returns(self, episode_id: str, reward: float, info: dict[str, Any] | None = None) -> None:
-        """Add `reward` to what the last action has earned; `info`, if given, replaces that of this step.
+        """Add `reward` to that of the last action. `info`, if given, replaces the info of this step.
 
         Raises `EnvContractError` for a reward that is no finite number or an info that is no dict; `NoActionYetError`.
         """
@@ -46,9 +46,9 @@ class ExternalEpisodes(EpisodeTable[SoloPlace]):
         action: Row | None = None,
         end: ChunkEnd = ChunkEnd.ONGOING,
     ) -> None:
-        """`log_returns` of `news` and what follows it, `ask`, `log_action` or `end`, in one; raises as they do.
+        """Do `log_returns` of `news`, and then `ask`, `log_action` or `end`, in one call. Raises as they do.
 
-        Both rows are known to be in their spaces, and nobody writes to them any more.
+        The caller has checked that both rows are in their spaces, and does not change them any more.
         """
         reward, info = news or (0.0, None)
         if action is not None and not self._takes_logged:

@@ -1,4 +1,4 @@
-"""External episodes of one agent as the envs of a sampler: whoever has an observation acts."""
+"""External episodes of one agent, as the lanes of a sampler: each with an observation acts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headrace.workers.external.solo_episodes import ExternalEpisodes
 
 @dataclass(slots=True, eq=False)
 class ExternalEpisode(Episode):
-    """One episode of which the learner may be told, or not."""
+    """One external episode. `trains` False: the learner does not get it."""
 
     trains: bool = True
 

@@ -74,7 +74,7 @@ class PendingFragment(Fragment):
     def take(
         self, pending: Sequence[int], unfinished: Sequence[OpenChunk], *, keep_open: bool
     ) -> tuple[list[OpenChunk], Self | None]:
-        """The chunks to be cut, by row and time, and the fragment in which others go on, if there are any.
+        """Return the chunks to be cut, by row and time, and the fragment in which others go on, if there are any.
 
         Rows of `pending` lanes go on; with `keep_open` so do all open chunks, and those of `ended` that are
         `unfinished` because others still play.

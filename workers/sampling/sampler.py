@@ -121,7 +121,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
             raise
 
     def _clear_up(self, error: BaseException) -> None:
-        """Give up open steps that `error` spoilt: it came after some lanes were stepped or reset, and before others were."""
+        """Give up open steps that `error` spoilt: it came after some lanes were stepped and before others."""
         if isinstance(error, PolicyMappingError):
             self.abandon(Discard.RESET)
         elif self.steps.is_spoilt_by(error):

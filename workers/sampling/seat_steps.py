@@ -232,7 +232,7 @@ class SeatSteps:
         return outcome
 
     def is_spoilt_by(self, error: BaseException) -> bool:
-        """Return whether `error` is a connector's, or a module's whose memory may hold a step that will not be taken."""
+        """See `SampledSteps`. A module's error spoils steps where a memory may hold one that will not be taken."""
         remembers = any(policy.memory is not None for policy in self.policies.values())
         return isinstance(error, ConnectorError) or (isinstance(error, ModuleError) and remembers)
 

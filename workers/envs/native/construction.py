@@ -1,4 +1,4 @@
-"""The making of a vector whose envs are elsewhere (AsyncVectorEnv), which waits for each of them for ever."""
+"""Time limits for the construction of an AsyncVectorEnv, which waits for each of its processes for ever."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _LOOK_EVERY_S = 0.25
 
 @contextmanager
 def limited_construction(timeout_s: float) -> Iterator[None]:
-    """Raises `EnvHangError` where this thread makes an AsyncVectorEnv within, and some env's process is too late.
+    """Raise `EnvHangError` if this thread makes an AsyncVectorEnv within, and an env's process takes too long.
 
-    All its processes are killed then. Whatever else takes its time here is let be.
+    All processes of the vector are killed then. Anything else within may take any time.
     """
     maker, made, late = threading.get_ident(), threading.Event(), list[tuple[Any, int]]()
 
@@ -59,7 +59,7 @@ def limited_construction(timeout_s: float) -> Iterator[None]:
 
 
 def _vector_in_the_making(thread: int) -> AsyncVectorEnv | None:
-    """Nobody is given a vector before it is made, so that it is looked for where it is being made."""
+    """Return the AsyncVectorEnv whose constructor runs in the thread. It is found in the frames of the thread."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -70,9 +70,9 @@ def _vector_in_the_making(thread: int) -> AsyncVectorEnv | None:
 
 
 def build_in_time(builder: Callable[[], Any], timeout_s: float, process: int) -> Any:
-    """What `builder` builds; in `process`, where AsyncVectorEnv builds env 0 for its spaces only, within `timeout_s`.
+    """Return what `builder` builds. In `process`, where AsyncVectorEnv builds env 0 for its spaces, limit the time.
 
-    Raises `EnvHangError` then: nothing can end a thread, but nobody needs to wait for it.
+    Raises `EnvHangError` when it takes longer. The thread that builds cannot be ended, and is left alone.
     """
     if os.getpid() != process:
         return builder()

@@ -1,4 +1,4 @@
-"""Who builds a native vector: the user's creator, or gymnasium by the setting `gym_env_vectorize_mode`."""
+"""The creator of a native vector: the user's, or gymnasium by the setting `gym_env_vectorize_mode`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from headrace.workers.envs.native.construction import build_in_time
 
 
 def vector_creator(config: EnvRunnerConfig) -> EnvCreator:
-    """What builds the whole vector when it is called with the context of env 0.
+    """Return what builds the whole vector when it is called with the context of env 0.
 
-    "sync" and "async" take whatever `config.env` may be, and reset each env with a seed of its own;
-    "vector_entry_point" takes a gymnasium id that has one, and raises `ConfigError` for another.
+    "sync" and "async" take any `config.env`, and reset each env with a seed of its own. "vector_entry_point" takes a
+    gymnasium id that has one; for another it raises `ConfigError`.
     """
     mode = config.gym_env_vectorize_mode
     if mode is None:

@@ -1,4 +1,4 @@
-"""A vector's infos, in arrays with a mask beside each, as one dict for each env."""
+"""Turns a vector's infos, which are arrays with a mask beside each, into one dict for each env."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 
 
 def lanes_with_info(infos: Mapping[str, Any]) -> list[int]:
-    """Lanes that some mask ("_key" beside "key") names."""
+    """Return the lanes that a mask ("_key" beside "key") marks."""
     masks = [infos[f"_{key}"] for key in infos if f"_{key}" in infos]
     return np.flatnonzero(np.logical_or.reduce(masks)).tolist() if masks else []
 
 
 def info_of(infos: Mapping[str, Any], lane: int, *, within: bool = False) -> dict[str, Any]:
-    """One lane's part. What has no mask is the vector's own and nobody's info, but `within` what has one."""
+    """Return one lane's part. A key without a mask is the vector's own, and left out, but not `within` a masked one."""
     own = {}
     for key, values in infos.items():
         mask = infos.get(f"_{key}")
@@ -25,5 +25,5 @@ def info_of(infos: Mapping[str, Any], lane: int, *, within: bool = False) -> dic
 
 
 def _own(value: Any) -> Any:
-    """A row is copied, for the vector may write the next one over it."""
+    """Copy a row, because the vector may write the next one over it."""
     return value.copy() if isinstance(value, np.ndarray) else value

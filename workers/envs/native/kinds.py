@@ -1,4 +1,4 @@
-"""What kind of native vector one is: when it resets its envs, and what seeds it takes."""
+"""The kinds of native vector: when it resets its envs, and which seeds it takes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.schemas.errors import EnvContractError
 
 
 class Seeding(Enum):
-    """What `reset(seed=...)` takes."""
+    """What a vector's `reset(seed=...)` takes."""
 
     EACH = "a list, with a seed for each env"
     ONE = "one seed for all of them"
@@ -20,7 +20,10 @@ class Seeding(Enum):
 
 
 def seeding_of(env: Any) -> Seeding:
-    """Gymnasium documents lists for its own two kinds only; EnvPool takes seeds when it is made, and warns later."""
+    """Return which seeds the vector takes.
+
+    Gymnasium documents lists for its own two kinds only. EnvPool takes seeds when it is made, and warns later.
+    """
     if isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
         return Seeding.EACH
     if any(kind.__module__.partition(".")[0] == "envpool" for kind in type(env.unwrapped).__mro__):
@@ -29,13 +32,13 @@ def seeding_of(env: Any) -> Seeding:
 
 
 def autoreset_of(env: Any) -> AutoresetMode:
-    """When the vector resets an env whose episode has ended; raises `EnvContractError` if it does not say."""
+    """Return when the vector resets an env whose episode has ended. Raises `EnvContractError` if it does not say."""
     mode = (env.metadata or {}).get("autoreset_mode")
     if not isinstance(mode, AutoresetMode):
         raise EnvContractError(f"{_name(env)}.metadata['autoreset_mode']", repr(mode), "a gymnasium AutoresetMode")
     vector = env.unwrapped
     if isinstance(vector, AsyncVectorEnv) and mode is AutoresetMode.NEXT_STEP and not vector.shared_memory:
-        # Its processes forget the reset that is due only where they share memory, so that a reset would come twice.
+        # Without shared memory its processes do not forget a reset that is due, so that a reset would come twice.
         raise EnvContractError(
             "AsyncVectorEnv(shared_memory=False)", "autoreset_mode NEXT_STEP", "SAME_STEP or DISABLED, or shared memory"
         )

@@ -1,8 +1,7 @@
-"""EnvPool with a batch_size below its num_envs: it answers for those of its envs that are ready, and others go on.
+"""EnvPool with a batch_size below its num_envs: it answers for the envs that are ready, while others go on.
 
-An answer is of `batch_size` envs, and comes when so many are ready: so that nobody waits for ever, all of its envs are
-at work whenever it is asked, stepping or resetting. An env that steps for an episode which was abandoned meanwhile
-finishes that for nobody, and is reset then.
+An answer has `batch_size` envs, and comes when that many are ready. So that it always comes, all envs are at work
+whenever the driver asks: they step or reset. An env whose episode was abandoned finishes its step, and is reset then.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from headrace.workers.envs.stepping import Outcome
 
 
 def is_partial(env: Any) -> bool:
-    """Whether `env` is an EnvPool, in no wrapper, that answers for a part of its envs at a time."""
+    """Return whether `env` is an EnvPool, without a wrapper, that answers for a part of its envs at a time."""
     is_pool = seeding_of(env) is Seeding.NONE and env is env.unwrapped
     return is_pool and env.config["batch_size"] < env.num_envs
 
@@ -38,7 +37,7 @@ def is_partial(env: Any) -> bool:
 class PartialNativeVector(NativeLanes):
     """Native lanes of which each steps in its own time: a `ReadyDriver`. Its seeds are those it was made with.
 
-    `poll` may block as long as the slowest of the envs that complete a batch; nobody is told meanwhile.
+    `poll` may block as long as the slowest env of a batch takes, without a call of `on_wait`.
     """
 
     pace = Pace.READY
@@ -59,13 +58,13 @@ class PartialNativeVector(NativeLanes):
     def _take_down(self) -> None:
         super()._take_down()
         self._awaited: set[int] = set()
-        """Lanes that are stepping."""
+        """Lanes that step."""
         self._stale: set[int] = set()
-        """Lanes that are stepping for an episode which is over."""
+        """Lanes that step for an episode that is over."""
         self._coming: dict[int, Episode] = {}
-        """Lanes that are to be reset, or are being reset, and what begins there."""
+        """Lanes that are reset, now or soon, and the episodes that begin there."""
         self._arrived: list[int] = []
-        """Of these, which have been."""
+        """Lanes in `_coming` whose reset is done."""
 
     # -- which lanes are up -------------------------------------------------------------------------------------------
 
@@ -122,7 +121,7 @@ class PartialNativeVector(NativeLanes):
         return Outcome(np.array([rewards[lane] for lane in answered.tolist()]), ended, [], lanes=answered)
 
     def _receive(self) -> tuple[NDArray[np.intp], VectorStep, dict[int, Exception]] | None:
-        """The next answers: their lanes, and what is wrong by lane. None if there will be none any more."""
+        """Return the lanes of the next answer, their step, and what is wrong by lane. None if the vector is broken."""
         answer = self._try(self._env.recv)
         if answer is None:
             return None
@@ -142,7 +141,7 @@ class PartialNativeVector(NativeLanes):
         return lanes, step, {lane: error for lane, error in problems.items() if lane not in stale}
 
     def _try(self, call: Callable[[], Any]) -> Any:
-        """What `call` gives; None where the vector is broken, as it is from now on if this raises."""
+        """Return what `call` returns. If it raises, the vector is broken; return None for a broken vector."""
         if self._broken is not None:
             return None
         try:
@@ -152,9 +151,9 @@ class PartialNativeVector(NativeLanes):
             return None
 
     def _lost(self, bad: dict[int, Exception], ended: list[tuple[int, ChunkEnd]], rewards: dict[int, float]) -> Outcome:
-        """The vector is lost, and with it all open episodes but those in `ended`; `bad` are the lanes to blame.
+        """Lose the vector, and with it all open episodes but those in `ended`. The lanes in `bad` made it fail.
 
-        `rewards`: of the lanes that have stepped. All that are live were sent an action.
+        `rewards`: of the lanes that have stepped. All live lanes were sent an action.
         """
         assert self._broken is not None, "there is a reason"
         lanes = np.flatnonzero(~self._idle)
@@ -171,7 +170,7 @@ class PartialNativeVector(NativeLanes):
     # -- episodes -----------------------------------------------------------------------------------------------------
 
     def try_reset(self, lanes: Sequence[int]) -> None:
-        """Have an episode begin in each of `lanes` with a later poll, unless one is about to."""
+        """Have an episode begin in each of `lanes` with a later poll, if none is about to."""
         if self._env is None or self._broken is not None:
             return
         lanes = [index for index in lanes if index not in self._coming]
@@ -204,7 +203,7 @@ class PartialNativeVector(NativeLanes):
         return render_at(self.lanes[index].env, index)
 
     def _pause(self) -> None:
-        """Nothing is up: wait for the first resets, or for the time to build anew."""
+        """Wait for the first resets, or until the vector may be rebuilt, because no lane is up."""
         if self._env is None:
             super()._pause()
             return

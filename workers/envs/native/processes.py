@@ -1,7 +1,7 @@
-"""The processes of a vector whose envs are elsewhere (AsyncVectorEnv): killed where they do not answer or do not end.
+"""The processes of an AsyncVectorEnv, which are killed when they do not answer or do not end.
 
-Such a vector waits for its envs for ever, in `step` and in `close`. A killed process closes its pipe, and whoever waits
-for it gets an error at once: so a thread beside needs to know no more than when to kill.
+Such a vector waits for its envs for ever, in `step` and in `close`. A killed process closes its pipe, and the vector
+gets an error at once. So a watchdog thread only needs to know when to kill.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Watchdog:
 
     @contextmanager
     def limited(self, phase: str, timeout_s: float, setting: str) -> Iterator[None]:
-        """Raises `EnvHangError` when what is done within took longer, and failed because of that."""
+        """Raise `EnvHangError` if what is done within takes longer than `timeout_s`, and fails because of that."""
         self._deadline = time.monotonic() + timeout_s
         try:
             yield
@@ -51,28 +51,28 @@ class Watchdog:
             if deadline is not None and time.monotonic() > deadline:
                 try:
                     self._late = hanging(self._env)
-                except OSError:  # a pipe was closed at this very moment; whoever it was is killed with all others
+                except OSError:  # a pipe was closed at this moment; its process is killed with all others
                     self._late = 0
                 kill(self._env)
                 return
 
     def stop(self) -> None:
-        """End the thread, for whoever forks next should find none."""
+        """End the thread: a process that forks should have no other threads."""
         self._stopped.set()
         self._thread.join()
 
 
 def processes_of(env: Any) -> Sequence[Any]:
-    """The processes in which the vector's envs are, by lane; none for one that runs here."""
+    """Return the processes of the vector's envs, by lane; none for a vector that runs in this process."""
     vector = env.unwrapped
     return vector.processes if isinstance(vector, AsyncVectorEnv) else ()
 
 
 def hanging(env: Any) -> int:
-    """An env that surely has not answered, when some have not.
+    """Return an env that has certainly not answered, when some have not.
 
-    Answers are read in order, so that before the one that is waited for all pipes are empty again; from there on an
-    empty one has brought nothing. The last before the first that holds something is one of these.
+    The vector reads answers in order. So all pipes before the one it waits for are empty because they were read, and
+    from there on an empty pipe has brought nothing. The last pipe before the first full one is such a pipe.
     """
     pipes = env.unwrapped.parent_pipes
     full = (i for i, pipe in enumerate(pipes) if pipe is not None and not pipe.closed and pipe.poll(0))
@@ -80,15 +80,15 @@ def hanging(env: Any) -> int:
 
 
 def kill(env: Any) -> None:
-    """End the vector's processes at once."""
+    """Kill the vector's processes."""
     for process in processes_of(env):
         process.kill()
 
 
 def close_vector(env: Any, timeout_s: float, *, broken: bool) -> None:
-    """Close `env` within `timeout_s` seconds. Of one that is `broken`, or does not end in time, nothing runs on.
+    """Close `env` within `timeout_s` seconds. Kill the processes of one that is `broken`, or takes longer.
 
-    A broken vector of processes is not asked to close: it would wait for an answer of the env that gives none.
+    A broken vector of processes is not asked to close, because it would wait for the env that does not answer.
     """
     processes = processes_of(env)
     if not (broken and processes):

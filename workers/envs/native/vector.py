@@ -1,15 +1,15 @@
-"""A native vector as the sampler's envs: actions go in as one array, and rewards and observations come out so.
+"""A native vector as a driver: actions go in as one array, and rewards and observations come out as arrays.
 
-It lives and dies as a whole. Whatever fails in one lane, its env, an observation, a callback, takes all lanes' open
-episodes with it, and the vector is built anew; what had finished in the same step is kept.
+The vector fails as a whole. A failure in one lane, of its env, an observation or a callback, ends all lanes' open
+episodes, and the vector is rebuilt. Episodes that had finished in the same step are kept.
 
-When it resets its envs itself, an episode's first observation comes
+Where an episode's first observation comes from depends on the vector's autoreset mode:
 
-    DISABLED    of a reset of ours, with a seed of the lane's own
-    SAME_STEP   with the step that ends the episode before; the last one of that is in the infos
-    NEXT_STEP   with the step after, whose action and reward in that lane mean nothing
+    DISABLED    from a reset by the driver, with a seed of the lane's own
+    SAME_STEP   with the step that ends the episode before, whose last observation is in the infos
+    NEXT_STEP   with the step after; the lane's action and reward in it mean nothing
 
-and only where all lanes begin at once they are reset by us, with seeds, whatever the kind.
+Where all lanes begin at once, the driver resets them with seeds, in each mode.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class NativeVector(NativeLanes):
         self._actions = nest(self.spaces.action, columns, action_root(columns))
 
     def poll(self) -> Outcome:
-        """Step all envs, and take in what came back as arrays."""
+        """Step all envs, and return what came of it."""
         live, self._pending = self.live, None
         if self._broken is not None:
             return self._lost(live, {}, self._broken, stepped=False)
@@ -91,14 +91,14 @@ class NativeVector(NativeLanes):
             return self._lost(live, {}, error)
 
     def _take_in(self, step: VectorStep, live: NDArray[np.intp] | None, bad: dict[int, Any]) -> Outcome:
-        """`bad`: what is wrong, by lane, with the observations that stand in the columns now."""
+        """Take in a step. `bad`: what is wrong, by lane, with the observations that are in the columns."""
         done = step.terminated | step.truncated
         ended = np.flatnonzero(done & ~self._idle).tolist() if done.any() else []
         error = next(iter(bad.values()), None)
         if ended and self._mode is AutoresetMode.SAME_STEP:
             self._pending = step
             problems = self.observations.put(np.array(ended), final_observations(step.infos, ended))
-            # What stood there are first observations; an episode ends well whatever the next one begins with.
+            # Those were first observations. A bad one is no failure of the episode that has ended.
             bad = {lane: problem for lane, problem in bad.items() if lane not in ended}
             bad |= {ended[position]: problem for position, problem in problems}
         bad = bad_rewards(step, live, self._actions) | bad
@@ -121,7 +121,7 @@ class NativeVector(NativeLanes):
         return outcome
 
     def _step_infos(self, step: VectorStep, done: NDArray[np.bool_]) -> list[tuple[int, dict[str, Any]]]:
-        """Of the lanes that stepped. Those that this step reset have none of a step."""
+        """Return the infos of lanes that stepped. A lane that this step only reset has none."""
         same = self._mode is AutoresetMode.SAME_STEP
         infos = [
             (lane, step_info(step.infos, lane, was_reset=same and bool(done[lane])))
@@ -140,7 +140,7 @@ class NativeVector(NativeLanes):
         rewards: NDArray[np.float64] | None = None,
         ended: Sequence[tuple[int, ChunkEnd]] = (),
     ) -> Outcome:
-        """The vector is lost, and with it all open episodes but those in `ended`; `bad` are the lanes to blame."""
+        """Lose the vector, and with it all open episodes but those in `ended`. The lanes in `bad` made it fail."""
         self._broken = error
         lanes = np.arange(len(self.lanes)) if live is None else live
         spared = {lane for lane, _ in ended}
@@ -179,7 +179,7 @@ class NativeVector(NativeLanes):
             mask[list(lanes)] = True
             self._reset(lanes, {"options": {"reset_mask": mask}})
         elif self._pending is not None:
-            # The observations of the lanes that go on are put a second time, which spares to take the batch apart.
+            # Write the observations of all lanes again, which is cheaper than taking the batch apart.
             self.observations.put_rows(self._pending.observations)
             self._begin_unseeded(lanes, self._pending)
 
@@ -204,7 +204,7 @@ class NativeVector(NativeLanes):
             self._begin(episode, infos)
 
     def _seeds_for(self, lanes: Sequence[int]) -> tuple[list[int], dict[str, Any]]:
-        """The seeds of the episodes that begin in `lanes`, and how the vector is told."""
+        """Return the seeds of the episodes that begin in `lanes`, and the arguments that tell the vector."""
         if self._seeding is Seeding.NONE:
             return [UNSEEDED] * len(lanes), {}
         if self._seeding is Seeding.ONE:
@@ -215,7 +215,7 @@ class NativeVector(NativeLanes):
         return seeds, {"seed": [by_lane.get(i) for i in range(len(self.lanes))]}
 
     def _begin_unseeded(self, lanes: Sequence[int], step: VectorStep) -> None:
-        """Episodes that the vector began by itself."""
+        """Begin the episodes that the vector has begun by itself."""
         for index in lanes:
             lane = self.lanes[index]
             episode = lane.create_episode(UNSEEDED, Episode)
@@ -229,7 +229,7 @@ class NativeVector(NativeLanes):
 
     def _begin(self, episode: Episode, infos: Mapping[str, Any]) -> None:
         index = episode.env_index
-        # Dicts that live on cost full collections of garbage, so that where episodes are many their own is kept.
+        # Each new dict that lives on makes garbage collection dearer, so an episode without an info keeps its own.
         self.lanes[index].begin_episode(episode, reset_info(infos, index) if infos else episode.reset_info)
         self._idle[index] = False
         self._table.started.append(index)

@@ -1,4 +1,4 @@
-"""What a native vector answers, all lanes at once. Each reader gives arrays or raises `EnvContractError`."""
+"""Reading a step of a native vector, all lanes at once. Each reader returns arrays or raises `EnvContractError`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headrace.workers.envs.native.infos import info_of
 
 @dataclass(slots=True, eq=False)
 class VectorStep:
-    """rewards: float64 (width,). terminated and truncated: bool (width,). observations: arrays (width, ...), nested."""
+    """rewards: float64 (width,). terminated and truncated: bool (width,). observations: nested arrays (width, ...)."""
 
     observations: Any
     rewards: NDArray[np.float64]
@@ -27,12 +27,12 @@ class VectorStep:
     infos: Mapping[str, Any]
 
     def end_of(self, lane: int) -> ChunkEnd:
-        """How the episode in `lane`, which is done, has ended; see `checks.end_of`."""
+        """Return how the episode in `lane`, which is done, has ended; see `checks.end_of`."""
         return ChunkEnd.TERMINATED if self.terminated[lane] else ChunkEnd.TRUNCATED
 
 
 def read_step(answer: Any, width: int) -> VectorStep:
-    """An answer of `step`. Whether a reward is finite is not asked here: lanes that were reset may have any."""
+    """Read an answer of `step`. Rewards may not be finite yet: lanes that were reset may have any."""
     if not isinstance(answer, tuple) or len(answer) != 5:
         raise EnvContractError("answer of step", f"{answer!r:.120}", "(obs, rewards, terminateds, truncateds, infos)")
     observations, rewards, terminated, truncated, infos = answer
@@ -57,7 +57,7 @@ def _flags(name: str, values: Any, width: int) -> NDArray[np.bool_]:
 
 
 def bad_rewards(step: VectorStep, live: NDArray[np.intp] | None, actions: Any) -> dict[int, EnvContractError]:
-    """What is wrong by lane, among those that stepped, with `actions` if these are known; such a reward becomes 0."""
+    """Return what is wrong, by lane, with rewards of lanes that stepped, and set these to 0. `actions` may be None."""
     lanes = unsound_rewards(step.rewards)
     bad: dict[int, EnvContractError] = {}
     if not len(lanes):
@@ -73,7 +73,7 @@ def bad_rewards(step: VectorStep, live: NDArray[np.intp] | None, actions: Any) -
 
 
 def final_observations(infos: Mapping[str, Any], lanes: Sequence[int]) -> list[Any]:
-    """Of a vector that has already reset `lanes` in the step that ended their episodes: what they saw last."""
+    """Return the last observations of `lanes`, which the vector has reset in the step that ended their episodes."""
     finals = infos.get("final_obs")
     if finals is None:
         raise EnvContractError("infos", f"{list(infos)!r:.120}", "with 'final_obs', for episodes have ended")
@@ -87,9 +87,9 @@ def _row(batch: Any, lane: int) -> Any:
 
 
 def step_info(infos: Mapping[str, Any], lane: int, *, was_reset: bool) -> dict[str, Any]:
-    """The lane's info of the step; of one that has ended and was reset since, that of its last step.
+    """Return the lane's info of the step. Of a lane that was reset in it, return the info of its last step.
 
-    What a vector's wrappers add for such a lane cannot be told from the info of its reset, and stays there.
+    What a vector's wrappers add for such a lane stays in the info of its reset, from which it cannot be told apart.
     """
     if was_reset:
         final = infos.get("final_info")
@@ -98,5 +98,5 @@ def step_info(infos: Mapping[str, Any], lane: int, *, was_reset: bool) -> dict[s
 
 
 def reset_info(infos: Mapping[str, Any], lane: int) -> dict[str, Any]:
-    """The lane's info of its reset."""
+    """Return the lane's info of its reset."""
     return {key: value for key, value in info_of(infos, lane).items() if key not in ("final_obs", "final_info")}

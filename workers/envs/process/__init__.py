@@ -1,5 +1,5 @@
-"""Envs in processes of their own: one that hangs, crashes or leaks costs its own episode and never the worker.
+"""Envs in processes of their own: an env that hangs, crashes or leaks costs its own episode and never the worker.
 
-`pool.py` is the driver's side, `child.py` the process. What is large passes through shared memory (`shared.py`),
-commands and notes of what a process does through `control.py`, bells and answers through `channel.py`.
+`pool.py` is the driver's side and `child.py` the process. Columns pass through shared memory (`shared_arrays.py`).
+Commands, and notes of what a process does, pass through `control.py`; bells and long replies through `channel.py`.
 """

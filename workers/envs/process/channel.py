@@ -1,14 +1,14 @@
 """Bells and a socket between a driver and one process of envs.
 
     to the process     `bell`, an eventfd: each order that was written adds RING, STOP asks for the end
-    from the process   `told`, an eventfd: each order that was obeyed adds one, in their order; then the latch's
-                       a socket, for answers in JSON that are too long for their place in shared memory:
-                       length of what follows: uint32, little-endian; then that, all of it before `told` is rung
+    from the process   `told`, an eventfd: each order that was obeyed adds one, in order; then the latch counts down
+                       a socket, for replies in JSON that do not fit their place in shared memory:
+                       their length, uint32, little-endian; then the JSON, all of it before `told` is rung
 
-All that is large is in shared memory, and what was written there before a bell is seen by whoever has heard it.
+Everything large is in shared memory. What was written there before a bell rings is seen by the process that hears it.
 
-Bells are no sockets, since a socket's wake-up tells the scheduler that the sender is about to sleep: it then puts the
-process that wakes onto the driver's core, though the driver has others to wake and another core is idle.
+Bells are no sockets: a socket's wake-up tells the scheduler that the sender is about to sleep. The scheduler then puts
+the process that wakes onto the driver's core, though the driver has others to wake and another core is idle.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ class DriverEnd:
         """The process has ended, or closed its end, and everything was read."""
 
     def fileno(self) -> int:
+        """Return the descriptor of the socket."""
         return self._sock.fileno()
 
     def send(self, signal: int) -> None:
-        """RING or STOP. A process that has ended is no error: its end is noticed by its pidfd."""
+        """Send RING or STOP. A process that has ended is no error: its pidfd tells of its end."""
         os.eventfd_write(self._bell, signal)
 
-    def answers(self) -> int:
-        """How many more orders were obeyed."""
+    def replies(self) -> int:
+        """Return how many more orders were obeyed."""
         try:
             return os.eventfd_read(self.told)
         except BlockingIOError:
@@ -65,7 +66,7 @@ class DriverEnd:
             self.is_over = True
 
     def message(self) -> bytes:
-        """The next one that came by the socket; only for an order that was obeyed, for then it is there."""
+        """Return the next message that came by the socket. Call it for an order that was obeyed: then it is there."""
         self.listen()
         (size,) = _LENGTH.unpack_from(self._buffer)
         body = bytes(self._buffer[_LENGTH.size : _LENGTH.size + size])
@@ -73,6 +74,7 @@ class DriverEnd:
         return body
 
     def close(self) -> None:
+        """Close the socket and both eventfds."""
         self._sock.close()
         os.close(self._bell)
         os.close(self.told)
@@ -89,11 +91,11 @@ class ProcessEnd:
         os.set_blocking(bell, False)
 
     def wait(self) -> int:
-        """How many more orders there are; 0 is the end that was asked for. A driver that is gone ends it otherwise.
+        """Return how many more orders there are, or 0 for STOP. A driver that has died kills the process.
 
-        To be woken takes longer than a cheap env's step. So where the last order came within `_MOMENT_NS`, the next is
-        looked out for as long; else one sleeps at once. Whoever has something to do meanwhile gets the core, and where
-        somebody had, the next `_NAP` orders are slept for: sleepers are woken before those who wait in turn.
+        Waking up takes longer than a cheap env's step. So if the last order came within `_MOMENT_NS`, the process spins
+        that long for the next one; else it sleeps at once. While it spins, it yields the core to other processes. If
+        one used the core, the process sleeps for the next `_NAP` orders: the kernel runs sleepers first.
         """
         began = now = time.perf_counter_ns()
         rung = self._rung()
@@ -117,10 +119,10 @@ class ProcessEnd:
             return 0
 
     def send(self, body: bytes) -> None:
-        """What is to be told with the next answer."""
+        """Send what is told with the next reply."""
         self._sock.sendall(_LENGTH.pack(len(body)) + body)
 
-    def answer(self) -> None:
-        """Say that one more order was obeyed."""
+    def reply(self) -> None:
+        """Tell that one more order was obeyed."""
         os.eventfd_write(self._told, 1)
         count_down(*self._latch)

@@ -24,25 +24,25 @@ from headrace.workers.envs.process.lifeline import tie_group
 from headrace.workers.envs.process.process_envs import BuildEnv, ProcessEnvs, ProcessJob, build_solo_env
 
 STACK_SIGNAL = signal.SIGRTMAX
-"""Asks for the Python stack of all threads; one that envs and their libraries are unlikely to use themselves."""
+"""Asks for the Python stack of all threads. Envs and their libraries are unlikely to use this signal."""
 
 _RSS_EVERY_S = 0.05
 
 
 SOLO_CHILD = "headrace.workers.envs.process.child"
-"""The module that is run as the process."""
+"""The module that a process of envs of one agent runs."""
 
 
 def main(build_env: BuildEnv) -> NoReturn:
     """Serve the job that the command line names until told to stop, and end the process."""
     serve(int(sys.argv[1]), build_env)
-    # Threads that an env has left behind, or one that hangs in close(), are not waited for.
+    # Do not wait for threads that an env has left behind, or for one that hangs in close().
     sys.stdout.flush()
     os._exit(0)
 
 
 def serve(job_descriptor: int, build_env: BuildEnv) -> None:
-    """Serve until told to stop."""
+    """Serve the job until told to stop."""
     with open(job_descriptor, "rb") as file:
         job = ProcessJob.model_validate_json(file.read())
     tie_group(job.lifeline, os.getpgid(0))
@@ -56,18 +56,18 @@ def serve(job_descriptor: int, build_env: BuildEnv) -> None:
     host = ProcessEnvs(job, control, build_env)
     channel = ProcessEnd(socket.socket(fileno=job.socket), job.bell, job.told, (job.latch_tokens, job.latch_bell))
     memory = _Memory(control)
-    control.rest()  # the driver has noted its start
+    control.rest()  # the driver has noted that it starts
     slots = itertools.cycle(control.slots)
     while posted := channel.wait():
         for slot in itertools.islice(slots, posted):
             host.obey(slot, channel)
             memory.note()
-            channel.answer()
+            channel.reply()
     host.close()
 
 
 class _Memory:
-    """Notes now and then how much memory the process has."""
+    """Notes now and then how much memory the process uses."""
 
     def __init__(self, control: Control) -> None:
         self._control = control

@@ -1,13 +1,12 @@
-"""What a process of envs is told to do, what came of it, and the notes it keeps meanwhile: all in shared memory.
+"""Orders to a process of envs, its replies, and its notes of what it is doing, all in shared memory.
 
-Orders are obeyed one after the other. Each stands in a slot, a command for every lane, and so does its answer; the
-driver may write the next order while the process is busy with one, so that it need not wait to hear of it.
+The process obeys one order after the other. An order, with a command for every lane, stands in a slot, and so does its
+reply. The driver may write the next order while the process is busy, so the process need not wait for it.
 
     slot 0   commands ▮▮▮▮  seeds ▮▮▮▮  outcomes ▮▮▮▮  words "..."     order 0, SLOTS, 2 * SLOTS, ...
     slot 1   commands ▮▮▮▮  seeds ▮▮▮▮  outcomes ▮▮▮▮  words "..."     order 1, ...
 
-The notes are there to be read at any time, most of all when the process answers no more: they say which env it was that
-did not return.
+The driver may read the notes at any time. When the process replies no more, they say which env did not return.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from headrace.workers.envs.process.shared_arrays import Layout, map_arrays
 
 NO_SEED = -1
 SLOTS = 8
-"""Orders of a process that can be under way at once."""
+"""How many orders of a process can be under way at once."""
 ENDS, BEGAN = 0x0F, 0x10
-"""In an outcome: bits of the `ChunkEnd` of a step that ended the episode; that the env was reset."""
+"""In an outcome: the bits of the `ChunkEnd` of a step that ended the episode, and the bit of a reset."""
 
 _WORDS = 4096
-"""Bytes of JSON that stand in a slot; more goes by the socket."""
+"""Bytes of JSON that fit in a slot; longer ones go by the socket."""
 
 
 class Command(IntEnum):
@@ -39,15 +38,15 @@ class Command(IntEnum):
 
     NONE = 0
     BUILD = 1
-    """With its seed, which the env's creator is told."""
+    """The seed is for the env's creator."""
     REBUILD = 2
-    """Likewise, in place of an env that failed."""
+    """The same, in place of an env that failed."""
     RESET = 3
-    """With its seed."""
+    """With the seed."""
     STEP = 4
-    """With its action. If that ends the episode and there is a seed, the env is reset at once."""
+    """With the lane's action. If that ends the episode and there is a seed, the env is reset at once."""
     CLOSE = 5
-    """The lane lives on in another process."""
+    """The lane has moved to another process, or failed."""
     RENDER = 6
 
 
@@ -61,24 +60,24 @@ class Phase(IntEnum):
     CLOSE = 4
     RENDER = 5
     START = 6
-    """Of the process itself, before it obeys."""
+    """The process itself starts, and obeys no order yet."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """One order and its answer, by lane of the process, from 0."""
+    """One order and its reply, by lane of the process, from 0."""
 
     commands: NDArray[np.uint8]
     seeds: NDArray[np.int64]
     outcomes: NDArray[np.uint8]
     words: NDArray[np.uint8]
-    """What else there is to tell, as JSON, if it fits in here."""
+    """What else the process tells, as JSON, if it fits."""
     counts: memoryview[int]
-    """How many outcomes are not zero, and the bytes of what is told; more than `words` holds came by the socket."""
+    """How many outcomes are not zero, and how many bytes are told; what does not fit `words` came by the socket."""
 
 
 class Control:
-    """Orders and answers by slot, and the notes."""
+    """Orders and replies by slot, and the notes."""
 
     def __init__(self, descriptor: int, lanes: int, *, create: bool) -> None:
         layout: Layout = {
@@ -103,31 +102,31 @@ class Control:
         self._is_copied = False
 
     def end_copies(self) -> None:
-        """Have a copy of this process, which an env has forked, end as soon as its call returns: it has no driver."""
+        """End a copy of this process that an env has forked, as soon as the env's call returns: it has no driver."""
         os.register_at_fork(after_in_child=self._note_copy)
 
     def _note_copy(self) -> None:
         self._is_copied = True
 
     def begin(self, lane: int, phase: Phase) -> None:
-        """A call begins now that may not return; `lane` -1 is none in particular."""
+        """Note that a call begins that may not return; `lane` -1 means no certain lane."""
         notes = self._notes
         notes[0], notes[2] = lane, time.monotonic_ns()
         notes[1] = phase
 
     def end(self) -> None:
-        """It has returned."""
+        """Note that the call has returned."""
         if self._is_copied:
             os._exit(0)
         self._notes[1] = Phase.IDLE
 
     def rest(self) -> None:
-        """No call is under way from now on."""
+        """Note that no call is under way."""
         self.begin(-1, Phase.IDLE)
 
     @contextmanager
     def during(self, lane: int, phase: Phase) -> Iterator[None]:
-        """`begin` and `end`; what the process does next has its time from then on, however long this took."""
+        """Note a call, from its begin to its end. The deadline of what comes next counts from the end."""
         self.begin(lane, phase)
         try:
             yield
@@ -143,7 +142,7 @@ class Control:
 
     @property
     def rss_bytes(self) -> int:
-        """Resident memory of the process, not older than its last answer but one."""
+        """Resident memory of the process, not older than its last reply but one."""
         return self._notes[3]
 
     @rss_bytes.setter

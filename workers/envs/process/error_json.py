@@ -1,4 +1,4 @@
-"""Errors on their way from a process of envs to its driver, as plain values."""
+"""Errors as JSON, on their way from a process of envs to its driver."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headrace.workers.envs.context import StepFailedRecreateEnv
 from headrace.workers.envs.error_text import message_of, plain
 
 _LONGEST = 20_000
-"""Characters of a message or a traceback; more is cut off."""
+"""The longest message or traceback, in characters. More is cut off."""
 
 
 _FACTS: dict[str, tuple[type[EnvError], tuple[str, ...]]] = {
@@ -27,11 +27,11 @@ _FACTS: dict[str, tuple[type[EnvError], tuple[str, ...]]] = {
     "crash": (EnvCrashError, ("pid", "cause", "during", "stack", "output")),
     "neighbour": (EnvNeighbourError, ("culprit", "cause")),
 }
-"""What is said of a whole process, which only an env host has to pass on; each from these of its attributes."""
+"""Errors of a whole process, which only an env host passes on, with the attributes that make them."""
 
 
 def error_to_json(error: BaseException) -> dict[str, Any]:
-    """What `error_from_json` makes the same error of, or one that says as much."""
+    """Return the error as JSON, from which `error_from_json` makes the same error or an `EnvRaisedError`."""
     match error:
         case EnvContractError():
             return {"is": "contract", "what": error.what, "seen": error.seen, "expected": error.expected}
@@ -54,7 +54,7 @@ def error_to_json(error: BaseException) -> dict[str, Any]:
 
 
 def error_from_json(told: Mapping[str, Any]) -> Exception:
-    """Errors of Headrace as they were, an env's own as `EnvRaisedError`: its class need not exist here."""
+    """Return Headrace's errors as they were, and an env's own as `EnvRaisedError`: its class may not exist here."""
     match told["is"]:
         case "contract":
             return EnvContractError(told["what"], told["seen"], told["expected"])

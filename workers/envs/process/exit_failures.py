@@ -1,4 +1,4 @@
-"""What the end of a process means for each env that was in it."""
+"""The failures of all envs of a process that has ended."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from headrace.workers.envs.process.job_settings import SETTINGS
 
 
 def failures_of(ending: ProcessExit, lanes: Iterable[int], limits: Mapping[Phase, float]) -> list[Failure]:
-    """One failure for each of `lanes`, first the culprit's, whose call did not return; if nobody's, each is one.
+    """Return one failure for each of `lanes`. The first is of the env whose call did not return, if there is one.
 
-    The culprit may have left: its env was being closed.
+    The others are then `EnvNeighbourError`. That env may not be among `lanes`: it was being closed.
     """
     lanes = sorted(lanes, key=lambda lane: (lane != ending.call.lane, lane))
     culprit = ending.call.lane if ending.call.phase is not Phase.IDLE else None

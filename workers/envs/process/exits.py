@@ -13,7 +13,7 @@ _STACK_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class EnvCall:
-    """What a process was doing; `lane` is one of the pool, or None."""
+    """What a process was doing. `lane` is one of the pool, or None."""
 
     lane: int | None
     phase: Phase
@@ -21,26 +21,26 @@ class EnvCall:
 
 @dataclass(frozen=True, slots=True)
 class ProcessExit:
-    """How a process ended, in what call, and its last words."""
+    """How a process ended, during which call, with its Python stack and its last output."""
 
     pid: int
     cause: str
     call: EnvCall
     was_late: bool
-    """It was killed because that call did not return."""
+    """It was killed because the call did not return."""
     stack: str
     output: str
 
 
 def describe_end(returncode: int) -> str:
-    """A return code in words: "signal SIGKILL", "exit code 4"."""
+    """Return a return code in words: "signal SIGKILL", "exit code 4"."""
     return f"exit code {returncode}" if returncode >= 0 else f"signal {signal_name(-returncode)}"
 
 
 def read_stack(pipe: int) -> str:
-    """What stands in a pipe for last words; "" if nothing does."""
+    """Return the stack that a process has written into `pipe`, or "" if it has written none."""
     os.set_blocking(pipe, False)
     try:
         return os.read(pipe, _STACK_BYTES).decode(errors="replace")
-    except BlockingIOError:  # something that escaped holds the other end
+    except BlockingIOError:  # a process that escaped holds the other end
         return ""

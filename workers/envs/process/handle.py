@@ -31,33 +31,33 @@ from headrace.workers.envs.process.shared_arrays import new_memory
 from headrace.workers.envs.process.wakeup_latch import WakeupLatch
 
 _STACK_S = 0.2
-"""How long a process that is to be killed has to write down where it stands."""
+"""How long a process that is to be killed has to write its stack, in seconds."""
 _LAST_OUTPUT_S = 0.2
 
 
 class ProcessState(Enum):
-    """Of the process, as its driver sees it."""
+    """The state of a process, as its driver sees it."""
 
     SERVING = auto()
     CONDEMNED = auto()
-    """Asked where it stands, and killed a moment later."""
+    """It was late. It was asked for its stack, and is killed a moment later."""
     KILLED = auto()
     STOPPING = auto()
-    """It has nothing left to do, and closes its envs."""
+    """It has no more orders, and closes its envs."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessOrder:
-    """What a process was told to do at once, with lanes of the pool."""
+    """One order to a process, with lanes of the pool."""
 
     stepping: Sequence[int]
     is_awaited: bool
-    """Whether there is a step or a reset in it."""
+    """Whether it has a step or a reset, so that a poll waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessReply:
-    """That it has done so: what was written into the slot, and what was said besides."""
+    """The reply to one order: what is in the slot, and what was told as JSON."""
 
     order: ProcessOrder
     slot: Slot
@@ -65,9 +65,9 @@ class ProcessReply:
 
 
 class ProcessHandle:
-    """One process, which runs the module `child`, with the lanes `first_lane` and following.
+    """One process, which runs the module `child`, with the lanes from `first_lane` on.
 
-    Nothing here blocks but `bury`, for a moment.
+    Only `bury` blocks, for a moment.
 
     Raises `OSError` where the system has no room for another process or its descriptors.
     """
@@ -83,24 +83,24 @@ class ProcessHandle:
     ) -> None:
         self.first_lane, self.lanes = int(job["first_lane"]), int(job["lanes"])
         self.members: set[int] = set()
-        """Lanes of the pool that live here."""
+        """Lanes of the pool whose env is in this process."""
         self.awaited = 0
-        """Of the orders that are not answered, those with a step or a reset."""
+        """How many orders without a reply have a step or a reset."""
         self.episodes = 0
         self.state = ProcessState.SERVING
         self.overdue: EnvCall | None = None
         self.fate = ""
-        """Why it was killed, if that was not for being late."""
+        """Why it was killed, if it was not late."""
         self._limits = limits
         self._shortest_s = min(limits.values())
         self._queue: dict[int, tuple[Command, int]] = {}
         self._asked: deque[ProcessOrder] = deque()
-        """Orders that are not answered, the oldest first."""
+        """Orders without a reply, the oldest first."""
         self._posted = self._answered = 0
         self._step_all = ProcessOrder(range(self.first_lane, self.first_lane + self.lanes), is_awaited=True)
         self._asked_at = time.monotonic()
         self.check_at = self._asked_at + limits[Phase.START]
-        """When `enforce` may have something to do, in monotonic seconds; never too late."""
+        """The earliest time at which `enforce` may have something to do, in monotonic seconds."""
         control = new_memory("headrace-control")
         self.control = Control(control, self.lanes, create=True)
         self.control.begin(-1, Phase.START)
@@ -111,7 +111,7 @@ class ProcessHandle:
         self, job: Mapping[str, Any], control: int, columns: int, drain: OutputDrain, latch: WakeupLatch, child: str
     ) -> None:
         with contextlib.ExitStack() as given, contextlib.ExitStack() as kept:
-            # What is given is closed here once the process has it; what is kept, only where it cannot be started.
+            # `given` is closed here once the process has it, `kept` only if the process cannot be started.
             given.callback(os.close, control)
             ours, theirs = socket.socketpair()
             kept.callback(ours.close), given.callback(theirs.close)
@@ -133,7 +133,7 @@ class ProcessHandle:
                 "last_words": last_words,
             }
             os.pwrite(written, ProcessJob(**job, **inherited).model_dump_json().encode(), 0)
-            # -P: no module beside the current folder's files is to be taken for one of ours before the path is set.
+            # -P: before `sys.path` is set, no file in the current folder can be imported in place of one of ours.
             command = [sys.executable, "-P", "-m", child, str(written)]
             self._process = subprocess.Popen(
                 command,
@@ -153,11 +153,11 @@ class ProcessHandle:
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def ask(self, lane: int, command: Command, seed: int = NO_SEED) -> None:
-        """Have the lane do this with the next `flush`."""
+        """Have the lane do `command` with the next `flush`."""
         self._queue[lane] = command, seed
 
     def step_all(self, seeds: NDArray[np.int64]) -> None:
-        """Have every lane step, now if that can be; `seeds` (lanes,): what `Command.STEP` says of them."""
+        """Have every lane step, now if possible. `seeds` (lanes,): see `Command.STEP`."""
         if self._queue or not self._takes_orders:
             for lane, seed in zip(self._step_all.stepping, seeds.tolist(), strict=True):
                 self.ask(lane, Command.STEP, seed)
@@ -167,7 +167,7 @@ class ProcessHandle:
         self._post(self._step_all)
 
     def flush(self) -> None:
-        """Order what was asked, unless too many orders are under way; then it is ordered after the next answer."""
+        """Send what was asked as one order. If too many orders are under way, a later call sends it after a reply."""
         if not self._queue or not self._takes_orders:
             return
         commands, seeds = [int(Command.NONE)] * self.lanes, [NO_SEED] * self.lanes
@@ -194,9 +194,9 @@ class ProcessHandle:
         self.channel.send(RING)
 
     def receive(self) -> list[ProcessReply]:
-        """What was answered since the last call, in the order in which it was asked."""
+        """Return the replies since the last call, in the order of their orders."""
         answers = []
-        for _ in range(self.channel.answers()):
+        for _ in range(self.channel.replies()):
             order = self._asked.popleft()
             slot = self.control.slots[self._answered % SLOTS]
             self._answered += 1
@@ -211,30 +211,30 @@ class ProcessHandle:
         return answers
 
     def listen(self) -> None:
-        """Read what comes by the socket. A large answer takes its time; it is not the env that is late."""
+        """Read what comes by the socket. A long reply takes time, which does not count against the env."""
         self.channel.listen()
         self._asked_at = time.monotonic()
 
     def stop(self, deadline: float) -> None:
-        """Have it close its envs and end by `deadline`, in monotonic seconds, or be killed."""
+        """Have the process close its envs and end. It is killed at `deadline`, in monotonic seconds."""
         if self.state is ProcessState.SERVING:
             self.state, self.check_at = ProcessState.STOPPING, deadline
             self.channel.send(STOP)
 
     @property
     def is_busy(self) -> bool:
-        """Whether it was asked for something that is not answered."""
+        """Whether it was asked for something and has not replied."""
         return self.state is not ProcessState.STOPPING and bool(self._asked or self._queue)
 
     @property
     def is_trusted(self) -> bool:
-        """Whether what it says still counts; once it is condemned, all that it did is lost."""
+        """Whether its replies still count. Once it is condemned, they do not."""
         return self.state is ProcessState.SERVING
 
     # -- deadlines ----------------------------------------------------------------------------------------------------
 
     def enforce(self, now: float) -> None:
-        """Condemn it when it is late, and kill what is condemned."""
+        """Condemn the process if it is late, and kill it if it was condemned."""
         if now < self.check_at:
             return
         if self.state is not ProcessState.SERVING:
@@ -251,7 +251,7 @@ class ProcessHandle:
             self._signal(STACK_SIGNAL)
 
     def kill(self, fate: str = "") -> None:
-        """End it and all that it started. Its pidfd tells when that is done."""
+        """Kill the process and all that it started. Its pidfd tells when it has ended."""
         self.fate = fate or self.fate
         self.state, self.check_at = ProcessState.KILLED, math.inf
         self._signal(signal.SIGKILL)
@@ -263,7 +263,7 @@ class ProcessHandle:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def bury(self) -> ProcessExit:
-        """Once `pidfd` is readable: reap it, kill what it leaves behind, release everything; how it ended."""
+        """Reap the process, whose `pidfd` is readable, kill what it left behind, and return how it ended."""
         os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)  # not reaped yet, so the group is still its own
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -280,7 +280,7 @@ class ProcessHandle:
 
 
 def _closing(descriptors: Sequence[int], *stacks: contextlib.ExitStack) -> Sequence[int]:
-    """Have each closed with its stack."""
+    """Close each descriptor with its stack, and return them."""
     for descriptor, stack in zip(descriptors, stacks, strict=True):
         stack.callback(os.close, descriptor)
     return descriptors

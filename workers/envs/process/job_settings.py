@@ -1,4 +1,4 @@
-"""What a config says to processes of envs, in their own terms."""
+"""The parts of a config that concern env processes: their job, and their deadlines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.workers.envs.process.control import Phase
 from headrace.workers.envs.process.naming import env_config_json, name_env
 
 _LEAST_START_S = 60.0
-"""How slowly a process starts says more about the machine than about the envs that it is for."""
+"""The least time that a process has to start, which depends on the machine more than on its envs."""
 
 SETTINGS = {
     Phase.IDLE: "env_step_timeout_s",
@@ -23,11 +23,11 @@ SETTINGS = {
     Phase.RENDER: "env_step_timeout_s",
     Phase.START: f"max(env_construct_timeout_s, {_LEAST_START_S:g} s)",
 }
-"""Which setting says how long each may last."""
+"""The setting that limits each phase."""
 
 
 def job_of(config: EnvRunnerConfig, worker_index: int) -> dict[str, Any]:
-    """The part of a `ProcessJob` that all processes have in common. Raises `ConfigError` for what cannot be sent."""
+    """Return what the jobs of all processes have in common. Raises `ConfigError` for what cannot be sent."""
     return {
         "env": name_env(config.env),
         "env_config": orjson.loads(env_config_json(config.env_config)),
@@ -43,11 +43,11 @@ def job_of(config: EnvRunnerConfig, worker_index: int) -> dict[str, Any]:
 
 
 def limits_of(config: EnvRunnerConfig) -> dict[Phase, float]:
-    """How long each phase may last, in seconds."""
+    """Return how long each phase may last, in seconds."""
     limits: dict[Phase, float] = {
         phase: getattr(config, setting) for phase, setting in SETTINGS.items() if phase is not Phase.START
     }
     limits[Phase.START] = max(config.env_construct_timeout_s, _LEAST_START_S)
-    # The process itself abandons a close() that is too slow; only one that holds the interpreter lock gets so far.
+    # The process itself abandons a slow close(). The driver acts only if close() holds the interpreter lock.
     limits[Phase.CLOSE] *= 2
     return limits

@@ -1,4 +1,4 @@
-"""In which process each lane lives, and where it moves when that has served long enough."""
+"""Which process each lane's env is in, and where a lane moves when its process is replaced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.workers.envs.process.processes import Processes
 
 _MB = 1_000_000
 _PATIENCE = 1.25
-"""Times its cap that a process' memory may reach, while it is being replaced, before it is killed."""
+"""A process that is being replaced is killed when its memory reaches this many times its cap."""
 
 
 SeedFor = Callable[[int, bool], int]
@@ -20,7 +20,7 @@ SeedFor = Callable[[int, bool], int]
 
 
 class LaneHomes:
-    """Lanes [0, k) share a process, [k, 2k) another, and so on. Envs are built in the newest one of their lanes."""
+    """Lanes [0, k) share a process, [k, 2k) another, and so on. An env is built in the newest process of its lane."""
 
     def __init__(self, config: EnvRunnerConfig, processes: Processes, seed_for: SeedFor | None) -> None:
         self._config = config
@@ -28,24 +28,24 @@ class LaneHomes:
         self._processes = processes
         self._homes: list[ProcessHandle | None] = [None] * config.num_envs
         self._newest: dict[int, ProcessHandle] = {}
-        """By their first lane."""
+        """The newest process of each group of lanes, by its first lane."""
 
     def home(self, lane: int) -> ProcessHandle:
-        """The process of a lane that has an env."""
+        """Return the process of a lane that has an env."""
         home = self._homes[lane]
         assert home is not None, "a lane that has failed is restarted before it is reset or stepped"
         return home
 
     def may_stay(self, lane: int) -> bool:
-        """Whether the lane's next episode can be in the same process."""
+        """Return whether the lane's next episode can be in the same process."""
         return self._homes[lane] is self._newest.get(lane - lane % self._config.envs_per_process)
 
     def is_whole(self, handle: ProcessHandle) -> bool:
-        """Whether all lanes of the process live there, and may stay."""
+        """Return whether all lanes of the process have their env there, and may stay."""
         return len(handle.members) == handle.lanes and self._is_newest(handle)
 
     def build(self, lane: int, command: Command) -> None:
-        """Have an env built for the lane where it is to live now; an env it has elsewhere is closed."""
+        """Have an env built for the lane in its newest process. Close the env that the lane has in another one."""
         first = lane - lane % self._config.envs_per_process
         if first not in self._newest:
             self._start(first)
@@ -58,7 +58,7 @@ class LaneHomes:
         newest.ask(lane, command, NO_SEED if self._seed_for is None else self._seed_for(lane, recreated))
 
     def leave(self, lane: int) -> None:
-        """The lane has no env any more: its process closes it, or ends if it is of no more use."""
+        """Have the lane's process close its env, or end if no lane needs it any more."""
         home, self._homes[lane] = self._homes[lane], None
         if home is None:
             return
@@ -69,14 +69,14 @@ class LaneHomes:
             home.ask(lane, Command.CLOSE)
 
     def lose(self, handle: ProcessHandle) -> None:
-        """The process has ended, and with it the envs of all its lanes."""
+        """Note that the process has ended, and with it the envs of all its lanes."""
         if self._is_newest(handle):
             del self._newest[handle.first_lane]
         for lane in handle.members:
             self._homes[lane] = None
 
     def weigh(self, handle: ProcessHandle) -> None:
-        """Replace a process that has served long enough or grown too large; kill one that is far too large."""
+        """Replace a process that has had enough episodes or uses too much memory. Kill one that uses far too much."""
         config = self._config
         most_episodes, most_mb = config.env_process_max_episodes, config.env_process_max_rss_mb
         if most_episodes is None and most_mb is None:

@@ -1,9 +1,9 @@
-"""A process and all that it starts die with their parent, by whatever death.
+"""A process and all that it starts die with their parent, however the parent dies.
 
-The parent holds the writing end of a pipe and never writes. When it is gone the kernel closes that end and, because
-the reading end was set up so (O_ASYNC, F_SETSIG), sends SIGKILL to the whole process group. Unlike PR_SET_PDEATHSIG
-this reaches grandchildren too, and does not take the end of the thread that started a process for that of its parent.
-It needs no thread and no lock of the interpreter, so a child that hangs in C dies as well.
+The parent holds the writing end of a pipe and never writes. When the parent dies, the kernel closes that end. The
+reading end is set up (O_ASYNC, F_SETSIG) so that the kernel then sends SIGKILL to the whole process group. Unlike
+PR_SET_PDEATHSIG, this reaches grandchildren, and the end of the thread that started a process has no effect. It needs
+no thread and no interpreter lock, so a child that hangs in C dies too.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _F_SETSIG = 10
 
 
 def tie_group(lifeline: int, group: int) -> None:
-    """Tie a process group to the reading end `lifeline`, which one of it holds; whoever else holds it may do so too.
+    """Tie a process group to `lifeline`, the reading end of the pipe, which a process of the group holds.
 
-    The parent does, for a process that was stopped as it started, and the process itself, should its parent be gone.
+    The parent calls it, in case the process stops as it starts; and so does the process, in case its parent is gone.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -group)
     fcntl.fcntl(lifeline, _F_SETSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What an env is called in another process: only a name can be sent there, never the object itself."""
+"""The name of an env in another process, where a name can be sent but not the object itself."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from headrace.workers.envs.creators import registered_creator
 
 
 def name_env(env: str | Callable[..., Any] | None) -> str:
-    """The gymnasium id or "package.module:name" by which another process finds `env`.
+    """Return the gymnasium id or "package.module:name" by which another process finds `env`.
 
-    Raises `ConfigError` for what has no such name: a lambda, a closure, a bound object, a thing of `__main__`.
+    Raises `ConfigError` for what has no such name: a lambda, a closure, a bound object, an object of `__main__`.
     """
     if env is None:
         raise MissingEnvError
@@ -31,7 +31,7 @@ def name_env(env: str | Callable[..., Any] | None) -> str:
 
 
 def env_config_json(env_config: Mapping[str, Any]) -> bytes:
-    """`env_config` as another process is given it. Raises `ConfigError` for what JSON cannot hold."""
+    """Return `env_config` as JSON for another process. Raises `ConfigError` for what JSON cannot hold."""
     try:
         return orjson.dumps(env_config, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:

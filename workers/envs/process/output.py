@@ -1,4 +1,4 @@
-"""What processes print, read away so that nobody waits for it, of which only the end is kept."""
+"""Drains what env processes print, so that no process blocks, and keeps the last 4 KiB of each."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ _READ = 1 << 16
 
 
 class Tail:
-    """The last that was read from one pipe."""
+    """The end of what was read from one pipe."""
 
     def __init__(self) -> None:
         self._kept = b""
         self.finished = threading.Event()
-        """Nobody can write there any more, and everything was read."""
+        """Set when the pipe is closed at the other end, and everything was read."""
 
     def add(self, data: bytes) -> None:
+        """Add what was read."""
         self._kept = (self._kept + data)[-_KEPT:]
 
     def text(self) -> str:
-        """As far as it was read; a first line that is not whole is left out."""
+        """Return what was read so far, without a first line that is not whole."""
         kept = self._kept
         if len(kept) == _KEPT:
             kept = kept.partition(b"\n")[2] or kept
@@ -31,7 +32,7 @@ class Tail:
 
 
 class OutputDrain:
-    """A thread that reads any number of pipes, however much comes, and sleeps while nothing does."""
+    """A thread that reads any number of pipes, and sleeps while nothing comes."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -43,7 +44,7 @@ class OutputDrain:
         self._thread.start()
 
     def watch(self, pipe: int) -> Tail:
-        """Read `pipe` from now on; it belongs to the drain, which closes it at its end."""
+        """Read `pipe` from now on. The drain owns it, and closes it at its end."""
         os.set_blocking(pipe, False)
         tail = Tail()
         with self._lock:
@@ -52,7 +53,7 @@ class OutputDrain:
         return tail
 
     def stop(self) -> None:
-        """End the thread, and close what is still open: what escaped our kills may hold the other end."""
+        """End the thread, and close what is still open: a process that was not killed may hold the other end."""
         os.eventfd_write(self._wake, 1)
         self._thread.join()
         for pipe in list(self._tails):

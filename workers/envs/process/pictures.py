@@ -1,4 +1,4 @@
-"""Pictures of envs on their way from their process to its driver, as plain values."""
+"""Pictures of envs as JSON, on their way from a process of envs to its driver."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from headrace.workers.envs.error_text import message_of
 from headrace.workers.envs.rendering import picture_of, warn_of
 
 LARGEST = 16 << 20
-"""Bytes of a picture; more would hold up the other envs of its process for too long."""
+"""The largest picture, in bytes. A larger one would delay the other envs of the process too long."""
 
 
 def picture_to_json(env: Any, lane: int) -> dict[str, Any]:
-    """What `picture_from_json` makes the picture of `env` of, or says of it."""
+    """Return the picture of `env` as JSON, or why there is none."""
     try:
         picture = picture_of(env, lane)
     except Exception as error:  # noqa: BLE001 - a user's env
@@ -30,7 +30,7 @@ def picture_to_json(env: Any, lane: int) -> dict[str, Any]:
 
 
 def picture_from_json(told: Mapping[str, Any], lane: int) -> NDArray[np.uint8] | None:
-    """None, and a warning, where there was a problem; a read-only array otherwise."""
+    """Return the picture as a read-only array, or None, with a warning if there was a problem."""
     if "problem" in told:
         warn_of(lane, told["problem"])
     if "rgb" not in told:

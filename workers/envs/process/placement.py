@@ -1,4 +1,4 @@
-"""Envs in other processes of this machine, as a place for a vector's envs."""
+"""Opens the backend of envs in other processes of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Envs in processes of their own, driven from here without ever waiting for a certain one of them."""
+"""Envs in processes of their own. Their driver never waits for a certain one of them."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from headrace.workers.envs.spaces import to_gym
 
 
 class EnvProcessPool:
-    """`config.num_envs` lanes in processes of `config.envs_per_process` envs each. One thread at a time.
+    """An `EnvBackend` of `config.num_envs` lanes in processes of `config.envs_per_process` envs each, for one thread.
 
-    Only the constructor, `poll` and `stop` take time. Columns are views of memory that the processes write: nothing is
-    copied when they answer, and a lane's row is true from its answer until it is stepped or reset again. A lane that
-    has failed has no env until it is restarted. After n episodes, or grown too large, a process is replaced by a new
-    one, into which each lane moves when its episode is over.
+    Only the constructor, `step_wait` and `close` take time. Columns are views of memory that the processes write, so
+    nothing is copied when they reply. A lane's row is true from its reply until the lane is stepped or reset again. A
+    lane that has failed has no env until it is rebuilt. After n episodes, or when it grows too large, a process is
+    replaced by a new one; each lane moves there when its episode is over.
     """
 
     replies_at_once = False
@@ -49,9 +49,9 @@ class EnvProcessPool:
     observations: dict[str, NDArray[Any]]
     """"obs/..." -> (num_envs, *shape): what each lane saw last."""
     first: dict[str, NDArray[Any]]
-    """Likewise, the first observation of an episode that `begin` has not begun yet."""
+    """The same for the first observation of an episode that `begin` has not shown yet."""
     actions: dict[str, NDArray[Any]]
-    """"actions/..." -> (num_envs, *shape): what each lane does next, written by `send_actions`."""
+    """"actions/..." -> (num_envs, *shape): what each lane does next; `step_async` writes it."""
     rewards: NDArray[np.float64]
     """(num_envs,): of the last step."""
 
@@ -76,7 +76,7 @@ class EnvProcessPool:
         self._config = config
         self._limits = limits_of(config)
         self._moving: dict[int, int] = {}
-        """Lane -> seed of the reset that follows once it is built in its new process."""
+        """Lane -> seed of the reset that follows when the lane is built in its new process."""
         self._layout_of: int | None = None
         self._processes = Processes({**job_of(config, worker_index), **told}, self._limits, child)
         self._homes = LaneHomes(config, self._processes, seed_for)
@@ -102,7 +102,7 @@ class EnvProcessPool:
 
     @property
     def pids(self) -> list[int]:
-        """The processes that run now."""
+        """The ids of the processes that run now."""
         return [handle.pid for handle in self._processes]
 
     @cached_property
@@ -150,7 +150,7 @@ class EnvProcessPool:
         self._homes.home(lane).ask(lane, Command.STEP, seed)
 
     def reset(self, lane: int, seed: int) -> None:
-        """Have the lane reset its env. It replies in `Replies.began`, or with a failure."""
+        """Have the lane's env reset. The reply is in `began`, or a failure."""
         if self._homes.may_stay(lane):
             self._homes.home(lane).ask(lane, Command.RESET, seed)
         else:
@@ -158,31 +158,31 @@ class EnvProcessPool:
             self._moving[lane] = seed
 
     def rebuild(self, lane: int) -> None:
-        """Have the lane's env built anew, in a new process if need be. It replies in `built`, or with a failure."""
+        """Have the lane's env built again, in a new process if need be. The reply is in `built`, or a failure."""
         self._build(lane, Command.REBUILD)
 
     def close_env(self, lane: int) -> None:
         """Do nothing: a lane that has failed lost its env with that, or when `rebuild` builds another."""
 
     def render(self, lane: int) -> None:
-        """Have a lane that has an env, and is asked for nothing else, show it. It replies in `Replies.pictures`."""
+        """Have the lane's env, which has nothing else to do, show itself. The reply is in `pictures`."""
         self._homes.home(lane).ask(lane, Command.RENDER)
 
     def begin(self, lanes: Sequence[int]) -> None:
-        """What these lanes see is now the first observation of their next episode."""
+        """Show these lanes the first observation of their next episode."""
         for name, column in self.observations.items():
             column[lanes] = self.first[name][lanes]
 
-    # -- what they answer ---------------------------------------------------------------------------------------------
+    # -- what they reply ----------------------------------------------------------------------------------------------
 
     def step_wait(self, timeout_s: float = math.inf, batch_wait_s: float = 0.0) -> Replies:
-        """What has been answered, as soon as there is anything.
+        """Return all replies, as soon as there is one.
 
-        Once there is, waits up to `batch_wait_s` for the steps and resets that are under way besides. Sleeps, for
-        `timeout_s` at most; returns at once when nothing was asked.
+        Then waits up to `batch_wait_s` for the steps and resets that are under way. Sleeps `timeout_s` at most, and
+        returns at once when nothing was asked.
         """
         replies, until = Replies(), time.monotonic() + timeout_s
-        together = batch_wait_s >= timeout_s  # then nothing is to be done about the first before the last
+        together = batch_wait_s >= timeout_s  # then the driver has nothing to do before the last reply
         self._flush()
         while True:
             busy = any(handle.is_busy for handle in self._processes)
@@ -206,15 +206,15 @@ class EnvProcessPool:
             handle.flush()
 
     def _take(self, replies: Replies, until: float, awaited: int) -> bool:
-        """Hear who speaks, once `awaited` have answered; whether a process has ended."""
+        """Take replies once `awaited` orders have theirs, and return whether a process has ended."""
         speaking, ended = self._processes.wait(until, awaited)
         for handle in speaking:
             self._hear(handle, replies)
-        if not replies:  # else the next poll tells of it: no lane has answered and is lost in the same breath
+        if not replies:  # else the next poll tells of it, so that no lane both replies and is lost in one
             for handle in ended:
                 self._lose(handle, replies)
         self._processes.enforce()
-        if speaking or ended:  # who has answered can be told what was asked meanwhile
+        if speaking or ended:  # a process that has replied can take what was asked meanwhile
             self._flush()
         return bool(ended)
 
@@ -231,7 +231,7 @@ class EnvProcessPool:
         self._homes.weigh(handle)
 
     def _read_outcomes(self, handle: ProcessHandle, answer: ProcessReply, replies: Replies) -> None:
-        """Of each lane, whether its episode ended, and another one began."""
+        """Note of each lane whether its episode ended, and whether another one began."""
         infos = dict(answer.told.get("began", ()))
         outcomes = answer.slot.outcomes.tolist()
         for index, outcome in enumerate(outcomes):
@@ -244,7 +244,7 @@ class EnvProcessPool:
     def _read(
         self, handle: ProcessHandle, told: dict[str, Any], stepped: Sequence[int], replies: Replies
     ) -> Sequence[int]:
-        """Take in what was said besides the columns; of the lanes that `stepped`, those that did not fail."""
+        """Take in what was told as JSON, and return the lanes of `stepped` that did not fail."""
         first = handle.first_lane
         for index, at, returned, error in told.get("failures", ()):
             self._fail(Failure(first + index, error_from_json(error), stepped=returned, at=at), replies)
@@ -261,7 +261,7 @@ class EnvProcessPool:
         replies.failures.append(failure)
 
     def _welcome(self, lane: int, spaces: Spaces, replies: Replies) -> None:
-        """A lane was built."""
+        """Take in that a lane was built, and check its spaces."""
         if self._layout_of is None:
             self._layout_of = lane
             self._map(spaces)
@@ -290,13 +290,13 @@ class EnvProcessPool:
             self._moving.pop(lane, None)
         lanes, call = set(handle.members), ending.call
         if call.phase is Phase.CLOSE and call.lane is not None and call.lane in lanes:
-            # It died of the env that was to make room there, for which the one to come pays nothing.
+            # It died of the env that was closed to make room, and the env to come pays nothing for that.
             lanes.discard(call.lane)
             self._build(call.lane, Command.REBUILD)
         replies.failures += failures_of(ending, lanes, self._limits)
 
     def _build(self, lane: int, command: Command) -> None:
-        """Have an env built for the lane, where it is to live now."""
+        """Have an env built for the lane, in the process where it is to live now."""
         self._homes.build(lane, command)
 
     def close(self) -> None:
@@ -306,9 +306,11 @@ class EnvProcessPool:
             self._processes.stop(self._config.env_close_timeout_s)
 
     def __enter__(self) -> Self:
+        """Return the pool."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        """Close the pool."""
         self.close()

@@ -1,4 +1,4 @@
-"""The envs of one process: built, reset and stepped as their driver commands."""
+"""The envs of one process, which builds, resets and steps them as its driver orders."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from headrace.workers.envs.spaces import spaces_of
 from headrace.workers.envs.stepping import step_all
 
 BuildEnv = Callable[[EnvCreator, EnvContext, bool | None], tuple[Any, Spaces]]
-"""(creator, context, whether it must be of several agents; None: either) -> an env in rows of columns, its spaces."""
+"""(creator, context, whether the env must be of several agents; None: either) -> an env in columns, and its spaces."""
 
 
 def build_solo_env(creator: EnvCreator, context: EnvContext, several_agents: bool | None) -> tuple[Any, Spaces]:
@@ -39,19 +39,19 @@ def build_solo_env(creator: EnvCreator, context: EnvContext, several_agents: boo
 
 
 class ProcessJob(BaseModel):
-    """What a process is told at its start. Descriptors are inherited ones."""
+    """What a process is told at its start. The process inherits the descriptors."""
 
     env: str
     env_config: dict[str, Any]
     worker_index: int
     num_workers: int
     num_envs: int
-    """Of the runner; what an env's creator is told, as the two above."""
+    """Of the runner. Creators of envs are told it, like the two numbers above."""
     first_lane: int
-    """Of the process' lanes, which follow one another."""
+    """The first of the process' lanes, which are consecutive."""
     lanes: int
     width: int
-    """Lanes of the whole pool, and rows of each column."""
+    """How many lanes the whole pool has, and so how many rows each column."""
     check_bounds: bool
     several_agents: bool | None
     """What `BuildEnv` is told: whether envs must be multi-agent ones, which are packed then; None: either."""
@@ -71,15 +71,16 @@ class ProcessJob(BaseModel):
 
     @property
     def descriptors(self) -> list[int]:
-        """All that are inherited."""
+        """All descriptors that the process inherits."""
         bells = [self.bell, self.told, self.latch_tokens, self.latch_bell]
         return [self.socket, *bells, self.control, self.columns, self.lifeline, self.last_words]
 
 
 class Sends(Protocol):
-    """What sends a body that is told with the next answer."""
+    """Sends a body that is told with the next reply."""
 
-    def send(self, body: bytes) -> None: ...
+    def send(self, body: bytes) -> None:
+        """Send `body`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,18 +93,18 @@ class _LaneEnv:
 
 @dataclass(slots=True, eq=False)
 class _Reply:
-    """What is told besides the columns; lanes are the process' own, from 0."""
+    """What a reply tells besides the columns. Lanes are the process' own, from 0."""
 
     slot: Slot
     built: list[tuple[int, Any]] = field(default_factory=list)
     began: list[tuple[int, Any]] = field(default_factory=list)
-    """Infos of resets that have any."""
+    """Infos of resets that are not empty."""
     infos: list[tuple[int, Any]] = field(default_factory=list)
     failures: list[tuple[int, str, bool, Any]] = field(default_factory=list)
     pictures: list[tuple[int, Any]] = field(default_factory=list)
 
     def mark(self, lane: int, outcome: int) -> None:
-        """Note an outcome, beside those that the lane has already."""
+        """Add an outcome to those that the lane already has."""
         self.slot.counts[0] += not self.slot.outcomes[lane]
         self.slot.outcomes[lane] |= outcome
 
@@ -111,7 +112,7 @@ class _Reply:
         self.failures.append((lane, at, stepped, error_to_json(error)))
 
     def write(self, socket: Sends) -> None:
-        """Into the slot; what has no place there goes by the socket."""
+        """Write the reply into the slot, or send it by the socket if it does not fit."""
         told = {name: value for name in self.__slots__[1:] if (value := getattr(self, name))}
         if not told:
             return
@@ -124,77 +125,77 @@ class _Reply:
 
 
 class ProcessEnvs:
-    """`obey` does what an order says. Whatever a user's env raises or answers amiss is told, and ends nothing."""
+    """The envs of one process. `obey` does what an order says, and tells all failures of the user's envs."""
 
     def __init__(self, job: ProcessJob, control: Control, build_env: BuildEnv) -> None:
         self._job = job
         self._build_env = build_env
         self._control = control
-        self._seats = [_LaneEnv(index) for index in range(job.lanes)]
+        self._places = [_LaneEnv(index) for index in range(job.lanes)]
         self._all_step = bytes([Command.STEP] * job.lanes)
         self._rewards: NDArray[np.float64] | None = None
 
     def obey(self, slot: Slot, socket: Sends) -> None:
-        """Do what each lane is commanded, and write the answer."""
+        """Do what each lane is commanded, and write the reply."""
         if slot.counts[0]:
             slot.outcomes[:] = 0
         slot.counts[0] = slot.counts[1] = 0
-        answer = _Reply(slot)
+        reply = _Reply(slot)
         if slot.commands.tobytes() == self._all_step:
-            self._step(self._seats, answer)
+            self._step(self._places, reply)
         else:
-            self._obey_each(slot, answer)
-        answer.write(socket)
+            self._obey_each(slot, reply)
+        reply.write(socket)
 
-    def _obey_each(self, slot: Slot, answer: _Reply) -> None:
+    def _obey_each(self, slot: Slot, reply: _Reply) -> None:
         by_command: dict[int, list[_LaneEnv]] = {}
-        for seat, command in zip(self._seats, slot.commands.tolist(), strict=True):
-            by_command.setdefault(command, []).append(seat)
-        for seat in by_command.get(Command.CLOSE, ()):
-            self._close([seat])
+        for place, command in zip(self._places, slot.commands.tolist(), strict=True):
+            by_command.setdefault(command, []).append(place)
+        for place in by_command.get(Command.CLOSE, ()):
+            self._close([place])
         for command in (Command.BUILD, Command.REBUILD):
-            for seat in by_command.get(command, ()):
-                self._build(seat, answer, recreated=command is Command.REBUILD)
+            for place in by_command.get(command, ()):
+                self._build(place, reply, recreated=command is Command.REBUILD)
         if Command.RESET in by_command:
-            self._reset(by_command[Command.RESET], answer)
+            self._reset(by_command[Command.RESET], reply)
         if Command.STEP in by_command:
-            self._step(by_command[Command.STEP], answer)
-        for seat in by_command.get(Command.RENDER, ()):
-            with self._control.during(seat.index, Phase.RENDER):
-                answer.pictures.append((seat.index, picture_to_json(seat.env, seat.index)))
+            self._step(by_command[Command.STEP], reply)
+        for place in by_command.get(Command.RENDER, ()):
+            with self._control.during(place.index, Phase.RENDER):
+                reply.pictures.append((place.index, picture_to_json(place.env, place.index)))
 
     def close(self) -> None:
         """Close all envs, within one time limit for all of them."""
-        self._close(self._seats)
+        self._close(self._places)
 
-    def _close(self, seats: Sequence[_LaneEnv]) -> None:
-        envs = [seat.env for seat in seats]
-        for seat in seats:
-            seat.env = seat.step = None
-        with self._control.during(seats[0].index if len(seats) == 1 else -1, Phase.CLOSE):
+    def _close(self, places: Sequence[_LaneEnv]) -> None:
+        envs = [place.env for place in places]
+        for place in places:
+            place.env = place.step = None
+        with self._control.during(places[0].index if len(places) == 1 else -1, Phase.CLOSE):
             close_envs(envs, self._job.close_timeout_s)
 
-    def _build(self, seat: _LaneEnv, answer: _Reply, *, recreated: bool) -> None:
-        job, seed = self._job, int(answer.slot.seeds[seat.index])
+    def _build(self, place: _LaneEnv, reply: _Reply, *, recreated: bool) -> None:
+        job, seed = self._job, int(reply.slot.seeds[place.index])
         context = EnvContext(
             job.env_config,
             worker_index=job.worker_index,
             num_workers=job.num_workers,
-            vector_index=int(self._control.indices[seat.index]),
+            vector_index=int(self._control.indices[place.index]),
             num_envs=job.num_envs,
             recreated=recreated,
             seed=None if seed == NO_SEED else seed,
         )
-        if seat.env is not None:
-            self._close([seat])
+        if place.env is not None:
+            self._close([place])
         try:
-            with self._control.during(seat.index, Phase.CONSTRUCTION):
-                env, seat.spaces = self._build_env(find_creator(job.env), context, job.several_agents)
+            with self._control.during(place.index, Phase.CONSTRUCTION):
+                env, place.spaces = self._build_env(find_creator(job.env), context, job.several_agents)
         except Exception as error:  # noqa: BLE001 - a user's env
-            answer.fail(seat.index, "construction", error)
+            reply.fail(place.index, "construction", error)
             return
-        seat.env, seat.step = env, self._noted(seat.index, env.step)
-        answer.built.append((seat.index, seat.spaces.model_dump(mode="json")))
+        place.env, place.step = env, self._noted(place.index, env.step)
+        reply.built.append((place.index, place.spaces.model_dump(mode="json")))
 
     def _noted(self, lane: int, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         begin, end = self._control.begin, self._control.end
@@ -208,33 +209,33 @@ class ProcessEnvs:
 
         return noted
 
-    def _reset(self, seats: Sequence[_LaneEnv], answer: _Reply) -> None:
+    def _reset(self, places: Sequence[_LaneEnv], reply: _Reply) -> None:
         if self._rewards is None:
-            self._map(seats[0])
+            self._map(places[0])
         done, values = [], []
-        for seat, seed in zip(seats, answer.slot.seeds[[seat.index for seat in seats]].tolist(), strict=True):
-            assert seat.env is not None, "the driver resets what was built"
+        for place, seed in zip(places, reply.slot.seeds[[place.index for place in places]].tolist(), strict=True):
+            assert place.env is not None, "the driver resets what was built"
             try:
-                with self._control.during(seat.index, Phase.RESET):
-                    observation, info = take_reset_apart(seat.env.reset(seed=seed))
+                with self._control.during(place.index, Phase.RESET):
+                    observation, info = take_reset_apart(place.env.reset(seed=seed))
                 written = _info_json(info)
             except Exception as error:  # noqa: BLE001 - a user's env
-                answer.fail(seat.index, "reset", error)
+                reply.fail(place.index, "reset", error)
                 continue
-            done.append((seat.index, written))
+            done.append((place.index, written))
             values.append(observation)
         problems = dict(self._first.put(np.array([index for index, _ in done], np.intp), values))
         for position, (index, written) in enumerate(done):
             if position in problems:
-                answer.fail(index, "reset", problems[position])
+                reply.fail(index, "reset", problems[position])
             else:
-                answer.mark(index, BEGAN)
+                reply.mark(index, BEGAN)
                 if written is not None:
-                    answer.began.append((index, written))
+                    reply.began.append((index, written))
 
-    def _map(self, seat: _LaneEnv) -> None:
-        """Map the columns. The driver has compared the spaces of the env that is reset first with those of all."""
-        spaces, job = seat.spaces, self._job
+    def _map(self, place: _LaneEnv) -> None:
+        """Map the columns, by the spaces of the env that is reset first. The driver has compared those of all envs."""
+        spaces, job = place.spaces, self._job
         assert spaces is not None, "only an env that was built is reset"
         arrays = map_arrays(job.columns, columns_layout(spaces, job.width), create=False)
         mine = {name: column[job.first_lane : job.first_lane + job.lanes] for name, column in arrays.items()}
@@ -247,43 +248,43 @@ class ProcessEnvs:
         self._action_space = spaces.action
         self._rewards = mine["rewards"]
 
-    def _step(self, seats: Sequence[_LaneEnv], answer: _Reply) -> None:
+    def _step(self, places: Sequence[_LaneEnv], reply: _Reply) -> None:
         assert self._rewards is not None, "only an env that was reset is stepped"
-        # Copied, for the driver writes the next ones there, and an env may keep what it was given.
+        # Copied, because the driver writes the next actions there, and an env may keep what it was given.
         copied = {name: column.copy() for name, column in self._actions.items()}
         actions = to_env_form(self._action_space, copied)
-        outcome = step_all(seats, actions, self._observations, len(self._seats))
+        outcome = step_all(places, actions, self._observations, len(self._places))
         self._control.end()
-        if len(seats) == len(self._seats):
+        if len(places) == len(self._places):
             self._rewards[:] = outcome.rewards
         else:
-            self._rewards[[seat.index for seat in seats]] = outcome.rewards
+            self._rewards[[place.index for place in places]] = outcome.rewards
         for failure in outcome.failures:
-            answer.fail(failure.lane, "step", failure.error, stepped=failure.stepped)
-        spoilt = self._tell_infos(outcome.infos, answer) if outcome.infos else ()
+            reply.fail(failure.lane, "step", failure.error, stepped=failure.stepped)
+        spoilt = self._tell_infos(outcome.infos, reply) if outcome.infos else ()
         again = []
         for lane, end in outcome.ended:
             if lane not in spoilt:
-                answer.mark(lane, end)
-                if answer.slot.seeds[lane] != NO_SEED:
-                    again.append(self._seats[lane])
+                reply.mark(lane, end)
+                if reply.slot.seeds[lane] != NO_SEED:
+                    again.append(self._places[lane])
         if again:
-            self._reset(again, answer)
+            self._reset(again, reply)
 
-    def _tell_infos(self, infos: Sequence[tuple[int, dict[str, Any]]], answer: _Reply) -> set[int]:
-        """The lanes whose info cannot be told, which is a failure of theirs."""
+    def _tell_infos(self, infos: Sequence[tuple[int, dict[str, Any]]], reply: _Reply) -> set[int]:
+        """Tell the infos, and return the lanes whose info cannot be told, which have failed with that."""
         spoilt = set()
         for lane, info in infos:
             try:
-                answer.infos.append((lane, _info_json(info)))
+                reply.infos.append((lane, _info_json(info)))
             except EnvContractError as error:
-                answer.fail(lane, "step", error, stepped=True)
+                reply.fail(lane, "step", error, stepped=True)
                 spoilt.add(lane)
         return spoilt
 
 
 def _info_json(info: dict[str, Any]) -> orjson.Fragment | None:
-    """An info as it would go on the wire; None is an empty one."""
+    """Return an info as JSON, or None if it is empty. Raises `EnvContractError` for what JSON cannot hold."""
     if not info:
         return None
     try:

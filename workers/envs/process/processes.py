@@ -1,4 +1,4 @@
-"""All processes of a pool: started, listened to, kept to their deadlines and buried."""
+"""All processes of a pool: they are started, heard, killed when they are late, and reaped."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 class Processes:
-    """Iterates over the handles of the processes that run. `memory` is where all lanes' columns will be.
+    """The processes of a pool.
 
-    `child`: the module that each process runs.
+    `memory` is where all lanes' columns will be. `child`: the module that each process runs.
     """
 
     def __init__(self, job: Mapping[str, Any], limits: Mapping[Phase, float], child: str) -> None:
@@ -37,20 +37,21 @@ class Processes:
         self._drain = OutputDrain()
         self._latch = WakeupLatch()
         self._epoll = select.epoll()
-        """What wakes the driver: the latch's bell, ends of processes, and sockets."""
+        """Wakes the driver: the latch's bell, ends of processes, and sockets."""
         self._epoll.register(self._latch.bell, select.EPOLLIN)
         self._told = select.epoll()
-        """Who has answered, which is looked at only."""
+        """Tells which processes have replied. The driver does not sleep for it."""
 
     def __iter__(self) -> Iterator[ProcessHandle]:
+        """Iterate over the handles of the processes that run."""
         return iter(self._handles.values())
 
     def fileno(self) -> int:
-        """Readable when `wait` would return at once, deadlines aside."""
+        """Return a descriptor that is readable when `wait` would return at once, but for deadlines."""
         return self._epoll.fileno()
 
     def start(self, first_lane: int, lanes: int) -> ProcessHandle:
-        """A new process for these lanes; it imports what it needs while nobody waits for it.
+        """Start a process for these lanes, and return its handle. It imports what it needs in the background.
 
         Raises `EnvError` where the system has no room for it.
         """
@@ -72,10 +73,10 @@ class Processes:
         return handle
 
     def wait(self, until: float, replies: int = 1) -> tuple[list[ProcessHandle], list[ProcessHandle]]:
-        """Those that have answered, and those that have ended, once there are so many answers or `until` has come.
+        """Return the processes that have replied, and those that have ended.
 
-        Sleeps; in monotonic seconds. Returns earlier, maybe with nothing, when some have answered since the last call,
-        one has ended, or there may be a deadline to enforce.
+        Sleeps until there are this many `replies`, or until `until`, in monotonic seconds. Returns earlier, perhaps
+        with nothing, when a process had replied since the last call, has ended, or may be late.
         """
         timeout = max(min([until, *(handle.check_at for handle in self)]) - time.monotonic(), 0.0)
         ended: list[ProcessHandle] = []
@@ -90,7 +91,7 @@ class Processes:
         return [self._by_descriptor[descriptor] for descriptor, _ in self._told.poll(0)], ended
 
     def _sleep(self, timeout_s: float, replies: int) -> list[int]:
-        """The descriptors that have woken us, if any; who answers from now on rings."""
+        """Sleep, and return the descriptors that have woken the driver. From now on each reply rings."""
         if timeout_s:
             self._latch.arm(replies)
         try:
@@ -103,18 +104,18 @@ class Processes:
         return woken
 
     def enforce(self) -> None:
-        """Kill what is late. Only to be called after `wait` and what it gave was read: an answer may have come."""
+        """Kill processes that are late. Call it after all replies that `wait` gave were read."""
         now = time.monotonic()
         for handle in self:
             handle.enforce(now)
 
     def _hush(self, handle: ProcessHandle) -> None:
-        """Its socket is over; there is nothing to wait for but its end."""
+        """Stop listening to the process's socket, which is closed. Only its end is waited for."""
         del self._by_descriptor[handle.channel.fileno()]
         self._epoll.unregister(handle.channel.fileno())
 
     def bury(self, handle: ProcessHandle) -> ProcessExit:
-        """Release what has ended."""
+        """Release a process that has ended, and return how it ended."""
         for descriptor in (handle.channel.fileno(), handle.pidfd):
             if self._by_descriptor.pop(descriptor, None) is not None:
                 self._epoll.unregister(descriptor)
@@ -124,7 +125,7 @@ class Processes:
         return handle.bury()
 
     def stop(self, timeout_s: float) -> None:
-        """Have all close their envs within `timeout_s` seconds, kill the others, and release everything."""
+        """Have all processes close their envs within `timeout_s` seconds, kill the others, and release everything."""
         deadline = time.monotonic() + timeout_s
         for handle in self:
             handle.stop(deadline)

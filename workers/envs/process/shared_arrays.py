@@ -1,4 +1,4 @@
-"""Arrays in memory that two processes share. It has no name, so nothing of it can be left behind."""
+"""Arrays in memory that two processes share. The memory has no name, so none is left behind."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Layout = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
 """Name -> (dtype, shape)."""
 
 _ALIGN = 64
-"""Bytes. No two arrays share a cache line."""
+"""In bytes. No two arrays share a cache line."""
 
 
 def new_memory(name: str) -> int:
-    """A descriptor of anonymous memory, empty as yet; the caller closes it. `name` shows in /proc only."""
+    """Return a descriptor of empty anonymous memory, which the caller closes. `name` shows in /proc only."""
     return os.memfd_create(name, os.MFD_CLOEXEC)
 
 
 def map_arrays(descriptor: int, layout: Layout, *, create: bool) -> dict[str, NDArray[Any]]:
-    """Views of the arrays in `layout`, zero at first; the memory lives as long as any view of it.
+    """Return views of the arrays in `layout`, zero at first. The memory lives as long as a view of it.
 
-    Both sides must give the same layout. `create` sizes the memory, which only one of them does, and before the other.
+    Both sides give the same layout. `create` sizes the memory: one side does so, before the other maps it.
     """
     offsets, size = {}, 0
     for name, (dtype, shape) in layout.items():
@@ -44,7 +44,7 @@ def map_arrays(descriptor: int, layout: Layout, *, create: bool) -> dict[str, ND
 
 
 def columns_layout(spaces: Spaces, width: int) -> Layout:
-    """What passes between envs and their driver: one row for each of `width` lanes.
+    """Return the layout of what passes between envs and their driver: one row for each of `width` lanes.
 
     obs/...      the newest observation of the episode that goes on, or its last
     first/...    the first observation of the next episode

@@ -1,4 +1,4 @@
-"""Envs on other hosts, which come and go as they like, each by `headrace env-host`: the worker's side.
+"""Envs on other hosts, which come and go, each by `headrace env-host`: the worker's side.
 
-`pool.py` is what a vector drives, `peer.py` what is known of one host, `router_port.py` the port where they come in.
+`pool.py` is the backend of a vector, `peer.py` what is known of one host, `router_port.py` the port for hosts.
 """

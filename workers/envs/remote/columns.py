@@ -1,4 +1,4 @@
-"""What lanes on other hosts see and do, in columns, and what of it goes through messages."""
+"""The columns of lanes on other hosts, and the rows of them that messages carry."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from headrace.workers.envs.actions import write_actions
 from headrace.workers.envs.bounds import unsound_rewards
 
 Rows = list[tuple[NDArray[Any], list[int], NDArray[Any]]]
-"""(column, places, one row for each of them)."""
+"""(column, places, one row for each place)."""
 
 
 class RemoteColumns:
-    """The columns of `width` lanes; those of observations have the names the policy knows them by."""
+    """The columns of `width` lanes. Those of observations have the names by which the policy knows them."""
 
     def __init__(self, spaces: Spaces, width: int) -> None:
         def columns(root: str, space: Any) -> dict[str, NDArray[Any]]:
@@ -33,15 +33,15 @@ class RemoteColumns:
         self.rewards = np.zeros(width, np.float64)
 
     def write_actions(self, lanes: Sequence[int] | None, columns: Mapping[str, NDArray[Any]], root: str) -> None:
-        """Take over the rows of `lanes`, None for all."""
+        """Write the rows of `lanes` (None: all) of the policy's columns."""
         write_actions(self.actions, lanes, columns, root)
 
     def action_rows(self, lanes: Sequence[int]) -> dict[str, NDArray[Any]]:
-        """A copy of what `lanes` are to do, in order."""
+        """Return a copy of the actions of `lanes`, in order."""
         return {name: column[lanes] for name, column in self.actions.items()}
 
     def check(self, told: EnvAnswers, arrays: Mapping[str, NDArray[Any]]) -> Rows:
-        """The arrays as rows of our columns. Raises `DecodeError` for what does not fit them."""
+        """Return the arrays of a message as rows of the columns. Raises `DecodeError` for what does not fit."""
         began = [place for place, _ in told.began]
         rows: Rows = []
         expected = {"rewards": (self.rewards, told.stepped)} if told.stepped else {}
@@ -64,7 +64,7 @@ class RemoteColumns:
         return rows
 
     def write(self, rows: Rows, lanes: Mapping[int, int]) -> None:
-        """Write the rows of the places in `lanes`, each to its lane."""
+        """Write the rows of the places in `lanes`, each to the place's lane."""
         for column, places, given in rows:
             known = [i for i, place in enumerate(places) if place in lanes]
             column[[lanes[places[i]] for i in known]] = given[known]

@@ -1,4 +1,4 @@
-"""Which hosts are here, and on which of their places each lane's env lives. Does no I/O."""
+"""The hosts that are here, and the place on one of them where each lane's env lives. Does no I/O."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ log = logging.getLogger(__name__)
 
 
 class HostPlaces:
-    """`width` lanes, each with a place, or waiting for one that a host who comes may have."""
+    """`width` lanes, each with a place on a host, or waiting for one."""
 
     def __init__(self, width: int, seed_for: SeedFor) -> None:
         self.width = width
         self.hosts: dict[str, EnvHostPeer] = {}
-        """By life, in the order in which they came."""
+        """Hosts by their life, in the order in which they came."""
         self._seed_for = seed_for
         self._gone: list[tuple[EnvHostPeer, str]] = []
-        """Lost, and why; their lanes are not told of it yet."""
+        """Hosts that are lost, and why. `bury` has not told of them yet."""
         self._homes: list[tuple[EnvHostPeer, int] | None] = [None] * width
         self._wanting = dict.fromkeys(range(width), Command.BUILD)
-        """Lanes that wait for a place, and what they are to do there."""
+        """Lanes that wait for a place, and their first command there."""
 
     def has_home(self, lane: int) -> bool:
-        """Whether the lane has a place."""
+        """Return whether the lane has a place."""
         return self._homes[lane] is not None
 
     @property
@@ -43,34 +43,34 @@ class HostPlaces:
 
     @property
     def is_busy(self) -> bool:
-        """Whether an answer is to come, a place is wanted, or a loss is to be told."""
+        """Whether an answer is to come, a lane waits for a place, or `bury` has something to tell."""
         return bool(self._wanting or self._gone) or self.has_orders
 
     @property
     def has_orders(self) -> bool:
-        """Whether a host has an answer to give."""
+        """Whether a host has an order without an answer."""
         return any(host.is_busy for host in self.hosts.values())
 
     @property
     def is_awaited(self) -> bool:
-        """Whether one has to a step or a reset."""
+        """Whether a host has a step or a reset without an answer."""
         return any(host.is_awaited for host in self.hosts.values())
 
     def ask(self, lane: int, command: Command, seed: int) -> None:
-        """Have the lane's place do this."""
+        """Have the lane's place do `command`."""
         home = self._homes[lane]
         assert home is not None, "a lane that has failed is restarted before it is reset or stepped"
         home[0].ask(home[1], command, seed)
 
     def restart(self, lane: int) -> None:
-        """Have the lane's env built anew, where it is or wherever a place is free."""
+        """Have the lane's env built again, in its place or, if it has none, in the next free one."""
         if self.has_home(lane):
             self.ask(lane, Command.REBUILD, self._seed_for(lane, True))
         else:
             self._wanting[lane] = Command.REBUILD
 
     def settle_in(self) -> None:
-        """Give lanes that wait a place, as far as there are any."""
+        """Give free places to lanes that wait for one."""
         for lane in sorted(self._wanting) if self.hosts else ():
             home = next(((h, place) for h in self.hosts.values() if (place := h.free_place()) is not None), None)
             if home is None:
@@ -81,13 +81,13 @@ class HostPlaces:
             host.ask(place, command, self._seed_for(lane, command is Command.REBUILD))
 
     def part(self, host: EnvHostPeer, reason: str) -> None:
-        """From now on it is not known here; whatever it still says belongs to a life that is over."""
+        """Forget the host. What it still sends belongs to a life that is over."""
         log.warning("env host %s %s; it held envs %s", host.name, reason, [n for n in host.lanes if n is not None])
         del self.hosts[host.life]
         self._gone.append((host, reason))
 
     def bury(self) -> list[Failure]:
-        """One failure for each lane that has lost its place since the last call."""
+        """Return one failure for each lane that has lost its place since the last call."""
         failures = []
         for host, reason in self._gone:
             for place, lane in enumerate(host.lanes):

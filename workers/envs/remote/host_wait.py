@@ -1,4 +1,4 @@
-"""While no env host is there: who is waited for, said now and then, and for how long."""
+"""The wait for env hosts while none is there: how long it lasts, and the log lines that say so."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ log = logging.getLogger(__name__)
 
 _SAY_WAITING_S = 10.0
 _PAUSE_S = 5.0
-"""After so long without a look nobody was waiting, and the count begins anew."""
+"""After this long without a call of `look` no worker was waiting, and the count starts again."""
 
 
 class HostWait:
-    """Counts the time in which somebody waits at `endpoint` and no host is there."""
+    """Counts the time for which a worker waits at `endpoint` and no host is there."""
 
     def __init__(self, config: EnvRunnerConfig, endpoint: str) -> None:
         self._timeout_s = config.env_hosts_timeout_s
@@ -32,7 +32,7 @@ class HostWait:
         self._say_at = now + _SAY_WAITING_S
 
     def look(self, is_one_here: bool, now: float) -> None:
-        """Somebody waits at this moment, in monotonic seconds. Raises `NoEnvHostError` after `env_hosts_timeout_s`."""
+        """Note that the worker waits `now`, in monotonic seconds. Raises `NoEnvHostError` when it waited too long."""
         if is_one_here or now - self._looked_at > _PAUSE_S:
             self._begin(now)
         self._looked_at = now
@@ -46,6 +46,6 @@ class HostWait:
 
 
 def _address(endpoint: str) -> str:
-    """As another process has to call it: where this machine listens at all its addresses, by its name."""
+    """Return the endpoint as another machine calls it: with this machine's name, if it listens at all addresses."""
     url = urlsplit(endpoint)
     return f"tcp://{platform.node()}:{url.port}" if url.hostname in ("0.0.0.0", "::") else endpoint

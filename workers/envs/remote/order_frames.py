@@ -1,4 +1,4 @@
-"""What passes between a pool and one host: orders out, answers in, lanes on this side and places on that."""
+"""Messages between a pool and one host: orders go out, answers come in. The pool has lanes, the host places."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headrace.workers.envs.remote.peer import EnvHostPeer
 
 
 def encode_orders(host: EnvHostPeer, places: Sequence[int], columns: RemoteColumns) -> list[Buffer]:
-    """Frames of what is under way at `places`; the same again when they are made again."""
+    """Return the frames of the orders under way at `places`. A second call gives the same frames."""
     orders, stepping = [], []
     for place in places:
         order, lane = host.under_way[place], host.lanes[place]
@@ -28,7 +28,7 @@ def encode_orders(host: EnvHostPeer, places: Sequence[int], columns: RemoteColum
         orders.append((place, order.number, int(order.command), order.seed, lane))
         if order.command is Command.STEP:
             stepping.append(lane)
-    header = {"life": host.life, "orders": orders}  # an `EnvOrders`, which is not worth checking on each step
+    header = {"life": host.life, "orders": orders}  # an `EnvOrders`; to check it would cost time in each step
     return encode(MessageKind.ENV_ORDERS, header, columns.action_rows(stepping) if stepping else None)
 
 
@@ -39,9 +39,9 @@ def take_replies(
     columns: RemoteColumns,
     replies: Replies,
 ) -> None:
-    """Add to `replies` what answers an order that is under way; all else was answered before.
+    """Add the answers to orders under way to `replies`. Other answers came before, and are ignored.
 
-    Raises `DecodeError` for what makes no sense; then this host's orders may be settled without an answer.
+    Raises `DecodeError` for a bad message. Some of the host's orders may then count as answered.
     """
     rows = columns.check(told, arrays)
     errors = [(place, at, returned, _error(error)) for place, at, returned, error in told.failures]

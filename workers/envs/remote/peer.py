@@ -1,4 +1,4 @@
-"""One life of one env host, as the worker sees it: which lanes it holds, and what it was ordered. Does no I/O."""
+"""One life of one env host, as the worker sees it: the lanes it has, and its orders. Does no I/O."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.workers.envs.process.control import Command
 
 @dataclass(slots=True, eq=False)
 class HostOrder:
-    """What a place was told and has not answered. `sent_at` is in monotonic seconds, `route` where it was sent to."""
+    """An order that a place has not answered. `sent_at` is in monotonic seconds, `route` the id of the connection."""
 
     number: int
     command: Command
@@ -21,34 +21,34 @@ class HostOrder:
 
 
 class EnvHostPeer:
-    """`num_envs` places, each with one lane or none, and one order under way at most."""
+    """One life of a host: `num_envs` places, each with one lane or none, and at most one order under way."""
 
     def __init__(self, hello: EnvHostHello, route: bytes, now: float) -> None:
         self.life = hello.life
         self.name = f"{hello.host or 'unnamed'}/{hello.pid} ({hello.num_envs} x {hello.env or 'an env'})"
         self.route = route
-        """Where its newest message came from; another one after each reconnection."""
+        """The ROUTER's id of its connection; it changes with each reconnection."""
         self.heard_at = now
         self.lanes: list[int | None] = [None] * hello.num_envs
-        """By place."""
+        """The lane of each place."""
         self.under_way: dict[int, HostOrder] = {}
         self._queue: dict[int, tuple[Command, int]] = {}
         self._numbers = [0] * hello.num_envs
 
     def free_place(self) -> int | None:
-        """A place without a lane."""
+        """Return a place without a lane, or None."""
         return self.lanes.index(None) if None in self.lanes else None
 
     def ask(self, place: int, command: Command, seed: int = NO_SEED) -> None:
-        """Have the place do this once it has answered what it was told before."""
+        """Have the place do `command` once it has answered its order."""
         self._queue[place] = command, seed
 
     def hear(self, route: bytes, now: float) -> None:
-        """Something came from it."""
+        """Note that a message came by `route`."""
         self.route, self.heard_at = route, now
 
     def take_due(self, now: float) -> list[int]:
-        """Places whose next order can go out now; it is in `under_way` from here on."""
+        """Return the places whose next order can be sent now. It is in `under_way` from now on."""
         if not self._queue:
             return []
         due = [place for place in self._queue if place not in self.under_way]
@@ -59,15 +59,18 @@ class EnvHostPeer:
         return due
 
     def settle(self, place: int, number: int) -> HostOrder | None:
-        """The order that is answered herewith; None if it was answered before, or never given."""
+        """Return the order that is answered; None if it was answered before, or never given."""
         order = self.under_way.get(place)
         if order is None or order.number != number:
             return None
         return self.under_way.pop(place)
 
     def to_repeat(self, at_work_on: Iterable[tuple[int, int]], now: float, patience_s: float) -> list[int]:
-        """Places whose order, or its answer, seems lost: the host is not at work on it, `patience_s` after it was sent
-        or once it has come by another route. To repeat one for nothing does no harm."""
+        """Return the places whose order, or its answer, seems lost, because the host does not work on it.
+
+        That counts `patience_s` after the order was sent, or when the host has come by another route. A needless repeat
+        does no harm.
+        """
         known = dict(at_work_on)
         lost = [
             place
@@ -85,5 +88,5 @@ class EnvHostPeer:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether one to a step or a reset is."""
+        """Whether an answer to a step or a reset is to come."""
         return any(order.command in (Command.STEP, Command.RESET) for order in self.under_way.values())

@@ -1,4 +1,4 @@
-"""Envs on other hosts, as a place for a vector's envs."""
+"""Opens the backend of envs on other hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Envs on other hosts, driven from here without ever waiting for a certain one of them."""
+"""Envs on other hosts. Their driver never waits for a certain one of them."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _SLICE_S = 0.02
 
 
 class RemotePool:
-    """`config.num_envs` lanes on whatever hosts come to `router_port`, as an `EnvPool`. One thread at a time.
+    """An `EnvBackend` of `config.num_envs` lanes on the hosts that come to `router_port`, for one thread.
 
-    A lane without a host is built as soon as one with a free place comes; hosts beyond what is needed are spare. A lane
-    whose host is lost fails, as `EnvHostLostError`, once for each life of a host.
+    A lane without a host is built as soon as a host with a free place comes. Hosts that are not needed are spare. A
+    lane whose host is lost fails with `EnvHostLostError`, once for each life of a host.
     """
 
     replies_at_once = False
@@ -65,12 +65,11 @@ class RemotePool:
         kind_problem: KindProblem,
         on_wait: Callable[[], None] | None = None,
     ) -> None:
-        """Wait, for as long as it takes, until a first host has come and built what it has places for.
+        """Wait until a first host has come and built envs in its places.
 
-        `kind_problem` says which envs are of the wrong kind.
-
-        `on_wait` is called now and then meanwhile. Raises `EnvError` for an env that cannot be built there, and
-        `NoEnvHostError` as `poll` does. The pool closes `router_port` at its end.
+        `kind_problem` says which envs are of the wrong kind. `on_wait` is called now and then meanwhile. Raises
+        `EnvError` for an env that cannot be built there, and `NoEnvHostError` as `step_wait` does. The pool owns the
+        router_port.
         """
         self.width = config.num_envs
         self._config = config
@@ -107,17 +106,17 @@ class RemotePool:
 
     @property
     def observations(self) -> dict[str, NDArray[Any]]:
-        """ "obs/..." -> (num_envs, *shape): what each lane saw last."""
+        """What each lane saw last: "obs/..." -> (num_envs, *shape)."""
         return self._arrays.observations
 
     @property
     def first(self) -> dict[str, NDArray[Any]]:
-        """Likewise, the first observation of an episode that `begin` has not begun yet."""
+        """The same for the first observation of an episode that `begin` has not shown yet."""
         return self._arrays.first
 
     @property
     def actions(self) -> dict[str, NDArray[Any]]:
-        """ "actions/..." -> (num_envs, *shape), written by `send_actions`."""
+        """What each lane does next: "actions/..." -> (num_envs, *shape). `step_async` writes it."""
         return self._arrays.actions
 
     @property
@@ -127,12 +126,12 @@ class RemotePool:
 
     @property
     def endpoint(self) -> str:
-        """Where env hosts come to."""
+        """The address at which env hosts connect."""
         return self._router_port.endpoint
 
     @property
     def hosts(self) -> list[str]:
-        """Those that are here, spare ones too, by name."""
+        """The names of the hosts that are here, spare ones too."""
         return [host.name for host in self._places.hosts.values()]
 
     @cached_property
@@ -160,11 +159,11 @@ class RemotePool:
         self._flush()
 
     def reset(self, lane: int, seed: int) -> None:
-        """Have the lane reset its env. It replies in `Replies.began`, or with a failure."""
+        """Have the lane's env reset. The reply is in `began`, or a failure."""
         self._places.ask(lane, Command.RESET, seed)
 
     def rebuild(self, lane: int) -> None:
-        """Have the lane's env built anew, on whatever host has a place. It replies in `built`, or with a failure."""
+        """Have the lane's env built again, on a host that has a place. The reply is in `built`, or a failure."""
         self._places.restart(lane)
 
     def close_env(self, lane: int) -> None:
@@ -175,20 +174,20 @@ class RemotePool:
         raise NotImplementedError
 
     def begin(self, lanes: Sequence[int]) -> None:
-        """What these lanes see is now the first observation of their next episode."""
+        """Show these lanes the first observation of their next episode."""
         for name, column in self.observations.items():
             column[lanes] = self.first[name][lanes]
 
-    # -- what they answer ---------------------------------------------------------------------------------------------
+    # -- what they reply ----------------------------------------------------------------------------------------------
 
     def step_wait(self, timeout_s: float = math.inf, batch_wait_s: float = 0.0) -> Replies:
-        """See `EnvProcessPool`. A lane that waits for a host counts as asked.
+        """Return all replies, as `EnvBackend` says. A lane that waits for a host is due to reply.
 
-        Raises `NoEnvHostError` when it was called again and again for `env_hosts_timeout_s` and no host was there.
+        Raises `NoEnvHostError` when no host was there for `env_hosts_timeout_s` of repeated calls.
         """
         replies, now = Replies(), time.monotonic()
         until = now + timeout_s
-        if now - self._polled_at > self._interval_s:  # nobody has listened; what was said meanwhile may still come in
+        if now - self._polled_at > self._interval_s:  # no call has listened; messages of that time may still come in
             self._judge_at = now + self._interval_s
         while True:
             self._places.settle_in()
@@ -207,7 +206,7 @@ class RemotePool:
                 return replies
 
     def _listen(self, replies: Replies, timeout_s: float) -> None:
-        if not replies and self._places.has_losses:  # else the next round tells: no lane answers and is lost at once
+        if not replies and self._places.has_losses:  # else the next round tells: no lane replies and is lost in one
             replies.failures += self._places.bury()
             return
         for route, frames in self._router_port.receive() if self._router_port.wait(timeout_s) else ():
@@ -250,7 +249,7 @@ class RemotePool:
                 self._places.part(host, f"has left ({read(EnvHostBye, message.header).reason})")
 
     def _greet(self, route: bytes, hello: EnvHostHello) -> None:
-        """A host begins a life, or its welcome was lost. It is refused unless its spaces are those of the first."""
+        """Welcome a host that begins a life, or whose welcome was lost. Refuse one with other spaces than the first."""
         host = self._places.hosts.get(hello.life)
         if host is not None:
             host.hear(route, time.monotonic())
@@ -276,7 +275,7 @@ class RemotePool:
             ),
         )
 
-    # -- what they are told -------------------------------------------------------------------------------------------
+    # -- orders -------------------------------------------------------------------------------------------------------
 
     def _flush(self) -> None:
         now = time.monotonic()
@@ -284,7 +283,7 @@ class RemotePool:
             self._send_orders(host, host.take_due(now))
 
     def _send_orders(self, host: EnvHostPeer, places: Sequence[int]) -> None:
-        """Send, or repeat, what is under way at `places`. What cannot be sent is repeated after a heartbeat."""
+        """Send, or repeat, the orders under way at `places`. One that cannot be sent is repeated after a heartbeat."""
         if not places:
             return
         self._send(host.route, encode_orders(host, places, self._arrays))
@@ -296,8 +295,8 @@ class RemotePool:
         self._router_port.send(route, frames)
 
     def close(self) -> None:
-        """Let all hosts go; they close their envs themselves. May be called twice."""
+        """Let all hosts go. They close their envs themselves. May be called twice."""
         for host in self._places.hosts.values():
-            self._say(host.route, Fenced(detail="the worker has stopped, or begins anew"))
+            self._say(host.route, Fenced(detail="the worker has stopped, or builds its envs again"))
         self._places.hosts.clear()
         self._router_port.close()

@@ -1,7 +1,7 @@
-"""The port of a worker where env hosts, or clients, come in: one ROUTER, with keys or without.
+"""The port of a worker to which env hosts, or clients, connect: one ROUTER socket, with keys or without.
 
-libzmq asks for each new CURVE connection whether to let it in (ZAP, ZeroMQ RFC 27), and the worker answers whenever it
-looks at the port. So a handshake takes until the next poll of the envs, and one that takes too long is tried again.
+libzmq asks for each new CURVE connection whether to let it in (ZAP, ZeroMQ RFC 27). The worker answers when it next
+looks at the port. So a handshake takes until the next poll of the envs; a peer retries one that takes too long.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BURST = 256
 
 @dataclass(frozen=True, slots=True)
 class RouterPortSettings:
-    """Where to listen, and who may come in."""
+    """Where to listen, and with which keys."""
 
     host: str
     port: int
@@ -39,21 +39,21 @@ class RouterPortSettings:
     keys: BrokerKeys | None
     allow_insecure: bool = False
     domain: str = ENV_PORT
-    """The ZAP domain, which is one role's."""
+    """The ZAP domain, one for each role."""
     who: str = "env hosts"
     setting: str = "env_hosts"
-    """What settings of the port begin with."""
+    """How the names of the port's settings begin."""
     largest_frame: int = DEFAULT_LIMITS.payload_bytes + (1 << 20)
 
 
 def env_port_keys(folder: str | None) -> BrokerKeys | None:
-    """The keys of the port in `folder`; None: in that of HEADRACE_KEYS__DIR; "" or none there: no keys."""
+    """Return the keys of the port in `folder`. None means HEADRACE_KEYS__DIR; "", or no keys there, means None."""
     keys = client_keys(folder, "worker") if folder != "" else None
     return read_env_port_keys(Path(keys.folder)) if keys is not None else None
 
 
 class RouterPort:
-    """One bound socket. `endpoint` is where; raises `ConfigError` and `PortInUseError`. For one thread."""
+    """One bound socket at `endpoint`, for one thread. Raises `ConfigError` and `PortInUseError`."""
 
     def __init__(self, settings: RouterPortSettings) -> None:
         _check_host(settings)
@@ -97,16 +97,18 @@ class RouterPort:
 
     @property
     def fds(self) -> list[int]:
-        """For who sleeps elsewhere: one is readable when `wait` may have something to do. They tell of changes only, so
-        `wait(0)` is to say that there is nothing before each such sleep."""
+        """Return descriptors of which one is readable when `wait` may have something to do.
+
+        They tell of changes only. So call `wait(0)`, which must find nothing, before each sleep on them.
+        """
         return [int(socket.getsockopt(zmq.FD)) for socket in (self._socket, self._zap) if socket is not None]
 
     def watch(self, fd: int) -> None:
-        """Have `wait` return when this is readable too."""
+        """Have `wait` also return when `fd` is readable."""
         self._poller.register(fd, zmq.POLLIN)
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until somebody speaks, `timeout_s` at most; whether there is a message. Lets in who may come in."""
+        """Sleep until something comes, at most `timeout_s`. Return whether it is a message. Admit new connections."""
         speaking = False
         for socket, _ in self._poller.poll(math.ceil(max(timeout_s, 0.0) * 1000)):
             if self._zap is not None and socket is self._zap:
@@ -127,11 +129,11 @@ class RouterPort:
                 zap.send_multipart([version, request, b"400", b"unknown key", b"", b""])
 
     def receive(self, most: int = _BURST) -> Iterator[tuple[bytes, list[bytes]]]:
-        """(route, frames) of each message that waits, `most` of them or a burst."""
+        """Yield (route, frames) of each message that waits, at most `most` or a burst."""
         return _received(self._socket, min(most, _BURST))
 
     def send(self, route: bytes, frames: list[Buffer]) -> bool:
-        """Send one message, without waiting; False when nobody is there any more."""
+        """Send one message without waiting. Return False if the peer is gone."""
         try:
             more = sockets.DONTWAIT | sockets.MORE
             self._socket.send(route, more)
@@ -146,12 +148,12 @@ class RouterPort:
         self._socket.send(frame, flags, copy=len(frame) < sockets.COPY_BELOW_BYTES)
 
     def close(self) -> None:
-        """Close it; what was sent has a moment to leave."""
+        """Close the socket. Messages that were sent have a moment to leave."""
         self._context.destroy(linger=200)
 
 
 def _received(socket: zmq.Socket[bytes], most: int = _BURST) -> Iterator[tuple[bytes, list[bytes]]]:
-    """(first frame, the others). A `Frame` says whether there is more, which costs less than to ask the socket."""
+    """Yield (first frame, the others). A `Frame` knows whether more follow, which is cheaper than asking the socket."""
     for _ in range(most):
         try:
             first, frames, more = socket.recv(sockets.DONTWAIT), [], True

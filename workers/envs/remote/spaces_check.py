@@ -1,4 +1,4 @@
-"""Which envs a worker takes of a host that comes: those that are like the envs that are here."""
+"""Whether a worker takes the envs of a host that comes: they must be like the envs that are here."""
 
 from __future__ import annotations
 

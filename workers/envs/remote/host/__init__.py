@@ -1,4 +1,4 @@
-"""A host of envs for a worker elsewhere. `process.py` is its life, `hosted.py` its envs, `link.py` the way there.
+"""The env host, which lends envs to a worker: `process.py` is the process, `hosted.py` its envs, `link.py` its socket.
 
-Needs no torch: only what the envs themselves need, and the wire.
+It needs no torch: only what the envs need, and the wire.
 """

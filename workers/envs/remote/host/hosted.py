@@ -1,4 +1,4 @@
-"""The envs of one life of a host: orders are obeyed once each, and answered as often as they come."""
+"""The envs of one life of a host. Each order is obeyed once, and answered as often as it comes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from headrace.workers.envs.process.pool import EnvProcessPool
 from headrace.workers.envs.process.shared_arrays import columns_layout
 
 _INFO_DEPTH = DEFAULT_LIMITS.header_depth - 3
-"""Levels of an info, which stands in a row of a list of the header."""
+"""How many levels an info may have, which is three levels down in the header."""
 
 
 class PlacedPool(EnvProcessPool):
-    """Lanes that are built when, and as whose env, they are told to be. `child` is the module that processes run."""
+    """A pool whose lanes are built on order, each as a certain env of the worker. `child`: see `EnvProcessPool`."""
 
     def __init__(self, config: EnvRunnerConfig, welcome: EnvHostWelcome, child: str) -> None:
         self._seeds: dict[int, int] = {}
@@ -47,13 +47,13 @@ class PlacedPool(EnvProcessPool):
         """Build nothing yet."""
 
     def fileno(self) -> int:
-        """Readable when `step_wait` has something to take in."""
+        """Return a descriptor that is readable when `step_wait` has something to take in."""
         return self._processes.fileno()
 
     def build(self, lane: int, seed: int, index: int, *, again: bool) -> None:
-        """Have the lane's env built as the worker's env `index`. Answers in `built`, or with a failure.
+        """Have the lane's env built as the worker's env `index`. The reply is in `built`, or a failure.
 
-        Where it moves later, or loses its process before it is built, it is made with the same seed.
+        An env that moves later, or loses its process before it is built, is made with the same seed.
         """
         self._seeds[lane], self._indices[lane] = seed, index
         self._build(lane, Command.REBUILD if again else Command.BUILD)
@@ -64,13 +64,13 @@ class PlacedPool(EnvProcessPool):
         home.control.indices[lane - home.first_lane] = self._indices[lane]
 
     def index_of(self, lane: int) -> int:
-        """The worker's number of this lane's env."""
+        """Return the worker's index of this lane's env."""
         return self._indices.get(lane, lane)
 
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """What one place was last ordered, and what it answered; not the arrays."""
+    """The last order of one place, and the answer to it without the arrays."""
 
     number: int = 0
     answered: bool = True
@@ -82,43 +82,43 @@ class _Place:
     info: dict[str, Any] | None = None
     failures: list[Failure] = field(default_factory=list)
     lost: Failure | None = None
-    """What happened while nothing was ordered: the answer to the next step or reset."""
+    """A failure while no order was under way: the answer to the next step or reset."""
 
     def begin(self, number: int) -> None:
-        """Another order."""
+        """Begin another order."""
         self.number, self.answered, self.stepped, self.built = number, False, False, False
         self.ended = self.began = self.info = None
         self.failures = []
 
     def fail(self, failure: Failure) -> None:
-        """Answer it so."""
+        """Answer the order with a failure."""
         self.failures, self.lost, self.answered = [failure], None, True
 
 
 class HostedEnvs:
-    """`config.num_envs` places. Blocks in `stop` only. To be polled when `fileno` is readable, and now and then."""
+    """`config.num_envs` places. Only `stop` blocks. Call `poll` when `fileno` is readable, and now and then."""
 
     def __init__(
         self, config: EnvRunnerConfig, life: str, welcome: EnvHostWelcome, spaces: Spaces, child: str = SOLO_CHILD
     ) -> None:
         self._life = life
-        self._seats = [_Place() for _ in range(config.num_envs)]
+        self._places = [_Place() for _ in range(config.num_envs)]
         self._pool = PlacedPool(config, welcome, child)
         layout = columns_layout(spaces, config.num_envs).items()
         self._actions = {name: np.zeros(shape, dtype) for name, (dtype, shape) in layout if name.startswith("actions")}
 
     def fileno(self) -> int:
-        """Of the pool."""
+        """Return the descriptor of the pool."""
         return self._pool.fileno()
 
     def under_way(self) -> list[tuple[int, int]]:
-        """(place, number) of each order that is not answered."""
-        return [(place, seat.number) for place, seat in enumerate(self._seats) if not seat.answered]
+        """Return (place, number) of each order that is not answered."""
+        return [(place, own.number) for place, own in enumerate(self._places) if not own.answered]
 
     def obey(self, told: EnvOrders, arrays: Mapping[str, NDArray[Any]]) -> list[list[Buffer]]:
-        """Do what is new; the messages of what can be answered at once.
+        """Begin new orders, and return the messages of orders that can be answered at once.
 
-        Raises `DecodeError` for what cannot be done.
+        Raises `DecodeError` for an order that cannot be obeyed.
         """
         self._check(told, arrays)
         at_once: list[int] = []
@@ -128,14 +128,14 @@ class HostedEnvs:
         for place, number, code, seed, index in told.orders:
             command = Command(code)
             here, row = row, row + (command is Command.STEP)
-            seat = self._seats[place]
-            if number == seat.number and seat.answered:
+            own = self._places[place]
+            if number == own.number and own.answered:
                 at_once.append(place)  # that answer was lost
-            if number <= seat.number:
+            if number <= own.number:
                 continue
-            seat.begin(number)
-            if command in (Command.STEP, Command.RESET) and seat.lost is not None:
-                seat.fail(seat.lost)
+            own.begin(number)
+            if command in (Command.STEP, Command.RESET) and own.lost is not None:
+                own.fail(own.lost)
                 at_once.append(place)
             elif command is Command.STEP:
                 stepping.append(place)
@@ -145,7 +145,7 @@ class HostedEnvs:
             elif command is Command.RESET:
                 self._pool.reset(place, seed)
             else:
-                seat.is_built, seat.lost = True, None
+                own.is_built, own.lost = True, None
                 self._pool.build(place, seed, index, again=command is Command.REBUILD)
         if stepping:
             self._pool.step_async(stepping, self._actions, next_seeds)
@@ -153,13 +153,13 @@ class HostedEnvs:
 
     def _check(self, told: EnvOrders, arrays: Mapping[str, NDArray[Any]]) -> None:
         for place, number, command, _, _ in told.orders:
-            if place >= len(self._seats):
-                raise DecodeError("bad_message", f"an order for place {place} of {len(self._seats)}")
-            seat = self._seats[place]
-            if number > seat.number and not seat.answered:
+            if place >= len(self._places):
+                raise DecodeError("bad_message", f"an order for place {place} of {len(self._places)}")
+            own = self._places[place]
+            if number > own.number and not own.answered:
                 raise DecodeError("bad_message", f"an order for place {place}, which has not answered the one before")
-            usable = seat.is_built or seat.lost is not None
-            if number > seat.number and command in (Command.STEP, Command.RESET) and not usable:
+            usable = own.is_built or own.lost is not None
+            if number > own.number and command in (Command.STEP, Command.RESET) and not usable:
                 raise DecodeError("bad_message", f"a {Command(command).name} for place {place}, which has no env")
         steps = sum(order[2] == int(Command.STEP) for order in told.orders)
         for name, column in self._actions.items() if steps else ():
@@ -169,37 +169,37 @@ class HostedEnvs:
                 raise DecodeError("bad_message", f"array {name!r} of {steps} steps is {seen}")
 
     def poll(self) -> list[list[Buffer]]:
-        """Take in what the envs have done since; the messages of what is answered herewith."""
+        """Take in what the envs have done since, and return the messages of orders that are answered by it."""
         replies = self._pool.step_wait(0.0)
         return self._compose(self._note(replies)) if replies else []
 
     def _note(self, replies: Replies) -> list[int]:
-        """Write down what each place answered; the places that did."""
+        """Note the answer of each place, and return the places that have one."""
         places = {*replies.stepped, *replies.built, *(lane for lane, _ in replies.began)}
         for lane in replies.stepped:
-            self._seats[lane].stepped = True
+            self._places[lane].stepped = True
         for lane in replies.built:
-            self._seats[lane].built = True
+            self._places[lane].built = True
         for lane, end in replies.ended:
-            self._seats[lane].ended = 1 if end is ChunkEnd.TERMINATED else 2
+            self._places[lane].ended = 1 if end is ChunkEnd.TERMINATED else 2
         for lane, info in replies.began:
-            self._seats[lane].began = (info or None,)
+            self._places[lane].began = (info or None,)
         for lane, info in replies.infos:
-            self._seats[lane].info = info
+            self._places[lane].info = info
         for failure in replies.failures:
-            seat = self._seats[failure.lane]
-            seat.is_built = False
-            if seat.answered and failure.lane not in places:
-                seat.lost = failure
+            own = self._places[failure.lane]
+            own.is_built = False
+            if own.answered and failure.lane not in places:
+                own.lost = failure
             else:
                 places.add(failure.lane)
-                seat.failures.append(failure)
+                own.failures.append(failure)
         for place in places:
-            self._seats[place].answered = True
+            self._places[place].answered = True
         return sorted(places)
 
     def _compose(self, places: Sequence[int]) -> list[list[Buffer]]:
-        """One message, or more if that would be too large; an env whose answer is too large by itself has failed."""
+        """Return one message, or several if it would be too large. An env whose own answer is too large has failed."""
         if not places:
             return []
         try:
@@ -212,30 +212,30 @@ class HostedEnvs:
             return [self._encode(places)]
 
     def _spoil(self, place: int, error: EncodeError) -> None:
-        seat = self._seats[place]
-        at = "step" if seat.stepped else "reset"
+        own = self._places[place]
+        at = "step" if own.stepped else "reset"
         told = EnvContractError(f"answer of {at}", str(error), "no larger than a message, infos above all")
-        failure = Failure(place, told, stepped=seat.stepped, at=at)
-        seat.begin(seat.number)
-        seat.is_built = False
-        seat.fail(failure)
+        failure = Failure(place, told, stepped=own.stepped, at=at)
+        own.begin(own.number)
+        own.is_built = False
+        own.fail(failure)
 
     def _encode(self, places: Sequence[int]) -> list[Buffer]:
-        seats = [(place, self._seats[place]) for place in places]
-        stepped = [place for place, seat in seats if seat.stepped]
-        began = [place for place, seat in seats if seat.began is not None]
+        answers = [(place, self._places[place]) for place in places]
+        stepped = [place for place, own in answers if own.stepped]
+        began = [place for place, own in answers if own.began is not None]
         header = EnvAnswers(
             life=self._life,
-            answers=[(place, seat.number) for place, seat in seats],
+            answers=[(place, own.number) for place, own in answers],
             stepped=stepped,
-            ended=[(place, seat.ended) for place, seat in seats if seat.ended is not None],
-            began=[(place, seat.began[0]) for place, seat in seats if seat.began is not None],
-            built=[place for place, seat in seats if seat.built],
-            infos=[(place, seat.info) for place, seat in seats if seat.info],
+            ended=[(place, own.ended) for place, own in answers if own.ended is not None],
+            began=[(place, own.began[0]) for place, own in answers if own.began is not None],
+            built=[place for place, own in answers if own.built],
+            infos=[(place, own.info) for place, own in answers if own.info],
             failures=[
                 (place, failure.at, failure.stepped, self._tell(failure.error))
-                for place, seat in seats
-                for failure in seat.failures
+                for place, own in answers
+                for failure in own.failures
             ],
         )
         if any(is_deeper(info, _INFO_DEPTH) for _, info in (*header.infos, *header.began) if info):
@@ -247,7 +247,7 @@ class HostedEnvs:
         return encode(MessageKind.ENV_ANSWERS, header.model_dump(), rows)
 
     def _tell(self, error: BaseException) -> dict[str, Any]:
-        """The error as JSON, its envs by the worker's numbers."""
+        """Return the error as JSON, with the worker's indices of envs."""
         told = error_to_json(error)
         for fact in ("env_index", "culprit"):
             if fact in told:
@@ -255,7 +255,7 @@ class HostedEnvs:
         return told
 
     def _rows(self, stepped: list[int], began: list[int]) -> dict[str, NDArray[Any]]:
-        """What these places saw: it stands in the pool's columns until their next order."""
+        """Return what these places saw. The pool's columns have it until their next order."""
         rows: dict[str, NDArray[Any]] = {}
         if stepped:
             rows["rewards"] = self._pool.rewards[stepped]

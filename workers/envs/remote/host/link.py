@@ -1,4 +1,4 @@
-"""An env host's socket: frames to the worker and back, reconnecting for ever, unless the worker's port refuses."""
+"""An env host's socket to its worker. It reconnects for ever, unless the worker's port refuses the host's keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LARGEST_FRAME = DEFAULT_LIMITS.payload_bytes + (1 << 20)
 
 
 class WorkerLink:
-    """DEALER to the worker at `endpoint`. For one thread."""
+    """A DEALER socket to the worker at `endpoint`, for one thread."""
 
     def __init__(self, endpoint: str, keys: ClientKeys | None) -> None:
         self._context = zmq.Context()
@@ -35,15 +35,15 @@ class WorkerLink:
             self._poller.register(socket, zmq.POLLIN)
 
     def watch(self, what: Any) -> None:
-        """Have `wait` return when this, which has a `fileno`, is readable too."""
+        """Have `wait` also return when `what`, which has a `fileno`, is readable."""
         self._poller.register(what.fileno(), zmq.POLLIN)
 
     def forget(self, what: Any) -> None:
-        """Watch it no longer."""
+        """Stop watching `what`."""
         self._poller.unregister(what.fileno())
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until something comes; whether that is a new connection.
+        """Sleep until something comes, and return whether it is a new connection.
 
         Raises `KeysRefusedError` when the worker does not let this host in.
         """
@@ -58,7 +58,7 @@ class WorkerLink:
         return is_new
 
     def why_silent(self, waited_s: float) -> str:
-        """What is known of a worker that has not been heard of for so long."""
+        """Return what is known about a worker from which nothing came for so long, in words."""
         if not self._is_connected:
             return str(self._handshakes.why_silent(waited_s))
         return (
@@ -67,7 +67,7 @@ class WorkerLink:
         )
 
     def receive(self) -> Iterator[list[bytes]]:
-        """Messages that wait."""
+        """Yield the messages that wait."""
         while True:
             try:
                 yield self._socket.recv_multipart(zmq.NOBLOCK)
@@ -79,7 +79,7 @@ class WorkerLink:
         return self.send(message.frames())
 
     def send(self, frames: list[Buffer]) -> bool:
-        """Send without waiting; False without a connection: the message is gone, and will be asked for again."""
+        """Send without waiting. Return False without a connection: the message is lost, and the worker asks again."""
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -87,5 +87,5 @@ class WorkerLink:
         return True
 
     def close(self) -> None:
-        """Close it; what was sent has a moment to leave."""
+        """Close the socket. Messages that were sent have a moment to leave."""
         self._context.destroy(linger=500)

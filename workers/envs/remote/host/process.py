@@ -1,4 +1,4 @@
-"""The env host: offers a worker its envs, again and again, until it is told to stop or refused for good."""
+"""The env host: it lends its envs to a worker until it is told to stop, or refused for good."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _HELLO_EVERY_S = 1.0
 _LONGEST_WAIT_S = 0.1
-"""Deadlines of envs, and SIGTERM, are looked at no later."""
+"""The longest sleep: deadlines of envs and SIGTERM are checked this often, in seconds."""
 _SAY_WAITING_S = 10.0
 
 
@@ -59,7 +59,7 @@ def learn_spaces(config: EnvRunnerConfig, child: str = SOLO_CHILD) -> Spaces:
 
 
 class EnvHost:
-    """One process, of one life after another: each with fresh envs, in processes of their own."""
+    """One process that lives one life after another, each with new envs in processes of their own."""
 
     def __init__(
         self, config: EnvRunnerConfig, endpoint: str, keys: ClientKeys | None, spaces: Spaces, child: str
@@ -80,12 +80,12 @@ class EnvHost:
         self._say_waiting_at = self._heard_at + _SAY_WAITING_S
 
     def serve(self, stopping: threading.Event, on_turn: Callable[[], None]) -> None:
-        """Do what the worker says, whenever there is one."""
+        """Obey the worker, whenever there is one."""
         while not stopping.is_set():
             on_turn()
             self._speak(time.monotonic())
             if self._link.wait(min(max(self._speak_at - time.monotonic(), 0.0), _LONGEST_WAIT_S)):
-                self._speak_at = 0.0  # the worker learns at once where to repeat what went down with the old connection
+                self._speak_at = 0.0  # so that the worker repeats at once what was lost with the old connection
             if self._envs is not None:
                 self._answer(self._envs.poll())
             for frames in self._link.receive():
@@ -119,7 +119,9 @@ class EnvHost:
         except DecodeError as error:
             if error.reason == "version_mismatch":
                 raise refusal(error.reason, f"worker at {self._endpoint}: {error.detail}") from error
-            log.warning("a message from the worker at %s cannot be used (%s); beginning anew", self._endpoint, error)
+            log.warning(
+                "a message from the worker at %s cannot be used (%s); restarting the envs", self._endpoint, error
+            )
             self._end_life()
 
     def _take(self, message: WireMessage) -> None:
@@ -141,7 +143,7 @@ class EnvHost:
                 if orders.life == self._life:
                     self._answer(self._envs.obey(orders, message.arrays))
             case MessageKind.FENCED if self._envs is not None:
-                log.warning("the worker at %s has ended this life of the envs; they begin anew", self._endpoint)
+                log.warning("the worker at %s has ended this life of the envs; restarting them", self._endpoint)
                 self._end_life()
             case MessageKind.REJECT:
                 reject = read(Reject, message.header)
@@ -161,7 +163,7 @@ class EnvHost:
         self._begin_life()
 
     def close(self) -> None:
-        """Say so, and close all envs."""
+        """Tell the worker that the host leaves, and close all envs."""
         if self._envs is not None:
             self._link.say(EnvHostBye(life=self._life))
         self._end_life()
