@@ -1,8 +1,7 @@
-"""The dict protocol of multi-agent envs, and how the object that a creator returns is made to speak it."""
+"""The dict protocol of multi-agent envs, and the spaces of its agents."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,8 +9,6 @@ import gymnasium as gym
 
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.spaces import Spaces
-from headrace.workers.envs.context import EnvContext
-from headrace.workers.envs.creators import EnvCreator
 from headrace.workers.envs.spaces import convert
 
 ALL = "__all__"
@@ -45,26 +42,6 @@ class MultiAgentEnv:
 
     def close(self) -> None:
         """Release what the env holds."""
-
-
-def build_multi_agent_env(creator: EnvCreator, context: EnvContext) -> Any:
-    """Return one env with the dict protocol. A PettingZoo env is adapted. Errors of the creator pass through."""
-    built = creator(context)
-    if "pettingzoo" in sys.modules:
-        # The creator has loaded it. PettingZoo is no dependency of Headrace.
-        from headrace.workers.agents.pettingzoo_envs import adapt
-
-        built = adapt(built)
-    if isinstance(built, gym.Env) and not is_multi_agent(built):
-        built = built.unwrapped  # gymnasium.make wraps an env, and its wrappers hide `possible_agents`
-    if not is_multi_agent(built):
-        raise EnvContractError(
-            "environment",
-            f"{type(built).__module__}.{type(built).__qualname__}",
-            "a MultiAgentEnv (possible_agents, reset and step with dicts) or a PettingZoo env; "
-            "a single-agent env needs SingleAgentEnvRunner, whose config has no policies and no policy_mapping_fn",
-        )
-    return built
 
 
 def is_multi_agent(env: Any) -> bool:

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import ConnectorError, EnvContractError
-from headrace.workers.agents.env import AgentDict, build_multi_agent_env, gym_spaces_of, spaces_by_agent
+from headrace.workers.agents.creation import build_multi_agent_env
+from headrace.workers.agents.env import AgentDict, gym_spaces_of, spaces_by_agent
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
 from headrace.workers.agents.lane_report import read_reset
 from headrace.workers.agents.seating import Seating
