@@ -71,6 +71,9 @@ class LaneDriver(Protocol):
     def try_reset(self, lanes: Sequence[int]) -> None:
         """Have an episode begin in each of `lanes`: now, or with a later poll where the envs reset themselves."""
 
+    def take_started(self) -> list[int]:
+        """Return the lanes that began an episode since the last call."""
+
     def end_episodes(self, lanes: Sequence[int]) -> None:
         """Forget the episodes of `lanes`: they are over, or abandoned."""
 
@@ -112,9 +115,6 @@ class EnvDriver(LaneDriver, Protocol):
 
     def poll(self) -> Outcome:
         """Return what came of the actions sent. May block as long as an env takes to step."""
-
-    def take_started(self) -> list[int]:
-        """Return the lanes that began an episode since the last call."""
 
 
 class ReadyDriver(EnvDriver, Protocol):

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 from numpy.typing import NDArray
+
+from headrace.workers.envs.driver import LaneDriver
 
 Rows = NDArray[np.intp]
 
 
-class ReadyEnvs(Protocol):
-    """The part of a `ReadyDriver` that says which lanes may act."""
-
-    @property
-    def halves(self) -> list[Rows]: ...
-    @property
-    def live(self) -> Rows | None: ...
-    @property
-    def under_way(self) -> set[int]: ...
-
-
-def next_to_act(envs: ReadyEnvs, width: int) -> Rows:
+def next_to_act(envs: LaneDriver, width: int) -> Rows:
     """Return lanes with an episode and nothing under way, in order; with halves, all of the one that waited longer."""
     live, halves = np.zeros(width, np.bool_), envs.halves
     live[slice(None) if envs.live is None else envs.live] = True

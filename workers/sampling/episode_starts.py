@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from headrace.workers.envs.driver import LaneDriver
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Lane
 from headrace.workers.sampling.episode_events import EpisodeEvents
-
-
-class _Envs(Protocol):
-    """The part of a driver of envs that is needed here; see `EnvDriver`."""
-
-    @property
-    def lanes(self) -> Sequence[Lane]: ...
-    def take_started(self) -> list[int]: ...
-    def try_restart(self) -> None: ...
 
 
 class EpisodeStarts:
@@ -28,7 +20,7 @@ class EpisodeStarts:
 
     def __init__(
         self,
-        envs: _Envs,
+        envs: LaneDriver,
         events: EpisodeEvents,
         open_chunks: Callable[[Sequence[Lane]], None],
         abort: Callable[[Failure], Any],

@@ -11,6 +11,7 @@ from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.ledger import Discard
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.driver import LaneDriver
 from headrace.workers.envs.failures import Failure
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.policies import PolicyMappingError
@@ -19,7 +20,7 @@ from headrace.workers.sampling.episode_events import EpisodeEvents
 from headrace.workers.sampling.episode_starts import EpisodeStarts
 from headrace.workers.sampling.mode import Mode
 from headrace.workers.sampling.patience import Patience
-from headrace.workers.sampling.steps import AnyOutcome, Cut_co, Envs, SampledSteps
+from headrace.workers.sampling.steps import AnyOutcome, Cut_co, SampledSteps
 
 
 class Sampler(Generic[AnyOutcome, Cut_co]):
@@ -36,7 +37,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
     def __init__(
         self,
         config: EnvRunnerConfig,
-        envs: Envs,
+        envs: LaneDriver,
         steps: SampledSteps[AnyOutcome, Cut_co],
         totals: RunnerTotals,
         callbacks: CallbackList,

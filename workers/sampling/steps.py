@@ -1,4 +1,4 @@
-"""What a sampler works with: the envs of a vector, and the steps that were taken there and not cut yet.
+"""What a sampler asks of the steps that were taken in its envs and not cut yet.
 
 One agent's steps are kept by lane (`lane_steps.py`), those of several agents by seat (`seat_steps.py`). The sampler
 decides when episodes begin and end and who is told of it, for both alike.
@@ -19,29 +19,6 @@ from headrace.workers.policy.acting_module import ActingModule
 from headrace.workers.sampling.cutting import Stamp
 from headrace.workers.sampling.episode_view import AnyEpisodeView
 from headrace.workers.sampling.mode import Mode
-
-
-class Envs(Protocol):
-    """A vector of envs, as far as the life of its episodes goes; see `EnvDriver`."""
-
-    on_wait: Callable[[], None] | None
-    on_episode_created: Callable[[Lane, Any], None] | None
-    on_failure: Callable[[Lane, Failure], None] | None
-    on_rebuild: Callable[[], None] | None
-
-    @property
-    def lanes(self) -> Sequence[Lane]: ...
-    @property
-    def repairing(self) -> bool: ...
-    def try_reset(self, lanes: Sequence[int]) -> None: ...
-    def try_restart(self) -> None: ...
-    def wait_for_one(
-        self, start_episodes: Callable[[Callable[[], None]], None], on_wait: Callable[[], None] | None
-    ) -> None: ...
-    def take_started(self) -> list[int]: ...
-    def end_episodes(self, lanes: Sequence[int]) -> None: ...
-    def fail(self, failure: Failure) -> None: ...
-    def stop(self) -> None: ...
 
 
 class PollOutcome(Protocol):
