@@ -30,7 +30,7 @@ from headrace.workers.policy.policies import Policies, PolicyMappingError
 
 
 def part_of(owner: str, name: str) -> Any:
-    """Return a property that stands for the attribute `name` of the object's part `owner`."""
+    """Return a property that reads and writes `self.<owner>.<name>`, so that nothing need be inherited."""
 
     def read(whole: Any) -> Any:
         return getattr(getattr(whole, owner), name)

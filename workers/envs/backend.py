@@ -1,7 +1,9 @@
 """What a vector asks of the place where its envs live: this process, other processes, or other hosts.
 
-A vector never waits for a certain env. It asks lanes to step, to reset and to be rebuilt, and hears the replies in
-`step_wait`, in whatever order they come.
+A vector never waits for a certain env. It asks lanes to step, to reset and to be rebuilt, and reads the replies in
+`step_wait`, in whatever order they come:
+
+    rebuild ── built ── reset ── began ── begin ── step_async ── stepped, ended ── reset ...
 """
 
 from __future__ import annotations
@@ -46,14 +48,14 @@ class Replies:
 class EnvBackend(Protocol):
     """Where the envs of a vector live: one env for each of `width` lanes.
 
-    Only `step_wait` and `close` take time, but for envs of this process, where each call does its work at once. A lane
+    Only `step_wait` and `close` block. Inline envs are the exception: there each call does its work at once. A lane
     that has failed has no env until it is rebuilt.
     """
 
     width: int
     spaces: Spaces
     replies_at_once: bool
-    """Whether each call has its reply in the next `step_wait`."""
+    """Whether each call has its reply in the next `step_wait`. If so, no step is ever in flight."""
     resets_ahead: bool
     """Whether `step_async` takes seeds, and resets a lane in the step that ends its episode."""
     renders: bool
@@ -104,7 +106,7 @@ class EnvBackend(Protocol):
         """Close the env of a lane that has failed, if it is still there."""
 
     def render(self, lane: int) -> None:
-        """Have the lane's env, which has nothing else to do, show itself. The reply is in `pictures`."""
+        """Render the lane's idle env. The reply is in `pictures`."""
 
     def close(self) -> None:
         """Close all envs, within one time limit for all of them."""

@@ -30,9 +30,9 @@ class RandomSource(Protocol):
 class ActingModule:
     """Chooses actions for rows: a row is an env of one agent, or the seat of one agent of several in one env.
 
-    `env_spaces` are the rows' own, before connectors. Without a `module` only random actions can be chosen. A pass has
-    a row for every row there is, whoever acts, since a matrix product may round differently for another number of
-    rows; `blocks` are rows that pass together instead, if there are any.
+    `env_spaces` are the rows' own, before connectors. Without a `module` only random actions can be chosen. Every
+    forward pass covers all rows, even those that do not act, because rounding depends on the number of rows. With
+    `blocks`, each block of rows is one pass.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ActingModule:
         return BlockActor(*parts, self._blocks) if self._blocks else Actor(*parts)
 
     def act(self, acting: NDArray[np.intp] | None, *, explore: bool, random_actions: bool) -> Columns:
-        """Return columns with a row for every row, of which those of `acting` (None: all) mean something.
+        """Return columns with one entry for each row. Only the entries of `acting` (None: all) are valid.
 
         Raises `ModuleError` when the module fails, `ConnectorError` when a connector does.
         """
@@ -116,7 +116,7 @@ class ActingModule:
             self.memory.reset(rows)
 
     def state_in(self, row: int, *, pending: bool) -> dict[str, NDArray[Any]]:
-        """Return what a recurrent module remembers before the row's next step; if `pending`, the one chosen already."""
+        """Return the row's memory before its next step; with `pending`, before the action that was already chosen."""
         return {} if self.memory is None else self.memory.of(row, before=pending)
 
     # -- weights and connector state ----------------------------------------------------------------------------------

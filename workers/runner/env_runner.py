@@ -22,7 +22,7 @@ from headrace.workers.modules.protocol import build_module
 from headrace.workers.policy.acting_module import ActingModule
 from headrace.workers.policy.columns import PolicyColumns
 from headrace.workers.randomness.seeds import SeedTree, episode_id_high
-from headrace.workers.runner.policy_state import PolicyState
+from headrace.workers.runner.policy_names import PolicyNames
 from headrace.workers.runner.state import RunnerState, Version
 from headrace.workers.runner.state_components import Selection, Wanted
 from headrace.workers.runner.taken_over import TakenOver, take_over
@@ -48,7 +48,7 @@ class EnvRunner(ABC, Generic[Batch]):
         worker_index: int,
         incarnation: int,
         run_uid: str,
-        names: PolicyState[Batch],
+        names: PolicyNames[Batch],
         on_wait: Callable[[], None] | None,
     ) -> None:
         own = {name: copy.deepcopy(getattr(config, name)) for name in _OWN_SETTINGS}
@@ -202,13 +202,14 @@ class EnvRunner(ABC, Generic[Batch]):
     ) -> Batch | list[EpisodeChunk]:
         """Return chunks of about `num_timesteps` env steps, or `num_episodes` whole episodes; finished ones come first.
 
-        `num_timesteps` n polls all envs ceil(n / num_envs) times and goes on with the episodes of the call before:
-        without failures n to n + num_envs - 1 steps; as many in all, but not of each env, where those are stepped that
-        are ready. `num_episodes` m resets all envs first and gives m to m + num_envs - 1 episodes; other episodes that
-        were begun are dropped. External envs, which nobody can reset, go on instead, and what they have begun stays
-        open. Without a size, `config.batch_mode` decides.
-        Episodes left behind, of which a part was given out before, are told by an ABORTED chunk of no steps, last.
-        While all envs are down it waits, in the caller's thread, for as long as their budget of failures lasts.
+        `num_timesteps` n polls all envs ceil(n / num_envs) times and continues the episodes of the call before. Without
+        failures it returns n to n + num_envs - 1 steps. Where ready envs step first, the total is the same, but envs
+        differ in how many steps they take. `num_episodes` m resets all envs first and returns m to m + num_envs - 1
+        episodes; other episodes that it began are dropped. External envs cannot be reset: their episodes continue and
+        stay open. Without a size, `config.batch_mode` decides.
+
+        If a part of a dropped episode was returned earlier, an ABORTED chunk without steps comes for it, last. While
+        all envs are down the call waits, for as long as their budget of failures lasts.
 
         Raises `SampleSizeError` for a size that makes no sense, `EnvRestartBudgetError` when an env failed too often,
         `ExternalSilenceError` when nobody drives external envs, `ModuleError` when the policy fails,
@@ -245,11 +246,12 @@ class EnvRunner(ABC, Generic[Batch]):
         """Return what a worker ships: `rollout_fragment_length` polls, then everything open is cut.
 
         With batch_mode "complete_episodes": polls until `num_envs` episodes have finished, which are delivered; the
-        others stay open. Of external envs, what has come within `external_fragment_max_age_s`. `on_poll` is called
-        after every poll; `on_wait`, or `on_poll` without it, now and then while envs are waited for that are elsewhere
-        or to be rebuilt. Either may break this off by raising; then the next call goes on, or `cut_fragment` takes what
-        is there. What connectors learnt comes with the batch of their module; `take_connector_update` will not tell it
-        again.
+        others stay open. With external envs it returns what arrived within `external_fragment_max_age_s`.
+
+        Calls `on_poll` after every poll. Calls `on_wait` (default: `on_poll`) from time to time while it waits for
+        remote or failed envs. Either may raise to break this off; then the next call continues, or `cut_fragment`
+        returns what is there. A batch carries what the connectors of its module learnt; `take_connector_update` does
+        not return that again.
         """
         self.callbacks.check_at_rest("sample_fragment()")
         whole = self.config.batch_mode == "complete_episodes"
@@ -362,18 +364,24 @@ class EnvRunner(ABC, Generic[Batch]):
         Arrays whose names begin with "connectors/" are connector state of the same version: taken together with the
         weights, or not at all, as `merge_connector_updates` gives them; `ConnectorError` if they do not fit.
 
-        Another learner's epoch ends the fragment that is open, whose batch names only one, and takes effect after the
-        cut; `weights_version` always tells what acts.
+        Weights of another learner epoch take effect after the next cut, because a batch names one epoch.
+        `weights_version` always names the weights in use.
         """
         self._state.set_weights(state, Version(learner_epoch, seq, digest))
 
     def get_state(self, components: Wanted = None, not_components: Wanted = None) -> dict[str, Any]:
-        """Return plain values and arrays, from which another runner goes on: see `state_to_arrays` for the way there.
+        """Return this runner's state as plain values and arrays. `set_state` of another runner continues from it.
 
-        Lifetime counters are always there. Components: "rl_module", weights as arrays by name, with "weights_seq_no",
-        "learner_epoch" and "weights_digest"; "env_to_module" and "module_to_env", the connectors'; "random_streams",
-        seeds, numbers and episode ids to come. "rl_module/p0" is a part of one: a module's, which in a runner of one is
-        "default_policy", or a single connector's "env_to_module/0.MeanStd" there. What a runner has not is absent.
+        | component | what it is |
+        |---|---|
+        | "rl_module" | weights as arrays by name, with "weights_seq_no", "learner_epoch" and "weights_digest" |
+        | "env_to_module", "module_to_env" | state of the connectors |
+        | "random_streams" | seeds, numbers and episode ids to come |
+
+        Lifetime counters are always there. "rl_module/p0" is a part: a module's, which in a runner of one module is
+        "default_policy". There "env_to_module/0.MeanStd" is a single connector's. Components that the runner does not
+        have are left out. `state_to_arrays` flattens a state for sending.
+
         Raises `StateError` for an unknown component, or a part that is not there.
         """
         return self._state.get(Selection(components, not_components))
@@ -382,8 +390,8 @@ class EnvRunner(ABC, Generic[Batch]):
         """Take over what of `state` is there; weights only if (learner_epoch, weights_seq_no) is newer, or `force`.
 
         Connector state that comes with weights is taken or left together with them. "random_streams" are taken if they
-        are of the same worker_index, for no two workers may live through the same: this runner then goes on as the
-        other would have, its own open episodes are abandoned, and those of the other are not taken over.
+        are of the same worker_index, so that no two workers get the same episodes. This runner then abandons its open
+        episodes; the other runner's open episodes are not restored.
         Raises `StateError`, `ModuleError` or `ConnectorError` for what does not fit.
         """
         self._state.set(state, force=force)
@@ -404,7 +412,7 @@ class EnvRunner(ABC, Generic[Batch]):
         return self._names.take_update(self._policies)
 
     def merge_connector_updates(self, state: Mapping[str, Any], updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return `state`, as this method gave it before (at first {}), with the `updates` of all runners; sets nothing.
+        """Merge the `updates` of all runners into `state`, the previous result or {}, and return it. Changes no runner.
 
         Give it, beside new weights in one mapping, to `set_weights` of every runner. Of several modules both are by
         module id.

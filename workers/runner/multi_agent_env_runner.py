@@ -12,7 +12,7 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.external.agents import ExternalAgents
 from headrace.workers.policy.policies import Policies
 from headrace.workers.runner.env_runner import EnvRunner
-from headrace.workers.runner.policy_state import ModulesState
+from headrace.workers.runner.policy_names import ModuleIdNames
 from headrace.workers.sampling.agent_views import MultiAgentEpisodeView
 from headrace.workers.sampling.cutting import Stamp
 from headrace.workers.sampling.module_batches import ModuleBatches
@@ -44,7 +44,7 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         on_wait: Callable[[], None] | None = None,
         **_: Any,
     ) -> None:
-        super().__init__(config, worker_index, incarnation, run_uid, ModulesState(), on_wait)
+        super().__init__(config, worker_index, incarnation, run_uid, ModuleIdNames(), on_wait)
         self._specs = Policies.of(self.config)
         self._metrics.count_losses = self._count_losses
         self._steps: SeatSteps | None = None

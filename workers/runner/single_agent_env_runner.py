@@ -19,7 +19,7 @@ from headrace.workers.envs.driver import EnvDriver
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.external.vector import ExternalVector
 from headrace.workers.runner.env_runner import EnvRunner
-from headrace.workers.runner.policy_state import OneModuleState
+from headrace.workers.runner.policy_names import OneModuleNames
 from headrace.workers.sampling.cutting import Stamp
 from headrace.workers.sampling.episode_view import EpisodeView
 from headrace.workers.sampling.lane_steps import LaneSteps
@@ -49,7 +49,7 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
     ) -> None:
         if config.policies is not None or config.policy_mapping_fn is not None:
             raise ConfigError("several policies need MultiAgentEnvRunner; leave it out", key="policies")
-        super().__init__(config, worker_index, incarnation, run_uid, OneModuleState(), on_wait)
+        super().__init__(config, worker_index, incarnation, run_uid, OneModuleNames(), on_wait)
         self._steps: LaneSteps | None = None
         self._make_parts()
 

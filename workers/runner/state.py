@@ -16,7 +16,7 @@ from headrace.workers.connectors.vector_connectors import PIPELINES
 from headrace.workers.metrics.runner_metrics import RunnerMetrics
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.acting_module import ActingModule
-from headrace.workers.runner.policy_state import PolicyState
+from headrace.workers.runner.policy_names import PolicyNames
 from headrace.workers.runner.state_components import RANDOM_STREAMS, RL_MODULE, Selection
 from headrace.workers.sampling.sampler import Sampler
 
@@ -62,7 +62,7 @@ class RunnerState:
 
     def __init__(
         self,
-        names: PolicyState[Any],
+        names: PolicyNames[Any],
         read_sampler: Callable[[], Sampler[Any, Any] | None],
         worker_index: int,
         metrics: RunnerMetrics,

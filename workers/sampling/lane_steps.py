@@ -35,18 +35,18 @@ from headrace.workers.sampling.fragment import Fragment, OpenChunk
 from headrace.workers.sampling.lane_streams import check_lanes, read_lanes, write_lanes
 from headrace.workers.sampling.logged_actions import put_logged
 from headrace.workers.sampling.mode import Mode
-from headrace.workers.sampling.pending import PendingFragment
+from headrace.workers.sampling.pending_fragment import PendingFragment
 
 _NO_STATE: dict[str, NDArray[Any]] = {}
-"""One for all chunks: a dict for each, where episodes are many, makes the garbage collector work more."""
+"""Shared by all chunks: one dict for each would cost garbage collection."""
 
 
 class LaneSteps:
     """`SampledSteps` of one agent in each env of `envs`, which go on at their own pace.
 
     In lock-step all live lanes act in each poll, and their rows are written without index arrays while all lanes stand
-    at the same row. At another pace an action that is not answered at a cut is the first step of the lane's next chunk,
-    and one whose episode is abandoned was no step.
+    at the same row. At other paces, an action without a reply at a cut is the first step of the lane's next chunk.
+    If its episode is abandoned, it is not counted.
 
     Chunks of external episodes have the column "off_policy", bool (T,): True where the action was logged. There,
     `actions` has what was done, and `logp` what the policy would have given for it, or NaN where it cannot tell.
@@ -63,7 +63,7 @@ class LaneSteps:
         self.envs = envs
         self.mode = Mode(config.explore, random_actions=False)
         self.timers: Timers | None = None
-        self.resets = 0
+        self.reset_polls = 0
         self.answered: int | None = None if envs.pace is Pace.LOCK_STEP else 0
         self._pace = envs.pace
         self._seeds = seeds
@@ -233,7 +233,7 @@ class LaneSteps:
         outcome = poll()
         if self._pace is Pace.LOCK_STEP:
             self.fragment.advance(outcome.rewards, self._weights_seq)
-            self.resets += outcome.resets
+            self.reset_polls += outcome.resets
             return outcome
         answered = outcome.lanes
         assert answered is not None, "a ReadyDriver says which lanes have answered"

@@ -44,8 +44,8 @@ def enough_steps(steps: int, sampler: Sampler[Any, Any], config: EnvRunnerConfig
     if taken.answered is not None:
         last = taken.answered + steps
         return lambda: (taken.answered or 0) >= last
-    before = taken.resets
-    return lambda: next(begun) * width - (taken.resets - before) >= steps
+    before = taken.reset_polls
+    return lambda: next(begun) * width - (taken.reset_polls - before) >= steps
 
 
 def enough_episodes(episodes: int, sampler: Sampler[Any, Any]) -> Enough:

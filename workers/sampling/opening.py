@@ -89,9 +89,13 @@ def open_agents(
 
 def _placement(config: EnvRunnerConfig, on_wait: OnWait) -> EnvPlacement:
     several = config.is_multi_agent
-    if config.env_placement == "remote":
-        return RemotePlacement(partial(problem_of_kind, several_agents=several), on_wait)
-    return ProcessPlacement(AGENTS_CHILD if several else SOLO_CHILD)
+    match config.env_placement:
+        case "process":
+            return ProcessPlacement(AGENTS_CHILD if several else SOLO_CHILD)
+        case "remote":
+            return RemotePlacement(partial(problem_of_kind, several_agents=several), on_wait)
+        case "inline":
+            raise ConfigError("has a source of envs of its own, see open_envs", key="env_placement")
 
 
 def _pace(config: EnvRunnerConfig) -> Pace:

@@ -20,18 +20,18 @@ from headrace.workers.sampling.episode_events import EpisodeEvents
 from headrace.workers.sampling.episode_starts import EpisodeStarts
 from headrace.workers.sampling.mode import Mode
 from headrace.workers.sampling.patience import Patience
-from headrace.workers.sampling.steps import AnyOutcome, Cut_co, SampledSteps
+from headrace.workers.sampling.sampled_steps import AnyOutcome, Cut_co, SampledSteps
 
 
 class Sampler(Generic[AnyOutcome, Cut_co]):
-    """Samples a vector poll by poll, of one agent or several, at whatever pace its envs go on.
+    """Samples a vector poll by poll, of one agent or several, at the pace of its envs.
 
         begin ── poll, poll, poll ... ── cut        an episode: begin, step, end
                       │                                         └─ abort (its env or a callback failed), rebuild
                       └─ spoilt: all open steps are lost        └─ abandon (a reset, another mode, the end)
 
-    With `patience` the episodes drive themselves: a poll first takes what came, and then answers it at once, so that
-    nobody who asks waits for what is done between two polls.
+    With `patience`, episodes drive themselves. A poll first takes the observations that have arrived and then answers
+    them, so that callers do not wait for work between two polls.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
 
     @property
     def resets_envs(self) -> bool:
-        """Whether whole episodes are sampled from a reset of all envs on: nobody can reset external ones."""
+        """Whether sampling of whole episodes begins with a reset of all envs. External envs cannot be reset."""
         return self._patience is None
 
     @property
     def is_overdue(self) -> bool:
-        """Whether a fragment is to be cut although it is not full: external steps may come late or never."""
+        """Whether to cut a fragment that is not full, because external steps are late."""
         return self._patience is not None and self._patience.is_overdue
 
     def use(self, modules: Mapping[str, Any], count_steps: Callable[[], int]) -> None:
@@ -78,7 +78,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
             self._drop_steps()
 
     def begin(self, mode: Mode, capacity: int, *, force_reset: bool) -> None:
-        """Have fragments for steps of this `mode`, and an episode in every env. Raises `PolicyMappingError`."""
+        """Open fragments for `mode`, and start an episode in every env that has none. Raises `PolicyMappingError`."""
         if mode != self.steps.mode and self.steps.is_open:
             self._drop_steps()  # columns and flags of a batch are of one mode
         self.steps.resume(mode, capacity)
@@ -99,11 +99,11 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
     def poll(
         self, weights_seq: int, *, on_wait: Callable[[], None] | None = None, stop_at_episodes: int | None = None
     ) -> None:
-        """Have the envs that can act do so, and take in what came of it; the next episode begins where one ended.
+        """Let the envs that can act do so, record the results, and start the next episode where one ended.
 
-        With `stop_at_episodes` none is begun once so many have ended. May sleep while no env is up at all. Raises what
+        After `stop_at_episodes` episodes have ended, it starts no more. May sleep while no env is up. Raises what
         `EnvDriver.try_restart` and `Patience.check` raise, `ModuleError`, `ConnectorError` and `PolicyMappingError`.
-        The books are right even then, and the next poll goes on.
+        The counts stay correct, and the next poll goes on.
         """
         timers = self._totals.timers
         self.steps.timers = timers if timers.is_due() else None
@@ -129,7 +129,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
             self._drop_steps()
 
     def _repair(self, on_wait: Callable[[], None] | None) -> None:
-        """Bring back what may be brought back; waits while no env is up at all."""
+        """Rebuild the failed envs that are due. Waits while no env is up."""
         self.envs.on_wait = on_wait
         if self.envs.repairing:
             self.envs.wait_for_one(self._start_episodes, on_wait)
@@ -208,7 +208,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         self.needs_reset = True
 
     def finish(self, reason: Discard) -> None:
-        """Abandon all episodes, with fragments for `cut` to deliver what had finished and to tell of the rest."""
+        """Abandon all episodes. A `cut` then returns the finished chunks, and end markers for the others."""
         self.abandon(reason)
         self.steps.open_fragments(1)
 

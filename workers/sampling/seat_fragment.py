@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headrace.workers.envs.lane import Episode
 from headrace.workers.sampling.episode_view import OpenRows
-from headrace.workers.sampling.pending import PendingFragment, Rows
+from headrace.workers.sampling.pending_fragment import PendingFragment, Rows
 
 
 class SeatFragment(PendingFragment):

@@ -63,7 +63,7 @@ class SeatSteps:
         self.envs = envs
         self.mode = Mode(config.explore, random_actions=False)
         self.timers: Timers | None = None
-        self.resets = 0
+        self.reset_polls = 0
         """No poll is a reset only: an env that has ended its episode is reset between two."""
         self.answered: int | None = None if envs.pace is Pace.LOCK_STEP else 0
         self.lost_rewards = LostRewards()

@@ -23,7 +23,7 @@ ByModule = dict[str, dict[str, State]]
 Batch = TypeVar("Batch")
 
 
-class PolicyState(Protocol[Batch]):
+class PolicyNames(Protocol[Batch]):
     """What a runner's methods take and give, in the runner's own names."""
 
     def split(self, policies: Policies, state: Mapping[str, Any]) -> Parts:
@@ -56,7 +56,7 @@ class PolicyState(Protocol[Batch]):
         """Return `batch` with what connectors have learnt; they keep it while the batch has no chunks."""
 
 
-class OneModuleState:
+class OneModuleNames:
     """Names of a runner with one module: weights by parameter, connector state by pipeline."""
 
     def split(self, policies: Policies, state: Mapping[str, Any]) -> Parts:
@@ -93,7 +93,7 @@ class OneModuleState:
         return policies[DEFAULT_MODULE_ID].connectors.attach_update(batch)
 
 
-class ModulesState:
+class ModuleIdNames:
     """Names of a runner with several modules: all by module id, pipelines as {"p0/0.MeanStd/obs/count": array}."""
 
     def split(self, policies: Policies, state: Mapping[str, Any]) -> Parts:

@@ -1,4 +1,4 @@
-"""What a sampler asks of the steps that were taken in its envs and not cut yet.
+"""The protocol between a sampler and the steps that it has not cut yet.
 
 One agent's steps are kept by lane (`lane_steps.py`), those of several agents by seat (`seat_steps.py`). The sampler
 decides when episodes begin and end and who is told of it, for both alike.
@@ -44,8 +44,8 @@ class SampledSteps(Protocol[AnyOutcome, Cut_co]):
     """How the actions of the open steps are chosen."""
     timers: Timers | None
     """Where the parts of the poll under way are timed; None in most polls."""
-    resets: int
-    """Times that a poll was no step for a lane, since its env used it for a reset."""
+    reset_polls: int
+    """Lane polls that an env spent on a reset instead of a step."""
     answered: int | None
     """Env steps that were answered; None in lock-step, where each poll answers all."""
 
@@ -87,7 +87,7 @@ class SampledSteps(Protocol[AnyOutcome, Cut_co]):
         """Return what came of actions; None if nothing did. May wait for envs, as `EnvDriver.poll` does."""
 
     def is_spoilt_by(self, error: BaseException) -> bool:
-        """Return whether the open steps cannot be continued after `error`, which `act` to `end` or `begin` raised."""
+        """Return whether the open steps cannot be continued after `error`, raised by any of these or by `begin`."""
 
     def count(self, outcome: AnyOutcome) -> None:
         """Count the steps that were taken."""
@@ -117,7 +117,7 @@ class SampledSteps(Protocol[AnyOutcome, Cut_co]):
         """Give up what ended since the last cut, and the fragments, when no episode goes on any more."""
 
     def rebuild(self, config: EnvRunnerConfig) -> None:
-        """Build all envs again, for a policy of their spaces; connectors keep what they know where it fits."""
+        """Rebuild all envs and the policy. Connector state is kept where spaces still match."""
 
     def cut(self, stamp: Stamp, *, keep_open: bool) -> Cut_co:
         """Return what is to be delivered; with `keep_open` whole episodes only."""
