@@ -229,6 +229,12 @@ def lives(run: Play) -> None:
     run.lives(episodes=4)
 
 
+def lives_with_faults(run: Play) -> None:
+    """The same, and of what befell the first life of each env, in which the faults come early."""
+    lives(run)
+    run.first_failures()
+
+
 # -- one agent --------------------------------------------------------------------------------------------------------
 
 CASES: dict[str, Case] = {}
@@ -389,7 +395,8 @@ single(
 )
 single(
     "process/neighbour",
-    lives,
+    lives_with_faults,
+    events=True,
     env=WALK,
     **{**PROCESS, "num_envs": 2},
     env_config={"faults": {"0": {"step": {"10": "kill"}}}},
@@ -404,7 +411,7 @@ single("process/ready/lstm", lives, env="golden_envs:Jittery", module=LSTM, exac
 READY_ONE: Settings = {**READY, "num_envs": 1}
 single("process/ready/one env", tour, env="golden_envs:Jittery", episode_lookback_horizon=2, **READY_ONE)
 single("process/ready/one env/state", move_once, env="golden_envs:Nested", module=ExactRecurrent, **READY_ONE)
-single("process/ready/storm", lives, env="golden_envs:Jittery", **READY, **STORM)
+single("process/ready/storm", lives_with_faults, events=True, env="golden_envs:Jittery", **READY, **STORM)
 single("process/halves", lives, env="golden_envs:Jittery", module=ExactRecurrent, double_buffering=True, **PROCESS)
 single(
     "process/halves/whole episodes",
@@ -558,7 +565,7 @@ multi("process/ready/crowd/connectors", lives, **{**CROWD, **OWN_PIECES}, **READ
 multi("process/ready/one env", tour, **{**CROWD, **OWN_PIECES}, **READY_ONE)
 multi("process/ready/one env/state", move_once, **JITTERY_AGENTS, **READY_ONE)
 # Whole episodes only: an aborted one of which all agents that were cut are done could not be told from a whole one.
-multi("process/ready/storm", lives, batch_mode="complete_episodes", **CROWD, **READY, **STORM)
+multi("process/ready/storm", lives_with_faults, events=True, batch_mode="complete_episodes", **CROWD, **READY, **STORM)
 multi("process/halves", lives, module=ExactRecurrent, **JITTERY_AGENTS, **PROCESS, double_buffering=True)
 multi("process/halves/lstm", lives, module=LSTM, exact=False, **JITTERY_AGENTS, **PROCESS, double_buffering=True)
 CROWD_HOST = {"env": "golden_envs:Crowd", "num_envs": 4}

@@ -113,6 +113,14 @@ class Play:
         add_lives(self._call, chunks, episodes)
         self._end_call("lives")
 
+    def first_failures(self) -> None:
+        """Digest the first failure of each env, and what its episode was aborted for."""
+        found: dict[str, Any] = {}
+        for event, episode, *more in self.events.take():
+            if event in ("env_failed", "aborted"):
+                found.setdefault(f"{event} {more[0]}", [episode and episode[0], *more])
+        self.note("failures", found)
+
     def weights(self, seq: int, learner_epoch: int = 0, more: Settings | None = None) -> None:
         """Set other weights, which follow from those there are and from `seq`, and `more` beside them."""
         state, more = _moved(self.runner.get_state("rl_module")["rl_module"], seq), more or {}
