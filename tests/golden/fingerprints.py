@@ -47,12 +47,12 @@ class Fingerprint:
             self._parts[part].update(piece)
 
     def digests(self) -> dict[str, str]:
-        """Each part's digest, by name."""
+        """Return each part's digest, by name."""
         return {part: self._parts[part].hexdigest()[:8] for part in sorted(self._parts)}
 
 
 def canonical(value: Any) -> Iterator[bytes]:
-    """The bytes of a tree of arrays and plain values."""
+    """Yield the bytes of a tree of arrays and plain values."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()
     if isinstance(value, np.ndarray):
@@ -72,7 +72,7 @@ def canonical(value: Any) -> Iterator[bytes]:
 
 
 def batches_of(samples: Sequence[EpisodeChunk]) -> list[ChunkBatch]:
-    """The column batches below what one call sampled: one, or one for each module."""
+    """Return the column batches below what one call sampled: one, or one for each module."""
     if isinstance(samples, ChunkBatch):
         return [samples]
     by_module: Mapping[str, ChunkBatch] = getattr(samples, "batches", {})
@@ -167,7 +167,7 @@ def add_lives(fingerprint: Fingerprint, chunks: Iterable[EpisodeChunk], episodes
 
 
 def finished(chunks: Iterable[EpisodeChunk], episodes: int) -> list[list[EpisodeChunk]]:
-    """The chunks of the first `episodes` finished in each env, by agent, in the order of their ids."""
+    """Return the chunks of the first `episodes` finished in each env, by agent, in the order of their ids."""
     lives: dict[tuple[int, str], dict[str, list[EpisodeChunk]]] = defaultdict(lambda: defaultdict(list))
     for chunk in chunks:
         lives[chunk.env_index, chunk.episode_id][chunk.agent_id].append(chunk)
@@ -182,12 +182,12 @@ def finished(chunks: Iterable[EpisodeChunk], episodes: int) -> list[list[Episode
 
 
 def counters(totals: Any) -> dict[str, Any]:
-    """A runner's totals, without its clocks."""
+    """Return a runner's totals, without its clocks."""
     return {name: getattr(totals, name) for name in _COUNTERS}
 
 
 def without_clocks(report: Mapping[str, Any]) -> dict[str, Any]:
-    """A runner's report without what a clock gave."""
+    """Return a runner's report without what a clock gave."""
     kept = {name: value for name, value in report.items() if not _is_clock(name)}
     kept["windows"] = [window for window in report["windows"] if not _is_clock(window["path"][0])]
     return kept

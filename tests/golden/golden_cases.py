@@ -34,7 +34,7 @@ FORGIVING: Settings = {"env_restart_attempts": 100, "max_env_restarts_per_window
 
 
 def tour(run: Play) -> None:
-    """Each way of sampling, with other weights and modes between."""
+    """Sample in each way, with other weights and modes between."""
     run.fragment()
     run.sample(num_timesteps=10)
     run.weights(seq=3)
@@ -54,7 +54,7 @@ def tour(run: Play) -> None:
 
 
 def fragments(run: Play) -> None:
-    """Fragments only, as a worker ships them, with other weights between."""
+    """Sample fragments only, as a worker ships them, with other weights between."""
     for seq in range(1, 4):
         run.fragment()
         run.fragment()
@@ -66,7 +66,7 @@ def fragments(run: Play) -> None:
 
 
 def faults(run: Play) -> None:
-    """Long enough for the faults of an env's lives."""
+    """Sample for as long as the faults of several lives of an env need."""
     for _ in range(5):
         run.fragment()
     run.sample(num_episodes=3)
@@ -77,7 +77,7 @@ def faults(run: Play) -> None:
 
 
 def move(run: Play) -> None:
-    """A state goes into another runner, twice."""
+    """Go on in another runner, twice."""
     run.weights(seq=2)
     run.fragment()
     run.sample(num_timesteps=10)
@@ -92,7 +92,7 @@ def move(run: Play) -> None:
 
 
 def move_once(run: Play) -> None:
-    """A state goes into another runner."""
+    """Go on in another runner."""
     run.sample(num_timesteps=10)
     run.weights(seq=3)
     run.fragment()
@@ -103,7 +103,7 @@ def move_once(run: Play) -> None:
 
 
 def rebuild(run: Play) -> None:
-    """All envs are built again, and the module too."""
+    """Build all envs again, and the module too."""
     run.fragment()
     run.make_env()
     run.fragment()
@@ -118,7 +118,7 @@ def rebuild(run: Play) -> None:
 
 
 def errors(run: Play) -> None:
-    """Each error of a call is told, and the next call goes on."""
+    """Go on after each error of a call."""
     for _ in range(6):
         run.attempt(run.fragment)
     run.attempt(lambda: run.sample(num_episodes=2))
@@ -132,7 +132,7 @@ class EnoughError(Exception):
 
 
 def broken_off(run: Play) -> None:
-    """Fragments that are broken off after some polls, and gone on with, or cut as they stand."""
+    """Break fragments off after some polls. The next call goes on with one, or cuts it as it stands."""
     polls = 0
 
     def count() -> None:
@@ -150,7 +150,7 @@ def broken_off(run: Play) -> None:
 
 
 def learn(run: Play) -> None:
-    """What connectors learn is merged, and comes back beside other weights."""
+    """Merge what connectors learn, and set it beside other weights."""
     runner, state = run.runner, {}
     for seq in range(1, 4):
         run.sample(num_timesteps=8)
@@ -161,7 +161,7 @@ def learn(run: Play) -> None:
 
 
 def long(run: Play) -> None:
-    """So many steps and episodes that blocks of random numbers are used up, and windows of metrics are full."""
+    """Sample until blocks of random numbers are used up and windows of metrics are full."""
     for seq in range(1, 7):
         run.fragment()
         run.fragment()
@@ -170,7 +170,7 @@ def long(run: Play) -> None:
 
 
 def at_random(run: Play) -> None:
-    """Random actions only, of a runner without a policy."""
+    """Take random actions only, in a runner without a policy."""
     run.fragment(random_actions=True)
     run.sample(num_timesteps=9, random_actions=True)
     run.sample(num_episodes=2, random_actions=True)
@@ -183,7 +183,7 @@ def no_policy(spaces: Any) -> Any:
 
 
 def driven(run: Play) -> None:
-    """External episodes that the script drives itself, two at a time."""
+    """Drive external episodes, two at a time."""
     episodes = envs.Idle.newest[0].episodes
     answers: list[Any] = []
 
@@ -218,19 +218,19 @@ def driven(run: Play) -> None:
 
 
 def threaded(run: Play) -> None:
-    """Episodes that an external env plays in its own thread."""
+    """Compare episodes that an external env plays in its own thread."""
     run.weights(seq=2)
     run.lives(episodes=7)
 
 
 def lives(run: Play) -> None:
-    """Episodes that are the same wherever they are cut."""
+    """Compare episodes, which are the same wherever they are cut."""
     run.weights(seq=1)
     run.lives(episodes=4)
 
 
 def lives_with_faults(run: Play) -> None:
-    """The same, and of what befell the first life of each env, in which the faults come early."""
+    """Compare episodes, and the first failure of each env, which comes early."""
     lives(run)
     run.first_failures()
 
@@ -247,7 +247,7 @@ def single(name: str, script: Any, env: Any = envs.Walk, module: Any = Exact, **
 
 
 def fault(steps: dict[str, str] | None = None, resets: dict[str, str] | None = None, lane: int = 1) -> Settings:
-    """Settings of an env whose first life does that."""
+    """Return the settings for an env whose first life has these faults."""
     return {"env_config": {"faults": {str(lane): {"step": steps or {}, "reset": resets or {}}}}, **FORGIVING}
 
 
@@ -270,7 +270,7 @@ single("inline/walk", tour)
 single("inline/walk/events", tour, events=True)
 single("inline/walk/one env", tour, num_envs=1)
 single("inline/walk/numpy", tour, module=ExactNumpy)
-single("inline/walk/normal noise", fragments, module_config={"noise_kind": "normal"})
+single("inline/walk/normal noise", fragments, module_config={"noise_kind": "normal"}, exact=False)
 single("inline/walk/reads t", fragments, module_config={"reads_t": True}, num_workers=3)
 single("inline/walk/recurrent", tour, module=ExactRecurrent)
 single("inline/walk/lookback", tour, episode_lookback_horizon=3)
@@ -589,7 +589,7 @@ GAME: Settings = {"policies": ["player"], "max_env_seed": 2**31 - 1, "num_envs":
 
 
 def game(name: str, kind: str) -> Any:
-    """A creator of a PettingZoo env."""
+    """Return a creator of a PettingZoo env."""
     return lambda context: getattr(import_module(name), kind)(**context)
 
 

@@ -31,7 +31,7 @@ PROBE = "probe"
 
 
 def read() -> dict[str, Any]:
-    """All recorded digests by case, and that of the probe."""
+    """Return all recorded digests by case, and that of the probe."""
     return json.loads(PATH.read_text()) if PATH.exists() else {}
 
 
@@ -49,7 +49,7 @@ def write(recorded: dict[str, Any]) -> None:
 
 
 def probe() -> str:
-    """A digest of how this machine rounds: matrices, recurrent cells, sums and functions of floats.
+    """Return a digest of how this machine rounds: matrices, recurrent cells, sums and functions of floats.
 
     Where it differs from the recorded one, cases that are not exact cannot be compared.
     """

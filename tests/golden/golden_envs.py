@@ -45,7 +45,7 @@ def _exit(answer: Any) -> Any:
 
 
 def _changed(part: int, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """What changes one part of an answer: of several agents that of the last one."""
+    """Return a fault that changes one part of an answer; of several agents, the part of the last one."""
 
     def apply(answer: Any) -> Any:
         value = answer[part]
@@ -91,7 +91,7 @@ class Faults:
         self._calls = {"step": 0, "reset": 0}
 
     def apply(self, call: str, answer: Any, chance: int) -> Any:
-        """The answer of `call`, or what the fault of this number makes of it."""
+        """Return the answer of `call`, or what the fault of this number makes of it."""
         number = self._calls[call]
         self._calls[call] += 1
         fault = self._table.get(call, {}).get(str(number))
@@ -137,7 +137,7 @@ class Walk(gym.Env[Any, Any]):
         return np.array([self.sum / 2, self.time, self.index], np.float32)
 
     def weigh(self, action: Any) -> int:
-        """An integer of the action."""
+        """Return an integer that follows from the action."""
         return int(action)
 
 
@@ -260,7 +260,7 @@ class OwnVector(VectorEnv):
 
 
 def wrapped(context: EnvContext) -> VectorEnv:
-    """A vector that `VectorEnv.wrap` makes of walks."""
+    """Return the vector that `VectorEnv.wrap` makes of walks."""
 
     def make(index: int) -> Walk:
         return Walk(context.at(index))
@@ -272,7 +272,7 @@ VECTORS: dict[str, Any] = {"sync": SyncVectorEnv, "async": AsyncVectorEnv}
 
 
 def vector_of(env: Callable[[EnvContext], Any], kind: str, mode: str) -> Callable[[EnvContext], Any]:
-    """A creator of gymnasium's own vector of `env`s, with this autoreset mode."""
+    """Return a creator of gymnasium's own vector of `env`s, with this autoreset mode."""
 
     def create(context: EnvContext) -> Any:
         makers = [partial(env, context.at(index)) for index in range(context.num_envs)]
@@ -569,10 +569,10 @@ class JitteryTogether(Together):
 
 
 def policy_of(agent: Any, episode_id: str) -> str:
-    """The policy for an agent of a `Crowd`."""
+    """Return the policy for an agent of a `Crowd`."""
     return "masked" if agent in ("red/1", "blue") else "shoves"
 
 
 def changing_policy_of(agent: Any, episode_id: str) -> str:
-    """One of two policies for an agent of a `Together`, another one from episode to episode."""
+    """Return one of two policies for an agent of a `Together`; it changes from episode to episode."""
     return "left" if (int(episode_id[-4:], 16) + len(str(agent)) + (agent == "y")) % 2 else "right"

@@ -83,12 +83,12 @@ class Exact(nn.Module):
         return answer
 
     def logp(self, dist_inputs: torch.Tensor, actions: Any) -> torch.Tensor:
-        """Log-probability, as learners and logged actions ask for it."""
+        """Return the log-probability that learners and logged actions ask for."""
         told = sum(part.reshape(len(part), -1).to(torch.float32).sum(1) for part in flat(actions).values())
         return -(dist_inputs[:, 0] + told) / EIGHTHS
 
     def policy_actions(self, env_actions: Mapping[str, Any]) -> dict[str, Any]:
-        """The actions for which the env would have got these."""
+        """Return the actions for which the env would have got these."""
         return dict(env_actions)
 
 
@@ -125,7 +125,7 @@ class ExactRecurrent(Exact):
 
 
 def choose(leaf: Any, scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """An action (rows, *shape) of `leaf`; Box actions lie in [-2, 2), in bounds or not."""
+    """Return an action (rows, *shape) of `leaf`; Box actions lie in [-2, 2), in bounds or not."""
     if isinstance(leaf, Discrete):
         score = scores[:, 0]
         if mask is None:
@@ -142,12 +142,12 @@ def choose(leaf: Any, scores: torch.Tensor, mask: torch.Tensor | None) -> torch.
 
 
 def bounded(leaf: Any, action: torch.Tensor) -> torch.Tensor:
-    """The action clipped to [-0.5, 0.5] where it is a Box's, as the golden envs bound theirs."""
+    """Return the action, clipped to [-0.5, 0.5] if it is a Box's: the golden envs allow that much."""
     return action.clamp(-0.5, 0.5) if isinstance(leaf, Box) else action
 
 
 def flat(tree: Any, name: str = "obs") -> dict[str, torch.Tensor]:
-    """The leaves of nested tensors by name."""
+    """Return the leaves of nested tensors by name."""
     if isinstance(tree, Mapping):
         parts = [flat(part, f"{name}/{key}") for key, part in tree.items()]
     elif isinstance(tree, tuple):

@@ -64,7 +64,7 @@ class Play:
         self.runner.stop()
 
     def new_runner(self, **settings: Any) -> Any:
-        """A runner of the case's settings and these."""
+        """Return a runner of the case's settings and these."""
         given: Settings = {"seed": 7, "env_restart_backoff_s": 0.0, "rollout_fragment_length": 8, "num_envs": 3}
         given |= self._case.settings | settings
         if self._case.host is not None:
@@ -180,12 +180,12 @@ class Play:
         self._call = Fingerprint()
 
     def digests(self) -> dict[str, Any]:
-        """What the golden file has of a case."""
+        """Return what the golden file has of a case."""
         return {"exact": self._case.exact, "calls": self.calls, "parts": self._whole.digests()}
 
 
 def play(case: Case, hosts: Hosts) -> dict[str, Any]:
-    """The digests of a case."""
+    """Return the digests of a case."""
     with Play(case, hosts) as run:
         case.script(run)
         return run.digests()
@@ -205,7 +205,7 @@ class Events(RunnerCallback):
         self._told: list[Any] = []
 
     def take(self) -> list[Any]:
-        """What was told since the last call."""
+        """Return what was told since the last call."""
         told, self._told = self._told, []
         return told
 
@@ -262,7 +262,7 @@ class Hosts:
         self._folder.cleanup()
 
     def port(self, settings: Settings) -> int:
-        """Where a runner has to listen for the host of these settings."""
+        """Return the port where a runner has to listen for the host of these settings."""
         key = json.dumps(settings, sort_keys=True)
         if key not in self._ports:
             self._ports[key] = port = _free_port()

@@ -2,6 +2,8 @@
 
 `chunks.json` has short digests for each case: one for each call, and one for each part of what chunks carry. A part
 that differs says what changed, a call says since when. `make golden` records cases that are missing.
+
+    .venv/bin/python -m pytest tests/golden -n 2 --dist worksteal [-k inline]
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ def env_hosts() -> Iterator[Hosts]:
 
 @pytest.fixture(scope="session")
 def rounding() -> str:
-    """How this machine rounds."""
+    """Return how this machine rounds."""
     return golden_chunks.probe()
 
 
