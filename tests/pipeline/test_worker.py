@@ -63,6 +63,31 @@ def test_the_label_on_data_is_that_of_the_weights_in_use(
     assert {epoch for epoch, _ in labels} == {1, 2}
 
 
+def test_weights_are_taken_between_two_polls_and_the_last_ones_act_on_when_no_more_come(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slow = {"env": "support.envs.troubled:Slow", "env_config": {"step_s": 0.02}, "rollout_fragment_length": 50}
+    sections = {"sampling": {**SAMPLING, **slow, "num_envs": 1}}
+    with (
+        EpisodeStream(broker.endpoints.learner) as stream,
+        WeightPublisher(broker.endpoints.learner) as weights,
+        WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections),
+    ):
+        arrays = constant_value(stream.spaces(), 1.0)
+
+        def seqs(patience_s: float) -> set[int]:
+            batch = stream.next(patience_s)
+            return set(batch.columns["weights_seq"].tolist()) if batch is not None else set()
+
+        def changed_in_the_midst_of_a_fragment() -> bool:
+            weights.publish(arrays)
+            return len(seqs(0.1)) > 1
+
+        wait_until(changed_in_the_midst_of_a_fragment, "a fragment of several versions")
+        wait_until(lambda: seqs(100.0) == {weights.seq}, "a fragment of the last version alone")
+        assert [seqs(100.0) for _ in range(3)] == [{weights.seq}] * 3
+
+
 def test_a_batch_too_large_for_the_broker_is_dropped_by_name_and_its_episodes_are_ended(
     start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

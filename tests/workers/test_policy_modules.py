@@ -18,6 +18,7 @@ from headrace.workers.modules import actor_critic
 from headrace.workers.policy.acting import Actor
 from headrace.workers.policy.module_weights import read_weights
 from support.envs.toy import Counting, runner
+from support.runners.recurrent import LSTM
 
 ACTIONS = [
     gym.spaces.Discrete(4, start=2),
@@ -85,6 +86,34 @@ def _tensors(space: Any, value: Any, rows: int) -> Any:
     if isinstance(value, tuple):
         return tuple(_tensors(None, v, rows) for v in value)
     return torch.from_numpy(np.ascontiguousarray(value[:rows]))
+
+
+@pytest.mark.parametrize("module", ["headrace.workers.modules:actor_critic", LSTM])
+def test_a_module_acts_on_the_cpu_where_there_is_an_accelerator_too(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    for name in ("is_available", "device_count", "current_device", "init"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: asked.append(name) or 1)
+    devices: set[str] = set()
+
+    def note(own: Any, args: Any, kwargs: Any) -> None:
+        seen = [*args, *kwargs.values()]
+        while seen:
+            value = seen.pop()
+            if isinstance(value, torch.Tensor):
+                devices.add(value.device.type)
+            elif isinstance(value, dict | list | tuple):
+                seen += value.values() if isinstance(value, dict) else value
+
+    with runner("CartPole-v1", module=module, module_config={"hidden": (8,)}) as sampler:
+        policy: Any = sampler.module
+        for part in policy.modules():
+            part.register_forward_pre_hook(note, with_kwargs=True)
+        sampler.sample(num_timesteps=8)
+        devices |= {tensor.device.type for tensor in policy.state_dict().values()}
+    assert devices == {"cpu"}
+    assert asked == []
 
 
 def _spaces(action: gym.Space[Any] = ACTIONS[0]) -> Spaces:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from headrace.schemas.errors import EnvError
@@ -21,17 +23,52 @@ def _chunks(env: str, env_config: dict[str, Any], **settings: Any) -> list[Any]:
     return [(chunk.episode_id, chunk.obs.tobytes(), chunk.actions.tobytes(), chunk.seed) for chunk in chunks]
 
 
+STAND_IN = """
+import json
+
+class ImageSequenceClip:
+    def __init__(self, frames, fps):
+        (shape,) = {frame.shape for frame in frames}
+        self.told = [" ".join(map(str, shape)), len(frames)]
+
+    def write_videofile(self, path, logger):
+        with open(path, "w") as file:
+            json.dump(self.told, file)
+"""
+
+
+@pytest.fixture(params=["moviepy", "a stand-in"])
+def moviepy(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What encodes: the real one where it is installed, or one that writes how many pictures of which shape it got."""
+    if request.param == "moviepy":
+        pytest.importorskip("moviepy", reason="moviepy is not installed; pip install 'headrace[video]'")
+    else:
+        (package := tmp_path / "path" / "moviepy" / "video" / "io").mkdir(parents=True)
+        (package / "ImageSequenceClip.py").write_text(STAND_IN)
+        monkeypatch.syspath_prepend(str(tmp_path / "path"))
+        for name in [name for name in sys.modules if name.split(".")[0] == "moviepy"]:
+            monkeypatch.delitem(sys.modules, name)
+    return str(request.param)
+
+
 @pytest.mark.parametrize("placement", ["inline", "process"])
-def test_some_episodes_of_one_env_are_recorded_and_chunks_are_as_without(tmp_path: Path, placement: str) -> None:
-    pytest.importorskip("moviepy", reason="moviepy is not installed; pip install 'headrace[video]'")
-    recording = {"env": "CartPole-v1", "folder": str(tmp_path), "every": 2, "length": 8}
+def test_some_episodes_of_one_env_are_recorded_and_chunks_are_as_without(
+    tmp_path: Path, placement: str, moviepy: str
+) -> None:
+    folder = tmp_path / "videos"
+    recording = {"env": "CartPole-v1", "folder": str(folder), "every": 2, "length": 8}
     found = _chunks(RECORDED, recording, env_placement=placement, envs_per_process=2, env_close_timeout_s=30.0)
     assert found == _chunks("CartPole-v1", {})
-    (life,) = tmp_path.iterdir()
+    (life,) = folder.iterdir()
     assert life.name.startswith("worker-0-env-0-")
     videos = sorted(life.iterdir())
     assert sorted(video.name for video in videos)[:2] == ["video-episode-0.mp4", "video-episode-2.mp4"]
-    assert all(b"ftyp" in video.read_bytes()[:16] for video in videos), "they are MP4 files"
+    if moviepy == "moviepy":
+        assert all(b"ftyp" in video.read_bytes()[:16] for video in videos), "they are MP4 files"
+        return
+    pictures = [orjson.loads(video.read_bytes()) for video in videos]
+    assert {shape for shape, _ in pictures} == {"400 600 3"}
+    assert pictures[0][1] == max(count for _, count in pictures) == 9, "of the reset and of 8 steps"
 
 
 def test_workers_and_envs_that_are_not_to_be_recorded_need_no_recorder(tmp_path: Path) -> None:
