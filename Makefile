@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test lint format docs bench golden wheel clean distclean
+.PHONY: help install run check test lint format docs bench golden wheel clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,10 @@ $(READY): pyproject.toml constraints.txt
 run: $(READY) ## train CartPole-v1 to a mean return of 475 (about a minute on 2 cores)
 	$(BIN)/headrace up --env CartPole-v1 --workers 2 --num-envs 8 --seed 0 --until-return 475 --timeout-s 600 \
 		--run-dir runs/cartpole
+
+# What a change is tried on while it is made. Markers say what is left out; pyproject.toml says what they mean.
+check: $(READY) ## the tests that kill no processes and take no time (under two minutes on 2 cores)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not (chaos or netns or slow or processes or long)"
 
 # Four at a time, also on two cores: most tests wait for processes that are killed and come back.
 test: $(READY) ## all tests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,6 +71,12 @@ def _files(root: Path) -> list[Path]:
     return [path for name in FOLDERS for path in sorted((root / name).rglob("*.py"))]
 
 
+@functools.cache
+def _nodes(source: str) -> list[ast.AST]:
+    """Of the whole tree; three tests look at every file."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def _dotted(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return f"{_dotted(node.value)}.{node.attr}"
@@ -78,7 +85,7 @@ def _dotted(node: ast.AST) -> str:
 
 def offences(source: str) -> Iterator[str]:
     """What in `source` could turn bytes into code, as "line: what"."""
-    for node in ast.walk(ast.parse(source)):
+    for node in _nodes(source):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
             yield from (f"{node.lineno}: import {name}" for name in names if name.split(".")[0] in MODULES)
@@ -139,7 +146,7 @@ def test_the_scan_covers_every_folder(root: Path) -> None:
 def loads(source: str) -> set[str]:
     """Which of `LOADERS` `source` calls, imports or hands on, under whatever name."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in _nodes(source):
         if isinstance(node, ast.Name | ast.Attribute):
             found.add(_dotted(node).split(".")[-1])
         elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -173,7 +180,7 @@ def test_whoever_loads_a_name_says_which_setting_it_is_from(root: Path) -> None:
     calls = [
         (f"{path.relative_to(root)}:{node.lineno}", len(node.args) + len(node.keywords))
         for path in _files(root)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in _nodes(path.read_text())
         if isinstance(node, ast.Call) and _dotted(node.func).endswith("load_object")
     ]
     assert calls

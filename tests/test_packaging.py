@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 FOLDERS = ("schemas", "broker", "workers", "learner_stub", "deploy")
 
 

@@ -26,6 +26,8 @@ from headrace.schemas.ports import ephemeral_range
 from headrace.schemas.wire import PROTOCOL_MAJOR, MessageKind, decode_header
 from support.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 FLEET = "here"
 
 USER_MODULE = """

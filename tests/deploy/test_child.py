@@ -17,6 +17,8 @@ from headrace.deploy.ps import is_alive
 from headrace.schemas.errors import RunDirError
 from support.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 DEADLINE_S = 100.0
 
 

@@ -14,6 +14,8 @@ import pytest
 from headrace.deploy.fleet_file import FleetFile, ProcessEntry
 from headrace.schemas.errors import ExitCode
 
+pytestmark = pytest.mark.processes
+
 COMMANDS = ("up", "worker", "broker", "learner", "env-host", "ps", "audit", "doctor")
 
 

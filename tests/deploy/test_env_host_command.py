@@ -18,6 +18,8 @@ from headrace.schemas.errors import ExitCode
 from headrace.schemas.wire import MessageKind, decode
 from support.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 WELCOME = EnvHostWelcome(worker_index=0, num_workers=1, num_envs=1, lease_s=10.0, heartbeat_interval_s=1.0)
 
 

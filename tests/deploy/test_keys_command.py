@@ -19,6 +19,8 @@ from headrace.schemas.errors import ExitCode, KeysError
 from headrace.schemas.keys import ROLES, read_broker_keys, read_client_keys, read_key_file
 from support.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 
 def headrace(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "headrace.deploy", *arguments]

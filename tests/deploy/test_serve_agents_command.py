@@ -20,6 +20,8 @@ from headrace.workers.modules import actor_critic
 from headrace.workers.serving.client import PolicyClient
 from support.fleets.serving_process import cart_spaces, serving
 
+pytestmark = pytest.mark.processes
+
 MEANS = {"short": np.full(4, 0.1), "long": np.full(4, -0.1)}
 AGENTS = tuple(MEANS)
 MEAN_STD = "headrace.workers.connectors:MeanStd"

@@ -28,6 +28,8 @@ from headrace.workers.serving.client import PolicyClient
 from support.fleets.serving_process import cart_spaces, serving
 from support.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 MEAN, COUNT = np.array([0.2, -0.2, 0.1, 0.2]), 1_000_000
 CONFIG = '[sampling]\nenv = "CartPole-v1"\nnum_envs = 4\nenv_to_module = ["headrace.workers.connectors:MeanStd"]\n'
 

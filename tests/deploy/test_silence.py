@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from headrace.deploy.liveness_file import seconds_silent
 from headrace.deploy.ps import is_alive
 from headrace.deploy.supervisor import ProcessSpec, Role
@@ -16,6 +18,8 @@ from headrace.schemas.recorder import Reading
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import Nursery
+
+pytestmark = pytest.mark.processes
 
 S = 1_000_000_000
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.processes
+
 SCRIPT = """
 import sys
 from headrace.deploy.std_streams import open_std_streams, ignore_closed_reader

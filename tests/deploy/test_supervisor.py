@@ -18,6 +18,8 @@ from headrace.schemas.errors import CrashLoopError, ExitCode
 if TYPE_CHECKING:
     from tests.deploy.conftest import Nursery
 
+pytestmark = pytest.mark.processes
+
 SLEEP = "import signal; print('up', flush=True); signal.pause()"
 ENDS = """
 import sys

@@ -23,6 +23,8 @@ from headrace.schemas.config_loading import build_config
 from headrace.schemas.errors import CrashLoopError, ExitCode, HeadraceError, RedisUnavailableError
 from support.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 PRETEND = "support.fleets.pretend_role"
 ENDS = """
 import sys

@@ -12,6 +12,8 @@ from torch import nn
 
 from headrace.learner_stub.adam import Adam
 
+pytestmark = pytest.mark.long
+
 
 def _net() -> nn.Module:
     torch.manual_seed(0)

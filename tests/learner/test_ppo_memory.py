@@ -21,6 +21,8 @@ from headrace.schemas.errors import ModuleError
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.modules import sequences
 
+pytestmark = pytest.mark.long
+
 MakeBatch = Callable[..., ChunkBatch]
 
 LSTM = ModuleSection(

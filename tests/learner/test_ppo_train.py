@@ -26,6 +26,8 @@ from headrace.schemas.config import LearnerSection
 from headrace.schemas.errors import CheckpointError
 from headrace.schemas.stop_event import stop_event
 
+pytestmark = pytest.mark.long
+
 MakeBatch = Callable[..., ChunkBatch]
 NewModule = Callable[[], TrainableModule]
 

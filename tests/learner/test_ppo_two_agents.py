@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import gymnasium as gym
+import pytest
 import torch
 
 from headrace.learner_stub.policies import LearnerPolicies
 from headrace.learner_stub.policy_builder import build_policies
 from headrace.schemas.config import FleetConfig
 from headrace.workers import EnvRunnerConfig, MultiAgentEnv, MultiAgentEnvRunner
+
+pytestmark = pytest.mark.long
 
 POLICIES = {"ours": {}, "theirs": {}}
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.processes
+
 TAKE_THREE = """
 from bench.processes import Processes
 from bench.transport import LOADS, Headrace

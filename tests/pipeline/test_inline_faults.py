@@ -17,6 +17,8 @@ from support.pipeline.parties import BrokerThread, StartBroker
 from support.pipeline.worker_threads import WorkerThread
 from support.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 FAULTY, SIBLINGS = 1, (0, 2)
 Run = Callable[..., WorkerThread]
 

@@ -22,6 +22,8 @@ from support.pipeline.worker_threads import WorkerThread
 from support.ports import free_port
 from support.runners.process_driver import is_running
 
+pytestmark = pytest.mark.processes
+
 Cell = dict[str, Any]
 Lives = dict[int, list[EpisodeChunk]]
 SOUND: Cell = {}

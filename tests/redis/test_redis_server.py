@@ -17,6 +17,8 @@ from headrace.deploy.redis_server import check_url, prepare_redis, serving, wait
 from headrace.schemas.errors import ConfigError, ExitCode, RedisUnavailableError, RunDirError
 from headrace.schemas.redis_keys import without_password
 
+pytestmark = pytest.mark.processes
+
 MakeServer = Callable[..., Any]
 
 

@@ -31,6 +31,8 @@ from headrace.schemas.redis_keys import (
 )
 from support.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 MakeRow = Callable[..., LedgerRow]
 MakeServer = Callable[..., Any]
 

@@ -26,6 +26,8 @@ from headrace.schemas.module_spaces import module_spaces_from_json
 from headrace.schemas.spaces import space_from_json, spaces_from_json
 from headrace.schemas.wire import DEFAULT_LIMITS, MessageKind, WireLimits, decode
 
+pytestmark = pytest.mark.long
+
 SECONDS = 10
 """How long mutated messages are tried."""
 AT_LEAST = 20_000

@@ -16,6 +16,8 @@ from headrace.schemas.messages import HeldBatch
 from headrace.schemas.recorder import WINDOW, Reading, Recorder, read_recorder
 from support.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 KILLS = 150
 
 

@@ -7,11 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import pytest
 
 from headrace.schemas.chunk import ChunkEnd
 from support.serving.agent_lives import Life, check
 from support.serving.served_agents import ByHttp, ByZmq, served_agents
 from support.waiting import wait_until
+
+pytestmark = pytest.mark.long
 
 AGENTS = ("red", "blue", "late")
 CLIENTS, EPISODES = 12, 3

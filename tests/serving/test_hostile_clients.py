@@ -21,6 +21,8 @@ from support.serving.other_client import somebody_else
 from support.serving.plain_episodes import rule
 from support.serving.served import LIMITS, Served
 
+pytestmark = pytest.mark.long
+
 MESSAGES = 3000
 
 

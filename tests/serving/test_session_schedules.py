@@ -29,6 +29,8 @@ from headrace.workers.serving.client_sessions import ClientSessions
 from headrace.workers.serving.session_records import Reply, ServingLimits
 from support.serving.plain_episodes import PlainEpisodes, rule
 
+pytestmark = pytest.mark.long
+
 LIMITS = ServingLimits(lease_s=5.0, max_sessions=8, max_episodes=3, remembered_episodes=4)
 RETRY_S = 0.5
 CLIENTS = 4

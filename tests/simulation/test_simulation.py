@@ -16,6 +16,8 @@ from headrace.workers.fleet.window import SessionLimits
 from support.simulation.checker import History
 from support.simulation.world import LEASE_S, Faults, Settings, World
 
+pytestmark = pytest.mark.long
+
 KILLED = frozenset({"worker_killed", "fenced", "broker_lost"})
 
 

@@ -24,6 +24,8 @@ from support.ports import free_port
 from support.runners.process_driver import descriptors
 from support.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 CROWD: dict[str, Any] = {
     "env": "support.envs.crowd:Crowd",
     "policies": ["masked", "pushes"],

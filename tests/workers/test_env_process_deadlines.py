@@ -16,6 +16,8 @@ from headrace.workers.envs.process.pool import EnvProcessPool
 from headrace.workers.envs.process.shared_arrays import new_memory
 from support.runners.process_driver import Driver
 
+pytestmark = pytest.mark.processes
+
 
 def _start_slowly(seconds: float, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every interpreter that is started from now on take so long before it does anything."""

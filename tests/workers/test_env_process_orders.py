@@ -20,6 +20,8 @@ from headrace.workers.envs.process.wakeup_latch import WakeupLatch, count_down
 from support.runners.process_driver import POLL_S
 from support.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def latch() -> Iterator[WakeupLatch]:

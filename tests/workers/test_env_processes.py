@@ -27,6 +27,8 @@ from support.runners.call_rate import IDLE, calls_a_second
 from support.runners.process_driver import POLL_S, Driver, is_running, live_inline
 from support.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 
 def configure(env: Any = "support.envs.troubled:Troubled", **settings: Any) -> EnvRunnerConfig:
     return EnvRunnerConfig(env=env, **{"num_envs": 3, "envs_per_process": 2, **settings})

@@ -20,6 +20,8 @@ from support.envs.fault_table import BAD_DATA, DEATHS, HANGS
 from support.runners.process_driver import Driver, descriptors, is_running, live_inline
 from support.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 LANES, FAULTY, NEIGHBOUR, ELSEWHERE = 3, 1, 0, 2
 ENOUGH = 40
 """Entries in the life of each lane after which a test has seen enough."""

@@ -17,6 +17,8 @@ from support.envs.toy import check_books
 from support.runners.process_driver import is_running
 from support.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 FAULTY, NEIGHBOUR, ELSEWHERE = 1, 0, 2
 
 

@@ -24,7 +24,7 @@ from support.fleets.env_hosts import EnvHosts
 from support.ports import free_port
 
 # Gymnasium's AsyncVectorEnv tells of an env's error by warnings too, before it raises it.
-pytestmark = pytest.mark.filterwarnings("ignore:.*ERROR:UserWarning")
+pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:.*ERROR:UserWarning")]
 
 Settings = dict[str, Any]
 

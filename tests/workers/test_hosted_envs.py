@@ -17,6 +17,8 @@ from headrace.workers.envs.remote.host.hosted import HostedEnvs
 from headrace.workers.envs.remote.host.process import learn_spaces
 from support.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 LEFT = {"actions": np.zeros(1, np.int64)}
 
 

@@ -18,6 +18,8 @@ from support.envs.toy_agents import Schedule, TakingTurns, Together, check_books
 from support.runners.connectors import FailingConnector
 from support.runners.recurrent import LSTM, Ages, WithoutState, over_the_wire
 
+pytestmark = pytest.mark.long
+
 Lives = dict[Any, list[EpisodeChunk]]
 
 

@@ -11,6 +11,8 @@ import pytest
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
 from support.envs.toy_agents import check_books, multi_runner, scheduled
 
+pytestmark = pytest.mark.long
+
 Lives = dict[tuple[int, int, str], list[EpisodeChunk]]
 
 

@@ -15,6 +15,8 @@ from headrace.schemas.errors import EnvHangError, EnvRestartBudgetError
 from support.envs.native_vectors import vector_of
 from support.envs.toy import Counting, check_books, runner
 
+pytestmark = pytest.mark.processes
+
 KINDS: dict[str, dict[str, Any]] = {
     "of ours": {"gym_env_vectorize_mode": "async"},
     "of the user's": {},

@@ -21,7 +21,7 @@ from support.envs.native_vectors import vector_of
 from support.envs.toy import Counting, check_books, runner
 
 # Gymnasium's AsyncVectorEnv tells of an env's error by warnings too, before it raises it.
-pytestmark = pytest.mark.filterwarnings("ignore:.*ERROR:UserWarning")
+pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:.*ERROR:UserWarning")]
 
 MODES = list(AutoresetMode)
 

@@ -14,7 +14,8 @@ from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import EnvContractError
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of PettingZoo, Gymnasium's checks and pygame about one another
+# PettingZoo, Gymnasium's checks and pygame warn about one another.
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 CLASSIC = {
     "pettingzoo.classic.tictactoe_v3": 30,

@@ -18,6 +18,8 @@ from support.fleets.env_hosts import EnvHosts
 from support.ports import free_port
 from support.runners.recurrent import LSTM
 
+pytestmark = pytest.mark.processes
+
 READY: dict[str, dict[str, Any]] = {
     "at once": {"remote_env_batch_wait_ms": 0},
     "after a wait": {"remote_env_batch_wait_ms": 2},

@@ -19,6 +19,8 @@ from support.runners.call_rate import IDLE, calls_a_second
 from support.runners.process_driver import is_running
 from support.runners.ready import READY, SETTINGS, life, pieced
 
+pytestmark = pytest.mark.processes
+
 by_readiness = pytest.mark.parametrize("ready", READY)
 
 

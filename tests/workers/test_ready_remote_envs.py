@@ -16,6 +16,8 @@ from support.runners.call_rate import IDLE, calls_a_second
 from support.runners.ready import READY, SETTINGS, life, pieced
 from support.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[EnvHosts]:

@@ -12,6 +12,8 @@ from support.envs.toy import check_books, runner
 from support.fleets.env_hosts import EnvHosts
 from support.ports import free_port
 
+pytestmark = pytest.mark.processes
+
 NEEDS = {"minigrid": ("minigrid",), "atari": ("ale_py", "cv2"), "mujoco": ("mujoco",), "cheetah": ("mujoco",)}
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "inline": {},

@@ -28,6 +28,8 @@ from support.fleets.env_hosts import EnvHosts, cable_to
 from support.ports import free_port
 from support.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[EnvHosts]:
