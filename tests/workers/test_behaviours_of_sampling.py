@@ -27,7 +27,7 @@ from support.runners.kinds import KINDS, LENGTH, MODES, WIDTHS, Kind, episodes_o
 )
 def test_a_size_that_makes_no_sense_is_refused_and_moves_nothing(kind: Kind, num_envs: int, sizes: Any) -> None:
     with kind.runner(num_envs) as sampler:
-        with pytest.raises(AssertionError, match="give") as caught:
+        with pytest.raises(AssertionError, match=r"num_.*give") as caught:
             sampler.sample(**sizes)
         assert isinstance(caught.value, ConfigError)
         with pytest.raises(TypeError):
@@ -55,6 +55,7 @@ def test_without_a_size_the_batch_mode_decides(kind: Kind, num_envs: int) -> Non
     with kind.runner(num_envs, rollout_fragment_length=20) as sampler:
         for _ in range(3):
             assert kind.env_steps(sampler.sample()) == 20 * num_envs
+        assert sampler.sample_fragment().steps == 20 * num_envs * kind.agents
     with kind.runner(num_envs, batch_mode="complete_episodes") as sampler:
         for _ in range(2):
             chunks = sampler.sample()
@@ -102,6 +103,9 @@ def test_num_timesteps_goes_on_where_the_last_call_stopped(kind: Kind, num_envs:
                 np.testing.assert_array_equal(one.obs[-1], following.obs[0])
             else:
                 assert one.obs[-1][0] == one.episode_length == LENGTH
+                assert one.episode_return == sum(c.rewards.sum() for c in life if c.episode_id == one.episode_id)
+        for one in life:
+            np.testing.assert_array_equal(one.env_t, np.arange(one.t_start, one.t_start + len(one)))
 
 
 @KINDS
@@ -148,6 +152,7 @@ def test_episodes_that_are_left_behind_are_told_as_aborted(kind: Kind, num_envs:
         assert not any(map(len, chunks[len(anew) :]))
         assert {(m.episode_id, m.agent_id) for m in markers} == {(c.episode_id, c.agent_id) for c in begun}
         assert {(m.end, m.end_reason, m.chunk_index, m.t_start) for m in markers} == {(ChunkEnd.ABORTED, "reset", 1, 4)}
+        assert {m.episode_length for m in markers} == {4}
         assert {(c.t_start, c.chunk_index) for c in anew} == {(0, 0)}
         assert not episodes_of(anew) & episodes_of(begun)
         assert sampler.totals.discarded == {}

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.schemas.batch import BatchHeader, encode_batch
 from headrace.schemas.batch_reader import decode_batch
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
+from headrace.schemas.chunk import EpisodeChunk
 from headrace.schemas.ledger import WorkerTotals
 from headrace.workers.policy.module_weights import read_weights
 from support.envs.toy_agents import Together, check_books, multi_runner
@@ -20,16 +20,6 @@ WIDTHS = pytest.mark.parametrize("num_envs", [1, 3, 8])
 def _env_steps(chunks: Any) -> int:
     """Of `Together` with agents of the same length: each env step is in one chunk of agent a0."""
     return sum(len(c) for c in chunks if c.agent_id == "a0")
-
-
-@WIDTHS
-def test_num_timesteps_gives_at_least_n_env_steps_and_less_than_one_poll_more(num_envs: int) -> None:
-    with multi_runner(num_envs=num_envs) as sampler:
-        for n in (1, 7, 24):
-            chunks = sampler.sample(num_timesteps=n)
-            assert n <= _env_steps(chunks) <= n + num_envs - 1
-            assert sum(map(len, chunks)) == 2 * _env_steps(chunks)
-            check_books(sampler)
 
 
 @WIDTHS
@@ -69,28 +59,6 @@ def test_num_episodes_leaves_out_an_agent_whose_episode_goes_on_without_it() -> 
         check_books(sampler)
 
 
-@WIDTHS
-def test_num_timesteps_continues_and_force_reset_begins_anew(num_envs: int) -> None:
-    with multi_runner(num_envs=num_envs, env_config={"lengths": [10, 10]}) as sampler:
-        parts = [sampler.sample(num_timesteps=4 * num_envs) for _ in range(3)]
-        for agent in ("a0", "a1"):
-            one, two, three = ([c for c in part if c.agent_id == agent and c.env_index == 0] for part in parts)
-            assert one[0].episode_id == two[0].episode_id == three[0].episode_id
-            assert [one[0].t_start, two[0].t_start, three[0].t_start] == [0, 4, 8]
-            assert [one[0].end, two[0].end, three[0].end] == [ChunkEnd.ONGOING, ChunkEnd.ONGOING, ChunkEnd.TERMINATED]
-            assert three[0].episode_length == 10
-            np.testing.assert_array_equal(one[0].obs[-1], two[0].obs[0])
-            assert three[1].t_start == 0
-        anew = sampler.sample(num_timesteps=2 * num_envs, force_reset=True)
-        steps, markers = [c for c in anew if len(c)], [c for c in anew if not len(c)]
-        assert all(c.t_start == 0 and c.chunk_index == 0 for c in steps)
-        assert len(markers) == 2 * num_envs
-        assert {(m.end, m.end_reason, m.chunk_index, m.t_start) for m in markers} == {(ChunkEnd.ABORTED, "reset", 1, 2)}
-        assert not {m.episode_id for m in markers} & {c.episode_id for c in steps}
-        assert not any(map(len, anew[-len(markers) :]))
-        check_books(sampler)
-
-
 def test_timesteps_after_episodes_begin_anew_and_the_last_episode_begins_no_other() -> None:
     seeds: list[int | None] = []
 
@@ -105,14 +73,6 @@ def test_timesteps_after_episodes_begin_anew_and_the_last_episode_begins_no_othe
         assert len(set(seeds)) == 4
         assert all(c.t_start == 0 for c in sampler.sample(num_timesteps=2))
         assert len(seeds) == 5
-
-
-def test_default_sizes_and_fragments_follow_the_batch_mode() -> None:
-    with multi_runner(num_envs=2, rollout_fragment_length=6) as sampler:
-        assert sampler.sample_fragment().steps == 24
-        assert _env_steps(sampler.sample()) == 12
-    with multi_runner(num_envs=2, batch_mode="complete_episodes") as sampler:
-        assert len({c.episode_id for c in sampler.sample()}) == 2
 
 
 def test_finished_agents_come_first_in_the_chunks_of_all_modules() -> None:

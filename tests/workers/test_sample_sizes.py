@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.errors import ConfigError, ModuleError
+from headrace.schemas.errors import ModuleError
 from headrace.workers.policy.module_weights import read_weights
 from support.envs.toy import Counting, check_books, runner
 
@@ -17,64 +16,11 @@ def _steps(chunks: Any) -> int:
     return sum(len(chunk) for chunk in chunks)
 
 
-def test_both_sizes_or_a_negative_one_are_refused() -> None:
-    with runner() as sampler:
-        for sizes in ({"num_timesteps": 1, "num_episodes": 1}, {"num_timesteps": -1}, {"num_episodes": -1}):
-            with pytest.raises(AssertionError, match="num_") as caught:
-                sampler.sample(**sizes)
-            assert isinstance(caught.value, ConfigError)
-        with pytest.raises(TypeError):
-            sampler.sample(5)  # type: ignore[misc]
-
-
-def test_size_zero_gives_nothing_even_in_mid_episode() -> None:
-    with runner() as sampler:
-        sampler.sample(num_timesteps=2)
-        assert sampler.sample(num_timesteps=0) == []
-        assert sampler.sample(num_episodes=0) == []
-
-
-@pytest.mark.parametrize("num_envs", [1, 3, 8])
-def test_num_timesteps_gives_at_least_n_and_less_than_one_poll_more(num_envs: int) -> None:
-    with runner(num_envs=num_envs) as sampler:
-        for n in (1, 7, 24):
-            assert n <= _steps(sampler.sample(num_timesteps=n)) <= n + num_envs - 1
-            check_books(sampler)
-
-
-def test_num_timesteps_continues_the_ongoing_episode() -> None:
-    with runner(env_config={"length": 10}) as sampler:
-        first, second, last = (sampler.sample(num_timesteps=4)[0] for _ in range(3))
-    assert first.episode_id == second.episode_id == last.episode_id
-    assert [c.t_start for c in (first, second, last)] == [0, 4, 8]
-    assert [c.chunk_index for c in (first, second, last)] == [0, 1, 2]
-    assert [c.end for c in (first, second, last)] == [ChunkEnd.ONGOING, ChunkEnd.ONGOING, ChunkEnd.TERMINATED]
-    assert last.episode_return == sum(range(1, 11))
-    assert last.episode_length == 10
-    np.testing.assert_array_equal(first.obs[-1], second.obs[0])
-    np.testing.assert_array_equal(last.env_t, [8, 9])
-
-
-def test_no_chunk_is_empty_when_an_episode_ends_at_the_cut() -> None:
-    with runner(env_config={"length": 4}) as sampler:
-        assert [len(c) for c in sampler.sample(num_timesteps=4)] == [4]
-        assert [len(c) for c in sampler.sample(num_timesteps=4)] == [4]
-
-
 def test_finished_episodes_come_first() -> None:
     with runner(num_envs=3, env_config={"lengths": {0: 100, 1: 3, 2: 4}}) as sampler:
         done = [chunk.is_done for chunk in sampler.sample(num_timesteps=18)]
     assert done == sorted(done, reverse=True)
     assert 0 < sum(done) < len(done)
-
-
-def test_default_size_follows_the_batch_mode() -> None:
-    with runner(num_envs=2, rollout_fragment_length=6) as sampler:
-        assert _steps(sampler.sample()) == 12
-    with runner(num_envs=2, batch_mode="complete_episodes") as sampler:
-        chunks = sampler.sample()
-        assert len(chunks) == 2
-        assert all(c.is_done for c in chunks)
 
 
 @pytest.mark.parametrize("num_envs", [1, 4])
@@ -106,17 +52,6 @@ def test_timesteps_after_episodes_begin_anew() -> None:
         assert all(c.t_start == 0 and c.chunk_index == 0 for c in sampler.sample(num_timesteps=2))
         assert sampler.totals.discarded == {"reset": 3}
         check_books(sampler)
-
-
-@pytest.mark.parametrize("how", [{"num_timesteps": 2, "force_reset": True}, {"num_episodes": 1}])
-def test_episodes_left_behind_are_told_as_aborted(how: dict[str, Any]) -> None:
-    with runner(env_config={"length": 10}) as sampler:
-        (begun,) = sampler.sample(num_timesteps=4)
-        *chunks, marker = sampler.sample(**how)
-    assert marker.episode_id == begun.episode_id
-    assert (marker.end, marker.end_reason, len(marker)) == (ChunkEnd.ABORTED, "reset", 0)
-    assert (marker.chunk_index, marker.t_start, marker.episode_length) == (1, 4, 4)
-    assert all(c.episode_id != begun.episode_id and c.t_start == 0 for c in chunks)
 
 
 def test_a_complete_fragment_keeps_what_is_unfinished_for_the_next() -> None:
