@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.schemas.keys import BrokerKeys
-from support.pipeline.parties import BrokerThread, Feeder, StartBroker, StartFeeder
+from support.pipeline.delivery import BrokerThread, Feeder, StartBroker, StartFeeder
 
 
 @pytest.fixture

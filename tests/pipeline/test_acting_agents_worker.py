@@ -13,7 +13,7 @@ from headrace.schemas.ledger import add_up
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.modules import actor_critic
 from headrace.workers.serving.acting import ActingClient
-from support.pipeline.parties import BrokerThread
+from support.pipeline.delivery import BrokerThread
 from support.pipeline.several_agents import AgentWitness
 from support.pipeline.worker_threads import WorkerThread, closed_row, drain
 

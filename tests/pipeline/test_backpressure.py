@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace.broker.process import Broker
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.ledger import add_up
-from support.pipeline.parties import BrokerThread, Envs, Feeder, StartBroker, StartFeeder, Witness, batches_of
+from support.pipeline.delivery import BrokerThread, Envs, Feeder, StartBroker, StartFeeder, Witness, batches_of
 from support.waiting import wait_until
 
 PIXELS = 4000

@@ -15,7 +15,7 @@ from headrace.schemas.wire import decode_header
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.shipping import Shipper
 from headrace.workers.fleet.window import SessionLimits, Shipment
-from support.pipeline.parties import FLEET
+from support.pipeline.delivery import FLEET
 from support.pipeline.several_agents import come_and_go
 
 

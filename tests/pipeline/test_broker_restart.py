@@ -14,7 +14,7 @@ from headrace.broker.state_file import file_path, read_broker_file
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.errors import FencedError, RunDirError
-from support.pipeline.parties import (
+from support.pipeline.delivery import (
     Envs,
     Feeder,
     StartBroker,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.learner_stub.continuity import SourceEpisodes
 from headrace.schemas.chunk import ChunkEnd
-from support.pipeline.parties import Envs, Witness
+from support.pipeline.delivery import Envs, Witness
 
 
 @settings(max_examples=150, deadline=None)

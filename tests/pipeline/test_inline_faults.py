@@ -12,8 +12,8 @@ import pytest
 from headrace.schemas.errors import EnvError
 from support.envs import inline_faults
 from support.envs.fault_table import BAD_DATA, BURDENS
+from support.pipeline.delivery import BrokerThread, StartBroker
 from support.pipeline.fault_runs import brief, check_alike, lives_of
-from support.pipeline.parties import BrokerThread, StartBroker
 from support.pipeline.worker_threads import WorkerThread
 from support.waiting import wait_until
 

@@ -22,7 +22,7 @@ from headrace.schemas.keys import ADMITTED, BROKER, ClientKeys, read_broker_keys
 from headrace.schemas.ledger import Settled, WorkerTotals
 from headrace.schemas.messages import Obituary
 from headrace.workers.fleet.membership import Membership
-from support.pipeline.parties import FLEET, BrokerThread, Envs, Feeder, StartBroker, StartFeeder, batches_of
+from support.pipeline.delivery import FLEET, BrokerThread, Envs, Feeder, StartBroker, StartFeeder, batches_of
 from support.waiting import wait_until
 
 JOIN_S = 3.0

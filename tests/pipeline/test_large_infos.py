@@ -19,7 +19,7 @@ from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.shipping import Shipper
 from headrace.workers.fleet.window import SessionLimits
-from support.pipeline.parties import FLEET
+from support.pipeline.delivery import FLEET
 
 STEPS = 4
 MIB = 1 << 20

@@ -22,7 +22,7 @@ from headrace.schemas.messages import (
 )
 from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.schemas.wire import MessageKind
-from support.pipeline.parties import (
+from support.pipeline.delivery import (
     FLEET,
     SPACES,
     BrokerThread,

@@ -16,8 +16,8 @@ from headrace.schemas.chunk import EpisodeChunk
 from support.envs import remote_faults
 from support.envs.fault_table import BAD_DATA, BURDENS, DEATHS, HANGS
 from support.fleets.env_hosts import EnvHosts
+from support.pipeline.delivery import BrokerThread
 from support.pipeline.fault_runs import ENOUGH, brief, check_alike, lives_of
-from support.pipeline.parties import BrokerThread
 from support.pipeline.worker_threads import WorkerThread
 from support.ports import free_port
 from support.runners.process_driver import is_running

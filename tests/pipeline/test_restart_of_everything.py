@@ -27,7 +27,7 @@ from headrace.workers.config import runner_config
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.window import SessionLimits
 from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
-from support.pipeline.parties import (
+from support.pipeline.delivery import (
     FLEET,
     BrokerThread,
     Envs,

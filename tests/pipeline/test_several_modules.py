@@ -19,7 +19,7 @@ from headrace.schemas.module_spaces import module_spaces_to_json
 from headrace.schemas.recorder import read_recorder
 from headrace.schemas.wire import Buffer, MessageKind, decode, encode
 from headrace.workers.policy.policies import PolicyMappingError
-from support.pipeline.parties import (
+from support.pipeline.delivery import (
     FLEET,
     SPACES,
     BrokerThread,

@@ -16,7 +16,7 @@ from headrace.schemas.messages import HeldBatch, WorkerHello
 from headrace.schemas.recorder import WINDOW
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.window import SessionLimits, Shipment
-from support.pipeline.parties import FLEET, BrokerThread, Envs, StartFeeder
+from support.pipeline.delivery import FLEET, BrokerThread, Envs, StartFeeder
 from support.pipeline.worker_threads import WorkerThread
 from support.waiting import wait_until
 

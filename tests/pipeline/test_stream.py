@@ -16,7 +16,7 @@ from headrace.schemas.errors import ExitCode, FencedError, UnreachableError, Win
 from headrace.schemas.ledger import WorkerTotals, add_up
 from headrace.schemas.messages import Obituary, SupervisorHello, WorkerHello
 from headrace.schemas.wire import Buffer
-from support.pipeline.parties import (
+from support.pipeline.delivery import (
     FLEET,
     SPACES,
     BrokerThread,

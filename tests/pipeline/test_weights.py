@@ -16,7 +16,7 @@ from headrace.schemas.messages import Version, WeightsPart, WeightsPull, read
 from headrace.schemas.weights import encode_weights
 from headrace.schemas.wire import MessageKind, WireMessage, decode, encode
 from headrace.workers.fleet.weights import BROADCAST_S, WeightsReceiver
-from support.pipeline.parties import (
+from support.pipeline.delivery import (
     FLEET,
     BrokerThread,
     Envs,

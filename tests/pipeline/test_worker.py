@@ -14,7 +14,7 @@ from headrace.schemas.errors import ExitCode, RefusedError
 from headrace.schemas.ledger import add_up
 from headrace.schemas.recorder import read_recorder
 from headrace.schemas.weights import weights_digest
-from support.pipeline.parties import BrokerThread, Process, StartBroker, Witness, worker_process
+from support.pipeline.delivery import BrokerThread, Process, StartBroker, Witness, worker_process
 from support.pipeline.worker_threads import (
     AT_RANDOM,
     SAMPLING,

@@ -10,7 +10,7 @@ import pytest
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.errors import CallbackError, EnvRestartBudgetError, ExitCode
 from support.pipeline import worker_callbacks
-from support.pipeline.parties import BrokerThread, Witness
+from support.pipeline.delivery import BrokerThread, Witness
 from support.pipeline.worker_threads import AT_RANDOM, SAMPLING, WorkerThread, closed_row, drain
 from support.waiting import wait_until
 

@@ -11,7 +11,7 @@ import pytest
 from headrace.schemas.errors import EnvRestartBudgetError
 from headrace.schemas.recorder import read_recorder
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
-from support.pipeline.parties import BrokerThread
+from support.pipeline.delivery import BrokerThread
 from support.pipeline.worker_threads import AT_RANDOM, WorkerThread, closed_row
 from support.waiting import wait_until
 

@@ -11,7 +11,7 @@ import pytest
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.ledger import add_up
 from headrace.workers.serving.client import PolicyClient
-from support.pipeline.parties import BrokerThread, Witness, worker_process
+from support.pipeline.delivery import BrokerThread, Witness, worker_process
 from support.pipeline.worker_threads import AT_RANDOM, closed_row, drain
 from support.waiting import wait_until
 

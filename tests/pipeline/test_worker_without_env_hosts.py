@@ -12,7 +12,7 @@ import pytest
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.errors import NoEnvHostError
 from headrace.schemas.ledger import add_up
-from support.pipeline.parties import BrokerThread, Process, Witness
+from support.pipeline.delivery import BrokerThread, Process, Witness
 from support.pipeline.worker_threads import AT_RANDOM, WorkerThread, closed_row, drain
 from support.waiting import wait_until
 

@@ -17,33 +17,44 @@ from headrace.schemas.serving_settings import ServingSection
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.served_env import ServedEnvs
-from support.serving.harbours import Shipper, acting, assert_alike, harbour, play
+from support.serving.acting_clients import PAIR, Shipper, acting, assert_alike, play, play_pair, serving_runner
 from support.waiting import wait_until
 
 
-def by_episode(chunks: list[EpisodeChunk]) -> list[list[EpisodeChunk]]:
-    found: dict[str, list[EpisodeChunk]] = {}
+def by_part(chunks: list[EpisodeChunk]) -> list[list[EpisodeChunk]]:
+    """Each agent's of each episode, episodes in the order in which they began."""
+    begun: dict[str, int] = {}
+    found: dict[tuple[int, str], list[EpisodeChunk]] = {}
     for chunk in chunks:
-        found.setdefault(chunk.episode_id, []).append(chunk)
-    return list(found.values())
+        number = begun.setdefault(chunk.episode_id, len(begun))
+        found.setdefault((number, chunk.agent_id), []).append(chunk)
+    return [found[part] for part in sorted(found)]
 
 
-def test_chunks_are_the_same_to_the_bit_whoever_infers() -> None:
-    with harbour() as there, PolicyClient(there.endpoint, timeout_s=100) as client:
+@pytest.mark.parametrize(
+    ("settings", "play", "parts"), [({}, play, 3), (PAIR, play_pair, 6)], ids=["one agent", "several agents"]
+)
+def test_chunks_are_the_same_to_the_bit_whoever_infers(settings: dict[str, Any], play: Any, parts: int) -> None:
+    with serving_runner(**settings) as there, PolicyClient(there.endpoint, timeout_s=100) as client:
         play(client, 45)
-    with harbour() as here, acting(here.endpoint) as client:
+    with serving_runner(**settings) as here, acting(here.endpoint, **settings) as client:
         play(client, 45)
-    served, acted = by_episode(there.chunks), by_episode(here.chunks)
-    assert len(served) == len(acted) == 3
+    served, acted = by_part(there.chunks), by_part(here.chunks)
+    assert len(served) == len(acted) == parts
     assert max(map(len, served)) > 1, "some episode is cut"
     for ours, theirs in zip(acted, served, strict=True):
         assert len(ours) == len(theirs)
         for a, b in zip(ours, theirs, strict=True):
             assert_alike(a, b)
+    for name in ("stepped", "env_steps", "env_steps_delivered", "episodes", "discarded"):
+        assert getattr(here.runner.totals, name) == getattr(there.runner.totals, name), name
+    report, other = here.runner.get_metrics(), there.runner.get_metrics()
+    for name in ("num_episodes_lifetime", "episode_return_mean", "episode_len_mean", "agent_episode_returns_mean"):
+        assert report[name] == other[name], name
 
 
 def test_newer_weights_act_and_are_named_and_two_clients_keep_apart() -> None:
-    with harbour(external_fragment_max_age_s=0.1) as there:
+    with serving_runner(external_fragment_max_age_s=0.1) as there:
         with acting(there.endpoint, external_fragment_max_age_s=0.1) as one, acting(there.endpoint, seed=4) as two:
             play(one, 20, 1)
             there.publish(2)
@@ -59,7 +70,7 @@ def test_newer_weights_act_and_are_named_and_two_clients_keep_apart() -> None:
 
 def test_who_vanishes_leaves_markers_and_hears_of_it_on_return() -> None:
     quick = {"external_fragment_max_age_s": 0.1}
-    with harbour(lease_s=1.0, **quick) as there, acting(there.endpoint, **quick) as client:
+    with serving_runner(lease_s=1.0, **quick) as there, acting(there.endpoint, **quick) as client:
         episode = client.start_episode()
         for _ in range(3):
             client.get_action(episode, np.zeros(4))
@@ -76,12 +87,12 @@ def test_who_vanishes_leaves_markers_and_hears_of_it_on_return() -> None:
 
 def test_a_server_that_begins_anew_gets_new_episodes_only(free_port: int) -> None:
     quick = {"external_fragment_max_age_s": 0.1}
-    with harbour(port=free_port, **quick) as before:
+    with serving_runner(port=free_port, **quick) as before:
         client = acting(before.endpoint, **quick)
         play(client, 20, 2)
         episode = client.start_episode()
         client.get_action(episode, np.zeros(4))
-    with harbour(port=free_port, **quick) as after, client:
+    with serving_runner(port=free_port, **quick) as after, client:
         after.publish(2)
         with pytest.raises(EpisodeAbortedError):
             wait_until(lambda: client.get_action(episode, np.zeros(4)) is None, what="the end of the episode")
@@ -92,7 +103,7 @@ def test_a_server_that_begins_anew_gets_new_episodes_only(free_port: int) -> Non
 
 
 def test_a_shipment_that_comes_again_is_taken_once_and_bad_ones_change_nothing() -> None:
-    with harbour(episode_lookback_horizon=0) as there, PolicyClient(there.endpoint, timeout_s=10) as link:
+    with serving_runner(episode_lookback_horizon=0) as there, PolicyClient(there.endpoint, timeout_s=10) as link:
         shipper = Shipper(there, link)
         first, second = shipper.batch(), shipper.batch()
         shipper.ship(first, 1, {"training_disabled": 5})

@@ -18,7 +18,7 @@ from headrace.schemas.wire import DEFAULT_LIMITS
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.connectors import ClipActions, FrameStack, UnsquashActions
 from headrace.workers.serving.client import PolicyClient
-from support.serving.harbours import Harbour, Shipper, acting, external, harbour
+from support.serving.acting_clients import ServingRunner, Shipper, acting, external, serving_runner
 from support.waiting import wait_until
 
 LSTM = "headrace.workers.modules:lstm_actor_critic"
@@ -55,7 +55,7 @@ def test_the_columns_that_are_expected_of_others_are_those_of_an_own_batch(setti
 
 
 def test_chunks_of_other_columns_are_refused_by_name_and_nothing_is_taken() -> None:
-    with harbour(episode_lookback_horizon=0) as there, PolicyClient(there.endpoint, timeout_s=10) as link:
+    with serving_runner(episode_lookback_horizon=0) as there, PolicyClient(there.endpoint, timeout_s=10) as link:
         shipper = Shipper(there, link)
         batch = shipper.batch()
         right = batch.columns["logp"]
@@ -78,7 +78,7 @@ def test_chunks_of_other_columns_are_refused_by_name_and_nothing_is_taken() -> N
 
 
 def test_a_client_of_other_settings_is_told_which() -> None:
-    with harbour() as there, acting(there.endpoint, episode_lookback_horizon=0) as client:
+    with serving_runner() as there, acting(there.endpoint, episode_lookback_horizon=0) as client:
         with suppress(EpisodeError):
             walk(client, 40)
         wait_until(lambda: client.failure is not None, what="the refusal")
@@ -87,7 +87,7 @@ def test_a_client_of_other_settings_is_told_which() -> None:
 
 def test_what_is_larger_than_a_message_goes_in_several() -> None:
     settings = {"rollout_fragment_length": 500, "external_fragment_max_age_s": 100.0}
-    with harbour(max_message_bytes=1 << 14, **settings) as there:
+    with serving_runner(max_message_bytes=1 << 14, **settings) as there:
         with acting(there.endpoint, **settings) as client:
             for _ in range(3):
                 walk(client, 300)
@@ -98,7 +98,7 @@ def test_what_is_larger_than_a_message_goes_in_several() -> None:
 
 
 def test_several_chunks_that_fit_no_message_together_go_one_after_another() -> None:
-    with harbour(max_message_bytes=1 << 14) as there:
+    with serving_runner(max_message_bytes=1 << 14) as there:
         with acting(there.endpoint, rollout_fragment_length=100) as client:
             for _ in range(6):
                 walk(client, 8, info={"words": "x" * 500})
@@ -109,7 +109,7 @@ def test_several_chunks_that_fit_no_message_together_go_one_after_another() -> N
 
 def test_infos_beyond_any_message_end_their_episode_and_not_the_client() -> None:
     quick = {"external_fragment_max_age_s": 0.1}
-    with harbour(max_message_bytes=1 << 25, **quick) as there:
+    with serving_runner(max_message_bytes=1 << 25, **quick) as there:
         with acting(there.endpoint, **quick) as client:
             with pytest.raises(EpisodeAbortedError, match="or set infos = 'none'"):
                 walk(client, 1000, info={"words": "x" * (DEFAULT_LIMITS.infos_bytes // 8)})
@@ -122,7 +122,7 @@ def test_infos_beyond_any_message_end_their_episode_and_not_the_client() -> None
 
 def test_a_chunk_that_fits_no_message_is_lost_by_name_and_the_client_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     quick = {"external_fragment_max_age_s": 0.1}
-    with harbour(max_message_bytes=1 << 14, **quick) as there:
+    with serving_runner(max_message_bytes=1 << 14, **quick) as there:
         with acting(there.endpoint, **quick) as client:
             walk(client, 5)
             wait_until(lambda: sum(map(len, there.chunks)) == 5, what="what fits")
@@ -140,7 +140,7 @@ def test_a_chunk_that_fits_no_message_is_lost_by_name_and_the_client_goes_on(cap
 
 
 def test_episodes_that_are_not_to_be_trained_on_are_counted_where_they_are_served() -> None:
-    with harbour() as there:
+    with serving_runner() as there:
         with acting(there.endpoint) as client:
             for steps in range(1, 21):  # more than one shipment tells
                 walk(client, steps, training_enabled=False)
@@ -155,7 +155,7 @@ def test_episodes_that_are_not_to_be_trained_on_are_counted_where_they_are_serve
 
 def test_what_a_server_had_not_taken_when_it_ended_is_told_to_the_next(free_port: int) -> None:
     quick = {"external_fragment_max_age_s": 0.1}
-    before = Harbour(port=free_port, **quick)
+    before = ServingRunner(port=free_port, **quick)
     client = acting(before.endpoint, **quick)
     walk(client, 5)
     wait_until(lambda: client._shipments._number == 1, what="what is taken")
@@ -166,7 +166,7 @@ def test_what_a_server_had_not_taken_when_it_ended_is_told_to_the_next(free_port
         client.get_action(episode, SEEN)
     wait_until(lambda: client._runner.totals.delivered > taken, what="a cut")
     before.close()
-    with harbour(port=free_port, **quick) as after:
+    with serving_runner(port=free_port, **quick) as after:
         with client, pytest.raises(EpisodeAbortedError, match="restarted"):
             wait_until(lambda: client.get_action(episode, SEEN) is None, what="the end of the episode")
         assert client.failure is None

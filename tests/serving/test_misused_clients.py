@@ -13,7 +13,7 @@ from headrace.schemas.episode_errors import EpisodeError, EpisodesClosedError
 from headrace.schemas.errors import ConfigError, EnvContractError
 from headrace.schemas.serving_errors import BadRequestError
 from headrace.workers.serving.client import PolicyClient
-from support.serving.harbours import Harbour, acting, harbour
+from support.serving.acting_clients import ServingRunner, acting, serving_runner
 
 SEEN = [0.0, 0.0, 0.0, 0.0]
 LOOP: dict[str, Any] = {}
@@ -22,14 +22,14 @@ BAD_INFOS = ["text", 5, [], {"a": {1}}, {"a": object()}, {"a": 1j}, {"a": 1 << 7
 
 
 @pytest.fixture(scope="module")
-def there() -> Iterator[Harbour]:
-    with harbour() as served:
+def there() -> Iterator[ServingRunner]:
+    with serving_runner() as served:
         yield served
 
 
 @pytest.mark.parametrize("make", [PolicyClient, acting])
 def test_an_info_that_no_chunk_could_carry_is_refused_and_the_episode_goes_on(make: Any) -> None:
-    with harbour() as there, make(there.endpoint) as client:
+    with serving_runner() as there, make(there.endpoint) as client:
         episode = client.start_episode()
         client.get_action(episode, SEEN)
         for bad in BAD_INFOS:
@@ -43,7 +43,7 @@ def test_an_info_that_no_chunk_could_carry_is_refused_and_the_episode_goes_on(ma
     assert told == [{"speed": 0.5, "at": [0, 1], "none": None, "7": "é"}]
 
 
-def test_an_info_larger_or_deeper_than_any_message_is_refused_at_once(there: Harbour) -> None:
+def test_an_info_larger_or_deeper_than_any_message_is_refused_at_once(there: ServingRunner) -> None:
     deep: dict[str, Any] = {}
     for _ in range(40):
         deep = {"down": deep}
@@ -56,7 +56,7 @@ def test_an_info_larger_or_deeper_than_any_message_is_refused_at_once(there: Har
         client.get_action(episode, SEEN)
 
 
-def test_a_reward_that_is_text_is_no_reward(there: Harbour) -> None:
+def test_a_reward_that_is_text_is_no_reward(there: ServingRunner) -> None:
     with PolicyClient(there.endpoint) as client:
         episode = client.start_episode()
         client.get_action(episode, SEEN)
@@ -66,13 +66,13 @@ def test_a_reward_that_is_text_is_no_reward(there: Harbour) -> None:
 
 
 @pytest.mark.parametrize("session", ["x" * 65, 5, b"x", "\udc80"])
-def test_a_session_of_no_possible_name_is_refused_before_anything_is_sent(there: Harbour, session: Any) -> None:
+def test_a_session_of_no_possible_name_is_refused_before_anything_is_sent(there: ServingRunner, session: Any) -> None:
     with pytest.raises(BadRequestError, match="ClientHello: session: "):
         PolicyClient(there.endpoint, session=session)
 
 
 @pytest.mark.parametrize("id", ["x" * 300, 5, b"x", ["x"]])
-def test_an_episode_of_no_possible_id_is_refused_and_others_go_on(there: Harbour, id: Any) -> None:
+def test_an_episode_of_no_possible_id_is_refused_and_others_go_on(there: ServingRunner, id: Any) -> None:
     with PolicyClient(there.endpoint) as client, acting(there.endpoint) as actor:
         with pytest.raises(BadRequestError, match="EpisodeStart: episode: "):
             client.start_episode(id)
@@ -88,7 +88,7 @@ def test_what_is_no_address_is_told_with_how_one_looks(endpoint: Any) -> None:
         PolicyClient(endpoint)
 
 
-def test_a_client_that_was_closed_says_so(there: Harbour) -> None:
+def test_a_client_that_was_closed_says_so(there: ServingRunner) -> None:
     client = PolicyClient(there.endpoint)
     episode = client.start_episode()
     client.close()
@@ -101,7 +101,7 @@ def test_a_client_that_was_closed_says_so(there: Harbour) -> None:
 def test_infos_of_agents_are_refused_by_the_agents_name(make: Any) -> None:
     seen, policies = {"short": SEEN, "long": SEEN}, {"short": None, "long": None}
     changes = {"policies": policies} if make is acting else {}
-    with harbour(policies=policies) as there, make(there.endpoint, **changes) as client:
+    with serving_runner(policies=policies) as there, make(there.endpoint, **changes) as client:
         episode = client.start_episode()
         client.get_action(episode, seen)
         with pytest.raises(EnvContractError, match="info of agent 'long' should be a dict that JSON can carry"):

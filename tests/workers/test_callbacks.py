@@ -16,6 +16,7 @@ from headrace.workers.callbacks import EVENTS, RunnerCallback
 from support.envs.toy import Counting, Faulty, Walk, check_books, diverge, runner, with_fault
 from support.runners.callbacks import Recording, always, count_events, raise_at
 from support.runners.comparing import assert_same
+from support.runners.kinds import KINDS, Kind
 
 
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
@@ -182,17 +183,19 @@ def test_the_marker_of_an_episode_that_a_callback_ended_names_it() -> None:
         assert sampler.totals.stepped == 10
 
 
+@KINDS
 @pytest.mark.parametrize("event", ["on_episode_created", "on_episode_start", "on_episode_step"])
-def test_one_that_always_raises_comes_to_a_typed_end(event: str) -> None:
-    with runner(callbacks=[{event: always}], env_restart_attempts=3) as sampler:
+def test_one_that_always_raises_comes_to_a_typed_end(kind: Kind, event: str) -> None:
+    with kind.make(callbacks=[{event: always}], env_restart_attempts=3) as sampler:
         with pytest.raises(EnvRestartBudgetError, match=rf"callback always failed in {event} \(KeyError") as caught:
             sampler.sample(num_timesteps=50)
         assert isinstance(caught.value.__cause__, CallbackError)
-        check_books(sampler)
-    with runner(callbacks=[{event: always}], restart_failed_sub_environments=False) as sampler:
+        kind.check_books(sampler)
+    with kind.make(callbacks=[{event: always}], restart_failed_sub_environments=False) as sampler:
         with pytest.raises(CallbackError, match="repair it, or take it out of callbacks") as direct:
             sampler.sample(num_timesteps=50)
         assert isinstance(direct.value.__cause__, KeyError)
+        kind.check_books(sampler)
 
 
 def test_on_env_failed_and_on_episode_aborted_tell_of_an_envs_failure() -> None:
@@ -211,8 +214,9 @@ def test_on_env_failed_and_on_episode_aborted_tell_of_an_envs_failure() -> None:
     assert recreated == [False, False, True]
 
 
-def test_an_env_that_fails_in_reset_ends_the_episode_that_was_created() -> None:
-    class Stubborn(Counting):
+@KINDS
+def test_an_env_that_fails_in_reset_ends_the_episode_that_was_created(kind: Kind) -> None:
+    class Stubborn(kind.env):  # type: ignore[misc, name-defined]
         def reset(self, **_: Any) -> Any:
             self.config["resets"].append(1)
             if len(self.config["resets"]) == 1:
@@ -220,7 +224,7 @@ def test_an_env_that_fails_in_reset_ends_the_episode_that_was_created() -> None:
             return super().reset(**_)
 
     seen = Recording()
-    with runner(Stubborn, env_config={"resets": []}, callbacks=[seen]) as sampler:
+    with kind.make(Stubborn, env_config={"resets": []}, callbacks=[seen]) as sampler:
         sampler.sample(num_timesteps=1)
     events = [event for event, _ in seen.told if event != "on_sample_end"]
     created = ["on_environment_created", "on_episode_created"]

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from headrace.schemas.chunk import ChunkEnd, to_episode
-from headrace.schemas.errors import CallbackError, ConfigError, EnvRestartBudgetError
+from headrace.schemas.errors import ConfigError
 from headrace.workers import EnvContext
 from headrace.workers.callbacks import RunnerCallback
 from support.envs.toy_agents import Schedule, Together, check_books, multi_runner, scheduled
-from support.runners.callbacks import Recording, always, count_events, raise_at
+from support.runners.callbacks import Recording, count_events, raise_at
 from support.runners.recurrent import REMEMBERING
 
 
@@ -173,18 +173,6 @@ def test_a_callback_that_fails_at_the_end_takes_the_last_step_with_it() -> None:
         check_books(sampler)
 
 
-@pytest.mark.parametrize("event", ["on_episode_created", "on_episode_start", "on_episode_step"])
-def test_one_that_always_raises_comes_to_a_typed_end(event: str) -> None:
-    with multi_runner(callbacks=[{event: always}], env_restart_attempts=3) as sampler:
-        with pytest.raises(EnvRestartBudgetError, match=rf"callback always failed in {event} \(KeyError"):
-            sampler.sample(num_timesteps=50)
-        check_books(sampler)
-    with multi_runner(callbacks=[{event: always}], restart_failed_sub_environments=False) as sampler:
-        with pytest.raises(CallbackError, match="repair it, or take it out of callbacks"):
-            sampler.sample(num_timesteps=50)
-        check_books(sampler)
-
-
 def test_on_env_failed_and_on_episode_aborted_tell_of_an_envs_failure() -> None:
     looks: list[Any] = []
 
@@ -217,22 +205,6 @@ def test_on_env_failed_and_on_episode_aborted_tell_of_an_envs_failure() -> None:
         assert any(steps for _, _, agents in looks for _, steps, *_ in agents)
         recreated = [a["env_context"].recreated for event, a in seen.told if event == "on_environment_created"]
         assert recreated == [False, False] + [True] * sampler.totals.env_rebuilds
-
-
-def test_an_env_that_fails_in_reset_ends_the_episode_that_was_created() -> None:
-    class Stubborn(Together):
-        def reset(self, **_: Any) -> Any:
-            self.config["resets"].append(1)
-            if len(self.config["resets"]) == 1:
-                raise OSError("not yet")
-            return super().reset(**_)
-
-    seen = Recording()
-    with multi_runner(Stubborn, env_config={"resets": []}, callbacks=[seen]) as sampler:
-        sampler.sample(num_timesteps=1)
-    events = [event for event, _ in seen.told if event != "on_sample_end"]
-    created = ["on_environment_created", "on_episode_created"]
-    assert events == [*created, "on_episode_aborted", "on_env_failed", *created, "on_episode_start", "on_episode_step"]
 
 
 @pytest.mark.parametrize("when", ["reset", "step"])

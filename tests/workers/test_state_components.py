@@ -16,8 +16,9 @@ from headrace.workers.connectors import FlattenObservations, FrameStack, MeanStd
 from headrace.workers.runner.state_components import Selection
 from support.envs.counting import NestedCounting
 from support.envs.toy import Counting, Walk, runner
-from support.envs.toy_agents import multi_runner
-from support.runners.comparing import assert_same, equal_states, through_arrays
+from support.envs.toy_agents import Together, multi_runner
+from support.runners.comparing import assert_same, contents, equal_states, through_arrays
+from support.runners.kinds import KINDS, MULTI, SINGLE, Kind, episodes_of
 
 COUNTERS = {
     "num_env_steps_sampled_lifetime",
@@ -118,19 +119,18 @@ def test_a_restored_runner_samples_the_same_whole_episodes(episodes: int) -> Non
         assert first.get_state([]) == second.get_state([])
 
 
-@pytest.mark.parametrize("env", [Counting, NestedCounting])
-def test_a_restored_runner_goes_on_at_an_episodes_boundary(env: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "env"), [(SINGLE, Counting), (SINGLE, NestedCounting), (MULTI, Together)], ids=["flat", "nested", "agents"]
+)
+def test_a_restored_runner_goes_on_at_an_episodes_boundary(kind: Kind, env: Any) -> None:
     """All envs were reset and none was stepped: the restored runner resets with the same seeds, under the same ids."""
-    settings: dict[str, Any] = {"num_envs": 2, "env_config": {"length": 5}, "rollout_fragment_length": 10}
-    with runner(env, **settings) as first, runner(env, **settings) as second:
+    settings: dict[str, Any] = {"num_envs": 2, "rollout_fragment_length": 10}
+    settings["env_config"] = {"length": 5} if kind is SINGLE else {"lengths": [5, 5]}
+    with kind.make(env, **settings) as first, kind.make(env, **settings) as second:
         first.sample_fragment()
         second.set_state(first.get_state())
         for _ in range(10):
-            ours, theirs = first.sample_fragment(), second.sample_fragment()
-            assert [c.episode_id for c in ours] == [c.episode_id for c in theirs]
-            assert [c.seed for c in ours] == [c.seed for c in theirs]
-            assert [c.rewards.tolist() for c in ours] == [c.rewards.tolist() for c in theirs]
-            assert [c.columns["logp"].tolist() for c in ours] == [c.columns["logp"].tolist() for c in theirs]
+            assert contents(first.sample_fragment()) == contents(second.sample_fragment())
 
 
 @pytest.mark.parametrize("module", ["actor_critic", "lstm_actor_critic"])
@@ -163,16 +163,22 @@ def test_random_actions_go_on_too() -> None:
         assert [c.actions.tolist() for c in ours] == [c.actions.tolist() for c in theirs]
 
 
-def test_an_episode_in_its_middle_is_left_behind_and_told() -> None:
-    with runner(env_config={"length": 9}) as first, runner(env_config={"length": 9}) as second:
-        (begun,) = first.sample(num_timesteps=4)
-        (own,) = second.sample(num_timesteps=2)
+@KINDS
+def test_an_episode_in_its_middle_is_left_behind_and_told(kind: Kind) -> None:
+    with kind.runner(num_envs=1, length=9) as first, kind.runner(num_envs=1, length=9) as second:
+        begun = first.sample(num_timesteps=4)
+        own = second.sample(num_timesteps=2)
         second.set_state(first.get_state())
-        chunk, marker = second.sample(num_timesteps=3)
-        assert (marker.episode_id, marker.end_reason) == (own.episode_id, "reset")
-        assert chunk.episode_id not in (begun.episode_id, own.episode_id)
-        assert chunk.t_start == 0
-        assert chunk.seed == first.sample(num_timesteps=9)[-1].seed
+        chunks = second.sample(num_timesteps=3)
+        markers, chunks = [c for c in chunks if not len(c)], [c for c in chunks if len(c)]
+        assert {(m.episode_id, m.agent_id, m.end_reason) for m in markers} == {
+            (c.episode_id, c.agent_id, "reset") for c in own
+        }
+        assert len(markers) == len(chunks) == kind.agents
+        assert not episodes_of(chunks) & episodes_of([*begun, *own])
+        assert {c.t_start for c in chunks} == {0}
+        assert {c.seed for c in chunks} == {first.sample(num_timesteps=9)[-1].seed}
+        kind.check_books(second)
 
 
 def test_ids_stay_unique_when_a_runner_is_set_back() -> None:
@@ -188,11 +194,16 @@ def test_ids_stay_unique_when_a_runner_is_set_back() -> None:
     assert len(set(seeds)) == 1
 
 
-def test_streams_of_another_worker_are_left_alone() -> None:
-    with runner(Walk) as first, runner(Walk, worker_index=1) as second, runner(Walk, worker_index=1) as untouched:
+@pytest.mark.parametrize(("kind", "env"), [(SINGLE, Walk), (MULTI, Together)], ids=["single", "multi"])
+def test_streams_of_another_worker_are_left_alone(kind: Kind, env: Any) -> None:
+    with (
+        kind.make(env) as first,
+        kind.make(env, worker_index=1) as second,
+        kind.make(env, worker_index=1) as untouched,
+    ):
         first.sample(num_timesteps=10)
         second.set_state(first.get_state())
-        _compare(second.sample(num_episodes=1), untouched.sample(num_episodes=1))
+        assert contents(second.sample(num_episodes=2)) == contents(untouched.sample(num_episodes=2))
         assert second.get_state()["num_env_steps_sampled_lifetime"] > 10
 
 

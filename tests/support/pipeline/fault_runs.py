@@ -9,7 +9,7 @@ from typing import Any
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.ledger import add_up
-from support.pipeline.parties import BrokerThread
+from support.pipeline.delivery import BrokerThread
 from support.pipeline.worker_threads import WorkerThread, closed_row
 from support.waiting import wait_until
 

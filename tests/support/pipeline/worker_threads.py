@@ -23,7 +23,7 @@ from headrace.schemas.messages import Obituary, SupervisorHello
 from headrace.schemas.recorder import read_recorder
 from headrace.schemas.spaces import Spaces
 from headrace.workers.fleet import worker as worker_module
-from support.pipeline.parties import FLEET, BrokerThread, RawPeer
+from support.pipeline.delivery import FLEET, BrokerThread, RawPeer
 from support.waiting import TIMEOUT_S, wait_until
 
 SAMPLING: dict[str, Any] = {"env": "CartPole-v1", "num_envs": 2, "rollout_fragment_length": 16, "seed": 1}

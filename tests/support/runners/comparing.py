@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import orjson
 
+from headrace.schemas.chunk import EpisodeChunk
 from headrace.schemas.state_arrays import arrays_to_state, state_to_arrays
 
 
@@ -24,6 +25,26 @@ def assert_same(a: Any, b: Any) -> None:
     assert a.rewards.tobytes() == b.rewards.tobytes()
     for name in ("logp", "values", "action_dist_inputs"):
         assert a.columns[name].tobytes() == b.columns[name].tobytes()
+
+
+def contents(chunks: Iterable[EpisodeChunk]) -> list[Any]:
+    """What is to be alike in two runners, of chunks in any order."""
+    return sorted(map(_content, chunks))
+
+
+def _content(c: EpisodeChunk) -> Any:
+    drawn = c.columns["logp"].tobytes() if len(c) and "logp" in c.columns else b""
+    arrays = [part.tobytes() for part in (*_leaves(c.obs), *_leaves(c.actions), c.rewards)]
+    return c.episode_id, c.agent_id, c.module_id, c.chunk_index, c.seed, arrays, drawn
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The arrays of a dict, a tuple, or one alone."""
+    if isinstance(value, dict | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(part)
+    else:
+        yield value
 
 
 def equal_states(a: Any, b: Any) -> bool:

@@ -18,6 +18,7 @@ class Kind:
     """One kind of runner, over envs whose episodes all are of one length."""
 
     agents: int
+    env: Any
     make: Callable[..., Any]
     check_books: Callable[[Any], None]
 
@@ -31,8 +32,8 @@ class Kind:
         return steps // self.agents
 
 
-SINGLE = Kind(1, toy.runner, toy.check_books)
-MULTI = Kind(2, toy_agents.multi_runner, toy_agents.check_books)
+SINGLE = Kind(1, toy.Counting, toy.runner, toy.check_books)
+MULTI = Kind(2, toy_agents.Together, toy_agents.multi_runner, toy_agents.check_books)
 
 KINDS = pytest.mark.parametrize("kind", [SINGLE, MULTI], ids=["single", "multi"])
 WIDTHS = pytest.mark.parametrize("num_envs", [1, 3, 8])

@@ -32,12 +32,12 @@ SETTINGS: dict[str, Any] = {
     "infos": "all",
     "episode_lookback_horizon": 2,
 }
+PAIR_ENV = "headrace.workers.agents.examples:two_carts"
+PAIR: dict[str, Any] = {"policies": {"short": None, "long": None}, "missing_final_observation": "repeat"}
+"""Of a runner, or a client, of several agents."""
 
 
-PAIR = "headrace.workers.agents.examples:two_carts"
-
-
-class Harbour:
+class ServingRunner:
     """A runner that serves, with a thread that does what a worker does for clients of both kinds."""
 
     def __init__(self, lease_s: float = 20.0, port: int = 0, max_message_bytes: int = 1 << 20, **changes: Any) -> None:
@@ -45,7 +45,7 @@ class Harbour:
             enabled=True, port=port, lease_s=lease_s, client_inference=True, max_message_bytes=max_message_bytes
         )
         several = "policies" in changes
-        self.creator = ServedEnvs(settings, PAIR if several else "CartPole-v1", "", several_agents=several)
+        self.creator = ServedEnvs(settings, PAIR_ENV if several else "CartPole-v1", "", several_agents=several)
         kind: Any = MultiAgentEnvRunner if several else SingleAgentEnvRunner
         self.runner = kind(EnvRunnerConfig(env=self.creator, **{**SETTINGS, **changes}))
         self.endpoint = self.runner.env.endpoint
@@ -116,8 +116,8 @@ def check_whole(chunks: list[EpisodeChunk]) -> None:
 
 
 @contextmanager
-def harbour(**changes: Any) -> Iterator[Harbour]:
-    made = Harbour(**changes)
+def serving_runner(**changes: Any) -> Iterator[ServingRunner]:
+    made = ServingRunner(**changes)
     try:
         yield made
     finally:
@@ -149,10 +149,25 @@ def play(client: Any, steps: int, episodes: int = 3) -> None:
     env.close()
 
 
+def play_pair(client: Any, steps: int, episodes: int = 3, **of_episode: Any) -> None:
+    """Agent "long" comes late, pauses, and is done before the end; the second episode has actions of the client's."""
+    for number in range(episodes):
+        rows = np.random.default_rng(number).uniform(-0.05, 0.05, (steps + 1, 2, 4)).astype(np.float32)
+        episode = client.start_episode(**of_episode)
+        for t, (short, long) in enumerate(rows[:-1]):
+            seen = {"short": short, "long": long} if 2 <= t < steps - 2 and t % 5 else {"short": short}
+            if number == 1 and t % 3 == 0:
+                client.log_action(episode, seen, dict.fromkeys(seen, t % 2))
+            else:
+                assert client.get_action(episode, seen).keys() == seen.keys()
+            client.log_returns(episode, {"short": 1.0, "long": 0.5 * (t > 2)}, {"short": {"t": t}})
+        client.end_episode(episode, {"short": rows[-1][0]}, truncated=number == 2)
+
+
 class Shipper:
     """Ships by hand what a client might."""
 
-    def __init__(self, there: Harbour, link: PolicyClient) -> None:
+    def __init__(self, there: ServingRunner, link: PolicyClient) -> None:
         self._there, self._link = there, link
         config = EnvRunnerConfig(env="CartPole-v1", **{**SETTINGS, "episode_lookback_horizon": 0})
         self._runner = SingleAgentEnvRunner(config)

@@ -1,4 +1,4 @@
-"""The parties of the delivery path for tests: brokers in threads and processes, workers without envs, and a witness."""
+"""The delivery path in tests: brokers in threads and processes, workers without envs, and a witness."""
 
 from __future__ import annotations
 
