@@ -30,6 +30,9 @@ from headrace.workers.envs.rendering import render_at
 from headrace.workers.envs.stepping import Outcome
 from headrace.workers.policy.policies import PolicyMappingError
 
+_STEPPED = Outcome(np.empty(0), [], [])
+"""The outcome of a step in which no env raised: the envs' answers tell the rest."""
+
 
 class InlineAgents:
     """An `AgentSource` whose envs are objects of this process, and the `LaneDriver` of their lanes.
@@ -130,7 +133,7 @@ class InlineAgents:
                 answers[index] = slots[index].step(own)
             except Exception as error:  # noqa: BLE001 - a user's env
                 failures.append(Failure(index, error))
-        return Outcome(np.empty(0), [], failures)
+        return Outcome(_STEPPED.rewards, [], failures) if failures else _STEPPED
 
     def answers(self, turn: Turn, outcome: Outcome, gathered: Gathered) -> Iterator[LaneAnswer]:
         """Yield what each lane answered; failures go to `gathered` lane by lane, among those of answers."""

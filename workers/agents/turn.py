@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,13 +43,14 @@ class Turn:
     parts: list[Part]
     env_t: NDArray[np.int64]
 
-    def of_lanes(self, actions: Sequence[Any]) -> Iterator[tuple[Lane, MultiAgentEpisode, AgentDict]]:
-        """Yield each lane with its agents' part of `actions`, which has one for each of `seats`."""
-        start = 0
+    def by_lane(self, actions: Sequence[Any]) -> dict[int, AgentDict]:
+        """Return lane index -> what its agents do, from `actions`, which has one for each of `seats`."""
+        start, by_lane = 0, {}
         for lane, episode in self.lanes:
             stop = start + len(episode.agents)
-            yield lane, episode, dict(zip(episode.agents, actions[start:stop], strict=True))
+            by_lane[lane.index] = dict(zip(episode.agents, actions[start:stop], strict=True))
             start = stop
+        return by_lane
 
 
 def turn_of(lanes: Sequence[Lane]) -> Turn:

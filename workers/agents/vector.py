@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -32,13 +33,10 @@ from headrace.workers.policy.policies import Policies, PolicyMappingError
 def part_of(owner: str, name: str) -> Any:
     """Return a property that reads and writes `self.<owner>.<name>`, so that nothing need be inherited."""
 
-    def read(whole: Any) -> Any:
-        return getattr(getattr(whole, owner), name)
-
     def write(whole: Any, value: Any) -> None:
         setattr(getattr(whole, owner), name, value)
 
-    return property(read, write)
+    return property(attrgetter(f"{owner}.{name}"), write)
 
 
 class MultiAgentVector:
@@ -83,7 +81,7 @@ class MultiAgentVector:
         Raises `PolicyMappingError` for a newcomer that cannot be mapped, and `ConnectorError` for one that a connector
         has no room for; nothing of the step counts then.
         """
-        self._sent = {lane.index: own for lane, _, own in turn.of_lanes(actions)}
+        self._sent = turn.by_lane(actions)
         self._source.send(self._sent)
         gathered = Gathered(self._sent)
         outcome = self._conclude(turn, self._source.poll(), gathered)
@@ -95,10 +93,9 @@ class MultiAgentVector:
 
     def send(self, turn: Turn, actions: Sequence[Any]) -> None:
         """Have the lanes of `turn`, live and not under way, go on by `actions`, those of its seats. Returns at once."""
-        sent = {}
-        for lane, episode, own in turn.of_lanes(actions):
+        for _, episode in turn.lanes:
             episode.under_way = True
-            sent[lane.index] = own
+        sent = turn.by_lane(actions)
         self._sent |= sent
         self._source.send(sent)
 
