@@ -61,7 +61,7 @@ class ServingRunner:
         self._thread.start()
 
     def publish(self, seq: int) -> None:
-        arrays = self.runner._read_weights()
+        arrays = self.runner.get_state("rl_module")["rl_module"]
         if isinstance(self.runner, MultiAgentEnvRunner):
             arrays = join_modules(arrays)
         digest = weights_digest(arrays)
