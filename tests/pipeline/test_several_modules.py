@@ -55,7 +55,8 @@ def test_each_modules_chunks_arrive_with_its_own_spaces_and_in_the_books(
             by_module = stream.module_spaces(timeout_s=100.0)
             assert list(by_module) == ["short", "long"]
             assert stream.spaces("long") == by_module["long"]
-            with pytest.raises(WhichModuleError, match=r"not said; this fleet's modules are \['long', 'short'\]"):
+            words = r"no module was named; this fleet's modules are \['long', 'short'\]"
+            with pytest.raises(WhichModuleError, match=words):
                 stream.spaces()
             with pytest.raises(WhichModuleError, match="there is no module 'tall'"):
                 stream.spaces("tall")
