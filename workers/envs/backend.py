@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.spaces import Spaces
 from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.stepping import Outcome
 
 
 @dataclass(slots=True, eq=False)
@@ -69,10 +70,6 @@ class EnvBackend(Protocol):
     def observations(self) -> dict[str, NDArray[Any]]:
         """What each lane saw last: "obs/..." -> (width, *shape). True until the lane is stepped or reset."""
 
-    @property
-    def rewards(self) -> NDArray[np.float64]:
-        """(width,): of the last step."""
-
     def env_at(self, lane: int) -> Any:
         """Return the lane's env, a placeholder where the env is out of reach, or None if the lane has none yet."""
 
@@ -110,3 +107,18 @@ class EnvBackend(Protocol):
 
     def close(self) -> None:
         """Close all envs, within one time limit for all of them."""
+
+
+class InlineBackend(EnvBackend, Protocol):
+    """A backend whose envs are in this process. `step_wait` has replies to all calls but steps."""
+
+    def step(self) -> Outcome:
+        """Step what `step_async` asked to step, and return what came of it."""
+
+
+class PoolBackend(EnvBackend, Protocol):
+    """A backend whose envs are in other processes or on other hosts."""
+
+    @property
+    def rewards(self) -> NDArray[np.float64]:
+        """(width,): of the last step."""

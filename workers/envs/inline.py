@@ -23,7 +23,7 @@ from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.rendering import render_at
 from headrace.workers.envs.spaces import spaces_of
-from headrace.workers.envs.stepping import step_all
+from headrace.workers.envs.stepping import Outcome, step_all
 
 
 @dataclass(slots=True, eq=False)
@@ -133,7 +133,7 @@ class CreatedEnvs:
 
 
 class InlineEnvs:
-    """An `EnvBackend` of envs that are objects of this process. `observations` has what each env saw last."""
+    """An `InlineBackend` of envs that are objects of this process. `observations` has what each env saw last."""
 
     replies_at_once = True
     resets_ahead = False
@@ -141,8 +141,6 @@ class InlineEnvs:
 
     def __init__(self, table: LaneTable, source: EnvSource, first: Any = None) -> None:
         self.width = len(table.lanes)
-        self._every = list(range(self.width))
-        self.rewards: NDArray[np.float64] = np.zeros(self.width)
         self._table = table
         self._source = source
         self._before_step = source.before_step
@@ -178,7 +176,7 @@ class InlineEnvs:
         if spaces != self.spaces:
             raise EnvContractError(f"spaces of env {index}", repr(spaces), f"those of env 0, {self.spaces!r}")
 
-    # -- as an `EnvBackend` -------------------------------------------------------------------------------------------
+    # -- as an `InlineBackend` ----------------------------------------------------------------------------------------
 
     @property
     def observations(self) -> dict[str, NDArray[Any]]:
@@ -195,31 +193,20 @@ class InlineEnvs:
         columns: Mapping[str, NDArray[Any]],
         next_seeds: Mapping[int, int] | None = None,
     ) -> None:
-        """Have `lanes` (None: all) step in `step_wait`. There are no `next_seeds`."""
+        """Have `lanes` (None: all) step in `step`. There are no `next_seeds`."""
         slots = self._envs.slots
         self._asked = slots if lanes is None else [slots[lane] for lane in lanes]
         self._actions = to_env_form(self.spaces.action, columns, action_root(columns))
 
-    def step_wait(self, timeout_s: float = 0.0, batch_wait_s: float = 0.0) -> Replies:
-        """Step what was asked to step, or return all other replies. Takes as long as the envs do."""
+    def step(self) -> Outcome:
+        """Step the envs that were asked to step. Takes as long as they do."""
         asked, self._asked = self._asked, ()
-        if not asked:
-            return self._tell()
         if self._before_step is not None:
             self._before_step(asked, self._actions)
-        outcome = step_all(asked, self._actions, self._seen, self.width)
-        if len(asked) == self.width:
-            lanes, self.rewards = self._every, outcome.rewards
-        else:
-            lanes = [slot.index for slot in asked]
-            self.rewards[lanes] = outcome.rewards
-        if outcome.failures:
-            failed = {failure.lane for failure in outcome.failures}
-            lanes = [lane for lane in lanes if lane not in failed]
-        return Replies(lanes, outcome.ended, [], [], outcome.failures, outcome.infos, [])
+        return step_all(asked, self._actions, self._seen, self.width)
 
-    def _tell(self) -> Replies:
-        """Return replies to anything but steps."""
+    def step_wait(self, timeout_s: float = 0.0, batch_wait_s: float = 0.0) -> Replies:
+        """Return the replies to all calls but steps, at once."""
         replies, self._told = self._told, Replies()
         if self._reset:
             self._show_first(replies)
@@ -227,7 +214,6 @@ class InlineEnvs:
 
     def reset(self, lane: int, seed: int) -> None:
         """Reset the lane's env now."""
-        self._asked = ()
         try:
             observation, info = take_reset_apart(self._envs.slots[lane].env.reset(seed=seed))
         except Exception as error:  # noqa: BLE001 - a user's env

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import EnvError
-from headrace.workers.envs.backend import EnvBackend, Replies
+from headrace.workers.envs.backend import EnvBackend, InlineBackend, PoolBackend, Replies
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode
 from headrace.workers.envs.lane_table import WAIT_SLICE_S, LaneTable
@@ -122,6 +122,8 @@ class Steps(ABC):
 class InlineSteps(Steps):
     """All live lanes step together, in envs of this process, while `poll` is called."""
 
+    _backend: InlineBackend
+
     def send_all(self, columns: Columns, on_wait: OnWait, *, resets_ahead: bool) -> None:
         """Have all live lanes step in the next poll."""
         up = self._recovery
@@ -132,16 +134,14 @@ class InlineSteps(Steps):
         self._backend.step_async(lanes, columns)
 
     def poll(self, on_wait: OnWait) -> Outcome:
-        """Step the envs. The reward of a lane that has failed is what `step_all` says."""
-        replies, rewards = self._backend.step_wait(), self._backend.rewards
-        if not self._recovery.are_all_up:
-            rewards = rewards[self._recovery.live]
-        return Outcome(rewards, replies.ended, replies.failures, replies.infos)
+        """Step the envs."""
+        return self._backend.step()
 
 
 class LockSteps(Steps):
     """All live lanes step together, and a poll waits until each has replied."""
 
+    _backend: PoolBackend
     _sent: Sequence[int] = ()
 
     def send_all(self, columns: Columns, on_wait: OnWait, *, resets_ahead: bool) -> None:
@@ -208,6 +208,7 @@ class ReadySteps(Steps):
     A backend writes its columns while a policy acts, so what lanes see is copied from there when a poll tells it.
     """
 
+    _backend: PoolBackend
     waits_for_resets = False
 
     def __init__(self, backend: EnvBackend, table: LaneTable, recovery: LaneRecovery, aside: SetAside) -> None:

@@ -34,7 +34,7 @@ from headrace.workers.envs.spaces import to_gym
 
 
 class EnvProcessPool:
-    """An `EnvBackend` of `config.num_envs` lanes in processes of `config.envs_per_process` envs each, for one thread.
+    """A `PoolBackend` of `config.num_envs` lanes in processes of `config.envs_per_process` envs each, for one thread.
 
     Only the constructor, `step_wait` and `close` take time. Columns are views of memory that the processes write, so
     nothing is copied when they reply. A lane's row is true from its reply until the lane is stepped or reset again. A

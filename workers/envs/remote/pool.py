@@ -45,7 +45,7 @@ _SLICE_S = 0.02
 
 
 class RemotePool:
-    """An `EnvBackend` of `config.num_envs` lanes on the hosts that come to `router_port`, for one thread.
+    """A `PoolBackend` of `config.num_envs` lanes on the hosts that come to `router_port`, for one thread.
 
     A lane without a host is built as soon as a host with a free place comes. Hosts that are not needed are spare. A
     lane whose host is lost fails with `EnvHostLostError`, once for each life of a host.
