@@ -132,7 +132,10 @@ class EnoughError(Exception):
 
 
 def broken_off(run: Play) -> None:
-    """Break fragments off after some polls. The next call goes on with one, or cuts it as it stands."""
+    """Break fragments off after some polls. The next call goes on with one, or cuts it as it stands.
+
+    `on_wait` is apart: a wait for a slow process is no poll.
+    """
     polls = 0
 
     def count() -> None:
@@ -142,9 +145,9 @@ def broken_off(run: Play) -> None:
             raise EnoughError
 
     for _ in range(4):
-        run.attempt(lambda: run.fragment(on_poll=count))
+        run.attempt(lambda: run.fragment(on_poll=count, on_wait=lambda: None))
     run.cut_fragment()
-    run.attempt(lambda: run.fragment(on_poll=count))
+    run.attempt(lambda: run.fragment(on_poll=count, on_wait=lambda: None))
     run.fragment()
     run.metrics()
 
