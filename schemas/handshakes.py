@@ -15,9 +15,9 @@ from headrace.schemas.keys import BROKER, ClientKeys
 
 log = logging.getLogger(__name__)
 
-BROKEN_OFF, SUCCEEDED, PROTOCOL, AUTH = 0x0800, 0x1000, 0x2000, 0x4000
-"""libzmq's events HANDSHAKE_FAILED_NO_DETAIL, _SUCCEEDED, _FAILED_PROTOCOL and _FAILED_AUTH."""
-CLIENT_EVENTS = BROKEN_OFF | SUCCEEDED | PROTOCOL | AUTH
+DISCONNECTED, BROKEN_OFF, SUCCEEDED, PROTOCOL, AUTH = 0x0200, 0x0800, 0x1000, 0x2000, 0x4000
+"""libzmq's events DISCONNECTED, HANDSHAKE_FAILED_NO_DETAIL, _SUCCEEDED, _FAILED_PROTOCOL and _FAILED_AUTH."""
+CLIENT_EVENTS = DISCONNECTED | BROKEN_OFF | SUCCEEDED | PROTOCOL | AUTH
 SERVER_EVENTS = BROKEN_OFF | PROTOCOL
 
 WRONG_BROKER_KEY, OTHER_MECHANISM = 0x11000001, 0x11000002
@@ -45,6 +45,8 @@ class Handshakes:
         self.server = server
         self.broken_off = 0
         """Handshakes that the other side broke off, one after another."""
+        self.connected = False
+        """Whether there was a connection at the last event that was observed."""
         self._agreed = agreed
 
     def observe(self, frames: Sequence[bytes]) -> None:
@@ -54,6 +56,7 @@ class Handshakes:
         connect again.
         """
         event, value = read_event(frames)
+        self.connected = event == SUCCEEDED
         if event == SUCCEEDED:
             self.broken_off, self._agreed = 0, True
         elif event == AUTH:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,18 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+import zmq
 
 from headrace.deploy.key_pairs import make_keys
 from headrace.schemas.episode_errors import EpisodeAbortedError, NoFreePlaceError
 from headrace.schemas.errors import ConfigError, KeysRefusedError, UnreachableError
 from headrace.schemas.keys import read_client_port_keys
+from headrace.schemas.serving_messages import ClientHeartbeat
+from headrace.schemas.single_frame import split_frame
 from headrace.schemas.spaces import Box, Dict, Discrete, MultiBinary, Spaces, Tuple, nest
+from headrace.schemas.wire import decode
 from headrace.workers.serving.client import PolicyClient
+from headrace.workers.serving.client.connection import Connection, request_of
 from headrace.workers.serving.session_records import ServingLimits
 from support.fleets.env_hosts import cable_to
 from support.serving.plain_episodes import SPACES, rule
@@ -147,6 +153,28 @@ def test_start_waits_for_a_place(server: Served) -> None:
 def test_nobody_there_is_said_within_the_deadline(free_port: int) -> None:
     with pytest.raises(UnreachableError, match="no policy server answers"):
         PolicyClient(f"tcp://127.0.0.1:{free_port}", connect_timeout_s=0.2)
+
+
+def test_what_was_asked_while_nobody_was_there_does_not_wait_for_who_comes(free_port: int) -> None:
+    request = request_of(ClientHeartbeat, token="0" * 32, session="0" * 32, request=1)
+    with zmq.Context() as context:
+        connection = Connection(context, f"tcp://127.0.0.1:{free_port}", None, agreed=True)
+        seen: list[set[int]] = []
+        for _ in range(2):
+            with context.socket(zmq.ROUTER) as router:
+                router.bind(f"tcp://127.0.0.1:{free_port}")
+                with ThreadPoolExecutor(1) as pool:
+                    asked = pool.submit(connection.ask, request, 3.0)
+                    seen.append({decode(split_frame(router.recv_multipart()[1:])).header["request"]})
+                    while router.poll(1500):
+                        seen[-1].add(decode(split_frame(router.recv_multipart()[1:])).header["request"])
+                    assert isinstance(asked.exception(100), UnreachableError)
+            for _ in range(5):
+                with pytest.raises(UnreachableError):
+                    connection.ask(request, 0.2)
+        context.destroy(linger=0)
+    assert len(seen[0]) == 1
+    assert len(seen[1]) <= 2, "one that was asked before the connection was known to have ended may come too"
 
 
 def test_keys_let_in_clients_only(tmp_path: Path) -> None:

@@ -19,15 +19,17 @@ from headrace.schemas.messages import Message, read
 from headrace.schemas.serving_errors import BadRequestError, MessageTooLargeError, error_of
 from headrace.schemas.serving_messages import ANSWERS, ClientReject, ClientRequest
 from headrace.schemas.single_frame import join_frames, split_frame
-from headrace.schemas.wire import DEFAULT_LIMITS, Buffer, decode, encode
+from headrace.schemas.wire import DEFAULT_LIMITS, decode, encode
 
 SERVER = "policy server"
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 4.0
 _SLOW_BYTES_S = 10_000_000
 """The slowest expected transfer. A retry that comes before the first message has arrived makes everything slower.
 After a broken connection, the event of the new one triggers the retry, not this time."""
-_LOOK_AGAIN_S = 0.02
-"""How often to try while there is no connection."""
+_OPTIONS = sockets.DEALER | {"IMMEDIATE": 0, "MAXMSGSIZE": DEFAULT_LIMITS.payload_bytes}
+"""With IMMEDIATE libzmq drops what has come and is not yet read when a connection ends, such as the last word of a
+server that leaves. Instead, nothing is sent before the monitor says that there is a connection.
+"""
 _numbers = itertools.count(1)
 AnyRequest = TypeVar("AnyRequest", bound=ClientRequest)
 
@@ -43,8 +45,7 @@ class Connection:
     ) -> None:
         self._endpoint = endpoint
         self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        options = sockets.DEALER | {"MAXMSGSIZE": DEFAULT_LIMITS.payload_bytes} | (keys.options() if keys else {})
-        for name, value in options.items():
+        for name, value in (_OPTIONS | (keys.options() if keys else {})).items():
             self._socket.setsockopt(getattr(zmq, name), value)
         self._handshakes = Handshakes(endpoint, keys, SERVER, agreed=agreed)
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(CLIENT_EVENTS)
@@ -79,10 +80,11 @@ class Connection:
         until, retry_at, retry_s = now + timeout_s, now, _FIRST_RETRY_S + size / _SLOW_BYTES_S
         while now < until:
             if now >= retry_at:
-                if self._send(frames):
+                if self._handshakes.connected:
+                    self._socket.send_multipart(frames, zmq.NOBLOCK)
                     retry_at, retry_s = now + retry_s, max(retry_s, min(2 * retry_s, _LONGEST_RETRY_S))
                 else:
-                    retry_at = now + _LOOK_AGAIN_S
+                    retry_at = until  # or as soon as there is a connection
             for socket, _ in self._poller.poll(max(1, math.ceil((min(until, retry_at) - now) * 1000))):
                 if socket is self._monitor:
                     event = self._monitor.recv_multipart()
@@ -95,13 +97,6 @@ class Connection:
                         return answer
             now = time.monotonic()
         raise self._handshakes.why_silent(timeout_s)
-
-    def _send(self, frames: list[Buffer]) -> bool:
-        try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:  # no connection yet
-            return False
-        return True
 
     def _read(self, frames: list[bytes], number: int) -> tuple[Message, dict[str, NDArray[Any]]] | None:
         """Return the answer; None if it belongs to an earlier request that was repeated."""
