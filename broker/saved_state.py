@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """What stood in Redis when the reporter first reached it. Its form is checked; the frames are not decoded yet."""
+    """The state in Redis when the reporter first reached it. Its form is checked; the frames are not decoded yet."""
 
     rows: dict[SourceKey, LedgerRow]
     counters: dict[SourceKey, dict[str, int]]

@@ -81,8 +81,7 @@ class Source:
     restored: LedgerRow | None = None
     """The final books, when an earlier broker closed them."""
     made_before: int = 0
-    """Env steps that earlier brokers knew of, from Redis. Those of live workers are told again and are the same steps.
-    """
+    """Env steps that earlier brokers knew of, from Redis. Live workers report theirs again; they are the same steps."""
     counted: int = 0
     """`steps` as counted in the fleet's sum."""
 

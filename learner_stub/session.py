@@ -42,7 +42,7 @@ class LearnerSessionState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """What the broker may send ahead to one stream, and the stream's intervals; bytes and seconds."""
+    """How far the broker may send ahead to one stream, in batches and bytes, and the stream's intervals in seconds."""
 
     window_batches: int = 64
     window_bytes: int = 256 << 20

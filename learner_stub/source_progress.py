@@ -42,7 +42,7 @@ class SourceProgress:
     received: int = 0
     """The last batch received, or passed over."""
     taken: Settled = Settled()
-    """What became of the batches that the user has taken."""
+    """The final state of the batches that the user has taken."""
     committed: Settled = Settled()
     in_hand: deque[HeldBatch] = field(default_factory=deque)
     """Received and not committed."""

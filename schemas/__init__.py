@@ -1,1 +1,1 @@
-"""What all processes share: messages, chunks, spaces, settings, keys and errors. It imports none of the others."""
+"""Messages, chunks, spaces, settings, keys and errors that all processes share. Imports no other room of Headrace."""

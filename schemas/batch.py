@@ -104,7 +104,7 @@ class ChunkBatch(Sequence[EpisodeChunk]):
     weights_digest: str = ""
     order: NDArray[np.intp] | None = None
     connector_update: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """What the connectors of this batch's module learnt since its last batch: "env_to_module/0.MeanStd/obs/count". It
+    """The changes of this module's connectors since its last batch, by name: "env_to_module/0.MeanStd/obs/count". It
     is delivered exactly as often as the batch, and lost with it.
     """
 

@@ -103,7 +103,7 @@ class WorkerTotals(BaseModel):
 
 
 class Settled(BaseModel):
-    """What became of all of one incarnation's batches 1..seq. It depends on history alone, so the longer one wins."""
+    """The final state of one incarnation's batches 1..seq. It depends on history alone, so the longer one wins."""
 
     model_config = _MODEL
     seq: Natural = 0

@@ -1,6 +1,6 @@
 """Lifetime counters of a runner, as they travel to the broker, to Redis, and into the next life of the worker's slot.
 
-They bear the names they have in a runner's report. Those of several agents or modules stand in a dict of their own:
+They bear the names they have in a runner's report. The counters of several agents or modules have a dict of their own:
 {"num_episodes_lifetime": 12, "num_agent_steps_sampled_lifetime": {"agent_0": 400}}.
 """
 

@@ -1,4 +1,4 @@
-"""Whether a policy server stays as small as it is while 100 clients come, go, repeat themselves and are killed.
+"""Memory of a policy server while 100 clients connect, leave, repeat requests and are killed.
 
 PYTHONPATH=tests python -m bench.clients [--episodes 10000] [--json FILE]
 
@@ -21,13 +21,13 @@ from support.fleets.storm_of_clients import Storm
 
 START_UP = 1_000
 A_KILL = 250
-"""Episodes from one to the next."""
+"""Episodes between two measurements."""
 LOOKS = 10
 TIMEOUT_S = 3600.0
 
 
 def measure(episodes: int) -> dict[str, Any]:
-    """{"before", "after", "empty": sizes; "ledger", "seconds", "killed", "clients": what they say; ...}."""
+    """Run the clients; return {"before", "after", "empty": sizes; "ledger", "seconds", "killed", "clients"; ...}."""
     with tempfile.TemporaryDirectory() as folder, Storm(Path(folder), timeout_s=TIMEOUT_S) as storm:
         storm.begin()
         _play(storm, START_UP)
@@ -55,7 +55,7 @@ def _play(storm: Storm, until: int) -> None:
 
 
 def show(found: dict[str, Any]) -> None:
-    """A row for each thing that must not grow, and what became of it all."""
+    """Return a table with a row for each size that must not grow, and the final ledger."""
     print(f"{found['episodes']:,} episodes in {found['seconds']:.0f} s, {found['killed']} clients killed")
     print(f"{'':<12}" + "".join(f"{name:>12}" for name in found["sizes"]))
     for thing in found["sizes"]["before"]:

@@ -26,11 +26,11 @@ from bench.turns import Turn
 
 IN_PROCESS = 2
 MARKS = {"by halves": 1.5}
-"""Least ratio to lock-step that is aimed at. More than the arithmetic's is what halves hide of our own time."""
+"""The target: the least ratio to lock-step. Above the arithmetic's ratio, halves hide some of our own time."""
 
 
 def measure(seconds: float, rounds: int) -> list[Row]:
-    """Rows of lock-step, halves and the ideal, which is a rate that two loops have only by themselves."""
+    """Return rows of lock-step, halves and the ideal: the rate of two loops that run on their own."""
     torch.set_num_threads(1)
     shared: dict[str, Any] = {
         "env": "bench.sleepers:Sleeper",
@@ -58,7 +58,7 @@ def _turn(run: Callable[[float], float], seconds: float) -> Turn:
 
 
 def _policy_alone(seconds: float) -> float:
-    """Lanes a second, half of them at a time."""
+    """Return lanes per second, half of them at a time."""
     passes, start = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - start) < seconds:
         time.sleep(sleepers.PASS_S / 2)

@@ -1,6 +1,6 @@
 """A sampler whose envs live in processes beside gymnasium's AsyncVectorEnv with a policy, in turns.
 
-AsyncVectorEnv has a process for each env, ours share two; its loop keeps no books. Only ratios of a run mean anything.
+AsyncVectorEnv has one process per env, ours share two; its loop keeps no counters. Only ratios of a run mean anything.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from bench.turns import Turn, cpu_s
 
 WIDTH, PROCESSES = 8, 2
 MARKS = {"headrace": 3.0}
-"""Least ratio to AsyncVectorEnv that is aimed at."""
+"""The target: the least ratio to AsyncVectorEnv."""
 
 
 def measure(seconds: float, rounds: int) -> list[Row]:
-    """Rows of both."""
+    """Return the rows of both."""
     torch.set_num_threads(1)
     before = _children()
     vector: Any = gym.vector.AsyncVectorEnv([lambda: gym.make(limits.ENV)] * WIDTH, context="spawn")

@@ -1,10 +1,10 @@
-"""Simple loops that say what this machine allows at this moment. None keeps books; each gives env steps a second.
+"""Simple loops that show the limits of this machine right now. None keeps counters; each reports env steps per second.
 
     limit 1   SyncVectorEnv, random actions, no policy
     limit 2   SyncVectorEnv, torch policy in plain ops, into preallocated arrays
     limit 3   a plain list of envs as `gym.make` gives them, random actions
     limit 4   the vector that CartPole brings along (`vector_entry_point`), torch policy, into preallocated arrays
-    envpool   EnvPool's vector, if it is installed, likewise
+    envpool   EnvPool's vector with a torch policy, if it is installed
     limit 5   a plain list of unwrapped envs (no time limit) and the same policy in numpy: a ceiling, not a product
     limit 6   a plain list of multi-agent envs, one call of the torch policy for all agents of all of them, no record
 
@@ -29,14 +29,14 @@ HORIZON = 128
 
 
 class Loop:
-    """One loop, kept warm between its turns. `run(seconds)` gives env steps a second."""
+    """One loop, kept warm between its turns. `run(seconds)` returns env steps per second."""
 
     def __init__(self, width: int, step: Callable[[], None]) -> None:
         self._width = width
         self._step = step
 
     def run(self, seconds: float) -> float:
-        """Step for `seconds`; the rate."""
+        """Step for `seconds`; return the rate."""
         polls = 0
         start = time.perf_counter()
         while True:
@@ -62,22 +62,22 @@ def limit_2(width: int) -> Loop:
 
 
 def limit_4(width: int) -> Loop:
-    """CartPole's own vector with a torch policy, recording likewise."""
+    """CartPole's own vector with a torch policy, recording into arrays."""
     env = gym.make_vec(ENV, num_envs=width, vectorization_mode="vector_entry_point")
     return recording(env, width)
 
 
 def envpool_loop(width: int) -> Loop:
-    """EnvPool's CartPole with a torch policy, recording likewise."""
+    """EnvPool's CartPole with a torch policy, recording into arrays."""
     return recording(make_envpool(width), width)
 
 
 def make_envpool(width: int) -> Any:
-    """EnvPool's CartPole, in this thread as everything else here."""
+    """EnvPool's CartPole, stepped in this thread like all other loops."""
     import envpool
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of gymnasium, whom its bounds are too exact
+        warnings.simplefilter("ignore", UserWarning)  # gymnasium warns that EnvPool's bounds have a higher precision
         return envpool.make_gymnasium(ENV, num_envs=width, num_threads=1, seed=0)
 
 
@@ -96,7 +96,7 @@ def recording(env: Any, width: int) -> Loop:
 
 
 def record_step(env: Any, policy: TorchPolicy, obs: Any, record: dict[str, Any], t: int) -> Any:
-    """One step of all envs into row `t` of `record`; the next observations."""
+    """Write one step of all envs into row `t` of `record`; return the next observations."""
     with torch.inference_mode():
         action, logp, value = policy(torch.from_numpy(obs))
     actions = action.numpy()
@@ -112,7 +112,7 @@ def record_step(env: Any, policy: TorchPolicy, obs: Any, record: dict[str, Any],
 
 
 def limit_3(width: int) -> Loop:
-    """A list of envs with gymnasium's own wrappers, random actions."""
+    """A list of envs with gymnasium's own wrappers and random actions."""
     envs = [gym.make(ENV) for _ in range(width)]
     for env in envs:
         env.reset(seed=0)
@@ -144,7 +144,7 @@ def limit_5(width: int) -> Loop:
 
 
 def limit_6(width: int, agents: int) -> Loop:
-    """A list of dict envs with a torch policy. Env steps are counted, of all agents together."""
+    """A list of dict envs with a torch policy. An env step of all agents counts once."""
     envs = [MultiCartPole({"agents": agents}) for _ in range(width)]
     seen = [env.reset(seed=index)[0] for index, env in enumerate(envs)]
     policy = TorchPolicy()
@@ -183,7 +183,7 @@ class TorchPolicy:
 
 
 class NumpyPolicy:
-    """The same on arrays."""
+    """The same policy in numpy."""
 
     def __init__(self) -> None:
         self._random = np.random.default_rng(0)
@@ -211,7 +211,7 @@ def sync_vector(width: int) -> Any:
 
 
 def arrays(width: int, horizon: int = HORIZON) -> dict[str, Any]:
-    """What a policy step and an env step give, by name: (horizon, width, ...)."""
+    """Arrays for all that a policy step and an env step return, by name: (horizon, width, ...)."""
     kinds = {"actions": np.int64, "logp": np.float32, "values": np.float32, "rewards": np.float64}
     record: dict[str, Any] = {name: np.empty((horizon, width), kind) for name, kind in kinds.items()}
     record["obs"] = np.empty((horizon, width, 4), np.float32)

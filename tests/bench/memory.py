@@ -1,4 +1,4 @@
-"""Whether memory stays flat: resident bytes of broker and workers while a fleet samples at full speed.
+"""Resident memory of broker and workers while a fleet samples at full speed.
 
 PYTHONPATH=tests python -m bench.memory [--minutes 10] [--num-envs 64] [--json FILE]
 
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 def measure(minutes: float, num_envs: int) -> list[dict[str, Any]]:
-    """Every ten seconds: {"minute", "steps", role: resident MiB, ...}."""
+    """Return one measurement every ten seconds: {"minute", "steps", role: resident MiB, ...}."""
     samples = []
     with Processes() as processes, Fleet(num_envs, processes) as fleet:
         start, steps = monotonic(), 0
@@ -41,7 +41,7 @@ def measure(minutes: float, num_envs: int) -> list[dict[str, Any]]:
 
 
 def resident_mib(pid: int) -> float:
-    """Resident memory of a process."""
+    """Return the resident memory of a process."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return round(int(line.split()[1]) * 1024 / MIB, 1)
@@ -49,7 +49,7 @@ def resident_mib(pid: int) -> float:
 
 
 def show(samples: list[dict[str, Any]]) -> None:
-    """Resident memory at the minutes that count, and how much it grew between them."""
+    """Return resident memory at the minutes that count, and its growth between them."""
     first = next((s for s in samples if s["minute"] >= FIRST_MINUTE), samples[0])
     last = samples[-1]
     print(f"{'':<10} {'minute ' + str(first['minute']):>14} {'minute ' + str(last['minute']):>14} {'growth':>10}")

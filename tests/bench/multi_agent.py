@@ -14,12 +14,12 @@ from bench.turns import Turn
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner
 
 MARKS = {1: 0.6, 8: 0.7, 64: 0.7}
-"""Least ratio to limit 6 that our sampler is to reach, by number of envs."""
+"""The target: our sampler's least ratio to limit 6, by number of envs."""
 AGENTS = (2, 4)
 
 
 class Headrace:
-    """`sample_fragment` of one policy for all agents, with full bookkeeping."""
+    """`sample_fragment` with one policy for all agents and all counters."""
 
     def __init__(self, width: int, agents: int) -> None:
         config = EnvRunnerConfig(
@@ -33,7 +33,7 @@ class Headrace:
         self._runner = MultiAgentEnvRunner(config)
 
     def run(self, seconds: float) -> float:
-        """Sample for `seconds`; env steps a second."""
+        """Sample for `seconds`; return env steps per second."""
         before, start = self._runner.totals.env_steps, time.perf_counter()
         while True:
             self._runner.sample_fragment()
@@ -43,7 +43,7 @@ class Headrace:
 
 
 def measure(widths: list[int], seconds: float, rounds: int) -> list[Row]:
-    """Rows of both loops for each width and number of agents."""
+    """Return rows of both loops for each width and number of agents."""
     torch.set_num_threads(1)
     rows = []
     for agents in AGENTS:

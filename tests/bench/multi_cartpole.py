@@ -22,7 +22,7 @@ class MultiCartPole(MultiAgentEnv):
         self._playing = 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        """All begin, each with a seed of its own."""
+        """Reset all agents, each with a seed of its own."""
         self._playing = len(self._envs)
         observations = {}
         for agent, env in self._envs.items():
@@ -30,7 +30,7 @@ class MultiCartPole(MultiAgentEnv):
         return observations, {}
 
     def step(self, actions: dict[Any, Any]) -> Any:
-        """Those who have not fallen."""
+        """Step the agents that have not fallen."""
         observations, rewards, terminateds, truncateds = {}, {}, {}, {}
         for agent, action in actions.items():
             answer = self._envs[agent].step(action)

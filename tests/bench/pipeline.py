@@ -1,8 +1,8 @@
-"""The whole pipeline: two workers on two cores that feed a learner which only counts.
+"""The whole pipeline: two workers on two cores feed a learner that only counts.
 
 `headrace` is two worker processes, a broker process and an `EpisodeStream`, as they run in a fleet. The limit is two
 processes that step a SyncVectorEnv with a torch policy into arrays and push those through a bare ZeroMQ proxy, with
-no episodes, no books and no promise.
+without episodes, counters or promises.
 
 PYTHONPATH=tests python -m bench.run --only pipeline
 """
@@ -35,7 +35,7 @@ MARKS = {64: 0.85}
 
 
 def measure(seconds: float, rounds: int, widths: tuple[int, ...] = WIDTHS) -> list[Row]:
-    """Both arms in turns, width by width."""
+    """Measure both arms in turns, width by width."""
     rows = []
     for width in widths:
         with Processes() as processes, Fleet(width, processes) as fleet, Proxied(width, processes) as limit:
@@ -65,14 +65,14 @@ class Fleet:
         self.publish()
 
     def publish(self) -> None:
-        """Give out another version of the same weights."""
+        """Publish the same weights as a new version."""
         self._weights.publish(self._module.state_dict())
 
     def begin(self) -> None:
-        """Backpressure alone starts and stops it."""
+        """Do nothing: backpressure alone starts and stops the workers."""
 
     def take(self) -> int:
-        """Steps of the next batch."""
+        """Return the number of steps in the next batch."""
         batch = self._stream.next(timeout_s=60.0)
         assert batch is not None, "no batch for a minute"
         return batch.steps
@@ -89,7 +89,7 @@ class Fleet:
 
 
 def fleet_config(width: int) -> FleetConfig:
-    """Defaults for a learner of one's own, but for the number of envs."""
+    """Return the default config for one's own learner, with `width` envs."""
     sampling = {"env": limits.ENV, "num_envs": width, "rollout_fragment_length": HORIZON, "seed": 0}
     return build_config({"sampling": sampling, "learner": {"enabled": False}})
 
@@ -104,7 +104,7 @@ def _work(config: FleetConfig, endpoint: str, slot: int, folder: Any) -> None:
 class Proxied:
     """Samplers that push whole arrays through `zmq.proxy`, and PULL here.
 
-    They are told when it is their turn: a proxy whose output is full spins.
+    Each turn starts and stops them explicitly, because a proxy whose output is full spins.
     """
 
     def __init__(self, width: int, processes: Processes) -> None:
@@ -125,7 +125,7 @@ class Proxied:
         self._turn.set()
 
     def take(self) -> int:
-        """Steps of the next message."""
+        """Return the number of steps in the next message."""
         self._pull.recv_multipart(copy=False)
         return self._steps
 
@@ -143,7 +143,7 @@ class Proxied:
 
 
 def _short(context: zmq.Context[Any], kind: int) -> zmq.Socket[Any]:
-    """A socket with short queues: what waits there was not sampled in this turn."""
+    """Return a socket with short queues, because queued messages were not sampled in this turn."""
     socket = context.socket(kind)
     socket.sndhwm = socket.rcvhwm = QUEUE
     socket.linger = 0
@@ -159,7 +159,7 @@ def _proxy(told: Any, there: str) -> None:
 
 
 def _sample(turn: Any, endpoint: str, width: int, seed: int) -> None:
-    """Limit 2, whose arrays are sent off each `HORIZON` steps."""
+    """Run limit 2 and send its arrays every `HORIZON` steps."""
     torch.set_num_threads(1)
     push = _short(zmq.Context(), zmq.PUSH)
     push.connect(endpoint)

@@ -1,4 +1,4 @@
-"""The processes of one bench: spawned, found by their endpoints, and all gone at its end."""
+"""The processes of one bench. They are spawned, found by their endpoints, and ended with the bench."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from headrace.schemas.config import FleetConfig
 FLEET_ID = "bench"
 SPAWN = multiprocessing.get_context("spawn")
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""For every process of every arm, as `headrace up` sets it: BLAS threads of two samplers would fight for two cores."""
+"""Environment of every process, as `headrace up` sets it. BLAS threads of two samplers would fight for two cores."""
 
 _START_S = 60.0
 _STOP_S = 15.0
 
 
 class Processes:
-    """Children that end with the `with` block, the last started first."""
+    """Child processes that end with the `with` block, the newest first."""
 
     def __init__(self) -> None:
         os.environ.update(ONE_THREAD)
@@ -37,18 +37,18 @@ class Processes:
 
     @property
     def folder(self) -> Path:
-        """For run directories and recorders."""
+        """A folder for run directories and recorders."""
         return Path(self._folder.name)
 
     def start(self, target: Callable[..., None], *args: Any) -> int:
-        """Run `target(*args)` in a process of its own; its pid."""
+        """Run `target(*args)` in a process of its own; return its pid."""
         process = SPAWN.Process(target=_quietly, args=(target, *args), daemon=True)
         process.start()
         self._all.append(process)
         return int(process.pid)
 
     def start_broker(self, config: FleetConfig) -> tuple[int, Endpoints]:
-        """A broker, once it serves: (pid, endpoints)."""
+        """Start a broker and wait until it serves; return (pid, endpoints)."""
         run_dir = self.folder / f"broker-{len(self._all)}"
         run_dir.mkdir()
         pid = self.start(_serve, config, run_dir)
@@ -77,7 +77,7 @@ class Processes:
 
 
 def until_terminated() -> threading.Event:
-    """An event that SIGTERM sets."""
+    """Return an event that SIGTERM sets."""
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stopping.set())
     return stopping

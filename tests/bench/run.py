@@ -65,14 +65,14 @@ def _arguments() -> argparse.Namespace:
 
 
 def _sampler(quick: bool) -> list[Row]:
-    """The sampler's bench on one core, in a process of its own."""
+    """Run the sampler's bench on one core, in a process of its own."""
     seconds, rounds = (0.2, 3) if quick else (0.5, 7)
     with SPAWN.Pool(1, initializer=_pin) as pool:
         return [_sampler_row("sampler", row) for row in pool.apply(sampler.measure, (WIDTHS, seconds, rounds))]
 
 
 def _native(quick: bool) -> list[Row]:
-    """The sampler's with a native vector, likewise."""
+    """Run the native vectors' bench on one core, in a process of its own."""
     seconds, rounds = (0.2, 3) if quick else (0.5, 7)
     with SPAWN.Pool(1, initializer=_pin) as pool:
         native = pool.apply(sampler.measure_native, (NATIVE_WIDTHS, seconds, rounds))
@@ -81,7 +81,7 @@ def _native(quick: bool) -> list[Row]:
 
 
 def _multi_agent(quick: bool) -> list[Row]:
-    """The multi-agent sampler's, likewise."""
+    """Run the multi-agent sampler's bench on one core, in a process of its own."""
     seconds, rounds = (0.2, 3) if quick else (0.5, 7)
     with SPAWN.Pool(1, initializer=_pin) as pool:
         return pool.apply(multi_agent.measure, (WIDTHS, seconds, rounds))

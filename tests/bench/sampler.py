@@ -20,13 +20,13 @@ from bench import limits
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 
 MARKS = {1: 0.8, 8: 0.9, 64: 0.95}
-"""Least ratio to limit 2 that our sampler is to reach, by number of envs."""
+"""The target: our sampler's least ratio to limit 2, by number of envs."""
 NATIVE_MARKS = {64: 0.7, 512: 0.7}
-"""Likewise to limit 4 with CartPole's own vector, and to a bare loop of EnvPool with that."""
+"""The targets for CartPole's own vector, relative to limit 4, and for EnvPool, relative to a bare loop of it."""
 
 
 class Headrace:
-    """`sample_fragment` with full bookkeeping: what a worker process does between two batches."""
+    """`sample_fragment` with all counters, as a worker process calls it between two batches."""
 
     def __init__(self, width: int, **settings: Any) -> None:
         settings = {"env": limits.ENV, "seed": 0, **settings}
@@ -34,7 +34,7 @@ class Headrace:
         self._runner = SingleAgentEnvRunner(config)
 
     def run(self, seconds: float) -> float:
-        """Sample for `seconds`; env steps a second."""
+        """Sample for `seconds`; return env steps per second."""
         steps = 0
         start = time.perf_counter()
         while True:
@@ -49,7 +49,7 @@ class Headrace:
 
 
 def measure(widths: list[int], seconds: float, rounds: int) -> list[dict[str, Any]]:
-    """One row for each loop and width: median rate, and median ratio to limit 2 of the same round, with its spread."""
+    """Return a row for each loop and width: median rate and median ratio to limit 2 in the same round, with spread."""
     _be_a_worker()
     rows = []
     for width in widths:
@@ -65,7 +65,7 @@ def measure(widths: list[int], seconds: float, rounds: int) -> list[dict[str, An
 
 
 def measure_native(widths: list[int], seconds: float, rounds: int) -> list[dict[str, Any]]:
-    """Likewise with the vector that CartPole brings along, beside limit 4."""
+    """Return rows of CartPole's own vector beside limit 4."""
     _be_a_worker()
     rows = []
     for width in widths:
@@ -76,7 +76,7 @@ def measure_native(widths: list[int], seconds: float, rounds: int) -> list[dict[
 
 
 def measure_envpool(widths: list[int], seconds: float, rounds: int) -> list[dict[str, Any]]:
-    """Likewise with EnvPool, beside a bare loop of it; nothing where it is not installed."""
+    """Return rows of EnvPool beside a bare loop of it; none where it is not installed."""
     _be_a_worker()
     if find_spec("envpool") is None:
         return []
@@ -89,7 +89,7 @@ def measure_envpool(widths: list[int], seconds: float, rounds: int) -> list[dict
 
 
 def _be_a_worker() -> None:
-    """What the process of a worker does before it samples; the loops have the good of it too."""
+    """Set torch up as a worker process does before it samples. The plain loops profit from it too."""
     torch.set_num_threads(1)
     gc.freeze()
 

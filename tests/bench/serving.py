@@ -1,7 +1,7 @@
-"""The policy server on loopback: actions a second, and how long a client waits for one, by ZeroMQ and by HTTP.
+"""The policy server on loopback: actions per second and waiting times, over ZeroMQ and over HTTP.
 
-The limit is a bare ROUTER that gathers what its REQ clients ask, runs the same policy on all that waits at once, and
-answers, with no promise at all. What HTTP alone costs is seen by an application that does the same behind uvicorn. A
+The limit is a bare ROUTER. It gathers the requests of its REQ clients, runs the same policy on all of them at once and
+answers, without any promise. An application that does the same behind uvicorn shows the cost of HTTP alone. A
 server is one process on either side. All clients are sockets of this one, and each
 asks again as soon as it is answered; what they say is written before their turn and answers are only looked at, so that
 a client costs the same two frames more or less, whomever it asks.
@@ -31,7 +31,7 @@ MARK = 0.6
 
 
 def measure(seconds: float, rounds: int) -> list[Row]:
-    """Both ways in and what is bare in turns, for each number of clients."""
+    """Measure both transports and both bare servers in turns, for each number of clients."""
     return [row for count in CLIENTS for row in _measure(count, seconds, rounds)]
 
 
@@ -78,17 +78,17 @@ class Way(Protocol):
     count: int
 
     def write(self) -> None:
-        """Write ahead what will be asked."""
+        """Encode requests ahead of the turn."""
 
     def ask(self, client: int) -> None: ...
     def answered(self) -> Iterable[int]:
-        """Those that have an answer by now, taken; waits for one, but not for ever."""
+        """Take the answers that have arrived; wait for at least one, with a deadline."""
 
     def close(self) -> None: ...
 
 
 class Asking:
-    """An arm: `take` is a look at the sockets, and gives how many were answered."""
+    """An arm. `take` looks at the sockets and returns how many requests were answered."""
 
     def __init__(self, way: Way, pids: Mapping[str, int]) -> None:
         self.way, self.pids = way, pids
@@ -109,7 +109,7 @@ class Asking:
         return taken
 
     def end(self) -> None:
-        """All that was asked is answered."""
+        """Wait until all requests are answered."""
         open_ = set(range(self.way.count))
         while open_:
             open_.difference_update(self.way.answered())

@@ -1,4 +1,4 @@
-"""Who asks in the serving bench: so many clients in one process, each with a connection of its own."""
+"""The clients of the serving bench: many in one process, each with a connection of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace.schemas.wire import MessageKind, decode, encode
 
 OBSERVATION = np.full(4, 0.01, np.float32)
 AHEAD, MOST_AHEAD = 40_000, 10_000
-"""Messages of all clients, and of one, that are written ahead."""
+"""How many messages of all clients, and of one, are encoded ahead."""
 KIND_BYTE = 6
 """Of frame 0, as `schemas/wire.py` draws it."""
 _BODY = b'{"observation": [0.01, 0.01, 0.01, 0.01], "reward": 1.0}'
@@ -25,22 +25,22 @@ _START_S = 60.0
 
 
 class Written:
-    """What `count` clients ask, one message after another, a good part of it written ahead."""
+    """Requests of `count` clients, one after another; many are encoded ahead."""
 
     def __init__(self, count: int, write: Callable[[int, int], Any]) -> None:
-        """`write` gives what a client asks in a step."""
+        """`write` encodes the request of one client for one step."""
         self._write = write
         self._next = [0] * count
         self._ahead: list[deque[Any]] = [deque() for _ in range(count)]
 
     def fill(self) -> None:
-        """Enough for a turn."""
+        """Encode enough requests for a turn."""
         for client, ahead in enumerate(self._ahead):
             while len(ahead) < min(AHEAD // len(self._ahead), MOST_AHEAD):
                 self._add(client)
 
     def take(self, client: int) -> Any:
-        """What the client asks now."""
+        """Return the client's next request."""
         if not self._ahead[client]:
             self._add(client)
         return self._ahead[client].popleft()
@@ -77,21 +77,21 @@ class _Sockets:
 
 
 class Bare(_Sockets):
-    """REQ, and nothing but the observation's bytes."""
+    """REQ sockets that send only the observation's bytes."""
 
     def __init__(self, port: int, count: int) -> None:
         super().__init__(port, count, zmq.REQ)
         self._said = OBSERVATION.tobytes()
 
     def write(self) -> None:
-        """It is always the same."""
+        """Return the request, which is always the same."""
 
     def ask(self, client: int) -> None:
         self._sockets[client].send(self._said)
 
 
 class ByZmq(_Sockets):
-    """The policy server's own messages; each client's episode goes on for ever."""
+    """The policy server's own messages. The episode of each client never ends."""
 
     def __init__(self, port: int, count: int) -> None:
         super().__init__(port, count, zmq.DEALER)
@@ -116,7 +116,7 @@ class ByZmq(_Sockets):
 
 
 class ByHttp:
-    """HTTP/1.1 on connections that stay, written by hand so that the client costs little."""
+    """HTTP/1.1 over persistent connections, written by hand so that the client costs little."""
 
     def __init__(self, port: int, count: int) -> None:
         self.count = count
@@ -150,7 +150,7 @@ class ByHttp:
 
 
 def _connect(port: int) -> socket.socket:
-    """Once the server is there."""
+    """Connect as soon as the server listens."""
     until: Any = perf_counter() + _START_S
     while True:
         try:

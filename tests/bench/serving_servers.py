@@ -1,4 +1,4 @@
-"""Whom the clients of the serving bench ask: a policy server, and what does no more than it must."""
+"""The servers of the serving bench: a policy server, and bare ones that do only the minimum."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headrace.workers.modules import actor_critic
 
 
 def serve(port: int, http_port: int | None, places: int) -> None:
-    """A runner as in a worker, whose samples go nowhere. It serves by HTTP where there is a port for it."""
+    """Run a runner as in a worker and drop its samples. It serves HTTP if it gets a port for it."""
     from headrace.workers.serving.served_env import ServedEnvs
 
     creator = ServedEnvs(ServingSection(enabled=True, port=port, http_port=http_port), "CartPole-v1", "")
@@ -33,7 +33,7 @@ def serve(port: int, http_port: int | None, places: int) -> None:
 
 
 def echo(port: int) -> None:
-    """The same policy, behind nothing."""
+    """Serve the same policy behind a bare ROUTER."""
     act, stopping = _policy(), until_terminated()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = 0
@@ -48,7 +48,7 @@ def echo(port: int) -> None:
 
 
 def echo_http(port: int) -> None:
-    """The same policy, behind uvicorn at its fastest."""
+    """Serve the same policy behind uvicorn with its fastest settings."""
     import uvicorn
 
     app, stopping = Acting(), until_terminated()
@@ -65,7 +65,7 @@ def echo_http(port: int) -> None:
 
 
 class Acting:
-    """An ASGI application: acts at once for all who have asked by then."""
+    """An ASGI application that acts for all waiting requests at once."""
 
     def __init__(self) -> None:
         self._act = _policy()
@@ -99,7 +99,7 @@ async def _body(receive: Any) -> bytes:
 
 
 def _policy() -> Callable[[NDArray[Any]], NDArray[Any]]:
-    """Actions for rows of observations."""
+    """Return actions for rows of observations."""
     torch.set_num_threads(1)
     module = actor_critic(Spaces(observation=Box(shape=(4,), dtype="<f4"), action=Discrete(n=2)))
     act, rng = module.numpy_act(), np.random.default_rng(0)

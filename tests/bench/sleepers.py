@@ -1,4 +1,4 @@
-"""Envs and a policy that only take time, as a simulator and a large network do, whatever the machine."""
+"""Envs and a policy that only take time, like a simulator and a large network, on any machine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from headrace.workers import EnvContext
 from headrace.workers.external import ExternalEnv
 
 STEP_S, PASS_S = 0.005, 0.005
-"""How long a step of an env takes, and a forward pass of all envs."""
+"""Seconds for a step of an env, and for a forward pass of all envs."""
 SLOW_S = 0.2
-"""How long a step of a slow one takes."""
+"""Seconds for a step of a slow env."""
 WIDTH = 16
 
 
@@ -42,7 +42,7 @@ class Simulator(Sleeper):
 
 
 class External(ExternalEnv):
-    """`Simulator`s that drive themselves, as many as the runner has places."""
+    """`Simulator`s that drive themselves, one for each place of the runner."""
 
     def __init__(self, context: EnvContext) -> None:
         super().__init__(Sleeper.action_space, Sleeper.observation_space)
@@ -60,7 +60,7 @@ class External(ExternalEnv):
 
 
 class SleepingPolicy(torch.nn.Module):
-    """Sleeps at each pass, half as long for half the rows, as where a network is large, and does nothing else."""
+    """Only sleeps at each pass, half as long for half the rows, like a large network."""
 
     noise_size, noise_kind = 1, "uniform"
     pass_s = PASS_S
@@ -76,6 +76,6 @@ class SleepingPolicy(torch.nn.Module):
 
 
 class IdlePolicy(SleepingPolicy):
-    """Does not even sleep."""
+    """Returns at once."""
 
     pass_s = 0.0

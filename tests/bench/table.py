@@ -1,4 +1,4 @@
-"""What every bench gives: rows of one arm's rate and its ratio to the limit of the same round, with the spread."""
+"""The result of every bench: rows with an arm's rate and its ratio to the limit of the same round, with the spread."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Row:
     ratio_low: float
     ratio_high: float
     cpu_ratio: float | None = None
-    """The same of what is done in a second of processor time: steadier where others use the machine too."""
+    """The same ratio per second of processor time. It is steadier on a busy machine."""
     mark: float | None = None
-    """Least ratio that is aimed at."""
+    """The target: the least ratio."""
     most: float | None = None
-    """Largest one, where less is better."""
+    """The target where less is better: the largest ratio."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -36,7 +36,7 @@ class Row:
 def rows_of(
     bench: str, case: str, unit: str, turns: Sequence[Mapping[str, Turn]], limit: str, marks: Mapping[str, float]
 ) -> list[Row]:
-    """One row for each arm of one case."""
+    """Return one row for each arm of one case."""
     rows = []
     for arm in turns[0]:
         rate = statistics.median(turn[arm].rate for turn in turns)

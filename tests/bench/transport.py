@@ -1,7 +1,7 @@
 """Transport alone: prebuilt batches from one producer through one broker to one consumer, each a process.
 
 `headrace` is the worker's own shipping (encode, checksum, recorder, window), the broker, and `EpisodeStream` with
-automatic commits. `forwarding` is a bare loop in Python that passes the very same frames on, with no promise at all.
+automatic commits. `forwarding` is a bare loop in Python that passes the very same frames on, without any promise.
 Both over tcp loopback, with the same chunks in a message.
 
 PYTHONPATH=tests python -m bench.run --only transport
@@ -36,12 +36,12 @@ from headrace.workers.metrics.totals import RunnerTotals
 
 STEPS = 64
 DISTINCT = 4
-"""How many different batches are sent, again and again."""
+"""How many different batches are sent in a cycle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one message holds."""
+    """The content of one message."""
 
     name: str
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ class Load:
         return Spaces(observation=Box(shape=self.shape, dtype=self.dtype), action=Discrete(n=2))
 
     def batch(self, seed: int) -> ChunkBatch:
-        """Chunks of `STEPS` steps each, one an env, as a worker cuts them."""
+        """Return chunks of `STEPS` steps, one for each env, as a worker cuts them."""
         rng = np.random.default_rng(seed)
         steps = self.chunks * STEPS
         obs = rng.integers(0, 255, ((STEPS + 1) * self.chunks, *self.shape)).astype(self.dtype)
@@ -88,7 +88,7 @@ LOADS = (
 
 
 def measure(seconds: float, rounds: int, loads: tuple[Load, ...] = LOADS) -> list[Row]:
-    """Both arms in turns, load by load."""
+    """Measure both arms in turns, load by load."""
     rows = []
     for load in loads:
         with Processes() as processes, Headrace(load, processes) as headrace, Forwarding(load, processes) as bare:
@@ -113,10 +113,10 @@ class Headrace:
         self._stream.spaces()
 
     def begin(self) -> None:
-        """Backpressure alone starts and stops it."""
+        """Do nothing: backpressure alone starts and stops the producer."""
 
     def take(self) -> int:
-        """Chunks of the next batch, after a look into each column."""
+        """Read each column of the next batch; return its number of chunks."""
         batch = self._stream.next(timeout_s=30.0)
         assert batch is not None, "no batch for 30 s"
         for column in batch.columns.values():
@@ -134,7 +134,7 @@ class Headrace:
 
 
 def _ship(config: FleetConfig, endpoint: str, load: Load, folder: Any) -> None:
-    """The worker process: all of a worker but its envs and policy."""
+    """Run the worker process: a worker without envs and policy."""
     stopping = until_terminated()
     with closing(Membership(config, endpoint, FLEET_ID, None, 0, folder)) as membership:
         runner: Any = PrebuiltRunner(load)
@@ -146,7 +146,7 @@ def _ship(config: FleetConfig, endpoint: str, load: Load, folder: Any) -> None:
 
 
 class PrebuiltRunner:
-    """Stands where the sampler does, and gives a few batches again and again."""
+    """Takes the sampler's place and returns a few batches in a cycle."""
 
     weights_version = (1, 1)
     callbacks = CallbackList((), dict)
@@ -169,7 +169,7 @@ class PrebuiltRunner:
         return []
 
     def set_counters(self, counters: dict[str, Any]) -> None:
-        """Nothing is counted but batches."""
+        """Count batches only."""
 
     def get_counters(self) -> dict[str, Any]:
         return {}
@@ -192,10 +192,10 @@ class Forwarding:
         self.pids["worker"] = processes.start(_push, told.get(), load)
 
     def begin(self) -> None:
-        """Backpressure alone starts and stops it."""
+        """Do nothing: backpressure alone starts and stops the producer."""
 
     def take(self) -> int:
-        """Chunks of the next message."""
+        """Return the number of chunks in the next message."""
         self._pull.recv_multipart(copy=False)
         return self._chunks
 
@@ -210,7 +210,7 @@ class Forwarding:
 
 
 def bare_socket(context: zmq.Context[Any], kind: int, load: Load) -> zmq.Socket[Any]:
-    """A socket with short queues, so that a sender waits when nobody takes."""
+    """Return a socket with short queues, so that a sender waits for its receiver."""
     socket = context.socket(kind)
     socket.sndhwm = socket.rcvhwm = load.window
     socket.linger = 0
@@ -218,7 +218,7 @@ def bare_socket(context: zmq.Context[Any], kind: int, load: Load) -> zmq.Socket[
 
 
 def forward(told: Any, there: str, load: Load) -> None:
-    """The bare broker: bind, tell where, and pass frames on without a copy."""
+    """Run the bare broker: bind, report the ports, and forward frames without a copy."""
     context = zmq.Context()
     pull, push = bare_socket(context, zmq.PULL, load), bare_socket(context, zmq.PUSH, load)
     told.put(f"tcp://127.0.0.1:{pull.bind_to_random_port('tcp://127.0.0.1')}")
@@ -228,7 +228,7 @@ def forward(told: Any, there: str, load: Load) -> None:
 
 
 def _push(endpoint: str, load: Load) -> None:
-    """The bare producer: frames encoded once, sent for ever."""
+    """Run the bare producer: encode frames once and send them in a loop."""
     push = bare_socket(zmq.Context(), zmq.PUSH, load)
     push.connect(endpoint)
     messages = [_encoded(load, seed) for seed in range(DISTINCT)]

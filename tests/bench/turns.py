@@ -10,53 +10,53 @@ from time import perf_counter, sleep
 from typing import Protocol
 
 WARM = 0.4
-"""Share of a turn that comes before it and is not counted: what waited in queues goes away, caches get warm."""
+"""Warm-up before each turn, as a share of the turn. It is not counted: queues empty and caches get warm."""
 
 
 _REST_S = 0.2
 _REST_SHARE = 0.05
 _REST_DEADLINE_S = 20.0
-"""An arm is at rest once its processes use less than this share of a core for so long."""
+"""An arm is at rest when its processes use less than this share of a core for this long."""
 
 
 class Arm(Protocol):
-    """One of the things compared. When nobody takes what its processes make, they come to rest by backpressure."""
+    """One side of a comparison. Backpressure stops its processes while no one receives their output."""
 
     pids: Mapping[str, int]
-    """Its processes besides this one, by role."""
+    """Its processes other than this one, by role."""
 
     def begin(self) -> None:
-        """Its turn begins."""
+        """Start the turn."""
         ...
 
     def take(self) -> int:
-        """Take one message; how much there was in it."""
+        """Take one message; return the amount that it held."""
         ...
 
     def end(self) -> None:
-        """Its turn is over."""
+        """End the turn."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What came of one turn. The price in processor time holds even where others use the machine too."""
+    """The result of one turn. The rate per processor time holds on a busy machine too."""
 
     rate: float
-    """A second."""
+    """Per second."""
     per_cpu_s: float
-    """For each second of processor time, of all its processes and of this one."""
+    """Per second of processor time of all its processes and this one."""
 
 
 def in_turns(arms: Mapping[str, Arm], seconds: float, rounds: int) -> list[dict[str, Turn]]:
-    """Turns of all arms, round by round; none begins before the one before it is at rest."""
+    """Run turns of all arms, round by round. A turn starts only when the arm before it is at rest."""
     for arm in arms.values():
         turn(arm, seconds * WARM)
     return [{name: turn(arm, seconds) for name, arm in arms.items()} for _ in range(rounds)]
 
 
 def turn(arm: Arm, seconds: float) -> Turn:
-    """Let it work for a while, then for `seconds` that count."""
+    """Let the arm warm up, then measure it for `seconds`."""
     pids = [os.getpid(), *arm.pids.values()]
     arm.begin()
     _take_for(arm, seconds * WARM)

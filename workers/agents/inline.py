@@ -57,7 +57,7 @@ class InlineAgents:
         self._recovery = LaneRecovery(table, self._rebuild, self._take_down)
         self._sent: Mapping[int, AgentDict] = {}
         self._answers: dict[int, Any] = {}
-        """What each lane's env answered to its last step."""
+        """The reply of each lane's env to its last step."""
         self._envs: BuiltEnvs | None = None
         self._first = first
         self.build(table.config)

@@ -29,7 +29,7 @@ _PARTS = ("observations", "rewards", "terminateds", "truncateds", "infos")
 
 @dataclass(slots=True, eq=False)
 class LaneReport:
-    """What one env's answer means for its seats. Nothing of it has been applied yet; rewards are not checked."""
+    """The meaning of one env's reply for its seats. Nothing of it has been applied yet; rewards are not checked."""
 
     episode: MultiAgentEpisode
     observed: list[Seat] = field(default_factory=list)

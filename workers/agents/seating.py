@@ -1,4 +1,4 @@
-"""Who plays whom: the seats of agents in all envs, the modules that play them, and what the seats see."""
+"""Seats and agents: the seats of agents in all envs, the modules that play them, and what the seats see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the multi-agent vector asks of its envs, wherever they live and however they step."""
+"""The interface through which the multi-agent vector uses its envs, in every placement and pace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Gathered:
     """What lanes answered in one poll, one after another: plain lanes first, then those with a report."""
 
     sent: Mapping[int, AgentDict]
-    """What each lane's agents did."""
+    """The actions of each lane's agents."""
     seats: list[Seat] = field(default_factory=list)
     observations: list[Any] = field(default_factory=list)
     rewards: list[Any] = field(default_factory=list)

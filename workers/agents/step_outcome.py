@@ -1,4 +1,4 @@
-"""What a step of all live lanes means for their seats, and how it is applied to them."""
+"""The outcome of a step of all live lanes for their seats, and its application to them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace.workers.envs.failures import Failure
 
 @dataclass(slots=True, eq=False)
 class StepOutcome:
-    """What one step of every live lane means for the seats. Lanes that failed have no part in it."""
+    """The outcome of one step of every live lane for the seats. Lanes that failed have no part in it."""
 
     answered: list[Seat]
     rewards: NDArray[np.float64]

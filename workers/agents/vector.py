@@ -53,7 +53,7 @@ class MultiAgentVector:
         self._table = table
         self._turn: Turn | None = None
         self._sent: dict[int, AgentDict] = {}
-        """What each lane's agents did last."""
+        """The last actions of each lane's agents."""
         self.lanes: list[Lane] = source.envs.lanes
 
     # -- the agents ---------------------------------------------------------------------------------------------------

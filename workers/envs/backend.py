@@ -23,7 +23,7 @@ from headrace.workers.envs.stepping import Outcome
 
 @dataclass(slots=True, eq=False)
 class Replies:
-    """What the envs of a backend have replied since the last `step_wait`.
+    """The replies of a backend's envs since the last `step_wait`.
 
     A lane appears at most once in each list. What it sees and its reward are in the backend's columns.
     """

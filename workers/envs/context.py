@@ -1,4 +1,4 @@
-"""What an env's creator is told, and how an env asks to be rebuilt."""
+"""The facts that an env's creator gets, and an env's request to be rebuilt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sampler asks of its envs, wherever they live and whenever they step.
+"""The interface through which a sampler uses its envs, in every placement and pace.
 
     while sampling:   send_actions(columns) ── poll() ── try_reset(lanes that ended) ── try_restart() if some failed
 

@@ -36,7 +36,7 @@ _REASONS: dict[type[BaseException], Discard] = {
 
 @dataclass(slots=True, eq=False)
 class Failure:
-    """What went wrong in one lane. `stepped`: `env.step` returned, but something that it must not return."""
+    """A failure in one lane. `stepped`: `env.step` returned, but something that it must not return."""
 
     lane: int
     error: BaseException

@@ -150,7 +150,7 @@ class InlineEnvs:
         """(lane, info) of resets, with their observations, that `step_wait` has not told yet."""
         self._first_seen: list[Any] = []
         self._told = Replies()
-        """Replies that `step_wait` gives besides those of steps and resets."""
+        """Replies of `step_wait` that belong to no step and no reset."""
         try:
             self._envs = BuiltEnvs(table, self, first)
         except BaseException:

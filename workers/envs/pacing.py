@@ -110,7 +110,7 @@ class Steps(ABC):
         self._aside.keep(replies, but)
 
     def catch_up(self, on_wait: OnWait) -> None:  # noqa: B027 - nothing is under way
-        """Wait for steps of which the sampler wants no outcome any more."""
+        """Wait for steps whose outcome the sampler no longer needs."""
 
     def abandon(self, lanes: Iterable[int]) -> None:  # noqa: B027 - nothing is under way
         """Count a step that is under way in one of `lanes` for none, because its episode is over."""

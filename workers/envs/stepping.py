@@ -24,7 +24,7 @@ class Steppable(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """What came of one step of every live lane. `rewards` has one number for each in order, 0 where `step` failed.
+    """The outcome of one step of every live lane. `rewards` has one number for each in order, 0 where `step` failed.
 
     Where envs step each in its own time, `lanes` are those that have stepped; they take the place of the live lanes.
     """
@@ -82,7 +82,7 @@ def step_all(live: Sequence[Steppable], actions: Sequence[Any], into: Observatio
 
 
 def _without_failed(outcome: Outcome, live: Sequence[Steppable], good: list[int]) -> Outcome:
-    """Remove what a lane that failed reported besides: it cannot be trusted."""
+    """Remove the other reports of a lane that failed: it cannot be trusted."""
     failed = {failure.lane for failure in outcome.failures}
     by_lane = dict(zip(good, outcome.rewards.tolist(), strict=True))
     outcome.rewards = np.array([by_lane.get(lane.index, 0.0) for lane in live])

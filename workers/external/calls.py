@@ -1,4 +1,4 @@
-"""What drivers of external episodes have told, until the sampler takes it in."""
+"""Calls of the drivers of external episodes, until the sampler takes them."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _GIVEN_UP = "its worker has given it up (a reset, other weights of a new learner
 
 
 class ExternalDriver(Protocol):
-    """What a sampler asks of external envs besides what it asks of all envs."""
+    """The part of a sampler's interface that only external envs have."""
 
     read_version: Callable[[], tuple[int, int]]
     """Returns (learner_epoch, seq) of the weights that act."""
@@ -230,7 +230,7 @@ class ExternalLanes(ABC):
         return outcome
 
     def _begin(self, call: Call) -> None:
-        """Begin the episode of which `call` has the first observation."""
+        """Begin the episode whose first observation is in `call`."""
         place, lane = call.place, self.lanes[call.place.lane]
         if call.end is not ChunkEnd.ONGOING:  # it was over before an action: nothing to tell
             self.episodes.release(place)
@@ -343,7 +343,7 @@ class ExternalLanes(ABC):
 
 
 def keep(action: Any) -> Any:
-    """Return a copy that outlives the columns of which `action` is a view."""
+    """Return a copy that outlives the columns that `action` is a view of."""
     if isinstance(action, dict):
         return {key: keep(value) for key, value in action.items()}
     if isinstance(action, tuple):

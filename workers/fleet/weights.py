@@ -61,7 +61,7 @@ class WeightsReceiver:
 
     @property
     def pulling(self) -> bool:
-        """Whether a version has come in part. Asking early for the next piece completes it sooner."""
+        """Whether part of a version has arrived. Asking early for the next piece completes it sooner."""
         return bool(self._blob)
 
     def _want(self, version: Version, ask_at: float) -> None:

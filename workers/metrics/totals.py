@@ -1,4 +1,4 @@
-"""What a runner has counted so far, in plain integers that are true after every poll, and its timers."""
+"""A runner's counters, as plain integers that are true after every poll, and its timers."""
 
 from __future__ import annotations
 

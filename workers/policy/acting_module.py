@@ -61,7 +61,7 @@ class ActingModule:
 
     @property
     def memory(self) -> Memory | None:
-        """What a recurrent module remembers, by row; None of any other."""
+        """The state of a recurrent module, by row; None for other modules."""
         return self._actor.memory if self._actor is not None else None
 
     @property

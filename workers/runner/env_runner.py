@@ -1,4 +1,4 @@
-"""What every env runner offers: samples, weights, state, metrics; of one agent in each env or of several."""
+"""The interface of every env runner: samples, weights, state, metrics; of one agent in each env or of several."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from headrace.workers.sampling.sample_size import check_size
 from headrace.workers.sampling.sampler import Sampler
 
 Batch = TypeVar("Batch", bound=Sequence[EpisodeChunk])
-"""What one cut gives."""
+"""The result of one cut."""
 
 _OWN_SETTINGS = ("env_config", "module_config", "env_to_module", "module_to_env")
-"""What a runner copies, so that neither it nor its caller sees what the other changes later."""
+"""Values that a runner copies, so that neither it nor its caller sees later changes of the other."""
 
 
 class EnvRunner(ABC, Generic[Batch]):
@@ -426,7 +426,7 @@ class EnvRunner(ABC, Generic[Batch]):
 
     @property
     def _rl_module(self) -> Any:
-        """What callbacks get as `rl_module`."""
+        """Return the modules that callbacks get as `rl_module`."""
         return self.modules or None
 
     @property

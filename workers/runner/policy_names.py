@@ -24,7 +24,7 @@ Batch = TypeVar("Batch")
 
 
 class PolicyNames(Protocol[Batch]):
-    """What a runner's methods take and give, in the runner's own names."""
+    """Arguments and results of a runner's methods, in the runner's own names."""
 
     def split(self, policies: Policies, state: Mapping[str, Any]) -> Parts:
         """Return the parts of what `set_weights` was given. Raises `ModuleError` for a module that is not there."""

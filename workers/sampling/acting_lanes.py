@@ -1,4 +1,4 @@
-"""Which lanes act next where each env has its own time."""
+"""Choice of the lanes that act next when each env has its own pace."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class AgentView(EpisodeView):
 
     @property
     def module_id(self) -> str:
-        """Which module plays it in this episode."""
+        """The module that plays the agent in this episode."""
         return self.seat.module.module_id
 
     @property

@@ -1,4 +1,4 @@
-"""What becomes part of no chunk: steps that are given up under a reason, and rewards that belong to no step."""
+"""Steps that are in no chunk: steps that are given up under a reason, and rewards that belong to no step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def lose_episode(
     """Give up all open chunks of the episode, with a marker where the learner knows a part. Return the steps lost.
 
     These are the steps in rows and the pending ones, without those of the seats `unrecorded`, which acted in the poll
-    that goes wrong. What agents had that were done before is delivered all the same.
+    that goes wrong. Steps of agents that were done before are still delivered.
     """
     acting = set(map(id, unrecorded))
     lost = 0

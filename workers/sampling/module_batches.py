@@ -65,7 +65,7 @@ class ModuleBatches(Sequence[EpisodeChunk]):
 
 
 Cut = ChunkBatch | ModuleBatches
-"""What a runner of one agent, or of several, cuts."""
+"""A cut of a runner with one agent or several."""
 
 
 def batches_of(cut: Cut) -> list[ChunkBatch]:

@@ -1,4 +1,4 @@
-"""Which envs a config asks for, wherever they live and however many agents they have."""
+"""Creation of the envs that a config asks for, in every placement, with one agent or several."""
 
 from __future__ import annotations
 

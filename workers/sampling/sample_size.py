@@ -1,4 +1,4 @@
-"""Which sizes `sample` accepts."""
+"""The sizes that `sample` accepts."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from headrace.workers.sampling.mode import Mode
 
 
 class PollOutcome(Protocol):
-    """What came of one poll."""
+    """The outcome of one poll."""
 
     failures: list[Failure]
     begun: bool
@@ -51,7 +51,7 @@ class SampledSteps(Protocol[AnyOutcome, Cut_co]):
 
     @property
     def policies(self) -> Mapping[str, ActingModule]:
-        """What acts, by module id."""
+        """The acting modules, by module id."""
 
     @property
     def is_open(self) -> bool:

@@ -12,7 +12,7 @@ from headrace.schemas.errors import EnvContractError
 
 
 class Seeding(Enum):
-    """What a vector's `reset(seed=...)` takes."""
+    """The kinds of seeds that a vector's `reset(seed=...)` accepts."""
 
     EACH = "a list, with a seed for each env"
     ONE = "one seed for all of them"

@@ -34,7 +34,7 @@ _WORDS = 4096
 
 
 class Command(IntEnum):
-    """What a lane is to do next."""
+    """The next order for a lane."""
 
     NONE = 0
     BUILD = 1
@@ -51,7 +51,7 @@ class Command(IntEnum):
 
 
 class Phase(IntEnum):
-    """What the process is doing. All but IDLE and START are calls into a user's code, which may not return."""
+    """The current phase of the process. All but IDLE and START are calls into a user's code, which may not return."""
 
     IDLE = 0
     CONSTRUCTION = 1

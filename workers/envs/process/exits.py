@@ -13,7 +13,7 @@ _STACK_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class EnvCall:
-    """What a process was doing. `lane` is one of the pool, or None."""
+    """The phase of a process when it ended. `lane` is one of the pool, or None."""
 
     lane: int | None
     phase: Phase

@@ -1,4 +1,4 @@
-"""Which process each lane's env is in, and where a lane moves when its process is replaced."""
+"""The process of each lane's env, and the lane's new place when its process is replaced."""
 
 from __future__ import annotations
 

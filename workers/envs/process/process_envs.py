@@ -39,7 +39,7 @@ def build_solo_env(creator: EnvCreator, context: EnvContext, several_agents: boo
 
 
 class ProcessJob(BaseModel):
-    """What a process is told at its start. The process inherits the descriptors."""
+    """The settings that a process gets at its start. The process inherits the descriptors."""
 
     env: str
     env_config: dict[str, Any]
@@ -93,7 +93,7 @@ class _LaneEnv:
 
 @dataclass(slots=True, eq=False)
 class _Reply:
-    """What a reply tells besides the columns. Lanes are the process' own, from 0."""
+    """The part of a reply that is not in the columns. Lanes are the process' own, from 0."""
 
     slot: Slot
     built: list[tuple[int, Any]] = field(default_factory=list)

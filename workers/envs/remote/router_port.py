@@ -97,7 +97,7 @@ class RouterPort:
 
     @property
     def fds(self) -> list[int]:
-        """Return descriptors of which one is readable when `wait` may have something to do.
+        """Return file descriptors; one of them is readable when `wait` may have work.
 
         They tell of changes only. So call `wait(0)`, which must find nothing, before each sleep on them.
         """

@@ -1,4 +1,4 @@
-"""What a client logs about an episode's last action: reward, info and ends. It goes out with the next step.
+"""The reward, info and ends that a client logs for an episode's last action. They go out with the next step.
 
 Every call is checked at once, so that no later call is refused because of it.
 """

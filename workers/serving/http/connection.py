@@ -30,7 +30,7 @@ LINGER_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """What one connection may take, in bytes and in time."""
+    """The limits of one connection, in bytes and seconds."""
 
     body_bytes: int
     read_s: float
