@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import ConnectorError, EnvContractError
-from headrace.workers.agents.creation import build_multi_agent_env
+from headrace.workers.agents.acting_seats import ActingSeats
 from headrace.workers.agents.env import AgentDict, gym_spaces_of, spaces_by_agent
+from headrace.workers.agents.env_building import build_multi_agent_env
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
 from headrace.workers.agents.lane_report import read_reset
 from headrace.workers.agents.seating import Seating
 from headrace.workers.agents.source import Gathered, LaneAnswer
-from headrace.workers.agents.turn import Turn
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator
@@ -27,7 +27,7 @@ from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.recovery import LaneRecovery, wait_for_one
 from headrace.workers.envs.rendering import render_at
-from headrace.workers.envs.stepping import Outcome
+from headrace.workers.envs.sequential_step import Outcome
 from headrace.workers.policy.policies import PolicyMappingError
 
 _STEPPED = Outcome(np.empty(0), [], [])
@@ -135,10 +135,10 @@ class InlineAgents:
                 failures.append(Failure(index, error))
         return Outcome(_STEPPED.rewards, [], failures) if failures else _STEPPED
 
-    def answers(self, turn: Turn, outcome: Outcome, gathered: Gathered) -> Iterator[LaneAnswer]:
+    def answers(self, acting: ActingSeats, outcome: Outcome, gathered: Gathered) -> Iterator[LaneAnswer]:
         """Yield what each lane answered; failures go to `gathered` lane by lane, among those of answers."""
         failed = {failure.lane: failure for failure in outcome.failures}
-        for lane, episode in turn.lanes:
+        for lane, episode in acting.lanes:
             if lane.index in failed:
                 gathered.failures.append(failed[lane.index])
             else:

@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 
 from headrace.schemas.spaces import column_dtype, leaf_shape, leaves
+from headrace.workers.agents.acting_seats import ActingSeats
 from headrace.workers.agents.env import AgentDict, MultiAgentEnv
 from headrace.workers.agents.episodes import MultiAgentEpisode
 from headrace.workers.agents.packing import Packing
 from headrace.workers.agents.seating import Seating
 from headrace.workers.agents.source import Gathered, LaneAnswer
-from headrace.workers.agents.turn import Turn
 from headrace.workers.envs.backend import EnvBackend
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.placeholder import out_of_reach
+from headrace.workers.envs.sequential_step import Outcome
 from headrace.workers.envs.spaces import to_gym
-from headrace.workers.envs.stepping import Outcome
 from headrace.workers.envs.vector import EnvPlacement, EnvVector
 
 
@@ -85,12 +85,12 @@ class PackedAgents:
         """Return which lanes have stepped, or failed; of lanes in lock-step it waits for all."""
         return self.envs.poll()
 
-    def answers(self, turn: Turn, outcome: Outcome, gathered: Gathered) -> Iterator[LaneAnswer]:
-        """Yield what each lane of `turn` answered, unpacked; failures of envs go to `gathered` first."""
+    def answers(self, acting: ActingSeats, outcome: Outcome, gathered: Gathered) -> Iterator[LaneAnswer]:
+        """Yield what each lane of `acting` answered, unpacked; failures of envs go to `gathered` first."""
         gathered.failures += outcome.failures
         stepped = {failure.lane: failure.stepped for failure in outcome.failures}
         infos, columns = dict(outcome.infos), self.envs.observations.columns
-        for lane, episode in turn.lanes:
+        for lane, episode in acting.lanes:
             if lane.index in stepped:
                 episode.t += stepped[lane.index]
             else:

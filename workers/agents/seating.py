@@ -8,10 +8,10 @@ from typing import Any
 
 from headrace.schemas.chunk import format_episode_id
 from headrace.schemas.spaces import Spaces
+from headrace.workers.agents.acting_seats import seat_groups
 from headrace.workers.agents.env import AgentDict
 from headrace.workers.agents.episodes import AgentEpisode, MultiAgentEpisode, Seat
 from headrace.workers.agents.module_seats import ModuleSeats
-from headrace.workers.agents.turn import parts_of
 from headrace.workers.policy.policies import NO_EPISODE, Policies, PolicyMappingError
 from headrace.workers.randomness.seeds import SeedTree
 
@@ -102,9 +102,9 @@ class Seating:
     def show(self, seats: Sequence[Seat], observations: Sequence[Any]) -> dict[int, Exception]:
         """Write what the seats see. Return what is wrong with an observation, by lane."""
         bad: dict[int, Exception] = {}
-        for part in parts_of(seats):
-            for place, error in part.module.observations.put(part.rows, part.of(observations)):
-                bad.setdefault(part.of(seats)[place].episode.env_index, error)
+        for group in seat_groups(seats):
+            for place, error in group.module.observations.put(group.rows, group.of(observations)):
+                bad.setdefault(group.of(seats)[place].episode.env_index, error)
         return bad
 
     def blank(self, lane: int) -> None:

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from headrace.workers.agents.acting_seats import ActingSeats
 from headrace.workers.agents.env import AgentDict
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
 from headrace.workers.agents.lane_report import LaneReport
-from headrace.workers.agents.turn import Turn
 from headrace.workers.envs.driver import LaneDriver
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Lane
-from headrace.workers.envs.stepping import Outcome
+from headrace.workers.envs.sequential_step import Outcome
 
 LaneAnswer = tuple[Lane, MultiAgentEpisode, Any]
 """A lane, its episode, and (observations, rewards, terminateds, truncateds, infos) of its step."""
@@ -45,8 +45,8 @@ class AgentSource(Protocol):
     def poll(self) -> Outcome:
         """Return which lanes have stepped, or failed; of lanes in lock-step it waits for all."""
 
-    def answers(self, turn: Turn, outcome: Outcome, gathered: Gathered) -> Iterator[LaneAnswer]:
-        """Yield what each lane of `turn` answered that did; `gathered.failures` gets the failures in `outcome`.
+    def answers(self, acting: ActingSeats, outcome: Outcome, gathered: Gathered) -> Iterator[LaneAnswer]:
+        """Yield what each lane of `acting` answered that did; `gathered.failures` gets the failures in `outcome`.
 
         A lane that was stepped and failed all the same has its `t` counted.
         """

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.errors import ConnectorError
 from headrace.schemas.spaces import Spaces
+from headrace.workers.agents.acting_seats import ActingSeats, acting_seats
 from headrace.workers.agents.env import AgentDict
 from headrace.workers.agents.episodes import Seat
 from headrace.workers.agents.lane_report import LaneReport, check_idle, is_plain, read_step
@@ -18,7 +19,6 @@ from headrace.workers.agents.module_seats import ModuleSeats
 from headrace.workers.agents.seating import Seating
 from headrace.workers.agents.source import AgentSource, Gathered, LaneAnswer
 from headrace.workers.agents.step_outcome import StepOutcome, apply_reports
-from headrace.workers.agents.turn import Turn, turn_of
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.checks import check_rewards, take_apart
 from headrace.workers.envs.driver import StartEpisodes
@@ -26,7 +26,7 @@ from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.pace import Pace
-from headrace.workers.envs.stepping import Outcome
+from headrace.workers.envs.sequential_step import Outcome
 from headrace.workers.policy.policies import Policies, PolicyMappingError
 
 
@@ -51,7 +51,7 @@ class MultiAgentVector:
         self._envs = source.envs
         self._seating = seating
         self._table = table
-        self._turn: Turn | None = None
+        self._acting: ActingSeats | None = None
         self._sent: dict[int, AgentDict] = {}
         """The last actions of each lane's agents."""
         self.lanes: list[Lane] = source.envs.lanes
@@ -68,54 +68,54 @@ class MultiAgentVector:
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def turn(self) -> Turn:
+    def acting(self) -> ActingSeats:
         """Return who acts in the next `step`."""
-        if self._turn is None:
+        if self._acting is None:
             live = self._envs.live
-            self._turn = turn_of(self.lanes if live is None else [self.lanes[index] for index in live.tolist()])
-        return self._turn
+            self._acting = acting_seats(self.lanes if live is None else [self.lanes[index] for index in live.tolist()])
+        return self._acting
 
-    def step(self, turn: Turn, actions: Sequence[Any]) -> StepOutcome:
-        """Step every live lane with the actions of its seats (in the order of `turn.seats`) and take in the answers.
+    def step(self, acting: ActingSeats, actions: Sequence[Any]) -> StepOutcome:
+        """Step every live lane with the actions of its seats (in the order of `acting.seats`) and take in the answers.
 
         Raises `PolicyMappingError` for a newcomer that cannot be mapped, and `ConnectorError` for one that a connector
         has no room for; nothing of the step counts then.
         """
-        self._sent = turn.by_lane(actions)
+        self._sent = acting.by_lane(actions)
         self._source.send(self._sent)
         gathered = Gathered(self._sent)
-        outcome = self._conclude(turn, self._source.poll(), gathered)
+        outcome = self._conclude(acting, self._source.poll(), gathered)
         if gathered.reports or gathered.failures:
-            self._turn = None
+            self._acting = None
         else:
-            turn.env_t += 1
+            acting.env_t += 1
         return outcome
 
-    def send(self, turn: Turn, actions: Sequence[Any]) -> None:
-        """Have the lanes of `turn`, live and not under way, go on by `actions`, those of its seats. Returns at once."""
-        for _, episode in turn.lanes:
+    def send(self, acting: ActingSeats, actions: Sequence[Any]) -> None:
+        """Send the seats' `actions` to the lanes of `acting`, which are live and not under way. Returns at once."""
+        for _, episode in acting.lanes:
             episode.under_way = True
-        sent = turn.by_lane(actions)
+        sent = acting.by_lane(actions)
         self._sent |= sent
         self._source.send(sent)
 
-    def take(self) -> tuple[Turn, StepOutcome]:
+    def take(self) -> tuple[ActingSeats, StepOutcome]:
         """Return who has answered, and what came of it; waits as `ReadyDriver.poll` does. Raises as `step` does."""
         outcome = self._source.poll()
         assert outcome.lanes is not None, "a ReadyDriver says who has answered"
-        turn = turn_of([self.lanes[index] for index in outcome.lanes.tolist()])
-        for _, episode in turn.lanes:
+        acting = acting_seats([self.lanes[index] for index in outcome.lanes.tolist()])
+        for _, episode in acting.lanes:
             episode.under_way = False
-        return turn, self._conclude(turn, outcome, Gathered(self._sent))
+        return acting, self._conclude(acting, outcome, Gathered(self._sent))
 
-    def _conclude(self, turn: Turn, stepped: Outcome, gathered: Gathered) -> StepOutcome:
-        """Take in what the lanes of `turn` answered."""
-        self._gather(self._source.answers(turn, stepped, gathered), gathered)
+    def _conclude(self, acting: ActingSeats, stepped: Outcome, gathered: Gathered) -> StepOutcome:
+        """Take in what the lanes of `acting` answered."""
+        self._gather(self._source.answers(acting, stepped, gathered), gathered)
         plain, owners = len(gathered.rewards), [seat.episode.env_index for seat in gathered.seats]
         try:
             newcomers = self._seat_newcomers(gathered.reports)
         except (PolicyMappingError, ConnectorError):
-            _undo(turn, gathered)
+            _undo(acting, gathered)
             raise
         for report, new in zip(gathered.reports, newcomers, strict=True):
             gathered.seats += report.observed + new
@@ -173,12 +173,12 @@ class MultiAgentVector:
 
     def build(self, config: EnvRunnerConfig) -> None:
         """Build all envs, closing those there were. An env that cannot be built the first time is an error."""
-        self._turn = None
+        self._acting = None
         self._envs.build(config)
 
     def try_reset(self, lanes: Sequence[int]) -> None:
         """Have an episode begin in each of `lanes`, now or with a later poll. Raises as `Seating.seat` does."""
-        self._turn = None
+        self._acting = None
         self._envs.try_reset(lanes)
 
     def take_started(self) -> list[int]:
@@ -186,34 +186,34 @@ class MultiAgentVector:
 
         Raises as `Seating.seat` does.
         """
-        self._turn = None
+        self._acting = None
         return self._source.take_started()
 
     def end_episodes(self, lanes: Sequence[int]) -> None:
         """Forget the episodes of `lanes`: they are over, or abandoned."""
-        self._turn = None
+        self._acting = None
         self._envs.end_episodes(lanes)
 
     def try_restart(self) -> None:
         """Close and rebuild what failed, now or after its wait. Raises as `LaneDriver.try_restart` does."""
-        self._turn = None
+        self._acting = None
         self._envs.try_restart()
 
     def wait_for_one(self, start_episodes: StartEpisodes, on_wait: Callable[[], None] | None) -> None:
         """Bring back what failed and has waited long enough; sleep while nothing at all is up."""
-        self._turn = None
+        self._acting = None
         self._envs.wait_for_one(start_episodes, on_wait)
 
     def stop(self) -> None:
         """Close all envs, within one time limit for all of them."""
-        self._turn = None
+        self._acting = None
         self._envs.stop()
 
 
-def _undo(turn: Turn, gathered: Gathered) -> None:
+def _undo(acting: ActingSeats, gathered: Gathered) -> None:
     """Count no step of the poll: no more actions are pending than before, and no episode is longer."""
     raised = {failure.lane for failure in gathered.failures if not failure.stepped}
-    for lane, episode in turn.lanes:
+    for lane, episode in acting.lanes:
         episode.t -= lane.index not in raised
         for seat in episode.acting:
             seat.pending = False

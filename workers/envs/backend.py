@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.spaces import Spaces
 from headrace.workers.envs.failures import Failure
-from headrace.workers.envs.stepping import Outcome
+from headrace.workers.envs.sequential_step import Outcome
 
 
 @dataclass(slots=True, eq=False)

@@ -20,7 +20,7 @@ from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.pace import Pace
-from headrace.workers.envs.stepping import Outcome
+from headrace.workers.envs.sequential_step import Outcome
 
 StartEpisodes = Callable[[Callable[[], None]], None]
 """Called with what brings envs back, and may begin episodes by it."""

@@ -22,8 +22,8 @@ from headrace.workers.envs.lane import close_envs
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.rendering import render_at
+from headrace.workers.envs.sequential_step import Outcome, step_all
 from headrace.workers.envs.spaces import spaces_of
-from headrace.workers.envs.stepping import Outcome, step_all
 
 
 @dataclass(slots=True, eq=False)

@@ -17,9 +17,9 @@ from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.lane_table import WAIT_SLICE_S, LaneTable
 from headrace.workers.envs.pace import Pace
-from headrace.workers.envs.pacing import InlineSteps, LockSteps, ReadySteps, SetAside, Steps, hear
+from headrace.workers.envs.pending_steps import InlineSteps, LockSteps, ReadySteps, SetAside, Steps, hear
 from headrace.workers.envs.recovery import LaneRecovery, wait_for_one
-from headrace.workers.envs.stepping import Outcome
+from headrace.workers.envs.sequential_step import Outcome
 
 _STEPS: dict[Pace, type[LockSteps] | type[ReadySteps]] = {Pace.LOCK_STEP: LockSteps, Pace.READY: ReadySteps}
 

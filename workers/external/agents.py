@@ -9,15 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import ConfigError, EnvContractError
+from headrace.workers.agents.acting_seats import ActingSeats
 from headrace.workers.agents.env import AgentDict, gym_spaces_of, spaces_by_agent
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
 from headrace.workers.agents.seating import Seating
 from headrace.workers.agents.source import Gathered, LaneAnswer
-from headrace.workers.agents.turn import Turn
 from headrace.workers.agents.vector import MultiAgentVector, part_of
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.lane_table import LaneTable
-from headrace.workers.envs.stepping import Outcome
+from headrace.workers.envs.sequential_step import Outcome
 from headrace.workers.external.agent_episodes import AgentsCall, ExternalAgentEpisodes
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.calls import Answer, Call, Row
@@ -96,11 +96,11 @@ class ExternalAgentLanes(ExternalLanes):
 
     # -- taking in ----------------------------------------------------------------------------------------------------
 
-    def answers(self, turn: Turn, outcome: Outcome, gathered: Gathered) -> Iterator[LaneAnswer]:
-        """Yield what the driver of each lane of `turn` told; failures go to `gathered` first."""
+    def answers(self, acting: ActingSeats, outcome: Outcome, gathered: Gathered) -> Iterator[LaneAnswer]:
+        """Yield what the driver of each lane of `acting` told; failures go to `gathered` first."""
         gathered.failures += outcome.failures
         lost = {failure.lane for failure in outcome.failures}
-        for lane, episode in turn.lanes:
+        for lane, episode in acting.lanes:
             if lane.index not in lost:
                 yield lane, episode, self._heard.pop(lane.index).answer
 

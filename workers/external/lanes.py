@@ -22,7 +22,7 @@ from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.lane_table import WAIT_SLICE_S, LaneTable
 from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.recovery import SharedRecovery
-from headrace.workers.envs.stepping import Outcome
+from headrace.workers.envs.sequential_step import Outcome
 from headrace.workers.external.calls import Call, Place
 from headrace.workers.external.episodes import EpisodeTable
 from headrace.workers.external.run_thread import RunThread

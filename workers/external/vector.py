@@ -13,8 +13,8 @@ from headrace.schemas.spaces import Spaces, leaves
 from headrace.workers.envs.actions import action_root, to_env_form
 from headrace.workers.envs.lane import Episode
 from headrace.workers.envs.observations import Observations
+from headrace.workers.envs.sequential_step import Outcome
 from headrace.workers.envs.spaces import spaces_of
-from headrace.workers.envs.stepping import Outcome
 from headrace.workers.external.calls import Answer, Call, Row, SoloCall
 from headrace.workers.external.env import ExternalEnv
 from headrace.workers.external.lanes import ExternalLanes

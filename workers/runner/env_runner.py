@@ -20,15 +20,15 @@ from headrace.workers.metrics.runner_metrics import RunnerMetrics
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.modules.protocol import build_module
 from headrace.workers.policy.acting_module import ActingModule
-from headrace.workers.policy.columns import PolicyColumns
+from headrace.workers.policy.batch_columns import PolicyColumns
 from headrace.workers.randomness.seeds import SeedTree, episode_id_high
+from headrace.workers.runner.client_chunks import ClientChunks, take_over
 from headrace.workers.runner.policy_names import PolicyNames
 from headrace.workers.runner.state import RunnerState, Version
 from headrace.workers.runner.state_components import Selection, Wanted
-from headrace.workers.runner.taken_over import TakenOver, take_over
+from headrace.workers.sampling.action_mode import ActionMode
 from headrace.workers.sampling.cutting import Stamp
-from headrace.workers.sampling.loop import Enough, enough_episodes, enough_steps, poll_until
-from headrace.workers.sampling.mode import Mode
+from headrace.workers.sampling.poll_loop import Enough, enough_episodes, enough_steps, poll_until
 from headrace.workers.sampling.sample_size import check_size
 from headrace.workers.sampling.sampler import Sampler
 
@@ -224,7 +224,7 @@ class EnvRunner(ABC, Generic[Batch]):
         if num_timesteps is None and num_episodes is None:
             whole = self.config.batch_mode == "complete_episodes"
             num_timesteps, num_episodes = (None, width) if whole else (length * width, None)
-        mode = Mode(self.config.explore if explore is None else explore, random_actions)
+        mode = ActionMode(self.config.explore if explore is None else explore, random_actions)
         sampler = self._existing_sampler
         if num_episodes is None:
             steps = num_timesteps or 0
@@ -256,7 +256,7 @@ class EnvRunner(ABC, Generic[Batch]):
         self.callbacks.check_at_rest("sample_fragment()")
         whole = self.config.batch_mode == "complete_episodes"
         length, width = self.config.rollout_fragment_length, self.config.num_envs
-        self._begin(Mode(self.config.explore, random_actions), length, force_reset=False)
+        self._begin(ActionMode(self.config.explore, random_actions), length, force_reset=False)
         sampler = self._existing_sampler
         enough = enough_episodes(width, sampler) if whole else self._enough_steps(length * width)
         # A batch names one learner epoch.
@@ -286,7 +286,7 @@ class EnvRunner(ABC, Generic[Batch]):
                 "this runner has no module (its builder raised NotImplementedError); use random_actions=True"
             )
 
-    def _begin(self, mode: Mode, capacity: int, force_reset: bool) -> None:
+    def _begin(self, mode: ActionMode, capacity: int, force_reset: bool) -> None:
         sampler = self._existing_sampler
         if self._stopped:
             raise RunnerStoppedError
@@ -448,7 +448,7 @@ class EnvRunner(ABC, Generic[Batch]):
         """Return (return, length) of external episodes that ended and are not to be trained on, the oldest first."""
         return self._metrics.take_untrained(most)
 
-    def take_over(self, taken: TakenOver) -> None:
+    def take_over(self, taken: ClientChunks) -> None:
         """Count what clients sampled and cut in this runner's totals and metrics. Its worker ships the batch."""
         take_over(taken, self.totals, self._metrics, several_agents=self.config.is_multi_agent)
 

@@ -15,9 +15,9 @@ from headrace.workers.runner.env_runner import EnvRunner
 from headrace.workers.runner.policy_names import ModuleIdNames
 from headrace.workers.sampling.agent_views import MultiAgentEpisodeView
 from headrace.workers.sampling.cutting import Stamp
+from headrace.workers.sampling.external_wait import ExternalWait
 from headrace.workers.sampling.module_batches import ModuleBatches
 from headrace.workers.sampling.opening import open_agents
-from headrace.workers.sampling.patience import Patience
 from headrace.workers.sampling.sampler import Sampler
 from headrace.workers.sampling.seat_steps import SeatSteps
 
@@ -54,12 +54,12 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         config, seeds, totals, callbacks = self.config, self._seeds, self.totals, self.callbacks
         parts = config, self.worker_index, seeds, totals, self._specs, self._id_high, callbacks
         envs = open_agents(*parts, self._on_wait_for_hosts)
-        patience = None
+        wait = None
         if isinstance(envs, ExternalAgents):
             envs.read_version = lambda: self.weights_version
-            patience = Patience(config, envs)
+            wait = ExternalWait(config, envs)
         self._steps = SeatSteps(config, envs, seeds, totals, self._id_high)
-        return Sampler(config, envs, self._steps, totals, callbacks, patience)
+        return Sampler(config, envs, self._steps, totals, callbacks, wait)
 
     def _builder_of(self, module_id: str) -> tuple[Any, Mapping[str, Any]]:
         policy = self._specs.specs[module_id]

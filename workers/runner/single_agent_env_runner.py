@@ -22,9 +22,9 @@ from headrace.workers.runner.env_runner import EnvRunner
 from headrace.workers.runner.policy_names import OneModuleNames
 from headrace.workers.sampling.cutting import Stamp
 from headrace.workers.sampling.episode_view import EpisodeView
+from headrace.workers.sampling.external_wait import ExternalWait
 from headrace.workers.sampling.lane_steps import LaneSteps
 from headrace.workers.sampling.opening import open_envs
-from headrace.workers.sampling.patience import Patience
 from headrace.workers.sampling.sampler import Sampler
 
 
@@ -57,12 +57,12 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         config, seeds, totals, callbacks = self.config, self._seeds, self.totals, self.callbacks
         table = LaneTable(config, self.worker_index, seeds, totals, callbacks)
         envs = open_envs(table, self._on_wait_for_hosts)
-        patience = None
+        wait = None
         if isinstance(envs, ExternalVector):
             envs.read_version = lambda: self.weights_version
-            patience = Patience(config, envs)
+            wait = ExternalWait(config, envs)
         self._steps = LaneSteps(config, envs, seeds, totals, self._id_high)
-        return Sampler(config, envs, self._steps, totals, callbacks, patience)
+        return Sampler(config, envs, self._steps, totals, callbacks, wait)
 
     def _builder_of(self, module_id: str) -> tuple[Any, Mapping[str, Any]]:
         return self.config.module, self.config.module_config

@@ -20,7 +20,7 @@ from headrace.workers.envs.driver import EnvDriver, ReadyDriver
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.pace import Pace
-from headrace.workers.envs.stepping import Outcome
+from headrace.workers.envs.sequential_step import Outcome
 from headrace.workers.external.vector import ExternalEpisode, ExternalVector
 from headrace.workers.metrics.timers import Timers
 from headrace.workers.metrics.totals import RunnerTotals
@@ -29,12 +29,12 @@ from headrace.workers.policy.acting_module import ActingModule
 from headrace.workers.policy.noise import ActionNoise
 from headrace.workers.randomness.seeds import NoiseUse, SeedTree
 from headrace.workers.sampling.acting_lanes import Rows, next_to_act
+from headrace.workers.sampling.action_mode import ActionMode
 from headrace.workers.sampling.cutting import Marker, Stamp, cut
 from headrace.workers.sampling.episode_view import EpisodeView, OpenRows
 from headrace.workers.sampling.fragment import Fragment, OpenChunk
 from headrace.workers.sampling.lane_streams import check_lanes, read_lanes, write_lanes
 from headrace.workers.sampling.logged_actions import put_logged
-from headrace.workers.sampling.mode import Mode
 from headrace.workers.sampling.pending_fragment import PendingFragment
 
 _NO_STATE: dict[str, NDArray[Any]] = {}
@@ -61,7 +61,7 @@ class LaneSteps:
         id_high: int,
     ) -> None:
         self.envs = envs
-        self.mode = Mode(config.explore, random_actions=False)
+        self.mode = ActionMode(config.explore, random_actions=False)
         self.timers: Timers | None = None
         self.reset_polls = 0
         self.answered: int | None = None if envs.pace is Pace.LOCK_STEP else 0
@@ -147,7 +147,7 @@ class LaneSteps:
 
     # -- fragments and chunks that begin ------------------------------------------------------------------------------
 
-    def resume(self, mode: Mode, capacity: int) -> None:
+    def resume(self, mode: ActionMode, capacity: int) -> None:
         """Let episodes go on in a new fragment; the info of the observation at the seam belongs to both chunks."""
         self.mode = mode
         self.open_fragments(capacity + capacity // 4 if self.envs.steps_to_reset else capacity)

@@ -16,9 +16,9 @@ from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Lane
 from headrace.workers.metrics.timers import Timers
 from headrace.workers.policy.acting_module import ActingModule
+from headrace.workers.sampling.action_mode import ActionMode
 from headrace.workers.sampling.cutting import Stamp
 from headrace.workers.sampling.episode_view import AnyEpisodeView
-from headrace.workers.sampling.mode import Mode
 
 
 class PollOutcome(Protocol):
@@ -40,7 +40,7 @@ class SampledSteps(Protocol[AnyOutcome, Cut_co]):
     raise `ConnectorError` and `ModuleError`. `is_spoilt_by` says afterwards whether the open steps must be given up.
     """
 
-    mode: Mode
+    mode: ActionMode
     """How the actions of the open steps are chosen."""
     timers: Timers | None
     """Where the parts of the poll under way are timed; None in most polls."""
@@ -71,7 +71,7 @@ class SampledSteps(Protocol[AnyOutcome, Cut_co]):
     def look_back(self, lane: Lane, episode: Any, failure: Failure) -> AnyEpisodeView:
         """Return how the episode stood when it failed. The view outlives the rows, which are given up."""
 
-    def resume(self, mode: Mode, capacity: int) -> None:
+    def resume(self, mode: ActionMode, capacity: int) -> None:
         """Let the open episodes go on in new fragments, with room for `capacity` steps."""
 
     def open_fragments(self, capacity: int) -> None:

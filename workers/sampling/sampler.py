@@ -15,11 +15,11 @@ from headrace.workers.envs.driver import LaneDriver
 from headrace.workers.envs.failures import Failure
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.policies import PolicyMappingError
+from headrace.workers.sampling.action_mode import ActionMode
 from headrace.workers.sampling.cutting import Stamp
 from headrace.workers.sampling.episode_events import EpisodeEvents
 from headrace.workers.sampling.episode_starts import EpisodeStarts
-from headrace.workers.sampling.mode import Mode
-from headrace.workers.sampling.patience import Patience
+from headrace.workers.sampling.external_wait import ExternalWait
 from headrace.workers.sampling.sampled_steps import AnyOutcome, Cut_co, SampledSteps
 
 
@@ -30,8 +30,8 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
                       │                                         └─ abort (its env or a callback failed), rebuild
                       └─ spoilt: all open steps are lost        └─ abandon (a reset, another mode, the end)
 
-    With `patience`, episodes drive themselves. A poll first takes the observations that have arrived and then answers
-    them, so that callers do not wait for work between two polls.
+    With `external_wait`, episodes drive themselves. A poll first takes the observations that have arrived and then
+    answers them, so that callers do not wait for work between two polls.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         steps: SampledSteps[AnyOutcome, Cut_co],
         totals: RunnerTotals,
         callbacks: CallbackList,
-        patience: Patience | None = None,
+        external_wait: ExternalWait | None = None,
     ) -> None:
         self.envs = envs
         self.steps = steps
         self.needs_reset = True
-        self._patience = patience
+        self._external_wait = external_wait
         self._totals = totals
         self._width = config.num_envs
         self._events = EpisodeEvents(callbacks, steps.look)
@@ -57,12 +57,12 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
     @property
     def resets_envs(self) -> bool:
         """Whether sampling of whole episodes begins with a reset of all envs. External envs cannot be reset."""
-        return self._patience is None
+        return self._external_wait is None
 
     @property
     def is_overdue(self) -> bool:
         """Whether to cut a fragment that is not full, because external steps are late."""
-        return self._patience is not None and self._patience.is_overdue
+        return self._external_wait is not None and self._external_wait.is_overdue
 
     def use(self, modules: Mapping[str, Any], count_steps: Callable[[], int]) -> None:
         """Act with `modules`; see `ActingModule.use`.
@@ -77,7 +77,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         if remembers and self.steps.is_open:
             self._drop_steps()
 
-    def begin(self, mode: Mode, capacity: int, *, force_reset: bool) -> None:
+    def begin(self, mode: ActionMode, capacity: int, *, force_reset: bool) -> None:
         """Open fragments for `mode`, and start an episode in every env that has none. Raises `PolicyMappingError`."""
         if mode != self.steps.mode and self.steps.is_open:
             self._drop_steps()  # columns and flags of a batch are of one mode
@@ -91,8 +91,8 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
             except BaseException as error:
                 self._clear_up(error)
                 raise
-        if self._patience is not None:
-            self._patience.begin()
+        if self._external_wait is not None:
+            self._external_wait.begin()
 
     # -- one poll -----------------------------------------------------------------------------------------------------
 
@@ -101,19 +101,19 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
     ) -> None:
         """Let the envs that can act do so, record the results, and start the next episode where one ended.
 
-        After `stop_at_episodes` episodes have ended, it starts no more. May sleep while no env is up. Raises what
-        `EnvDriver.try_restart` and `Patience.check` raise, `ModuleError`, `ConnectorError` and `PolicyMappingError`.
-        The counts stay correct, and the next poll goes on.
+        After `stop_at_episodes` episodes have ended, it starts no more. May sleep while no env is up. Raises the errors
+        of `EnvDriver.try_restart` and `ExternalWait.check`, `ModuleError`, `ConnectorError` and `PolicyMappingError`.
+        Counts stay correct after an error, and the next poll goes on.
         """
         timers = self._totals.timers
         self.steps.timers = timers if timers.is_due() else None
         try:
-            if self._patience is None:
+            if self._external_wait is None:
                 self._repair(on_wait)
                 self.steps.act(weights_seq)
                 self._take(stop_at_episodes)
             else:
-                self._patience.check()
+                self._external_wait.check()
                 self._take(stop_at_episodes)
                 self._repair(on_wait)
                 self.steps.act(weights_seq)

@@ -16,11 +16,11 @@ from headrace.schemas.batch import OFF_POLICY, ChunkBatch
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import ConnectorError, ModuleError
 from headrace.schemas.ledger import Discard
+from headrace.workers.agents.acting_seats import ActingSeats, SeatGroup, acting_seats, seat_groups
 from headrace.workers.agents.episodes import AgentEpisode, MultiAgentEpisode, Seat
 from headrace.workers.agents.module_seats import ModuleSeats
 from headrace.workers.agents.seat_streams import check_seats, read_seats, write_seats
 from headrace.workers.agents.step_outcome import StepOutcome
-from headrace.workers.agents.turn import Part, Turn, parts_of, turn_of
 from headrace.workers.agents.vector import MultiAgentVector
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import to_env_form
@@ -35,13 +35,13 @@ from headrace.workers.policy.acting import Columns
 from headrace.workers.policy.acting_module import ActingModule
 from headrace.workers.randomness.seeds import SeedTree
 from headrace.workers.sampling.acting_lanes import next_to_act
+from headrace.workers.sampling.action_mode import ActionMode
 from headrace.workers.sampling.agent_views import MultiAgentEpisodeView
 from headrace.workers.sampling.cutting import Marker, Stamp
 from headrace.workers.sampling.fragment import OpenChunk
 from headrace.workers.sampling.lane_streams import check_lanes, read_lanes, write_lanes
 from headrace.workers.sampling.logged_actions import put_logged
 from headrace.workers.sampling.lost_steps import LostRewards, lose_ended, lose_episode
-from headrace.workers.sampling.mode import Mode
 from headrace.workers.sampling.module_batches import ModuleBatches
 from headrace.workers.sampling.seat_cutting import cut_seats
 from headrace.workers.sampling.seat_fragment import SeatFragment
@@ -61,7 +61,7 @@ class SeatSteps:
         self, config: EnvRunnerConfig, envs: MultiAgentVector, seeds: SeedTree, totals: RunnerTotals, id_high: int
     ) -> None:
         self.envs = envs
-        self.mode = Mode(config.explore, random_actions=False)
+        self.mode = ActionMode(config.explore, random_actions=False)
         self.timers: Timers | None = None
         self.reset_polls = 0
         """No poll is a reset only: an env that has ended its episode is reset between two."""
@@ -80,7 +80,7 @@ class SeatSteps:
         self._markers: dict[str, list[Marker]] = {}
         self._over: list[MultiAgentEpisode] = []
         """Episodes that ended since the last cut."""
-        self._turn: Turn | None = None
+        self._acting: ActingSeats | None = None
         """The seats that acted in the newest poll, and the actions they chose."""
         self._actions: list[Any] = []
         self._follow_modules()
@@ -136,7 +136,7 @@ class SeatSteps:
 
     # -- fragments and chunks that begin ------------------------------------------------------------------------------
 
-    def resume(self, mode: Mode, capacity: int) -> None:
+    def resume(self, mode: ActionMode, capacity: int) -> None:
         """Let agents go on in new fragments; the info of the observation at the seam belongs to both chunks."""
         self.mode = mode
         self.open_fragments(capacity)
@@ -164,8 +164,8 @@ class SeatSteps:
 
     def _begin_seats(self, seats: Sequence[Seat]) -> None:
         """Begin the chunks of agents that have appeared, whose first observations have arrived."""
-        for part in parts_of(seats):
-            part.module.policy.start(part.rows)
+        for group in seat_groups(seats):
+            group.module.policy.start(group.rows)
         for seat in seats:
             seat.module.random.forget(seat.row)
             self._fragment(seat).begin(seat.row, seat.episode, self._state_in(seat))
@@ -176,59 +176,59 @@ class SeatSteps:
     # -- one poll -----------------------------------------------------------------------------------------------------
 
     def act(self, weights_seq: int) -> None:
-        choose: Callable[[Turn, int], list[Any]] = self._choose
+        choose: Callable[[ActingSeats, int], list[Any]] = self._choose
         if self.timers is not None and not self.mode.random_actions:
             choose = self.timers.timed("rlmodule_inference_timer", choose)
         if self._pace is Pace.LOCK_STEP:
-            self._turn = turn = self.envs.turn()
-            self._actions = choose(turn, weights_seq)
+            self._acting = acting = self.envs.acting()
+            self._actions = choose(acting, weights_seq)
             return
-        acting = next_to_act(self.envs, self._width)
-        if len(acting):
-            turn = turn_of([self.envs.lanes[index] for index in acting.tolist()])
-            self.envs.send(turn, choose(turn, weights_seq))
+        lanes = next_to_act(self.envs, self._width)
+        if len(lanes):
+            acting = acting_seats([self.envs.lanes[index] for index in lanes.tolist()])
+            self.envs.send(acting, choose(acting, weights_seq))
 
-    def _choose(self, turn: Turn, weights_seq: int) -> list[Any]:
-        """Let each module act once for all its seats; returns actions in the order of the seats of `turn`."""
-        actions: list[Any] = [None] * len(turn.seats)
-        for part in turn.parts:
-            module, rows = part.module, part.rows
-            columns = self._columns_of(turn, part)
+    def _choose(self, acting: ActingSeats, weights_seq: int) -> list[Any]:
+        """Let each module act once for all its seats; returns actions in the order of the seats of `acting`."""
+        actions: list[Any] = [None] * len(acting.seats)
+        for group in acting.groups:
+            module, rows = group.module, group.rows
+            columns = self._columns_of(acting, group)
             fragment = self._fragments[module.module_id]
-            fragment.act_at(rows, columns, weights_seq, part.of_array(turn.env_t))
+            fragment.act_at(rows, columns, weights_seq, group.of_array(acting.env_t))
             root = "actions_for_env" if any(name.startswith("actions_for_env") for name in columns) else "actions"
             sent = {name: column[rows] for name, column in columns.items() if name.startswith(root)}
             formed = to_env_form(module.env_spaces.action, sent, root)
-            if part.places is None:
+            if group.places is None:
                 return formed
-            for place, action in zip(part.places.tolist(), formed, strict=True):
+            for place, action in zip(group.places.tolist(), formed, strict=True):
                 actions[place] = action
         return actions
 
-    def _columns_of(self, turn: Turn, part: Part) -> Columns:
-        """Return what the module of `part` has its seats do, in columns with a row for each of its seats."""
-        policy = part.module.policy
-        columns = policy.act(part.rows, explore=self.mode.explore, random_actions=self.mode.random_actions)
+    def _columns_of(self, acting: ActingSeats, group: SeatGroup) -> Columns:
+        """Return what the module of `group` has its seats do, in columns with a row for each of its seats."""
+        policy = group.module.policy
+        columns = policy.act(group.rows, explore=self.mode.explore, random_actions=self.mode.random_actions)
         if self._pace is not Pace.EXTERNAL:
             return columns
-        columns = {**columns, OFF_POLICY: np.zeros(part.module.width, np.bool_)}
-        logged = cast(ExternalAgents, self.envs).logged(part.of(turn.seats))
+        columns = {**columns, OFF_POLICY: np.zeros(group.module.width, np.bool_)}
+        logged = cast(ExternalAgents, self.envs).logged(group.of(acting.seats))
         if logged:
             module = None if self.mode.random_actions else policy.module
-            columns = put_logged(columns, logged, module, part.module.env_spaces.action)
+            columns = put_logged(columns, logged, module, group.module.env_spaces.action)
         return columns
 
     def take(self) -> StepOutcome | None:
         if self._pace is Pace.LOCK_STEP:
             step = self.envs.step if self.timers is None else self.timers.timed("env_step_timer", self.envs.step)
-            return step(self._newest_turn, self._actions)
+            return step(self._newest_acting, self._actions)
         take = self.envs.take if self.timers is None else self.timers.timed("env_step_timer", self.envs.take)
-        turn, outcome = take()
-        self._turn = turn
-        if not turn.lanes:
+        acting, outcome = take()
+        self._acting = acting
+        if not acting.lanes:
             return None
         assert self.answered is not None
-        self.answered += len(turn.lanes)
+        self.answered += len(acting.lanes)
         return outcome
 
     def is_spoilt_by(self, error: BaseException) -> bool:
@@ -238,23 +238,23 @@ class SeatSteps:
 
     def count(self, outcome: StepOutcome) -> None:
         """Count the steps of the seats that acted. Where an env raised, its agents' actions were not taken."""
-        turn = self._newest_turn
+        acting = self._newest_acting
         raised = [failure.lane for failure in outcome.failures if not failure.stepped]
-        untaken = sum(len(episode.acting) for lane, episode in turn.lanes if lane.index in raised) if raised else 0
-        self._totals.stepped += len(turn.seats) - untaken
-        self._totals.open += len(turn.seats) - untaken
-        self._totals.env_steps += len(turn.lanes) - len(raised)
+        untaken = sum(len(episode.acting) for lane, episode in acting.lanes if lane.index in raised) if raised else 0
+        self._totals.stepped += len(acting.seats) - untaken
+        self._totals.open += len(acting.seats) - untaken
+        self._totals.env_steps += len(acting.lanes) - len(raised)
 
     @property
-    def _newest_turn(self) -> Turn:
-        assert self._turn is not None, "a poll has a turn"
-        return self._turn
+    def _newest_acting(self) -> ActingSeats:
+        assert self._acting is not None, "a poll has acting seats"
+        return self._acting
 
     def record(self, outcome: StepOutcome) -> None:
         """Write what the last step brought for the seats, as far as they go on or have just begun."""
-        for part in parts_of(outcome.answered):
-            unseen = [seat.row for seat in outcome.unseen if seat.module is part.module] if outcome.unseen else ()
-            self._answer(part, part.of_array(outcome.rewards), unseen)
+        for group in seat_groups(outcome.answered):
+            unseen = [seat.row for seat in outcome.unseen if seat.module is group.module] if outcome.unseen else ()
+            self._answer(group, group.of_array(outcome.rewards), unseen)
         if outcome.newcomers:
             self._begin_seats(outcome.newcomers)
         for seat, info in outcome.infos:
@@ -267,9 +267,9 @@ class SeatSteps:
             seat.pending, seat.reward = False, 0.0
         self.lost_rewards.final_observations_repeated += outcome.repeated
 
-    def _answer(self, part: Part, rewards: NDArray[np.float64], unseen: Sequence[int]) -> None:
+    def _answer(self, group: SeatGroup, rewards: NDArray[np.float64], unseen: Sequence[int]) -> None:
         """Complete the last steps of a module's seats by what these see now; `unseen` rows see nothing new."""
-        fragment, connectors, rows = self._fragments[part.module.module_id], part.module.policy.connectors, part.rows
+        fragment, connectors, rows = self._fragments[group.module.module_id], group.module.policy.connectors, group.rows
         if connectors.sees:
             new = ~np.isin(rows, unseen) if unseen else slice(None)
             seen = rows[new]
@@ -288,7 +288,7 @@ class SeatSteps:
             self._fragment(seat).add_info(seat.row, info)
 
     def stepped(self, outcome: StepOutcome) -> Iterable[tuple[Lane, MultiAgentEpisode]]:
-        return self._newest_turn.lanes
+        return self._newest_acting.lanes
 
     def over(self, outcome: StepOutcome) -> Mapping[int, ChunkEnd]:
         return outcome.over
@@ -298,8 +298,8 @@ class SeatSteps:
         outcome.ended = [(seat, end) for seat, end in outcome.ended if seat.episode.whole is not lane.episode]
 
     def end(self, outcome: StepOutcome) -> None:
-        for part in parts_of([seat for seat, _ in outcome.ended]):
-            self._end_seats(part.module.module_id, part.of(outcome.ended))
+        for group in seat_groups([seat for seat, _ in outcome.ended]):
+            self._end_seats(group.module.module_id, group.of(outcome.ended))
         for index in outcome.over:
             episode = self.envs.lanes[index].episode
             assert isinstance(episode, MultiAgentEpisode)

@@ -25,8 +25,8 @@ from headrace.schemas.serving_messages import ChunkShipment
 from headrace.schemas.spaces import Spaces
 from headrace.schemas.weights import Arrays, encode_weights
 from headrace.schemas.wire import Buffer, MessageKind, WireLimits, decode_header
-from headrace.workers.policy.columns import PolicyColumns
-from headrace.workers.runner.taken_over import TakenOver
+from headrace.workers.policy.batch_columns import PolicyColumns
+from headrace.workers.runner.client_chunks import ClientChunks
 from headrace.workers.serving.shipped_episodes import ShippedEpisodes
 
 
@@ -46,7 +46,7 @@ class Delivery:
     The worker calls `done` when the batch, if there is one, has its number in the stream.
     """
 
-    taken: TakenOver
+    taken: ClientChunks
     done: Callable[[], None]
 
 
@@ -131,7 +131,8 @@ class ActingChannel:
                 self._check_label(batch)
                 batch = self._episodes.take(owner, batch)
             s = shipment
-            self._deliveries.append(Delivery(TakenOver(batch, discarded, s.untrained, s.episodes, s.env_steps), done))
+            chunks = ClientChunks(batch, discarded, s.untrained, s.episodes, s.env_steps)
+            self._deliveries.append(Delivery(chunks, done))
 
     def lost(self, owner: object) -> None:
         """End the unfinished episodes of `owner`, who is gone, by end markers."""
@@ -181,7 +182,7 @@ def _frames(array: Any, sizes: list[int]) -> list[Buffer]:
 
 
 def _markers(batch: ChunkBatch) -> Delivery:
-    return Delivery(TakenOver(batch), _no_answer)
+    return Delivery(ClientChunks(batch), _no_answer)
 
 
 def _no_answer() -> None:

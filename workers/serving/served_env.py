@@ -13,8 +13,8 @@ from headrace.schemas.config import FleetConfig, is_loopback
 from headrace.schemas.errors import ConfigError, EnvContractError, PortInUseError
 from headrace.schemas.keys import CLIENT_PORT, TOKEN_FILE, BrokerKeys, client_keys, read_client_port_keys
 from headrace.schemas.serving_settings import HIGHEST_PORT, ServingSection
-from headrace.workers.agents.creation import build_multi_agent_env
 from headrace.workers.agents.env import gym_spaces_of, spaces_by_agent
+from headrace.workers.agents.env_building import build_multi_agent_env
 from headrace.workers.config import EnvRunnerConfig, runner_config
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import find_creator

@@ -11,7 +11,7 @@ from typing import Self
 from headrace.schemas.keys import CLIENT_PORT, BrokerKeys
 from headrace.schemas.spaces import Spaces
 from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSettings
-from headrace.workers.policy.columns import PolicyColumns
+from headrace.workers.policy.batch_columns import PolicyColumns
 from headrace.workers.serving.acting_channel import ActingChannel
 from headrace.workers.serving.dispatcher import Dispatcher
 from headrace.workers.serving.episode_codec import EpisodeCodec

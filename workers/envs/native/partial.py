@@ -25,7 +25,7 @@ from headrace.workers.envs.native.vector_step import VectorStep, bad_rewards, re
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.rendering import render_at
-from headrace.workers.envs.stepping import Outcome
+from headrace.workers.envs.sequential_step import Outcome
 
 
 def is_partial(env: Any) -> bool:

@@ -41,7 +41,7 @@ from headrace.workers.envs.native.vector_step import (
 )
 from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.rendering import picture_of, warn_of
-from headrace.workers.envs.stepping import Outcome
+from headrace.workers.envs.sequential_step import Outcome
 
 
 class NativeVector(NativeLanes):

@@ -25,8 +25,8 @@ from headrace.workers.envs.process.control import BEGAN, NO_SEED, Command, Contr
 from headrace.workers.envs.process.error_json import error_to_json
 from headrace.workers.envs.process.pictures import picture_to_json
 from headrace.workers.envs.process.shared_arrays import columns_layout, map_arrays
+from headrace.workers.envs.sequential_step import step_all
 from headrace.workers.envs.spaces import spaces_of
-from headrace.workers.envs.stepping import step_all
 
 BuildEnv = Callable[[EnvCreator, EnvContext, bool | None], tuple[Any, Spaces]]
 """(creator, context, whether the env must be of several agents; None: either) -> an env in columns, and its spaces."""

@@ -20,7 +20,7 @@ from headrace.workers.envs.lane import Episode
 from headrace.workers.envs.lane_table import WAIT_SLICE_S, LaneTable
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.recovery import LaneRecovery
-from headrace.workers.envs.stepping import Outcome
+from headrace.workers.envs.sequential_step import Outcome
 
 Columns = dict[str, NDArray[Any]]
 OnWait = Callable[[], None] | None

@@ -9,7 +9,7 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.external.lanes import ExternalDriver as ExternalLanes
 
 
-class Patience:
+class ExternalWait:
     """The waiting times of one sampler of `envs`, counted from `begin`."""
 
     def __init__(self, config: EnvRunnerConfig, envs: ExternalLanes) -> None:

@@ -8,7 +8,7 @@ from headrace.schemas.chunk import EXPLORE, RANDOM_ACTIONS
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
+class ActionMode:
     """Whether the policy chooses actions, exploring or not, or they are random."""
 
     explore: bool

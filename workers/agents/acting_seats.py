@@ -18,7 +18,7 @@ Rows = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class SeatGroup:
     """The seats of one module in a list of seats: their rows there, and their places in the list (None: all)."""
 
     module: ModuleSeats
@@ -26,7 +26,7 @@ class Part:
     places: Rows | None
 
     def of(self, values: Sequence[Any]) -> Sequence[Any]:
-        """Return those of `values`, one for each seat of the list, that belong to this part."""
+        """Return those of `values`, one for each seat of the list, that belong to this group."""
         return values if self.places is None else [values[i] for i in self.places.tolist()]
 
     def of_array(self, values: NDArray[Any]) -> NDArray[Any]:
@@ -35,12 +35,12 @@ class Part:
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class ActingSeats:
     """The seats that act, lane by lane. `env_t` int64: the env step of each. Valid until a lane is no longer plain."""
 
     lanes: list[tuple[Lane, MultiAgentEpisode]]
     seats: list[Seat]
-    parts: list[Part]
+    groups: list[SeatGroup]
     env_t: NDArray[np.int64]
 
     def by_lane(self, actions: Sequence[Any]) -> dict[int, AgentDict]:
@@ -53,7 +53,7 @@ class Turn:
         return by_lane
 
 
-def turn_of(lanes: Sequence[Lane]) -> Turn:
+def acting_seats(lanes: Sequence[Lane]) -> ActingSeats:
     """Return the seats with an observation to act on. An env without such a seat is stepped too."""
     pairs = [(lane, lane.episode) for lane in lanes if isinstance(lane.episode, MultiAgentEpisode)]
     seats: list[Seat] = []
@@ -61,10 +61,10 @@ def turn_of(lanes: Sequence[Lane]) -> Turn:
     for _, episode in pairs:
         seats += episode.acting
         env_t += [episode.t] * len(episode.acting)
-    return Turn(pairs, seats, parts_of(seats), np.array(env_t, np.int64))
+    return ActingSeats(pairs, seats, seat_groups(seats), np.array(env_t, np.int64))
 
 
-def parts_of(seats: Sequence[Seat]) -> list[Part]:
+def seat_groups(seats: Sequence[Seat]) -> list[SeatGroup]:
     """Return `seats` by module, in the order of the modules' numbers."""
     if not seats:
         return []
@@ -72,11 +72,11 @@ def parts_of(seats: Sequence[Seat]) -> list[Part]:
     owners = [seat.module.index for seat in seats]
     first = owners[0]
     if owners.count(first) == len(owners):
-        return [Part(seats[0].module, rows, None)]
+        return [SeatGroup(seats[0].module, rows, None)]
     owner = np.array(owners)
     numbers, examples = np.unique(owner, return_index=True)
-    parts = []
+    groups = []
     for number, example in zip(numbers.tolist(), examples.tolist(), strict=True):
         places = np.flatnonzero(owner == number)
-        parts.append(Part(seats[example].module, rows[places], places))
-    return parts
+        groups.append(SeatGroup(seats[example].module, rows[places], places))
+    return groups

@@ -16,7 +16,7 @@ Episodes = Sequence[tuple[float, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class TakenOver:
+class ClientChunks:
     """A batch, if there is one, and further counts."""
 
     batch: ChunkBatch | None = None
@@ -30,7 +30,7 @@ class TakenOver:
     """With several agents: env steps taken, delivered, discarded. With one agent, each step is an env step."""
 
 
-def take_over(taken: TakenOver, totals: RunnerTotals, metrics: RunnerMetrics, *, several_agents: bool) -> None:
+def take_over(taken: ClientChunks, totals: RunnerTotals, metrics: RunnerMetrics, *, several_agents: bool) -> None:
     """Add `taken` to `totals` and `metrics`."""
     for reason, steps in taken.discarded.items():
         totals.stepped += steps
@@ -49,7 +49,7 @@ def take_over(taken: TakenOver, totals: RunnerTotals, metrics: RunnerMetrics, *,
     totals.env_steps, totals.env_steps_delivered = totals.stepped, totals.delivered
 
 
-def _count_agents(taken: TakenOver, totals: RunnerTotals, metrics: RunnerMetrics) -> None:
+def _count_agents(taken: ClientChunks, totals: RunnerTotals, metrics: RunnerMetrics) -> None:
     stepped, delivered, discarded = taken.env_steps
     totals.env_steps += stepped
     totals.env_steps_delivered += delivered
