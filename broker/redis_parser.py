@@ -65,9 +65,9 @@ class HashParser:
         return self._parse("runner_state", raw, _slot, read_counters)
 
     def lease(self, raw: Hash) -> dict[str, Any]:
-        """Parse the learner's lease: epoch and since are numbers, the rest text. Empty when there is none."""
+        """Parse the learner's lease: epoch and since_unix_s are numbers, the rest text. Empty when there is none."""
         lease: dict[str, Any] = self._parse("lease", raw, str, str)
-        for name, read in (("epoch", _count), ("since", _finite)):
+        for name, read in (("epoch", _count), ("since_unix_s", _finite)):
             if name in lease:
                 kept = self._parse("lease", {name.encode(): lease.pop(name).encode()}, str, read)
                 lease.update(kept)

@@ -62,7 +62,7 @@ def test_what_is_reported_is_what_is_read(url: str, fleet_id: str, make_row: Mak
         rows=[row],
         gauges={"env_steps_per_s": 1234.5, "episode_return_mean": float("nan")},
         workers={0: {"pid": 17, "blocked": "learner"}},
-        lease={"epoch": 3, "token": "abc", "since": 1.5},
+        lease={"epoch": 3, "token": "abc", "since_unix_s": 1.5},
         incarnations={0: 1},
     )
     report_once(url, fleet_id, report)
@@ -70,7 +70,7 @@ def test_what_is_reported_is_what_is_read(url: str, fleet_id: str, make_row: Mak
     assert snapshot.rows == {(0, 1): row}
     assert snapshot.gauges == {"env_steps_per_s": 1234.5, "redis_failures": 0.0}
     assert snapshot.workers == {0: {"pid": 17, "blocked": "learner"}}
-    assert snapshot.lease == {"epoch": 3, "token": "abc", "since": 1.5}
+    assert snapshot.lease == {"epoch": 3, "token": "abc", "since_unix_s": 1.5}
     assert snapshot.incarnations == {0: 1}
     assert snapshot.totals["dropped_steps_stale_total"] == 32
     assert snapshot.fleet.balance() == 0
@@ -378,7 +378,7 @@ def test_garbage_in_any_key_is_left_out_and_logged(
         for number, value in enumerate(GARBAGE):
             client.hset(key_name(fleet_id, key), f"{number + 10}/1", value)
             client.hset(key_name(fleet_id, key), value, b"1")
-    client.hset(key_name(fleet_id, LEASE), "since", b"nan")
+    client.hset(key_name(fleet_id, LEASE), "since_unix_s", b"nan")
     reporter = RedisReporter(url, fleet_id)
     saved = reporter.take_saved(wait_s=30.0)
     assert saved is not None

@@ -84,8 +84,9 @@ def _weights(sampler: Any) -> Any:
     return sampler.get_state("rl_module")["rl_module"]
 
 
-def test_make_module_builds_what_the_config_says_by_now() -> None:
-    with runner(module_config={"seed": 1}) as sampler, runner(module_config={"seed": 2}) as other:
+@KINDS
+def test_make_module_builds_what_the_config_says_by_now(kind: Kind) -> None:
+    with kind.runner(1, module_config={"seed": 1}) as sampler, kind.runner(1, module_config={"seed": 2}) as other:
         sampler.config.module_config["seed"] = 2
         assert not equal_states(_weights(sampler), _weights(other))
         sampler.make_module()
@@ -101,6 +102,14 @@ def test_weights_that_were_given_go_with_the_module_that_had_them(kind: Kind) ->
         sampler.make_module()
         assert sampler.weights_version == (0, 0)
         assert equal_states(_weights(sampler), built)
+
+
+@KINDS
+def test_weights_may_be_the_state_dict_of_a_torch_module(kind: Kind) -> None:
+    with kind.runner(1, module_config={"seed": 1}) as sampler, kind.runner(1, module_config={"seed": 2}) as other:
+        (module,) = other.modules.values()
+        sampler.set_weights(module.state_dict(), seq=1)
+        assert equal_states(_weights(sampler), _weights(other))
 
 
 @KINDS

@@ -18,7 +18,7 @@ def read_weights(module: torch.nn.Module) -> dict[str, NDArray[Any]]:
     return {name: tensor.detach().cpu().numpy().copy() for name, tensor in module.state_dict().items()}
 
 
-def check_weights(module: torch.nn.Module, state: Mapping[str, NDArray[Any]]) -> None:
+def check_weights(module: torch.nn.Module, state: Mapping[str, NDArray[Any] | torch.Tensor]) -> None:
     """Raise `ModuleError` unless `state` has the names and shapes of the module's parameters and buffers."""
     own = module.state_dict()
     missing, strange = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
@@ -35,7 +35,7 @@ def check_weights(module: torch.nn.Module, state: Mapping[str, NDArray[Any]]) ->
             )
 
 
-def write_weights(module: torch.nn.Module, state: Mapping[str, NDArray[Any]]) -> None:
+def write_weights(module: torch.nn.Module, state: Mapping[str, NDArray[Any] | torch.Tensor]) -> None:
     """Copy `state` into the module's own memory. Copies nothing if it raises `ModuleError`."""
     check_weights(module, state)
     with torch.no_grad():
@@ -68,6 +68,8 @@ def weights_by_module(state: Mapping[str, Any], modules: Sequence[str]) -> dict[
     return given
 
 
-def _tensor(array: NDArray[Any]) -> torch.Tensor:
+def _tensor(array: NDArray[Any] | torch.Tensor) -> torch.Tensor:
+    if isinstance(array, torch.Tensor):  # as in `module.state_dict()`
+        return array
     # Torch warns about read-only arrays, as those from the wire are. A copy costs little next to the broadcast.
     return torch.from_numpy(np.array(array))

@@ -359,7 +359,9 @@ class EnvRunner(ABC, Generic[Batch]):
         return self._state.weights_version
 
     def set_weights(self, state: Mapping[str, Any], seq: int, learner_epoch: int = 0, digest: str = "") -> None:
-        """Act with `state` from the next poll on. Raises `ModuleError`, changing nothing, if it does not fit.
+        """Act with `state`, arrays or torch tensors, from the next poll on.
+
+        Raises `ModuleError`, changing nothing, if it does not fit.
 
         Arrays whose names begin with "connectors/" are connector state of the same version: taken together with the
         weights, or not at all, as `merge_connector_updates` gives them; `ConnectorError` if they do not fit.

@@ -62,7 +62,7 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         return Sampler(config, envs, self._steps, totals, callbacks, wait)
 
     def _builder_of(self, module_id: str) -> tuple[Any, Mapping[str, Any]]:
-        policy = self._specs.specs[module_id]
+        policy = Policies.of(self.config).specs[module_id]  # the config may have changed since
         return policy.module, policy.module_config
 
     def _maps_actions(self, module_id: str) -> bool:
