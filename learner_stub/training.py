@@ -68,6 +68,9 @@ class Publisher(Protocol):
     def publish(self, state_dict: Mapping[str, Any]) -> int:
         """Make these the fleet's newest weights; return their seq."""
 
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Log the figures of one update."""
+
 
 def train(
     policies: LearnerPolicies,
@@ -92,6 +95,7 @@ def train(
         save_checkpoint(checkpoint, _snapshot(policies, stream))
         stream.commit()
         newest = weights.publish(policies.weights())
+        weights.log(metrics)
         progress.report(metrics)
         if stopping.is_set():
             stop_by = min(stop_by, time.monotonic() + _FINISH_S)
