@@ -108,6 +108,6 @@ def test_the_final_table_names_every_loss_and_says_whether_it_adds_up(queued: in
     stream = io.StringIO()
     print_summary(summary_of(BOOKS.model_copy(update={"queued": queued})), stream)
     text = stream.getvalue()
-    for part in ("dropped: stale", "discarded: worker_killed", "475.5 over the last 100", says):
+    for part in ("dropped: stale", "discarded: worker_killed", "475.5 over 100", says):
         assert part in text
     assert ledger_table(BOOKS).row_count == 5
