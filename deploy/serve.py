@@ -23,14 +23,14 @@ from headrace.schemas.stop_event import stop_event
 log = logging.getLogger("headrace.deploy")
 
 
-def serve(config: Path | None, sets: Sets, flags: Flags, *, checkpoint: str, as_json: bool, debug: bool) -> None:
+def serve(config: Path | None, sets: Sets, flags: Flags, *, checkpoint: str, as_json: bool) -> None:
     """Serve the policy at `checkpoint` until SIGTERM or Ctrl-C; then let episodes end, and print their results.
 
     Settings are those beside the checkpoint, unless another file is named.
     """
     config = config or config_beside(checkpoint)
     resolved, origins = resolve(config, sets, flags)
-    set_up_logging(Identity(resolved.fleet.fleet_id, "serve"), debug=debug)
+    set_up_logging(Identity(resolved.fleet.fleet_id, "serve"))
     policy = find_policy(checkpoint, resolved.fleet.fleet_id)
     _check_policies(policy, resolved)
     with no_exit_from(EnvError, "the env or the module"):
