@@ -21,14 +21,6 @@ BUILT_IN = {"tensorboard": "TensorBoardLogger", "wandb": "WandbLogger", "mlflow"
 """Setting, which is also the name of the extra and of the package -> class in `{setting}_logger.py`."""
 
 
-def check_loggers(section: LoggingSection) -> None:
-    """Import what the loggers need. Raises `ConfigError` for a missing package or a name that is not there."""
-    for name in _built_in(section):
-        _load_built_in(name)
-    for path in section.loggers:
-        load_object(path, "logging.loggers")
-
-
 def open_loggers(section: LoggingSection, run: RunInfo, columns: Iterable[str]) -> list[LoggerThread]:
     """Build the loggers of both files, and those that `section` names, each with its thread.
 

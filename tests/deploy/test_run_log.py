@@ -17,6 +17,7 @@ from headrace.deploy.audit import find_books
 from headrace.deploy.fleet_file import read_fleet_file
 from headrace.deploy.redis_server import serving
 from headrace.deploy.redis_view import FleetView, LearnerRowView, Snapshot
+from headrace.schemas.errors import ExitCode
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -132,6 +133,20 @@ def test_rows_agree_with_the_summary_with_redis_and_with_tensorboard(tmp_path: P
     kept = (tmp_path / "mine.txt").read_text().splitlines()
     assert kept == [f"{row['kind']} {row['env_steps']} {len(row)}" for row in rows] + ["closed"]
     assert said.count("logger mine:Fails failed and is switched off (ConnectionError: no route to my server)") == 1
+
+
+def test_a_logger_that_is_not_there_is_an_error_before_anything_starts(tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(tmp_path, "--set", 'logging.loggers=["nowhere:Logger"]'),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == ExitCode.CONFIG
+    assert "logging.loggers: module 'nowhere' cannot be imported" in done.stderr
+    assert not (tmp_path / "logs" / "redis.log").exists()
 
 
 def test_rows_go_on_after_the_death_of_learner_and_supervisor(tmp_path: Path) -> None:
