@@ -76,7 +76,7 @@ def test_other_programs_read_the_file_too(path: Path) -> None:
 
 
 def test_what_the_format_cannot_hold_is_named(path: Path) -> None:
-    for arrays, named in (({"x": np.array([object()])}, "'x' has dtype object"), ({"__metadata__": np.ones(1)}, "meta")):
+    for arrays, named in (({"x": np.array([object()])}, "'x' has dtype object"), ({"__metadata__": np.ones(1)}, "__")):
         with pytest.raises(EncodeError, match=named):
             save_checkpoint(path, Checkpoint(1, [], {}, arrays))
 
