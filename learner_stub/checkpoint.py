@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +87,35 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, *, claim: bool = False) 
     except OSError as error:
         fresh.unlink(missing_ok=True)
         raise RunDirError(str(path.parent), f"the checkpoint cannot be written ({error.strerror})") from error
+
+
+def hold_checkpoint(path: Path, at: Path) -> Checkpoint | None:
+    """Keep what is at `path` now at `at` too, and load it. Return None where there is nothing at the moment.
+
+    A later save does not change it. Raises `CheckpointError`, and `RunDirError` when the folder cannot be written to.
+    """
+    try:
+        at.unlink(missing_ok=True)
+        try:
+            os.link(path, at)
+        except FileNotFoundError:
+            return None
+        except OSError:  # a file system without links
+            shutil.copyfile(path, at)
+        return _read(at)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunDirError(str(at.parent), f"the checkpoint cannot be kept ({error.strerror})") from error
+
+
+def keep_best(held: Path, best: Path) -> None:
+    """Let the checkpoint that `hold_checkpoint` kept at `held` be the best one, in one step. Raises `RunDirError`."""
+    try:
+        held.replace(best)
+        _sync_folder(best.parent)
+    except OSError as error:
+        raise RunDirError(str(best.parent), f"the best checkpoint cannot be kept ({error.strerror})") from error
 
 
 def load_checkpoint(path: Path) -> Checkpoint | None:
