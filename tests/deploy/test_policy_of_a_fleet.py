@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -29,7 +30,7 @@ earned, over = 0.0, False
 while not over:
     observation, reward, terminated, truncated, _ = env.step(policy.act(observation))
     earned, over = earned + reward, terminated or truncated
-program = torch.export.load(sys.argv[2]).module()
+program = torch.export.load(policy.export("policy.pt2")).module()
 batch = np.random.default_rng(0).uniform(-1, 1, (500, 4)).astype(np.float32)
 assert (program(torch.from_numpy(batch)).numpy() == policy.act(batch)).all()
 print(earned, sum(p.numel() for p in policy.module.parameters()))
@@ -48,41 +49,34 @@ def headrace(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return run("-m", "headrace.deploy", *arguments, folder=folder)
 
 
+def evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "evaluations.jsonl"
+    return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+
+
 def test_a_fleet_evaluates_itself_and_leaves_a_policy_to_use(tmp_path: Path) -> None:
-    goal = ("--until-steps", "40000", "--set", "learner.evaluate_every_steps=6000", "--timeout-s", "200")
-    up = headrace(
-        "up",
-        "--env",
-        "CartPole-v1",
-        "--workers",
-        "1",
-        "--seed",
-        "0",
-        "--run-dir",
-        "run",
-        "--json",
-        *goal,
-        folder=tmp_path,
-    )
-    summary = orjson.loads(up.stdout)
-    told = [orjson.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").read_bytes().splitlines()]
-    assert told
+    run_dir = tmp_path / "run"
+    settings = ("--workers", "1", "--set", "learner.evaluate_every_steps=6000")
+    with RunningFleet(run_dir, "--env", "CartPole-v1", *settings) as fleet:
+        fleet.wait_until(lambda: len(evaluations(run_dir)) >= 2, "two evaluations")
+        fleet.terminate()
+        summary = fleet.finish()
+    assert (summary["returncode"], summary["balanced"]) == (0, True)
+    assert summary["ledger"]["committed"][0] == summary["steps"], "what an evaluation plays is in no ledger"
+    assert "evaluation mean return" in summary["stderr"]
+    assert read_fleet_file(run_dir / "fleet.json").incarnations["evaluator"] == 1
+    told = evaluations(run_dir)
     assert all(line["complete"] and line["episodes"] == 10 for line in told)
-    assert "evaluation mean return" in up.stderr
-    assert summary["balanced"], "what an evaluation plays is in no ledger"
-    assert summary["ledger"]["committed"][0] == summary["steps"]
-    best = load_checkpoint(tmp_path / "run" / "best.checkpoint")
+    best = load_checkpoint(run_dir / "best.checkpoint")
     assert best is not None
     highest = max(told, key=lambda line: line["return"]["mean"])
     assert best.state["updates"] == highest["update"]
-    assert read_fleet_file(tmp_path / "run" / "fleet.json").incarnations["evaluator"] == 1
 
     evaluated = headrace("evaluate", "run", "--checkpoint", "best", "--json", "--episodes", "30", folder=tmp_path)
     found = orjson.loads(evaluated.stdout)
     assert (found["episodes"], found["weights"][1]) == (30, highest["update"])
-    assert found["return"]["mean"] > 100, "a policy that has learnt nothing gets 10"
-    headrace("export", "run", "--checkpoint", "best", "--to", "policy.pt2", folder=tmp_path)
-    earned, parameters = run("-c", SCRIPT, "run", "policy.pt2", folder=tmp_path).stdout.split()
+    assert found["return"]["mean"] > 30, "a policy that has learnt nothing gets 10"
+    earned, parameters = run("-c", SCRIPT, "run", folder=tmp_path).stdout.split()
     assert float(earned) >= found["return"]["min"] / 2
     assert int(parameters) > 1000
 
