@@ -61,11 +61,16 @@ class Acknowledgements:
             accepted=source.accepted,
             settled=source.settled,
             credit=credit,
+            window_steps=self.window_steps(workers),
             weights=self._store.weights,
             closed=source.closed,
             steps_elsewhere=self._store.steps - source.counted,
             waiting_for="" if credit > source.accepted else self._waits_for(),
         )
+
+    def window_steps(self, workers: int) -> int:
+        """Return how many steps each of `workers` may keep unsettled: its share of what the learner wants, or 0."""
+        return -(-self._store.window_steps // max(1, workers))
 
     def credit(self, source: Source, workers: int) -> int:
         """Return the highest batch that this worker, one of `workers`, may send.

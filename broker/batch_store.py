@@ -28,6 +28,8 @@ class BatchStore:
         """The newest published version, against which staleness is measured."""
         self.is_reconciled = False
         """True once a learner has said which batches it has. Before that no batch may be counted as lost or dropped."""
+        self.window_steps = 0
+        """Steps that the learner wants under way in the whole fleet; 0: no such limit."""
         self.changed: set[tuple[int, int]] = set()
         """Sources whose workers must get an Ack."""
         self._queue: deque[tuple[Source, int]] = deque()
@@ -75,6 +77,12 @@ class BatchStore:
         if self.is_reconciled:
             source.settle_dropped()
         self.changed.add(source.key)
+
+    def limit_window(self, steps: int) -> None:
+        """Note how many steps the learner wants under way. Workers hear of a large change at once, else soon."""
+        if not steps or not self.window_steps or abs(steps - self.window_steps) > self.window_steps // 4:
+            self.changed.update(key for key, source in self.sources.items() if source.peer is not None)
+        self.window_steps = steps
 
     # -- out ----------------------------------------------------------------------------------------------------------
 

@@ -59,6 +59,7 @@ class LearnerSessions:
             learner.publisher = peer
         else:
             learner.attach_stream(peer, hello)
+            self._limit_window(hello.window_steps)
             self._store.reconcile(hello.position, hello.held)
         self._outbox.send(peer, self._welcome(learner, spaces))
 
@@ -136,11 +137,16 @@ class LearnerSessions:
         for position in commit.position:
             self._store.merge_settled(self._store.source(position.slot, position.incarnation), position.settled)
         learner.take_consumed(commit.consumed_batches)
+        self._limit_window(commit.window_steps)
         if now < learner.next_check:
             return
         learner.next_check = now + CHECK_S
         if learner.missing_for(commit.in_hand, self._store.sent_and_unsettled(), now) > RESEND_S:
             self._outbox.ask_hello(peer, "a batch sent to you has not arrived; say HELLO again")
+
+    def _limit_window(self, steps: int | None) -> None:
+        if steps is not None and steps != self._store.window_steps:
+            self._store.limit_window(steps)
 
     # -- delivery -----------------------------------------------------------------------------------------------------
 

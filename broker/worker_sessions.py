@@ -151,6 +151,7 @@ class WorkerSessions:
             accepted=source.accepted,
             settled=source.settled,
             credit=self._acks.credit(source, len(self.peers)),
+            window_steps=self._acks.window_steps(len(self.peers)),
             max_batch_bytes=self._limits.max_batch_bytes,
             lease_s=self._limits.lease_s,
             heartbeat_interval_s=self._limits.heartbeat_interval_s,

@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+from headrace.deploy.output import chosen_output
 from headrace.deploy.supervisor import ProcessSpec, Role
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.config_loading import ENV_PREFIX
@@ -64,4 +65,5 @@ def child_environment(threads: int) -> dict[str, str]:
 
 
 def _headrace(command: str, config_json: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "headrace.deploy", command, "--config", str(config_json), *arguments]
+    output = ["--log-format", "json", *(["--verbose"] if chosen_output().verbose else [])]
+    return [sys.executable, "-m", "headrace.deploy", command, "--config", str(config_json), *arguments, *output]

@@ -40,12 +40,11 @@ class EvaluateOptions:
     render: Path | None = None
     render_episodes: int = 1
     as_json: bool = False
-    debug: bool = False
 
 
 def evaluate(config: Path | None, sets: Sets, flags: Flags, options: EvaluateOptions) -> None:
     """Play whole episodes with the policy, and print what they returned. Stopped by a signal, it exits 1."""
-    set_up_logging(Identity("", "evaluate"), debug=options.debug)
+    set_up_logging(Identity("", "evaluate"))
     from headrace.deploy.episode_video import EpisodeVideo
     from headrace.deploy.evaluation import in_words
 
@@ -102,7 +101,7 @@ def watch(config: Path | None, sets: Sets, flags: Flags, options: EvaluateOption
     if not run_dir.is_dir():
         raise RunDirError(options.run, "there is no such folder; --watch needs the run directory of a fleet")
     resolved, origin = resolve_settings(options.run, config, sets, flags)
-    set_up_logging(Identity(resolved.fleet.fleet_id, "evaluator"), debug=options.debug)
+    set_up_logging(Identity(resolved.fleet.fleet_id, "evaluator"))
     if not resolved.learner.evaluate_every_steps:
         raise ConfigError(
             "is 0, so there is nothing to wait for; give --set learner.evaluate_every_steps=20000",

@@ -21,10 +21,9 @@ def export(
     which: Which,
     to: Path,
     module_id: str | None,
-    debug: bool,
 ) -> None:
     """Write the policy to the file `to`, and print what is in it."""
-    set_up_logging(Identity("", "export"), debug=debug)
+    set_up_logging(Identity("", "export"))
     with no_exit_from(EnvError, "the env or the module"):
         policy = build_policy(resolve_policy(run, config, sets, flags, which=which))
         path = policy.export(to, module_id)

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from headrace.deploy.options import AsJson, ConfigPath, Debug, Env, FleetId, Sets, examples
+from headrace.deploy.options import AsJson, ConfigPath, Env, FleetId, Sets, examples
+from headrace.deploy.output import with_output_options
 
 app = typer.Typer()
 
@@ -35,6 +36,7 @@ Checkpoint = Annotated[
         "headrace evaluate runs/default --watch --set learner.evaluate_every_steps=20000",
     )
 )
+@with_output_options
 def evaluate(
     run: Run,
     episodes: Annotated[int, typer.Option("--episodes", min=1, help="Whole episodes to play.")] = 100,
@@ -62,7 +64,6 @@ def evaluate(
     config: ConfigPath = None,
     sets: Sets = None,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Play whole episodes with a trained policy, and print returns and lengths.
 
@@ -82,7 +83,6 @@ def evaluate(
         render=render,
         render_episodes=render_episodes,
         as_json=as_json,
-        debug=debug,
     )
     flags = {"sampling.env": env, "fleet.fleet_id": fleet_id}
     (watch_run if watch else evaluate_policy)(config, sets, flags, options)
@@ -95,6 +95,7 @@ def evaluate(
         "headrace export runs/default --to policy.pt2 --module-id walker",
     )
 )
+@with_output_options
 def export(
     run: Run,
     to: Annotated[
@@ -109,7 +110,6 @@ def export(
     fleet_id: FleetId = None,
     config: ConfigPath = None,
     sets: Sets = None,
-    debug: Debug = False,
 ) -> None:
     """Write a trained policy to a file for other programs: observations in, the best actions out.
 
@@ -118,4 +118,4 @@ def export(
     from headrace.deploy.export import export as export_policy
 
     flags = {"sampling.env": env, "fleet.fleet_id": fleet_id}
-    export_policy(config, sets, flags, run=run, which=checkpoint.value, to=to, module_id=module_id, debug=debug)
+    export_policy(config, sets, flags, run=run, which=checkpoint.value, to=to, module_id=module_id)

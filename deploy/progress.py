@@ -14,6 +14,7 @@ from rich.table import Table
 
 from headrace.deploy.evaluation_log import describe
 from headrace.deploy.goal import Goal, RunNumbers
+from headrace.deploy.output import chosen_output
 from headrace.deploy.redis_view import Snapshot
 from headrace.deploy.std_streams import ignore_closed_reader
 
@@ -104,7 +105,7 @@ class ProgressDisplay:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
-        self._live = _live(self._stream) if self._stream.isatty() else None
+        self._live = _live(self._stream) if self._stream.isatty() and not chosen_output().quiet else None
         self.interval_s = LIVE_INTERVAL_S if self._live else LINE_INTERVAL_S
         self._shown = float("-inf")
 
@@ -118,8 +119,8 @@ class ProgressDisplay:
             self._live.stop()
 
     def show(self, view: ProgressView, *, last: bool = False) -> None:
-        """Show `view`, unless the one before is too fresh and more will follow."""
-        if not last and time.monotonic() - self._shown < self.interval_s:
+        """Show `view`, unless the one before is too fresh and more will follow. A quiet command shows none."""
+        if chosen_output().quiet or (not last and time.monotonic() - self._shown < self.interval_s):
             return
         self._shown = time.monotonic()
         with ignore_closed_reader(self._stream):

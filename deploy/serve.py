@@ -20,12 +20,12 @@ from headrace.schemas.stop_event import stop_event
 log = logging.getLogger("headrace.deploy")
 
 
-def serve(config: Path | None, sets: Sets, flags: Flags, *, checkpoint: str, as_json: bool, debug: bool) -> None:
+def serve(config: Path | None, sets: Sets, flags: Flags, *, checkpoint: str, as_json: bool) -> None:
     """Serve the policy at `checkpoint` until SIGTERM or Ctrl-C; then let episodes end, and print their results.
 
     Settings are those beside the checkpoint, unless another file is named.
     """
-    set_up_logging(Identity(str(flags.get("fleet.fleet_id") or ""), "serve"), debug=debug)
+    set_up_logging(Identity(str(flags.get("fleet.fleet_id") or ""), "serve"))
     policy = resolve_policy(checkpoint, config, sets, flags)
     with no_exit_from(EnvError, "the env or the module"):
         told = _serve(policy)

@@ -30,7 +30,6 @@ class UpOptions:
     """Options of `up` beyond the configuration."""
 
     json: bool = False
-    debug: bool = False
     config_path: Path | None = None
     config_origin: str = "defaults"
 
@@ -55,9 +54,7 @@ def up(config: FleetConfig, options: UpOptions) -> Summary:
     with RunDir(Path(config.fleet.run_dir)) as run_dir, StopSignals() as signals:
         origin = str(options.config_path.absolute()) if options.config_path else None
         with Fleet(config, run_dir, signals, origin) as fleet:
-            set_up_logging(
-                Identity(fleet.fleet_id, "supervisor"), debug=options.debug, file=run_dir.logs / "supervisor.log"
-            )
+            set_up_logging(Identity(fleet.fleet_id, "supervisor"), file=run_dir.logs / "supervisor.log")
             outcome = RunOutcome(began=time.monotonic())
             try:
                 fleet.start()

@@ -95,6 +95,8 @@ class WeightPublisher:
         arrays = {name: _to_array(name, value) for name, value in _flat(state_dict).items()}
         if not arrays:
             raise EncodeError("a state dict without tensors cannot be published; publish at least one")
+        connection.note_published(self.token, (self.epoch, self.seq + 1))
+        connection.pump_together(self)  # the broker hears from the stream how much to sample before it gets the weights
         self.seq += 1
         self._arrays = arrays
         self._send_weights()

@@ -10,23 +10,33 @@ STARVED_S = 3.0
 
 STALLED_S = 30.0
 
+_HINT_S = 1.0
+
 
 class StallDetector:
     """Measures how long a stream has waited for a batch, and whether one can come at all."""
 
     def __init__(self, session: LearnerSession) -> None:
         self._session = session
-        self._waited_s = 0.0
+        self._waited_s = self._hinted_s = 0.0
 
     def reset(self) -> None:
         """Note that something came."""
-        self._waited_s = 0.0
+        self._waited_s = self._hinted_s = 0.0
 
     def add_wait(self, seconds: float) -> None:
         """Note that nothing came for `seconds` more. Raises `WindowStalledError` when all would wait for ever."""
         self._waited_s += seconds
         if self._waited_s > STALLED_S and self._all_wait:
             raise WindowStalledError(self._session.uncommitted(), self._waited_s)
+
+    def take_hint(self) -> bool:
+        """Return whether a larger window may end this wait: some worker waits for a commit. True once a second."""
+        status = self._session.status
+        if self._waited_s < self._hinted_s + _HINT_S or status is None or not status.workers_blocked:
+            return False
+        self._hinted_s = self._waited_s
+        return self._session.uncommitted() > 0
 
     @property
     def starved(self) -> bool:

@@ -174,7 +174,14 @@ def run_learner(config: FleetConfig, *, endpoint: str, run_dir: Path) -> None:
     keys = client_keys(config.keys.dir, "learner") or ""
     with (
         stop_event() as stopping,
-        EpisodeStream(endpoint, position=position, auto_commit=False, fleet_id=fleet_id, keys=keys) as stream,
+        EpisodeStream(
+            endpoint,
+            position=position,
+            auto_commit=False,
+            steps_per_update=config.learner.steps_per_update,
+            fleet_id=fleet_id,
+            keys=keys,
+        ) as stream,
         WeightPublisher(endpoint, fleet_id=fleet_id, keys=keys) as weights,
     ):
         spaces = _first_spaces(stream, stopping)

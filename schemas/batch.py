@@ -107,6 +107,8 @@ class ChunkBatch(Sequence[EpisodeChunk]):
     """The changes of this module's connectors since its last batch, by name: "env_to_module/0.MeanStd/obs/count". It
     is delivered exactly as often as the batch, and lost with it.
     """
+    newest: tuple[int, int] = (0, 0)
+    """Newest weights version (learner_epoch, seq) published when the batch was handed out, from which `lag` counts."""
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
@@ -144,6 +146,18 @@ class ChunkBatch(Sequence[EpisodeChunk]):
     def steps(self) -> int:
         """Return the number of steps in all chunks together."""
         return int(self.offsets[-1])
+
+    @cached_property
+    def lag(self) -> NDArray[np.int64]:
+        """Return by how many versions the weights that chose each step were behind the newest: int64 (steps,).
+
+        Steps that an earlier learner's weights chose, or no weights, are behind all versions of the present learner.
+        """
+        epoch, seq = self.newest
+        if self.learner_epoch != epoch:
+            return np.full(self.steps, seq, np.int64)
+        behind: NDArray[np.int64] = np.maximum(seq - self.columns["weights_seq"], 0)
+        return behind
 
     @property
     def nbytes(self) -> int:

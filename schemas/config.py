@@ -81,7 +81,7 @@ class WorkerSection(ConfigSection):
         default=None,
         ge=1,
         le=WINDOW - 1,
-        description="batches a worker keeps until they are settled; absent: what two updates of the learner need",
+        description="batches a worker keeps until they are settled; absent: the window follows the learner's updates",
     )
     window_bytes: int = Field(
         default=256 << 20, ge=1, description="bytes a worker keeps until they are settled; one batch is always allowed"
@@ -300,7 +300,7 @@ class FleetConfig(ConfigSection):
         return len(self.sampling.policies or ("default_policy",))
 
     def window_batches(self) -> int:
-        """Return how many batches a worker keeps until they are settled.
+        """Return how many batches a worker keeps until they are settled, as long as the learner tells no size.
 
         A small window means fresh data: a worker that may not run ahead samples with newer weights.
         """

@@ -10,6 +10,15 @@ from headrace.schemas.ledger import Natural, Settled
 from headrace.schemas.message_base import HeldBatch, Message, Positive, SourcePosition, Version
 from headrace.schemas.wire import MessageKind
 
+MOST_WINDOW_STEPS = 1 << 40
+
+
+WindowSteps = Annotated[int, Field(ge=0, le=MOST_WINDOW_STEPS)] | None
+"""Steps that all workers together may have under way: cut and not settled.
+
+0: as many as each worker's own window holds. None: the learner does not know yet, and what it told before holds.
+"""
+
 
 class LearnerHello(Message):
     """Connects or reconnects a learner's stream or publisher. Both of one process bear the same token."""
@@ -29,6 +38,7 @@ class LearnerHello(Message):
     """Batches that ever reached this process, repeated ones too. The broker counts the learner's credit from it."""
     window_batches: Positive = 64
     window_bytes: Positive = 256 << 20
+    window_steps: WindowSteps = None
     host: str = ""
     pid: Natural = 0
 
@@ -54,6 +64,7 @@ class Commit(Message):
     consumed_batches: Natural = 0
     """Of all batches ever received, how many the learner's user has been given."""
     waiting: bool = False
+    window_steps: WindowSteps = None
 
 
 class Status(Message):

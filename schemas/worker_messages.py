@@ -43,6 +43,8 @@ class WorkerWelcome(Message):
     accepted: Natural = 0
     settled: Settled = Settled()
     credit: Natural = 0
+    window_steps: Natural = 0
+    """Steps that this worker may keep unsettled, its share of what the learner wants under way; 0: no such limit."""
     max_batch_bytes: Positive
     lease_s: float = Field(default=10.0, gt=0)
     heartbeat_interval_s: float = Field(default=1.0, gt=0)
@@ -67,6 +69,8 @@ class Ack(Message):
     accepted: Natural = 0
     settled: Settled = Settled()
     credit: Natural = 0
+    window_steps: Natural = 0
+    """As in the WELCOME, by now."""
     weights: Version = (0, 0)
     closed: bool = False
     """The books of this incarnation are closed: its BYE or obituary has been taken."""

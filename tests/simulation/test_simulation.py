@@ -48,6 +48,7 @@ VARIANTS = {
     "rival_learners": Variant(200, replace(BASE, faults=Faults(rival_learners=2)), one_learner=False),
     "ack_by_broker": Variant(200, replace(BASE, session=SessionLimits(window_batches=4, ack="broker"))),
     "tight_memory": Variant(200, replace(BASE, limits=_limits(max_held_bytes=300))),
+    "window_follows": Variant(200, replace(BASE, tells_size=True)),
     "drop_oldest": Variant(
         200, replace(BASE, limits=_limits(max_held_bytes=300, overflow="drop_oldest")), KILLED | {"overflow"}
     ),

@@ -108,5 +108,11 @@ def _session(config: FleetConfig, fleet_id: str, slot: int | None, incarnation: 
         pid=os.getpid(),
         silence_s=BUILD_SILENCE_S,
     )
-    bytes_, steps = config.worker.window_bytes, config.window_steps()
-    return WorkerSession(hello, SessionLimits(config.window_batches(), bytes_, config.broker.ack, window_steps=steps))
+    limits = SessionLimits(
+        config.window_batches(),
+        config.worker.window_bytes,
+        config.broker.ack,
+        window_steps=config.window_steps(),
+        follows_learner=config.worker.window_batches is None,
+    )
+    return WorkerSession(hello, limits)

@@ -230,7 +230,7 @@ class WorkerSession:
         self._settle(welcome.settled)
         self.accepted = max(self.accepted, self.settled.seq)
         self._sent = self.accepted
-        self._credit = welcome.credit
+        self._credit, self._window.learner_steps = welcome.credit, welcome.window_steps
         self.weights_known = max(self.weights_known, welcome.weights)
         self.steps_elsewhere = max(self.steps_elsewhere, welcome.steps_elsewhere)
         self._next_send = now
@@ -242,7 +242,7 @@ class WorkerSession:
             self.accepted, self._progress_at = ack.accepted, now
         self._sent = max(self._sent, self.accepted)
         self._settle(ack.settled)
-        self._credit = max(ack.credit, ack.accepted)
+        self._credit, self._window.learner_steps = max(ack.credit, ack.accepted), ack.window_steps
         self.weights_known = max(self.weights_known, ack.weights)
         self.steps_elsewhere = max(self.steps_elsewhere, ack.steps_elsewhere)
         self.waiting_for = ack.waiting_for

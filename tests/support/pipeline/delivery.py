@@ -248,6 +248,7 @@ class Feeder:
         alter: Callable[[int, list[Buffer]], list[Buffer]] = lambda seq, frames: frames,
         keys: ClientKeys | None = None,
         join_s: float = TIMEOUT_S,
+        follows_learner: bool = False,
     ) -> None:
         hello = WorkerHello(
             fleet_id=fleet_id,
@@ -256,7 +257,8 @@ class Feeder:
             incarnation=incarnation,
             spaces=spaces.model_dump(mode="json"),
         )
-        self.session = WorkerSession(hello, SessionLimits(window, 256 << 20, ack, retry_s=0.3))
+        limits = SessionLimits(window, 256 << 20, ack, retry_s=0.3, follows_learner=follows_learner)
+        self.session = WorkerSession(hello, limits)
         self.weights = WeightsReceiver(fleet_id)
         self.link = BrokerLink(endpoint, self.session, self.weights, keys)
         self._join_s = join_s

@@ -18,6 +18,7 @@ from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.learner_stub.session import LearnerSession, StreamLimits
 from headrace.learner_stub.session import LearnerSessionState as LearnerState
 from headrace.learner_stub.source_progress import ArrivalKind
+from headrace.learner_stub.update_size import UpdateSize
 from headrace.schemas.batch import BatchHeader
 from headrace.schemas.ledger import Drop, LedgerRow, Settled, WorkerTotals, plus
 from headrace.schemas.messages import Ack, HeldBatch, Message, Obituary, SourcePosition, SupervisorHello, WorkerHello
@@ -59,6 +60,8 @@ class Settings:
     limits: BrokerLimits = BrokerLimits(lease_s=LEASE_S, max_held_bytes=1 << 20)
     session: SessionLimits = SessionLimits(window_batches=4)
     learner_window: int = 3
+    tells_size: bool = False
+    """The learner says how many steps it wants under way, and the workers' windows follow."""
 
 
 @dataclass
@@ -211,6 +214,7 @@ class SimLearner:
         self.trained = list(self.trained)
         limits = StreamLimits(window_batches=world.settings.learner_window, window_bytes=1 << 20)
         self.session = LearnerSession(f"l{world.learners}", limits, position=position)
+        self.updates = UpdateSize(None, auto_commit=False)
         self.link = Link(world, self)
         self.run()
 
@@ -227,6 +231,7 @@ class SimLearner:
                 break
             if arrival.kind is ArrivalKind.BATCH and arrival.batch is not None:
                 self.trained.append((*arrival.key, arrival.batch.seq, arrival.batch.steps, arrival.batch.chunks))
+                self.updates.take(arrival.batch.steps)
                 session.settle(arrival, (arrival.batch.steps, arrival.batch.chunks), {})
             elif arrival.kind is ArrivalKind.GAP and arrival.batch is not None:
                 session.settle(arrival, (0, 0), {arrival.reason: (arrival.batch.steps, arrival.batch.chunks)})
@@ -237,6 +242,9 @@ class SimLearner:
                 world.checkpoint = (session.position(), list(self.trained))
             if world.random.random() < 0.9:
                 session.commit(world.now, at_once=world.random.random() < 0.5)
+                self.updates.end()
+        if world.settings.tells_size:
+            session.want_window(self.updates.window_steps())
         session.tick(world.now)
         for out in session.take_outbox():
             self.link.to_broker(out)
