@@ -7,6 +7,8 @@ DIR/lock             held while a supervisor lives
 DIR/logs/            one file a process name, lives appended
 DIR/recorders/       worker-SLOT-INCARNATION.rec, each until its obituary is acknowledged
 DIR/redis/           the embedded server's data
+DIR/learner.checkpoint    the learner's newest checkpoint, DIR/best.checkpoint the best one so far
+DIR/evaluations.jsonl     the evaluations of checkpoints, a line each (`evaluation_log.py`)
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from headrace.learner_stub.best_checkpoint import BestCheckpoint
 from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from headrace.learner_stub.policies import LearnerPolicies
 from headrace.learner_stub.policy_builder import build_policies
@@ -76,12 +77,15 @@ def train(
     weights: Publisher,
     checkpoint: Path,
     stopping: threading.Event,
+    best: BestCheckpoint | None = None,
 ) -> None:
     """Train update after update until `stopping` is set. Returns with all it trained on checkpointed and committed.
 
     Once stopping it still trains on what was sampled already, for a few seconds at most. A kill at any line loses
     nothing: steps that are not yet in the checkpoint are not committed either and come again. Steps in it but not
     committed are known by its position and not trained on twice.
+
+    `best` keeps the best checkpoint by the mean return in training.
     """
     save_checkpoint(checkpoint, _snapshot(policies, stream), claim=True)
     newest = weights.publish(policies.weights())
@@ -92,6 +96,8 @@ def train(
         save_checkpoint(checkpoint, _snapshot(policies, stream))
         stream.commit()
         newest = weights.publish(policies.weights())
+        if best is not None:
+            best.saved(policies.window_mean)
         progress.report(metrics)
         if stopping.is_set():
             stop_by = min(stop_by, time.monotonic() + _FINISH_S)
@@ -184,7 +190,8 @@ def run_learner(config: FleetConfig, *, endpoint: str, run_dir: Path) -> None:
         policies = build_policies(config, spaces)
         if saved:
             _resume(policies, saved, path)
-        train(policies, config.learner.steps_per_update, stream, weights, path, stopping)
+        best = None if config.learner.evaluate_every_steps else BestCheckpoint(path, stream.epoch)
+        train(policies, config.learner.steps_per_update, stream, weights, path, stopping, best)
     log.info("stopped after update %d, trained on %d steps", policies.updates, policies.steps)
 
 

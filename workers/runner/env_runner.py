@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headrace.schemas.chunk import EpisodeChunk
 from headrace.schemas.errors import CallbackError, MissingEnvError, ModuleError, RunnerStoppedError
@@ -420,6 +422,15 @@ class EnvRunner(ABC, Generic[Batch]):
         module id.
         """
         return self._names.merge(self._policies, state, updates)
+
+    def freeze_connectors(self) -> None:
+        """Let connectors learn nothing from now on, as where a trained policy is evaluated. `make_env` undoes it."""
+        for policy in self._policies.values():
+            policy.connectors.freeze()
+
+    def try_render_at(self, index: int = 0) -> NDArray[np.uint8] | None:
+        """Return what env `index` shows, rgb uint8 (height, width, 3); None if it gives no rgb_array, or is down."""
+        return self._existing_sampler.envs.try_render_at(index)
 
     # -- what else a caller may ask -----------------------------------------------------------------------------------
 
