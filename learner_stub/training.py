@@ -69,6 +69,9 @@ class Publisher(Protocol):
     def publish(self, state_dict: Mapping[str, Any]) -> int:
         """Make these the fleet's newest weights; return their seq."""
 
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Log the figures of one update."""
+
 
 def train(
     policies: LearnerPolicies,
@@ -98,6 +101,7 @@ def train(
         newest = weights.publish(policies.weights())
         if best is not None:
             best.saved(policies.window_mean)
+        weights.log(metrics)
         progress.report(metrics)
         if stopping.is_set():
             stop_by = min(stop_by, time.monotonic() + _FINISH_S)

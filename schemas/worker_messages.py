@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from headrace.schemas.ledger import Natural, Settled, WorkerTotals
+from headrace.schemas.logged_metrics import LoggedMetrics
 from headrace.schemas.message_base import HeldBatch, Message, Positive, Version
 from headrace.schemas.runner_counters import Counters
 from headrace.schemas.wire import MessageKind
@@ -107,6 +108,8 @@ class Heartbeat(Message):
     blocked: str = ""
     counters: Counters = {}
     """Counters of its runner, all earlier lives of the slot included."""
+    metrics: LoggedMetrics = {}
+    """What callbacks have logged in this life; sums since its begin, all else over the newest values."""
 
 
 class LastWords(Message):
@@ -130,6 +133,8 @@ class Bye(LastWords):
     KIND = MessageKind.BYE
     reason: str = "shutdown"
     counters: Counters = {}
+    """As in its last heartbeat, or later ones."""
+    metrics: LoggedMetrics = {}
     """As in its last heartbeat, or later ones."""
 
 

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 from headrace.schemas.ledger import Drop, Settled, WorkerTotals
+from headrace.schemas.logged_metrics import LoggedMetrics
 from headrace.schemas.messages import (
     Ack,
     Bye,
@@ -69,6 +70,8 @@ class WorkerSession:
         """Env steps of all other lives of workers. It never decreases, although a broker may forget."""
         self.read_counters: Callable[[], Counters] = dict
         """Function that returns the runner's lifetime counters; called for each message that carries them."""
+        self.read_metrics: Callable[[], LoggedMetrics] = dict
+        """Function that returns what callbacks have logged; called for each message that carries it."""
         self._hello = hello
         self._window = Window(limits)
         self._sent = 0
@@ -131,6 +134,7 @@ class WorkerSession:
                 window=self.window(),
                 reason=reason,
                 counters=fitting(self.read_counters()),
+                metrics=self.read_metrics(),
             )
             self._next_send = 0.0
 
@@ -215,6 +219,7 @@ class WorkerSession:
             weights=self.weights,
             blocked=self.blocked,
             counters=fitting(self.read_counters()),
+            metrics=self.read_metrics(),
         )
 
     def _rejoin(self, now: float) -> None:

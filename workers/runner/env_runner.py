@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from headrace.schemas.chunk import EpisodeChunk
 from headrace.schemas.errors import CallbackError, MissingEnvError, ModuleError, RunnerStoppedError
 from headrace.schemas.ledger import Discard
+from headrace.schemas.logged_metrics import LoggedMetric
 from headrace.schemas.spaces import Spaces
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
@@ -403,6 +404,10 @@ class EnvRunner(ABC, Generic[Batch]):
     def get_counters(self) -> dict[str, Any]:
         """Return lifetime counters, as they are in every state."""
         return self._metrics.read_counters()
+
+    def get_logged_metrics(self) -> dict[str, LoggedMetric]:
+        """Return what callbacks have logged so far, for a fleet to merge. `get_metrics` is not affected."""
+        return self._metrics.logger.cumulative()
 
     def set_counters(self, counters: Mapping[str, Any]) -> None:
         """Go on counting from those that are there. Raises `StateError` for what is no counter."""
