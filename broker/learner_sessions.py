@@ -60,6 +60,7 @@ class LearnerSessions:
         else:
             learner.attach_stream(peer, hello)
             self._limit_window(hello.window_steps)
+            self._store.rounds.ask(hello.synchronous, hello.steps_per_update)
             self._store.reconcile(hello.position, hello.held)
         self._outbox.send(peer, self._welcome(learner, spaces))
 
@@ -191,6 +192,7 @@ class LearnerSessions:
             workers_blocked=sum(1 for source in workers if source.blocked),
             spaces=spaces,
             published=self._store.weights,
+            waiting_for=self._store.rounds.waiting_for() if self._store.rounds.active else "",
         )
         for peer in (learner.stream, learner.publisher):
             self._outbox.send(peer, status)

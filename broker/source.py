@@ -73,6 +73,11 @@ class Source:
     silent_until: float = 0.0
     weights: Version = (0, 0)
     blocked: str = ""
+    introduced: bool = False
+    """True once its worker has told the spaces of its envs: it samples, or may."""
+    num_envs: int = 1
+    cut_steps: int = 1
+    """Env steps of a whole cut."""
     batch_bytes: int = 0
     """Bytes of the largest recent batch, from which credit is computed; 0 before the first one."""
     told: int = 0

@@ -246,6 +246,11 @@ class FleetConfig(ConfigSection):
         unknown = sorted(set(self.learner.policies_to_train or policies) - set(policies))
         if unknown:
             raise ValueError(f"learner.policies_to_train names {unknown}; the policies are {policies}")
+        if self.sampling.synchronous and self.worker.random_actions_before_weights:
+            raise ValueError(
+                "sampling.synchronous = true has all steps sampled with the newest weights, and "
+                "worker.random_actions_before_weights = true samples before there are any; leave one of them out"
+            )
         window, enough = self.worker.window_batches, self._batches_for(self.learner.steps_per_update)
         if self.learner.enabled and window is not None and window < enough:
             raise ValueError(

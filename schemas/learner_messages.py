@@ -39,6 +39,12 @@ class LearnerHello(Message):
     window_batches: Positive = 64
     window_bytes: Positive = 256 << 20
     window_steps: WindowSteps = None
+    synchronous: bool = False
+    """Workers are to ship an update with each version of the weights, and wait for the next one. The broker's config
+    may say so too.
+    """
+    steps_per_update: Annotated[int, Field(ge=0, le=MOST_WINDOW_STEPS)] = 0
+    """Steps of an update, for synchronous sampling; 0: one cut of each worker."""
     host: str = ""
     pid: Natural = 0
 
@@ -77,6 +83,8 @@ class Status(Message):
     workers_blocked: Natural = 0
     spaces: dict[str, Any] = {}
     published: Version = (0, 0)
+    waiting_for: str = ""
+    """Synchronous sampling: whom the round waits for, the learner or some workers."""
 
 
 class SourceStart(Message):
