@@ -269,6 +269,11 @@ class FleetConfig(ConfigSection):
         if unknown:
             raise ValueError(f"learner.policies_to_train names {unknown}; the policies are {policies}")
         self._check_evaluation()
+        if self.sampling.synchronous and self.worker.random_actions_before_weights:
+            raise ValueError(
+                "sampling.synchronous = true has all steps sampled with the newest weights, and "
+                "worker.random_actions_before_weights = true samples before there are any; leave one of them out"
+            )
         window, enough = self.worker.window_batches, self._batches_for(self.learner.steps_per_update)
         if self.learner.enabled and window is not None and window < enough:
             raise ValueError(
