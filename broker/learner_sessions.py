@@ -66,6 +66,7 @@ class LearnerSessions:
         else:
             learner.attach_stream(peer, hello)
             self._limit_window(hello.window_steps)
+            self._store.rounds.ask(hello.synchronous, hello.steps_per_update)
             self._store.reconcile(hello.position, hello.held)
         self._outbox.send(peer, self._welcome(learner, spaces))
 
@@ -211,6 +212,7 @@ class LearnerSessions:
             spaces=spaces,
             published=self._store.weights,
             rows_stored=self.rows_stored,
+            waiting_for=self._store.rounds.waiting_for() if self._store.rounds.active else "",
         )
         for peer in (learner.stream, learner.publisher):
             self._outbox.send(peer, status)

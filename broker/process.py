@@ -56,7 +56,8 @@ _SAVED_WAIT_S = 1.0
 def run_broker(config: FleetConfig, *, fleet_id: str, run_dir: Path, redis_url: str | None) -> None:
     """Serve until SIGTERM. Raises `PortInUseError`, `RunDirError`, `ConfigError` or `KeysError` before it serves."""
     keys = read_broker_keys(Path(config.keys.dir)) if config.keys.dir else None
-    broker = Broker(config.broker, fleet_id, run_dir, redis_url, keys)
+    synchronous, workers = config.sampling.synchronous, config.fleet.workers
+    broker = Broker(config.broker, fleet_id, run_dir, redis_url, keys, synchronous=synchronous, workers=workers)
     with stop_event() as stopping:
         try:
             while not stopping.is_set():
@@ -75,6 +76,9 @@ class Broker:
         run_dir: Path,
         redis_url: str | None,
         keys: BrokerKeys | None = None,
+        *,
+        synchronous: bool = False,
+        workers: int = 0,
     ) -> None:
         before = read_broker_file(run_dir)
         if before is not None and before.fleet_id != fleet_id:
@@ -93,6 +97,8 @@ class Broker:
             lease_s=config.lease_s,
             heartbeat_interval_s=config.heartbeat_interval_s,
             weights_endpoint=self.sockets.endpoints.weights,
+            synchronous=synchronous,
+            workers=workers,
         )
         state = before.state() if before else BrokerState()
         self.core = BrokerCore(fleet_id, limits, state, time.monotonic())
@@ -192,7 +198,7 @@ class Broker:
         if not self.core.may_publish(_LEARNER + peer, header.version):
             return
         if self.relay.offer(header, [frame.buffer for frame in frames]):
-            self.core.published(header.version)
+            self.core.published(header.version, time.monotonic())
             self._broadcast()
             if self.reporter is not None:
                 self.reporter.offer_weights(header.version, [bytes(frame) for frame in self.relay.frames()])
@@ -292,7 +298,7 @@ class Broker:
                 log.warning("the weights in Redis are not usable: %s", error)
             else:
                 if self.relay.offer(header, list(saved.weights.frames)):
-                    self.core.published(header.version)
+                    self.core.published(header.version, time.monotonic())
         return True
 
 

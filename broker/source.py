@@ -76,6 +76,11 @@ class Source:
     blocked: str = ""
     metrics: LoggedMetrics = field(default_factory=dict)
     """What callbacks have logged, as of the worker's last heartbeat."""
+    introduced: bool = False
+    """True once its worker has told the spaces of its envs: it samples, or may."""
+    num_envs: int = 1
+    cut_steps: int = 1
+    """Env steps of a whole cut."""
     batch_bytes: int = 0
     """Bytes of the largest recent batch, from which credit is computed; 0 before the first one."""
     told: int = 0

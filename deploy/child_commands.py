@@ -48,6 +48,13 @@ def learner(config: FleetConfig, config_json: Path, run_dir: Path, endpoint: str
     return ProcessSpec("learner", Role.LEARNER, lambda _: argv, env=child_environment(config.learner.torch_threads))
 
 
+def evaluator(config: FleetConfig, config_json: Path, run_dir: Path) -> ProcessSpec:
+    """Return how to start the process that evaluates checkpoints. Training goes on without it."""
+    argv = _headrace("evaluate", config_json, str(run_dir), "--watch")
+    environment = child_environment(config.sampling.torch_threads)
+    return ProcessSpec("evaluator", Role.EVALUATOR, lambda _: argv, env=environment, optional=True)
+
+
 def child_environment(threads: int) -> dict[str, str]:
     """Return our environment with BLAS pinned to `threads`, and without `HEADRACE_SECTION__KEY`.
 

@@ -17,7 +17,7 @@ import orjson
 import typer
 from rich.console import Console
 
-from headrace.deploy import keys_command, role_commands
+from headrace.deploy import keys_command, policy_commands, role_commands
 from headrace.deploy.exit_record import exit_record_path, write_exit_record
 from headrace.deploy.options import (
     AsJson,
@@ -46,6 +46,7 @@ app = typer.Typer(
 )
 app.add_typer(keys_command.app, name="keys")
 app.add_typer(role_commands.app)
+app.add_typer(policy_commands.app)
 
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show every value and its origin, and do nothing.")]
 

@@ -15,6 +15,7 @@ from headrace.deploy import child_commands
 from headrace.deploy.child import Child
 from headrace.deploy.client_ports import client_endpoints, with_client_ports
 from headrace.deploy.env_ports import env_endpoints, own_env_hosts, with_env_ports
+from headrace.deploy.evaluation_log import EvaluationLog
 from headrace.deploy.event_loop import EventLoop
 from headrace.deploy.fleet_errors import DrainCutShortError, OwnRedisError
 from headrace.deploy.fleet_record import FleetRecord
@@ -62,6 +63,7 @@ class Fleet:
         self._signals = signals
         self._obituary_sender: ObituarySender | None = None
         self._watchdog: FleetWatchdog | None = None
+        self._evaluations = EvaluationLog(run_dir.path)
         self.loop.watch(signals.fd, signals.clear)
 
     def __enter__(self) -> Fleet:
@@ -90,6 +92,11 @@ class Fleet:
     def snapshot(self) -> Snapshot | None:
         """Return the newest numbers from Redis; None when none were ever read."""
         return self._poller.snapshot if self._poller else None
+
+    @property
+    def newest_evaluation(self) -> dict[str, Any] | None:
+        """Return the newest evaluation of a checkpoint, as it stands in evaluations.jsonl; None before the first."""
+        return self._evaluations.newest()
 
     @property
     def redis_age_s(self) -> float:
@@ -129,6 +136,8 @@ class Fleet:
         config, path, where = self.config, self.run_dir.config_json, self.run_dir.path
         if config.learner.enabled:
             self.supervisor.start(child_commands.learner(config, path, where, self.endpoints["learner"], self.fleet_id))
+        if config.learner.evaluate_every_steps:
+            self.supervisor.start(child_commands.evaluator(config, path, where))
         for slot in range(config.fleet.workers):
             spec = child_commands.worker(config, path, where, self.endpoints["worker"], self.fleet_id, slot)
             self.supervisor.start(spec)
@@ -194,6 +203,7 @@ class Fleet:
         self.record.note(state="draining")
         if self._watchdog is not None:
             self._watchdog.stop()
+        self.supervisor.stop(Role.EVALUATOR)  # nobody waits for it: what it plays is not counted
         self._stop(Role.WORKER)
         self._stop(Role.ENV_HOST)
         if self._obituary_sender is not None:
@@ -205,6 +215,7 @@ class Fleet:
             self._obituary_sender.resend(unsettled_only=True)
             self._turn_until(self._obituary_sender.all_acknowledged, OBITUARY_DEADLINE_S)
         self._stop(Role.BROKER)
+        self._stop(Role.EVALUATOR)
         if self._poller is not None:
             self._poller.close()
             self._poller.read()

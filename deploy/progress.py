@@ -6,12 +6,13 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from headrace.deploy.evaluation_log import describe
 from headrace.deploy.goal import Goal, RunNumbers
 from headrace.deploy.output import chosen_output
 from headrace.deploy.redis_view import Snapshot
@@ -37,10 +38,17 @@ class ProgressView:
     held_batches: int = 0
     restarts: Mapping[str, int] = field(default_factory=dict)
     redis_age_s: float = 0.0
+    evaluation: Mapping[str, Any] | None = None
+    """The newest line of evaluations.jsonl."""
 
     @staticmethod
     def of(
-        snapshot: Snapshot | None, seconds: float, goal: Goal, restarts: Mapping[str, int], redis_age_s: float
+        snapshot: Snapshot | None,
+        seconds: float,
+        goal: Goal,
+        restarts: Mapping[str, int],
+        redis_age_s: float,
+        evaluation: Mapping[str, Any] | None = None,
     ) -> ProgressView:
         """Return the view of a snapshot; None shows zeros."""
         if snapshot is None:
@@ -56,6 +64,7 @@ class ProgressView:
             held_batches=int(gauges.get("held_batches", 0)),
             restarts=restarts,
             redis_age_s=redis_age_s,
+            evaluation=evaluation,
         )
 
     def rows(self) -> list[tuple[str, str]]:
@@ -74,6 +83,8 @@ class ProgressView:
             ("queue", f"{self.held_batches} batches"),
             ("restarts", name_restarts(self.restarts)),
         ]
+        if self.evaluation is not None:
+            rows.append(("evaluation", describe(self.evaluation)))
         if self.redis_age_s > STALE_S:
             rows.append(("Redis", f"silent for {self.redis_age_s:.0f} s, numbers are old"))
         return rows

@@ -101,7 +101,8 @@ def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: 
             raise fleet.supervisor.failure
         seconds, now = time.monotonic() - outcome.began, fleet.numbers()
         reached = goal.reached(now, outcome.start)
-        view = ProgressView.of(fleet.snapshot, seconds, goal, fleet.supervisor.restarts(), fleet.redis_age_s)
+        restarts, evaluation = fleet.supervisor.restarts(), fleet.newest_evaluation
+        view = ProgressView.of(fleet.snapshot, seconds, goal, restarts, fleet.redis_age_s, evaluation)
         progress.show(view, last=reached)
         if reached:
             outcome.at_goal = now

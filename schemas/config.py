@@ -173,6 +173,13 @@ class LearnerSection(ConfigSection):
     policies_to_train: list[str] | None = Field(
         default=None, description="module ids to train; absent: all. The others stay frozen as they were built"
     )
+    evaluate_every_steps: int = Field(
+        default=0,
+        ge=0,
+        description="agent steps trained on between two evaluations of the newest checkpoint, by a process of its own "
+        "that `up` starts; 0: none",
+    )
+    evaluate_episodes: int = Field(default=10, ge=1, description="whole episodes of one such evaluation")
     seed: int = Field(default=0, ge=0)
     torch_threads: int = Field(default=1, gt=0)
 
@@ -261,6 +268,12 @@ class FleetConfig(ConfigSection):
         unknown = sorted(set(self.learner.policies_to_train or policies) - set(policies))
         if unknown:
             raise ValueError(f"learner.policies_to_train names {unknown}; the policies are {policies}")
+        self._check_evaluation()
+        if self.sampling.synchronous and self.worker.random_actions_before_weights:
+            raise ValueError(
+                "sampling.synchronous = true has all steps sampled with the newest weights, and "
+                "worker.random_actions_before_weights = true samples before there are any; leave one of them out"
+            )
         window, enough = self.worker.window_batches, self._batches_for(self.learner.steps_per_update)
         if self.learner.enabled and window is not None and window < enough:
             raise ValueError(
@@ -268,6 +281,19 @@ class FleetConfig(ConfigSection):
                 f"{self.learner.steps_per_update}: all would wait; {enough} batches a worker are the least"
             )
         return self
+
+    def _check_evaluation(self) -> None:
+        every = self.learner.evaluate_every_steps
+        if every and not self.learner.enabled:
+            raise ValueError(
+                f"learner.evaluate_every_steps = {every} evaluates checkpoints of the reference learner, and "
+                "learner.enabled = false; leave one of them out"
+            )
+        if every and self.serving.enabled:
+            raise ValueError(
+                f"learner.evaluate_every_steps = {every} plays episodes of sampling.env, and serving.enabled = true: "
+                "clients drive the episodes; leave one of them out"
+            )
 
     def _check_env_hosts(self) -> None:
         hosts, workers, placement = self.fleet.env_hosts, self.fleet.workers, self.sampling.env_placement

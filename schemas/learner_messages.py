@@ -43,6 +43,12 @@ class LearnerHello(Message):
     window_batches: Positive = 64
     window_bytes: Positive = 256 << 20
     window_steps: WindowSteps = None
+    synchronous: bool = False
+    """Workers are to ship an update with each version of the weights, and wait for the next one. The broker's config
+    may say so too.
+    """
+    steps_per_update: Annotated[int, Field(ge=0, le=MOST_WINDOW_STEPS)] = 0
+    """Steps of an update, for synchronous sampling; 0: one cut of each worker."""
     host: str = ""
     pid: Natural = 0
 
@@ -106,6 +112,8 @@ class Status(Message):
     published: Version = (0, 0)
     rows_stored: Version = (0, 0)
     """(epoch, number) of the newest row of a learner that is in Redis. Rows up to it need not be sent again."""
+    waiting_for: str = ""
+    """Synchronous sampling: whom the round waits for, the learner or some workers."""
 
 
 class SourceStart(Message):

@@ -90,7 +90,6 @@ class MessageKind(IntEnum):
     SKIP = 17
     SOURCE_START = 18
     SOURCE_GAP = 19
-    CHECKPOINT = 20  # in files only: a learner's checkpoint, never sent
     ENV_ORDERS = 21
     ENV_ANSWERS = 22
     LEARNER_ROWS = 23

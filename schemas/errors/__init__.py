@@ -18,6 +18,8 @@
     ├── EpisodeTimeoutError     a call about an external episode was not answered within its deadline
     ├── ModuleError             a policy module could not be built, or returned the wrong arrays
     │   └── WhichModuleError        a fleet of several modules got no module's name, or an unknown one
+    ├── PolicyCallError         a trained policy was given an observation or an agent that is not its own
+    ├── ExportError             a policy cannot be written to a file for other programs
     ├── CallbackError           a user's callback raised
     ├── RunnerStoppedError      a runner was asked to sample after it was stopped
     ├── RunnerBusyError         a callback called its own runner at a moment when the runner cannot do it
@@ -78,7 +80,9 @@ from headrace.schemas.errors.runners import (
     CallbackError,
     ChunkError,
     ConnectorError,
+    ExportError,
     ModuleError,
+    PolicyCallError,
     RunnerBusyError,
     RunnerStoppedError,
     StateError,
@@ -117,6 +121,7 @@ __all__ = [
     "EnvRaisedError",
     "EnvRestartBudgetError",
     "ExitCode",
+    "ExportError",
     "FencedError",
     "HeadraceError",
     "InfosTooLargeError",
@@ -126,6 +131,7 @@ __all__ = [
     "MissingEnvError",
     "ModuleError",
     "NoEnvHostError",
+    "PolicyCallError",
     "PortInUseError",
     "RedisUnavailableError",
     "RefusedError",

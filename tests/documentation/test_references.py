@@ -51,7 +51,8 @@ def test_the_commands_page_has_every_command_with_its_options_and_examples() -> 
     assert {"headrace up", "headrace keys init", "headrace env-host"} <= set(names)
     for name, command in commands(get_command(app)):
         section = page.split(f"## {name}\n")[1].split("\n## ")[0]
-        options = [parameter.opts[0] for parameter in command.params]
+        names_of = [parameter.opts[0] for parameter in command.params]
+        options = [name if name.startswith("-") else name.upper() for name in names_of]
         assert [option for option in options if option not in section] == [], name
         assert f"```sh\n{name.split()[0]} " in section, name
 

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headrace.schemas.chunk import EpisodeChunk
 from headrace.schemas.errors import CallbackError, MissingEnvError, ModuleError, RunnerStoppedError
@@ -243,8 +245,11 @@ class EnvRunner(ABC, Generic[Batch]):
         on_poll: Callable[[], None] | None = None,
         random_actions: bool = False,
         on_wait: Callable[[], None] | None = None,
+        most_steps: int | None = None,
     ) -> Batch:
         """Return what a worker ships: `rollout_fragment_length` polls, then everything open is cut.
+
+        With `most_steps` the cut comes as soon as so many steps were taken, if episodes may be cut.
 
         With batch_mode "complete_episodes": polls until `num_envs` episodes have finished, which are delivered; the
         others stay open. With external envs it returns what arrived within `external_fragment_max_age_s`.
@@ -260,9 +265,17 @@ class EnvRunner(ABC, Generic[Batch]):
         self._begin(ActionMode(self.config.explore, random_actions), length, force_reset=False)
         sampler = self._existing_sampler
         enough = enough_episodes(width, sampler) if whole else self._enough_steps(length * width)
+        goal = None if most_steps is None or whole else self.totals.stepped + most_steps
         # A batch names one learner epoch.
         self._poll_until(
-            lambda: enough() or self._state.waiting is not None or sampler.is_overdue, on_poll=on_poll, on_wait=on_wait
+            lambda: (
+                enough()
+                or (goal is not None and self.totals.stepped >= goal)
+                or self._state.waiting is not None
+                or sampler.is_overdue
+            ),
+            on_poll=on_poll,
+            on_wait=on_wait,
         )
         return self.cut_fragment()
 
@@ -425,6 +438,15 @@ class EnvRunner(ABC, Generic[Batch]):
         module id.
         """
         return self._names.merge(self._policies, state, updates)
+
+    def freeze_connectors(self) -> None:
+        """Let connectors learn nothing from now on, as where a trained policy is evaluated. `make_env` undoes it."""
+        for policy in self._policies.values():
+            policy.connectors.freeze()
+
+    def try_render_at(self, index: int = 0) -> NDArray[np.uint8] | None:
+        """Return what env `index` shows, rgb uint8 (height, width, 3); None if it gives no rgb_array, or is down."""
+        return self._existing_sampler.envs.try_render_at(index)
 
     # -- what else a caller may ask -----------------------------------------------------------------------------------
 
