@@ -15,6 +15,8 @@ from headrace.schemas.messages import (
     Fenced,
     HeldBatch,
     LearnerHello,
+    LearnerRow,
+    LearnerRows,
     LearnerWelcome,
     SourceEnd,
     SourceGap,
@@ -39,6 +41,10 @@ class LearnerSessions:
         self._state = state
         self._store = store
         self._outbox = outbox
+        self._newest_row: Version = (0, 0)
+        """(epoch, number) of the newest row that `new_rows` returned."""
+        self.rows_stored: Version = (0, 0)
+        """That of the newest row that Redis has, for learners to know."""
 
     # -- the lease ----------------------------------------------------------------------------------------------------
 
@@ -60,6 +66,7 @@ class LearnerSessions:
         else:
             learner.attach_stream(peer, hello)
             self._limit_window(hello.window_steps)
+            self._store.rounds.ask(hello.synchronous, hello.steps_per_update)
             self._store.reconcile(hello.position, hello.held)
         self._outbox.send(peer, self._welcome(learner, spaces))
 
@@ -118,6 +125,19 @@ class LearnerSessions:
             self._outbox.send(peer, self._welcome(learner, spaces))
             return False
         return True
+
+    def new_rows(self, peer: Peer, message: LearnerRows) -> list[LearnerRow]:
+        """Return the rows of a message that came for the first time; none of a peer that is not the lease holder."""
+        learner = self.lease
+        if learner is None or peer != learner.publisher:
+            self._reject_stale_peer(peer, message.epoch)
+            return []
+        new = []
+        for row in message.rows:
+            if self._newest_row < (row.epoch, row.number) and row.epoch <= learner.epoch:
+                self._newest_row = (row.epoch, row.number)
+                new.append(row)
+        return new
 
     def _reject_stale_peer(self, peer: Peer, epoch: int) -> None:
         """Fence a peer that does not speak for the lease holder if its epoch is over; else ask it for a HELLO."""
@@ -191,6 +211,8 @@ class LearnerSessions:
             workers_blocked=sum(1 for source in workers if source.blocked),
             spaces=spaces,
             published=self._store.weights,
+            rows_stored=self.rows_stored,
+            waiting_for=self._store.rounds.waiting_for() if self._store.rounds.active else "",
         )
         for peer in (learner.stream, learner.publisher):
             self._outbox.send(peer, status)

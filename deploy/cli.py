@@ -108,6 +108,11 @@ def up(
     run_dir: RunDirPath = None,
     config: ConfigPath = None,
     redis_url: RedisUrl = None,
+    tensorboard: Annotated[
+        bool | None, typer.Option("--tensorboard", help="Log to RUN_DIR/tensorboard too (extra tensorboard).")
+    ] = None,
+    wandb: Annotated[bool | None, typer.Option("--wandb", help="Log to Weights & Biases too (extra wandb).")] = None,
+    mlflow: Annotated[bool | None, typer.Option("--mlflow", help="Log to MLflow too (extra mlflow).")] = None,
     sets: Sets = None,
     print_config: PrintConfig = False,
     as_json: AsJson = False,
@@ -133,6 +138,9 @@ def up(
         "fleet.timeout_s": timeout_s,
         "fleet.run_dir": text_of(run_dir),
         "redis.url": redis_url,
+        "logging.tensorboard": tensorboard,
+        "logging.wandb": wandb,
+        "logging.mlflow": mlflow,
     }
     resolved, origins = resolve(config, sets, flags)
     if print_config:

@@ -22,7 +22,7 @@ from headrace.deploy.fleet_record import FleetRecord
 from headrace.deploy.goal import RunNumbers
 from headrace.deploy.obituary_sender import ObituarySender, reason_of, write_obituary
 from headrace.deploy.redis_server import check_url, prepare_redis, wait_ready
-from headrace.deploy.redis_view import Snapshot
+from headrace.deploy.redis_view import LearnerRowView, Snapshot
 from headrace.deploy.run_dir import RunDir, write_private
 from headrace.deploy.snapshot_poller import INTERVAL_S, SnapshotPoller
 from headrace.deploy.stop_signals import StopSignals
@@ -103,9 +103,14 @@ class Fleet:
         """Return the seconds since Redis last answered."""
         return self._poller.age_s if self._poller else 0.0
 
+    def take_learner_rows(self) -> list[LearnerRowView]:
+        """Return the rows that learners have logged since the last call."""
+        return self._poller.take_learner_rows() if self._poller else []
+
     def numbers(self) -> RunNumbers:
         """Return the newest numbers by which goals are judged."""
-        return RunNumbers.of(self.snapshot.gauges, self.snapshot.totals) if self.snapshot else RunNumbers()
+        seen = self.snapshot
+        return RunNumbers.of(seen.gauges, seen.totals, seen.policies) if seen else RunNumbers()
 
     @property
     def stop_asked(self) -> bool:

@@ -56,7 +56,7 @@ class ProgressView:
         gauges = snapshot.gauges
         return ProgressView(
             seconds=seconds,
-            numbers=RunNumbers.of(gauges, snapshot.totals),
+            numbers=RunNumbers.of(gauges, snapshot.totals, snapshot.policies),
             goal=goal,
             steps_per_s=gauges.get("env_steps_per_s", 0.0),
             weights=(int(gauges.get("learner_epoch", 0)), int(gauges.get("weights_seq", 0))),
@@ -70,7 +70,7 @@ class ProgressView:
     def rows(self) -> list[tuple[str, str]]:
         """Return (what, value) pairs, in the order in which they are shown."""
         n = self.numbers
-        mean = "-" if n.mean_return is None else f"{n.mean_return:.1f} over {n.window}"
+        mean = n.show_mean_return()
         if self.goal.until_return is not None:
             mean += f" of {self.goal.until_return:g}"
         steps = f"{n.steps:,}" + (f" of {self.goal.until_steps:,}" if self.goal.until_steps is not None else "")

@@ -47,6 +47,9 @@ class StreamLimits:
 
     window_batches: int = 64
     window_bytes: int = 256 << 20
+    synchronous: bool = False
+    steps_per_update: int = 0
+    """As in `LearnerHello`."""
     retry_s: float = 1.0
     heartbeat_s: float = 0.5
     silence_s: float = 5.0
@@ -213,6 +216,8 @@ class LearnerSession:
                 window_batches=self.limits.window_batches,
                 window_bytes=self.limits.window_bytes,
                 window_steps=self.window_steps,
+                synchronous=self.limits.synchronous,
+                steps_per_update=self.limits.steps_per_update,
             )
         )
 

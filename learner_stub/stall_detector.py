@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from headrace.learner_stub.session import LearnerSession, LearnerSessionState
 from headrace.schemas.errors import WindowStalledError
 
@@ -11,6 +13,9 @@ STARVED_S = 3.0
 STALLED_S = 30.0
 
 _HINT_S = 1.0
+_SAY_WAITING_S = 10.0
+
+log = logging.getLogger("headrace.learner")
 
 
 class StallDetector:
@@ -26,7 +31,9 @@ class StallDetector:
 
     def add_wait(self, seconds: float) -> None:
         """Note that nothing came for `seconds` more. Raises `WindowStalledError` when all would wait for ever."""
-        self._waited_s += seconds
+        before, self._waited_s = self._waited_s, self._waited_s + seconds
+        if self._waited_s // _SAY_WAITING_S > before // _SAY_WAITING_S:
+            log.info("no batch for %.0f s: %s", self._waited_s, self._whom())
         if self._waited_s > STALLED_S and self._all_wait:
             raise WindowStalledError(self._session.uncommitted(), self._waited_s)
 
@@ -42,6 +49,16 @@ class StallDetector:
     def starved(self) -> bool:
         """Return whether only a commit can end this wait."""
         return self._waited_s >= STARVED_S and self._all_wait
+
+    def _whom(self) -> str:
+        """Return what the broker last said of the workers, in words."""
+        status = self._session.status
+        if self._session.state is not LearnerSessionState.ACTIVE or status is None:
+            return "waiting for the broker"
+        if not status.workers:
+            return "waiting for a first worker"
+        round_ = f"; the round of synchronous sampling waits for {status.waiting_for}" if status.waiting_for else ""
+        return f"of {status.workers} workers {status.workers_blocked} wait for this learner{round_}"
 
     @property
     def _all_wait(self) -> bool:

@@ -60,6 +60,10 @@ class EpisodeStream:
     - steps_per_update: steps that one update of this learner takes. Workers then keep about so many in hand, besides
       those under training: data stays fresh, whatever the number of workers. None: measured from one published version
       to the next, or from one commit to the next where none is published.
+    - synchronous: workers ship `steps_per_update` steps with each version of the weights, all together, and wait for
+      the next one: sample, train, sample. No step is older than the weights (lag 0), and with a fixed number of
+      workers and a seed the batches are the same each time, to the bit and in order. Without `steps_per_update` each
+      worker ships one cut. False: as `sampling.synchronous` says in the config of the fleet.
     - warn_lag: mean lag of a batch, in versions, above which it is late. The first late one is logged. None: none is.
     - keys: a folder with learner.secret and broker.public. None: the folder in the environment's HEADRACE_KEYS__DIR, or
       no keys. "" is no keys.
@@ -90,6 +94,7 @@ class EpisodeStream:
         window_bytes: int = 256 << 20,
         auto_commit: bool = True,
         steps_per_update: int | None = None,
+        synchronous: bool = False,
         warn_lag: float | None = 10.0,
         fleet_id: str = "",
         connect_timeout_s: float = 60.0,
@@ -101,7 +106,12 @@ class EpisodeStream:
         self.endpoint = endpoint
         self.auto_commit = auto_commit
         self.delivered = 0
-        limits = StreamLimits(window_batches=window_batches, window_bytes=window_bytes)
+        limits = StreamLimits(
+            window_batches=window_batches,
+            window_bytes=window_bytes,
+            synchronous=synchronous,
+            steps_per_update=steps_per_update or 0,
+        )
         places = [read(SourcePosition, place) for place in position or []]
         fleet_id = fleet_id or next((str(place.get("fleet_id", "")) for place in position or []), "")
         self.token = connection.stream_token(endpoint)

@@ -225,6 +225,20 @@ class SupervisorSection(ConfigSection):
     stop_timeout_s: float = Field(default=20.0, gt=0, description="how long a draining process has before it is killed")
 
 
+class LoggingSection(ConfigSection):
+    """Settings of what `up` logs of a run. It always writes `metrics.jsonl` and `metrics.csv` in the run directory."""
+
+    interval_s: float = Field(default=5.0, gt=0, description="time between two rows about the whole fleet")
+    tensorboard: bool = Field(
+        default=False, description="log to TensorBoard files too, in run_dir/tensorboard (extra tensorboard)"
+    )
+    wandb: bool = Field(default=False, description="log to Weights & Biases too (extra wandb)")
+    mlflow: bool = Field(default=False, description="log to MLflow too (extra mlflow)")
+    loggers: list[str] = Field(
+        default=[], description='loggers of your own, each as "package.module:Class", which is called with a RunInfo'
+    )
+
+
 class FleetConfig(ConfigSection):
     """The whole configuration: all sections."""
 
@@ -238,6 +252,7 @@ class FleetConfig(ConfigSection):
     keys: KeysSection = KeysSection()
     supervisor: SupervisorSection = SupervisorSection()
     serving: ServingSection = ServingSection()
+    logging: LoggingSection = LoggingSection()
 
     @model_validator(mode="after")
     def _check(self) -> FleetConfig:
@@ -254,6 +269,11 @@ class FleetConfig(ConfigSection):
         if unknown:
             raise ValueError(f"learner.policies_to_train names {unknown}; the policies are {policies}")
         self._check_evaluation()
+        if self.sampling.synchronous and self.worker.random_actions_before_weights:
+            raise ValueError(
+                "sampling.synchronous = true has all steps sampled with the newest weights, and "
+                "worker.random_actions_before_weights = true samples before there are any; leave one of them out"
+            )
         window, enough = self.worker.window_batches, self._batches_for(self.learner.steps_per_update)
         if self.learner.enabled and window is not None and window < enough:
             raise ValueError(

@@ -92,6 +92,7 @@ class MessageKind(IntEnum):
     SOURCE_GAP = 19
     ENV_ORDERS = 21
     ENV_ANSWERS = 22
+    LEARNER_ROWS = 23
     EPISODE_START = 40  # from here on: between a policy server and its clients
     EPISODE_STEP = 41
     EPISODE_ABORT = 42

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from headrace.schemas.ledger import Natural, Settled, WorkerTotals
+from headrace.schemas.logged_metrics import LoggedMetrics
 from headrace.schemas.message_base import HeldBatch, Message, Positive, Version
 from headrace.schemas.runner_counters import Counters
 from headrace.schemas.wire import MessageKind
@@ -26,6 +27,10 @@ class WorkerHello(Message):
     pid: Natural = 0
     spaces: dict[str, Any] = {}
     """Absent until the envs are built: see `module_spaces.py`."""
+    num_envs: Annotated[int, Field(ge=0, le=1 << 16)] = 0
+    """Envs that step together; 0 until they are built, like `cut_steps`."""
+    cut_steps: Annotated[int, Field(ge=0, le=1 << 40)] = 0
+    """Env steps of a cut."""
     settled: Settled = Settled()
     totals: WorkerTotals = WorkerTotals()
     weights: Version = (0, 0)
@@ -45,6 +50,10 @@ class WorkerWelcome(Message):
     credit: Natural = 0
     window_steps: Natural = 0
     """Steps that this worker may keep unsettled, its share of what the learner wants under way; 0: no such limit."""
+    synchronous: bool | None = None
+    """Whether sampling is synchronous. None: a broker that has just restarted does not know; what it was before."""
+    round_steps: Natural = 0
+    """Synchronous sampling: steps to ship with `weights` in all, before it waits for the next version."""
     max_batch_bytes: Positive
     lease_s: float = Field(default=10.0, gt=0)
     heartbeat_interval_s: float = Field(default=1.0, gt=0)
@@ -71,13 +80,16 @@ class Ack(Message):
     credit: Natural = 0
     window_steps: Natural = 0
     """As in the WELCOME, by now."""
+    synchronous: bool | None = None
+    round_steps: Natural = 0
+    """Both as in the WELCOME, by now."""
     weights: Version = (0, 0)
     closed: bool = False
     """The books of this incarnation are closed: its BYE or obituary has been taken."""
     steps_elsewhere: Natural = 0
     """As in the WELCOME, by now."""
     waiting_for: str = ""
-    """The peer that the fleet waits for when there is no credit: "" | "learner" | "broker"."""
+    """Whom the fleet waits for when there is no credit, or its round is over: "", "learner", "broker", "worker 3"."""
 
 
 class Skip(Message):
@@ -105,8 +117,12 @@ class Heartbeat(Message):
     settled: Natural = 0
     weights: Version = (0, 0)
     blocked: str = ""
+    round_steps: Natural = 0
+    """Steps that it has shipped with `weights`."""
     counters: Counters = {}
     """Counters of its runner, all earlier lives of the slot included."""
+    metrics: LoggedMetrics = {}
+    """What callbacks have logged in this life; sums since its begin, all else over the newest values."""
 
 
 class LastWords(Message):
@@ -130,6 +146,8 @@ class Bye(LastWords):
     KIND = MessageKind.BYE
     reason: str = "shutdown"
     counters: Counters = {}
+    """As in its last heartbeat, or later ones."""
+    metrics: LoggedMetrics = {}
     """As in its last heartbeat, or later ones."""
 
 

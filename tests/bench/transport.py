@@ -157,7 +157,9 @@ class PrebuiltRunner:
         self.module_spaces = {DEFAULT_MODULE_ID: load.spaces}
         self._batches = [load.batch(seed) for seed in range(DISTINCT)]
 
-    def sample_fragment(self, on_poll: Callable[[], None], random_actions: bool = False) -> ChunkBatch:
+    def sample_fragment(
+        self, on_poll: Callable[[], None], random_actions: bool = False, most_steps: int | None = None
+    ) -> ChunkBatch:
         batch = self._batches[self.totals.delivered_chunks // len(self._batches[0]) % DISTINCT]
         self.totals.stepped += batch.steps
         self.totals.delivered += batch.steps

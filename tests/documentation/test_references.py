@@ -15,6 +15,7 @@ from settings_reference import settings, settings_as_markdown
 from typer.main import get_command
 
 from headrace.deploy.cli import app
+from headrace.deploy.run_rows import COLUMNS
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.config_loading import known_keys
 from headrace.schemas.errors import ExitCode
@@ -80,6 +81,11 @@ def test_every_event_of_callbacks_is_listed() -> None:
     assert [event for event, row in rows.items() if row not in page] == []
     listed = dict(re.findall(r"^\| `(on_\w+)` \|.*\| (.*) \|$", page, re.M))
     assert {name: tuple(re.findall(r"`(\w+)`", given)) for name, given in listed.items()} == EVENTS
+
+
+def test_every_column_of_a_runs_rows_is_explained() -> None:
+    page = read("guides/what-a-run-leaves.md")
+    assert [column for column in COLUMNS if f"`{column}`" not in page] == []
 
 
 def test_redis_keys_that_a_page_names_are_there() -> None:

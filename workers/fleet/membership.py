@@ -66,9 +66,9 @@ class Membership:
         """Tell the recorder's readers to be patient, because envs are being built or waited for."""
         self.recorder.touch(BUILD_SILENCE_S)
 
-    def introduce(self, spaces: Mapping[str, Spaces]) -> None:
+    def introduce(self, spaces: Mapping[str, Spaces], num_envs: int, cut_steps: int) -> None:
         """Send the broker the spaces of chunks, by module, and wait for its answer. Raises as the constructor does."""
-        self.session.introduce(module_spaces_to_json(spaces))
+        self.session.introduce(module_spaces_to_json(spaces), num_envs, cut_steps)
         self.recorder.touch()
         self.link.join(self._connect_timeout_s)
 

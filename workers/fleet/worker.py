@@ -14,6 +14,7 @@ from typing import Any
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import CallbackError, EnvError, FencedError, HeadraceError, NoEnvHostError, StateError
 from headrace.schemas.ledger import Discard, Drop
+from headrace.schemas.logged_metrics import MOST_METRICS, LoggedMetric, fitting_metrics
 from headrace.schemas.stop_event import stop_event
 from headrace.workers.fleet.membership import Membership
 from headrace.workers.fleet.shipping import Shipper
@@ -116,6 +117,7 @@ class Worker:
         self._acting_channel: ActingChannel | None = None
         """The channel to clients that act by themselves, if they are allowed."""
         self._batches_a_cut = len(runner.module_spaces)
+        self._left_out = False
         self._next_pump = 0.0
         self._leave_at = math.inf
         """When to abandon the fragment after a stop, in monotonic seconds."""
@@ -131,7 +133,8 @@ class Worker:
         ):
             acting_channel.open(runner.module_spaces, runner.config.num_envs, runner.policy_columns())
             self._acting_channel = acting_channel
-        self.membership.introduce(runner.module_spaces)
+        num_envs = runner.config.num_envs
+        self.membership.introduce(runner.module_spaces, num_envs, num_envs * runner.config.rollout_fragment_length)
         self._go_on_counting()
 
     def _go_on_counting(self) -> None:
@@ -147,6 +150,22 @@ class Worker:
             log.warning("lifetime counters start from 0, because the broker's do not fit this runner: %s", error)
         self.runner.steps_elsewhere = self.session.steps_elsewhere
         self.session.read_counters = self.runner.get_counters
+        self.session.read_metrics = self._read_metrics
+
+    def _read_metrics(self) -> dict[str, LoggedMetric]:
+        """Return what callbacks have logged, as far as it may be reported. Log once what may not."""
+        logged = self.runner.get_logged_metrics()
+        fitting = fitting_metrics(logged)
+        if len(fitting) < len(logged) and not self._left_out:
+            self._left_out = True
+            name = next(name for name in logged if name not in fitting)
+            log.warning(
+                "the fleet's metrics are without %r and others that callbacks log: a worker reports at most %d, with "
+                "names of 1 to 100 printable ASCII characters",
+                name[:100],
+                MOST_METRICS,
+            )
+        return fitting
 
     def wait_for_weights(self, stopping: threading.Event) -> None:
         """Wait for the current weights before sampling, unless the config allows random actions at first."""
@@ -157,13 +176,26 @@ class Worker:
     # -- sampling -----------------------------------------------------------------------------------------------------
 
     def wait_for_room(self, stopping: threading.Event) -> bool:
-        """Wait while the window is full. Return whether there is room; there may be none when stopping."""
+        """Wait while the window is full. Return whether there is room; there may be none when stopping.
+
+        In synchronous sampling wait for the next round too.
+        """
+        if self.session.is_synchronous and not self._in_round():
+            self.session.blocked = "round"
+            self._wait("the next round of synchronous sampling", self._in_round, stopping)
+            self.session.blocked = ""
+            if stopping.is_set():
+                return False
         if self._has_room():
             return True
         self.session.blocked = "window"
         self._wait("room in the window", self._has_room, stopping)
         self.session.blocked = ""
         return self._has_room()
+
+    def _in_round(self) -> bool:
+        self._apply_weights()
+        return not self.session.is_synchronous or self.session.round_left() > 0
 
     def _has_room(self) -> bool:
         return self.session.has_room(self._batches_a_cut)
@@ -173,7 +205,8 @@ class Worker:
 
         Ships the samples that a `CallbackError` carries before it raises.
         """
-        self._apply_weights()
+        if not self.session.is_synchronous:
+            self._apply_weights()
         try:
             return self._sample(stopping)
         except CallbackError as error:
@@ -185,7 +218,8 @@ class Worker:
         at_random = self.runner.weights_version == (0, 0)
         cut: Cut
         try:
-            cut = self.runner.sample_fragment(lambda: self._between_polls(stopping), at_random)
+            most = self.session.round_left() if self.session.is_synchronous else None
+            cut = self.runner.sample_fragment(lambda: self._between_polls(stopping), at_random, most_steps=most)
         except StoppedError as stopped:
             log.info("%s; leaving with what it has", stopped)
             cut = self.runner.cut_fragment()
@@ -211,7 +245,8 @@ class Worker:
         if now >= self._next_pump or self.weights.pulling:
             self._next_pump = now + PUMP_INTERVAL_S
             self._pump()
-            self._apply_weights()
+            if not self.session.is_synchronous:
+                self._apply_weights()
             self._ship_of_clients()
             if stopping.is_set():
                 self._leave_at = min(self._leave_at, now + _LAST_FRAGMENT_S)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from headrace.schemas.chunk import EpisodeChunk
 from headrace.schemas.errors import CallbackError, MissingEnvError, ModuleError, RunnerStoppedError
 from headrace.schemas.ledger import Discard
+from headrace.schemas.logged_metrics import LoggedMetric
 from headrace.schemas.spaces import Spaces
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
@@ -244,8 +245,11 @@ class EnvRunner(ABC, Generic[Batch]):
         on_poll: Callable[[], None] | None = None,
         random_actions: bool = False,
         on_wait: Callable[[], None] | None = None,
+        most_steps: int | None = None,
     ) -> Batch:
         """Return what a worker ships: `rollout_fragment_length` polls, then everything open is cut.
+
+        With `most_steps` the cut comes as soon as so many steps were taken, if episodes may be cut.
 
         With batch_mode "complete_episodes": polls until `num_envs` episodes have finished, which are delivered; the
         others stay open. With external envs it returns what arrived within `external_fragment_max_age_s`.
@@ -261,9 +265,17 @@ class EnvRunner(ABC, Generic[Batch]):
         self._begin(ActionMode(self.config.explore, random_actions), length, force_reset=False)
         sampler = self._existing_sampler
         enough = enough_episodes(width, sampler) if whole else self._enough_steps(length * width)
+        goal = None if most_steps is None or whole else self.totals.stepped + most_steps
         # A batch names one learner epoch.
         self._poll_until(
-            lambda: enough() or self._state.waiting is not None or sampler.is_overdue, on_poll=on_poll, on_wait=on_wait
+            lambda: (
+                enough()
+                or (goal is not None and self.totals.stepped >= goal)
+                or self._state.waiting is not None
+                or sampler.is_overdue
+            ),
+            on_poll=on_poll,
+            on_wait=on_wait,
         )
         return self.cut_fragment()
 
@@ -403,6 +415,10 @@ class EnvRunner(ABC, Generic[Batch]):
     def get_counters(self) -> dict[str, Any]:
         """Return lifetime counters, as they are in every state."""
         return self._metrics.read_counters()
+
+    def get_logged_metrics(self) -> dict[str, LoggedMetric]:
+        """Return what callbacks have logged so far, for a fleet to merge. `get_metrics` is not affected."""
+        return self._metrics.logger.cumulative()
 
     def set_counters(self, counters: Mapping[str, Any]) -> None:
         """Go on counting from those that are there. Raises `StateError` for what is no counter."""

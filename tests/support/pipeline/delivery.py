@@ -49,9 +49,18 @@ SPACES = Spaces(observation=Box(shape=(1,), dtype="<f4"), action=Discrete(n=2))
 class BrokerThread:
     """A real broker whose loop turns in a thread of this process. `ask` runs a question between two turns of it."""
 
-    def __init__(self, run_dir: Path, fleet_id: str = FLEET, keys: BrokerKeys | None = None, **settings: Any) -> None:
-        settings = {"heartbeat_interval_s": 0.2, **settings}
-        self.broker = Broker(BrokerSection(**settings), fleet_id, run_dir, None, keys)
+    def __init__(
+        self,
+        run_dir: Path,
+        fleet_id: str = FLEET,
+        keys: BrokerKeys | None = None,
+        *,
+        synchronous: bool = False,
+        workers: int = 0,
+        **settings: Any,
+    ) -> None:
+        section = BrokerSection(**{"heartbeat_interval_s": 0.2, **settings})
+        self.broker = Broker(section, fleet_id, run_dir, None, keys, synchronous=synchronous, workers=workers)
         self.endpoints: Endpoints = self.broker.sockets.endpoints
         self._questions: queue.Queue[Callable[[], None]] = queue.Queue()
         self._stopping = threading.Event()
