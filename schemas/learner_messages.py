@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from headrace.schemas.ledger import Natural, Settled
-from headrace.schemas.message_base import HeldBatch, Message, Positive, SourcePosition, Version
+from headrace.schemas.message_base import (
+    HeldBatch,
+    Message,
+    ModuleShapes,
+    Positive,
+    SourcePosition,
+    Version,
+    WeightsRefusal,
+)
 from headrace.schemas.wire import MessageKind
 
 MOST_WINDOW_STEPS = 1 << 40
@@ -57,6 +65,8 @@ class LearnerWelcome(Message):
     epoch: Positive
     spaces: dict[str, Any] = {}
     published: Version = (0, 0)
+    weight_shapes: ModuleShapes = {}
+    """Shapes of the weights that workers load, once one has told them."""
 
 
 class Commit(Message):
@@ -85,6 +95,10 @@ class Status(Message):
     published: Version = (0, 0)
     waiting_for: str = ""
     """Synchronous sampling: whom the round waits for, the learner or some workers."""
+    weight_shapes: ModuleShapes = {}
+    """As in the WELCOME, by now."""
+    refused: WeightsRefusal | None = None
+    """A worker could not load this version of the weights."""
 
 
 class SourceStart(Message):

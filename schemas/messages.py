@@ -32,7 +32,19 @@ from headrace.schemas.learner_messages import (
     SourceStart,
     Status,
 )
-from headrace.schemas.message_base import Fenced, HeldBatch, Message, Positive, Reject, SourcePosition, Version, read
+from headrace.schemas.message_base import (
+    Fenced,
+    HeldBatch,
+    Message,
+    ModuleShapes,
+    Positive,
+    Reject,
+    SourcePosition,
+    Version,
+    WeightsRefusal,
+    read,
+    tellable_shapes,
+)
 from headrace.schemas.weights_messages import WeightsAck, WeightsHeader, WeightsPart, WeightsPull
 from headrace.schemas.worker_messages import (
     Ack,
@@ -58,6 +70,7 @@ __all__ = [
     "LearnerHello",
     "LearnerWelcome",
     "Message",
+    "ModuleShapes",
     "Obituary",
     "Positive",
     "Reject",
@@ -73,10 +86,12 @@ __all__ = [
     "WeightsHeader",
     "WeightsPart",
     "WeightsPull",
+    "WeightsRefusal",
     "WorkerHello",
     "WorkerWelcome",
     "read",
     "read_hello",
+    "tellable_shapes",
 ]
 
 HELLO_BY_ROLE: dict[str, type[Message]] = {

@@ -17,7 +17,9 @@
     ├── EpisodeError            a call about an external episode cannot be done; kinds are in episode_errors.py
     ├── EpisodeTimeoutError     a call about an external episode was not answered within its deadline
     ├── ModuleError             a policy module could not be built, or returned the wrong arrays
-    │   └── WhichModuleError        a fleet of several modules got no module's name, or an unknown one
+    │   ├── WhichModuleError        a fleet of several modules got no module's name, or an unknown one
+    │   ├── WeightsMismatchError    weights have other names or shapes than the workers' module
+    │   └── RefusedWeightsError     a worker could not load a version of the weights
     ├── CallbackError           a user's callback raised
     ├── RunnerStoppedError      a runner was asked to sample after it was stopped
     ├── RunnerBusyError         a callback called its own runner at a moment when the runner cannot do it
@@ -79,9 +81,11 @@ from headrace.schemas.errors.runners import (
     ChunkError,
     ConnectorError,
     ModuleError,
+    RefusedWeightsError,
     RunnerBusyError,
     RunnerStoppedError,
     StateError,
+    WeightsMismatchError,
     WhichModuleError,
 )
 from headrace.schemas.errors.wire import (
@@ -129,6 +133,7 @@ __all__ = [
     "PortInUseError",
     "RedisUnavailableError",
     "RefusedError",
+    "RefusedWeightsError",
     "RunDirError",
     "RunnerBusyError",
     "RunnerStoppedError",
@@ -136,6 +141,7 @@ __all__ = [
     "UnknownEnvError",
     "UnreachableError",
     "VersionMismatchError",
+    "WeightsMismatchError",
     "WhichModuleError",
     "WindowStalledError",
     "WireError",
