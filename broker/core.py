@@ -31,6 +31,8 @@ from headrace.schemas.messages import (
     Commit,
     Heartbeat,
     LearnerHello,
+    LearnerRow,
+    LearnerRows,
     Message,
     Obituary,
     Skip,
@@ -105,6 +107,14 @@ class BrokerCore:
             return
         if store.rounds.advance(self.weights, self._workers.peers.values(), store.steps, now):
             self._workers.mark_all_changed()
+
+    def new_rows(self, peer: Peer, message: LearnerRows) -> list[LearnerRow]:
+        """Return the rows that the learner logged and that came for the first time."""
+        return self._learners.new_rows(peer, message)
+
+    def rows_stored(self, newest: Version) -> None:
+        """Note that learners' rows up to (epoch, number) are in Redis, for learners to forget them."""
+        self._learners.rows_stored = newest
 
     def tick(self, now: float) -> None:
         """Advance time: leases, obituaries, and the cumulative state to every peer.

@@ -15,6 +15,8 @@ from headrace.schemas.messages import (
     Fenced,
     HeldBatch,
     LearnerHello,
+    LearnerRow,
+    LearnerRows,
     LearnerWelcome,
     ModuleShapes,
     SourceEnd,
@@ -41,6 +43,10 @@ class LearnerSessions:
         self._store = store
         self._outbox = outbox
         self._weight_shapes: ModuleShapes = {}
+        self._newest_row: Version = (0, 0)
+        """(epoch, number) of the newest row that `new_rows` returned."""
+        self.rows_stored: Version = (0, 0)
+        """That of the newest row that Redis has, for learners to know."""
 
     # -- the lease ----------------------------------------------------------------------------------------------------
 
@@ -126,6 +132,19 @@ class LearnerSessions:
             return False
         return True
 
+    def new_rows(self, peer: Peer, message: LearnerRows) -> list[LearnerRow]:
+        """Return the rows of a message that came for the first time; none of a peer that is not the lease holder."""
+        learner = self.lease
+        if learner is None or peer != learner.publisher:
+            self._reject_stale_peer(peer, message.epoch)
+            return []
+        new = []
+        for row in message.rows:
+            if self._newest_row < (row.epoch, row.number) and row.epoch <= learner.epoch:
+                self._newest_row = (row.epoch, row.number)
+                new.append(row)
+        return new
+
     def _reject_stale_peer(self, peer: Peer, epoch: int) -> None:
         """Fence a peer that does not speak for the lease holder if its epoch is over; else ask it for a HELLO."""
         if self.lease is not None and epoch < self.lease.epoch:
@@ -199,6 +218,7 @@ class LearnerSessions:
             workers_blocked=sum(1 for source in workers if source.blocked),
             spaces=spaces,
             published=self._store.weights,
+            rows_stored=self.rows_stored,
             waiting_for=self._store.rounds.waiting_for() if self._store.rounds.active else "",
             weight_shapes=self._weight_shapes,
             refused=max(

@@ -15,6 +15,7 @@ from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.metrics import FleetMetrics
 from headrace.broker.outbox import Send
+from headrace.broker.redis_rows import ReceivedRow
 from headrace.broker.reporter import RedisReporter
 from headrace.broker.sockets import BrokerSockets, Socket, receive, send
 from headrace.broker.state_file import read_broker_file, write_broker_file
@@ -28,6 +29,7 @@ from headrace.schemas.messages import (
     Commit,
     Heartbeat,
     LearnerHello,
+    LearnerRows,
     Message,
     Obituary,
     Reject,
@@ -162,6 +164,8 @@ class Broker:
             self._take_batch(peer, header, frames, now)
         elif kind is MessageKind.WEIGHTS and socket is self.sockets.learners:
             self._take_weights(peer, frames)
+        elif kind is MessageKind.LEARNER_ROWS and socket is self.sockets.learners:
+            self._take_rows(peer, read(LearnerRows, header))
         elif kind is MessageKind.WEIGHTS_PULL:
             self._send(socket, peer, self.relay.part(read(WeightsPull, header)))
         elif kind is MessageKind.HELLO:
@@ -199,6 +203,16 @@ class Broker:
             if self.reporter is not None:
                 self.reporter.offer_weights(header.version, [bytes(frame) for frame in self.relay.frames()])
         self._send(self.sockets.learners, peer, WeightsAck(version=header.version).frames())
+
+    def _take_rows(self, peer: bytes, message: LearnerRows) -> None:
+        """Hand the learner's new rows to the reporter. Without Redis nobody reads them, and they count as stored."""
+        rows = self.core.new_rows(_LEARNER + peer, message)
+        if not rows:
+            return
+        if self.reporter is None:
+            self.core.rows_stored((rows[-1].epoch, rows[-1].number))
+        else:
+            self.reporter.offer_rows([ReceivedRow(row, time.time(), self.core.store.steps) for row in rows])
 
     def _refuse(self, socket: Socket, peer: bytes, error: DecodeError) -> None:
         """Tell a peer what was wrong.
@@ -265,8 +279,9 @@ class Broker:
             self._restored = self._restore(0.0)
         report = self.metrics.report(self.core, now)
         if not self._restored:  # what runners counted before is not known yet, and must not be written over
-            report = replace(report, runner_state={})
+            report = replace(report, runner_state={}, metric_sums=None)
         self.reporter.offer(report)
+        self.core.rows_stored(self.reporter.rows_stored)
 
     def _restore(self, wait_s: float) -> bool:
         """Go on from what Redis remembers. Return whether Redis answered."""
@@ -275,6 +290,7 @@ class Broker:
             return False
         self.core.restore(saved.rows.values(), saved.incarnations, saved.lease_epoch, saved.runner_state)
         self.metrics.continue_from(saved.counters)
+        self.metrics.workers.go_on_from(saved.metric_sums)
         if saved.weights is not None:
             try:
                 header, _ = read_weights(decode(saved.weights.frames))

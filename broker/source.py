@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from headrace.schemas.ledger import Count, Drop, LedgerRow, Settled, WorkerTotals, plus
+from headrace.schemas.logged_metrics import LoggedMetrics
 from headrace.schemas.messages import HeldBatch, ModuleShapes, Version, WeightsRefusal
 from headrace.schemas.wire import Buffer
 
@@ -73,6 +74,8 @@ class Source:
     silent_until: float = 0.0
     weights: Version = (0, 0)
     blocked: str = ""
+    metrics: LoggedMetrics = field(default_factory=dict)
+    """What callbacks have logged, as of the worker's last heartbeat."""
     introduced: bool = False
     """True once its worker has told the spaces of its envs: it samples, or may."""
     num_envs: int = 1

@@ -199,6 +199,7 @@ class WorkerSessions:
         source.silent_until = now + self._limits.lease_s
         source.weights, source.blocked = beat.weights, beat.blocked
         source.refused = beat.refused and beat.refused.model_copy(update={"slot": source.slot})
+        source.metrics = beat.metrics or source.metrics
         if beat.totals.seq == source.accepted:
             source.totals = beat.totals
             self._store.rounds.learn(source, beat.weights, beat.round_steps)
@@ -232,6 +233,8 @@ class WorkerSessions:
         known = self._store.sources.get((bye.slot, bye.incarnation))
         if (known is not None and known.closed) or self._source_of(peer, bye.slot, bye.incarnation) is not None:
             self._keep_counters(bye.slot, bye.counters)
+            if known is not None:
+                known.metrics = bye.metrics or known.metrics
             self._close_books(peer, bye, now)
 
     def on_obituary(self, peer: Peer, obituary: Obituary, now: float) -> None:

@@ -3,10 +3,12 @@
 with WeightPublisher(endpoint) as weights:
     weights.publish(module.state_dict())
     weights.publish({"one": one.state_dict(), "two": two.state_dict()})  # several modules
+    weights.log({"loss": loss})  # for metrics.csv, TensorBoard and others
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -16,11 +18,13 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.learner_stub import connection
+from headrace.learner_stub.row_queue import RowQueue
 from headrace.schemas.errors import DecodeError, EncodeError, RefusedWeightsError, refusal
 from headrace.schemas.keys import ClientKeys, client_keys
 from headrace.schemas.messages import (
     Fenced,
     LearnerHello,
+    LearnerRows,
     LearnerWelcome,
     Message,
     ModuleShapes,
@@ -77,6 +81,7 @@ class WeightPublisher:
         self._fleet_id = fleet_id
         self.token = connection.process_token(endpoint)
         self._arrays: dict[str, NDArray[Any]] | None = None
+        self._rows = RowQueue()
         self._joined = False
         self._heard = 0.0
         self._next_send = 0.0
@@ -122,6 +127,19 @@ class WeightPublisher:
         self.pump()
         return self.seq
 
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Log figures of the learner at this moment, such as the losses of one update, as one row. Never waits.
+
+        The row gets into `metrics.jsonl` and `metrics.csv` of the run, each name after "learner/", and to all other
+        loggers of the fleet. It has the fleet's env steps and the newest published weights beside them. Rows wait for a
+        broker or a Redis that is away, the newest 1,000 of them. Numbers that are not finite are left out.
+
+        Raises `ValueError` for a name that is not 1 to 100 printable ASCII characters, for a value that is no number,
+        and for more than 128 values.
+        """
+        self._rows.add(metrics, self.epoch, self.seq, time.time())
+        self.pump()
+
     def pump(self, wait_s: float = 0.0) -> None:
         """Take answers; say HELLO again or send the newest version again when the broker lacks it."""
         while (frames := self._socket.receive(wait_s)) is not None:
@@ -144,9 +162,14 @@ class WeightPublisher:
                 self._say_hello()
             elif self._arrays is not None and self.acknowledged < (self.epoch, self.seq):
                 self._send_weights()
+        if self._joined:
+            self._send_rows(now)
 
     def close(self) -> None:
-        """Close the connection; the relay keeps the last version."""
+        """Close the connection; the relay keeps the last version. Rows not sent so far are sent once."""
+        if self._joined:
+            while self._send_rows(connection.now(), at_once=True):
+                pass
         connection.leave(self)
         self._socket.close()
 
@@ -189,10 +212,20 @@ class WeightPublisher:
         if self._socket.send(encode_weights(self._fleet_id, (self.epoch, self.seq), self._arrays)):
             self._next_send += nbytes / _SLOWEST_BYTES_PER_S
 
+    def _send_rows(self, now: float, *, at_once: bool = False) -> bool:
+        rows = self._rows.due(now, at_once=at_once)
+        if not rows:
+            return False
+        sent = self._socket.send(LearnerRows(epoch=self.epoch, rows=rows).frames())
+        if not sent:
+            self._rows.send_again()
+        return sent
+
     def _receive(self, message: Message) -> None:
         self._heard = connection.now()
         if isinstance(message, LearnerWelcome):
             self._joined = True
+            self._rows.send_again()
             self._fleet_id = message.fleet_id
             self.epoch = message.epoch
             self._weight_shapes = message.weight_shapes or self._weight_shapes
@@ -201,6 +234,7 @@ class WeightPublisher:
                 self.seq = message.published[1]
             self._lacks(message.published)
         elif isinstance(message, Status):
+            self._rows.stored(message.rows_stored)
             if message.epoch != self.epoch:
                 self.epoch = message.epoch
             if self.acknowledged == (self.epoch, self.seq):

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from headrace.learner_stub.best_checkpoint import BestCheckpoint
 from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from headrace.learner_stub.policies import LearnerPolicies
 from headrace.learner_stub.policy_builder import build_policies
@@ -68,6 +69,9 @@ class Publisher(Protocol):
     def publish(self, state_dict: Mapping[str, Any]) -> int:
         """Make these the fleet's newest weights; return their seq."""
 
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Log the figures of one update."""
+
 
 def train(
     policies: LearnerPolicies,
@@ -76,6 +80,7 @@ def train(
     weights: Publisher,
     checkpoint: Path,
     stopping: threading.Event,
+    best: BestCheckpoint | None = None,
     *,
     synchronous: bool = False,
 ) -> None:
@@ -83,9 +88,12 @@ def train(
 
     Once stopping it still trains on what was sampled already, for a few seconds at most. Where sampling is synchronous,
     an update is trained on whole or not at all, and none begins once stopping: so the weights after n updates are
-    always the same. A kill at any line loses
-    nothing: steps that are not yet in the checkpoint are not committed either and come again. Steps in it but not
-    committed are known by its position and not trained on twice.
+    always the same.
+
+    A kill at any line loses nothing: steps that are not yet in the checkpoint are not committed either and come again.
+    Steps in it but not committed are known by its position and not trained on twice.
+
+    `best` keeps the best checkpoint by the mean return in training.
     """
     save_checkpoint(checkpoint, _snapshot(policies, stream), claim=True)
     newest = weights.publish(policies.weights())
@@ -96,6 +104,9 @@ def train(
         save_checkpoint(checkpoint, _snapshot(policies, stream))
         stream.commit()
         newest = weights.publish(policies.weights())
+        if best is not None:
+            best.saved(policies.window_mean)
+        weights.log(metrics)
         progress.report(metrics)
         if stopping.is_set():
             stop_by = min(stop_by, time.monotonic() + (0.0 if synchronous else _FINISH_S))
@@ -190,6 +201,7 @@ def run_learner(config: FleetConfig, *, endpoint: str, run_dir: Path) -> None:
         policies = build_policies(config, spaces)
         if saved:
             _resume(policies, saved, path)
+        best = None if config.learner.evaluate_every_steps else BestCheckpoint(path, stream.epoch)
         train(
             policies,
             config.learner.steps_per_update,
@@ -197,6 +209,7 @@ def run_learner(config: FleetConfig, *, endpoint: str, run_dir: Path) -> None:
             weights,
             path,
             stopping,
+            best,
             synchronous=config.sampling.synchronous,
         )
     log.info("stopped after update %d, trained on %d steps", policies.updates, policies.steps)

@@ -25,7 +25,15 @@ import orjson
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
-from headrace.schemas.chunk import EXPLORE, RANDOM_ACTIONS, UNSEEDED, ChunkEnd, EpisodeChunk, format_episode_id
+from headrace.schemas.chunk import (
+    DEFAULT_AGENT,
+    EXPLORE,
+    RANDOM_ACTIONS,
+    UNSEEDED,
+    ChunkEnd,
+    EpisodeChunk,
+    format_episode_id,
+)
 from headrace.schemas.errors import DecodeError, EncodeError, InfosTooLargeError
 from headrace.schemas.ledger import Natural, WorkerTotals
 from headrace.schemas.lookback import LOOKBACK, Lookback
@@ -73,11 +81,15 @@ class BatchHeader(BaseModel):
     learner_epoch: Natural = 0
     weights_seq: Natural = 0
     weights_digest: str = ""
-    agents: list[str] = ["default_agent"]
+    agents: list[str] = [DEFAULT_AGENT]
     modules: list[str] = ["default_policy"]
     reasons: list[str] = [""]
     episodes: list[Annotated[tuple[float, Natural], Strict(False)]] = []
     """(return, length) of each episode that ended in this batch."""
+    agent_returns: list[float] = []
+    """The return of each agent whose episode ended in this batch, which is of one module; empty in an env of one agent,
+    where it would be that of the episode.
+    """
     totals: WorkerTotals
     """The worker's running totals right after it cut this batch."""
 
@@ -93,7 +105,7 @@ class ChunkBatch(Sequence[EpisodeChunk]):
     columns: dict[str, NDArray[Any]]
     observation_space: Space
     action_space: Space
-    agents: Sequence[str] = ("default_agent",)
+    agents: Sequence[str] = (DEFAULT_AGENT,)
     modules: Sequence[str] = ("default_policy",)
     reasons: Sequence[str] = ("",)
     infos: Infos = field(default_factory=dict)

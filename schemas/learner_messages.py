@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.schemas.ledger import Natural, Settled
+from headrace.schemas.logged_metrics import RowValues
 from headrace.schemas.message_base import (
     HeldBatch,
     Message,
@@ -17,6 +18,9 @@ from headrace.schemas.message_base import (
     WeightsRefusal,
 )
 from headrace.schemas.wire import MessageKind
+
+MOST_ROWS = 32
+"""Rows in one message."""
 
 MOST_WINDOW_STEPS = 1 << 40
 
@@ -83,6 +87,29 @@ class Commit(Message):
     window_steps: WindowSteps = None
 
 
+class LearnerRow(BaseModel):
+    """What a learner logged at one moment, such as the losses of one update.
+
+    (epoch, number) is its name: it rises from row to row, over all lives of a fleet's learners.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+    epoch: Positive
+    number: Positive
+    """Microseconds since 1970 by the learner's clock, raised where needed so that it rises from row to row."""
+    weights_seq: Natural = 0
+    """Of the newest weights that the learner had published."""
+    values: RowValues
+
+
+class LearnerRows(Message):
+    """Publisher to broker: rows that the broker has not stored yet, as far as the publisher knows."""
+
+    KIND = MessageKind.LEARNER_ROWS
+    epoch: Positive
+    rows: Annotated[list[LearnerRow], Field(max_length=MOST_ROWS)]
+
+
 class Status(Message):
     """Broker to learner: the heartbeat, with the fleet's state."""
 
@@ -93,6 +120,8 @@ class Status(Message):
     workers_blocked: Natural = 0
     spaces: dict[str, Any] = {}
     published: Version = (0, 0)
+    rows_stored: Version = (0, 0)
+    """(epoch, number) of the newest row of a learner that is in Redis. Rows up to it need not be sent again."""
     waiting_for: str = ""
     """Synchronous sampling: whom the round waits for, the learner or some workers."""
     weight_shapes: ModuleShapes = {}

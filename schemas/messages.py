@@ -7,6 +7,7 @@
     ACK          ◀───────────────────────────── ◀─────────────────────────── COMMIT
     HEARTBEAT    ─────────────────────────────▶ ─────────────────────────────▶ STATUS
     WEIGHTS      ◀──────────── (PUB) ────────── ◀─────────────────────────── WEIGHTS, answered by WEIGHTS_ACK
+    LEARNER_ROWS                               ◀─────────────────────────── rows that it logged, until stored
     WEIGHTS_PULL ─────────────────────────────▶
     WEIGHTS_PART ◀─────────────────────────────
     SKIP         ─────────────────────────────▶ ─────────────────────────────▶ SOURCE_START, SOURCE_GAP
@@ -26,6 +27,8 @@ from headrace.schemas.errors import DecodeError
 from headrace.schemas.learner_messages import (
     Commit,
     LearnerHello,
+    LearnerRow,
+    LearnerRows,
     LearnerWelcome,
     SourceEnd,
     SourceGap,
@@ -68,6 +71,8 @@ __all__ = [
     "HeldBatch",
     "LastWords",
     "LearnerHello",
+    "LearnerRow",
+    "LearnerRows",
     "LearnerWelcome",
     "Message",
     "ModuleShapes",

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from headrace.schemas.ledger import Natural, Settled, WorkerTotals
+from headrace.schemas.logged_metrics import LoggedMetrics
 from headrace.schemas.message_base import HeldBatch, Message, ModuleShapes, Positive, Version, WeightsRefusal
 from headrace.schemas.runner_counters import Counters
 from headrace.schemas.wire import MessageKind
@@ -124,6 +125,8 @@ class Heartbeat(Message):
     """The newest version that it could not load."""
     counters: Counters = {}
     """Counters of its runner, all earlier lives of the slot included."""
+    metrics: LoggedMetrics = {}
+    """What callbacks have logged in this life; sums since its begin, all else over the newest values."""
 
 
 class LastWords(Message):
@@ -147,6 +150,8 @@ class Bye(LastWords):
     KIND = MessageKind.BYE
     reason: str = "shutdown"
     counters: Counters = {}
+    """As in its last heartbeat, or later ones."""
+    metrics: LoggedMetrics = {}
     """As in its last heartbeat, or later ones."""
 
 

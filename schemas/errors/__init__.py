@@ -20,6 +20,8 @@
     │   ├── WhichModuleError        a fleet of several modules got no module's name, or an unknown one
     │   ├── WeightsMismatchError    weights have other names or shapes than the workers' module
     │   └── RefusedWeightsError     a worker could not load a version of the weights
+    ├── PolicyCallError         a trained policy was given an observation or an agent that is not its own
+    ├── ExportError             a policy cannot be written to a file for other programs
     ├── CallbackError           a user's callback raised
     ├── RunnerStoppedError      a runner was asked to sample after it was stopped
     ├── RunnerBusyError         a callback called its own runner at a moment when the runner cannot do it
@@ -80,7 +82,9 @@ from headrace.schemas.errors.runners import (
     CallbackError,
     ChunkError,
     ConnectorError,
+    ExportError,
     ModuleError,
+    PolicyCallError,
     RefusedWeightsError,
     RunnerBusyError,
     RunnerStoppedError,
@@ -121,6 +125,7 @@ __all__ = [
     "EnvRaisedError",
     "EnvRestartBudgetError",
     "ExitCode",
+    "ExportError",
     "FencedError",
     "HeadraceError",
     "InfosTooLargeError",
@@ -130,6 +135,7 @@ __all__ = [
     "MissingEnvError",
     "ModuleError",
     "NoEnvHostError",
+    "PolicyCallError",
     "PortInUseError",
     "RedisUnavailableError",
     "RefusedError",

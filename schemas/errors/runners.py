@@ -125,3 +125,18 @@ class ConnectorError(HeadraceError):
         self.connector = connector
         self.seen = seen
         super().__init__(f"connector {connector} failed: {reason}" + (f" (it was given {seen})" if seen else ""))
+
+
+class PolicyCallError(HeadraceError, ValueError):
+    """A call of a trained policy does not fit the policy, such as an observation of another shape."""
+
+
+class ExportError(HeadraceError):
+    """A policy cannot be written to the file at `path`. `reason` names the part that does not allow it."""
+
+    exit_code = ExitCode.MODULE
+
+    def __init__(self, path: str, reason: str) -> None:
+        self.path = path
+        self.reason = reason
+        super().__init__(f"the policy cannot be exported to {path}: {reason}")

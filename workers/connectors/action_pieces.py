@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from headrace.schemas.spaces import Box, Spaces, leaves
-from headrace.workers.connectors.connector import Columns, Connector, Rows
+from headrace.workers.connectors.connector import Columns, Connector, Rows, Tensors
 from headrace.workers.envs.bounds import ActionBounds
+
+if TYPE_CHECKING:
+    import torch
 
 
 class _BoxActions(Connector):
@@ -26,9 +31,16 @@ class UnsquashActions(_BoxActions):
     def process(self, rows: Rows) -> Columns:
         return {**rows.columns, **{n: b.clip(b.unsquash(rows.actions[n])) for n, b in self._bounds.items()}}
 
+    def torch_process(self, columns: Tensors, actions: Tensors) -> dict[str, torch.Tensor]:
+        mapped = {name: b.torch_clip(b.torch_unsquash(actions[name])) for name, b in self._bounds.items()}
+        return {**columns, **mapped}
+
 
 class ClipActions(_BoxActions):
     """Connector that clips Box actions to the env's bounds and rounds integers."""
 
     def process(self, rows: Rows) -> Columns:
         return {**rows.columns, **{name: bounds.clip(rows.columns[name]) for name, bounds in self._bounds.items()}}
+
+    def torch_process(self, columns: Tensors, actions: Tensors) -> dict[str, torch.Tensor]:
+        return {**columns, **{name: bounds.torch_clip(columns[name]) for name, bounds in self._bounds.items()}}

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 from headrace.schemas.ledger import Drop, Settled, WorkerTotals
+from headrace.schemas.logged_metrics import LoggedMetrics
 from headrace.schemas.message_base import MOST_DETAIL
 from headrace.schemas.messages import (
     Ack,
@@ -73,6 +74,8 @@ class WorkerSession:
         """Env steps of all other lives of workers. It never decreases, although a broker may forget."""
         self.read_counters: Callable[[], Counters] = dict
         """Function that returns the runner's lifetime counters; called for each message that carries them."""
+        self.read_metrics: Callable[[], LoggedMetrics] = dict
+        """Function that returns what callbacks have logged; called for each message that carries it."""
         self._hello = hello
         self._window = Window(limits)
         self._round: tuple[Version, int] | None = None
@@ -163,6 +166,7 @@ class WorkerSession:
                 window=self.window(),
                 reason=reason,
                 counters=fitting(self.read_counters()),
+                metrics=self.read_metrics(),
             )
             self._next_send = 0.0
 
@@ -249,6 +253,7 @@ class WorkerSession:
             round_steps=self._shipped_now(),
             refused=self.refused,
             counters=fitting(self.read_counters()),
+            metrics=self.read_metrics(),
         )
 
     def _rejoin(self, now: float) -> None:

@@ -23,6 +23,7 @@ from headrace.schemas.errors import (
     StateError,
 )
 from headrace.schemas.ledger import Discard, Drop
+from headrace.schemas.logged_metrics import MOST_METRICS, LoggedMetric, fitting_metrics
 from headrace.schemas.messages import tellable_shapes
 from headrace.schemas.stop_event import stop_event
 from headrace.workers.fleet.membership import Membership
@@ -127,6 +128,7 @@ class Worker:
         self._acting_channel: ActingChannel | None = None
         """The channel to clients that act by themselves, if they are allowed."""
         self._batches_a_cut = len(runner.module_spaces)
+        self._left_out = False
         self._next_pump = 0.0
         self._leave_at = math.inf
         """When to abandon the fragment after a stop, in monotonic seconds."""
@@ -164,6 +166,22 @@ class Worker:
             log.warning("lifetime counters start from 0, because the broker's do not fit this runner: %s", error)
         self.runner.steps_elsewhere = self.session.steps_elsewhere
         self.session.read_counters = self.runner.get_counters
+        self.session.read_metrics = self._read_metrics
+
+    def _read_metrics(self) -> dict[str, LoggedMetric]:
+        """Return what callbacks have logged, as far as it may be reported. Log once what may not."""
+        logged = self.runner.get_logged_metrics()
+        fitting = fitting_metrics(logged)
+        if len(fitting) < len(logged) and not self._left_out:
+            self._left_out = True
+            name = next(name for name in logged if name not in fitting)
+            log.warning(
+                "the fleet's metrics are without %r and others that callbacks log: a worker reports at most %d, with "
+                "names of 1 to 100 printable ASCII characters",
+                name[:100],
+                MOST_METRICS,
+            )
+        return fitting
 
     def wait_for_weights(self, stopping: threading.Event) -> None:
         """Wait for the current weights before sampling, unless the config allows random actions at first."""

@@ -8,11 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headrace.schemas.chunk import EpisodeChunk
 from headrace.schemas.errors import CallbackError, MissingEnvError, ModuleError, RunnerStoppedError
 from headrace.schemas.ledger import Discard
+from headrace.schemas.logged_metrics import LoggedMetric
 from headrace.schemas.spaces import Spaces
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
@@ -418,6 +421,10 @@ class EnvRunner(ABC, Generic[Batch]):
         """Return lifetime counters, as they are in every state."""
         return self._metrics.read_counters()
 
+    def get_logged_metrics(self) -> dict[str, LoggedMetric]:
+        """Return what callbacks have logged so far, for a fleet to merge. `get_metrics` is not affected."""
+        return self._metrics.logger.cumulative()
+
     def set_counters(self, counters: Mapping[str, Any]) -> None:
         """Go on counting from those that are there. Raises `StateError` for what is no counter."""
         self._metrics.write_counters(counters)
@@ -436,6 +443,15 @@ class EnvRunner(ABC, Generic[Batch]):
         module id.
         """
         return self._names.merge(self._policies, state, updates)
+
+    def freeze_connectors(self) -> None:
+        """Let connectors learn nothing from now on, as where a trained policy is evaluated. `make_env` undoes it."""
+        for policy in self._policies.values():
+            policy.connectors.freeze()
+
+    def try_render_at(self, index: int = 0) -> NDArray[np.uint8] | None:
+        """Return what env `index` shows, rgb uint8 (height, width, 3); None if it gives no rgb_array, or is down."""
+        return self._existing_sampler.envs.try_render_at(index)
 
     # -- what else a caller may ask -----------------------------------------------------------------------------------
 

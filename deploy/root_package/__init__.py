@@ -1,0 +1,14 @@
+"""Sampler workers for reinforcement learning behind a message broker.
+
+- `headrace.workers`: env runners, on their own or as workers of a fleet.
+- `headrace.learner_stub`: the stream of episode chunks and the publisher of weights, for a learner.
+- `headrace.deploy`: the `headrace` command.
+- `headrace.broker`, `headrace.schemas`: the broker, and what all parts share.
+
+Importing this package imports none of them. They are folders at the root of the repository, and an installation puts
+them below this package.
+"""
+
+from importlib.metadata import version
+
+__version__ = version("headrace")
