@@ -41,9 +41,7 @@ class ChunkEnd(IntEnum):
 
 
 UNSEEDED = 2**64 - 1
-"""Stands in the seed field when the env was reset without a seed, by the vector that it is part of. Larger than any
-seed.
-"""
+"""Stands in the seed field when the env was reset without a seed. Larger than any seed."""
 
 EXPLORE = 1
 RANDOM_ACTIONS = 2
@@ -112,8 +110,11 @@ class EpisodeChunk:
     slot: int = 0
     incarnation: int = 0
     seed: int | None = 0
-    """The seed for the reset of the env, or of the vector that it is part of. None: the vector reset this env by
-    itself.
+    """The seed for the reset of the env, or of the vector that it is part of.
+
+    None: the env began this episode without a seed, with its own random numbers. That is so for all but the first
+    episode of an env where `seed_every_episode` is false, for envs that a vector resets by itself, and for external
+    envs.
     """
     explore: bool = True
     random_actions: bool = False

@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunk import UNSEEDED, ChunkEnd, format_episode_id
+from headrace.schemas.chunk import ChunkEnd, format_episode_id
 from headrace.schemas.spaces import Spaces, nest
 from headrace.workers.envs.lane import Episode
 from headrace.workers.sampling.fragment import ChunkInfos
@@ -67,8 +67,8 @@ class AnyEpisodeView(ABC):
 
     @property
     def seed(self) -> int | None:
-        """Seed of the env's reset; None where a native vector reset the env by itself."""
-        return self.episode.seed if self.episode.seed != UNSEEDED else None
+        """Seed of the env's reset; None where the reset got none, as of `EpisodeChunk.seed`."""
+        return self.episode.reset_seed
 
     @property
     def custom_data(self) -> dict[str, Any]:
