@@ -214,8 +214,7 @@ class SeatSteps:
         columns = {**columns, OFF_POLICY: np.zeros(group.module.width, np.bool_)}
         logged = cast(ExternalAgents, self.envs).logged(group.of(acting.seats))
         if logged:
-            module = None if self.mode.random_actions else policy.module
-            columns = put_logged(columns, logged, module, group.module.env_spaces.action)
+            columns = put_logged(columns, logged, policy.module, group.module.env_spaces.action)
         return columns
 
     def take(self) -> StepOutcome | None:
