@@ -190,7 +190,7 @@ def test_an_episode_in_its_middle_is_left_behind_and_told(kind: Kind) -> None:
         begun = first.sample(num_timesteps=4)
         own = second.sample(num_timesteps=2)
         second.set_state(first.get_state())
-        chunks = second.sample(num_timesteps=3)
+        chunks = second.sample(num_timesteps=3, end_markers=True)
         markers, chunks = [c for c in chunks if not len(c)], [c for c in chunks if len(c)]
         assert {(m.episode_id, m.agent_id, m.end_reason) for m in markers} == {
             (c.episode_id, c.agent_id, "reset") for c in own

@@ -116,7 +116,7 @@ def gym_spec(env_id: str) -> EnvSpec:
 def _hint(env_id: str) -> str:
     """Return how to name, or to install, an env of a package that Headrace knows; empty for others."""
     module, colon, _ = env_id.partition(":")
-    package = module if colon else next((p for start, p in _REGISTERED_BY.items() if env_id.startswith(start)), None)
+    package = module if colon else next((p for start, p in _REGISTERED_BY.items() if env_id.startswith(start)), "")
     if package not in _REGISTERED_BY.values():
         return ""
     hints = [] if find_spec(package) else [f"`pip install 'headrace[{_EXTRA}]'` installs {package}"]

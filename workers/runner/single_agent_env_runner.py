@@ -116,4 +116,4 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
 
     def get_spaces(self) -> dict[str, tuple[gym.Space[Any], gym.Space[Any]]]:
         """See `EnvRunner`."""
-        return {DEFAULT_MODULE_ID: self._envs.gym_spaces}
+        return {DEFAULT_MODULE_ID: self._envs.gym_spaces, **self._env_spaces(*self._envs.gym_spaces)}

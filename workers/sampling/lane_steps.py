@@ -338,6 +338,9 @@ class LaneSteps:
         self._totals.open = 0
         self._fragment = None
 
+    def drop_markers(self) -> None:
+        self._markers = []
+
     def rebuild(self, config: EnvRunnerConfig) -> None:
         self.envs.build(config)
         earlier, self._policy = self._policy, self._new_policy(config)

@@ -347,6 +347,10 @@ class SeatSteps:
         self._totals.open = 0
         self._over = []
 
+    def drop_markers(self) -> None:
+        for markers in self._markers.values():
+            markers.clear()
+
     def rebuild(self, config: EnvRunnerConfig) -> None:
         earlier = self.policies
         self.envs.build(config)
