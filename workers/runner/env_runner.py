@@ -175,6 +175,11 @@ class EnvRunner(ABC, Generic[Batch]):
         """Module id -> the spaces of its chunks, as data, in one order in every process of a fleet."""
         return {module_id: policy.spaces for module_id, policy in self._policies.items()}
 
+    def weight_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Return the shapes of weights that `set_weights` takes, by module and name. A runner without modules: none."""
+        shapes = {module_id: policy.weight_shapes() for module_id, policy in self._policies.items()}
+        return shapes if all(shapes.values()) else {}
+
     def policy_columns(self) -> dict[str, PolicyColumns]:
         """Return by module what batches of external envs have here, to compare with it what others have cut.
 
