@@ -61,11 +61,28 @@ class Acknowledgements:
             accepted=source.accepted,
             settled=source.settled,
             credit=credit,
+            window_steps=self.window_steps(source, workers),
+            synchronous=self._store.rounds.known,
+            round_steps=self._store.rounds.share(source),
             weights=self._store.weights,
             closed=source.closed,
-            steps_elsewhere=self._store.steps - source.counted,
-            waiting_for="" if credit > source.accepted else self._waits_for(),
+            steps_elsewhere=self._store.rounds.steps_elsewhere(source, self._store.steps),
+            waiting_for=self._waiting_for(source, credit),
         )
+
+    def _waiting_for(self, source: Source, credit: int) -> str:
+        if credit <= source.accepted:
+            return self._waits_for()
+        return self._store.rounds.waiting_for() if self._store.rounds.active else ""
+
+    def window_steps(self, source: Source, workers: int) -> int:
+        """Return how many steps one of `workers` may keep unsettled: its share of what the learner wants, or 0.
+
+        In a round it may keep its share of two: the learner may publish before it commits.
+        """
+        if self._store.rounds.active:
+            return 2 * self._store.rounds.share(source)
+        return -(-self._store.window_steps // max(1, workers))
 
     def credit(self, source: Source, workers: int) -> int:
         """Return the highest batch that this worker, one of `workers`, may send.

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from headrace.broker.limits import BrokerLimits
+from headrace.broker.rounds import Rounds
 from headrace.broker.source import Source, StoredBatch
 from headrace.schemas.ledger import Drop, LedgerRow, Settled, WorkerTotals
 from headrace.schemas.messages import HeldBatch, SourcePosition, Version
@@ -28,13 +29,18 @@ class BatchStore:
         """The newest published version, against which staleness is measured."""
         self.is_reconciled = False
         """True once a learner has said which batches it has. Before that no batch may be counted as lost or dropped."""
+        self.window_steps = 0
+        """Steps that the learner wants under way in the whole fleet; 0: no such limit."""
         self.changed: set[tuple[int, int]] = set()
         """Sources whose workers must get an Ack."""
         self._queue: deque[tuple[Source, int]] = deque()
         self._droppable: deque[tuple[Source, int]] = deque()
         """Batches that the overflow policy may drop, oldest first, and some that it no longer may."""
+        self.rounds = Rounds(limits.synchronous, limits.workers, limits.lease_s)
         self._limits = limits
         self._arrivals = 0
+        self._place = 0
+        """Place in the queue of the entry that `first` returned."""
 
     def source(self, slot: int, incarnation: int) -> Source:
         """Return the source of this slot and incarnation, a new one if there is none."""
@@ -48,6 +54,7 @@ class BatchStore:
         held.arrival = self._arrivals
         source.accept(held, totals)
         self.nbytes += held.nbytes
+        self.rounds.note(source, held)
         if not held.with_learner:
             self._queue.append((source, held.seq))
             self._make_room(source, held)
@@ -63,6 +70,8 @@ class BatchStore:
         """End a source: no more batches come from it. The learner is told after the source's last batch."""
         if source.end_reason in ("", reason):
             source.end_reason, source.end_due = reason, True
+            if reason == Drop.SHUTDOWN:
+                self.rounds.forget(source)
             self._count(source)
             self._queue.append((source, 0))
 
@@ -76,21 +85,49 @@ class BatchStore:
             source.settle_dropped()
         self.changed.add(source.key)
 
+    def limit_window(self, steps: int) -> None:
+        """Note how many steps the learner wants under way. Workers hear of a large change at once, else soon."""
+        if not steps or not self.window_steps or abs(steps - self.window_steps) > self.window_steps // 4:
+            self.changed.update(key for key, source in self.sources.items() if source.peer is not None)
+        self.window_steps = steps
+
     # -- out ----------------------------------------------------------------------------------------------------------
 
     def first(self) -> tuple[Source, StoredBatch | None] | None:
         """Return the next news for the learner: a batch, or (None) that a source has ended."""
+        self._place = 0
         while self._queue:
             source, seq = self._queue[0]
             held = source.held.get(seq)
             if seq == 0 or (held is not None and not held.with_learner):
-                return source, held
+                return self._first_in_turn() if self.rounds.active else (source, held)
             self._queue.popleft()
         return None
 
+    def _first_in_turn(self) -> tuple[Source, StoredBatch | None] | None:
+        """Return the first news as `first` does, but batches of a round by slot, each in its turn.
+
+        News of one source never overtake one another.
+        """
+        of_round: dict[int, tuple[int, Source, StoredBatch]] = {}
+        waiting: set[tuple[int, int]] = set()
+        for place, (source, seq) in enumerate(self._queue):
+            held = source.held.get(seq)
+            if source.key in waiting or (seq and (held is None or held.with_learner)):
+                continue
+            if held is None or not self.rounds.has(source, held):
+                self._place = place
+                return source, held
+            waiting.add(source.key)
+            of_round[source.slot] = place, source, held
+        if not of_round or not self.rounds.is_turn(slot := min(of_round)):
+            return None
+        self._place, source, held = of_round[slot]
+        return source, held
+
     def pop_first(self) -> None:
         """Remove the entry that `first` returned, once the learner was told."""
-        self._queue.popleft()
+        del self._queue[self._place]
 
     def reconcile(self, positions: Iterable[SourcePosition], in_hand: dict[str, list[HeldBatch]]) -> None:
         """Take over which batches a learner has settled and which it holds; queue the others again by arrival."""

@@ -31,6 +31,8 @@ from headrace.schemas.messages import (
     Commit,
     Heartbeat,
     LearnerHello,
+    LearnerRow,
+    LearnerRows,
     Message,
     Obituary,
     Skip,
@@ -92,10 +94,27 @@ class BrokerCore:
         """Return whether weights of this version, from this peer, are the lease holder's. Otherwise tell the peer."""
         return self._learners.may_publish(peer, version, self._workers.spaces)
 
-    def published(self, version: Version) -> None:
+    def published(self, version: Version, now: float) -> None:
         """Note that the relay has taken this version."""
         self.store.weights = max(self.weights, version)
         self.store.drop_stale()
+        self._advance_round(now)
+
+    def _advance_round(self, now: float) -> None:
+        """Go on with the round of synchronous sampling. Weights of an earlier learner have none."""
+        store, learner = self.store, self._learners.lease
+        if learner is None or self.weights[0] != learner.epoch:
+            return
+        if store.rounds.advance(self.weights, self._workers.peers.values(), store.steps, now):
+            self._workers.mark_all_changed()
+
+    def new_rows(self, peer: Peer, message: LearnerRows) -> list[LearnerRow]:
+        """Return the rows that the learner logged and that came for the first time."""
+        return self._learners.new_rows(peer, message)
+
+    def rows_stored(self, newest: Version) -> None:
+        """Note that learners' rows up to (epoch, number) are in Redis, for learners to forget them."""
+        self._learners.rows_stored = newest
 
     def tick(self, now: float) -> None:
         """Advance time: leases, obituaries, and the cumulative state to every peer.
@@ -105,6 +124,7 @@ class BrokerCore:
         if now > self._started + RECONCILE_WAIT_S:
             self.store.is_reconciled = True
         self._workers.tick(now)
+        self._advance_round(now)
         self._learners.deliver()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_interval_s
@@ -181,5 +201,9 @@ class BrokerCore:
         self._workers.close_dead(now)
 
     def _on_heartbeat(self, peer: Peer, beat: Heartbeat, now: float) -> None:
+        source = self._workers.peers.get(peer)
+        refused = source.refused if source is not None else None
         self._workers.on_heartbeat(peer, beat, now)
+        if source is not None and source.refused is not None and source.refused != refused:
+            self._learners.send_status(self.live(), self._workers.spaces)
         self._learners.raise_epoch(beat.weights, self._workers.spaces)

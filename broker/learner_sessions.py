@@ -15,7 +15,10 @@ from headrace.schemas.messages import (
     Fenced,
     HeldBatch,
     LearnerHello,
+    LearnerRow,
+    LearnerRows,
     LearnerWelcome,
+    ModuleShapes,
     SourceEnd,
     SourceGap,
     SourceStart,
@@ -39,6 +42,11 @@ class LearnerSessions:
         self._state = state
         self._store = store
         self._outbox = outbox
+        self._weight_shapes: ModuleShapes = {}
+        self._newest_row: Version = (0, 0)
+        """(epoch, number) of the newest row that `new_rows` returned."""
+        self.rows_stored: Version = (0, 0)
+        """That of the newest row that Redis has, for learners to know."""
 
     # -- the lease ----------------------------------------------------------------------------------------------------
 
@@ -59,6 +67,8 @@ class LearnerSessions:
             learner.publisher = peer
         else:
             learner.attach_stream(peer, hello)
+            self._limit_window(hello.window_steps)
+            self._store.rounds.ask(hello.synchronous, hello.steps_per_update)
             self._store.reconcile(hello.position, hello.held)
         self._outbox.send(peer, self._welcome(learner, spaces))
 
@@ -89,7 +99,11 @@ class LearnerSessions:
 
     def _welcome(self, learner: LearnerLease, spaces: dict[str, Any]) -> LearnerWelcome:
         return LearnerWelcome(
-            fleet_id=self._fleet_id, epoch=learner.epoch, spaces=spaces, published=self._store.weights
+            fleet_id=self._fleet_id,
+            epoch=learner.epoch,
+            spaces=spaces,
+            published=self._store.weights,
+            weight_shapes=self._weight_shapes,
         )
 
     def raise_epoch(self, version: Version, spaces: dict[str, Any]) -> None:
@@ -118,6 +132,19 @@ class LearnerSessions:
             return False
         return True
 
+    def new_rows(self, peer: Peer, message: LearnerRows) -> list[LearnerRow]:
+        """Return the rows of a message that came for the first time; none of a peer that is not the lease holder."""
+        learner = self.lease
+        if learner is None or peer != learner.publisher:
+            self._reject_stale_peer(peer, message.epoch)
+            return []
+        new = []
+        for row in message.rows:
+            if self._newest_row < (row.epoch, row.number) and row.epoch <= learner.epoch:
+                self._newest_row = (row.epoch, row.number)
+                new.append(row)
+        return new
+
     def _reject_stale_peer(self, peer: Peer, epoch: int) -> None:
         """Fence a peer that does not speak for the lease holder if its epoch is over; else ask it for a HELLO."""
         if self.lease is not None and epoch < self.lease.epoch:
@@ -136,11 +163,16 @@ class LearnerSessions:
         for position in commit.position:
             self._store.merge_settled(self._store.source(position.slot, position.incarnation), position.settled)
         learner.take_consumed(commit.consumed_batches)
+        self._limit_window(commit.window_steps)
         if now < learner.next_check:
             return
         learner.next_check = now + CHECK_S
         if learner.missing_for(commit.in_hand, self._store.sent_and_unsettled(), now) > RESEND_S:
             self._outbox.ask_hello(peer, "a batch sent to you has not arrived; say HELLO again")
+
+    def _limit_window(self, steps: int | None) -> None:
+        if steps is not None and steps != self._store.window_steps:
+            self._store.limit_window(steps)
 
     # -- delivery -----------------------------------------------------------------------------------------------------
 
@@ -176,6 +208,7 @@ class LearnerSessions:
     def send_status(self, workers: list[Source], spaces: dict[str, Any]) -> None:
         """Send the heartbeat to the learner."""
         learner = self.lease
+        self._weight_shapes = next((source.weight_shapes for source in workers if source.weight_shapes), {})
         if learner is None:
             return
         status = Status(
@@ -185,6 +218,12 @@ class LearnerSessions:
             workers_blocked=sum(1 for source in workers if source.blocked),
             spaces=spaces,
             published=self._store.weights,
+            rows_stored=self.rows_stored,
+            waiting_for=self._store.rounds.waiting_for() if self._store.rounds.active else "",
+            weight_shapes=self._weight_shapes,
+            refused=max(
+                (source.refused for source in workers if source.refused), key=lambda told: told.version, default=None
+            ),
         )
         for peer in (learner.stream, learner.publisher):
             self._outbox.send(peer, status)

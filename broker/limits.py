@@ -21,6 +21,9 @@ class BrokerLimits:
     lease_s: float = 10.0
     heartbeat_interval_s: float = 1.0
     weights_endpoint: str = ""
+    synchronous: bool = False
+    workers: int = 0
+    """Workers that the config starts, for which the first round of synchronous sampling waits."""
 
 
 @dataclass(slots=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from headrace.broker.core import BrokerCore
 from headrace.broker.report import Report
 from headrace.broker.source import Source
+from headrace.broker.worker_metrics import WorkerMetrics
 from headrace.schemas.batch import BatchHeader
+from headrace.schemas.module_spaces import MOST_MODULES
 
 EPISODE_WINDOW = 100
 RATE_WINDOW_S = 5.0
@@ -26,6 +28,9 @@ class FleetMetrics:
         self._env_steps: dict[tuple[int, int], int] = {}
         """Env steps of each source as of its last batch."""
         self._bytes: dict[tuple[int, int], int] = {}
+        self._agent_returns: dict[str, deque[float]] = {}
+        """The newest returns of the agents of each module."""
+        self.workers = WorkerMetrics()
         self._events: list[dict[str, Any]] = []
         self._lease_since = 0.0
         self._lease_epoch = 0
@@ -40,6 +45,8 @@ class FleetMetrics:
     def observe(self, header: BatchHeader, nbytes: int, now: float) -> None:
         """Count a batch that was accepted for the first time."""
         self._episodes.extend(header.episodes)
+        if header.agent_returns and len(header.modules) == 1:
+            self._observe_agents(header.modules[0], header.agent_returns)
         key, env_steps = (header.slot, header.incarnation), header.totals.steps_of_envs
         # The first batch that a new broker gets from an old worker does not show how fast the worker is.
         before = self._env_steps.get(key, 0 if header.seq == 1 else env_steps)
@@ -47,9 +54,17 @@ class FleetMetrics:
         self._env_steps[key] = env_steps
         self._bytes[key] = self._bytes.get(key, 0) + nbytes
 
+    def _observe_agents(self, module_id: str, returns: list[float]) -> None:
+        if module_id not in self._agent_returns and len(self._agent_returns) >= MOST_MODULES:
+            return
+        self._agent_returns.setdefault(module_id, deque(maxlen=EPISODE_WINDOW)).extend(returns)
+
     def report(self, core: BrokerCore, now: float) -> Report:
         """Make the report of the state as of now, and forget the events in it."""
         self._note_events(core.sources.values())
+        for source in core.sources.values():
+            if source.metrics:
+                self.workers.take(source.slot, source.incarnation, source.metrics)
         events, self._events = self._events, []
         return Report(
             rows=core.rows(),
@@ -59,6 +74,9 @@ class FleetMetrics:
             lease=self._lease(core),
             incarnations=dict(core.state.incarnations),
             runner_state=dict(core.state.counters),
+            policies={module_id: _spread(returns) for module_id, returns in self._agent_returns.items()},
+            metrics=self.workers.merged(),
+            metric_sums=self.workers.sums(),
             events=events,
         )
 
@@ -76,7 +94,10 @@ class FleetMetrics:
             "oldest_unsettled_age_s": now - oldest if oldest is not None else 0.0,
         }
         if self._episodes:
-            gauges["episode_return_mean"] = sum(ret for ret, _ in self._episodes) / len(self._episodes)
+            returns, lengths = zip(*self._episodes, strict=True)
+            for name, values in (("episode_return", returns), ("episode_len", lengths)):
+                gauges[f"{name}_mean"] = sum(values) / len(values)
+                gauges[f"{name}_min"], gauges[f"{name}_max"] = min(values), max(values)
         return gauges
 
     def _lease(self, core: BrokerCore) -> dict[str, Any]:
@@ -91,6 +112,15 @@ class FleetMetrics:
                 event = {"event": state, "slot": source.slot, "incarnation": source.incarnation, "unix_s": time.time()}
                 self._events.append(event)
             self._seen[source.key] = state
+
+
+def _spread(returns: Sequence[float]) -> dict[str, float]:
+    return {
+        "return_mean": sum(returns) / len(returns),
+        "return_min": min(returns),
+        "return_max": max(returns),
+        "agents": len(returns),
+    }
 
 
 def _worker_state(source: Source, core: BrokerCore) -> dict[str, Any]:

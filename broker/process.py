@@ -15,6 +15,7 @@ from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.metrics import FleetMetrics
 from headrace.broker.outbox import Send
+from headrace.broker.redis_rows import ReceivedRow
 from headrace.broker.reporter import RedisReporter
 from headrace.broker.sockets import BrokerSockets, Socket, receive, send
 from headrace.broker.state_file import read_broker_file, write_broker_file
@@ -28,6 +29,7 @@ from headrace.schemas.messages import (
     Commit,
     Heartbeat,
     LearnerHello,
+    LearnerRows,
     Message,
     Obituary,
     Reject,
@@ -54,7 +56,8 @@ _SAVED_WAIT_S = 1.0
 def run_broker(config: FleetConfig, *, fleet_id: str, run_dir: Path, redis_url: str | None) -> None:
     """Serve until SIGTERM. Raises `PortInUseError`, `RunDirError`, `ConfigError` or `KeysError` before it serves."""
     keys = read_broker_keys(Path(config.keys.dir)) if config.keys.dir else None
-    broker = Broker(config.broker, fleet_id, run_dir, redis_url, keys)
+    synchronous, workers = config.sampling.synchronous, config.fleet.workers
+    broker = Broker(config.broker, fleet_id, run_dir, redis_url, keys, synchronous=synchronous, workers=workers)
     with stop_event() as stopping:
         try:
             while not stopping.is_set():
@@ -73,6 +76,9 @@ class Broker:
         run_dir: Path,
         redis_url: str | None,
         keys: BrokerKeys | None = None,
+        *,
+        synchronous: bool = False,
+        workers: int = 0,
     ) -> None:
         before = read_broker_file(run_dir)
         if before is not None and before.fleet_id != fleet_id:
@@ -91,6 +97,8 @@ class Broker:
             lease_s=config.lease_s,
             heartbeat_interval_s=config.heartbeat_interval_s,
             weights_endpoint=self.sockets.endpoints.weights,
+            synchronous=synchronous,
+            workers=workers,
         )
         state = before.state() if before else BrokerState()
         self.core = BrokerCore(fleet_id, limits, state, time.monotonic())
@@ -156,6 +164,8 @@ class Broker:
             self._take_batch(peer, header, frames, now)
         elif kind is MessageKind.WEIGHTS and socket is self.sockets.learners:
             self._take_weights(peer, frames)
+        elif kind is MessageKind.LEARNER_ROWS and socket is self.sockets.learners:
+            self._take_rows(peer, read(LearnerRows, header))
         elif kind is MessageKind.WEIGHTS_PULL:
             self._send(socket, peer, self.relay.part(read(WeightsPull, header)))
         elif kind is MessageKind.HELLO:
@@ -188,11 +198,21 @@ class Broker:
         if not self.core.may_publish(_LEARNER + peer, header.version):
             return
         if self.relay.offer(header, [frame.buffer for frame in frames]):
-            self.core.published(header.version)
+            self.core.published(header.version, time.monotonic())
             self._broadcast()
             if self.reporter is not None:
                 self.reporter.offer_weights(header.version, [bytes(frame) for frame in self.relay.frames()])
         self._send(self.sockets.learners, peer, WeightsAck(version=header.version).frames())
+
+    def _take_rows(self, peer: bytes, message: LearnerRows) -> None:
+        """Hand the learner's new rows to the reporter. Without Redis nobody reads them, and they count as stored."""
+        rows = self.core.new_rows(_LEARNER + peer, message)
+        if not rows:
+            return
+        if self.reporter is None:
+            self.core.rows_stored((rows[-1].epoch, rows[-1].number))
+        else:
+            self.reporter.offer_rows([ReceivedRow(row, time.time(), self.core.store.steps) for row in rows])
 
     def _refuse(self, socket: Socket, peer: bytes, error: DecodeError) -> None:
         """Tell a peer what was wrong.
@@ -259,8 +279,9 @@ class Broker:
             self._restored = self._restore(0.0)
         report = self.metrics.report(self.core, now)
         if not self._restored:  # what runners counted before is not known yet, and must not be written over
-            report = replace(report, runner_state={})
+            report = replace(report, runner_state={}, metric_sums=None)
         self.reporter.offer(report)
+        self.core.rows_stored(self.reporter.rows_stored)
 
     def _restore(self, wait_s: float) -> bool:
         """Go on from what Redis remembers. Return whether Redis answered."""
@@ -269,6 +290,7 @@ class Broker:
             return False
         self.core.restore(saved.rows.values(), saved.incarnations, saved.lease_epoch, saved.runner_state)
         self.metrics.continue_from(saved.counters)
+        self.metrics.workers.go_on_from(saved.metric_sums)
         if saved.weights is not None:
             try:
                 header, _ = read_weights(decode(saved.weights.frames))
@@ -276,7 +298,7 @@ class Broker:
                 log.warning("the weights in Redis are not usable: %s", error)
             else:
                 if self.relay.offer(header, list(saved.weights.frames)):
-                    self.core.published(header.version)
+                    self.core.published(header.version, time.monotonic())
         return True
 
 

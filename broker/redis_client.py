@@ -12,7 +12,7 @@ from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
 from headrace.schemas.errors import RedisUnavailableError
@@ -69,6 +69,16 @@ class RedisReader:
             for field in fields:
                 pipe.hstrlen(key, field)
             return [int(length) for length in pipe.execute()]
+
+    def entries(self, key: str, after: str, most: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        """Return up to `most` entries of a stream with ids above `after`; none for a key that is no stream."""
+        try:
+            found: Any = self.client.xrange(key, min=f"({after}", count=most)
+        except ResponseError as error:
+            if str(error).startswith("WRONGTYPE"):
+                return []
+            raise
+        return [(identity, fields or {}) for identity, fields in found]
 
     def hashes_at_once(self, keys: Mapping[str, str]) -> tuple[dict[str, dict[bytes, bytes]], list[str]]:
         """Read several hashes as of one moment (MULTI). Return them by the names that `keys` gives them.

@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import ValidationError
 
+from headrace.broker.worker_metrics import PAST
 from headrace.schemas.ledger import LedgerRow
+from headrace.schemas.logged_metrics import LoggedMetric, SumsOfLife, is_metric_name
 from headrace.schemas.redis_keys import source_name
 from headrace.schemas.runner_counters import Counters, read_counters
 
@@ -50,7 +52,7 @@ class HashParser:
 
     def gauges(self, raw: Hash) -> dict[str, float]:
         """Parse the newest values by name; finite numbers only."""
-        return self._parse("gauges", raw, str, _finite)
+        return self._parse("gauges", raw, str, finite)
 
     def workers(self, raw: Hash) -> dict[int, dict[str, Any]]:
         """Parse the newest state of the worker in each slot."""
@@ -64,10 +66,22 @@ class HashParser:
         """Parse the lifetime counters of the runner in each slot."""
         return self._parse("runner_state", raw, _slot, read_counters)
 
+    def metrics(self, raw: Hash) -> dict[str, LoggedMetric]:
+        """Parse what callbacks have logged, by name."""
+        return self._parse("metrics", raw, _metric_name, LoggedMetric.model_validate_json)
+
+    def metric_sums(self, raw: Hash) -> dict[str, SumsOfLife]:
+        """Parse the sums that callbacks have logged, by slot as text, and of earlier lives under "past"."""
+        return self._parse("metric_sums", raw, _slot_or_past, SumsOfLife.model_validate_json)
+
+    def policies(self, raw: Hash) -> dict[str, dict[str, float]]:
+        """Parse the returns of each policy's agents, by module id."""
+        return self._parse("policies", raw, str, _numbers)
+
     def lease(self, raw: Hash) -> dict[str, Any]:
         """Parse the learner's lease: epoch and since_unix_s are numbers, the rest text. Empty when there is none."""
         lease: dict[str, Any] = self._parse("lease", raw, str, str)
-        for name, read in (("epoch", _count), ("since_unix_s", _finite)):
+        for name, read in (("epoch", _count), ("since_unix_s", finite)):
             if name in lease:
                 kept = self._parse("lease", {name.encode(): lease.pop(name).encode()}, str, read)
                 lease.update(kept)
@@ -75,7 +89,7 @@ class HashParser:
 
     def moment(self, key: str, raw: bytes | None) -> float | None:
         """Parse a single time in unix seconds; None when it is absent."""
-        found = self._parse(key, {} if raw is None else {b"time": raw}, str, _finite)
+        found = self._parse(key, {} if raw is None else {b"time": raw}, str, finite)
         return found.get("time")
 
     def _parse(self, key: str, raw: Hash, name: Callable[[str], K], value: Callable[[str], V]) -> dict[K, V]:
@@ -118,7 +132,8 @@ def _count(text: str) -> int:
 _slot = _count
 
 
-def _finite(text: str) -> float:
+def finite(text: str) -> float:
+    """Parse a finite number. Raises `ValueError`."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError("not a finite number")
@@ -130,3 +145,17 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return value
+
+
+def _metric_name(text: str) -> str:
+    if not is_metric_name(text):
+        raise ValueError("not a metric's name")
+    return text
+
+
+def _slot_or_past(text: str) -> str:
+    return text if text == PAST else str(_slot(text))
+
+
+def _numbers(text: str) -> dict[str, float]:
+    return {name: finite(str(value)) for name, value in _object(text).items()}

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 MERGE = """
 -- KEYS as named below; ARGV[1]: JSON of the report (see report.py: _as_json). Returns the counters it had to skip.
-local FLEET, LEDGER, TOTALS, SOURCES, GAUGES, WORKERS, LEASE, INCARNATIONS, RUNNER_STATE, EVENTS = unpack(KEYS)
+local FLEET, LEDGER, TOTALS, SOURCES, GAUGES, WORKERS, LEASE, INCARNATIONS, RUNNER_STATE, EVENTS, METRICS, METRIC_SUMS,
+  POLICIES = unpack(KEYS)
 local report = cjson.decode(ARGV[1])
 local skipped = {}
 
@@ -80,6 +81,11 @@ for source, counters in pairs(report.counters) do merge_counters(source, counter
 
 replace(GAUGES, report.gauges)
 replace(WORKERS, report.workers)
+replace(POLICIES, report.policies)
+if report.metric_sums then  -- known
+  replace(METRICS, report.metrics)
+  replace(METRIC_SUMS, report.metric_sums)
+end
 local held = tonumber(redis.call('HGET', LEASE, 'epoch') or '0') or 0
 if report.lease.epoch and tonumber(report.lease.epoch) >= held then replace(LEASE, report.lease) end
 for slot, incarnation in pairs(report.incarnations) do

@@ -17,6 +17,7 @@ from headrace.broker.redis_parser import SourceKey
 from headrace.broker.redis_scripts import MERGE
 from headrace.schemas import redis_keys as keys
 from headrace.schemas.ledger import LedgerRow
+from headrace.schemas.logged_metrics import LoggedMetric, SumsOfLife
 from headrace.schemas.runner_counters import Counters
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,9 @@ _WRITTEN = (
     keys.INCARNATIONS,
     keys.RUNNER_STATE,
     keys.EVENTS,
+    keys.METRICS,
+    keys.METRIC_SUMS,
+    keys.POLICIES,
 )
 
 
@@ -44,6 +48,8 @@ class Report:
     - counters: further cumulative counters by (slot, incarnation), such as bytes_total. A counter that the row has too
       is taken from the row.
     - workers and runner_state, by slot, and lease: go to Redis as JSON and text.
+    - policies, metrics, metric_sums: go to Redis as JSON by module id, name and slot. metric_sums None: those of
+      earlier lives are not known yet, so metrics and sums in Redis stay.
     - events: news since the last report, each a flat dict.
     """
 
@@ -54,6 +60,9 @@ class Report:
     lease: Mapping[str, Any] = field(default_factory=dict)
     incarnations: Mapping[int, int] = field(default_factory=dict)
     runner_state: Mapping[int, Counters] = field(default_factory=dict)
+    policies: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    metrics: Mapping[str, LoggedMetric] = field(default_factory=dict)
+    metric_sums: Mapping[str, SumsOfLife] | None = None
     events: Sequence[Mapping[str, Any]] = ()
 
 
@@ -96,7 +105,8 @@ def _as_json(report: Report) -> dict[str, Any]:
         source = keys.source_name(slot, incarnation)
         said_by_row = from_rows.get(source, {})
         further[source] = {name: value for name, value in counters.items() if name not in said_by_row}
-    return {
+    sums = {} if report.metric_sums is None else {"metric_sums": _json_of(report.metric_sums)}
+    return sums | {
         "rows": {source: row.model_dump_json() for source, row in rows.items()},
         "row_counters": from_rows,
         "counters": further,
@@ -104,5 +114,11 @@ def _as_json(report: Report) -> dict[str, Any]:
         "workers": {str(slot): orjson.dumps(state).decode() for slot, state in report.workers.items()},
         "lease": {name: str(value) for name, value in report.lease.items()},
         "incarnations": {str(slot): incarnation for slot, incarnation in report.incarnations.items()},
+        "policies": {module_id: orjson.dumps(returns).decode() for module_id, returns in report.policies.items()},
+        "metrics": _json_of(report.metrics),
         "runner_state": {str(slot): orjson.dumps(counters).decode() for slot, counters in report.runner_state.items()},
     }
+
+
+def _json_of(models: Mapping[str, LoggedMetric] | Mapping[str, SumsOfLife]) -> dict[str, str]:
+    return {name: model.model_dump_json() for name, model in models.items()}

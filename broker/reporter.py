@@ -2,6 +2,7 @@
 
     broker loop  ── offer(report) ──▶ [newest report]  ─┐
                  ── offer_weights ──▶ [newest weights] ─┼─▶ reporter thread ── one script call ──▶ Redis
+                 ── offer_rows ─────▶ [learners' rows] ─┤
                  ◀── take_saved ───── [what stood there]┘      250 ms a call, no retries by the client
 
 A report is the full cumulative state, so a lost one costs nothing: the next one says it all. In the same way Redis gets
@@ -18,6 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from headrace.broker.redis_client import REDIS_FAILURES, connect, in_words
+from headrace.broker.redis_rows import ReceivedRow, RedisRows
 from headrace.broker.redis_weights import LARGEST_BYTES, RedisWeights, StoredWeights
 from headrace.broker.report import MergeScript, Report
 from headrace.broker.saved_state import SavedState, read_saved_state
@@ -31,6 +33,8 @@ FIRST_BACKOFF_S = 0.05
 LONGEST_BACKOFF_S = 1.0
 WEIGHTS_INTERVAL_S = 1.0
 MOST_EVENTS = 1000
+MOST_ROWS = 1000
+"""Rows of the learner that wait for Redis; of more the oldest are dropped, unless the learner sends them again."""
 
 
 class RedisReporter:
@@ -47,12 +51,15 @@ class RedisReporter:
         self._fleet_id = fleet_id
         self._merge = MergeScript(self._client, fleet_id)
         self._shelf = RedisWeights(self._client, fleet_id)
+        self._row_log = RedisRows(self._client, fleet_id)
         self._news = threading.Condition()
         # All of the following is shared, and read or written under `_news` only.
         self._report: Report | None = None
         self._weights: StoredWeights | None = None
         self._events: deque[tuple[int, list[str]]] = deque(maxlen=MOST_EVENTS)
         self._event_number = 0
+        self._rows: deque[ReceivedRow] = deque(maxlen=MOST_ROWS)
+        self._rows_stored: Version = (0, 0)
         self._saved: SavedState | None = None
         self._saved_read = False
         self._failures = 0
@@ -104,6 +111,18 @@ class RedisReporter:
                 self._weights = StoredWeights(version, [_as_bytes(frame) for frame in frames])
                 self._news.notify_all()
 
+    def offer_rows(self, rows: Sequence[ReceivedRow]) -> None:
+        """Hand over rows of the learner, in order. Never waits. While Redis is away the newest 1,000 are kept."""
+        with self._news:
+            self._rows.extend(rows)
+            self._news.notify_all()
+
+    @property
+    def rows_stored(self) -> Version:
+        """Return (epoch, number) of the newest row in Redis; (0, 0) before the first."""
+        with self._news:
+            return self._rows_stored
+
     def take_saved(self, wait_s: float = 0.0) -> SavedState | None:
         """Return what stood in Redis when it was first reached. Waits `wait_s` for it.
 
@@ -124,7 +143,7 @@ class RedisReporter:
             self._news.notify_all()
         self._thread.join(deadline_s + 2.0)
         with self._news:
-            return self._report is None and self._weights is None
+            return self._report is None and self._weights is None and not self._rows
 
     # From here on: the reporter thread.
 
@@ -154,7 +173,7 @@ class RedisReporter:
     def _next_due(self) -> float:
         closing = not math.isinf(self._closing_at)
         due = math.inf
-        if self._report is not None or not (self._saved_read or closing):
+        if self._report is not None or self._rows or not (self._saved_read or closing):
             due = self._not_before
         if self._weights is not None:
             due = min(due, self._not_before if closing else max(self._not_before, self._weights_not_before))
@@ -166,7 +185,7 @@ class RedisReporter:
             saved_read, report, events = self._saved_read, self._report, list(self._events)
             closing, now = not math.isinf(self._closing_at), time.monotonic()
             weights = self._weights if closing or now >= self._weights_not_before else None
-            failures = self._failures
+            failures, rows = self._failures, list(self._rows)
         if not saved_read:
             saved = read_saved_state(self._client, self._fleet_id)
             with self._news:
@@ -175,8 +194,17 @@ class RedisReporter:
         if report is not None:
             self._merge(report, events, failures)
             self._forget_sent(report, events)
+        if rows:
+            self._append(rows)
         if weights is not None:
             self._store(weights)
+
+    def _append(self, rows: Sequence[ReceivedRow]) -> None:
+        self._row_log.append(rows)
+        with self._news:
+            self._rows_stored = rows[-1].version
+            while self._rows and self._rows[0].version <= self._rows_stored:
+                self._rows.popleft()
 
     def _forget_sent(self, report: Report, events: list[tuple[int, list[str]]]) -> None:
         with self._news:

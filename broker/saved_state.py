@@ -12,6 +12,7 @@ from headrace.broker.redis_parser import HashParser, SourceKey
 from headrace.broker.redis_weights import RedisWeights, StoredWeights
 from headrace.schemas import redis_keys as keys
 from headrace.schemas.ledger import LedgerRow
+from headrace.schemas.logged_metrics import SumsOfLife
 from headrace.schemas.runner_counters import Counters
 
 log = logging.getLogger(__name__)
@@ -26,12 +27,13 @@ class SavedState:
     incarnations: dict[int, int]
     runner_state: dict[int, Counters]
     lease_epoch: int
+    metric_sums: dict[str, SumsOfLife]
     weights: StoredWeights | None
 
 
 def read_saved_state(client: redis.Redis, fleet_id: str) -> SavedState:
     """Read what stands in Redis for this fleet. Log and leave out what cannot be read. May raise `REDIS_FAILURES`."""
-    wanted = (keys.LEDGER, keys.SOURCES, keys.INCARNATIONS, keys.LEASE, keys.RUNNER_STATE)
+    wanted = (keys.LEDGER, keys.SOURCES, keys.INCARNATIONS, keys.LEASE, keys.RUNNER_STATE, keys.METRIC_SUMS)
     raw, wrong = RedisReader(client).hashes_at_once({key.name: keys.key_name(fleet_id, key) for key in wanted})
     values = HashParser(garbage=wrong)
     saved = SavedState(
@@ -40,6 +42,7 @@ def read_saved_state(client: redis.Redis, fleet_id: str) -> SavedState:
         incarnations=values.incarnations(raw["incarnations"]),
         runner_state=values.runner_state(raw["runner_state"]),
         lease_epoch=values.lease(raw["lease"]).get("epoch", 0),
+        metric_sums=values.metric_sums(raw["metric_sums"]),
         weights=RedisWeights(client, fleet_id).load(),
     )
     for sentence in values.garbage:

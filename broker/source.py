@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from headrace.schemas.ledger import Count, Drop, LedgerRow, Settled, WorkerTotals, plus
-from headrace.schemas.messages import HeldBatch, Version
+from headrace.schemas.logged_metrics import LoggedMetrics
+from headrace.schemas.messages import HeldBatch, ModuleShapes, Version, WeightsRefusal
 from headrace.schemas.wire import Buffer
 
 Peer = bytes
@@ -73,6 +74,17 @@ class Source:
     silent_until: float = 0.0
     weights: Version = (0, 0)
     blocked: str = ""
+    metrics: LoggedMetrics = field(default_factory=dict)
+    """What callbacks have logged, as of the worker's last heartbeat."""
+    introduced: bool = False
+    """True once its worker has told the spaces of its envs: it samples, or may."""
+    num_envs: int = 1
+    cut_steps: int = 1
+    """Env steps of a whole cut."""
+    weight_shapes: ModuleShapes = field(default_factory=dict)
+    """Shapes of the weights that its worker loads, by module and name."""
+    refused: WeightsRefusal | None = None
+    """The newest weights that its worker could not load."""
     batch_bytes: int = 0
     """Bytes of the largest recent batch, from which credit is computed; 0 before the first one."""
     told: int = 0

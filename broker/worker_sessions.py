@@ -134,6 +134,9 @@ class WorkerSessions:
         source.peer = peer
         self.peers[peer] = source
         source.silent_until = now + self._limits.lease_s + hello.silence_s
+        source.introduced = bool(hello.spaces)
+        source.num_envs, source.cut_steps = max(1, hello.num_envs), max(1, hello.cut_steps)
+        source.weight_shapes = hello.weight_shapes
         if hello.totals.seq == source.accepted:
             source.totals = hello.totals
 
@@ -151,12 +154,15 @@ class WorkerSessions:
             accepted=source.accepted,
             settled=source.settled,
             credit=self._acks.credit(source, len(self.peers)),
+            window_steps=self._acks.window_steps(source, len(self.peers)),
+            synchronous=self._store.rounds.known,
+            round_steps=self._store.rounds.share(source),
             max_batch_bytes=self._limits.max_batch_bytes,
             lease_s=self._limits.lease_s,
             heartbeat_interval_s=self._limits.heartbeat_interval_s,
             weights_endpoint=self._limits.weights_endpoint,
             weights=self._store.weights,
-            steps_elsewhere=self._store.steps - source.counted,
+            steps_elsewhere=self._store.rounds.steps_elsewhere(source, self._store.steps),
             counters=self._state.counters.get(source.slot, {}),
         )
 
@@ -192,8 +198,11 @@ class WorkerSessions:
             return
         source.silent_until = now + self._limits.lease_s
         source.weights, source.blocked = beat.weights, beat.blocked
+        source.refused = beat.refused and beat.refused.model_copy(update={"slot": source.slot})
+        source.metrics = beat.metrics or source.metrics
         if beat.totals.seq == source.accepted:
             source.totals = beat.totals
+            self._store.rounds.learn(source, beat.weights, beat.round_steps)
         self._keep_counters(source.slot, beat.counters)
         self._store.changed.add(source.key)
 
@@ -224,6 +233,8 @@ class WorkerSessions:
         known = self._store.sources.get((bye.slot, bye.incarnation))
         if (known is not None and known.closed) or self._source_of(peer, bye.slot, bye.incarnation) is not None:
             self._keep_counters(bye.slot, bye.counters)
+            if known is not None:
+                known.metrics = bye.metrics or known.metrics
             self._close_books(peer, bye, now)
 
     def on_obituary(self, peer: Peer, obituary: Obituary, now: float) -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+from headrace.deploy.output import chosen_output
 from headrace.deploy.supervisor import ProcessSpec, Role
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.config_loading import ENV_PREFIX
@@ -47,6 +48,13 @@ def learner(config: FleetConfig, config_json: Path, run_dir: Path, endpoint: str
     return ProcessSpec("learner", Role.LEARNER, lambda _: argv, env=child_environment(config.learner.torch_threads))
 
 
+def evaluator(config: FleetConfig, config_json: Path, run_dir: Path) -> ProcessSpec:
+    """Return how to start the process that evaluates checkpoints. Training goes on without it."""
+    argv = _headrace("evaluate", config_json, str(run_dir), "--watch")
+    environment = child_environment(config.sampling.torch_threads)
+    return ProcessSpec("evaluator", Role.EVALUATOR, lambda _: argv, env=environment, optional=True)
+
+
 def child_environment(threads: int) -> dict[str, str]:
     """Return our environment with BLAS pinned to `threads`, and without `HEADRACE_SECTION__KEY`.
 
@@ -57,4 +65,5 @@ def child_environment(threads: int) -> dict[str, str]:
 
 
 def _headrace(command: str, config_json: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "headrace.deploy", command, "--config", str(config_json), *arguments]
+    output = ["--log-format", "json", *(["--verbose"] if chosen_output().verbose else [])]
+    return [sys.executable, "-m", "headrace.deploy", command, "--config", str(config_json), *arguments, *output]

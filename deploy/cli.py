@@ -6,7 +6,6 @@ An error that Headrace raises on purpose ends a command with one sentence on std
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 import traceback
@@ -18,12 +17,11 @@ import orjson
 import typer
 from rich.console import Console
 
-from headrace.deploy import keys_command, role_commands
+from headrace.deploy import keys_command, policy_commands, role_commands
 from headrace.deploy.exit_record import exit_record_path, write_exit_record
 from headrace.deploy.options import (
     AsJson,
     ConfigPath,
-    Debug,
     Env,
     NumEnvs,
     RedisUrl,
@@ -35,6 +33,7 @@ from headrace.deploy.options import (
     resolve,
     text_of,
 )
+from headrace.deploy.output import wants_tracebacks, with_output_options
 from headrace.deploy.std_streams import ignore_closed_reader, open_std_streams
 from headrace.schemas.errors import ExitCode, HeadraceError
 
@@ -42,12 +41,12 @@ app = typer.Typer(
     name="headrace",
     help="Sampler workers for reinforcement learning behind a message broker.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 app.add_typer(keys_command.app, name="keys")
 app.add_typer(role_commands.app)
+app.add_typer(policy_commands.app)
 
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show every value and its origin, and do nothing.")]
 
@@ -61,7 +60,7 @@ def main() -> None:
     try:
         app()
     except HeadraceError as error:
-        if "--debug" in sys.argv or os.environ.get("HEADRACE_DEBUG"):
+        if wants_tracebacks():
             traceback.print_exc()
         with ignore_closed_reader(sys.stderr):
             print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
@@ -90,6 +89,7 @@ def _root(show_version: Annotated[bool, typer.Option("--version", help="Show the
         "headrace up --config deploy/fleet.toml --print-config",
     )
 )
+@with_output_options
 def up(
     env: Env = None,
     workers: Annotated[int | None, typer.Option("--workers", help="Sampler processes on this machine.")] = None,
@@ -108,10 +108,14 @@ def up(
     run_dir: RunDirPath = None,
     config: ConfigPath = None,
     redis_url: RedisUrl = None,
+    tensorboard: Annotated[
+        bool | None, typer.Option("--tensorboard", help="Log to RUN_DIR/tensorboard too (extra tensorboard).")
+    ] = None,
+    wandb: Annotated[bool | None, typer.Option("--wandb", help="Log to Weights & Biases too (extra wandb).")] = None,
+    mlflow: Annotated[bool | None, typer.Option("--mlflow", help="Log to MLflow too (extra mlflow).")] = None,
     sets: Sets = None,
     print_config: PrintConfig = False,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Run a whole fleet on this machine.
 
@@ -134,12 +138,15 @@ def up(
         "fleet.timeout_s": timeout_s,
         "fleet.run_dir": text_of(run_dir),
         "redis.url": redis_url,
+        "logging.tensorboard": tensorboard,
+        "logging.wandb": wandb,
+        "logging.mlflow": mlflow,
     }
     resolved, origins = resolve(config, sets, flags)
     if print_config:
         typer.echo(config_text(resolved, origins), nl=False)
         return
-    summary = run_fleet(resolved, UpOptions(as_json, debug, config, describe_origin(config, origins)))
+    summary = run_fleet(resolved, UpOptions(as_json, config, describe_origin(config, origins)))
     with ignore_closed_reader(sys.stdout):
         if as_json:
             typer.echo(summary.as_json().decode())
@@ -150,7 +157,8 @@ def up(
 
 
 @app.command(epilog=examples("headrace ps --run-dir runs/default", "headrace ps --json | python -m json.tool"))
-def ps(run_dir: RunDirPath = None, config: ConfigPath = None, as_json: AsJson = False, debug: Debug = False) -> None:
+@with_output_options
+def ps(run_dir: RunDirPath = None, config: ConfigPath = None, as_json: AsJson = False) -> None:
     """Show the fleet's processes, and whether they live."""
     from headrace.deploy.fleet_file import read_fleet_file
     from headrace.deploy.ps import is_alive, processes, table
@@ -166,12 +174,12 @@ def ps(run_dir: RunDirPath = None, config: ConfigPath = None, as_json: AsJson = 
 
 
 @app.command(epilog=examples("headrace audit --strict --run-dir runs/default", "headrace audit --json"))
+@with_output_options
 def audit(
     run_dir: RunDirPath = None,
     config: ConfigPath = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit 1 when something does not add up.")] = False,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Check the books of a fleet.
 
@@ -184,13 +192,13 @@ def audit(
 
 
 @app.command(epilog=examples("headrace doctor", "headrace doctor --config deploy/fleet.toml --json"))
+@with_output_options
 def doctor(
     run_dir: RunDirPath = None,
     config: ConfigPath = None,
     redis_url: RedisUrl = None,
     sets: Sets = None,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Check whether this machine can run a fleet.
 

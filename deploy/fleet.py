@@ -15,13 +15,14 @@ from headrace.deploy import child_commands
 from headrace.deploy.child import Child
 from headrace.deploy.client_ports import client_endpoints, with_client_ports
 from headrace.deploy.env_ports import env_endpoints, own_env_hosts, with_env_ports
+from headrace.deploy.evaluation_log import EvaluationLog
 from headrace.deploy.event_loop import EventLoop
 from headrace.deploy.fleet_errors import DrainCutShortError, OwnRedisError
 from headrace.deploy.fleet_record import FleetRecord
 from headrace.deploy.goal import RunNumbers
 from headrace.deploy.obituary_sender import ObituarySender, reason_of, write_obituary
 from headrace.deploy.redis_server import check_url, prepare_redis, wait_ready
-from headrace.deploy.redis_view import Snapshot
+from headrace.deploy.redis_view import LearnerRowView, Snapshot
 from headrace.deploy.run_dir import RunDir, write_private
 from headrace.deploy.snapshot_poller import INTERVAL_S, SnapshotPoller
 from headrace.deploy.stop_signals import StopSignals
@@ -62,6 +63,7 @@ class Fleet:
         self._signals = signals
         self._obituary_sender: ObituarySender | None = None
         self._watchdog: FleetWatchdog | None = None
+        self._evaluations = EvaluationLog(run_dir.path)
         self.loop.watch(signals.fd, signals.clear)
 
     def __enter__(self) -> Fleet:
@@ -92,13 +94,23 @@ class Fleet:
         return self._poller.snapshot if self._poller else None
 
     @property
+    def newest_evaluation(self) -> dict[str, Any] | None:
+        """Return the newest evaluation of a checkpoint, as it stands in evaluations.jsonl; None before the first."""
+        return self._evaluations.newest()
+
+    @property
     def redis_age_s(self) -> float:
         """Return the seconds since Redis last answered."""
         return self._poller.age_s if self._poller else 0.0
 
+    def take_learner_rows(self) -> list[LearnerRowView]:
+        """Return the rows that learners have logged since the last call."""
+        return self._poller.take_learner_rows() if self._poller else []
+
     def numbers(self) -> RunNumbers:
         """Return the newest numbers by which goals are judged."""
-        return RunNumbers.of(self.snapshot.gauges, self.snapshot.totals) if self.snapshot else RunNumbers()
+        seen = self.snapshot
+        return RunNumbers.of(seen.gauges, seen.totals, seen.policies) if seen else RunNumbers()
 
     @property
     def stop_asked(self) -> bool:
@@ -124,6 +136,8 @@ class Fleet:
         config, path, where = self.config, self.run_dir.config_json, self.run_dir.path
         if config.learner.enabled:
             self.supervisor.start(child_commands.learner(config, path, where, self.endpoints["learner"], self.fleet_id))
+        if config.learner.evaluate_every_steps:
+            self.supervisor.start(child_commands.evaluator(config, path, where))
         for slot in range(config.fleet.workers):
             spec = child_commands.worker(config, path, where, self.endpoints["worker"], self.fleet_id, slot)
             self.supervisor.start(spec)
@@ -189,6 +203,7 @@ class Fleet:
         self.record.note(state="draining")
         if self._watchdog is not None:
             self._watchdog.stop()
+        self.supervisor.stop(Role.EVALUATOR)  # nobody waits for it: what it plays is not counted
         self._stop(Role.WORKER)
         self._stop(Role.ENV_HOST)
         if self._obituary_sender is not None:
@@ -200,6 +215,7 @@ class Fleet:
             self._obituary_sender.resend(unsettled_only=True)
             self._turn_until(self._obituary_sender.all_acknowledged, OBITUARY_DEADLINE_S)
         self._stop(Role.BROKER)
+        self._stop(Role.EVALUATOR)
         if self._poller is not None:
             self._poller.close()
             self._poller.read()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headrace.schemas.config import FleetSection
 
@@ -22,9 +23,15 @@ class RunNumbers:
     mean_return: float | None = None
     """Over the newest `window` episodes; None before the first one has ended."""
     window: int = 0
+    mean_returns: Mapping[str, float] = field(default_factory=dict)
+    """By module id, over the newest agents that each policy played; empty in an env of one agent."""
 
     @staticmethod
-    def of(gauges: Mapping[str, float], totals: Mapping[str, int]) -> RunNumbers:
+    def of(
+        gauges: Mapping[str, float],
+        totals: Mapping[str, int],
+        policies: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> RunNumbers:
         """Take the numbers from one snapshot."""
         window = int(gauges.get("episodes_window", 0))
         return RunNumbers(
@@ -32,7 +39,25 @@ class RunNumbers:
             episodes=totals.get("episodes_total", 0),
             mean_return=gauges.get("episode_return_mean") if window else None,
             window=window,
+            mean_returns={
+                m: returns["return_mean"] for m, returns in (policies or {}).items() if "return_mean" in returns
+            },
         )
+
+    def show_mean_return(self) -> str:
+        """Return the mean return in words, and that of each policy; "-" before the first episode has ended."""
+        if self.mean_return is None:
+            return "-"
+        by_policy = ", ".join(f"{module_id} {show_return(mean)}" for module_id, mean in self.mean_returns.items())
+        return f"{show_return(self.mean_return)} over {self.window}" + (f" ({by_policy})" if by_policy else "")
+
+
+def show_return(value: float) -> str:
+    """Return a return with one decimal, or as many as show four of its digits: 475.3, 9.342, 0.01230."""
+    if not value or not math.isfinite(value):
+        return f"{value:.1f}"
+    decimals = 3 - math.floor(math.log10(abs(value)))
+    return f"{value:.{min(max(decimals, 1), 8)}f}"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from headrace.deploy.options import Debug, examples
+from headrace.deploy.options import examples
+from headrace.deploy.output import with_output_options
 
 app = typer.Typer(help="Keys of the fleet's sockets.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -25,10 +26,10 @@ def _keys() -> None:
         "headrace broker --run-dir runs/b --fleet-id demo --set broker.host=0.0.0.0 --set keys.dir=keys",
     )
 )
+@with_output_options
 def init(
     folder: Annotated[Path, typer.Option("--dir", help="Folder for the key files; made if need be.")] = Path("keys"),
     force: Annotated[bool, typer.Option("--force", help="Replace the keys that are there.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Make key pairs for broker, workers, learner and supervisor.
 

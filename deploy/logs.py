@@ -1,4 +1,4 @@
-"""Logs: readable lines on a terminal, JSON lines elsewhere, each with fleet, role, slot and incarnation."""
+"""Logs: readable lines, or JSON lines for machines, each with role, slot and incarnation."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import orjson
 
+from headrace.deploy.output import LogFormat, chosen_output
 from headrace.deploy.std_streams import ignore_closed_reader
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
@@ -72,16 +73,21 @@ class _Stderr(logging.Handler):
             print(self.format(record), file=sys.stderr, flush=True)  # noqa: T201
 
 
-def set_up_logging(identity: Identity, *, debug: bool = False, file: Path | None = None) -> None:
-    """Send the records of all `headrace` loggers to stderr, and as JSON lines to `file` as well if one is named."""
+def set_up_logging(identity: Identity, *, file: Path | None = None) -> None:
+    """Send the records of all `headrace` loggers to stderr, and as JSON lines to `file` as well if one is named.
+
+    The command line chooses level and form of what goes to stderr. The file gets all records of that level, and INFO.
+    """
+    output = chosen_output()
     logger = logging.getLogger("headrace")
-    logger.setLevel(logging.DEBUG if debug else logging.INFO)
+    logger.setLevel(min(output.level, logging.INFO))
     logger.propagate = False
     for handler in logger.handlers[:]:
         logger.removeHandler(handler)
         handler.close()
     stderr = _Stderr()
-    stderr.setFormatter(Readable(identity) if sys.stderr.isatty() else JsonLines(identity))
+    stderr.setLevel(output.level)
+    stderr.setFormatter(JsonLines(identity) if output.log_format is LogFormat.JSON else Readable(identity))
     logger.addHandler(stderr)
     if file is not None:
         to_file = logging.FileHandler(file, delay=True)

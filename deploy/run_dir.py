@@ -6,7 +6,11 @@ DIR/broker.json      the broker's own: its endpoints, and its state for a restar
 DIR/lock             held while a supervisor lives
 DIR/logs/            one file a process name, lives appended
 DIR/recorders/       worker-SLOT-INCARNATION.rec, each until its obituary is acknowledged
+DIR/metrics.jsonl    what the run logged, a row a line (`run_rows.py`); further runs in the directory append
+DIR/metrics.csv      the same
 DIR/redis/           the embedded server's data
+DIR/learner.checkpoint    the learner's newest checkpoint, DIR/best.checkpoint the best one so far
+DIR/evaluations.jsonl     the evaluations of checkpoints, a line each (`evaluation_log.py`)
 """
 
 from __future__ import annotations

@@ -1,25 +1,49 @@
-"""A policy to serve: from a run directory, a learner's checkpoint, or Redis."""
+"""A trained policy: found in a run directory, a learner's checkpoint or Redis, with the settings it was trained with.
+
+The settings name code that is built: env, module, connectors. The one place that decides which settings are believed is
+`resolve_settings`: those beside the checkpoint, unless the caller names another file, and over them the caller's own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from numpy.typing import NDArray
 
 from headrace.broker.redis_client import REDIS_FAILURES, connect, in_words
 from headrace.broker.redis_weights import RedisWeights
 from headrace.deploy.fleet_file import read_fleet_file
-from headrace.schemas.errors import CheckpointError, ConfigError, DecodeError, RedisUnavailableError
+from headrace.deploy.options import describe_origin, resolve
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.errors import (
+    CheckpointError,
+    ConfigError,
+    ConnectorError,
+    DecodeError,
+    HeadraceError,
+    ModuleError,
+    RedisUnavailableError,
+)
 from headrace.schemas.messages import Version
 from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.redis_keys import without_password
 from headrace.schemas.weights import read_weights, split_modules
 from headrace.schemas.wire import decode
 
-CHECKPOINT_FILE = "learner.checkpoint"
+if TYPE_CHECKING:  # torch takes a second or two
+    from headrace.workers.policy.trained_policy import TrainedPolicy
+
+log = logging.getLogger("headrace.deploy")
+
+Which = Literal["newest", "best"]
+"""A run directory has the newest checkpoint, and the best one so far."""
+
+NEWEST_FILE, BEST_FILE = "learner.checkpoint", "best.checkpoint"
+_FILES: dict[Which, str] = {"newest": NEWEST_FILE, "best": BEST_FILE}
 _READ_TIMEOUT_S = 10.0
 _ADVICE = "name a run directory, a learner.checkpoint, or redis://HOST:PORT with --fleet-id"
 
@@ -40,30 +64,146 @@ class SavedPolicy:
         return [DEFAULT_MODULE_ID] if by_module is None else sorted(by_module)
 
 
-def find_policy(where: str, fleet_id: str) -> SavedPolicy:
-    """Find the newest policy at `where`: a folder, a file, or a Redis URL, in which `fleet_id` names the fleet.
+@dataclass(frozen=True, slots=True)
+class ResolvedPolicy:
+    """A policy and its settings. `origin` tells people where the settings come from."""
 
-    In a run directory that is the reference learner's checkpoint, else what the fleet's Redis has. Raises
+    saved: SavedPolicy
+    config: FleetConfig
+    origin: str
+
+    def build_error(self, error: HeadraceError) -> ModuleError:
+        """Return what to raise where the modules that the settings name do not fit the weights, because of `error`."""
+        return ModuleError(
+            f"{self.saved.source} is of another policy than {self.config.module.build} for "
+            f"{self.config.sampling.env} ({error}); name its env and module with --env and --set module.build=..., or "
+            "its fleet.toml with --config"
+        )
+
+
+def load_policy(
+    run: str | Path,
+    *,
+    which: Which = "newest",
+    config: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    spaces: Any = None,
+    fleet_id: str = "",
+    seed: int | None = None,
+) -> TrainedPolicy:
+    """Load a trained policy from a run directory, a checkpoint file, or Redis ("redis://HOST:PORT" with `fleet_id`).
+
+        policy = load_policy("runs/default")
+        action = policy.act(observation)
+
+    - which: "newest", or "best" of a run directory.
+    - config: the fleet.toml it was trained with; absent: the config.json beside the checkpoint.
+    - settings: single settings over those, such as {"sampling.env": "my_envs:make_env"}.
+    - spaces: the gymnasium spaces (observation, action) of the env, or a mapping of such pairs by module id. Without
+      them the env is built once, to read them.
+    - seed: of sampled actions.
+
+    The config names code that is built here: env, module, connectors. Load only a run whose config you trust.
+
+    Raises `CheckpointError`, `RunDirError`, `RedisUnavailableError`, `ConfigError`, `EnvError`, `ModuleError` and
+    `ConnectorError`.
+    """
+    found = resolve_policy(str(run), Path(config) if config else None, (), settings or {}, fleet_id, which)
+    return build_policy(found, spaces, seed)
+
+
+def build_policy(found: ResolvedPolicy, spaces: Any = None, seed: int | None = None) -> TrainedPolicy:
+    """Build a policy that was found; see `load_policy`."""
+    from headrace.deploy.policy_spaces import given_spaces, spaces_of_env
+    from headrace.workers.config import runner_config
+    from headrace.workers.policy.trained_policy import TrainedPolicy
+
+    own = runner_config(found.config)
+    by_module, agents = spaces_of_env(own) if spaces is None else given_spaces(own, spaces)
+    saved = found.saved
+    try:
+        return TrainedPolicy(
+            own, by_module, saved.arrays, agents=agents, source=saved.source, version=saved.version, seed=seed
+        )
+    except (ModuleError, ConnectorError) as error:
+        raise found.build_error(error) from error
+
+
+def resolve_policy(
+    where: str,
+    config: Path | None,
+    sets: Iterable[str] | None,
+    flags: Mapping[str, Any],
+    fleet_id: str = "",
+    which: Which = "newest",
+) -> ResolvedPolicy:
+    """Find the policy at `where`, and the settings to build it by. See the module's own sentence about trust.
+
+    Raises as `find_policy` does, and `ConfigError` for settings that do not name the policies that are there.
+    """
+    resolved, origin = resolve_settings(where, config, sets, flags)
+    saved = find_policy(where, fleet_id or resolved.fleet.fleet_id, which)
+    _check_policies(saved, resolved)
+    return ResolvedPolicy(saved, resolved, origin)
+
+
+def resolve_settings(
+    where: str, config: Path | None, sets: Iterable[str] | None, flags: Mapping[str, Any]
+) -> tuple[FleetConfig, str]:
+    """Return the settings for the policy at `where`, and their origin in words. Raises `ConfigError`."""
+    config = config or _config_beside(where)
+    resolved, origins = resolve(config, sets, flags)
+    return resolved, describe_origin(config, origins)
+
+
+def find_policy(where: str, fleet_id: str, which: Which = "newest") -> SavedPolicy:
+    """Find a policy at `where`: a folder, a file, or a Redis URL, in which `fleet_id` names the fleet.
+
+    In a run directory the newest is the reference learner's checkpoint, else what the fleet's Redis has. Raises
     `CheckpointError`, `RunDirError`, `RedisUnavailableError`, and `ConfigError` for a Redis without a fleet.
     """
+    if which not in _FILES:
+        raise ConfigError(f"should be one of {', '.join(_FILES)}, got {which!r:.80}", key="which")
+    in_dir = "://" not in where and Path(where).is_dir()
+    path = Path(where) / _FILES[which] if in_dir else Path(where)
+    if which == "best" and not in_dir:
+        raise CheckpointError(where, "only a run directory has a best checkpoint", _ADVICE)
+    if which == "best" and not path.exists():
+        reason = "there is none yet: it is kept from the first evaluation on, or from 100 episodes on"
+        raise CheckpointError(str(path), reason, "train longer, or take the newest")
     if "://" in where:
         found = _of_redis(where, fleet_id)
-    elif not Path(where).is_dir():
-        found = _of_file(Path(where))
-    elif any((Path(where) / f"{CHECKPOINT_FILE}{suffix}").exists() for suffix in ("", ".previous")):
-        found = _of_file(Path(where) / CHECKPOINT_FILE)
+    elif not in_dir or which == "best" or path.exists() or path.with_name(f"{path.name}.previous").exists():
+        found = _of_file(path)
     else:
         found = _of_run_dir(Path(where))
     return found
 
 
-def config_beside(where: str) -> Path | None:
+def _config_beside(where: str) -> Path | None:
     """Return the configuration beside the checkpoint at `where`, which `headrace up` writes; None without one."""
     if "://" in where:
         return None
     path = Path(where)
     config = (path if path.is_dir() else path.parent) / "config.json"
     return config if config.exists() else None
+
+
+def _check_policies(policy: SavedPolicy, config: FleetConfig) -> None:
+    """Raise `ConfigError` where the settings do not name a policy that is there."""
+    named = sorted(config.sampling.policies or [DEFAULT_MODULE_ID])
+    if not set(policy.modules) <= set(named):
+        raise ConfigError(
+            f"{policy.source} has {_policies(policy.modules)}, and the settings name {_policies(named)}; give those "
+            "it was trained with, by --config or --set",
+            key="sampling.policies",
+        )
+    if frozen := sorted(set(named) - set(policy.modules)):
+        log.warning("%s has no weights of %s: they act as they are built", policy.source, _policies(frozen))
+
+
+def _policies(ids: list[str]) -> str:
+    return "one policy without a name" if ids == [DEFAULT_MODULE_ID] else f"the policies {ids!r:.300}"
 
 
 def _of_file(path: Path) -> SavedPolicy:
@@ -77,25 +217,36 @@ def _of_file(path: Path) -> SavedPolicy:
         raise CheckpointError(error.path, error.reason, _ADVICE) from error
     if saved is None:
         raise CheckpointError(str(path), "there is none", _ADVICE)
-    version = saved.epoch, _updates(saved.state)
+    version = saved.epoch, counts_of(saved.state).updates
     source = f"{path} (update {version[1]} of learner epoch {version[0]})"
     return SavedPolicy(published_arrays(saved.arrays), version, source)
 
 
-def _updates(state: Mapping[str, Any]) -> int:
-    """Return the updates of a learner of one policy, or of several, which count together."""
+@dataclass(frozen=True, slots=True)
+class TrainingCounts:
+    """How far the training of a checkpoint is; steps are agent steps."""
+
+    updates: int = 0
+    steps: int = 0
+
+
+def counts_of(state: Mapping[str, Any]) -> TrainingCounts:
+    """Return the counts of a learner of one policy, or of several, which update together and share the steps."""
     modules = state.get("modules")
-    states = modules.values() if isinstance(modules, dict) else [state]
-    counts = [own.get("updates") for own in states if isinstance(own, dict)]
-    return max((count for count in counts if isinstance(count, int)), default=0)
+    own = [one for one in (modules.values() if isinstance(modules, dict) else [state]) if isinstance(one, dict)]
+    updates, steps = (
+        [count for one in own if isinstance(count := one.get(name), int)] for name in ("updates", "steps")
+    )
+    return TrainingCounts(max(updates, default=0), sum(steps))
 
 
 def _of_run_dir(folder: Path) -> SavedPolicy:
+    path = folder / NEWEST_FILE
     if not (folder / "fleet.json").exists():
-        raise CheckpointError(str(folder / CHECKPOINT_FILE), "there is none, and there is no fleet.json", _ADVICE)
+        raise CheckpointError(str(path), "there is none, and there is no fleet.json", _ADVICE)
     fleet = read_fleet_file(folder / "fleet.json")
     if not fleet.redis_url:
-        raise CheckpointError(str(folder / CHECKPOINT_FILE), "there is none, and the fleet has no Redis", _ADVICE)
+        raise CheckpointError(str(path), "there is none, and the fleet has no Redis", _ADVICE)
     return _of_redis(fleet.redis_url, fleet.fleet_id)
 
 

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 
-from headrace.deploy.redis_view import FleetView, Snapshot
+from headrace.deploy.redis_view import FleetView, LearnerRowView, Snapshot
 from headrace.schemas.errors import RedisUnavailableError
 
 INTERVAL_S = 0.5
+MOST_ROWS = 10_000
+"""Rows of the learner that are kept until they are taken."""
 
 
 class SnapshotPoller:
-    """Polls Redis until closed. `snapshot` is the newest result, `age_s` how long ago it was read."""
+    """Polls Redis until closed. `snapshot` is the newest result, `age_s` how long ago it was read.
+
+    It also gathers the rows that learners log, for `take_learner_rows`.
+    """
 
     def __init__(self, url: str, fleet_id: str) -> None:
         self._view = FleetView(url, fleet_id)
         self.snapshot: Snapshot | None = None
+        self._learner_rows: deque[LearnerRowView] = deque(maxlen=MOST_ROWS)
+        self._newest_row = (0, 0)
         self._read_at = time.monotonic()
         self._closing = threading.Event()
         self.read()  # before the thread starts: the view serves one thread at a time
@@ -35,10 +43,20 @@ class SnapshotPoller:
         """
         try:
             self.snapshot = self._view.read()
+            while rows := self._view.learner_rows(self._newest_row):
+                self._newest_row = rows[-1].identity
+                self._learner_rows.extend(rows)
         except RedisUnavailableError:
             return False
         self._read_at = time.monotonic()
         return True
+
+    def take_learner_rows(self) -> list[LearnerRowView]:
+        """Return the rows of learners that came since the last call, in order; at first all that Redis still has."""
+        taken = []
+        while self._learner_rows:
+            taken.append(self._learner_rows.popleft())
+        return taken
 
     def close(self) -> None:
         """End the thread; `read` and `snapshot` go on working. Waits for a read under way, about a second at most."""

@@ -28,6 +28,8 @@ class Summary:
     episodes: int
     mean_return: float | None
     episodes_window: int
+    mean_returns: dict[str, float]
+    """By module id, in envs of several agents."""
     env_steps_per_s: float
     episodes_per_s: float
     goal_reached: bool
@@ -83,6 +85,7 @@ def summarise(
         episodes=end.episodes,
         mean_return=judged.mean_return,
         episodes_window=judged.window,
+        mean_returns=dict(judged.mean_returns),
         env_steps_per_s=round((end.steps - start.steps) * per_s, 1),
         episodes_per_s=round((end.episodes - start.episodes) * per_s, 3),
         goal_reached=at_goal is not None,
@@ -97,7 +100,7 @@ def print_summary(summary: Summary, stream: TextIO) -> None:
     """Print the final table with the ledger."""
     console = Console(file=stream)
     table = Table(title=f"fleet {summary.fleet_id}", title_justify="left", show_header=False)
-    mean = "-" if summary.mean_return is None else f"{summary.mean_return:.1f} over the last {summary.episodes_window}"
+    mean = RunNumbers(0, 0, summary.mean_return, summary.episodes_window, summary.mean_returns).show_mean_return()
     for what, value in (
         ("goal", "reached" if summary.goal_reached else "not reached"),
         ("time", f"{summary.seconds:.1f} s"),

@@ -58,6 +58,7 @@ class Role(StrEnum):
     WORKER = "worker"
     LEARNER = "learner"
     ENV_HOST = "env-host"
+    EVALUATOR = "evaluator"
 
 
 class ServiceState(StrEnum):
@@ -86,6 +87,8 @@ class ProcessSpec:
     death_signal: signal.Signals = signal.SIGKILL
     has_port: bool = False
     """It serves a fixed port, which its next life needs: a silent one is killed at once."""
+    optional: bool = False
+    """The fleet goes on without it when it has failed for good."""
 
 
 @dataclass
@@ -272,8 +275,9 @@ class Supervisor:
 
     def _fail(self, service: Service, error: HeadraceError) -> None:
         service.state = ServiceState.FAILED
-        self.failure = self.failure or error
-        log.error("%s", error)
+        if not service.spec.optional:
+            self.failure = self.failure or error
+        log.error("%s%s", error, "; the fleet goes on without it" if service.spec.optional else "")
 
     def _killer(self, service: Service) -> Callable[[], None]:
         def kill() -> None:

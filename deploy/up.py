@@ -15,6 +15,7 @@ from headrace.deploy.goal import Goal, RunNumbers
 from headrace.deploy.logs import Identity, set_up_logging
 from headrace.deploy.progress import ProgressDisplay, ProgressView
 from headrace.deploy.run_dir import RunDir
+from headrace.deploy.run_log import HURRIED_CLOSE_S, RunLog, run_info
 from headrace.deploy.stop_signals import StopSignals
 from headrace.deploy.summary import Summary, summarise
 from headrace.schemas.config import FleetConfig
@@ -30,7 +31,6 @@ class UpOptions:
     """Options of `up` beyond the configuration."""
 
     json: bool = False
-    debug: bool = False
     config_path: Path | None = None
     config_origin: str = "defaults"
 
@@ -55,20 +55,20 @@ def up(config: FleetConfig, options: UpOptions) -> Summary:
     with RunDir(Path(config.fleet.run_dir)) as run_dir, StopSignals() as signals:
         origin = str(options.config_path.absolute()) if options.config_path else None
         with Fleet(config, run_dir, signals, origin) as fleet:
-            set_up_logging(
-                Identity(fleet.fleet_id, "supervisor"), debug=options.debug, file=run_dir.logs / "supervisor.log"
-            )
+            set_up_logging(Identity(fleet.fleet_id, "supervisor"), file=run_dir.logs / "supervisor.log")
             outcome = RunOutcome(began=time.monotonic())
-            try:
-                fleet.start()
-                outcome.start = fleet.numbers_before
-                _announce(fleet, options)
-                with ProgressDisplay(sys.stderr if options.json else sys.stdout) as progress:
-                    _run(fleet, outcome, progress)
-            except HeadraceError as error:
-                outcome.failure = error
-            outcome.seconds = time.monotonic() - outcome.began
-            _drain(fleet, outcome)
+            with RunLog(config, run_info(config, fleet.fleet_id, run_dir.path)) as run_log:
+                try:
+                    fleet.start()
+                    outcome.start = fleet.numbers_before
+                    _announce(fleet, options)
+                    with ProgressDisplay(sys.stderr if options.json else sys.stdout) as progress:
+                        _run(fleet, outcome, progress, run_log)
+                except HeadraceError as error:
+                    outcome.failure = error
+                outcome.seconds = time.monotonic() - outcome.began
+                _drain(fleet, outcome, run_log)
+                _log_rows(fleet, run_log, last=True)
             outcome.failure = outcome.failure or fleet.supervisor.failure
             return _summarise(fleet, outcome)
 
@@ -87,16 +87,22 @@ def _announce(fleet: Fleet, options: UpOptions) -> None:
     )
 
 
-def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay) -> None:
+def _log_rows(fleet: Fleet, run_log: RunLog, *, last: bool = False) -> None:
+    run_log.observe(fleet.snapshot, fleet.supervisor.restarts(), fleet.take_learner_rows(), last=last)
+
+
+def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: RunLog) -> None:
     """Turn the loop until there is a reason to stop. Raises the failure or the timeout, if that is the reason."""
     goal = Goal.of(fleet.config.fleet)
     while not fleet.stop_asked:
         fleet.loop.turn(TICK_S)
+        _log_rows(fleet, run_log)
         if fleet.supervisor.failure is not None:
             raise fleet.supervisor.failure
         seconds, now = time.monotonic() - outcome.began, fleet.numbers()
         reached = goal.reached(now, outcome.start)
-        view = ProgressView.of(fleet.snapshot, seconds, goal, fleet.supervisor.restarts(), fleet.redis_age_s)
+        restarts, evaluation = fleet.supervisor.restarts(), fleet.newest_evaluation
+        view = ProgressView.of(fleet.snapshot, seconds, goal, restarts, fleet.redis_age_s, evaluation)
         progress.show(view, last=reached)
         if reached:
             outcome.at_goal = now
@@ -108,15 +114,16 @@ def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay) -> None:
 
 
 def _where(now: RunNumbers) -> str:
-    mean = "no episode has ended" if now.mean_return is None else f"mean return {now.mean_return:.1f} over {now.window}"
+    mean = "no episode has ended" if now.mean_return is None else f"mean return {now.show_mean_return()}"
     return f"{now.steps:,} steps, {mean}"
 
 
-def _drain(fleet: Fleet, outcome: RunOutcome) -> None:
+def _drain(fleet: Fleet, outcome: RunOutcome, run_log: RunLog) -> None:
     try:
         fleet.drain()
     except DrainCutShortError as error:
         outcome.failure = outcome.failure or error
+        run_log.close_s = HURRIED_CLOSE_S
 
 
 def _summarise(fleet: Fleet, outcome: RunOutcome) -> Summary:

@@ -1,7 +1,10 @@
 """The learner's checkpoint: one file, written whole or not at all, read without running any of its bytes.
 
-    file      "HDRCCKPT" | for each frame: length u64le | bytes
-    frames    those of a CHECKPOINT message of `schemas/wire.py`: checksummed JSON header, then raw arrays
+It is a safetensors file with a checksum (`schemas/safetensors.py`):
+
+    arrays      "module/..." weights, "optimizer/..." moments, "connectors/..." what connectors have learnt; of several
+                modules, each name begins with "modules/MODULE_ID/"
+    metadata    "headrace": JSON of epoch, position in the stream, and state (counters, newest returns)
 
 A new checkpoint is written beside the old one, flushed to disk, and moved into its place. The old one is kept as
 `<name>.previous`. So a `kill -9` at any moment leaves at least one whole file.
@@ -11,25 +14,27 @@ from __future__ import annotations
 
 import logging
 import os
-import struct
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import orjson
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.schemas.errors import CheckpointError, DecodeError, FencedError, RunDirError
+from headrace.schemas.manifest import Buffer
+from headrace.schemas.safetensors import decode_safetensors, encode_safetensors
 from headrace.schemas.weights import CONNECTORS, join_modules, split_modules
-from headrace.schemas.wire import Buffer, MessageKind, WireLimits, decode, encode
 
 log = logging.getLogger("headrace.learner")
 
-MAGIC = b"HDRCCKPT"
-_LENGTH = struct.Struct("<Q")
-_FRAMES = 1 << 20
+_HEADER = "headrace"
+"""The entry of the file's metadata."""
+_FORMER_MAGIC = b"HDRCCKPT"
 _MODULE = "module/"
 """Prefix of the names of a module's weights, which stand beside those of its optimizer."""
 
@@ -70,11 +75,11 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, *, claim: bool = False) 
     else:
         _refuse_if_newer(path, checkpoint.epoch)
     header = {"epoch": checkpoint.epoch, "position": checkpoint.position, "state": checkpoint.state}
-    frames = encode(MessageKind.CHECKPOINT, header, checkpoint.arrays)
+    parts = encode_safetensors(checkpoint.arrays, {_HEADER: orjson.dumps(header).decode()})
     # The name has the pid, since a learner that was replaced may be at this very line too.
     fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
-        _write(fresh, frames)
+        _write(fresh, parts)
         if path.exists():
             path.replace(previous_path(path))
         fresh.replace(path)
@@ -82,6 +87,35 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, *, claim: bool = False) 
     except OSError as error:
         fresh.unlink(missing_ok=True)
         raise RunDirError(str(path.parent), f"the checkpoint cannot be written ({error.strerror})") from error
+
+
+def hold_checkpoint(path: Path, at: Path) -> Checkpoint | None:
+    """Keep what is at `path` now at `at` too, and load it. Return None where there is nothing at the moment.
+
+    A later save does not change it. Raises `CheckpointError`, and `RunDirError` when the folder cannot be written to.
+    """
+    try:
+        at.unlink(missing_ok=True)
+        try:
+            os.link(path, at)
+        except FileNotFoundError:
+            return None
+        except OSError:  # a file system without links
+            shutil.copyfile(path, at)
+        return _read(at)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunDirError(str(at.parent), f"the checkpoint cannot be kept ({error.strerror})") from error
+
+
+def keep_best(held: Path, best: Path) -> None:
+    """Let the checkpoint that `hold_checkpoint` kept at `held` be the best one, in one step. Raises `RunDirError`."""
+    try:
+        held.replace(best)
+        _sync_folder(best.parent)
+    except OSError as error:
+        raise RunDirError(str(best.parent), f"the best checkpoint cannot be kept ({error.strerror})") from error
 
 
 def load_checkpoint(path: Path) -> Checkpoint | None:
@@ -138,52 +172,28 @@ def published_arrays(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[An
     return {name.removeprefix(_MODULE): array for name, array in kept.items()}
 
 
-def _write(path: Path, frames: list[Buffer]) -> None:
+def _write(path: Path, parts: list[Buffer]) -> None:
     with path.open("wb") as file:
-        file.write(MAGIC)
-        for frame in frames:
-            file.write(_LENGTH.pack(len(frame)))
-            file.write(frame)
+        file.writelines(parts)
         file.flush()
         os.fsync(file.fileno())
 
 
 def _read(path: Path) -> Checkpoint:
-    message_frames = _frames(path, path.read_bytes())
+    data = path.read_bytes()
+    if data.startswith(_FORMER_MAGIC):
+        raise CheckpointError(str(path), "it is of an earlier Headrace, whose checkpoints this one cannot read")
     try:
-        message = decode(message_frames, _limits(message_frames))
+        arrays, metadata = decode_safetensors(data)
+        header = orjson.loads(metadata[_HEADER])
+        epoch, position, state = (header[key] for key in ("epoch", "position", "state"))
     except DecodeError as error:
-        raise CheckpointError(str(path), str(error)) from error
-    epoch, position, state = (message.header.get(key) for key in ("epoch", "position", "state"))
-    if (
-        message.kind is not MessageKind.CHECKPOINT
-        or not isinstance(epoch, int)
-        or not isinstance(position, list)
-        or not isinstance(state, dict)
-    ):
-        raise CheckpointError(str(path), f"it is a whole {message.kind.name} message, not a checkpoint")
-    return Checkpoint(epoch, position, state, message.arrays)
-
-
-def _limits(frames: list[Buffer]) -> WireLimits:
-    # A file of our own run directory may be of any size; its bytes are in memory already.
-    size = sum(len(frame) for frame in frames)
-    return WireLimits(header_bytes=size, payload_bytes=size, frames=_FRAMES, arrays=_FRAMES)
-
-
-def _frames(path: Path, data: bytes) -> list[Buffer]:
-    """Return the frames in a whole file."""
-    if not data.startswith(MAGIC):
-        raise CheckpointError(str(path), f"it starts with {data[:8]!r}, not {MAGIC!r}")
-    view, at, frames = memoryview(data), len(MAGIC), list[Buffer]()
-    while at < len(data):
-        start = at + _LENGTH.size
-        length = _LENGTH.unpack(view[at:start])[0] if start <= len(data) else 0
-        if start + length > len(data):
-            raise CheckpointError(str(path), f"it ends within frame {len(frames)}, after {len(data)} bytes")
-        frames.append(view[start : start + length])
-        at = start + length
-    return frames
+        raise CheckpointError(str(path), error.detail) from error
+    except (KeyError, TypeError, orjson.JSONDecodeError) as error:
+        raise CheckpointError(str(path), "it is a whole safetensors file, but no learner's checkpoint") from error
+    if not isinstance(epoch, int) or not isinstance(position, list) or not isinstance(state, dict):
+        raise CheckpointError(str(path), "it is a whole safetensors file, but no learner's checkpoint")
+    return Checkpoint(epoch, position, state, arrays)
 
 
 def _refuse_if_newer(path: Path, epoch: int) -> None:

@@ -17,10 +17,12 @@ from headrace.schemas import sockets
 from headrace.schemas.errors import KeysRefusedError, UnreachableError
 from headrace.schemas.handshakes import CLIENT_EVENTS, Handshakes
 from headrace.schemas.keys import ClientKeys
+from headrace.schemas.messages import Version
 from headrace.schemas.wire import Buffer
 
 _TOKENS: dict[tuple[int, str], str] = {}
 _STREAMING: set[str] = set()
+_PUBLISHED: dict[str, Version] = {}
 _PUMPED: weakref.WeakSet[Pumpable] = weakref.WeakSet()
 
 
@@ -54,6 +56,7 @@ def stream_token(endpoint: str) -> str:
 def forget_token(endpoint: str, token: str) -> None:
     """Forget the token of a closed stream, so that the next connection to `endpoint` is a new learner."""
     _STREAMING.discard(token)
+    _PUBLISHED.pop(token, None)
     if _TOKENS.get((os.getpid(), endpoint)) == token:
         del _TOKENS[(os.getpid(), endpoint)]
 
@@ -63,6 +66,16 @@ def pump_together(member: Pumpable) -> None:
     for other in list(_PUMPED):
         if other is not member and other.token == member.token:
             other.pump()
+
+
+def note_published(token: str, version: Version) -> None:
+    """Note the newest version that the learner with `token` published."""
+    _PUBLISHED[token] = version
+
+
+def newest_published(token: str) -> Version:
+    """Return that version; (0, 0) before the first."""
+    return _PUBLISHED.get(token, (0, 0))
 
 
 def enroll(member: Pumpable) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.batch_reader import BatchReader, UnreadBatch
 from headrace.schemas.errors import DecodeError, WhichModuleError
+from headrace.schemas.messages import Version
 from headrace.schemas.module_spaces import module_spaces_from_json
 from headrace.schemas.spaces import Spaces
 
@@ -32,8 +33,8 @@ class ModuleReaders:
             raise WhichModuleError(module_id, self.spaces)
         return self.spaces[module_id]
 
-    def read(self, unread: UnreadBatch) -> ChunkBatch:
-        """Read a batch of one module.
+    def read(self, unread: UnreadBatch, newest: Version = (0, 0)) -> ChunkBatch:
+        """Read a batch of one module. `newest` is the version from which its lag counts.
 
         Raises `DecodeError` for an unknown module, or a batch that contradicts itself.
         """
@@ -45,4 +46,4 @@ class ModuleReaders:
         if module_id not in self._readers:
             own = self.spaces[module_id]
             self._readers[module_id] = BatchReader(own.observation, own.action)
-        return self._readers[module_id].read(unread)
+        return self._readers[module_id].read(unread, newest)

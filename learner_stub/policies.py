@@ -97,6 +97,12 @@ class LearnerPolicies:
         """Return the steps of all modules' batches together, over the learner's whole life."""
         return sum(policy.stats.steps for policy in self.by_id.values())
 
+    @property
+    def window_mean(self) -> float | None:
+        """Mean of all policies' mean returns over the newest 100 episodes each; None before all have so many."""
+        means = [policy.stats.window_mean for policy in self.by_id.values()]
+        return None if None in means else sum(mean for mean in means if mean is not None) / len(means)
+
     def update(self, batches: Sequence[ChunkBatch]) -> Metrics:
         """Train each policy on its own of `batches`, which may be none. Return metrics by "module id/name".
 

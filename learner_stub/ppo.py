@@ -86,6 +86,7 @@ class PPO:
         if rollout is not None:
             feed = minibatches_for(self.module, rollout)
             targets = self._targets(rollout, feed)
+            metrics["learning_rate"] = self.settings.learning_rate
             metrics["explained_variance"] = targets.explained_variance
             metrics["behaviour_kl"] = float((rollout.logp - targets.logp).mean())
             metrics |= self._optimize(rollout, feed, targets)
@@ -157,6 +158,7 @@ class PPO:
         with torch.no_grad():
             moved = logp - targets.logp[steps]
             measured = {
+                "loss": loss,
                 "policy_loss": -gain,
                 "value_loss": value_loss,
                 "entropy": entropy,

@@ -3,10 +3,12 @@
 with WeightPublisher(endpoint) as weights:
     weights.publish(module.state_dict())
     weights.publish({"one": one.state_dict(), "two": two.state_dict()})  # several modules
+    weights.log({"loss": loss})  # for metrics.csv, TensorBoard and others
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -16,21 +18,25 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.learner_stub import connection
-from headrace.schemas.errors import DecodeError, EncodeError, refusal
+from headrace.learner_stub.row_queue import RowQueue
+from headrace.schemas.errors import DecodeError, EncodeError, RefusedWeightsError, refusal
 from headrace.schemas.keys import ClientKeys, client_keys
 from headrace.schemas.messages import (
     Fenced,
     LearnerHello,
+    LearnerRows,
     LearnerWelcome,
     Message,
+    ModuleShapes,
     Reject,
     Status,
     Version,
     WeightsAck,
+    WeightsRefusal,
     read,
 )
 from headrace.schemas.module_spaces import check_module_ids
-from headrace.schemas.weights import encode_weights, join_modules
+from headrace.schemas.weights import check_published, encode_weights, join_modules
 from headrace.schemas.wire import MessageKind, decode_header
 
 _CONTROL: dict[MessageKind, type[Message]] = {m.KIND: m for m in (LearnerWelcome, WeightsAck, Fenced, Reject, Status)}
@@ -75,10 +81,17 @@ class WeightPublisher:
         self._fleet_id = fleet_id
         self.token = connection.process_token(endpoint)
         self._arrays: dict[str, NDArray[Any]] | None = None
+        self._rows = RowQueue()
         self._joined = False
         self._heard = 0.0
         self._next_send = 0.0
         self._refusal: tuple[str, str] | None = None
+        self._weight_shapes: ModuleShapes = {}
+        """Shapes of the weights that workers load; empty while none is known."""
+        self._refused: WeightsRefusal | None = None
+        """A version that a worker could not load, until it was raised."""
+        self._raised: Version = (0, 0)
+        self._publishing = False
         self._socket = connection.LearnerSocket(endpoint, own_keys)
         connection.enroll(self)
         self._join(connect_timeout_s)
@@ -90,16 +103,42 @@ class WeightPublisher:
         weights that they have for it, and those that start later use the ones it was built with. Arrays named
         "connectors/..." beside a module's tensors are state of its connectors.
 
-        Raises `EncodeError` for a tensor whose dtype has no place on the wire, and for an invalid module id.
+        Raises `EncodeError` for a tensor whose dtype has no place on the wire, and for an invalid module id;
+        `WeightsMismatchError` and `WhichModuleError` for weights that do not fit the workers' modules, as soon as a
+        worker has told their shapes. `RefusedWeightsError` says that a worker could not load an earlier version. This
+        method raises it once the new one is sent; a waiting stream raises it too. Workers go on with the weights that
+        they have.
         """
         arrays = {name: _to_array(name, value) for name, value in _flat(state_dict).items()}
         if not arrays:
             raise EncodeError("a state dict without tensors cannot be published; publish at least one")
+        if self._weight_shapes:
+            check_published(arrays, self._weight_shapes)
+        connection.note_published(self.token, (self.epoch, self.seq + 1))
+        self._publishing = True
+        try:
+            # The broker hears from the stream how much to sample before it gets the weights.
+            connection.pump_together(self)
+        finally:
+            self._publishing = False
         self.seq += 1
         self._arrays = arrays
         self._send_weights()
         self.pump()
         return self.seq
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Log figures of the learner at this moment, such as the losses of one update, as one row. Never waits.
+
+        The row gets into `metrics.jsonl` and `metrics.csv` of the run, each name after "learner/", and to all other
+        loggers of the fleet. It has the fleet's env steps and the newest published weights beside them. Rows wait for a
+        broker or a Redis that is away, the newest 1,000 of them. Numbers that are not finite are left out.
+
+        Raises `ValueError` for a name that is not 1 to 100 printable ASCII characters, for a value that is no number,
+        and for more than 128 values.
+        """
+        self._rows.add(metrics, self.epoch, self.seq, time.time())
+        self.pump()
 
     def pump(self, wait_s: float = 0.0) -> None:
         """Take answers; say HELLO again or send the newest version again when the broker lacks it."""
@@ -114,6 +153,7 @@ class WeightPublisher:
                     raise refusal(error.reason, f"broker at {self.endpoint}: {error.detail}") from error
         if self._refusal is not None:
             raise refusal(*self._refusal)
+        self._raise_refused()
         now = connection.now()
         if self._joined and now - self._heard > _SILENCE_S:
             self._joined, self._next_send = False, now
@@ -122,9 +162,14 @@ class WeightPublisher:
                 self._say_hello()
             elif self._arrays is not None and self.acknowledged < (self.epoch, self.seq):
                 self._send_weights()
+        if self._joined:
+            self._send_rows(now)
 
     def close(self) -> None:
-        """Close the connection; the relay keeps the last version."""
+        """Close the connection; the relay keeps the last version. Rows not sent so far are sent once."""
+        if self._joined:
+            while self._send_rows(connection.now(), at_once=True):
+                pass
         connection.leave(self)
         self._socket.close()
 
@@ -135,6 +180,13 @@ class WeightPublisher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _raise_refused(self) -> None:
+        """Raise once what a worker said of a version, but not before a newer version is sent."""
+        refused = self._refused
+        if refused is not None and not self._publishing:
+            self._refused, self._raised = None, refused.version
+            raise RefusedWeightsError(refused.version, refused.slot, refused.detail)
 
     def _join(self, timeout_s: float) -> None:
         deadline = connection.now() + timeout_s
@@ -160,21 +212,36 @@ class WeightPublisher:
         if self._socket.send(encode_weights(self._fleet_id, (self.epoch, self.seq), self._arrays)):
             self._next_send += nbytes / _SLOWEST_BYTES_PER_S
 
+    def _send_rows(self, now: float, *, at_once: bool = False) -> bool:
+        rows = self._rows.due(now, at_once=at_once)
+        if not rows:
+            return False
+        sent = self._socket.send(LearnerRows(epoch=self.epoch, rows=rows).frames())
+        if not sent:
+            self._rows.send_again()
+        return sent
+
     def _receive(self, message: Message) -> None:
         self._heard = connection.now()
         if isinstance(message, LearnerWelcome):
             self._joined = True
+            self._rows.send_again()
             self._fleet_id = message.fleet_id
             self.epoch = message.epoch
+            self._weight_shapes = message.weight_shapes or self._weight_shapes
             if self._arrays is None and message.published[0] == self.epoch:
                 # of an earlier publisher of this process; workers ignore a version that is not newer
                 self.seq = message.published[1]
             self._lacks(message.published)
         elif isinstance(message, Status):
+            self._rows.stored(message.rows_stored)
             if message.epoch != self.epoch:
                 self.epoch = message.epoch
             if self.acknowledged == (self.epoch, self.seq):
                 self._lacks(message.published)
+            self._weight_shapes = message.weight_shapes or self._weight_shapes
+            if message.refused is not None and message.refused.version > max(self._raised, (self.epoch, 0)):
+                self._refused = message.refused
         elif isinstance(message, WeightsAck):
             self.acknowledged = max(self.acknowledged, message.version)
         elif isinstance(message, Fenced):

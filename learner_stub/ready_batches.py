@@ -13,6 +13,7 @@ from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.batch_reader import UnreadBatch
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.ledger import Count, Drop
+from headrace.schemas.messages import Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +50,27 @@ class ReadyBatches:
             self._session.settle(ready.arrival, ready.committed, ready.dropped)
         return ready.batch
 
-    def open(self, arrival: Arrival) -> None:
-        """Turn an arrival into batches to hand out: possibly none, or markers only."""
+    def open(self, arrival: Arrival, newest: Version = (0, 0)) -> None:
+        """Turn an arrival into batches to hand out: possibly none, or markers only.
+
+        `newest` is the newest version of the weights, from which their lag counts.
+        """
         if arrival.kind is ArrivalKind.END:
             ended = self._episodes.pop(arrival.key, None)
             self._ready.extend(_Ready(markers, arrival) for markers in (ended.end(arrival.reason) if ended else ()))
             return
         episodes = self._episodes.setdefault(arrival.key, SourceEpisodes())
         if arrival.kind is ArrivalKind.BATCH:
-            self._open_batch(arrival, episodes)
+            self._open_batch(arrival, episodes, newest)
         else:
             self._leave_out(arrival, episodes, arrival.reason, arrival.lost)
 
-    def _open_batch(self, arrival: Arrival, episodes: SourceEpisodes) -> None:
+    def _open_batch(self, arrival: Arrival, episodes: SourceEpisodes, newest: Version) -> None:
         assert isinstance(arrival.content, UnreadBatch)
         assert arrival.batch is not None
         self.modules.learn(self._session.spaces)
         try:
-            batch = self.modules.read(arrival.content)
+            batch = self.modules.read(arrival.content, newest)
         except DecodeError:
             lost = {Drop.POISON.value: (arrival.batch.steps, arrival.batch.chunks)}
             self._leave_out(arrival, episodes, Drop.POISON.value, lost)

@@ -29,6 +29,7 @@ from headrace.schemas.messages import (
     SourcePosition,
     SourceStart,
     Status,
+    Version,
 )
 
 
@@ -46,6 +47,9 @@ class StreamLimits:
 
     window_batches: int = 64
     window_bytes: int = 256 << 20
+    synchronous: bool = False
+    steps_per_update: int = 0
+    """As in `LearnerHello`."""
     retry_s: float = 1.0
     heartbeat_s: float = 0.5
     silence_s: float = 5.0
@@ -68,11 +72,16 @@ class LearnerSession:
         self.epoch = 0
         self.spaces: dict[str, Any] = {}
         self.status: Status | None = None
+        self.published: Version = (0, 0)
+        """The newest weights at the broker, as far as it told."""
         self.refusal: tuple[str, str] | None = None
         self.arrivals: deque[Arrival] = deque()
         self.redelivered = 0
         self.received_batches = 0
         self.consumed_batches = 0
+        self.window_steps: int | None = None
+        """Steps to have under way in the whole fleet; see `LearnerHello.window_steps`."""
+        self._window_told: int | None = None
         self._sources: dict[SourceKey, SourceProgress] = {}
         self._changed: set[SourceKey] = set()
         self._to_tell: set[SourceKey] = set()
@@ -157,6 +166,12 @@ class LearnerSession:
         if at_once or now >= self._next_send or self._gathered >= self.limits.gather_batches:
             self._send_commit(now)
 
+    def want_window(self, steps: int | None) -> None:
+        """Tell the broker how many steps to have under way: at once if that is a new limit or much more, else soon."""
+        told, self.window_steps = self._window_told, steps
+        if steps != told and self.state is LearnerSessionState.ACTIVE and (not told or (steps or 0) > told + told // 4):
+            self._next_send = 0.0
+
     def uncommitted(self) -> int:
         """Return the number of batches that the user has taken and not yet committed."""
         return sum(self._sources[key].taken.seq - self._sources[key].committed.seq for key in self._changed)
@@ -200,6 +215,9 @@ class LearnerSession:
                 received_batches=self.received_batches,
                 window_batches=self.limits.window_batches,
                 window_bytes=self.limits.window_bytes,
+                window_steps=self.window_steps,
+                synchronous=self.limits.synchronous,
+                steps_per_update=self.limits.steps_per_update,
             )
         )
 
@@ -215,18 +233,22 @@ class LearnerSession:
                 in_hand=sum(len(source.in_hand) for source in self._sources.values()),
                 consumed_batches=self.consumed_batches,
                 waiting=waiting,
+                window_steps=self.window_steps,
             )
         )
+        self._window_told = self.window_steps
 
     def _on_welcome(self, welcome: LearnerWelcome) -> None:
         self.fleet_id, self.epoch = welcome.fleet_id, welcome.epoch
         self.spaces = welcome.spaces or self.spaces
+        self.published = max(self.published, welcome.published)
         if self.state is LearnerSessionState.JOINING:
             self.state = LearnerSessionState.ACTIVE
             self._next_send = 0.0
 
     def _on_status(self, status: Status) -> None:
         self.status = status
+        self.published = max(self.published, status.published)
         self.spaces = status.spaces or self.spaces
 
     def _on_start(self, start: SourceStart) -> None:

@@ -20,13 +20,16 @@ from types import TracebackType
 from typing import Any, Self
 
 from headrace.learner_stub import connection
+from headrace.learner_stub.lag import LagMonitor
 from headrace.learner_stub.ready_batches import ReadyBatches
 from headrace.learner_stub.session import LearnerSession, LearnerSessionState, StreamLimits
 from headrace.learner_stub.stall_detector import StallDetector
+from headrace.learner_stub.update_size import UpdateSize
 from headrace.schemas.batch import ChunkBatch, read_batch_header
 from headrace.schemas.batch_reader import UnreadBatch
 from headrace.schemas.errors import DecodeError, UnreachableError, refusal
 from headrace.schemas.keys import ClientKeys, client_keys
+from headrace.schemas.learner_messages import MOST_WINDOW_STEPS
 from headrace.schemas.messages import (
     Fenced,
     LearnerWelcome,
@@ -37,6 +40,7 @@ from headrace.schemas.messages import (
     SourcePosition,
     SourceStart,
     Status,
+    Version,
     read,
 )
 from headrace.schemas.spaces import Spaces
@@ -53,6 +57,14 @@ class EpisodeStream:
 
     - position: the result of `position()` in an earlier process.
     - window_batches, window_bytes: how much the broker may send ahead of what was handed out.
+    - steps_per_update: steps that one update of this learner takes. Workers then keep about so many in hand, besides
+      those under training: data stays fresh, whatever the number of workers. None: measured from one published version
+      to the next, or from one commit to the next where none is published.
+    - synchronous: workers ship `steps_per_update` steps with each version of the weights, all together, and wait for
+      the next one: sample, train, sample. No step is older than the weights (lag 0), and with a fixed number of
+      workers and a seed the batches are the same each time, to the bit and in order. Without `steps_per_update` each
+      worker ships one cut. False: as `sampling.synchronous` says in the config of the fleet.
+    - warn_lag: mean lag of a batch, in versions, above which it is late. The first late one is logged. None: none is.
     - keys: a folder with learner.secret and broker.public. None: the folder in the environment's HEADRACE_KEYS__DIR, or
       no keys. "" is no keys.
 
@@ -61,6 +73,8 @@ class EpisodeStream:
     - pending: batches received and not handed out.
     - delivered: batches handed out.
     - redelivered: repeats ignored.
+    - lag: by how many versions the newest steps were behind the newest weights when they were handed out, in the mean.
+    - late_batches: batches whose own mean was above `warn_lag`.
     - dropped: steps by reason that never reached this learner, of the sources it has seen.
 
     Raises:
@@ -79,20 +93,35 @@ class EpisodeStream:
         window_batches: int = 64,
         window_bytes: int = 256 << 20,
         auto_commit: bool = True,
+        steps_per_update: int | None = None,
+        synchronous: bool = False,
+        warn_lag: float | None = 10.0,
         fleet_id: str = "",
         connect_timeout_s: float = 60.0,
         keys: str | Path | ClientKeys | None = None,
     ) -> None:
+        if steps_per_update is not None and not 0 < steps_per_update <= MOST_WINDOW_STEPS // 2:
+            raise ValueError(f"steps_per_update = {steps_per_update} is no number of steps; give one above 0, or None")
         own_keys = client_keys(keys, "learner")
         self.endpoint = endpoint
         self.auto_commit = auto_commit
         self.delivered = 0
-        limits = StreamLimits(window_batches=window_batches, window_bytes=window_bytes)
+        limits = StreamLimits(
+            window_batches=window_batches,
+            window_bytes=window_bytes,
+            synchronous=synchronous,
+            steps_per_update=steps_per_update or 0,
+        )
         places = [read(SourcePosition, place) for place in position or []]
         fleet_id = fleet_id or next((str(place.get("fleet_id", "")) for place in position or []), "")
         self.token = connection.stream_token(endpoint)
         self._session = LearnerSession(self.token, limits, fleet_id=fleet_id, position=places)
         self._ready = ReadyBatches(self._session)
+        self._updates = UpdateSize(steps_per_update, auto_commit=auto_commit)
+        self._published: Version = (0, 0)
+        """The newest version that this process published, as of the last look."""
+        self._lag = LagMonitor(warn_lag)
+        self._session.want_window(self._updates.window_steps())
         self._stall = StallDetector(self._session)
         self._socket = connection.LearnerSocket(endpoint, own_keys)
         connection.enroll(self)
@@ -114,21 +143,35 @@ class EpisodeStream:
         deadline = connection.now() + timeout_s
         while True:
             if self._ready:
-                self.delivered += 1
-                return self._ready.hand_out()
+                return self._hand_out()
             arrival = self._session.take()
             if arrival is not None:
                 self._stall.reset()
-                self._ready.open(arrival)
+                self._ready.open(arrival, max(self._session.published, connection.newest_published(self.token)))
                 continue
             left = deadline - connection.now()
             if left <= 0:
                 self._stall.add_wait(timeout_s)
+                if self._stall.take_hint():
+                    self._updates.widen()
+                    self._session.want_window(self._updates.window_steps())
                 return None
             self.pump(min(left, 0.1))
 
+    def _hand_out(self) -> ChunkBatch:
+        self._note_published()
+        batch = self._ready.hand_out()
+        self.delivered += 1
+        self._updates.take(batch.steps)
+        self._lag.observe(batch, self._updates.steps)
+        self._session.want_window(self._updates.window_steps())
+        return batch
+
     def commit(self) -> None:
         """Settle every batch handed out so far: workers and broker may then forget it."""
+        self._note_published()
+        if connection.newest_published(self.token) == (0, 0) and not self.auto_commit:
+            self._end_update()
         self._commit(at_once=True)
 
     def position(self) -> list[dict[str, Any]]:
@@ -170,6 +213,16 @@ class EpisodeStream:
         return self._stall.starved
 
     @property
+    def lag(self) -> float:
+        """Return the mean lag of the newest steps handed out, in versions of the weights."""
+        return self._lag.mean
+
+    @property
+    def late_batches(self) -> int:
+        """Return the number of batches whose mean lag was above `warn_lag`."""
+        return self._lag.late_batches
+
+    @property
     def epoch(self) -> int:
         """Return the learner epoch of this process's lease."""
         return self._session.epoch
@@ -209,6 +262,7 @@ class EpisodeStream:
 
     def pump(self, wait_s: float = 0.0) -> None:
         """Take what has arrived and send what is due, waiting up to `wait_s` for something to arrive."""
+        self._note_published()
         # What came while the user trained is taken before the session judges how long the broker has been silent.
         self._take_all(0.0)
         self._session.tick(connection.now(), waiting=wait_s > 0)
@@ -220,6 +274,17 @@ class EpisodeStream:
         if self._session.refusal is not None:
             raise refusal(*self._session.refusal)
         connection.pump_together(self)
+
+    def _note_published(self) -> None:
+        """End the update if this process has published a version since the last look."""
+        newest = connection.newest_published(self.token)
+        if newest > self._published:
+            self._published = newest
+            self._end_update()
+
+    def _end_update(self) -> None:
+        self._updates.end()
+        self._session.want_window(self._updates.window_steps())
 
     def _take_all(self, wait_s: float) -> None:
         for _ in range(_MAX_PUMPED):

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from headrace.learner_stub.best_checkpoint import BestCheckpoint
 from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from headrace.learner_stub.policies import LearnerPolicies
 from headrace.learner_stub.policy_builder import build_policies
@@ -68,6 +69,9 @@ class Publisher(Protocol):
     def publish(self, state_dict: Mapping[str, Any]) -> int:
         """Make these the fleet's newest weights; return their seq."""
 
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Log the figures of one update."""
+
 
 def train(
     policies: LearnerPolicies,
@@ -76,32 +80,44 @@ def train(
     weights: Publisher,
     checkpoint: Path,
     stopping: threading.Event,
+    best: BestCheckpoint | None = None,
+    *,
+    synchronous: bool = False,
 ) -> None:
     """Train update after update until `stopping` is set. Returns with all it trained on checkpointed and committed.
 
-    Once stopping it still trains on what was sampled already, for a few seconds at most. A kill at any line loses
-    nothing: steps that are not yet in the checkpoint are not committed either and come again. Steps in it but not
-    committed are known by its position and not trained on twice.
+    Once stopping it still trains on what was sampled already, for a few seconds at most. Where sampling is synchronous,
+    an update is trained on whole or not at all, and none begins once stopping: so the weights after n updates are
+    always the same.
+
+    A kill at any line loses nothing: steps that are not yet in the checkpoint are not committed either and come again.
+    Steps in it but not committed are known by its position and not trained on twice.
+
+    `best` keeps the best checkpoint by the mean return in training.
     """
     save_checkpoint(checkpoint, _snapshot(policies, stream), claim=True)
     newest = weights.publish(policies.weights())
     progress = ProgressLog()
     stop_by = math.inf
-    while time.monotonic() < stop_by and (batches := gather(stream, steps_per_update, stopping)):
+    while time.monotonic() < stop_by and (batches := gather(stream, steps_per_update, stopping, whole=synchronous)):
         metrics = policies.update(batches) | staleness(batches, stream.epoch, newest)
         save_checkpoint(checkpoint, _snapshot(policies, stream))
         stream.commit()
         newest = weights.publish(policies.weights())
+        if best is not None:
+            best.saved(policies.window_mean)
+        weights.log(metrics)
         progress.report(metrics)
         if stopping.is_set():
-            stop_by = min(stop_by, time.monotonic() + _FINISH_S)
+            stop_by = min(stop_by, time.monotonic() + (0.0 if synchronous else _FINISH_S))
 
 
-def gather(stream: BatchStream, steps: int, stopping: threading.Event) -> list[ChunkBatch]:
+def gather(stream: BatchStream, steps: int, stopping: threading.Event, *, whole: bool = False) -> list[ChunkBatch]:
     """Gather batches of `steps` steps or more together, the last one whole.
 
     Blocks until then, or, once `stopping` is set, until nothing more comes. Returns fewer steps where workers have no
-    room for as many, since the rest would never come, and logs it.
+    room for as many, since the rest would never come, and logs it. With `whole`, returns none where stopping leaves
+    less than an update.
 
     All steps of all modules count, also those of modules that are not trained: workers wait for their commit too. A
     module that gets no data keeps no other waiting.
@@ -114,7 +130,7 @@ def gather(stream: BatchStream, steps: int, stopping: threading.Event) -> list[C
             batches.append(batch)
             missing -= batch.steps
         elif stopping.is_set():
-            break
+            return [] if whole else batches
         elif batches and stream.starved:
             log.warning("every worker waits for a commit: an update on %d steps instead of %d", steps - missing, steps)
             break
@@ -168,7 +184,15 @@ def run_learner(config: FleetConfig, *, endpoint: str, run_dir: Path) -> None:
     keys = client_keys(config.keys.dir, "learner") or ""
     with (
         stop_event() as stopping,
-        EpisodeStream(endpoint, position=position, auto_commit=False, fleet_id=fleet_id, keys=keys) as stream,
+        EpisodeStream(
+            endpoint,
+            position=position,
+            auto_commit=False,
+            steps_per_update=config.learner.steps_per_update,
+            synchronous=config.sampling.synchronous,
+            fleet_id=fleet_id,
+            keys=keys,
+        ) as stream,
         WeightPublisher(endpoint, fleet_id=fleet_id, keys=keys) as weights,
     ):
         spaces = _first_spaces(stream, stopping)
@@ -177,7 +201,17 @@ def run_learner(config: FleetConfig, *, endpoint: str, run_dir: Path) -> None:
         policies = build_policies(config, spaces)
         if saved:
             _resume(policies, saved, path)
-        train(policies, config.learner.steps_per_update, stream, weights, path, stopping)
+        best = None if config.learner.evaluate_every_steps else BestCheckpoint(path, stream.epoch)
+        train(
+            policies,
+            config.learner.steps_per_update,
+            stream,
+            weights,
+            path,
+            stopping,
+            best,
+            synchronous=config.sampling.synchronous,
+        )
     log.info("stopped after update %d, trained on %d steps", policies.updates, policies.steps)
 
 

@@ -35,6 +35,12 @@ class TrainingStats:
             self.episodes += int(done.sum())
             self.recent_returns.extend(batch.table["episode_return"][done].tolist())
 
+    @property
+    def window_mean(self) -> float | None:
+        """Mean return of the newest `RECENT_EPISODES` episodes; None before there are so many."""
+        full = len(self.recent_returns) == RECENT_EPISODES
+        return float(np.mean(self.recent_returns)) if full else None
+
     def metrics(self) -> dict[str, float]:
         """Return "update", "steps", "episodes", and "mean_return" once an episode has finished."""
         counts = {"update": self.updates, "steps": self.steps, "episodes": self.episodes}

@@ -25,7 +25,15 @@ import orjson
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
-from headrace.schemas.chunk import EXPLORE, RANDOM_ACTIONS, UNSEEDED, ChunkEnd, EpisodeChunk, format_episode_id
+from headrace.schemas.chunk import (
+    DEFAULT_AGENT,
+    EXPLORE,
+    RANDOM_ACTIONS,
+    UNSEEDED,
+    ChunkEnd,
+    EpisodeChunk,
+    format_episode_id,
+)
 from headrace.schemas.errors import DecodeError, EncodeError, InfosTooLargeError
 from headrace.schemas.ledger import Natural, WorkerTotals
 from headrace.schemas.lookback import LOOKBACK, Lookback
@@ -73,11 +81,15 @@ class BatchHeader(BaseModel):
     learner_epoch: Natural = 0
     weights_seq: Natural = 0
     weights_digest: str = ""
-    agents: list[str] = ["default_agent"]
+    agents: list[str] = [DEFAULT_AGENT]
     modules: list[str] = ["default_policy"]
     reasons: list[str] = [""]
     episodes: list[Annotated[tuple[float, Natural], Strict(False)]] = []
     """(return, length) of each episode that ended in this batch."""
+    agent_returns: list[float] = []
+    """The return of each agent whose episode ended in this batch, which is of one module; empty in an env of one agent,
+    where it would be that of the episode.
+    """
     totals: WorkerTotals
     """The worker's running totals right after it cut this batch."""
 
@@ -93,7 +105,7 @@ class ChunkBatch(Sequence[EpisodeChunk]):
     columns: dict[str, NDArray[Any]]
     observation_space: Space
     action_space: Space
-    agents: Sequence[str] = ("default_agent",)
+    agents: Sequence[str] = (DEFAULT_AGENT,)
     modules: Sequence[str] = ("default_policy",)
     reasons: Sequence[str] = ("",)
     infos: Infos = field(default_factory=dict)
@@ -107,6 +119,8 @@ class ChunkBatch(Sequence[EpisodeChunk]):
     """The changes of this module's connectors since its last batch, by name: "env_to_module/0.MeanStd/obs/count". It
     is delivered exactly as often as the batch, and lost with it.
     """
+    newest: tuple[int, int] = (0, 0)
+    """Newest weights version (learner_epoch, seq) published when the batch was handed out, from which `lag` counts."""
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
@@ -144,6 +158,18 @@ class ChunkBatch(Sequence[EpisodeChunk]):
     def steps(self) -> int:
         """Return the number of steps in all chunks together."""
         return int(self.offsets[-1])
+
+    @cached_property
+    def lag(self) -> NDArray[np.int64]:
+        """Return by how many versions the weights that chose each step were behind the newest: int64 (steps,).
+
+        Steps that an earlier learner's weights chose, or no weights, are behind all versions of the present learner.
+        """
+        epoch, seq = self.newest
+        if self.learner_epoch != epoch:
+            return np.full(self.steps, seq, np.int64)
+        behind: NDArray[np.int64] = np.maximum(seq - self.columns["weights_seq"], 0)
+        return behind
 
     @property
     def nbytes(self) -> int:
@@ -276,7 +302,8 @@ def encode_batch(batch: ChunkBatch, header: BatchHeader) -> list[Buffer]:
     if batch.infos:
         arrays["_infos"] = np.frombuffer(_dump_infos(batch.infos), np.uint8)
     arrays |= {CONNECTOR_UPDATE + name: array for name, array in batch.connector_update.items()}
-    return encode(MessageKind.BATCH, header.model_dump(), arrays)
+    absent = None if header.agent_returns else {"agent_returns"}  # most batches have none, and need not say so
+    return encode(MessageKind.BATCH, header.model_dump(exclude=absent), arrays)
 
 
 def _dump_infos(infos: Infos) -> bytes:

@@ -22,6 +22,7 @@ from headrace.schemas.batch import (
 from headrace.schemas.chunk import CHUNK_TABLE, ChunkEnd
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.lookback import LOOKBACK
+from headrace.schemas.message_base import Version
 from headrace.schemas.spaces import Space, column_dtype, leaf_shape, leaves
 from headrace.schemas.wire import DEFAULT_LIMITS, Buffer, MessageKind, WireLimits, decode_arrays, decode_header
 
@@ -59,8 +60,8 @@ class BatchReader:
         self._required |= {"rewards": (np.dtype("<f8"), ()), "weights_seq": (np.dtype("<i8"), ())}
         self._known = self._required | {"env_t": (np.dtype("<i8"), ())}
 
-    def read(self, unread: UnreadBatch) -> ChunkBatch:
-        """Read the whole batch; its columns are views of the frames.
+    def read(self, unread: UnreadBatch, newest: Version = (0, 0)) -> ChunkBatch:
+        """Read the whole batch; its columns are views of the frames. `newest` is the version from which lag counts.
 
         Raises `DecodeError` when parts of the message contradict each other. The spaces fix names, dtypes and shapes,
         which are checked. Values are the sampler's affair: a NaN in them passes.
@@ -88,6 +89,7 @@ class BatchReader:
                 for name, a in arrays.items()
                 if name.startswith(CONNECTOR_UPDATE)
             },
+            newest=newest,
         )
         if (batch.steps, len(batch)) != (header.steps, header.chunks):
             counts, told = (batch.steps, len(batch)), (header.steps, header.chunks)

@@ -40,6 +40,9 @@ class ChunkEnd(IntEnum):
     ABORTED = 3
 
 
+DEFAULT_AGENT = "default_agent"
+"""The agent of an env that has one."""
+
 UNSEEDED = 2**64 - 1
 """Stands in the seed field when the env was reset without a seed. Larger than any seed."""
 
@@ -105,7 +108,7 @@ class EpisodeChunk:
     infos: list[dict[str, Any]] = field(default_factory=list)
     state_in: dict[str, NDArray[Any]] = field(default_factory=dict)
     lookback: Lookback | None = None
-    agent_id: str = "default_agent"
+    agent_id: str = DEFAULT_AGENT
     module_id: str = "default_policy"
     env_index: int = 0
     slot: int = 0

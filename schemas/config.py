@@ -81,7 +81,7 @@ class WorkerSection(ConfigSection):
         default=None,
         ge=1,
         le=WINDOW - 1,
-        description="batches a worker keeps until they are settled; absent: what two updates of the learner need",
+        description="batches a worker keeps until they are settled; absent: the window follows the learner's updates",
     )
     window_bytes: int = Field(
         default=256 << 20, ge=1, description="bytes a worker keeps until they are settled; one batch is always allowed"
@@ -173,6 +173,13 @@ class LearnerSection(ConfigSection):
     policies_to_train: list[str] | None = Field(
         default=None, description="module ids to train; absent: all. The others stay frozen as they were built"
     )
+    evaluate_every_steps: int = Field(
+        default=0,
+        ge=0,
+        description="agent steps trained on between two evaluations of the newest checkpoint, by a process of its own "
+        "that `up` starts; 0: none",
+    )
+    evaluate_episodes: int = Field(default=10, ge=1, description="whole episodes of one such evaluation")
     seed: int = Field(default=0, ge=0, description="root of the learner's random numbers")
     torch_threads: int = Field(default=1, gt=0, description="threads that torch may use in the learner")
 
@@ -218,6 +225,20 @@ class SupervisorSection(ConfigSection):
     stop_timeout_s: float = Field(default=20.0, gt=0, description="how long a draining process has before it is killed")
 
 
+class LoggingSection(ConfigSection):
+    """Settings of what `up` logs of a run. It always writes `metrics.jsonl` and `metrics.csv` in the run directory."""
+
+    interval_s: float = Field(default=5.0, gt=0, description="time between two rows about the whole fleet")
+    tensorboard: bool = Field(
+        default=False, description="log to TensorBoard files too, in run_dir/tensorboard (extra tensorboard)"
+    )
+    wandb: bool = Field(default=False, description="log to Weights & Biases too (extra wandb)")
+    mlflow: bool = Field(default=False, description="log to MLflow too (extra mlflow)")
+    loggers: list[str] = Field(
+        default=[], description='loggers of your own, each as "package.module:Class", which is called with a RunInfo'
+    )
+
+
 class FleetConfig(ConfigSection):
     """The whole configuration: all sections."""
 
@@ -231,6 +252,7 @@ class FleetConfig(ConfigSection):
     keys: KeysSection = KeysSection()
     supervisor: SupervisorSection = SupervisorSection()
     serving: ServingSection = ServingSection()
+    logging: LoggingSection = LoggingSection()
 
     @model_validator(mode="after")
     def _check(self) -> FleetConfig:
@@ -246,6 +268,12 @@ class FleetConfig(ConfigSection):
         unknown = sorted(set(self.learner.policies_to_train or policies) - set(policies))
         if unknown:
             raise ValueError(f"learner.policies_to_train names {unknown}; the policies are {policies}")
+        self._check_evaluation()
+        if self.sampling.synchronous and self.worker.random_actions_before_weights:
+            raise ValueError(
+                "sampling.synchronous = true has all steps sampled with the newest weights, and "
+                "worker.random_actions_before_weights = true samples before there are any; leave one of them out"
+            )
         window, enough = self.worker.window_batches, self._batches_for(self.learner.steps_per_update)
         if self.learner.enabled and window is not None and window < enough:
             raise ValueError(
@@ -253,6 +281,19 @@ class FleetConfig(ConfigSection):
                 f"{self.learner.steps_per_update}: all would wait; {enough} batches a worker are the least"
             )
         return self
+
+    def _check_evaluation(self) -> None:
+        every = self.learner.evaluate_every_steps
+        if every and not self.learner.enabled:
+            raise ValueError(
+                f"learner.evaluate_every_steps = {every} evaluates checkpoints of the reference learner, and "
+                "learner.enabled = false; leave one of them out"
+            )
+        if every and self.serving.enabled:
+            raise ValueError(
+                f"learner.evaluate_every_steps = {every} plays episodes of sampling.env, and serving.enabled = true: "
+                "clients drive the episodes; leave one of them out"
+            )
 
     def _check_env_hosts(self) -> None:
         hosts, workers, placement = self.fleet.env_hosts, self.fleet.workers, self.sampling.env_placement
@@ -279,7 +320,7 @@ class FleetConfig(ConfigSection):
         return len(self.sampling.policies or ("default_policy",))
 
     def window_batches(self) -> int:
-        """Return how many batches a worker keeps until they are settled.
+        """Return how many batches a worker keeps until they are settled, as long as the learner tells no size.
 
         A small window means fresh data: a worker that may not run ahead samples with newer weights.
         """

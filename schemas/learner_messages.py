@@ -4,11 +4,32 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.schemas.ledger import Natural, Settled
-from headrace.schemas.message_base import HeldBatch, Message, Positive, SourcePosition, Version
+from headrace.schemas.logged_metrics import RowValues
+from headrace.schemas.message_base import (
+    HeldBatch,
+    Message,
+    ModuleShapes,
+    Positive,
+    SourcePosition,
+    Version,
+    WeightsRefusal,
+)
 from headrace.schemas.wire import MessageKind
+
+MOST_ROWS = 32
+"""Rows in one message."""
+
+MOST_WINDOW_STEPS = 1 << 40
+
+
+WindowSteps = Annotated[int, Field(ge=0, le=MOST_WINDOW_STEPS)] | None
+"""Steps that all workers together may have under way: cut and not settled.
+
+0: as many as each worker's own window holds. None: the learner does not know yet, and what it told before holds.
+"""
 
 
 class LearnerHello(Message):
@@ -29,6 +50,13 @@ class LearnerHello(Message):
     """Batches that ever reached this process, repeated ones too. The broker counts the learner's credit from it."""
     window_batches: Positive = 64
     window_bytes: Positive = 256 << 20
+    window_steps: WindowSteps = None
+    synchronous: bool = False
+    """Workers are to ship an update with each version of the weights, and wait for the next one. The broker's config
+    may say so too.
+    """
+    steps_per_update: Annotated[int, Field(ge=0, le=MOST_WINDOW_STEPS)] = 0
+    """Steps of an update, for synchronous sampling; 0: one cut of each worker."""
     host: str = ""
     pid: Natural = 0
 
@@ -41,6 +69,8 @@ class LearnerWelcome(Message):
     epoch: Positive
     spaces: dict[str, Any] = {}
     published: Version = (0, 0)
+    weight_shapes: ModuleShapes = {}
+    """Shapes of the weights that workers load, once one has told them."""
 
 
 class Commit(Message):
@@ -54,6 +84,30 @@ class Commit(Message):
     consumed_batches: Natural = 0
     """Of all batches ever received, how many the learner's user has been given."""
     waiting: bool = False
+    window_steps: WindowSteps = None
+
+
+class LearnerRow(BaseModel):
+    """What a learner logged at one moment, such as the losses of one update.
+
+    (epoch, number) is its name: it rises from row to row, over all lives of a fleet's learners.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+    epoch: Positive
+    number: Positive
+    """Microseconds since 1970 by the learner's clock, raised where needed so that it rises from row to row."""
+    weights_seq: Natural = 0
+    """Of the newest weights that the learner had published."""
+    values: RowValues
+
+
+class LearnerRows(Message):
+    """Publisher to broker: rows that the broker has not stored yet, as far as the publisher knows."""
+
+    KIND = MessageKind.LEARNER_ROWS
+    epoch: Positive
+    rows: Annotated[list[LearnerRow], Field(max_length=MOST_ROWS)]
 
 
 class Status(Message):
@@ -66,6 +120,14 @@ class Status(Message):
     workers_blocked: Natural = 0
     spaces: dict[str, Any] = {}
     published: Version = (0, 0)
+    rows_stored: Version = (0, 0)
+    """(epoch, number) of the newest row of a learner that is in Redis. Rows up to it need not be sent again."""
+    waiting_for: str = ""
+    """Synchronous sampling: whom the round waits for, the learner or some workers."""
+    weight_shapes: ModuleShapes = {}
+    """As in the WELCOME, by now."""
+    refused: WeightsRefusal | None = None
+    """A worker could not load this version of the weights."""
 
 
 class SourceStart(Message):

@@ -7,6 +7,7 @@
     ACK          ◀───────────────────────────── ◀─────────────────────────── COMMIT
     HEARTBEAT    ─────────────────────────────▶ ─────────────────────────────▶ STATUS
     WEIGHTS      ◀──────────── (PUB) ────────── ◀─────────────────────────── WEIGHTS, answered by WEIGHTS_ACK
+    LEARNER_ROWS                               ◀─────────────────────────── rows that it logged, until stored
     WEIGHTS_PULL ─────────────────────────────▶
     WEIGHTS_PART ◀─────────────────────────────
     SKIP         ─────────────────────────────▶ ─────────────────────────────▶ SOURCE_START, SOURCE_GAP
@@ -26,13 +27,27 @@ from headrace.schemas.errors import DecodeError
 from headrace.schemas.learner_messages import (
     Commit,
     LearnerHello,
+    LearnerRow,
+    LearnerRows,
     LearnerWelcome,
     SourceEnd,
     SourceGap,
     SourceStart,
     Status,
 )
-from headrace.schemas.message_base import Fenced, HeldBatch, Message, Positive, Reject, SourcePosition, Version, read
+from headrace.schemas.message_base import (
+    Fenced,
+    HeldBatch,
+    Message,
+    ModuleShapes,
+    Positive,
+    Reject,
+    SourcePosition,
+    Version,
+    WeightsRefusal,
+    read,
+    tellable_shapes,
+)
 from headrace.schemas.weights_messages import WeightsAck, WeightsHeader, WeightsPart, WeightsPull
 from headrace.schemas.worker_messages import (
     Ack,
@@ -56,8 +71,11 @@ __all__ = [
     "HeldBatch",
     "LastWords",
     "LearnerHello",
+    "LearnerRow",
+    "LearnerRows",
     "LearnerWelcome",
     "Message",
+    "ModuleShapes",
     "Obituary",
     "Positive",
     "Reject",
@@ -73,10 +91,12 @@ __all__ = [
     "WeightsHeader",
     "WeightsPart",
     "WeightsPull",
+    "WeightsRefusal",
     "WorkerHello",
     "WorkerWelcome",
     "read",
     "read_hello",
+    "tellable_shapes",
 ]
 
 HELLO_BY_ROLE: dict[str, type[Message]] = {

@@ -92,6 +92,39 @@ RUNNER_STATE = Key(
     "heartbeat; a new worker in the slot goes on counting from them",
 )
 EVENTS = Key("events", "stream", "", "broker", "newest 1,000 events: joined, lost, fenced, failed, with fields as text")
+METRICS = Key(
+    "metrics",
+    "hash",
+    "as logged",
+    "broker",
+    "field name of a metric that callbacks logged: JSON of schemas.logged_metrics.LoggedMetric, merged over workers; "
+    "sums are since the fleet's first run",
+)
+METRIC_SUMS = Key(
+    "metric_sums",
+    "hash",
+    "as logged",
+    "broker",
+    'field "slot", or "past" for all earlier lives: JSON of schemas.logged_metrics.SumsOfLife, from which the next '
+    "broker goes on adding",
+)
+POLICIES = Key(
+    "policies",
+    "hash",
+    "return",
+    "broker",
+    "field module id, where envs have several agents: JSON of return_mean, return_min, return_max and agents, over the "
+    "newest agents, at most 100, that ended an episode under this policy",
+)
+LEARNER_ROWS = Key(
+    "learner_rows",
+    "stream",
+    "as logged",
+    "broker",
+    'what learners logged, the newest 4,000 rows at least. The id of a row is "epoch-number" (schemas.messages.'
+    "LearnerRow), so Redis refuses a repeated row, and a reader goes on after the last id it has. Fields: weights_seq; "
+    "unix_s and env_steps (of the fleet) when the broker got it; values, as JSON by name",
+)
 
 TABLE = (
     FLEET,
@@ -106,6 +139,10 @@ TABLE = (
     WEIGHTS_BLOB,
     RUNNER_STATE,
     EVENTS,
+    METRICS,
+    METRIC_SUMS,
+    POLICIES,
+    LEARNER_ROWS,
 )
 
 
@@ -134,7 +171,12 @@ COUNTER_TABLE = (
 GAUGE_TABLE = (
     Metric("env_steps_per_s", "env steps/s", "in accepted batches, over the last seconds"),
     Metric("episode_return_mean", "return", "of the last `episodes_window` finished episodes"),
-    Metric("episodes_window", "episodes", "that the mean is taken over, at most 100"),
+    Metric("episode_return_min", "return", "of those episodes"),
+    Metric("episode_return_max", "return", "of those episodes"),
+    Metric("episode_len_mean", "env steps", "of those episodes"),
+    Metric("episode_len_min", "env steps", "of those episodes"),
+    Metric("episode_len_max", "env steps", "of those episodes"),
+    Metric("episodes_window", "episodes", "that these are taken over, at most 100"),
     Metric("weights_seq", "version", "seq of the newest published weights"),
     Metric("learner_epoch", "epoch", "of the learner that holds the lease"),
     Metric("held_batches", "batches", "accepted and neither committed nor dropped"),

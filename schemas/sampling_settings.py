@@ -68,6 +68,11 @@ class SamplingSettings(ConfigSection):
         description="steps before its first that a chunk carries, in columns of their own; connectors and recurrent "
         "modules need none, and with 0 a cut copies nothing",
     )
+    synchronous: bool = Field(
+        default=False,
+        description="in a fleet: workers ship their share of an update with one version of the weights, and wait for "
+        "the next one; slower, but no step is older than the weights, and a fleet repeats itself to the bit",
+    )
     explore: bool = Field(default=True, description="sample from the policy's distribution; False takes its mode")
     env_to_module: list[Piece] = Field(
         default=[],

@@ -90,9 +90,9 @@ class MessageKind(IntEnum):
     SKIP = 17
     SOURCE_START = 18
     SOURCE_GAP = 19
-    CHECKPOINT = 20  # in files only: a learner's checkpoint, never sent
     ENV_ORDERS = 21
     ENV_ANSWERS = 22
+    LEARNER_ROWS = 23
     EPISODE_START = 40  # from here on: between a policy server and its clients
     EPISODE_STEP = 41
     EPISODE_ABORT = 42

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from headrace.schemas.ledger import Natural, Settled, WorkerTotals
-from headrace.schemas.message_base import HeldBatch, Message, Positive, Version
+from headrace.schemas.logged_metrics import LoggedMetrics
+from headrace.schemas.message_base import HeldBatch, Message, ModuleShapes, Positive, Version, WeightsRefusal
 from headrace.schemas.runner_counters import Counters
 from headrace.schemas.wire import MessageKind
 
@@ -26,6 +27,12 @@ class WorkerHello(Message):
     pid: Natural = 0
     spaces: dict[str, Any] = {}
     """Absent until the envs are built: see `module_spaces.py`."""
+    num_envs: Annotated[int, Field(ge=0, le=1 << 16)] = 0
+    """Envs that step together; 0 until they are built, like `cut_steps`."""
+    cut_steps: Annotated[int, Field(ge=0, le=1 << 40)] = 0
+    """Env steps of a cut."""
+    weight_shapes: ModuleShapes = {}
+    """Absent until the modules are built."""
     settled: Settled = Settled()
     totals: WorkerTotals = WorkerTotals()
     weights: Version = (0, 0)
@@ -43,6 +50,12 @@ class WorkerWelcome(Message):
     accepted: Natural = 0
     settled: Settled = Settled()
     credit: Natural = 0
+    window_steps: Natural = 0
+    """Steps that this worker may keep unsettled, its share of what the learner wants under way; 0: no such limit."""
+    synchronous: bool | None = None
+    """Whether sampling is synchronous. None: a broker that has just restarted does not know; what it was before."""
+    round_steps: Natural = 0
+    """Synchronous sampling: steps to ship with `weights` in all, before it waits for the next version."""
     max_batch_bytes: Positive
     lease_s: float = Field(default=10.0, gt=0)
     heartbeat_interval_s: float = Field(default=1.0, gt=0)
@@ -67,13 +80,18 @@ class Ack(Message):
     accepted: Natural = 0
     settled: Settled = Settled()
     credit: Natural = 0
+    window_steps: Natural = 0
+    """As in the WELCOME, by now."""
+    synchronous: bool | None = None
+    round_steps: Natural = 0
+    """Both as in the WELCOME, by now."""
     weights: Version = (0, 0)
     closed: bool = False
     """The books of this incarnation are closed: its BYE or obituary has been taken."""
     steps_elsewhere: Natural = 0
     """As in the WELCOME, by now."""
     waiting_for: str = ""
-    """The peer that the fleet waits for when there is no credit: "" | "learner" | "broker"."""
+    """Whom the fleet waits for when there is no credit, or its round is over: "", "learner", "broker", "worker 3"."""
 
 
 class Skip(Message):
@@ -101,8 +119,14 @@ class Heartbeat(Message):
     settled: Natural = 0
     weights: Version = (0, 0)
     blocked: str = ""
+    round_steps: Natural = 0
+    """Steps that it has shipped with `weights`."""
+    refused: WeightsRefusal | None = None
+    """The newest version that it could not load."""
     counters: Counters = {}
     """Counters of its runner, all earlier lives of the slot included."""
+    metrics: LoggedMetrics = {}
+    """What callbacks have logged in this life; sums since its begin, all else over the newest values."""
 
 
 class LastWords(Message):
@@ -126,6 +150,8 @@ class Bye(LastWords):
     KIND = MessageKind.BYE
     reason: str = "shutdown"
     counters: Counters = {}
+    """As in its last heartbeat, or later ones."""
+    metrics: LoggedMetrics = {}
     """As in its last heartbeat, or later ones."""
 
 

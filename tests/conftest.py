@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,9 @@ from support import ports
 from support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
+
+# A shell starts its background jobs with Ctrl-C ignored, and programs hand that on to their children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

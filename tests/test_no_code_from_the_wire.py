@@ -44,6 +44,7 @@ NAMES_BECOME_CODE = {
     "workers/modules/protocol.py": CONFIG,
     "workers/__init__.py": "its own public names, loaded when asked for",
     "learner_stub/__init__.py": "its own public names, loaded when asked for",
+    "deploy/loggers/opening.py": CONFIG,
     "deploy/doctor.py": "the names of our dependencies",
     "learner_stub/policy_builder.py": CONFIG,
     "learner_stub/connector_merger.py": CONFIG,

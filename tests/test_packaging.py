@@ -56,8 +56,8 @@ def wheel(source: Path) -> Path:
 
 def test_each_folder_with_an_init_is_listed_as_a_package(root: Path, project: dict[str, Any]) -> None:
     inits = [path.parent.relative_to(root) for name in FOLDERS for path in (root / name).rglob("__init__.py")]
-    listed = ["headrace", *("headrace." + ".".join(path.parts) for path in inits)]
-    assert sorted(listed) == sorted(project["tool"]["setuptools"]["packages"])
+    packages = {"headrace." + ".".join(path.parts) for path in inits} - {"headrace.deploy.root_package"} | {"headrace"}
+    assert sorted(packages) == sorted(project["tool"]["setuptools"]["packages"])
 
 
 def test_each_folder_with_code_has_an_init(root: Path) -> None:
@@ -68,7 +68,8 @@ def test_each_folder_with_code_has_an_init(root: Path) -> None:
 
 def test_type_checkers_find_each_package_by_its_link(root: Path) -> None:
     links = {link.name: link.resolve() for link in (root / ".types" / "headrace").iterdir()}
-    assert links == {name: root / name for name in FOLDERS}
+    of_root = [file for file in (root / "deploy" / "root_package").iterdir() if file.is_file()]
+    assert links == {name: root / name for name in FOLDERS} | {file.name: file for file in of_root}
 
 
 def test_no_module_bears_a_name_of_the_standard_library(root: Path) -> None:
@@ -79,8 +80,11 @@ def test_no_module_bears_a_name_of_the_standard_library(root: Path) -> None:
 
 def test_the_wheel_holds_every_module_and_data_file(root: Path, wheel: Path, project: dict[str, Any]) -> None:
     wanted = {path.relative_to(root).as_posix() for name in FOLDERS for path in (root / name).rglob("*.py")}
-    wanted |= {f"{name}/py.typed" for name in FOLDERS} | {"deploy/fleet.toml", "workers/serving/protocol.md"}
-    wanted |= {"deploy/clients/http_client.c", "deploy/clients/http_client.mjs"}
+    wanted |= (
+        {"py.typed"} | {f"{name}/py.typed" for name in FOLDERS} | {"deploy/fleet.toml", "workers/serving/protocol.md"}
+    )
+    wanted |= {"py.typed", "deploy/clients/http_client.c", "deploy/clients/http_client.mjs"}
+    wanted = {path.removeprefix("deploy/root_package/") for path in wanted}
     with zipfile.ZipFile(wheel) as archive:
         held = {name.removeprefix("headrace/") for name in archive.namelist() if name.startswith("headrace/")}
         [metadata] = [archive.read(n).decode() for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
@@ -110,7 +114,7 @@ def test_type_checkers_follow_an_editable_install(source: Path, tmp_path: Path) 
         assert (Path(pointer.read_text().strip()) / "headrace" / name / "py.typed").exists(), pointer.read_text()
     (tmp_path / "script.py").write_text(
         "from headrace.schemas.nearest_names import nearest_name\n"
-        "from headrace.schemas.version import __version__\n"
+        "from headrace import __version__\n"
         "reveal_type(nearest_name(__version__, [], cutoff=0.5))\n"
         "nearest_name(3)\n"
     )
@@ -121,7 +125,9 @@ def test_type_checkers_follow_an_editable_install(source: Path, tmp_path: Path) 
     assert "Found 2 errors" in checked, "the other one is the missing argument"
 
 
-def test_the_wheel_runs_where_nothing_of_the_repository_is(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_runs_where_nothing_of_the_repository_is(
+    wheel: Path, tmp_path: Path, project: dict[str, Any]
+) -> None:
     """In a fresh environment, from an empty folder."""
     python, site = _fresh_environment(tmp_path / "fresh", wheel)
     (tmp_path / "empty").mkdir()
@@ -129,6 +135,10 @@ def test_the_wheel_runs_where_nothing_of_the_repository_is(wheel: Path, tmp_path
     found = subprocess.run([python, "-c", code], cwd=tmp_path / "empty", capture_output=True, text=True, check=True)
     assert all(line.startswith(str(site)) for line in found.stdout.split())
     command = tmp_path / "fresh" / "bin" / "headrace"
-    helped = subprocess.run([command, "--help"], cwd=tmp_path / "empty", capture_output=True, text=True, check=True)
-    assert "worker" in helped.stdout
-    assert "broker" in helped.stdout
+    for start in ([command], [python, "-m", "headrace"]):
+        helped = subprocess.run([*start, "--help"], cwd=tmp_path / "empty", capture_output=True, text=True, check=True)
+        assert "worker" in helped.stdout
+        assert "broker" in helped.stdout
+    code = "import headrace, sys; print(headrace.__version__); assert 'torch' not in sys.modules"
+    found = subprocess.run([python, "-c", code], cwd=tmp_path / "empty", capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == project["project"]["version"]

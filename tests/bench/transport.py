@@ -157,13 +157,18 @@ class PrebuiltRunner:
         self.module_spaces = {DEFAULT_MODULE_ID: load.spaces}
         self._batches = [load.batch(seed) for seed in range(DISTINCT)]
 
-    def sample_fragment(self, on_poll: Callable[[], None], random_actions: bool = False) -> ChunkBatch:
+    def sample_fragment(
+        self, on_poll: Callable[[], None], random_actions: bool = False, most_steps: int | None = None
+    ) -> ChunkBatch:
         batch = self._batches[self.totals.delivered_chunks // len(self._batches[0]) % DISTINCT]
         self.totals.stepped += batch.steps
         self.totals.delivered += batch.steps
         self.totals.delivered_chunks += len(batch)
         on_poll()
         return batch
+
+    def weight_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        return {}
 
     def take_finished_episodes(self) -> list[tuple[float, int]]:
         return []

@@ -16,7 +16,7 @@ from headrace.schemas.errors import ExitCode
 
 pytestmark = pytest.mark.processes
 
-COMMANDS = ("up", "worker", "broker", "learner", "env-host", "ps", "audit", "doctor")
+COMMANDS = ("up", "worker", "broker", "learner", "env-host", "ps", "audit", "doctor", "evaluate", "export")
 
 
 def headrace(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,7 @@ import io
 import orjson
 import pytest
 
-from headrace.deploy.goal import Goal, RunNumbers
+from headrace.deploy.goal import Goal, RunNumbers, show_return
 from headrace.deploy.progress import ProgressDisplay, ProgressView, weights_lag
 from headrace.deploy.redis_view import Snapshot
 from headrace.deploy.summary import Summary, ledger_table, print_summary, summarise
@@ -43,6 +43,28 @@ def test_without_a_goal_nothing_is_reached_or_late() -> None:
 def test_a_negative_mean_return_is_a_number_and_none_is_absent() -> None:
     assert RunNumbers.of({"episode_return_mean": -200.0, "episodes_window": 3.0}, {}).mean_return == -200.0
     assert RunNumbers.of({"episode_return_mean": 0.0, "episodes_window": 0.0}, {}).mean_return is None
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (475.34, "475.3"),
+        (-1234.56, "-1234.6"),
+        (9.3421, "9.342"),
+        (0.0123, "0.01230"),
+        (0.0, "0.0"),
+        (1e-12, "0.00000000"),
+    ],
+)
+def test_a_mean_return_shows_four_of_its_digits(value: float, shown: str) -> None:
+    assert show_return(value) == shown
+
+
+def test_the_mean_return_of_each_policy_is_shown_beside_that_of_all() -> None:
+    policies = {"short": {"return_mean": 1.5, "agents": 9.0}, "long": {"return_mean": 20.25}}
+    numbers = RunNumbers.of({"episode_return_mean": 21.75, "episodes_window": 9.0}, {}, policies)
+    assert numbers.show_mean_return() == "21.75 over 9 (short 1.500, long 20.25)"
+    assert RunNumbers().show_mean_return() == "-"
 
 
 def test_weights_lag_is_that_of_the_worker_furthest_behind() -> None:
@@ -108,6 +130,6 @@ def test_the_final_table_names_every_loss_and_says_whether_it_adds_up(queued: in
     stream = io.StringIO()
     print_summary(summary_of(BOOKS.model_copy(update={"queued": queued})), stream)
     text = stream.getvalue()
-    for part in ("dropped: stale", "discarded: worker_killed", "475.5 over the last 100", says):
+    for part in ("dropped: stale", "discarded: worker_killed", "475.5 over 100", says):
         assert part in text
     assert ledger_table(BOOKS).row_count == 5

@@ -9,7 +9,9 @@ from pathlib import Path
 import orjson
 import pytest
 
+from headrace.deploy import output
 from headrace.deploy.logs import Identity, Readable, set_up_logging
+from headrace.deploy.output import LogFormat, Output
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +24,10 @@ def handlers_go_away() -> Iterator[None]:
     logger.level, logger.propagate, logger.handlers = before
 
 
-def test_a_json_line_has_who_wrote_it_and_the_extra_fields(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_json_line_has_who_wrote_it_and_the_extra_fields(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "_chosen", Output(log_format=LogFormat.JSON))
     set_up_logging(Identity("f", "worker", 2, 5), file=tmp_path / "log")
     logging.getLogger("headrace.worker").warning("env %d failed", 3, extra={"env_index": 3, "path": tmp_path})
     line = capsys.readouterr().err
@@ -32,7 +37,8 @@ def test_a_json_line_has_who_wrote_it_and_the_extra_fields(capsys: pytest.Captur
     assert (found["level"], found["message"], found["env_index"]) == ("warning", "env 3 failed", 3)
 
 
-def test_an_exception_is_part_of_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exception_is_part_of_its_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "_chosen", Output(log_format=LogFormat.JSON))
     set_up_logging(Identity("f", "broker"))
     try:
         raise ValueError("odd")
@@ -48,8 +54,14 @@ def test_a_readable_line_is_short() -> None:
     assert Readable(Identity("f", "broker")).format(record).endswith(" broker WARNING slow")
 
 
-def test_debug_is_off_unless_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    for debug in (False, True):
-        set_up_logging(Identity("f", "broker"), debug=debug)
-        logging.getLogger("headrace.x").debug("detail")
-    assert capsys.readouterr().err.count("detail") == 1
+@pytest.mark.parametrize(("chosen", "seen"), [(Output(), 2), (Output(verbose=True), 3), (Output(quiet=True), 1)])
+def test_more_and_less_is_logged_as_asked(
+    chosen: Output, seen: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The file has what a quiet terminal does not show."""
+    monkeypatch.setattr(output, "_chosen", chosen)
+    set_up_logging(Identity("f", "broker"), file=tmp_path / "log")
+    for level in (logging.DEBUG, logging.INFO, logging.WARNING):
+        logging.getLogger("headrace.x").log(level, "detail")
+    assert capsys.readouterr().err.count("detail") == seen
+    assert (tmp_path / "log").read_text().count("detail") == max(seen, 2)

@@ -81,6 +81,14 @@ def test_an_error_no_restart_can_cure_ends_the_fleet_with_its_own_code_and_sente
     assert service.restarts == 0
 
 
+def test_an_optional_process_that_fails_for_good_does_not_end_the_fleet(nursery: Nursery) -> None:
+    script = ENDS.format(code=int(ExitCode.ENV))
+    spec = ProcessSpec("child", Role.EVALUATOR, lambda _: [sys.executable, "-c", script], optional=True)
+    service = nursery.supervisor.start(spec)
+    nursery.until(lambda: service.state is ServiceState.FAILED)
+    assert nursery.supervisor.failure is None
+
+
 @pytest.mark.parametrize("code", [*INCURABLE, ExitCode.PORT_IN_USE, ExitCode.FENCED])
 def test_an_exit_code_that_was_not_announced_is_a_death_like_any_other(nursery: Nursery, code: ExitCode) -> None:
     service = nursery.start(

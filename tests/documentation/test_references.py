@@ -15,6 +15,7 @@ from settings_reference import settings, settings_as_markdown
 from typer.main import get_command
 
 from headrace.deploy.cli import app
+from headrace.deploy.run_rows import COLUMNS
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.config_loading import known_keys
 from headrace.schemas.errors import ExitCode
@@ -50,8 +51,9 @@ def test_the_commands_page_has_every_command_with_its_options_and_examples() -> 
     assert {"headrace up", "headrace keys init", "headrace env-host"} <= set(names)
     for name, command in commands(get_command(app)):
         section = page.split(f"## {name}\n")[1].split("\n## ")[0]
-        options = [parameter.opts[0] for parameter in command.params]
-        assert [option for option in options if f"`{option}" not in section] == [], name
+        names_of = [parameter.opts[0] for parameter in command.params]
+        options = [name if name.startswith("-") else name.upper() for name in names_of]
+        assert [option for option in options if option not in section] == [], name
         assert f"```sh\n{name.split()[0]} " in section, name
 
 
@@ -79,6 +81,11 @@ def test_every_event_of_callbacks_is_listed() -> None:
     assert [event for event, row in rows.items() if row not in page] == []
     listed = dict(re.findall(r"^\| `(on_\w+)` \|.*\| (.*) \|$", page, re.M))
     assert {name: tuple(re.findall(r"`(\w+)`", given)) for name, given in listed.items()} == EVENTS
+
+
+def test_every_column_of_a_runs_rows_is_explained() -> None:
+    page = read("guides/what-a-run-leaves.md")
+    assert [column for column in COLUMNS if f"`{column}`" not in page] == []
 
 
 def test_redis_keys_that_a_page_names_are_there() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 from headrace.learner_stub.checkpoint import (
     Checkpoint,
@@ -17,8 +19,8 @@ from headrace.learner_stub.checkpoint import (
     training_arrays,
     training_tensors,
 )
-from headrace.schemas.errors import CheckpointError, FencedError, RunDirError
-from headrace.schemas.wire import MessageKind, encode
+from headrace.schemas.errors import CheckpointError, EncodeError, FencedError, RunDirError
+from headrace.schemas.safetensors import encode_safetensors
 
 
 @pytest.fixture
@@ -58,7 +60,28 @@ def test_a_save_keeps_the_previous_one_and_leaves_nothing_else(path: Path) -> No
     assert sorted(path.parent.iterdir()) == [path, previous_path(path)]
 
 
-def test_more_arrays_than_a_message_may_have_fit_in_a_file(path: Path) -> None:
+def test_other_programs_read_the_file_too(path: Path) -> None:
+    arrays = {**_checkpoint().arrays, "flags": np.array([True, False]), "none": np.empty((0, 3), np.float16)}
+    arrays["turned"] = np.arange(6, dtype=">i4").reshape(2, 3).T
+    save_checkpoint(path, Checkpoint(1, [], {}, arrays))
+    by_library = load_file(path)
+    assert by_library.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert by_library[name].shape == array.shape
+        np.testing.assert_array_equal(by_library[name], array)
+    size = int(np.fromfile(path, "<u8", 1)[0])
+    entry = json.loads(path.read_bytes()[8 : 8 + size])["large"]
+    raw = np.fromfile(path, "<f4", 50_000, offset=8 + size + entry["data_offsets"][0])
+    np.testing.assert_array_equal(raw.reshape(entry["shape"]), arrays["large"])
+
+
+def test_what_the_format_cannot_hold_is_named(path: Path) -> None:
+    for arrays, named in (({"x": np.array([object()])}, "'x' has dtype object"), ({"__metadata__": np.ones(1)}, "__")):
+        with pytest.raises(EncodeError, match=named):
+            save_checkpoint(path, Checkpoint(1, [], {}, arrays))
+
+
+def test_many_large_arrays_fit_in_a_file(path: Path) -> None:
     arrays = {f"layer{i}": np.full(20_000, i, np.float32) for i in range(300)}
     save_checkpoint(path, Checkpoint(1, [], {}, arrays))
     _assert_equal(load_checkpoint(path), Checkpoint(1, [], {}, arrays))
@@ -79,7 +102,7 @@ def test_any_damage_is_one_typed_error_that_names_the_file(path: Path) -> None:
         except CheckpointError as error:
             assert error.path == str(path)  # noqa: PT017
         else:
-            _assert_equal(read, Checkpoint(3, [], {"updates": 1}, arrays))  # padding carries nothing
+            _assert_equal(read, Checkpoint(3, [], {"updates": 1}, arrays))  # spaces of JSON carry nothing
 
 
 def test_a_torn_file_gives_way_to_the_previous_one_with_a_warning(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -88,7 +111,7 @@ def test_a_torn_file_gives_way_to_the_previous_one_with_a_warning(path: Path, ca
     path.write_bytes(path.read_bytes()[:1000])
     with caplog.at_level(logging.WARNING):
         _assert_equal(load_checkpoint(path), _checkpoint(updates=1))
-    assert "learner.checkpoint cannot be used: it ends within frame" in caplog.text
+    assert "learner.checkpoint cannot be used: its bytes do not match their checksum" in caplog.text
     assert str(previous_path(path)) in caplog.text
 
 
@@ -99,15 +122,17 @@ def test_a_kill_between_the_two_moves_of_a_save_leaves_the_previous_one(path: Pa
 
 
 def test_a_file_torn_before_a_previous_one_existed_is_an_error(path: Path) -> None:
-    path.write_bytes(b"HDRCCKPT")
+    path.write_bytes(b"\1")
     with pytest.raises(CheckpointError, match="move it away to train from the start"):
         load_checkpoint(path)
 
 
-def test_another_message_in_a_whole_file_is_no_checkpoint(path: Path) -> None:
-    frames = encode(MessageKind.WEIGHTS, {"epoch": 1, "position": [], "state": {}})
-    path.write_bytes(b"HDRCCKPT" + b"".join(len(f).to_bytes(8, "little") + bytes(f) for f in frames))
-    with pytest.raises(CheckpointError, match="whole WEIGHTS message"):
+def test_other_files_are_no_checkpoints(path: Path) -> None:
+    path.write_bytes(b"".join(encode_safetensors({"w": np.ones(2)}, {"headrace": '{"epoch": 1}'})))
+    with pytest.raises(CheckpointError, match="whole safetensors file, but no learner's checkpoint"):
+        load_checkpoint(path)
+    path.write_bytes(b"HDRCCKPT" + bytes(40))
+    with pytest.raises(CheckpointError, match="of an earlier Headrace"):
         load_checkpoint(path)
 
 

@@ -61,6 +61,7 @@ class Link:
         self.broker, self.epoch, self.stopping = broker, epoch, stopping
         self.taken = max(broker.committed, position[0]["seq"] if position else 0)
         self.published: list[Mapping[str, Any]] = []
+        self.logged: list[Mapping[str, float]] = []
 
     def next(self, timeout_s: float) -> ChunkBatch | None:
         if self.taken == len(self.broker.batches):
@@ -83,6 +84,9 @@ class Link:
         self.broker.called("publish")
         self.published.append(state_dict)
         return len(self.published)
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        self.logged.append(metrics)
 
 
 def _live(broker: Broker, epoch: int, policies: LearnerPolicies, path: Path) -> tuple[LearnerPolicies, Link]:

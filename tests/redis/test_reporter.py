@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 
+from headrace.broker.redis_rows import ReceivedRow
 from headrace.broker.report import MergeScript, Report
 from headrace.broker.reporter import RedisReporter
 from headrace.deploy.audit import audit
 from headrace.deploy.redis_view import FleetView, Snapshot
 from headrace.schemas.errors import RedisUnavailableError
 from headrace.schemas.ledger import LedgerRow
+from headrace.schemas.logged_metrics import LoggedMetric, SumsOfLife
+from headrace.schemas.messages import LearnerRow
 from headrace.schemas.redis_keys import (
     EVENTS,
     FLEET,
@@ -40,6 +43,10 @@ MakeServer = Callable[..., Any]
 def read(url: str, fleet_id: str) -> Snapshot:
     with FleetView(url, fleet_id) as view:
         return view.read()
+
+
+def received(epoch: int, number: int, **values: float) -> ReceivedRow:
+    return ReceivedRow(LearnerRow(epoch=epoch, number=number, values=values or {"loss": 1.0}), 5.0, 100)
 
 
 def report_once(url: str, fleet_id: str, *reports: Report) -> None:
@@ -86,9 +93,13 @@ def test_every_key_that_is_written_stands_in_the_table(url: str, fleet_id: str, 
             lease={"epoch": 1},
             incarnations={0: 1},
             runner_state={0: {"num_episodes_lifetime": 1}},
+            policies={"one": {"return_mean": 1.0}},
+            metrics={"goals": LoggedMetric(reduce="sum", value=1.0)},
+            metric_sums={"past": SumsOfLife(sums={"goals": 1.0})},
             events=[{"a": 1}],
         )
     )
+    reporter.offer_rows([received(1, 1)])
     reporter.offer_weights((1, 1), [b"frame"])
     assert reporter.close(30.0)
     promised = {key_name(fleet_id, key, version="1-1"): key.type for key in TABLE}

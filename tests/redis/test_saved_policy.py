@@ -1,4 +1,4 @@
-"""What `headrace serve` finds in Redis."""
+"""What `headrace serve` and `load_policy` find in Redis."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from headrace.broker.redis_weights import RedisWeights
+from headrace.deploy import load_policy
 from headrace.deploy.fleet_file import FleetFile
 from headrace.deploy.saved_policy import find_policy
+from headrace.learner_stub.checkpoint import published_arrays
 from headrace.schemas.errors import CheckpointError, ConfigError, RedisUnavailableError
 from headrace.schemas.weights import encode_weights
+from support.fleets.saved_runs import MEAN_STD, arrays_of, best_action, cart_module
 
 
 def test_weights_are_found_by_the_fleets_name_and_by_its_run_directory(
@@ -25,6 +28,12 @@ def test_weights_are_found_by_the_fleets_name_and_by_its_run_directory(
         assert found.version == (3, 5)
         np.testing.assert_array_equal(found.arrays["w"], arrays["w"])
         assert "weights 3/5" in found.source
+    module = cart_module(7)
+    arrays = published_arrays(arrays_of(module))
+    assert RedisWeights(client, fleet_id).store((3, 6), encode_weights(fleet_id, (3, 6), arrays)) == "flipped"
+    policy = load_policy(url, fleet_id=fleet_id, settings={"sampling.env_to_module": [MEAN_STD]})
+    assert policy.version == (3, 6)
+    assert policy.act(arrays["head.weight"][0, :4]) == best_action(module, arrays["head.weight"][0, :4])
     with pytest.raises(ConfigError, match="--fleet-id"):
         find_policy(url, "")
     with pytest.raises(CheckpointError, match=r"it has no weights"):

@@ -48,6 +48,11 @@ VARIANTS = {
     "rival_learners": Variant(200, replace(BASE, faults=Faults(rival_learners=2)), one_learner=False),
     "ack_by_broker": Variant(200, replace(BASE, session=SessionLimits(window_batches=4, ack="broker"))),
     "tight_memory": Variant(200, replace(BASE, limits=_limits(max_held_bytes=300))),
+    "window_follows": Variant(200, replace(BASE, tells_size=True)),
+    "synchronous": Variant(200, replace(BASE, round_steps=20)),
+    "synchronous_in_peace": Variant(
+        50, replace(BASE, workers=3, round_steps=20, faults=Faults(0, 0, 0, 0, 0, 0, 0)), losses=frozenset()
+    ),
     "drop_oldest": Variant(
         200, replace(BASE, limits=_limits(max_held_bytes=300, overflow="drop_oldest")), KILLED | {"overflow"}
     ),
@@ -63,6 +68,16 @@ def run_schedule(variant: Variant, seed: int) -> list[str]:
     if not progressed:
         problems.append("no progress: something is still unsettled long after the last fault")
     return problems
+
+
+def test_synchronous_batches_come_by_round_slot_and_number_whatever_the_timing() -> None:
+    for seed in range(20):
+        endless = replace(VARIANTS["synchronous_in_peace"].settings, seed=seed, batches=10_000)
+        world = World(endless, History())
+        world.run(deadline_s=40.0)
+        order = [(world.versions[(slot, life, seq)], slot, seq) for slot, life, seq, *_ in world.checkpoint[1]]
+        assert order == sorted(order), seed
+        assert order[-1][0] > (1, 5)
 
 
 def test_at_least_two_thousand_schedules_run() -> None:

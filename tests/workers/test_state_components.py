@@ -69,7 +69,7 @@ def test_a_state_goes_through_a_message_and_back() -> None:
     with runner(num_envs=2) as sampler, runner(num_envs=2) as other:
         sampler.sample(num_timesteps=9)
         state = sampler.get_state()
-        frames = encode(MessageKind.CHECKPOINT, {}, state_to_arrays(state))
+        frames = encode(MessageKind.WEIGHTS, {}, state_to_arrays(state))
         received = arrays_to_state(decode([bytes(frame) for frame in frames]).arrays)
         assert equal_states(received, state)
         other.set_state(received)

@@ -25,7 +25,8 @@ class Simultaneous:
         self.possible_agents = list(env.possible_agents)
         self.observation_space, self.action_space = env.observation_space, env.action_space
         self.unwrapped = env.unwrapped
-        self.reset, self.close = env.reset, env.close
+        self.render_mode = getattr(env.unwrapped, "render_mode", None)
+        self.reset, self.close, self.render = env.reset, env.close, env.render
 
     def step(self, actions: AgentDict) -> tuple[AgentDict, ...]:
         """Step all agents."""
@@ -45,7 +46,8 @@ class TakingTurns:
         self.possible_agents = list(env.possible_agents)
         self.observation_space, self.action_space = env.observation_space, env.action_space
         self.unwrapped = env.unwrapped
-        self.close = env.close
+        self.render_mode = getattr(env.unwrapped, "render_mode", None)
+        self.close, self.render = env.close, env.render
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[AgentDict, AgentDict]:
         """Reset, and return the first agent's observation. Rewards of turns before the first action come with that."""

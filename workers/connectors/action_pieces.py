@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from headrace.schemas.spaces import Box, Dict, Space, Spaces, Tuple, column_dtype, leaves
-from headrace.workers.connectors.connector import Columns, Connector, Rows
+from headrace.workers.connectors.connector import Columns, Connector, Rows, Tensors
 from headrace.workers.envs.bounds import ActionBounds, bounded_box, box_bounds
+
+if TYPE_CHECKING:
+    import torch
 
 
 class _BoxActions(Connector):
@@ -36,12 +41,19 @@ class UnsquashActions(_BoxActions):
     def process(self, rows: Rows) -> Columns:
         return {**rows.columns, **{n: b.clip(b.unsquash(rows.actions[n])) for n, b in self._bounds.items()}}
 
+    def torch_process(self, columns: Tensors, actions: Tensors) -> dict[str, torch.Tensor]:
+        mapped = {name: b.torch_clip(b.torch_unsquash(actions[name])) for name, b in self._bounds.items()}
+        return {**columns, **mapped}
+
 
 class ClipActions(_BoxActions):
     """Connector that clips Box actions to the env's bounds and rounds integers."""
 
     def process(self, rows: Rows) -> Columns:
         return {**rows.columns, **{name: bounds.clip(rows.columns[name]) for name, bounds in self._bounds.items()}}
+
+    def torch_process(self, columns: Tensors, actions: Tensors) -> dict[str, torch.Tensor]:
+        return {**columns, **{name: bounds.torch_clip(columns[name]) for name, bounds in self._bounds.items()}}
 
 
 def _squashed(space: Space) -> Space:

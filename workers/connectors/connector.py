@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,12 @@ from numpy.typing import NDArray
 from headrace.schemas.plugins import build_piece
 from headrace.schemas.spaces import Spaces
 
+if TYPE_CHECKING:  # processes that only build connectors start faster without it
+    import torch
+
 Columns = dict[str, NDArray[Any]]
 State = dict[str, NDArray[Any]]
+Tensors = Mapping[str, "torch.Tensor"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,6 +90,25 @@ class Connector(Protocol):
     def merge(self, state: State, updates: Sequence[State]) -> State:
         """Return `state` (empty: none yet) with the `updates` of any runners, in any order. Works before `connect`."""
         return state
+
+
+@runtime_checkable
+class Freezable(Protocol):
+    """A connector that learns and can stop. A piece without this method gets its state back after each pass instead."""
+
+    def freeze(self) -> None:
+        """Learn nothing from now on."""
+
+
+@runtime_checkable
+class Exportable(Protocol):
+    """A connector that can also be a part of an exported policy (`policy.export`)."""
+
+    def torch_process(self, columns: Tensors, actions: Tensors) -> dict[str, torch.Tensor]:
+        """Return what `process` returns, by torch operations alone, whatever the rows before these.
+
+        `columns` and `actions` are as in `Rows`; `actions` is empty for observations.
+        """
 
 
 def build_connector(spec: Any, key: str) -> Connector:

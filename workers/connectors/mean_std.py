@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.spaces import Box, Dict, Space, Spaces, Tuple, leaves
-from headrace.workers.connectors.connector import Columns, Connector, Rows, State
+from headrace.workers.connectors.connector import Columns, Connector, Rows, State, Tensors
+
+if TYPE_CHECKING:
+    import torch
 
 _LEAST_DEVIATION = 1e-8
 _LARGEST = np.float64(1e100)
@@ -71,10 +74,13 @@ class Moments:
         return now
 
     def scale(self, rows: NDArray[Any]) -> NDArray[np.float64]:
-        """Return (rows - mean) / deviation. The deviation is 1 while there are fewer than two rows."""
-        variance = np.where(self.count > 1.0, self.m2 / np.maximum(self.count - 1.0, 1.0), 1.0)
-        scaled: NDArray[np.float64] = (rows - self.mean) / np.maximum(np.sqrt(variance), _LEAST_DEVIATION)
+        """Return (rows - mean) / deviation."""
+        scaled: NDArray[np.float64] = (rows - self.mean) / np.maximum(np.sqrt(self.variance()), _LEAST_DEVIATION)
         return scaled
+
+    def variance(self) -> NDArray[np.float64]:
+        """Return the variance, which is 1 while there are fewer than two rows."""
+        return np.where(self.count > 1.0, self.m2 / np.maximum(self.count - 1.0, 1.0), 1.0)
 
     def together(self) -> Moments:
         """Return the moments of all lanes as one."""
@@ -125,6 +131,21 @@ class MeanStd(Connector):
             scaled = known.at(rows.lanes).plus(own).scale(arrived)
             columns[name] = np.clip(scaled, -self._clip, self._clip).astype(np.float32)
         return columns
+
+    def freeze(self) -> None:
+        """Scale by what is known and was seen so far, whatever comes."""
+        self._update = False
+
+    def torch_process(self, columns: Tensors, actions: Tensors) -> dict[str, torch.Tensor]:
+        """Scale by what is known, and by nothing that was seen since."""
+        import torch
+
+        scaled = dict(columns)
+        for name, known in self._given.items():
+            deviation = np.maximum(np.sqrt(known.variance()), _LEAST_DEVIATION)
+            around = columns[name].double() - torch.from_numpy(known.mean)
+            scaled[name] = (around / torch.from_numpy(deviation)).clamp(-self._clip, self._clip).float()
+        return scaled
 
     def get_state(self) -> State:
         """Return "obs/count", "obs/mean", "obs/m2" and so on for each Box leaf, float64: of all rows known or seen."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.errors import ConnectorError, HeadraceError
 from headrace.schemas.spaces import Space, Spaces, column_dtype, leaf_shape, leaves
-from headrace.workers.connectors.connector import Columns, Rows, State, build_connector
+from headrace.workers.connectors.connector import Columns, Exportable, Freezable, Rows, State, Tensors, build_connector
 
 _Expected = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 
@@ -26,6 +26,8 @@ class Pipeline:
         self.pieces = [build_connector(spec, f"{key}[{i}]") for i, spec in enumerate(specs)]
         self._names = [f"{i}.{type(piece).__name__}" for i, piece in enumerate(self.pieces)]
         self._expected: list[_Expected] = [{} for _ in self.pieces]
+        self._held: dict[int, State] = {}
+        """States that pieces get back after each pass, because the pipeline is frozen and they know no `freeze`."""
 
     def connect_observations(self, spaces: Spaces, width: int) -> Spaces:
         """Return the module's spaces, given the env's. The first piece is next to the env."""
@@ -53,6 +55,9 @@ class Pipeline:
         for i, piece in enumerate(self.pieces):
             with self._named(i, rows):
                 columns = piece.process(rows)
+                if i in self._held:
+                    piece.take_update()
+                    piece.set_state(self._held[i])
             self._check(i, columns, rows)
             rows = replace(rows, columns=columns)
         return rows.columns
@@ -62,6 +67,22 @@ class Pipeline:
         for i, piece in enumerate(self.pieces):
             with self._named(i, lanes):
                 piece.reset(lanes)
+
+    def torch_process(self, columns: Tensors, actions: Tensors) -> Tensors:
+        """Return the columns after all pieces, which are `Exportable`."""
+        for piece in self.pieces:
+            assert isinstance(piece, Exportable), "the caller has asked for the first that is not"
+            columns = piece.torch_process(columns, actions)
+        return columns
+
+    def freeze(self) -> None:
+        """Let no piece learn from now on. Raises `ConnectorError`."""
+        for i, piece in enumerate(self.pieces):
+            with self._named(i, "nothing"):
+                if isinstance(piece, Freezable):
+                    piece.freeze()
+                elif state := piece.get_state():
+                    self._held[i] = state
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -113,6 +134,8 @@ class Pipeline:
             if part := self._part(i, state):
                 with self._named(i, "its state"):
                     piece.set_state(part)
+                if i in self._held:
+                    self._held[i] = piece.get_state()
 
     def _gather(self, parts: Sequence[State]) -> State:
         return {f"{name}/{k}": v for name, part in zip(self._names, parts, strict=True) for k, v in part.items()}

@@ -13,7 +13,7 @@ from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.errors import ConnectorError
 from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves
 from headrace.schemas.weights import CONNECTORS
-from headrace.workers.connectors.connector import Columns, Rows, State
+from headrace.workers.connectors.connector import Columns, Exportable, Rows, State, Tensors
 from headrace.workers.connectors.pipeline import Pipeline
 
 PIPELINES = ("env_to_module", "module_to_env")
@@ -35,7 +35,8 @@ class VectorConnectors:
         owner: str = "",
     ) -> None:
         self._inward, self._outward = map(Pipeline, PIPELINES, (env_to_module, module_to_env), (owner, owner))
-        self._observed = observed
+        self.observed = observed
+        """The env's own observations, which the caller writes."""
         width = len(next(iter(observed.values())))
         self._all = np.arange(width)
         self._agents = np.zeros(width, np.intp)
@@ -62,7 +63,7 @@ class VectorConnectors:
         width = len(agents)
         for pipeline in self._pipelines:
             pipeline.widen(width)
-        self._observed, self._agents, self._all = observed, agents, np.arange(width)
+        self.observed, self._agents, self._all = observed, agents, np.arange(width)
         before, self.columns = self.columns, self._new_columns(width) if self.sees else observed
         if self.sees:
             for name, column in before.items():
@@ -84,7 +85,7 @@ class VectorConnectors:
         self._see(lanes, actions, rewards, first=False)
 
     def _see(self, lanes: NDArray[np.intp], actions: Columns, rewards: NDArray[np.float64], *, first: bool) -> None:
-        arrived = {name: column[lanes] for name, column in self._observed.items()}
+        arrived = {name: column[lanes] for name, column in self.observed.items()}
         for name, rows in self._inward.process(
             Rows(lanes, arrived, actions, rewards, first, self._agents[lanes])
         ).items():
@@ -112,6 +113,25 @@ class VectorConnectors:
         spread = np.zeros((len(self._all), *rows.shape[1:]), rows.dtype)
         spread[lanes] = rows
         return spread
+
+    def freeze(self) -> None:
+        """Let no piece learn from now on, as a policy needs that is to stay as it is. Raises `ConnectorError`."""
+        for pipeline in self._pipelines:
+            pipeline.freeze()
+
+    @property
+    def first_not_exportable(self) -> str | None:
+        """Return the name of the first piece that is not `Exportable`; None where all are."""
+        pieces = [piece for pipeline in self._pipelines for piece in pipeline.pieces]
+        return next((type(piece).__name__ for piece in pieces if not isinstance(piece, Exportable)), None)
+
+    def torch_observations(self, columns: Tensors) -> Tensors:
+        """Return what `Exportable` pieces make of the env's observations, by torch operations."""
+        return self._inward.torch_process(columns, {})
+
+    def torch_actions(self, columns: Tensors, actions: Tensors) -> Tensors:
+        """Return what `Exportable` pieces make of actions for the env, given the policy's own `actions`."""
+        return self._outward.torch_process(columns, actions)
 
     # -- state that outlives episodes ---------------------------------------------------------------------------------
 

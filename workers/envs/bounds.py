@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.spaces import Box, Discrete, Leaf, MultiDiscrete, column_dtype, leaf_shape
+
+if TYPE_CHECKING:  # processes of envs import this file too, and start faster without it
+    import torch
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """In either direction. A larger reward is infinite in most learners, and sums of such rewards are anywhere."""
@@ -84,6 +87,22 @@ class ActionBounds:
         """Clip to the bounds, in the env's dtype. Round first if that is an integer."""
         clipped: NDArray[Any] = np.clip(np.rint(actions) if self.whole else actions, self._low, self._high)
         return clipped.astype(self.dtype)
+
+    def torch_unsquash(self, actions: torch.Tensor) -> torch.Tensor:
+        """Do what `unsquash` does, by torch operations."""
+        return _tensor(self._centre) + actions.double() * _tensor(self._half_range)
+
+    def torch_clip(self, actions: torch.Tensor) -> torch.Tensor:
+        """Do what `clip` does, by torch operations."""
+        whole = actions.double().round() if self.whole else actions.double()
+        clipped = whole.maximum(_tensor(self._low)).minimum(_tensor(self._high))
+        return clipped.to(_tensor(np.empty(0, self.dtype)).dtype)
+
+
+def _tensor(array: NDArray[Any]) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(array)
 
 
 def _row(leaf: Box, bound: Any, absent: float) -> NDArray[np.float64]:

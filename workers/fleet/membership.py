@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.keys import client_keys
@@ -66,9 +67,12 @@ class Membership:
         """Tell the recorder's readers to be patient, because envs are being built or waited for."""
         self.recorder.touch(BUILD_SILENCE_S)
 
-    def introduce(self, spaces: Mapping[str, Spaces]) -> None:
-        """Send the broker the spaces of chunks, by module, and wait for its answer. Raises as the constructor does."""
-        self.session.introduce(module_spaces_to_json(spaces))
+    def introduce(self, spaces: Mapping[str, Spaces], **built: Any) -> None:
+        """Tell the broker of the envs and modules, which are built now, and wait for its answer.
+
+        `spaces`: those of chunks, by module. `built`: further fields of `WorkerHello`. Raises as the constructor does.
+        """
+        self.session.introduce(spaces=module_spaces_to_json(spaces), **built)
         self.recorder.touch()
         self.link.join(self._connect_timeout_s)
 
@@ -108,5 +112,11 @@ def _session(config: FleetConfig, fleet_id: str, slot: int | None, incarnation: 
         pid=os.getpid(),
         silence_s=BUILD_SILENCE_S,
     )
-    bytes_, steps = config.worker.window_bytes, config.window_steps()
-    return WorkerSession(hello, SessionLimits(config.window_batches(), bytes_, config.broker.ack, window_steps=steps))
+    limits = SessionLimits(
+        config.window_batches(),
+        config.worker.window_bytes,
+        config.broker.ack,
+        window_steps=config.window_steps(),
+        follows_learner=config.worker.window_batches is None,
+    )
+    return WorkerSession(hello, limits)

@@ -13,6 +13,8 @@ from enum import Enum
 from typing import Any
 
 from headrace.schemas.ledger import Drop, Settled, WorkerTotals
+from headrace.schemas.logged_metrics import LoggedMetrics
+from headrace.schemas.message_base import MOST_DETAIL
 from headrace.schemas.messages import (
     Ack,
     Bye,
@@ -23,6 +25,7 @@ from headrace.schemas.messages import (
     Reject,
     Skip,
     Version,
+    WeightsRefusal,
     WorkerHello,
     WorkerWelcome,
 )
@@ -60,6 +63,8 @@ class WorkerSession:
         """The version in use by this worker."""
         self.weights_known: Version = (0, 0)
         """The newest version that the broker has announced."""
+        self.refused: WeightsRefusal | None = None
+        """The newest version that this worker could not load."""
         self.totals = WorkerTotals()
         self.blocked = ""
         self.welcome: WorkerWelcome | None = None
@@ -69,8 +74,14 @@ class WorkerSession:
         """Env steps of all other lives of workers. It never decreases, although a broker may forget."""
         self.read_counters: Callable[[], Counters] = dict
         """Function that returns the runner's lifetime counters; called for each message that carries them."""
+        self.read_metrics: Callable[[], LoggedMetrics] = dict
+        """Function that returns what callbacks have logged; called for each message that carries it."""
         self._hello = hello
         self._window = Window(limits)
+        self._round: tuple[Version, int] | None = None
+        """Synchronous sampling: a version, and the steps to ship with it."""
+        self._shipped: tuple[Version, int] = ((0, 0), 0)
+        """A version, and the steps that were shipped with it."""
         self._sent = 0
         self._credit = 0
         self._rejected: dict[int, int] = {}
@@ -104,6 +115,27 @@ class WorkerSession:
         """Take a batch for delivery. Its number must be `next_seq`."""
         self._window.add(shipment)
         self.totals = shipment.totals
+        if shipment.frames is not None:  # the others will not reach the learner
+            self._shipped = (self.weights, self._shipped_now() + shipment.batch.steps)
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether this worker ships a share of each version of the weights, and then waits for the next one."""
+        return self._round is not None
+
+    def round_left(self) -> int:
+        """Return the steps that are left to ship with the weights in use, in synchronous sampling."""
+        version, steps = self._round or ((0, 0), 0)
+        return max(0, steps - self._shipped_now()) if version == self.weights else 0
+
+    def _shipped_now(self) -> int:
+        version, steps = self._shipped
+        return steps if version == self.weights else 0
+
+    def refuse_weights(self, version: Version, detail: str) -> None:
+        """Tell the broker at once that this worker cannot load a version."""
+        self.refused = WeightsRefusal(version=version, detail=detail[:MOST_DETAIL])
+        self._next_send = 0.0
 
     def window(self) -> list[HeldBatch]:
         """Return the counts of every batch not known to be settled."""
@@ -113,9 +145,12 @@ class WorkerSession:
         """Return how many batches the broker has not accepted."""
         return self.next_seq - 1 - self.accepted
 
-    def introduce(self, spaces: dict[str, Any]) -> None:
-        """Send the spaces of the envs, which are built now, in a second HELLO. The broker answers with a WELCOME."""
-        self._hello = self._hello.model_copy(update={"spaces": spaces, "silence_s": 0.0})
+    def introduce(self, **built: Any) -> None:
+        """Send what is known since envs and modules are built, in a second HELLO. The broker answers with a WELCOME.
+
+        `built`: fields of `WorkerHello`.
+        """
+        self._hello = self._hello.model_copy(update={**built, "silence_s": 0.0})
         self.state = SessionState.JOINING
         self._next_send = 0.0
 
@@ -131,6 +166,7 @@ class WorkerSession:
                 window=self.window(),
                 reason=reason,
                 counters=fitting(self.read_counters()),
+                metrics=self.read_metrics(),
             )
             self._next_send = 0.0
 
@@ -214,7 +250,10 @@ class WorkerSession:
             settled=self.settled.seq,
             weights=self.weights,
             blocked=self.blocked,
+            round_steps=self._shipped_now(),
+            refused=self.refused,
             counters=fitting(self.read_counters()),
+            metrics=self.read_metrics(),
         )
 
     def _rejoin(self, now: float) -> None:
@@ -230,8 +269,9 @@ class WorkerSession:
         self._settle(welcome.settled)
         self.accepted = max(self.accepted, self.settled.seq)
         self._sent = self.accepted
-        self._credit = welcome.credit
+        self._credit, self._window.learner_steps = welcome.credit, welcome.window_steps
         self.weights_known = max(self.weights_known, welcome.weights)
+        self._hear_of_round(welcome)
         self.steps_elsewhere = max(self.steps_elsewhere, welcome.steps_elsewhere)
         self._next_send = now
 
@@ -242,14 +282,19 @@ class WorkerSession:
             self.accepted, self._progress_at = ack.accepted, now
         self._sent = max(self._sent, self.accepted)
         self._settle(ack.settled)
-        self._credit = max(ack.credit, ack.accepted)
+        self._credit, self._window.learner_steps = max(ack.credit, ack.accepted), ack.window_steps
         self.weights_known = max(self.weights_known, ack.weights)
+        self._hear_of_round(ack)
         self.steps_elsewhere = max(self.steps_elsewhere, ack.steps_elsewhere)
         self.waiting_for = ack.waiting_for
         if self.limits.ack == "broker":
             self._window.let_go(self.accepted)
         if ack.closed and self._bye is not None:
             self.state = SessionState.LEFT
+
+    def _hear_of_round(self, told: WorkerWelcome | Ack) -> None:
+        if told.synchronous is not None:
+            self._round = (told.weights, told.round_steps) if told.synchronous else None
 
     def _settle(self, settled: Settled) -> None:
         self._window.forget(settled.seq)

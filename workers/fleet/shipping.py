@@ -11,7 +11,10 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+
 from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.chunk import DEFAULT_AGENT, ChunkEnd
 from headrace.schemas.errors import InfosTooLargeError
 from headrace.schemas.ledger import Count, Drop, WorkerTotals, plus
 from headrace.schemas.messages import HeldBatch
@@ -142,6 +145,7 @@ class Shipper:
             modules=list(batch.modules),
             reasons=list(batch.reasons),
             episodes=self._episodes,
+            agent_returns=_agent_returns(batch),
             totals=totals,
         )
 
@@ -161,3 +165,12 @@ class Shipper:
             env_steps=t.env_steps,
             module_steps=by_module,
         )
+
+
+def _agent_returns(batch: ChunkBatch) -> list[float]:
+    """Return the returns of agents whose episodes end in `batch`; none for an env of one agent."""
+    if list(batch.agents) == [DEFAULT_AGENT]:
+        return []
+    done = np.isin(batch.table["end"], (ChunkEnd.TERMINATED, ChunkEnd.TRUNCATED))
+    returns = batch.table["episode_return"][done]
+    return [float(value) for value in returns if np.isfinite(value)]

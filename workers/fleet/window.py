@@ -37,6 +37,8 @@ class SessionLimits:
 
     When envs are down, batches are small, and a learner that waits for steps needs more of them.
     """
+    follows_learner: bool = True
+    """Whether the steps that the learner wants under way take the place of the two limits above, once it tells them."""
 
 
 class Window:
@@ -47,6 +49,8 @@ class Window:
         self._shipments: deque[Shipment] = deque()
         self._nbytes = 0
         self.first = 1
+        self.learner_steps = 0
+        """This worker's share of the steps that the learner wants under way; 0 while it has told none."""
 
     def __len__(self) -> int:
         return len(self._shipments)
@@ -67,9 +71,19 @@ class Window:
         if len(self._shipments) + 2 * batches > WINDOW:
             return False
         limits = self._limits
+        if limits.follows_learner and self.learner_steps:
+            return not self._shipments or (self._fits_learner(batches) and self._nbytes < limits.window_bytes)
         kept = [s.batch.steps for s in self._shipments if limits.ack == "learner" or s.frames is not None]
         fits = len(kept) + batches <= limits.window_batches or sum(kept) < limits.window_steps
         return not kept or (fits and self._nbytes < limits.window_bytes)
+
+    def _fits_learner(self, batches: int) -> bool:
+        """Return whether at least half of another cut fits the learner's steps, if it is like those kept.
+
+        So the window holds the number of cuts nearest to what the learner wants.
+        """
+        kept = len(self._shipments)
+        return sum(s.batch.steps for s in self._shipments) * (2 * kept + batches) <= 2 * kept * self.learner_steps
 
     def add(self, shipment: Shipment) -> None:
         """Keep a batch. Raises ValueError unless its number is `next_seq`."""

@@ -12,11 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from headrace.schemas.config import FleetConfig
-from headrace.schemas.errors import CallbackError, EnvError, FencedError, HeadraceError, NoEnvHostError, StateError
+from headrace.schemas.errors import (
+    CallbackError,
+    ConnectorError,
+    EnvError,
+    FencedError,
+    HeadraceError,
+    ModuleError,
+    NoEnvHostError,
+    StateError,
+)
 from headrace.schemas.ledger import Discard, Drop
+from headrace.schemas.logged_metrics import MOST_METRICS, LoggedMetric, fitting_metrics
+from headrace.schemas.messages import tellable_shapes
 from headrace.schemas.stop_event import stop_event
 from headrace.workers.fleet.membership import Membership
 from headrace.workers.fleet.shipping import Shipper
+from headrace.workers.fleet.weights import WeightsVersion
 from headrace.workers.policy.policies import PolicyMappingError
 from headrace.workers.runner.env_runner import EnvRunner
 from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
@@ -116,6 +128,7 @@ class Worker:
         self._acting_channel: ActingChannel | None = None
         """The channel to clients that act by themselves, if they are allowed."""
         self._batches_a_cut = len(runner.module_spaces)
+        self._left_out = False
         self._next_pump = 0.0
         self._leave_at = math.inf
         """When to abandon the fragment after a stop, in monotonic seconds."""
@@ -131,7 +144,13 @@ class Worker:
         ):
             acting_channel.open(runner.module_spaces, runner.config.num_envs, runner.policy_columns())
             self._acting_channel = acting_channel
-        self.membership.introduce(runner.module_spaces)
+        num_envs = runner.config.num_envs
+        self.membership.introduce(
+            runner.module_spaces,
+            num_envs=num_envs,
+            cut_steps=num_envs * runner.config.rollout_fragment_length,
+            weight_shapes=tellable_shapes(runner.weight_shapes()),
+        )
         self._go_on_counting()
 
     def _go_on_counting(self) -> None:
@@ -147,6 +166,22 @@ class Worker:
             log.warning("lifetime counters start from 0, because the broker's do not fit this runner: %s", error)
         self.runner.steps_elsewhere = self.session.steps_elsewhere
         self.session.read_counters = self.runner.get_counters
+        self.session.read_metrics = self._read_metrics
+
+    def _read_metrics(self) -> dict[str, LoggedMetric]:
+        """Return what callbacks have logged, as far as it may be reported. Log once what may not."""
+        logged = self.runner.get_logged_metrics()
+        fitting = fitting_metrics(logged)
+        if len(fitting) < len(logged) and not self._left_out:
+            self._left_out = True
+            name = next(name for name in logged if name not in fitting)
+            log.warning(
+                "the fleet's metrics are without %r and others that callbacks log: a worker reports at most %d, with "
+                "names of 1 to 100 printable ASCII characters",
+                name[:100],
+                MOST_METRICS,
+            )
+        return fitting
 
     def wait_for_weights(self, stopping: threading.Event) -> None:
         """Wait for the current weights before sampling, unless the config allows random actions at first."""
@@ -157,13 +192,26 @@ class Worker:
     # -- sampling -----------------------------------------------------------------------------------------------------
 
     def wait_for_room(self, stopping: threading.Event) -> bool:
-        """Wait while the window is full. Return whether there is room; there may be none when stopping."""
+        """Wait while the window is full. Return whether there is room; there may be none when stopping.
+
+        In synchronous sampling wait for the next round too.
+        """
+        if self.session.is_synchronous and not self._in_round():
+            self.session.blocked = "round"
+            self._wait("the next round of synchronous sampling", self._in_round, stopping)
+            self.session.blocked = ""
+            if stopping.is_set():
+                return False
         if self._has_room():
             return True
         self.session.blocked = "window"
         self._wait("room in the window", self._has_room, stopping)
         self.session.blocked = ""
         return self._has_room()
+
+    def _in_round(self) -> bool:
+        self._apply_weights()
+        return not self.session.is_synchronous or self.session.round_left() > 0
 
     def _has_room(self) -> bool:
         return self.session.has_room(self._batches_a_cut)
@@ -173,7 +221,8 @@ class Worker:
 
         Ships the samples that a `CallbackError` carries before it raises.
         """
-        self._apply_weights()
+        if not self.session.is_synchronous:
+            self._apply_weights()
         try:
             return self._sample(stopping)
         except CallbackError as error:
@@ -185,7 +234,8 @@ class Worker:
         at_random = self.runner.weights_version == (0, 0)
         cut: Cut
         try:
-            cut = self.runner.sample_fragment(lambda: self._between_polls(stopping), at_random)
+            most = self.session.round_left() if self.session.is_synchronous else None
+            cut = self.runner.sample_fragment(lambda: self._between_polls(stopping), at_random, most_steps=most)
         except StoppedError as stopped:
             log.info("%s; leaving with what it has", stopped)
             cut = self.runner.cut_fragment()
@@ -211,7 +261,8 @@ class Worker:
         if now >= self._next_pump or self.weights.pulling:
             self._next_pump = now + PUMP_INTERVAL_S
             self._pump()
-            self._apply_weights()
+            if not self.session.is_synchronous:
+                self._apply_weights()
             self._ship_of_clients()
             if stopping.is_set():
                 self._leave_at = min(self._leave_at, now + _LAST_FRAGMENT_S)
@@ -240,14 +291,25 @@ class Worker:
         delivery.done()
 
     def _apply_weights(self) -> bool:
-        """Put the newest weights collected into use. Return whether any are in use."""
+        """Put the newest weights collected into use. Return whether any are in use.
+
+        Weights that do not fit are refused: the learner is told, and those in use stay.
+        """
         newer = self.weights.take()
         if newer is not None and newer.version > self.session.weights:
-            self.runner.set_weights(newer.arrays, newer.version[1], newer.version[0], newer.digest)
-            self.session.weights = newer.version
-            if self._acting_channel is not None:
-                self._acting_channel.offer(newer.version, newer.arrays, newer.digest)
+            try:
+                self.runner.set_weights(newer.arrays, newer.version[1], newer.version[0], newer.digest)
+            except (ModuleError, ConnectorError) as error:
+                log.error("weights %s are refused, those in use stay: %s", newer.version, error)
+                self.session.refuse_weights(newer.version, str(error))
+            else:
+                self._use(newer)
         return self.session.weights != (0, 0)
+
+    def _use(self, newer: WeightsVersion) -> None:
+        self.session.weights, self.session.refused = newer.version, None
+        if self._acting_channel is not None:
+            self._acting_channel.offer(newer.version, newer.arrays, newer.digest)
 
     def _pump(self, wait_s: float = 0.0) -> None:
         self.membership.pump(wait_s)

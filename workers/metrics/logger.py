@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from headrace.schemas.logged_metrics import LoggedMetric
+
 Path = tuple[str, ...]
 """("num_episodes",), or ("num_agent_steps_sampled", "agent_0"), which is in a dict of its own in the report."""
 
@@ -78,6 +80,8 @@ class MetricsLogger:
         self._reserved = frozenset(reserved)
         self._windows: dict[Path, tuple[str, deque[float]]] = {}
         self._sums: dict[Path, tuple[str, float]] = {}
+        self._totals: dict[Path, tuple[float, int]] = {}
+        """Of each sum, the total and the number of values since this logger was made."""
 
     def log_value(
         self,
@@ -112,6 +116,8 @@ class MetricsLogger:
             self._windows[path][1].append(number)
         else:
             self._sums[path] = reduce, self._sums[path][1] + number
+            total, count = self._totals.get(path, (0.0, 0))
+            self._totals[path] = total + number, count + 1
 
     def log_dict(self, values: Mapping[str, Any], *, key: str | Path | None = None, **how: Any) -> None:
         """Log each number of a dict of numbers and such dicts, below `key` if it is given; `how`: as in `log_value`."""
@@ -163,6 +169,28 @@ class MetricsLogger:
         sums = {path: total for path, (_, total) in self._sums.items()}
         self._sums = {p: (kind, total if kind == "lifetime_sum" else 0.0) for p, (kind, total) in self._sums.items()}
         return sums
+
+    def cumulative(self) -> dict[str, LoggedMetric]:
+        """Return what was logged so far, by joined name, in a form that merges over workers. Changes nothing.
+
+        Sums of both kinds are since this logger was made. Of items and percentiles the fleet shows the mean of all
+        workers.
+        """
+        windows = {
+            "/".join(window.path): LoggedMetric(
+                reduce=window.reduce if window.reduce in ("min", "max") else "mean",
+                value=window.figure(),
+                count=len(window.values),
+            )
+            for window in self.windows()
+            if window.values
+        }
+        totals = {
+            "/".join(path): LoggedMetric(reduce="sum", value=total, count=count)
+            for path, (total, count) in self._totals.items()
+            if math.isfinite(total)
+        }
+        return windows | totals
 
 
 def _path(name: str | Path) -> Path:

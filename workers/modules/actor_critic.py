@@ -100,7 +100,7 @@ class ActorCritic(nn.Module):
         if self._masked:
             inputs = inputs.masked_fill(batch["obs"][MASK] == 0, _ILLEGAL)
         if self.log_std.numel():
-            inputs = torch.cat((inputs, self.log_std.expand(len(inputs), -1)), -1)[:, self._order]
+            inputs = torch.cat((inputs, self.log_std.expand(inputs.shape[0], -1)), -1)[:, self._order]
         return {"action_dist_inputs": inputs, "values": values}
 
     def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -113,6 +113,10 @@ class ActorCritic(nn.Module):
     def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the columns of `forward_exploration`, with the distribution's mode instead of a sample."""
         return self._answer(batch, None)
+
+    def torch_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the actions of `forward_inference`, by torch operations alone, for an export."""
+        return self.distribution.mode(self.forward_train(batch)["action_dist_inputs"])
 
     def _answer(self, batch: dict[str, Any], noise: NDArray[Any] | None) -> dict[str, Any]:
         with torch.no_grad():

@@ -44,6 +44,7 @@ class _Part(Protocol):
     def act(self, inputs: Array, noise: Array | None) -> tuple[Array, Array]: ...
     def for_env(self, actions: Array) -> Array: ...
     def from_env(self, actions: Array) -> Array: ...
+    def mode(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
     def logp(self, inputs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor: ...
     def entropy(self, inputs: torch.Tensor) -> torch.Tensor: ...
 
@@ -89,6 +90,14 @@ class Categoricals:
     def from_env(self, actions: Array) -> Array:
         """Return `actions`: the policy's choice is what the env got."""
         return actions
+
+    def mode(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the most likely actions (rows, *shape), of the policy and of the env."""
+        parts = torch.split(inputs, list(self._sizes), dim=-1)
+        index = torch.stack([part.argmax(-1) for part in parts], -1) + torch.from_numpy(self._starts)
+        dtype = torch.from_numpy(np.empty(0, self._dtype)).dtype
+        actions = index.reshape(inputs.shape[0], *self._shape).to(dtype)
+        return actions, actions
 
     def logp(self, inputs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         """Return the log-probability (rows,) of actions (rows, *shape)."""
@@ -153,6 +162,11 @@ class Gaussian:
         """Return an action that `for_env` maps to `actions`."""
         return self._bounds.squash(actions).astype(self._dtype)
 
+    def mode(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the mean as the policy's actions (rows, *shape), and what the env gets in their place."""
+        mean = inputs[:, : self._size].reshape(inputs.shape[0], *self._shape)
+        return mean, self._bounds.torch_clip(self._bounds.torch_unsquash(mean))
+
     def logp(self, inputs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         """Return the log-density (rows,) of actions (rows, *shape)."""
         mean, log_std = torch.split(inputs, self._size, dim=-1)
@@ -205,6 +219,14 @@ class ActionDistribution:
         columns["logp"] = (logps[0] if len(logps) == 1 else np.sum(logps, axis=0)).astype(np.float32, copy=False)
         columns["action_dist_inputs"] = inputs
         return columns
+
+    def mode(self, inputs: torch.Tensor) -> dict[str, Any]:
+        """Return `actions` and `actions_for_env` as `act` does without noise, nested, by torch operations alone."""
+        modes = [part.mode(x) for part, x in self._split(inputs)]
+        return {
+            root: nest(self._space, dict(zip(self._names, each, strict=True)), "actions")
+            for root, each in zip(("actions", "actions_for_env"), zip(*modes, strict=True), strict=True)
+        }
 
     def policy_actions(self, env_actions: Mapping[str, Array]) -> dict[str, Array]:
         """Return columns "actions/..." for which the env would have got `env_actions`, under the same names."""

@@ -55,7 +55,7 @@ class _Flat(nn.Module):
         self.size = leaf_size(leaf)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return value.reshape(len(value), -1).float()
+        return value.reshape(value.shape[0], -1).float()
 
 
 class _OneHot(nn.Module):
@@ -69,7 +69,7 @@ class _OneHot(nn.Module):
         self.size = sum(self._sizes)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        index = value.reshape(len(value), -1).long() - self._starts
+        index = value.reshape(value.shape[0], -1).long() - self._starts
         parts = [nn.functional.one_hot(index[:, k], n) for k, n in enumerate(self._sizes)]
         return torch.cat(parts, -1).float()
 

@@ -38,6 +38,9 @@ class PolicyModule(Protocol):
     function that does the same as `forward_exploration` and `forward_inference` on arrays, and reads the parameters in
     place. That function gets no "t", so a module that reads "t" must not have `numpy_act`.
 
+    A module may have `torch_inference(batch)`. It returns "actions", and "actions_for_env" if there are any, as
+    `forward_inference` does, by torch operations alone. An export is made of it, or else of `forward_inference`.
+
     Actions that an external env logs get a log-prob too, if the module returns "action_dist_inputs" and has
     `logp(dist_inputs, actions)`, as learners need it. If it returns "actions_for_env", it also needs
     `policy_actions(env_actions)`, which returns the columns "actions/..." for which the env would have got

@@ -94,7 +94,7 @@ class Actor:
             if name == "state_out":
                 continue
             nested = name in ("actions", "actions_for_env")
-            parts = _flatten(self._spaces.action, value, name) if nested else {name: value}
+            parts = flatten_actions(self._spaces.action, value, name) if nested else {name: value}
             columns.update({part: _array(part, tensor) for part, tensor in parts.items()})
         root = "actions_for_env" if "actions_for_env" in answer else "actions"
         for name, leaf in leaves(self._spaces.action, root):
@@ -150,12 +150,13 @@ class BlockActor:
         return columns
 
 
-def _flatten(space: Space, value: Any, root: str) -> dict[str, Any]:
+def flatten_actions(space: Space, value: Any, root: str) -> dict[str, Any]:
+    """Return the leaves of a policy's nested actions by column name. Raises `ModuleError` for another nesting."""
     try:
         if isinstance(space, Dict):
-            parts = [_flatten(sub, value[key], f"{root}/{key}") for key, sub in space.spaces.items()]
+            parts = [flatten_actions(sub, value[key], f"{root}/{key}") for key, sub in space.spaces.items()]
         elif isinstance(space, Tuple):
-            parts = [_flatten(sub, value[index], f"{root}/{index}") for index, sub in enumerate(space.spaces)]
+            parts = [flatten_actions(sub, value[index], f"{root}/{index}") for index, sub in enumerate(space.spaces)]
         else:
             return {root: value}
     except (KeyError, IndexError, TypeError) as error:

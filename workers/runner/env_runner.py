@@ -9,12 +9,15 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import gymnasium as gym
+import numpy as np
 import torch
 from gymnasium.vector.utils import batch_space
+from numpy.typing import NDArray
 
 from headrace.schemas.chunk import EpisodeChunk
 from headrace.schemas.errors import CallbackError, MissingEnvError, ModuleError, RunnerStoppedError
 from headrace.schemas.ledger import Discard
+from headrace.schemas.logged_metrics import LoggedMetric
 from headrace.schemas.spaces import Spaces
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
@@ -189,6 +192,11 @@ class EnvRunner(ABC, Generic[Batch]):
         """Module id -> the spaces of its chunks, as data, in one order in every process of a fleet."""
         return {module_id: policy.spaces for module_id, policy in self._policies.items()}
 
+    def weight_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Return the shapes of weights that `set_weights` takes, by module and name. A runner without modules: none."""
+        shapes = {module_id: policy.weight_shapes() for module_id, policy in self._policies.items()}
+        return shapes if all(shapes.values()) else {}
+
     def policy_columns(self) -> dict[str, PolicyColumns]:
         """Return by module what batches of external envs have here, to compare with it what others have cut.
 
@@ -261,8 +269,11 @@ class EnvRunner(ABC, Generic[Batch]):
         on_poll: Callable[[], None] | None = None,
         random_actions: bool = False,
         on_wait: Callable[[], None] | None = None,
+        most_steps: int | None = None,
     ) -> Batch:
         """Return what a worker ships: `rollout_fragment_length` polls, then everything open is cut.
+
+        With `most_steps` the cut comes as soon as so many steps were taken, if episodes may be cut.
 
         With batch_mode "complete_episodes": polls until `num_envs` episodes have finished, which are delivered; the
         others stay open. With external envs it returns what arrived within `external_fragment_max_age_s`.
@@ -278,9 +289,17 @@ class EnvRunner(ABC, Generic[Batch]):
         self._begin(ActionMode(self.config.explore, random_actions), length, force_reset=False)
         sampler = self._existing_sampler
         enough = enough_episodes(width, sampler) if whole else self._enough_steps(length * width)
+        goal = None if most_steps is None or whole else self.totals.stepped + most_steps
         # A batch names one learner epoch.
         self._poll_until(
-            lambda: enough() or self._state.waiting is not None or sampler.is_overdue, on_poll=on_poll, on_wait=on_wait
+            lambda: (
+                enough()
+                or (goal is not None and self.totals.stepped >= goal)
+                or self._state.waiting is not None
+                or sampler.is_overdue
+            ),
+            on_poll=on_poll,
+            on_wait=on_wait,
         )
         return self.cut_fragment()
 
@@ -423,6 +442,10 @@ class EnvRunner(ABC, Generic[Batch]):
         """Return lifetime counters, as they are in every state."""
         return self._metrics.read_counters()
 
+    def get_logged_metrics(self) -> dict[str, LoggedMetric]:
+        """Return what callbacks have logged so far, for a fleet to merge. `get_metrics` is not affected."""
+        return self._metrics.logger.cumulative()
+
     def set_counters(self, counters: Mapping[str, Any]) -> None:
         """Go on counting from those that are there. Raises `StateError` for what is no counter."""
         self._metrics.write_counters(counters)
@@ -441,6 +464,15 @@ class EnvRunner(ABC, Generic[Batch]):
         module id.
         """
         return self._names.merge(self._policies, state, updates)
+
+    def freeze_connectors(self) -> None:
+        """Let connectors learn nothing from now on, as where a trained policy is evaluated. `make_env` undoes it."""
+        for policy in self._policies.values():
+            policy.connectors.freeze()
+
+    def try_render_at(self, index: int = 0) -> NDArray[np.uint8] | None:
+        """Return what env `index` shows, rgb uint8 (height, width, 3); None if it gives no rgb_array, or is down."""
+        return self._existing_sampler.envs.try_render_at(index)
 
     # -- what else a caller may ask -----------------------------------------------------------------------------------
 

@@ -6,16 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.errors import ConfigError, MissingEnvError
 from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.spaces import Spaces
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.envs.driver import EnvDriver
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.external.vector import ExternalVector
 from headrace.workers.runner.env_runner import EnvRunner
@@ -83,10 +80,6 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         return self._steps
 
     @property
-    def _envs(self) -> EnvDriver:
-        return self._lane_steps.envs
-
-    @property
     def spaces(self) -> Spaces:
         """Observation and action space as the module and the chunks have them: each env's own after all connectors."""
         return self.module_spaces[DEFAULT_MODULE_ID]
@@ -106,14 +99,11 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         lanes = self._steps.envs.lanes
         return [self._steps.look(lane, lane.episode) for lane in lanes if lane.episode is not None]
 
-    def try_render_at(self, index: int = 0) -> NDArray[np.uint8] | None:
-        """Return what env `index` shows, rgb uint8 (height, width, 3); None if it gives no rgb_array, or is down."""
-        return self._envs.try_render_at(index)
-
     def get_metrics(self) -> dict[str, Any]:
         """See `EnvRunner`. Figures that have no value are absent."""
         return self._metrics.report(self._state.version.seq)
 
     def get_spaces(self) -> dict[str, tuple[gym.Space[Any], gym.Space[Any]]]:
         """See `EnvRunner`."""
-        return {DEFAULT_MODULE_ID: self._envs.gym_spaces, **self._env_spaces(*self._envs.gym_spaces)}
+        spaces = self._lane_steps.envs.gym_spaces
+        return {DEFAULT_MODULE_ID: spaces, **self._env_spaces(*spaces)}

@@ -15,7 +15,6 @@ from headrace.schemas.ledger import Discard
 from headrace.schemas.messages import Version
 from headrace.schemas.weights import Arrays
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.connectors.vector_connectors import PIPELINES
 from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
 from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
 from headrace.workers.serving.served_env import ServedEnv, ServedMultiAgentEnv, served_config
@@ -106,11 +105,10 @@ class StandaloneServer:
         self._runner: SingleAgentEnvRunner | MultiAgentEnvRunner = kind(_settings(config, self.sums))
         try:
             self._runner.set_weights(arrays, version[1], version[0])
-            state = self._runner.get_state(components=list(PIPELINES))
+            self._runner.freeze_connectors()  # this policy is to stay as it is
         except BaseException:
             self._runner.stop()
             raise
-        self._connectors = {name: state[name] for name in PIPELINES if state.get(name)}
 
     @property
     def env(self) -> ServedEnv | ServedMultiAgentEnv:
@@ -125,17 +123,12 @@ class StandaloneServer:
         Raises the errors that end a worker: `EnvRestartBudgetError`, `ModuleError`, `ConnectorError`, `CallbackError`.
         """
         while not stopping.is_set():
-            self._sample()
+            self._runner.sample_fragment()
         deadline = time.monotonic() + self._drain_timeout_s
         self.env.episodes.admit_no_more("the server is stopping")
         while self.env.episodes.counts()["open"] and time.monotonic() < deadline:
-            self._sample()
+            self._runner.sample_fragment()
         self._runner.discard_open(Discard.SHUTDOWN)
-
-    def _sample(self) -> None:
-        self._runner.sample_fragment()
-        if self._connectors:  # running statistics learn from what they see, but this policy is to stay as it is
-            self._runner.set_state(self._connectors)
 
     def close(self) -> None:
         """Stop serving. Clients that wait are told."""

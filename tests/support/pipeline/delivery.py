@@ -49,9 +49,18 @@ SPACES = Spaces(observation=Box(shape=(1,), dtype="<f4"), action=Discrete(n=2))
 class BrokerThread:
     """A real broker whose loop turns in a thread of this process. `ask` runs a question between two turns of it."""
 
-    def __init__(self, run_dir: Path, fleet_id: str = FLEET, keys: BrokerKeys | None = None, **settings: Any) -> None:
-        settings = {"heartbeat_interval_s": 0.2, **settings}
-        self.broker = Broker(BrokerSection(**settings), fleet_id, run_dir, None, keys)
+    def __init__(
+        self,
+        run_dir: Path,
+        fleet_id: str = FLEET,
+        keys: BrokerKeys | None = None,
+        *,
+        synchronous: bool = False,
+        workers: int = 0,
+        **settings: Any,
+    ) -> None:
+        section = BrokerSection(**{"heartbeat_interval_s": 0.2, **settings})
+        self.broker = Broker(section, fleet_id, run_dir, None, keys, synchronous=synchronous, workers=workers)
         self.endpoints: Endpoints = self.broker.sockets.endpoints
         self._questions: queue.Queue[Callable[[], None]] = queue.Queue()
         self._stopping = threading.Event()
@@ -248,6 +257,7 @@ class Feeder:
         alter: Callable[[int, list[Buffer]], list[Buffer]] = lambda seq, frames: frames,
         keys: ClientKeys | None = None,
         join_s: float = TIMEOUT_S,
+        follows_learner: bool = False,
     ) -> None:
         hello = WorkerHello(
             fleet_id=fleet_id,
@@ -256,7 +266,8 @@ class Feeder:
             incarnation=incarnation,
             spaces=spaces.model_dump(mode="json"),
         )
-        self.session = WorkerSession(hello, SessionLimits(window, 256 << 20, ack, retry_s=0.3))
+        limits = SessionLimits(window, 256 << 20, ack, retry_s=0.3, follows_learner=follows_learner)
+        self.session = WorkerSession(hello, limits)
         self.weights = WeightsReceiver(fleet_id)
         self.link = BrokerLink(endpoint, self.session, self.weights, keys)
         self._join_s = join_s

@@ -18,6 +18,7 @@ from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.learner_stub.session import LearnerSession, StreamLimits
 from headrace.learner_stub.session import LearnerSessionState as LearnerState
 from headrace.learner_stub.source_progress import ArrivalKind
+from headrace.learner_stub.update_size import UpdateSize
 from headrace.schemas.batch import BatchHeader
 from headrace.schemas.ledger import Drop, LedgerRow, Settled, WorkerTotals, plus
 from headrace.schemas.messages import Ack, HeldBatch, Message, Obituary, SourcePosition, SupervisorHello, WorkerHello
@@ -27,6 +28,8 @@ from headrace.workers.fleet.window import SessionLimits, Shipment
 
 FLEET = "simulated"
 LEASE_S = 4.0
+IDLE_S = 8.0
+SPACES: dict[str, Any] = {"default_policy": {}}
 TICK_S = 0.5
 
 
@@ -59,6 +62,10 @@ class Settings:
     limits: BrokerLimits = BrokerLimits(lease_s=LEASE_S, max_held_bytes=1 << 20)
     session: SessionLimits = SessionLimits(window_batches=4)
     learner_window: int = 3
+    tells_size: bool = False
+    """The learner says how many steps it wants under way, and the workers' windows follow."""
+    round_steps: int = 0
+    """Synchronous sampling with rounds of so many steps; 0: not synchronous."""
 
 
 @dataclass
@@ -118,7 +125,9 @@ class SimWorker:
         self.stopped = False
         self.inbox: list[Any] = []
         self.cut = 0
-        hello = WorkerHello(fleet_id=FLEET, token=f"w{slot}/{incarnation}", slot=slot, incarnation=incarnation)
+        hello = WorkerHello(
+            fleet_id=FLEET, token=f"w{slot}/{incarnation}", slot=slot, incarnation=incarnation, spaces=SPACES
+        )
         self.session = WorkerSession(hello, world.settings.session)
         self.link = Link(world, self)
         self.run()
@@ -144,8 +153,11 @@ class SimWorker:
     def _sample(self) -> None:
         session, world = self.session, self.world
         totals = self.recorder.totals
-        if session.state is WorkerState.ACTIVE and self.cut < world.settings.batches and session.has_room():
-            steps, chunks = world.random.randint(1, 9), world.random.randint(1, 3)
+        session.weights = session.weights_known
+        room = session.round_left() if session.is_synchronous or world.settings.round_steps else 9
+        may_cut = session.state is WorkerState.ACTIVE and self.cut < world.settings.batches and session.has_room()
+        if may_cut and room:
+            steps, chunks = world.random.randint(1, min(room, 9)), world.random.randint(1, 3)
             self.cut += 1
             totals = WorkerTotals(
                 seq=session.next_seq,
@@ -158,6 +170,7 @@ class SimWorker:
             header = batch_header(self, batch, totals)
             session.submit(Shipment(batch, 100, [header], totals))  # type: ignore[list-item]
             world.history.cut(self.slot, self.incarnation, batch)
+            world.versions[(self.slot, self.incarnation, batch.seq)] = session.weights
         elif world.hostile and self.cut < world.settings.batches:
             open_steps = world.random.randint(0, 3)
             more = totals.model_copy(update={"stepped": totals.stepped - totals.open + open_steps, "open": open_steps})
@@ -196,6 +209,8 @@ def batch_header(worker: SimWorker, batch: HeldBatch, totals: WorkerTotals) -> B
         seq=batch.seq,
         steps=batch.steps,
         chunks=batch.chunks,
+        learner_epoch=worker.session.weights[0],
+        weights_seq=worker.session.weights[1],
         totals=totals,
     )
 
@@ -209,8 +224,17 @@ class SimLearner:
         world.learners += 1
         position, self.trained = world.checkpoint
         self.trained = list(self.trained)
-        limits = StreamLimits(window_batches=world.settings.learner_window, window_bytes=1 << 20)
+        round_steps = world.settings.round_steps
+        limits = StreamLimits(
+            window_batches=world.settings.learner_window,
+            window_bytes=1 << 20,
+            synchronous=bool(round_steps),
+            steps_per_update=round_steps,
+        )
+        self.published = 0
+        self.gathered, self.idle_since = 0, world.now
         self.session = LearnerSession(f"l{world.learners}", limits, position=position)
+        self.updates = UpdateSize(None, auto_commit=False)
         self.link = Link(world, self)
         self.run()
 
@@ -227,6 +251,8 @@ class SimLearner:
                 break
             if arrival.kind is ArrivalKind.BATCH and arrival.batch is not None:
                 self.trained.append((*arrival.key, arrival.batch.seq, arrival.batch.steps, arrival.batch.chunks))
+                self.updates.take(arrival.batch.steps)
+                self.gathered, self.idle_since = self.gathered + arrival.batch.steps, world.now
                 session.settle(arrival, (arrival.batch.steps, arrival.batch.chunks), {})
             elif arrival.kind is ArrivalKind.GAP and arrival.batch is not None:
                 session.settle(arrival, (0, 0), {arrival.reason: (arrival.batch.steps, arrival.batch.chunks)})
@@ -237,11 +263,28 @@ class SimLearner:
                 world.checkpoint = (session.position(), list(self.trained))
             if world.random.random() < 0.9:
                 session.commit(world.now, at_once=world.random.random() < 0.5)
+                self.updates.end()
+        self._publish()
+        if world.settings.tells_size:
+            session.want_window(self.updates.window_steps())
         session.tick(world.now)
         for out in session.take_outbox():
             self.link.to_broker(out)
         if session.state is LearnerState.STOPPED:
             self.alive = False
+
+    def _publish(self) -> None:
+        """Publish after each update, and when nothing more comes; say the newest version again each time."""
+        world, session = self.world, self.session
+        if session.state is LearnerState.ACTIVE and world.settings.round_steps:
+            if (
+                not self.published
+                or self.gathered >= world.settings.round_steps
+                or world.now - self.idle_since > IDLE_S
+            ):
+                self.published += 1
+                self.gathered, self.idle_since = 0, world.now
+            self.link.to_broker((session.epoch, self.published))
 
     def gets(self, content: Any) -> None:
         if not self.alive:
@@ -309,6 +352,8 @@ class World:
         self.now = 0.0
         self.hostile = True
         self.links: dict[bytes, Link] = {}
+        self.versions: dict[tuple[int, ...], tuple[int, int]] = {}
+        """Weights of each batch that was cut: (slot, incarnation, seq) -> version."""
         self.peers = 0
         self.learners = 0
         self.checkpoint: tuple[list[SourcePosition], list[tuple[int, ...]]] = ([], [])
@@ -437,10 +482,14 @@ class World:
         if old is None or row.closed or (row.totals.seq >= old.totals.seq and row.settled.seq >= old.settled.seq):
             self.redis[key] = row
 
-    def broker_gets(self, peer: bytes, content: Message | BatchHeader) -> None:
+    def broker_gets(self, peer: bytes, content: Message | BatchHeader | tuple[int, int]) -> None:
         if self.broker is None:
             return
-        if isinstance(content, BatchHeader):
+        if isinstance(content, tuple):
+            lease = self.broker._learners.lease
+            if lease is not None and lease.stream == peer and content > self.broker.weights:
+                self.broker.published(content, self.now)
+        elif isinstance(content, BatchHeader):
             self.broker.receive_batch(peer, content, [content], 100, self.now)  # type: ignore[list-item]
         else:
             self.broker.receive(peer, content, self.now)

@@ -1,0 +1,31 @@
+"""`headrace export`: a trained policy as a file for other programs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from headrace.deploy.logs import Identity, set_up_logging
+from headrace.deploy.roles import Flags, Sets, no_exit_from
+from headrace.deploy.saved_policy import Which, build_policy, resolve_policy
+from headrace.deploy.std_streams import ignore_closed_reader
+from headrace.schemas.errors import EnvError
+
+
+def export(
+    config: Path | None,
+    sets: Sets,
+    flags: Flags,
+    *,
+    run: str,
+    which: Which,
+    to: Path,
+    module_id: str | None,
+) -> None:
+    """Write the policy to the file `to`, and print what is in it."""
+    set_up_logging(Identity("", "export"))
+    with no_exit_from(EnvError, "the env or the module"):
+        policy = build_policy(resolve_policy(run, config, sets, flags, which=which))
+        path = policy.export(to, module_id)
+    with ignore_closed_reader(sys.stdout):
+        print(f"{path}: {policy.source}", flush=True)  # noqa: T201

@@ -1,0 +1,245 @@
+"""Rows in files of the run directory that stay whole: `metrics.jsonl` and `metrics.csv`.
+
+Each row is appended and written at once, so a killed supervisor leaves readable files. What could not be written whole
+is taken back. A disk that is full only delays rows; they are written when there is room again.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
+
+import orjson
+
+from headrace.deploy.loggers.protocol import Row
+
+log = logging.getLogger("headrace.supervisor")
+
+MOST_WAITING = 10_000
+"""Rows that wait for room on the disk. Of more, the oldest are dropped."""
+MOST_COLUMNS = 1000
+"""Columns of a CSV file; values of others are only in the JSON file."""
+_BLOCK = 1 << 16
+_ROWS_AT_ONCE = 1000
+
+
+class RowFile(Protocol):
+    """A file to which rows are appended."""
+
+    path: Path
+
+    def append(self, rows: Sequence[Row]) -> None:
+        """Write all `rows`, or none and raise `OSError`."""
+
+
+class FileLogger:
+    """A logger that writes to a file, and keeps rows while it cannot be written."""
+
+    def __init__(self, file: RowFile) -> None:
+        self._file = file
+        self._waiting: deque[Row] = deque(maxlen=MOST_WAITING)
+        self._failing = False
+
+    def log(self, row: Row, step: int) -> None:
+        """Append `row`, and those that wait."""
+        self._waiting.append(row)
+        self._write()
+
+    def close(self) -> None:
+        """Try a last time to write rows that wait."""
+        self._write()
+        if self._waiting:
+            log.error("%s: the last %d rows could not be written", self._file.path, len(self._waiting))
+
+    def _write(self) -> None:
+        if not self._waiting:
+            return
+        try:
+            self._file.append(list(self._waiting))
+        except OSError as error:
+            if not self._failing:
+                reason = error.strerror or str(error)
+                log.error("%s cannot be written (%s); rows wait until it can", self._file.path, reason)
+            self._failing = True
+            return
+        if self._failing:
+            log.info("%s is written again, with %d rows that waited", self._file.path, len(self._waiting))
+        self._failing = False
+        self._waiting.clear()
+
+
+class JsonlFile:
+    """One JSON object a line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._mended = False
+
+    def append(self, rows: Sequence[Row]) -> None:
+        """See `RowFile`."""
+        if not self._mended:
+            _cut_torn_line(self.path)
+            self._mended = True
+        _append(self.path, b"".join(orjson.dumps(dict(row), option=orjson.OPT_APPEND_NEWLINE) for row in rows))
+
+    def rows(self) -> Iterator[Row]:
+        """Return the rows in the file, without lines that are none. Raises `OSError`."""
+        try:
+            with self.path.open("rb") as file:
+                for line in file:
+                    row = _row_in(line)
+                    if row is not None:
+                        yield row
+        except FileNotFoundError:
+            return
+
+    def last_line_with(self, part: bytes) -> bytes:
+        """Return the last whole line that has `part` in it; empty without one, or without a file."""
+        last = b""
+        try:
+            with self.path.open("rb") as file:
+                for line in file:
+                    if part in line and line.endswith(b"\n"):
+                        last = line
+        except OSError:
+            return b""
+        return last
+
+
+class CsvFile:
+    """A header, and a line a row. A file with other columns gets new ones at its right end, and is replaced at once."""
+
+    def __init__(self, path: Path, columns: Iterable[str]) -> None:
+        self.path = path
+        self._first_columns = list(columns)
+        self._columns: list[str] | None = None
+        """The columns of the file as it is; None before the first look at it."""
+        self._left_out = False
+
+    def append(self, rows: Sequence[Row]) -> None:
+        """See `RowFile`."""
+        if self._columns is None:
+            _cut_torn_line(self.path)
+            self._columns = _header_of(self.path)
+        wanted = self._extended(self._columns, rows)
+        if wanted != self._columns:
+            self._replace(wanted)
+        _append(self.path, _lines([[row.get(name, "") for name in wanted] for row in rows]))
+
+    def catch_up(self, file: JsonlFile) -> None:
+        """Take over all rows of `file` if it has others than this one, as a supervisor that was killed leaves it.
+
+        Raises `OSError`.
+        """
+        rows = file.rows()
+        if sum(1 for _ in file.rows()) == _count_lines(self.path) - 1:
+            return
+        self.path.unlink(missing_ok=True)
+        self._columns = None
+        while block := list(islice(rows, _ROWS_AT_ONCE)):
+            self.append(block)
+
+    def _extended(self, columns: list[str], rows: Sequence[Row]) -> list[str]:
+        """Return `columns` with all new ones after them."""
+        known = dict.fromkeys(columns or self._first_columns)
+        for row in rows:
+            for name in row:
+                if name in known or len(known) < MOST_COLUMNS:
+                    known[name] = None
+                elif not self._left_out:
+                    self._left_out = True
+                    log.warning("%s has %d columns, the most there are; %r is left out", self.path, len(known), name)
+        return list(known)
+
+    def _replace(self, columns: list[str]) -> None:
+        """Write the file again under a wider header, aside, and put it in the old one's place in one step."""
+        aside = self.path.with_name(f".{self.path.name}.new")
+        try:
+            with aside.open("w", encoding="utf-8", newline="") as file:
+                out = csv.writer(file, lineterminator="\n")
+                out.writerow(columns)
+                if self._columns:
+                    with self.path.open(encoding="utf-8", newline="") as old:
+                        lines = csv.reader(old)
+                        next(lines)
+                        out.writerows([*line, *[""] * (len(columns) - len(line))] for line in lines)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(self.path)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
+        self._columns = columns
+
+
+def _row_in(line: bytes) -> Row | None:
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    return row if line.endswith(b"\n") and isinstance(row, dict) else None
+
+
+def _count_lines(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            return sum(1 for line in file if line.endswith(b"\n"))
+    except FileNotFoundError:
+        return 0
+
+
+def _header_of(path: Path) -> list[str]:
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return next(csv.reader(file), [])
+    except FileNotFoundError:
+        return []
+
+
+def _lines(rows: Iterable[Sequence[float | int | str]]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue().encode()
+
+
+def _append(path: Path, data: bytes) -> None:
+    """Append all of `data`, or nothing. Raises `OSError`."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        before = os.fstat(descriptor).st_size
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        except OSError:
+            os.ftruncate(descriptor, before)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Cut off what stands after the last newline: a machine that went down may have left half a line."""
+    try:
+        with path.open("r+b") as file:
+            end = file.seek(0, os.SEEK_END)
+            at = end
+            while at:
+                start = max(0, at - _BLOCK)
+                file.seek(start)
+                newline = file.read(at - start).rfind(b"\n")
+                if newline >= 0:
+                    at = start + newline + 1
+                    break
+                at = start
+            if at < end:
+                file.truncate(at)
+    except FileNotFoundError:
+        return

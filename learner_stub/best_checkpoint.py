@@ -1,0 +1,72 @@
+"""The best checkpoint by training: that of the highest mean return over a full window of episodes."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.learner_stub.checkpoint import hold_checkpoint, keep_best
+from headrace.learner_stub.training_stats import RECENT_EPISODES
+from headrace.schemas.errors import CheckpointError, RunDirError
+
+log = logging.getLogger("headrace.learner")
+
+BEST_FILE = "best.checkpoint"
+
+
+class BestCheckpoint:
+    """Keeps `best.checkpoint` beside the learner's checkpoint at `path`. A later life of the learner goes on with it.
+
+    It is a second name of the file that was saved, so it is as whole as that one. A learner whose place another one
+    has taken keeps nothing: it looks whether what is at `path` is its own.
+    """
+
+    def __init__(self, path: Path, epoch: int) -> None:
+        self._path, self._epoch = path, epoch
+        self._best = path.with_name(BEST_FILE)
+        self._held = path.with_name(f"{BEST_FILE}.{os.getpid()}.new")
+        self._highest = self._read_highest()
+
+    def saved(self, mean_return: float | None) -> None:
+        """Take note that the learner has saved its checkpoint. `mean_return` is that of a full window, if there is one.
+
+        A failure to keep the best is logged: the learner's own checkpoint is written, and training goes on.
+        """
+        if mean_return is None or mean_return <= self._highest:
+            return
+        try:
+            checkpoint = hold_checkpoint(self._path, self._held)
+            if checkpoint is not None and checkpoint.epoch == self._epoch:
+                keep_best(self._held, self._best)
+                self._highest = mean_return
+        except (CheckpointError, RunDirError) as error:
+            log.warning("the best checkpoint is not kept: %s", error)
+        finally:
+            self._held.unlink(missing_ok=True)
+
+    def _read_highest(self) -> float:
+        """Return the mean return of the best checkpoint that is there, from its own window."""
+        try:
+            saved = hold_checkpoint(self._best, self._held)
+        except (CheckpointError, RunDirError) as error:
+            log.warning("the best checkpoint so far is dropped: %s", error)
+            saved = None
+        finally:
+            self._held.unlink(missing_ok=True)
+        return -math.inf if saved is None else _window_mean(saved.state)
+
+
+def _window_mean(state: dict[str, Any]) -> float:
+    """Return what `LearnerPolicies.window_mean` was when `state` was saved; the lowest number for another state."""
+    means = []
+    for own in state.get("modules", {"": state}).values():
+        returns = own.get("recent_returns", ())
+        if len(returns) < RECENT_EPISODES:
+            return -math.inf
+        means.append(float(np.mean(returns)))
+    return sum(means) / len(means)

@@ -1,0 +1,87 @@
+"""The rows that a learner has logged and that are not in Redis yet. No I/O, no clock of its own."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.schemas.learner_messages import MOST_ROWS, LearnerRow
+from headrace.schemas.logged_metrics import MOST_VALUES, is_metric_name
+from headrace.schemas.message_base import Version
+
+log = logging.getLogger("headrace.learner")
+
+MOST_WAITING = 1000
+"""Rows kept while the broker or Redis is away. Of more, the oldest are dropped."""
+GATHER_S = 0.1
+"""Rows that come soon after one another go in one message."""
+
+
+class RowQueue:
+    """Rows in order. `due` gives those to be sent now; `stored` forgets those that need not be sent again.
+
+    A broker takes rows in order, and only from a publisher that it has welcomed. So `send_again`, after each welcome,
+    makes all rows due that are not stored.
+    """
+
+    def __init__(self) -> None:
+        self._rows: deque[LearnerRow] = deque(maxlen=MOST_WAITING)
+        self._sent = 0
+        """Number of the newest row sent."""
+        self._number = 0
+        self._not_before = 0.0
+        self._not_finite: set[str] = set()
+        self._dropped = False
+
+    def add(self, metrics: Mapping[str, Any], epoch: int, weights_seq: int, unix_s: float) -> None:
+        """Add one row. Values that are not finite are left out, with one line in the log for each name.
+
+        Raises `ValueError` for a bad name, a value that is no number, or too many values.
+        """
+        values = {name: _number(name, value) for name, value in metrics.items()}
+        if len(values) > MOST_VALUES:
+            raise ValueError(f"{len(values)} metrics were logged at once; {MOST_VALUES} are allowed")
+        for name in [name for name, value in values.items() if not math.isfinite(value)]:
+            self._leave_out(name, values.pop(name))
+        if not values:
+            return
+        if len(self._rows) == MOST_WAITING and not self._dropped:
+            self._dropped = True
+            log.warning("more than %d logged rows wait for the broker or Redis; the oldest are dropped", MOST_WAITING)
+        self._number = max(self._number + 1, int(unix_s * 1e6))
+        self._rows.append(LearnerRow(epoch=epoch, number=self._number, weights_seq=weights_seq, values=values))
+
+    def due(self, now: float, *, at_once: bool = False) -> list[LearnerRow]:
+        """Return the rows to send now, in order, and take them for sent; those of one message at most."""
+        if now < self._not_before and not at_once:
+            return []
+        rows = [row for row in self._rows if row.number > self._sent][:MOST_ROWS]
+        if rows:
+            self._sent, self._not_before = rows[-1].number, now + GATHER_S
+        return rows
+
+    def send_again(self) -> None:
+        """Make all rows due that are not stored: the broker may be another one, or a message had no connection."""
+        self._sent = 0
+
+    def stored(self, newest: Version) -> None:
+        """Forget the rows up to (epoch, number), which are in Redis."""
+        while self._rows and (self._rows[0].epoch, self._rows[0].number) <= newest:
+            self._rows.popleft()
+
+    def _leave_out(self, name: str, value: float) -> None:
+        if name not in self._not_finite and len(self._not_finite) < MOST_VALUES:
+            self._not_finite.add(name)
+            log.warning("metric %s is %s: it is left out of the logged rows while it is not finite", name, value)
+
+
+def _number(name: str, value: Any) -> float:
+    if not is_metric_name(name):
+        raise ValueError(f"{name!r:.120} is no name for a metric; take 1 to 100 printable ASCII characters")
+    try:
+        return float(value.item() if hasattr(value, "item") else value)  # a tensor's float() may warn
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"metric {name} was given {value!r:.60}, which is no single number") from error

@@ -1,0 +1,157 @@
+"""Wall time and env steps to a mean return of 475 on CartPole-v1, for whole commands, beside other libraries.
+
+PYTHONPATH=tests python -m bench.time_to_return [--seeds 5] [--peers PYTHON] [--cleanrl PYTHON PPO_PY] [--json FILE]
+
+- headrace: `headrace up`, from its start until the goal is reached, and until it has drained.
+- sb3: Stable-Baselines3's PPO with the settings of rl-zoo3.
+- rllib: RLlib's PPO with the settings of its tuned CartPole example.
+- cleanrl: CleanRL's single file `ppo.py`, as it is, whose printed returns are read.
+
+PYTHON is an interpreter with stable-baselines3 and ray[rllib]; what it lacks is left out by name. Arms take turns, seed
+by seed. The mean is that of the newest 100 episodes. One command at a time uses the whole machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+GOAL = 475.0
+LIMIT_S = 600.0
+PEERS = Path(__file__).parent / "peers"
+_EPISODE = re.compile(r"global_step=(\d+), episodic_return=\[?([0-9.]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One command's result. `seconds` runs from the start of the process to the goal."""
+
+    arm: str
+    seed: int
+    seconds: float
+    env_steps: int
+    mean_return: float
+
+
+def headrace(seed: int) -> Run:
+    """Train by `headrace up`."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["up", "--env", "CartPole-v1", "--workers", "2", "--num-envs", "8", "--seed", str(seed)]
+        command += ["--until-return", str(GOAL), "--timeout-s", str(LIMIT_S), "--run-dir", folder, "--json"]
+        start = time.monotonic()
+        found = _last_json([sys.executable, "-m", "headrace.deploy", *command])
+        return Run("headrace", seed, time.monotonic() - start, found["steps"], found["mean_return"])
+
+
+def of_peer(arm: str, python: str) -> Callable[[int], Run]:
+    """Return a function that trains by a script of `peers/`, started by `python`."""
+
+    def run(seed: int) -> Run:
+        start = time.monotonic()
+        found = _last_json([python, str(PEERS / f"{arm}_ppo.py"), str(seed), str(GOAL)])
+        return Run(arm, seed, time.monotonic() - start, found["env_steps"], found["mean_return"])
+
+    return run
+
+
+def of_cleanrl(python: str, script: str) -> Callable[[int], Run]:
+    """Return a function that runs CleanRL's `ppo.py` and ends it at the goal."""
+
+    def run(seed: int) -> Run:
+        start, newest = time.monotonic(), deque[float](maxlen=100)
+        command = [python, "-u", script, "--seed", str(seed), "--total-timesteps", "1000000", "--no-cuda"]
+        with tempfile.TemporaryDirectory() as folder:
+            process = subprocess.Popen(
+                command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+            assert process.stdout is not None
+            steps = 0
+            try:
+                for line in process.stdout:
+                    if matched := _EPISODE.search(line):
+                        steps = int(matched[1])
+                        newest.append(float(matched[2]))
+                    if (len(newest) == 100 and statistics.mean(newest) >= GOAL) or time.monotonic() - start > LIMIT_S:
+                        break
+            finally:
+                process.kill()
+                process.wait()
+            return Run("cleanrl", seed, time.monotonic() - start, steps, statistics.mean(newest))
+
+    return run
+
+
+def measure(seeds: int, arms: dict[str, Callable[[int], Run]]) -> list[Run]:
+    """Run all arms in turns, seed by seed."""
+    runs = []
+    for seed in range(1, seeds + 1):
+        for arm, train in arms.items():
+            run = train(seed)
+            print(f"seed {seed}: {arm} {run.seconds:.1f} s, {run.env_steps:,} env steps", file=sys.stderr, flush=True)
+            runs.append(run)
+    return runs
+
+
+def show(runs: list[Run]) -> None:
+    """Print medians, spreads, and ratios to sb3 where there is one."""
+    arms = list(dict.fromkeys(run.arm for run in runs))
+    median = {arm: statistics.median(run.seconds for run in runs if run.arm == arm) for arm in arms}
+    base = median.get("sb3")
+    print(f"{'arm':<10} {'seconds':>8}  {'low..high':<14} {'env steps':>10}  {'low..high':<20} ratio of seconds to sb3")
+    for arm in arms:
+        own = [run for run in runs if run.arm == arm]
+        seconds, steps = [run.seconds for run in own], [run.env_steps for run in own]
+        ratio = f"{median[arm] / base:.2f}" if base else ""
+        print(
+            f"{arm:<10} {median[arm]:>8.1f}  {f'{min(seconds):.1f}..{max(seconds):.1f}':<14} "
+            f"{statistics.median(steps):>10,.0f}  {f'{min(steps):,}..{max(steps):,}':<20} {ratio}"
+        )
+
+
+def main() -> None:
+    """Measure, print, and write JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--peers", help="interpreter with stable-baselines3 and ray[rllib]")
+    parser.add_argument("--cleanrl", nargs=2, help="interpreter with what CleanRL needs, and its ppo.py")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    arms: dict[str, Callable[[int], Run]] = {"headrace": headrace}
+    for arm, package in (("sb3", "stable_baselines3"), ("rllib", "ray.rllib")):
+        if args.peers and _has(args.peers, package):
+            arms[arm] = of_peer(arm, args.peers)
+        else:
+            print(f"without {arm}: --peers has no {package}", file=sys.stderr)
+    if args.cleanrl:
+        arms["cleanrl"] = of_cleanrl(*args.cleanrl)
+    runs = measure(args.seeds, arms)
+    show(runs)
+    if args.json:
+        args.json.write_text(json.dumps([asdict(run) for run in runs], indent=2) + "\n")
+
+
+def _has(python: str, package: str) -> bool:
+    return subprocess.run([python, "-c", f"import {package}"], capture_output=True, check=False).returncode == 0
+
+
+def _last_json(command: list[str]) -> dict[str, Any]:
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=2 * LIMIT_S)
+    if ended.returncode:
+        raise RuntimeError(f"{command[:3]} ended with {ended.returncode}: {ended.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(ended.stdout.strip().splitlines()[-1])
+    return found
+
+
+if __name__ == "__main__":
+    main()

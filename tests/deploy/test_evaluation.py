@@ -1,0 +1,183 @@
+"""Evaluation: whole episodes, each env's own share of them, the same again by seed; and a video of the first."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from headrace.deploy.episode_video import EpisodeVideo
+from headrace.deploy.evaluation import Evaluation, PlaySettings
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.config_loading import build_config
+from headrace.schemas.errors import ConfigError, EnvError, ExitCode
+from headrace.workers import MultiAgentEnvRunner, SingleAgentEnvRunner
+from headrace.workers.config import runner_config
+from support.envs.counting import Counting
+from support.fleets.saved_runs import TWO_CARTS, save_run, save_run_of_two
+from support.waiting import wait_until
+
+
+def config_of(env: str, **sampling: Any) -> FleetConfig:
+    return build_config({"sampling": {"env": f"{env}", "num_envs": 2, **sampling}})
+
+
+def weights_of(config: FleetConfig, seed: int = 0) -> dict[str, Any]:
+    kind = MultiAgentEnvRunner if config.sampling.is_multi_agent else SingleAgentEnvRunner
+    settings = runner_config(config).model_copy(update={"module_config": {"seed": seed}})
+    with kind(settings) as runner:
+        weights: dict[str, Any] = runner.get_state()["rl_module"]
+    return weights
+
+
+def played(config: FleetConfig, settings: PlaySettings, video: EpisodeVideo | None = None) -> dict[str, Any]:
+    with Evaluation(config, settings, video) as evaluation:
+        return evaluation.play(weights_of(config), (1, 1), threading.Event()).as_json()
+
+
+def test_short_episodes_do_not_count_more_often_than_long_ones() -> None:
+    config = config_of("support.envs.counting:Counting", env_config={"lengths": {0: 2, 1: 200}})
+    told = played(config, PlaySettings(episodes=5))
+    assert told["complete"]
+    assert told["episodes"] == 5
+    assert told["env_steps"] == 3 * 2 + 2 * 200, "the first env has three of five, however soon they end"
+    assert told["length"]["mean"] == pytest.approx(406 / 5)
+    assert told["return"]["max"] == 200 * 201 / 2
+    assert (told["length"]["q25"], told["length"]["median"], told["length"]["q75"]) == (2, 2, 200)
+    assert played(config, PlaySettings(episodes=1, num_envs=16))["env_steps"] == 2
+
+
+def test_a_seed_repeats_its_episodes_with_any_weights_between() -> None:
+    config = config_of("CartPole-v1", env_to_module=["headrace.workers.connectors:MeanStd"])
+    first, other = weights_of(config), weights_of(config, seed=1)
+    never = threading.Event()
+    with Evaluation(config, PlaySettings(12, seed=3)) as evaluation:
+        scores = [evaluation.play(weights, (1, 1), never).returns for weights in (first, other, first)]
+    assert scores[0] == scores[2] != scores[1]
+    with Evaluation(config, PlaySettings(12, seed=4)) as evaluation:
+        assert evaluation.play(first, (1, 1), never).returns != scores[0]
+    with Evaluation(config, PlaySettings(12, seed=3, explore=True)) as evaluation:
+        assert evaluation.play(first, (1, 1), never).returns != scores[0]
+
+
+def test_an_env_that_fails_plays_another_episode_instead() -> None:
+    config = config_of("support.envs.counting:Unsound", env_restart_backoff_s=0, num_envs=4)
+    told = played(config, PlaySettings(episodes=200))
+    assert told["episodes"] == 200
+    assert told["aborted"] > 0
+    assert set(np.unique([told["length"]["min"], told["length"]["max"]])) == {3, 7}
+
+
+def test_agents_and_policies_have_their_own_returns(tmp_path: Path) -> None:
+    save_run_of_two(tmp_path)
+    command = [sys.executable, "-m", "headrace.deploy", "evaluate", str(tmp_path), "--episodes", "6"]
+    ended = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    told = orjson.loads(ended.stdout)
+    assert told["env"] == TWO_CARTS
+    assert told["return_by_agent"] == told["return_by_policy"]
+    means = {agent: own["mean"] for agent, own in told["return_by_agent"].items()}
+    assert means.keys() == {"short", "long"}
+    assert sum(means.values()) == pytest.approx(told["return"]["mean"])
+    words = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200).stdout
+    assert f"return of policy long   mean {means['long']:.4g}" in words
+
+
+def test_envs_that_clients_drive_are_refused_with_what_to_do() -> None:
+    with pytest.raises(EnvError, match=r"drives its own episodes.*`headrace serve`"):
+        Evaluation(config_of("support.envs.external:Serving"), PlaySettings())
+    served = build_config({"serving": {"enabled": True}})
+    with pytest.raises(ConfigError, match=r"clients drive this fleet's episodes.*serving\.enabled=false"):
+        Evaluation(served, PlaySettings())
+    for learner in ({"evaluate_every_steps": 5, "enabled": False}, {"evaluate_every_steps": 5}):
+        with pytest.raises(ConfigError, match=r"learner\.evaluate_every_steps = 5.*leave one of them out"):
+            build_config({"learner": learner, "serving": {"enabled": learner.get("enabled", True)}})
+
+
+def test_a_signal_ends_it_with_what_has_ended(tmp_path: Path) -> None:
+    save_run(tmp_path)
+    options = ("--episodes", "100000", "--json", "--num-envs", "2")
+    command = [sys.executable, "-m", "headrace.deploy", "evaluate", str(tmp_path), *options]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
+    with process:
+        wait_until(lambda: "of 100000 episodes have ended" in (tmp_path / "log").read_text(), "progress")
+        process.send_signal(signal.SIGTERM)
+        told = orjson.loads(process.communicate(timeout=100)[0])
+    assert process.returncode == ExitCode.FAILURE
+    assert not told["complete"]
+    assert 0 < told["episodes"] < 100000
+    assert "stopped after" in (tmp_path / "log").read_text()
+
+
+class Drawn(Counting):
+    """A counting env that shows its index and time."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.render_mode = config.get("render_mode")
+
+    def render(self) -> Any:
+        picture = np.zeros((32, 48, 3), np.uint8)
+        picture[:, :, self.index] = 40 * self.t
+        return picture
+
+
+def frames_of(path: Path, ffmpeg: str, height: int, width: int) -> Any:
+    """Return the pictures of a video, uint8 (frames, height, width, 3), as ffmpeg reads them."""
+    command = [ffmpeg, "-loglevel", "error", "-i", str(path), "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
+    raw = subprocess.run(command, capture_output=True, check=True, timeout=100).stdout
+    return np.frombuffer(raw, np.uint8).reshape(-1, height, width, 3)
+
+
+@pytest.fixture
+def ffmpeg() -> str:
+    reason = "imageio-ffmpeg is not installed; pip install 'headrace[video]'"
+    return str(pytest.importorskip("imageio_ffmpeg", reason=reason).get_ffmpeg_exe())
+
+
+@pytest.mark.parametrize("episodes", [1, 2])
+def test_the_video_has_the_first_episodes_of_the_first_env(tmp_path: Path, ffmpeg: str, episodes: int) -> None:
+    config = config_of(f"{__name__}:Drawn", env_placement="process")
+    with EpisodeVideo(tmp_path / "out.mp4", episodes) as video:
+        told = played(config, PlaySettings(episodes=7), video)
+    assert told["episodes"] == 7
+    assert list(tmp_path.iterdir()) == [tmp_path / "out.mp4"]
+    frames = frames_of(tmp_path / "out.mp4", ffmpeg, 32, 48)
+    assert np.allclose(frames[:, :, :, 0].mean((1, 2)), [40 * t for t in range(6)] * episodes, atol=12)
+    assert frames[:, :, :, 1].mean((1, 2)).max() < 30, "the second env is green"
+
+
+@pytest.mark.usefixtures("ffmpeg")
+def test_an_env_without_pictures_is_told_at_its_first_episode(tmp_path: Path) -> None:
+    config, words = config_of("support.envs.counting:Counting"), 'no picture; it should take render_mode = "rgb_array"'
+    with pytest.raises(EnvError, match=words), EpisodeVideo(tmp_path / "out.mp4") as video:
+        played(config, PlaySettings(episodes=1000), video)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("ffmpeg")
+def test_what_a_video_lacks_is_said_before_anything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"should end with \.mp4"):
+        EpisodeVideo(tmp_path / "out.avi")
+    with pytest.raises(ConfigError, match="in a folder that does not exist"):
+        EpisodeVideo(tmp_path / "nowhere" / "out.mp4")
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"pip install 'headrace\[video\]'"):
+        EpisodeVideo(tmp_path / "out.mp4")
+
+
+def test_gymnasiums_own_pictures_become_a_video(tmp_path: Path, ffmpeg: str) -> None:
+    with EpisodeVideo(tmp_path / "out.mp4") as video:
+        played(config_of("CartPole-v1"), PlaySettings(episodes=2), video)
+    frames = frames_of(tmp_path / "out.mp4", ffmpeg, 400, 600)
+    assert len(frames) == video.frames > 5
+    assert 0 < (frames[0] < 100).mean() < 0.2, "a small cart on white ground"

@@ -1,0 +1,104 @@
+"""The evaluator of a run that trains: which checkpoints it evaluates, which one it keeps, and what it leaves behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from headrace.deploy.evaluation_log import EvaluationLog, describe
+from headrace.deploy.evaluator import watch
+from headrace.learner_stub.checkpoint import load_checkpoint
+from headrace.schemas.config_loading import load_config
+from support.fleets.saved_runs import save_run
+from support.waiting import wait_until
+
+
+@contextmanager
+def watched(run: Path, **learner: Any) -> Iterator[None]:
+    """Watch the run as `headrace evaluate --watch` does; raise what that raises."""
+    settings = {"evaluate_every_steps": 4096, "evaluate_episodes": 3, **learner}
+    flags = {f"learner.{key}": value for key, value in settings.items()}
+    config, _ = load_config(run / "config.json", flags, {})
+    stopping, failures = threading.Event(), list[BaseException]()
+
+    def run_watch() -> None:
+        try:
+            watch(config, run, None, None, stopping)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run_watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        thread.join(100)
+    assert not failures, failures
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    path = run / "evaluations.jsonl"
+    return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+
+
+def updates_of(path: Path) -> int:
+    saved = load_checkpoint(path)
+    assert saved is not None
+    return int(saved.state["updates"])
+
+
+def test_checkpoints_are_evaluated_as_steps_go_by_and_the_best_one_stays(tmp_path: Path) -> None:
+    (tmp_path / "evaluating.4711.checkpoint").write_bytes(b"of a process that was killed")
+    save_run(tmp_path, updates=1)
+    with watched(tmp_path):
+        save_run(tmp_path, updates=3, seed=4)
+        wait_until(lambda: len(lines(tmp_path)) == 1, "an evaluation")
+        save_run(tmp_path, updates=4, seed=5)  # too soon after the one before
+        for updates, seed in ((9, 6), (12, 7), (15, 8)):
+            before = len(lines(tmp_path))
+            save_run(tmp_path, updates=updates, seed=seed)
+            wait_until(lambda before=before: len(lines(tmp_path)) == before + 1, "another")  # type: ignore[misc]
+    told = lines(tmp_path)
+    assert [line["update"] for line in told] == [3, 9, 12, 15]
+    assert [line["steps"] for line in told] == [2048 * line["update"] for line in told]
+    means = [line["return"]["mean"] for line in told]
+    assert [line["best"] for line in told] == [mean > max([0.0, *means[:at]]) for at, mean in enumerate(means)]
+    assert updates_of(tmp_path / "best.checkpoint") == max(told, key=lambda line: line["return"]["mean"])["update"]
+    assert not list(tmp_path.glob("evaluating.*"))
+
+    with watched(tmp_path):  # another life goes on with what is known
+        save_run(tmp_path, updates=18, seed=4)
+        wait_until(lambda: len(lines(tmp_path)) == 5, "an evaluation after a restart")
+    last = lines(tmp_path)[-1]
+    assert (last["update"], last["return"]) == (18, told[0]["return"]), "the same policy plays the same episodes"
+    assert not last["best"]
+
+
+def test_a_line_that_was_torn_is_left_out_and_the_next_one_is_whole(tmp_path: Path) -> None:
+    log = EvaluationLog(tmp_path)
+    assert log.newest() is None
+    told = {"steps": 10, "episodes": 2, "return": {"mean": 3.0, "std": 0.5}, "best": True}
+    log.append(told)
+    assert log.newest() == told
+    with log.path.open("ab") as file:
+        file.write(b'{"steps": 20, "ret')
+    assert log.newest() == told
+    log.append({**told, "steps": 30, "return": {"mean": 2.0, "std": 0.0}})
+    assert log.newest() == {**told, "steps": 30, "return": {"mean": 2.0, "std": 0.0}}
+    assert log.best_mean() == 3.0
+    assert describe(told) == "mean return 3 (std 0.5) over 2 episodes after 10 steps, the best so far"
+
+
+@pytest.mark.parametrize("content", [b"", b"null\n", b"[]\n", b'{"return": {"mean": "x"}}\n'])
+def test_a_file_of_anything_else_has_no_evaluations(tmp_path: Path, content: bytes) -> None:
+    log = EvaluationLog(tmp_path)
+    log.path.write_bytes(content)
+    assert log.newest() is None
+    assert log.best_mean() == float("-inf")

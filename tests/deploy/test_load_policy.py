@@ -1,0 +1,89 @@
+"""`load_policy`: what it finds, what it builds it by, and what it says where it cannot."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from headrace.deploy import load_policy
+from headrace.schemas.errors import CheckpointError, ConfigError, ExitCode, ModuleError
+from support.fleets.saved_runs import best_action, save_run, save_run_of_two
+from support.fleets.serving_process import cart_spaces
+
+SEEN = np.random.default_rng(0).uniform(-0.3, 0.3, (30, 4)).astype(np.float32)
+
+
+def test_a_run_a_file_and_the_best_one_are_found(tmp_path: Path) -> None:
+    module = save_run(tmp_path)
+    best = save_run(tmp_path, "best.checkpoint", updates=5, seed=8)
+    for policy, own, updates in (
+        (load_policy(tmp_path), module, 9),
+        (load_policy(str(tmp_path / "learner.checkpoint")), module, 9),
+        (load_policy(tmp_path, which="best"), best, 5),
+    ):
+        assert policy.version == (2, updates)
+        assert f"update {updates} of learner epoch 2" in policy.source
+        assert [policy.act(seen) for seen in SEEN] == [best_action(own, seen) for seen in SEEN]
+        assert policy.act(SEEN).tolist() == [best_action(own, seen) for seen in SEEN]
+        assert policy.module.state_dict().keys() == own.state_dict().keys()
+        assert not policy.module.training
+    assert policy.spaces == {"default_policy": cart_spaces()}
+
+
+def test_several_policies_are_asked_by_agent_or_by_name(tmp_path: Path) -> None:
+    modules = save_run_of_two(tmp_path)
+    policy = load_policy(tmp_path)
+    assert policy.agents == ["short", "long"]
+    assert policy.modules.keys() == modules.keys()
+    for name, module in modules.items():
+        due = [best_action(module, seen) for seen in SEEN]
+        assert policy.act(SEEN, module_id=name).tolist() == policy.act(SEEN, agent=name).tolist() == due
+
+
+def test_with_spaces_no_env_is_needed(tmp_path: Path) -> None:
+    module = save_run(tmp_path)
+    game = gym.make("CartPole-v1")
+    spaces = game.observation_space, game.action_space
+    policy = load_policy(tmp_path, settings={"sampling.env": "no_such_simulator:make"}, spaces=spaces)
+    assert policy.act(SEEN).tolist() == [best_action(module, seen) for seen in SEEN]
+    save_run_of_two(tmp_path)
+    assert load_policy(tmp_path, spaces={"short": spaces, "long": spaces}).act(SEEN[0], module_id="long") in (0, 1)
+    with pytest.raises(ConfigError, match=r"spaces: has spaces of \['short'\]; the policies are \['long', 'short'\]"):
+        load_policy(tmp_path, spaces={"short": spaces})
+    with pytest.raises(ConfigError, match=r"should be \(observation space, action space\), got 3"):
+        load_policy(tmp_path, spaces=3)
+
+
+def test_what_is_not_there_or_does_not_fit_is_said(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="name a run directory"):
+        load_policy(tmp_path)
+    save_run(tmp_path)
+    with pytest.raises(CheckpointError, match="there is none yet: it is kept from the first evaluation on"):
+        load_policy(tmp_path, which="best")
+    with pytest.raises(CheckpointError, match="only a run directory has a best checkpoint"):
+        load_policy(tmp_path / "learner.checkpoint", which="best")
+    with pytest.raises(ConfigError, match="which: should be one of newest, best, got 'first'"):
+        load_policy(tmp_path, which="first")  # type: ignore[arg-type]
+    with pytest.raises(ModuleError, match=r"of another policy than headrace\.workers\.modules:actor_critic"):
+        load_policy(tmp_path, settings={"module.config": {"hidden": [8]}})
+
+
+def test_the_command_exports_a_file_and_says_what_is_in_it(tmp_path: Path) -> None:
+    save_run(tmp_path)
+
+    def export(to: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "headrace.deploy", "export", str(tmp_path), "--to", to]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200)
+
+    written = export("policy.pt")
+    assert written.returncode == 0, written.stderr
+    assert written.stdout.startswith("policy.pt: ")
+    assert (tmp_path / "policy.pt").stat().st_size > 1000
+    refused = export("policy.h5")
+    assert refused.returncode == ExitCode.MODULE
+    assert "error: the policy cannot be exported to policy.h5: name a file that ends with" in refused.stderr

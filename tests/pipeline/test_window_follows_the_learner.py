@@ -1,0 +1,183 @@
+"""Workers keep one to two updates of the learner under way, however many they are: told, or measured by the stream."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.learner_stub import EpisodeStream, WeightPublisher
+from headrace.learner_stub.training import gather
+from headrace.learner_stub.update_size import UpdateSize
+from headrace.schemas.batch import ChunkBatch
+from support.pipeline.delivery import BrokerThread, Envs, Feeder, StartFeeder, worker_process
+from support.pipeline.worker_threads import constant_value
+from support.waiting import wait_until
+
+STEPS = 10
+"""Steps of each batch here."""
+NEVER = threading.Event()
+WEIGHTS = {"w": np.zeros(3, np.float32)}
+
+
+def _endless(seed: int) -> Iterator[ChunkBatch]:
+    envs = Envs(seed, ends=0.0, fails=0.0)
+    return (envs.fragment() for _ in itertools.count())
+
+
+def _start(start_feeder: StartFeeder, broker: BrokerThread, workers: int, first: int = 0) -> list[Feeder]:
+    places = range(first, first + workers)
+    return [start_feeder(broker.endpoints.worker, _endless(n), slot=n, follows_learner=True) for n in places]
+
+
+def _under_way(feeders: list[Feeder]) -> int:
+    """Steps cut and not settled, once all wait for the learner."""
+    wait_until(lambda: all(feeder.blocked and not feeder.session.unaccepted() for feeder in feeders), "full windows")
+    return sum(batch.steps for feeder in feeders for batch in feeder.session.window())
+
+
+@pytest.mark.parametrize(("workers", "update"), [(1, 200), (2, 200), (5, 200), (3, 1000)])
+@pytest.mark.parametrize("auto_commit", [True, False])
+def test_what_is_under_way_follows_the_size_that_the_learner_tells(
+    broker: BrokerThread, start_feeder: StartFeeder, workers: int, update: int, auto_commit: bool
+) -> None:
+    options = {"auto_commit": auto_commit, "steps_per_update": update}
+    with EpisodeStream(broker.endpoints.learner, **options) as stream:  # type: ignore[arg-type]
+        feeders = _start(start_feeder, broker, workers)
+        for _ in range(3):
+            gather(stream, update, NEVER)
+            assert update <= _under_way(feeders) <= 2.3 * update
+            stream.commit()
+
+
+def test_a_window_holds_a_batch_of_each_worker_however_small_updates_are(
+    broker: BrokerThread, start_feeder: StartFeeder
+) -> None:
+    with EpisodeStream(broker.endpoints.learner, steps_per_update=1) as stream:
+        feeders = _start(start_feeder, broker, 4)
+        assert stream.next(100.0) is not None
+        assert _under_way(feeders) == 4 * STEPS
+
+
+def test_no_option_is_needed_when_weights_are_published(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+    """The first update already finds a small window, so it is not trained on hundreds of steps of the first weights."""
+    update = 12 * STEPS
+    with EpisodeStream(broker.endpoints.learner) as stream, WeightPublisher(broker.endpoints.learner) as weights:
+        weights.publish(WEIGHTS)
+        feeders = _start(start_feeder, broker, 3)
+        assert _under_way(feeders) == 3 * STEPS
+        for _ in range(3):
+            gather(stream, update, NEVER)
+            weights.publish(WEIGHTS)
+        assert update <= _under_way(feeders) <= 2 * update
+
+
+def test_no_option_is_needed_when_the_learner_commits_for_itself(
+    broker: BrokerThread, start_feeder: StartFeeder
+) -> None:
+    """Without weights a commit is the end of an update. An update far above the workers' own windows starves nobody."""
+    update = 120 * STEPS
+    with EpisodeStream(broker.endpoints.learner, auto_commit=False) as stream:
+        feeders = _start(start_feeder, broker, 3)
+        stream.commit()
+        for _ in range(2):
+            assert sum(batch.steps for batch in gather(stream, update, NEVER)) == update
+            assert not stream.starved
+            stream.commit()
+        gather(stream, update, NEVER)
+        assert update <= _under_way(feeders) <= 2.3 * update
+
+
+def test_who_only_reads_is_not_slowed_down(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+    feeders = _start(start_feeder, broker, 2)
+    with EpisodeStream(broker.endpoints.learner) as stream:
+        for _ in range(50):
+            assert stream.next(100.0) is not None
+        assert _under_way(feeders) == 2 * 16 * STEPS
+
+
+def test_workers_that_stand_still_leave_their_share_to_the_others(
+    broker: BrokerThread, start_feeder: StartFeeder
+) -> None:
+    """Three of four ship nothing and wait for nothing, as with envs that are being built."""
+    for slot in (1, 2, 3):
+        start_feeder(broker.endpoints.worker, itertools.repeat(None), slot=slot, follows_learner=True)
+    with EpisodeStream(broker.endpoints.learner, auto_commit=False, steps_per_update=40 * STEPS) as stream:
+        _start(start_feeder, broker, 1)
+        assert sum(batch.steps for batch in gather(stream, 40 * STEPS, NEVER)) == 40 * STEPS
+
+
+def test_a_new_broker_hears_the_size_again(tmp_path: Path, stack: ExitStack, start_feeder: StartFeeder) -> None:
+    first = stack.enter_context(BrokerThread(tmp_path))
+    with EpisodeStream(first.endpoints.learner, steps_per_update=20 * STEPS) as stream:
+        feeders = _start(start_feeder, first, 2)
+        assert stream.next(100.0) is not None
+        first.stop()
+        stack.enter_context(BrokerThread(tmp_path))
+        wait_until(lambda: stream.next(0.2), "a batch of the new broker")
+        assert _under_way(feeders) <= 2 * 20 * STEPS
+
+
+def test_a_size_that_is_none_is_refused(broker: BrokerThread) -> None:
+    with pytest.raises(ValueError, match="steps_per_update = 0"):
+        EpisodeStream(broker.endpoints.learner, steps_per_update=0)
+
+
+def test_a_measured_size_is_the_mean_of_the_last_updates() -> None:
+    size = UpdateSize(None, auto_commit=True)
+    assert size.window_steps() is None
+    size.end()
+    assert size.window_steps() == 1
+    for steps in (30, 50, 40):
+        size.take(steps)
+        size.end()
+        size.end()  # weights published twice make no update of no steps
+    assert size.steps == 40
+
+
+@pytest.mark.processes
+def test_a_learner_with_small_updates_trains_on_fresh_data(
+    broker: BrokerThread, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its training takes longer than sampling: when it publishes, all windows are full.
+
+    Windows of 16 batches, which workers have while they know nothing of the learner, would be 16 versions.
+    """
+    caplog.set_level(logging.WARNING, "headrace.learner")
+    sampling = {"env": "CartPole-v1", "num_envs": 4, "rollout_fragment_length": 64, "seed": 1}
+    sections = {"sampling": sampling, "learner": {"enabled": False}}
+    at = broker.endpoints
+
+    def all_wait() -> bool:
+        stream.pump()
+        return broker.ask(lambda b: all(source.blocked for source in b.core.live()))
+
+    with (
+        worker_process(tmp_path, at.worker, 0, 1, sections),
+        worker_process(tmp_path, at.worker, 1, 1, sections),
+        EpisodeStream(at.learner, warn_lag=4.0) as stream,
+        WeightPublisher(at.learner) as weights,
+    ):
+        arrays = constant_value(stream.spaces(timeout_s=100.0), 1.0)
+        weights.publish(arrays)
+        worst = 0.0
+        for _ in range(8):
+            batches = gather(stream, 512, NEVER)
+            wait_until(all_wait, "full windows")
+            worst = max(worst, *(float(batch.lag.mean()) for batch in batches))
+            weights.publish(arrays)
+        assert 0 < stream.lag <= worst <= 3
+        assert stream.late_batches == 0
+        for _ in range(12):
+            weights.publish(arrays)
+        gather(stream, 512, NEVER)
+    assert stream.late_batches > 0
+    (warning,) = (record.getMessage() for record in caplog.records if "versions behind" in record.message)
+    assert "an update takes 512 steps" in warning
+    assert "lower sampling.rollout_fragment_length" in warning

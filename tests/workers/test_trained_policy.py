@@ -1,0 +1,342 @@
+"""A trained policy acts as the runner does that trained it, alone and in batches, and so does what it exports."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from golden_envs import Choices, Nested, Picture, Push, Walk
+
+from headrace.schemas.errors import ExportError, PolicyCallError, WhichModuleError
+from headrace.schemas.spaces import Spaces, leaves
+from headrace.workers import EnvRunner, EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
+from headrace.workers.agents.examples import TwoCarts, two_carts
+from headrace.workers.connectors import (
+    ClipActions,
+    FlattenObservations,
+    FrameStack,
+    MeanStd,
+    UnsquashActions,
+)
+from headrace.workers.connectors.vector_connectors import join_states
+from headrace.workers.envs.spaces import convert
+from headrace.workers.policy.trained_policy import TrainedPolicy
+from support.runners.recurrent import LSTM, REMEMBERING
+
+AGENT, FLAT = (f"headrace.workers.connectors:{name}" for name in ("AgentOneHot", "FlattenObservations"))
+PIPELINES = ("env_to_module", "module_to_env")
+
+
+class Masked(Walk):
+    """A walk that forbids actions."""
+
+    observation_space: Any = gym.spaces.Dict(
+        {"at": gym.spaces.Box(-1000.0, 1000.0, (2,), np.float32), "action_mask": gym.spaces.MultiBinary(5)}
+    )
+
+    def observe(self) -> Any:
+        legal = np.array([self.sum >> bit & 1 for bit in range(5)], np.int8)
+        legal[self.time % 5] = 1
+        return {"at": np.array([self.sum / 64, self.time / 8], np.float32), "action_mask": legal}
+
+
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "statistics": (Walk, {"env_to_module": [MeanStd]}),
+    "scaled": (Push, {"env_to_module": [MeanStd]}),
+    "nested": (Nested, {}),
+    "flattened": (Nested, {"env_to_module": [FlattenObservations, MeanStd]}),
+    "masked": (Masked, {}),
+    "pictures": (Picture, {}),
+    "choices": (Choices, {}),
+    "bounded": (Push, {"module_to_env": [UnsquashActions, ClipActions]}),
+    "remembering": (Push, REMEMBERING),
+    "stacked": (Walk, {"env_to_module": [FrameStack]}),
+}
+MEMORYLESS = ("statistics", "scaled", "nested", "flattened", "masked", "pictures", "choices", "bounded")
+
+
+def trained(env: Any, **settings: Any) -> tuple[EnvRunnerConfig, SingleAgentEnvRunner]:
+    """Return a runner that has sampled, of a module whose actions differ from one observation to the next."""
+    config = EnvRunnerConfig(env=env, seed=3, explore=False, **settings)
+    runner = SingleAgentEnvRunner(config, run_uid="test")
+    for parameter in runner.modules["default_policy"].parameters():  # type: ignore[union-attr]
+        parameter.data.mul_(4)
+    runner.sample(num_timesteps=40)
+    runner.freeze_connectors()
+    return config, runner
+
+
+def spaces_of(runner: EnvRunner[Any]) -> dict[str, Spaces]:
+    return {
+        module_id: Spaces(observation=convert(seen, "seen"), action=convert(done, "done"))
+        for module_id, (seen, done) in runner.get_spaces().items()
+    }
+
+
+def policy_of(config: EnvRunnerConfig, runner: SingleAgentEnvRunner, **options: Any) -> TrainedPolicy:
+    state = runner.get_state()
+    arrays = {**state["rl_module"], **join_states({name: state[name] for name in PIPELINES if name in state})}
+    return TrainedPolicy(config, spaces_of(runner), arrays, **options)
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, tuple):
+        return all(map(equal, one, other))
+    return bool(np.allclose(one, other, 1e-4, 1e-4))
+
+
+def row(batch: Any, at: int) -> Any:
+    if isinstance(batch, dict):
+        return {key: row(part, at) for key, part in batch.items()}
+    return tuple(row(part, at) for part in batch) if isinstance(batch, tuple) else batch[at]
+
+
+def batch_of(env: Any, count: int) -> Any:
+    """Return observations of `count` walks, nested as one is."""
+    seen = []
+    for seed in range(count):
+        walk = env()
+        walk.reset(seed=seed)
+        seen.append(walk.step(walk.action_space.sample())[0])
+    return joined(seen)
+
+
+def joined(values: list[Any]) -> Any:
+    if isinstance(values[0], dict):
+        return {key: joined([value[key] for value in values]) for key in values[0]}
+    if isinstance(values[0], tuple):
+        return tuple(map(joined, map(list, zip(*values, strict=True))))
+    return np.stack(values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_plays_the_episodes_that_its_runner_plays(kind: str) -> None:
+    env, settings = KINDS[kind]
+    config, runner = trained(env, **settings)
+    with runner:
+        chunks = [chunk for chunk in runner.sample(num_episodes=6) if len(chunk) > 1]
+        policy = policy_of(config, runner)
+    assert len({len(chunk) for chunk in chunks}) > 1
+    different = set()
+    for chunk in chunks:
+        walk = env()
+        observation, _ = walk.reset(seed=chunk.seed)
+        policy.reset()
+        reward = 0.0
+        for step in range(len(chunk)):
+            action = policy.act(observation, rewards=reward)
+            assert walk.action_space.contains(action)
+            observation, reward, terminated, truncated, _ = walk.step(action)
+            assert reward == chunk.rewards[step], f"step {step} of {len(chunk)}"
+            different.add(repr(action))
+        assert terminated or truncated
+    assert len(different) > 1, "a policy that always does the same would prove little"
+
+
+@pytest.mark.parametrize("kind", MEMORYLESS)
+def test_a_batch_gets_the_actions_of_its_rows_whatever_its_size(kind: str) -> None:
+    env, settings = KINDS[kind]
+    config, runner = trained(env, **settings)
+    with runner:
+        policy = policy_of(config, runner, seed=5)
+    for count in (1, 4, 3):
+        batch = batch_of(env, count)
+        actions = policy.act(batch)
+        for at in range(count):
+            single = policy.act(row(batch, at))
+            assert env.action_space.contains(single)
+            assert equal(row(actions, at), single)
+        assert equal(policy.act(batch), actions), "connectors learn nothing"
+
+
+def test_sampled_actions_differ_and_repeat_by_seed() -> None:
+    config, runner = trained(Push)
+    with runner:
+        policy, again = (policy_of(config, runner, seed=5) for _ in range(2))
+    batch = batch_of(Push, 4)
+    sampled = [policy.act(batch, explore=True) for _ in range(3)]
+    assert not equal(sampled[0], sampled[1])
+    assert equal([again.act(batch, explore=True) for _ in range(3)], sampled)
+    assert not equal(policy.act(batch[:1], explore=True), sampled[0][:1]), "another batch draws other numbers"
+
+
+def test_each_row_of_a_batch_remembers_its_own_episode() -> None:
+    config, runner = trained(Push, **REMEMBERING)
+    with runner:
+        policy = policy_of(config, runner)
+    walks = [batch_of(Push, 3) + step for step in range(4)]
+    together = [policy.act(batch, rewards=np.arange(3.0)) for batch in walks]
+    for at in range(3):
+        other = policy.with_own_memory()
+        alone = [other.act(batch[at], rewards=float(at)) for batch in walks]
+        assert equal([*alone], [actions[at] for actions in together])
+    assert not equal(policy.act(walks[0]), together[0]), "it remembers"
+    policy.reset([1])
+    mixed = policy.act(walks[0])
+    assert equal(mixed[1], together[0][1])
+    assert not equal(mixed[0], together[0][0])
+    with pytest.raises(PolicyCallError, match=r"the batch has 2 rows, and the policy remembers 3 episodes; call reset"):
+        policy.act(walks[0][:2])
+    policy.reset()
+    assert equal(policy.act(walks[0][:2]), together[0][:2])
+
+
+class Shift(MeanStd):
+    """Learns, and knows no way to stop."""
+
+    freeze = None  # type: ignore[assignment]
+
+    def process(self, rows: Any) -> Any:
+        return {"obs": super().process(rows)["obs"] + 0.1}
+
+
+def test_a_connector_that_cannot_be_frozen_is_set_back() -> None:
+    config, runner = trained(Push, env_to_module=[Shift])
+    with runner:
+        policy = policy_of(config, runner)
+    batch = batch_of(Push, 3)
+    first = policy.act(batch)
+    for scale in (1, 50, 0):
+        policy.act(batch * scale)
+    assert np.array_equal(policy.act(batch), first)
+
+
+def test_agents_are_played_by_their_own_policies_with_their_own_memory() -> None:
+    config = EnvRunnerConfig(
+        env=two_carts,
+        seed=1,
+        explore=False,
+        policies={"short": None, "long": {"env_to_module": [{"build": AGENT, "config": {"num_agents": 2}}, FLAT]}},
+        module=LSTM,
+    )
+    with MultiAgentEnvRunner(config, run_uid="test") as runner:
+        for module in runner.modules.values():
+            for parameter in module.parameters():  # type: ignore[union-attr]
+                parameter.data.mul_(4)
+        weights = runner.get_state()["rl_module"]
+        chunks = [chunk for chunk in runner.sample(num_episodes=1) if len(chunk)]
+        policy = TrainedPolicy(config, spaces_of(runner), weights, agents=["short", "long"])
+    env = TwoCarts()
+    observations, _ = env.reset(seed=chunks[0].seed)
+    played: dict[str, list[int]] = {"short": [], "long": []}
+    while observations:
+        actions = {agent: policy.act(seen, agent=agent) for agent, seen in observations.items()}
+        for agent, action in actions.items():
+            played[agent].append(int(action))
+        observations, _, terminateds, truncateds, _ = env.step(actions)
+        observations = {a: seen for a, seen in observations.items() if not terminateds[a] and not truncateds[a]}
+    assert played == {chunk.agent_id: chunk.actions.tolist() for chunk in chunks}
+    with pytest.raises(WhichModuleError):
+        policy.act(np.zeros(4, np.float32))
+    with pytest.raises(WhichModuleError):
+        _ = policy.module
+
+
+EXPORTS = [("statistics", ".pt"), ("flattened", ".pt2"), ("pictures", ".pt"), ("choices", ".pt2"), ("bounded", ".onnx")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "suffix"), [*EXPORTS, *((kind, suffix) for kind in ("nested", "masked") for suffix in (".pt", ".onnx"))]
+)
+def test_an_exported_file_gives_the_same_actions(kind: str, suffix: str, tmp_path: Path) -> None:
+    env, settings = KINDS[kind]
+    config, runner = trained(env, **settings)
+    with runner:
+        policy = policy_of(config, runner)
+    path = policy.export(tmp_path / f"policy{suffix}")
+    assert list(tmp_path.iterdir()) == [path]
+    (spaces,) = policy.spaces.values()
+    for count in (1, 5):
+        batch = batch_of(env, count)
+        inputs = dict(zip((name for name, _ in leaves(spaces.observation, "obs")), flat(batch), strict=True))
+        for seen, due in zip(run(path, inputs), flat(policy.act(batch)), strict=True):
+            assert seen.dtype == due.dtype
+            assert equal(seen, due)
+
+
+def flat(batch: Any) -> list[Any]:
+    if isinstance(batch, dict):
+        return [leaf for key in sorted(batch) for leaf in flat(batch[key])]  # as gymnasium sorts a Dict
+    return [leaf for part in batch for leaf in flat(part)] if isinstance(batch, tuple) else [batch]
+
+
+def run(path: Path, inputs: dict[str, Any]) -> list[Any]:
+    """Run the file with the library that it is for."""
+    if path.suffix == ".onnx":
+        session = onnxruntime.InferenceSession(str(path))
+        assert {given.name for given in session.get_inputs()} <= inputs.keys()
+        return list(session.run(None, {given.name: inputs[given.name] for given in session.get_inputs()}))
+    load: Any = torch.jit.load if path.suffix == ".pt" else lambda file: torch.export.load(file).module()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit.load says that torch.export is newer
+        loaded = load(path)
+    made = loaded(*map(torch.from_numpy, inputs.values()))
+    return [part.numpy() for part in (made if isinstance(made, tuple) else (made,))]
+
+
+class ThroughNumpy(torch.nn.Module):
+    """A module that leaves torch on its way."""
+
+    noise_size, noise_kind = 1, "uniform"
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 5)
+
+    def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {"actions": torch.from_numpy(self.layer(batch["obs"]).detach().numpy().argmax(1) - 1)}
+
+    forward_exploration = forward_train = forward_inference
+
+
+class OfOneSize(ThroughNumpy):
+    """A module that looks at the number of rows when it is traced."""
+
+    def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {"actions": self.layer(batch["obs"])[: len(batch["obs"])].argmax(1) - len(batch["obs"]) // 7}
+
+
+@pytest.mark.parametrize(
+    ("settings", "suffix", "why"),
+    [
+        (REMEMBERING, ".pt", "LstmActorCritic remembers earlier observations"),
+        ({"env_to_module": [FrameStack]}, ".onnx", "connector FrameStack looks at earlier steps"),
+        ({"module": ThroughNumpy}, ".pt2", "ThroughNumpy does not consist of torch operations alone"),
+        ({"module": OfOneSize}, ".pt", "other actions than the policy itself for a batch of 7 rows"),
+        ({}, ".h5", "name a file that ends with .pt, .pt2, .onnx"),
+    ],
+)
+def test_what_cannot_be_exported_is_said(settings: dict[str, Any], suffix: str, why: str, tmp_path: Path) -> None:
+    config, runner = trained(Walk, **settings)
+    with runner:
+        policy = policy_of(config, runner)
+    with pytest.raises(ExportError, match=why):
+        policy.export(tmp_path / f"policy{suffix}")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ExportError, match=r"cannot be written"):
+        policy_of(*trained(Walk)).export(tmp_path / "nowhere" / "policy.pt")
+
+
+def test_an_observation_of_another_form_is_named() -> None:
+    config, runner = trained(Nested)
+    with runner:
+        policy = policy_of(config, runner)
+    good = row(batch_of(Nested, 1), 0)
+    for changed, named in (
+        ({"bits": np.zeros(4, np.int8)}, r"'obs/bits' should be int8 \(3,\), or \('rows', 3\) in a batch"),
+        ({"bits": np.zeros(3)}, r"and is float64 \(3,\)"),
+        ({"bits": np.zeros((2, 3), np.int8)}, r"have \['2', 'None'\] rows; give all the same"),
+    ):
+        with pytest.raises(PolicyCallError, match=named):
+            policy.act({**good, **changed})
+    with pytest.raises(PolicyCallError, match=r"should have the parts \['arm', 'bits', 'pair'\]"):
+        policy.act(np.zeros(3))
+    assert Nested.action_space.contains(policy.act(good))

@@ -1,0 +1,272 @@
+"""A policy as it was trained, for programs that act by it: observations in, actions in the env's units out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.schemas.errors import ModuleError, PolicyCallError, WhichModuleError
+from headrace.schemas.spaces import Dict, Space, Spaces, Tuple, column_dtype, leaf_shape, leaves, nest
+from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.connectors.connector import State
+from headrace.workers.connectors.vector_connectors import VectorConnectors, split_states
+from headrace.workers.envs.actions import RandomActions, action_root, to_env_form
+from headrace.workers.envs.observations import Observations
+from headrace.workers.modules.protocol import build_module
+from headrace.workers.policy.acting_module import ActingModule
+from headrace.workers.policy.export import export_policy
+from headrace.workers.policy.module_weights import weights_by_module, write_weights
+from headrace.workers.policy.noise import ActionNoise
+from headrace.workers.policy.policies import NO_EPISODE, Policies
+
+Columns = Mapping[str, NDArray[Any]]
+_Key = tuple[Any, str]
+"""An agent (None: there is only one) and the module that plays it."""
+
+
+class TrainedPolicy:
+    """The modules of a trained policy, each with its connectors and with what it remembers of running episodes.
+
+        policy = load_policy("runs/default")
+        observation, _ = env.reset()
+        policy.reset()
+        action = policy.act(observation)
+
+    Connectors are frozen, so the same calls always give the same actions. One thread at a time may call it.
+
+    - spaces: module id -> both spaces of its envs, as data.
+    - agents: ids of the env's possible agents; empty where there is only one.
+    - source: where the weights come from, in words; version: (learner epoch, seq or count of updates).
+    """
+
+    def __init__(
+        self,
+        config: EnvRunnerConfig,
+        spaces: Mapping[str, Spaces],
+        arrays: Columns,
+        *,
+        agents: Sequence[Any] = (),
+        source: str = "",
+        version: tuple[int, int] = (0, 0),
+        seed: int | None = None,
+    ) -> None:
+        """Build the modules for `spaces` and give them `arrays`: weights and connector state, as they are published.
+
+        A module without weights in `arrays` acts as it was built. `seed` decides sampled actions. Raises `ConfigError`,
+        `ModuleError` and `ConnectorError`.
+        """
+        several = config if config.is_multi_agent else config.model_copy(update={"policies": [next(iter(spaces))]})
+        self._policies = Policies.of(several)
+        self.spaces, self.agents = dict(spaces), list(agents)
+        self.source, self.version = source, version
+        self._seeds = np.random.SeedSequence(seed)
+        self._states: dict[str, dict[str, State]] = {}
+        self.modules: dict[str, torch.nn.Module] = {}
+        """Module id -> the torch module, in eval mode."""
+        own = weights_by_module(arrays, list(spaces))
+        for module_id in spaces:
+            weights, self._states[module_id] = split_states(own.get(module_id, {}))
+            self.modules[module_id] = self._build(module_id, weights)
+        self._players: dict[_Key, _Player] = {}
+
+    def _build(self, module_id: str, weights: State) -> torch.nn.Module:
+        spec, connectors = self._policies.specs[module_id], self._connectors(module_id)
+        try:
+            module: torch.nn.Module = build_module(spec.module, connectors.spaces, spec.module_config).eval()
+        except NotImplementedError:
+            raise ModuleError(f"the builder of module {module_id!r} gives none, so there is nothing to act") from None
+        if weights:
+            write_weights(module, weights)
+        return module
+
+    def _connectors(self, module_id: str, rows: int = 1, agent: Any = None) -> VectorConnectors:
+        """Return frozen connectors for `rows` episodes of `agent`."""
+        spec, spaces = self._policies.specs[module_id], self.spaces[module_id]
+        owner = f" of policy {module_id!r}" if len(self.spaces) > 1 else ""
+        place = self.agents.index(agent) if agent in self.agents else 0
+        first = Observations(spaces.observation, 0 if place else rows, check_bounds=False)
+        connectors = VectorConnectors(spec.env_to_module, spec.module_to_env, spaces, first.columns, owner)
+        if place:
+            all_rows = Observations(spaces.observation, rows, check_bounds=False)
+            connectors.widen(all_rows.columns, np.full(rows, place, np.intp))
+        states = self._states[module_id]
+        connectors.check_state(states)
+        connectors.set_state(states)
+        connectors.freeze()
+        return connectors
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The torch module, in eval mode. Raises `WhichModuleError` where there are several: see `modules`."""
+        return self.modules[self._module_of(None, None)]
+
+    def act(
+        self,
+        observation: Any,
+        *,
+        agent: Any = None,
+        module_id: str | None = None,
+        explore: bool = False,
+        rewards: Any = 0.0,
+    ) -> Any:
+        """Return the action for one observation, or actions (rows, ...) for a batch, in the nesting of the env's space.
+
+        `observation` is nested as the env's space. In a batch, each array has one more axis in front, and each row is
+        an episode of its own. The action is the most likely one; with `explore` it is sampled.
+
+        With several policies, name the `agent` that observes, or the `module_id`. Each agent has a memory of its own.
+        `rewards` are those of the last step, for connectors that look at them.
+
+        Raises `PolicyCallError` for an observation that is not the policy's, or a batch of another size than the
+        episodes that the policy remembers, `WhichModuleError`, and `ModuleError` and `ConnectorError` for their own
+        failures.
+        """
+        module_id = self._module_of(agent, module_id)
+        space = self.spaces[module_id].observation
+        columns, many = _read(space, observation)
+        rows = len(next(iter(columns.values())))
+        chosen = self._player(agent, module_id, rows).act(columns, np.broadcast_to(rewards, rows), explore)
+        action, root = self.spaces[module_id].action, action_root(chosen)
+        return nest(action, chosen, root) if many else to_env_form(action, chosen, root)[0]
+
+    def reset(self, rows: Sequence[int] | None = None, *, agent: Any = None) -> None:
+        """Forget the episodes of all rows of the last batch, or of `rows`; of one `agent`, or of all.
+
+        Call it where an episode begins. A policy without memory does not need it.
+        """
+        for key, player in list(self._players.items()):
+            if agent is None or key[0] == agent:
+                if rows is None:
+                    del self._players[key]
+                else:
+                    player.forget(rows)
+
+    def with_own_memory(self) -> TrainedPolicy:
+        """Return the same policy for other episodes: with the same modules, and a memory of its own."""
+        other = copy.copy(self)
+        other._players = {}
+        return other
+
+    def export(self, path: str | Path, module_id: str | None = None) -> Path:
+        """Write the policy to `path` for other programs, and return the path. Its suffix names the format.
+
+        - .pt: TorchScript, for `torch.jit.load` and C++
+        - .pt2: an exported program, for `torch.export.load`
+        - .onnx: ONNX, for onnxruntime and others (extra `onnx`)
+
+        Inputs are the env's observations, one array (rows, ...) for each leaf of the space. Outputs are the actions
+        that `act` gives for a batch, one array for each leaf. Raises `ExportError` where a part does not allow it.
+        """
+        module_id = self._module_of(None, module_id)
+        reference = self.with_own_memory()
+        return export_policy(
+            Path(path),
+            self.modules[module_id],
+            self._connectors(module_id),
+            self.spaces[module_id],
+            lambda observation: reference.act(observation, module_id=module_id),
+        )
+
+    def _module_of(self, agent: Any, module_id: str | None) -> str:
+        if module_id is None and agent is not None and len(self.modules) > 1:
+            module_id = self._policies.module_of(agent, NO_EPISODE)
+        elif module_id is None and len(self.modules) == 1:
+            module_id = next(iter(self.modules))
+        if module_id is None or module_id not in self.modules:
+            raise WhichModuleError(module_id, self.modules)
+        return module_id
+
+    def _player(self, agent: Any, module_id: str, rows: int) -> _Player:
+        player = self._players.get((agent, module_id))
+        if player is None or (player.rows != rows and not player.remembers):
+            connectors = self._connectors(module_id, rows, agent)
+            player = _Player(self.modules[module_id], connectors, self._streams)
+            self._players[agent, module_id] = player
+        if player.rows != rows:
+            raise PolicyCallError(
+                f"the batch has {rows} rows, and the policy remembers {player.rows} episodes; call reset() where "
+                "other episodes begin, or act by policy.with_own_memory()"
+            )
+        return player
+
+    def _streams(self, rows: int) -> Iterator[np.random.Generator]:
+        return map(np.random.default_rng, self._seeds.spawn(rows))
+
+
+class _Player:
+    """One module that plays `rows` episodes, with its memory of them."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        connectors: VectorConnectors,
+        streams: Callable[[int], Iterator[np.random.Generator]],
+    ) -> None:
+        self._connectors = connectors
+        self.rows = rows = len(next(iter(connectors.columns.values())))
+        noise = ActionNoise(lambda _: streams(rows), in_step=True)
+        random = RandomActions(connectors.spaces.action)
+        self._acting = ActingModule("", connectors.spaces, connectors, random, noise)
+        self._acting.use(module, lambda: 0)
+        self.remembers = self._acting.memory is not None or connectors.first_not_exportable is not None
+        """Whether an action may depend on what was observed before."""
+        self._begun = np.zeros(rows, bool)
+        self._actions: Columns = {}
+        """Those of the last pass."""
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """Begin another episode in each of `rows`."""
+        self._begun[np.asarray(rows, np.intp)] = False
+
+    def act(self, columns: Columns, rewards: NDArray[np.float64], explore: bool) -> dict[str, NDArray[Any]]:
+        """Return the module's columns and the env's actions for one more observation of each row."""
+        for name, column in columns.items():
+            self._connectors.observed[name][...] = column
+        going, begins = np.flatnonzero(self._begun), np.flatnonzero(~self._begun)
+        if len(begins):
+            self._acting.start(begins)
+        if len(going) and self._connectors.sees:
+            actions = {name: column[going] for name, column in self._actions.items()}
+            self._connectors.stepped(going, actions, np.asarray(rewards, np.float64)[going])
+        chosen = self._acting.act(None, explore=explore, random_actions=False)
+        self._actions = {name: chosen[name] for name in self._connectors.actions}
+        self._begun[:] = True
+        return chosen
+
+
+def _read(space: Space, observation: Any) -> tuple[dict[str, NDArray[Any]], bool]:
+    """Return (columns (rows, ...), whether they are those of a batch). Raises `PolicyCallError`."""
+    columns: dict[str, NDArray[Any]] = {}
+    sizes: set[int | None] = set()
+    for (name, leaf), value in zip(leaves(space, "obs"), _values(space, observation), strict=True):
+        array, shape, dtype = np.asarray(value), leaf_shape(leaf), column_dtype(leaf)
+        many = array.ndim == len(shape) + 1 and array.shape[1:] == shape and len(array) > 0
+        if not (many or array.shape == shape) or not np.can_cast(array.dtype, dtype, "same_kind"):
+            raise PolicyCallError(
+                f"the observation's {name!r} should be {dtype} {shape}, or {('rows', *shape)} in a batch, and is "
+                f"{array.dtype} {array.shape}"
+            )
+        sizes.add(len(array) if many else None)
+        columns[name] = (array if many else array[None]).astype(dtype)
+    if len(sizes) > 1:
+        raise PolicyCallError(f"the parts of the observation have {sorted(map(str, sizes))} rows; give all the same")
+    return columns, None not in sizes
+
+
+def _values(space: Space, observation: Any) -> list[Any]:
+    """Return the value of each leaf, in the order of `leaves`. Raises `PolicyCallError`."""
+    if not isinstance(space, Dict | Tuple):
+        return [observation]
+    parts = space.spaces if isinstance(space, Dict) else dict(enumerate(space.spaces))
+    try:
+        own = [(sub, observation[key]) for key, sub in parts.items()]
+    except (KeyError, IndexError, TypeError):
+        seen = f"{observation!r:.80}"
+        raise PolicyCallError(f"the observation should have the parts {list(parts)!r:.200}, and is {seen}") from None
+    return [value for sub, part in own for value in _values(sub, part)]
