@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,21 @@ class EvaluationLog:
 
     def best_mean(self) -> float:
         """Return the highest mean return of all evaluations; minus infinity before the first."""
+        return max((told["return"]["mean"] for told in self._all()), default=-math.inf)
+
+    def since(self, unix_s: float) -> list[dict[str, Any]]:
+        """Return the evaluations made after `unix_s`, the oldest first. Reads the file only where one was added."""
+        newest = self.newest()
+        if newest is None or _time_of(newest) <= unix_s:
+            return []
+        return [told for told in self._all() if _time_of(told) > unix_s]
+
+    def _all(self) -> Iterator[dict[str, Any]]:
         try:
             lines = self.path.read_bytes().splitlines()
         except OSError:
-            lines = []
-        return max((told["return"]["mean"] for line in lines if (told := _parse(line)) is not None), default=-math.inf)
+            return
+        yield from (told for line in lines if (told := _parse(line)) is not None)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -69,6 +79,10 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
         return None
     return told  # type: ignore[no-any-return]
+
+
+def _time_of(told: Mapping[str, Any]) -> float:
+    return float(told.get("unix_s", 0.0))
 
 
 def describe(told: Mapping[str, Any]) -> str:

@@ -1,12 +1,13 @@
 """The rows of a run: what the columns are, and where their values come from.
 
 The page docs/guides/what-a-run-leaves.md explains each column. Rows about the fleet come from a snapshot of Redis, rows
-of the learner from its stream there.
+of the learner from its stream there, and rows of evaluations from the evaluator's file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from headrace.deploy.goal import RunNumbers
 from headrace.deploy.loggers import Row
@@ -81,6 +82,24 @@ def learner_row(view: LearnerRowView, began_unix_s: float) -> Row:
         "learner_row": f"{view.epoch}-{view.number}",
         **{f"learner/{name}": value for name, value in view.values.items()},
     }
+
+
+def evaluation_row(told: Mapping[str, Any], env_steps: int, began_unix_s: float) -> Row:
+    """Return the row of one evaluation, as `evaluations.jsonl` has it."""
+    unix_s = float(told["unix_s"])
+    row: dict[str, float | int | str] = {
+        "kind": "evaluation",
+        "time": unix_s,
+        "elapsed_s": round(unix_s - began_unix_s, 3),
+        "env_steps": env_steps,
+        "evaluation/steps": told["steps"],
+        "evaluation/episodes": told["episodes"],
+    }
+    for name, values in (("return", told["return"]), ("length", told.get("length"))):
+        row |= {f"evaluation/{name}_{part}": value for part, value in (values or {}).items()}
+    for module_id, values in told.get("return_by_policy", {}).items():
+        row[f"evaluation/{module_id}/return_mean"] = values["mean"]
+    return row
 
 
 def _with_total(name: str, parts: Mapping[str, int]) -> dict[str, int]:

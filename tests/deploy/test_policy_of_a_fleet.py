@@ -67,6 +67,10 @@ def test_a_fleet_evaluates_itself_and_leaves_a_policy_to_use(tmp_path: Path) -> 
     assert read_fleet_file(run_dir / "fleet.json").incarnations["evaluator"] == 1
     told = evaluations(run_dir)
     assert all(line["complete"] and line["episodes"] == 10 for line in told)
+    rows = [row for row in map(orjson.loads, (run_dir / "metrics.jsonl").open("rb")) if row["kind"] == "evaluation"]
+    assert [(row["time"], row["evaluation/steps"], row["evaluation/return_mean"]) for row in rows] == [
+        (line["unix_s"], line["steps"], line["return"]["mean"]) for line in told
+    ]
     best = load_checkpoint(run_dir / "best.checkpoint")
     assert best is not None
     highest = max(told, key=lambda line: line["return"]["mean"])
