@@ -201,5 +201,9 @@ class BrokerCore:
         self._workers.close_dead(now)
 
     def _on_heartbeat(self, peer: Peer, beat: Heartbeat, now: float) -> None:
+        source = self._workers.peers.get(peer)
+        refused = source.refused if source is not None else None
         self._workers.on_heartbeat(peer, beat, now)
+        if source is not None and source.refused is not None and source.refused != refused:
+            self._learners.send_status(self.live(), self._workers.spaces)
         self._learners.raise_epoch(beat.weights, self._workers.spaces)

@@ -18,6 +18,7 @@ from headrace.schemas.messages import (
     LearnerRow,
     LearnerRows,
     LearnerWelcome,
+    ModuleShapes,
     SourceEnd,
     SourceGap,
     SourceStart,
@@ -41,6 +42,7 @@ class LearnerSessions:
         self._state = state
         self._store = store
         self._outbox = outbox
+        self._weight_shapes: ModuleShapes = {}
         self._newest_row: Version = (0, 0)
         """(epoch, number) of the newest row that `new_rows` returned."""
         self.rows_stored: Version = (0, 0)
@@ -97,7 +99,11 @@ class LearnerSessions:
 
     def _welcome(self, learner: LearnerLease, spaces: dict[str, Any]) -> LearnerWelcome:
         return LearnerWelcome(
-            fleet_id=self._fleet_id, epoch=learner.epoch, spaces=spaces, published=self._store.weights
+            fleet_id=self._fleet_id,
+            epoch=learner.epoch,
+            spaces=spaces,
+            published=self._store.weights,
+            weight_shapes=self._weight_shapes,
         )
 
     def raise_epoch(self, version: Version, spaces: dict[str, Any]) -> None:
@@ -202,6 +208,7 @@ class LearnerSessions:
     def send_status(self, workers: list[Source], spaces: dict[str, Any]) -> None:
         """Send the heartbeat to the learner."""
         learner = self.lease
+        self._weight_shapes = next((source.weight_shapes for source in workers if source.weight_shapes), {})
         if learner is None:
             return
         status = Status(
@@ -213,6 +220,10 @@ class LearnerSessions:
             published=self._store.weights,
             rows_stored=self.rows_stored,
             waiting_for=self._store.rounds.waiting_for() if self._store.rounds.active else "",
+            weight_shapes=self._weight_shapes,
+            refused=max(
+                (source.refused for source in workers if source.refused), key=lambda told: told.version, default=None
+            ),
         )
         for peer in (learner.stream, learner.publisher):
             self._outbox.send(peer, status)

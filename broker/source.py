@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from headrace.schemas.ledger import Count, Drop, LedgerRow, Settled, WorkerTotals, plus
 from headrace.schemas.logged_metrics import LoggedMetrics
-from headrace.schemas.messages import HeldBatch, Version
+from headrace.schemas.messages import HeldBatch, ModuleShapes, Version, WeightsRefusal
 from headrace.schemas.wire import Buffer
 
 Peer = bytes
@@ -81,6 +81,10 @@ class Source:
     num_envs: int = 1
     cut_steps: int = 1
     """Env steps of a whole cut."""
+    weight_shapes: ModuleShapes = field(default_factory=dict)
+    """Shapes of the weights that its worker loads, by module and name."""
+    refused: WeightsRefusal | None = None
+    """The newest weights that its worker could not load."""
     batch_bytes: int = 0
     """Bytes of the largest recent batch, from which credit is computed; 0 before the first one."""
     told: int = 0

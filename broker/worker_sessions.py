@@ -136,6 +136,7 @@ class WorkerSessions:
         source.silent_until = now + self._limits.lease_s + hello.silence_s
         source.introduced = bool(hello.spaces)
         source.num_envs, source.cut_steps = max(1, hello.num_envs), max(1, hello.cut_steps)
+        source.weight_shapes = hello.weight_shapes
         if hello.totals.seq == source.accepted:
             source.totals = hello.totals
 
@@ -197,6 +198,7 @@ class WorkerSessions:
             return
         source.silent_until = now + self._limits.lease_s
         source.weights, source.blocked = beat.weights, beat.blocked
+        source.refused = beat.refused and beat.refused.model_copy(update={"slot": source.slot})
         source.metrics = beat.metrics or source.metrics
         if beat.totals.seq == source.accepted:
             source.totals = beat.totals

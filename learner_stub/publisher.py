@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from headrace.learner_stub import connection
 from headrace.learner_stub.row_queue import RowQueue
-from headrace.schemas.errors import DecodeError, EncodeError, refusal
+from headrace.schemas.errors import DecodeError, EncodeError, RefusedWeightsError, refusal
 from headrace.schemas.keys import ClientKeys, client_keys
 from headrace.schemas.messages import (
     Fenced,
@@ -27,14 +27,16 @@ from headrace.schemas.messages import (
     LearnerRows,
     LearnerWelcome,
     Message,
+    ModuleShapes,
     Reject,
     Status,
     Version,
     WeightsAck,
+    WeightsRefusal,
     read,
 )
 from headrace.schemas.module_spaces import check_module_ids
-from headrace.schemas.weights import encode_weights, join_modules
+from headrace.schemas.weights import check_published, encode_weights, join_modules
 from headrace.schemas.wire import MessageKind, decode_header
 
 _CONTROL: dict[MessageKind, type[Message]] = {m.KIND: m for m in (LearnerWelcome, WeightsAck, Fenced, Reject, Status)}
@@ -84,6 +86,12 @@ class WeightPublisher:
         self._heard = 0.0
         self._next_send = 0.0
         self._refusal: tuple[str, str] | None = None
+        self._weight_shapes: ModuleShapes = {}
+        """Shapes of the weights that workers load; empty while none is known."""
+        self._refused: WeightsRefusal | None = None
+        """A version that a worker could not load, until it was raised."""
+        self._raised: Version = (0, 0)
+        self._publishing = False
         self._socket = connection.LearnerSocket(endpoint, own_keys)
         connection.enroll(self)
         self._join(connect_timeout_s)
@@ -95,13 +103,24 @@ class WeightPublisher:
         weights that they have for it, and those that start later use the ones it was built with. Arrays named
         "connectors/..." beside a module's tensors are state of its connectors.
 
-        Raises `EncodeError` for a tensor whose dtype has no place on the wire, and for an invalid module id.
+        Raises `EncodeError` for a tensor whose dtype has no place on the wire, and for an invalid module id;
+        `WeightsMismatchError` and `WhichModuleError` for weights that do not fit the workers' modules, as soon as a
+        worker has told their shapes. `RefusedWeightsError` says that a worker could not load an earlier version. This
+        method raises it once the new one is sent; a waiting stream raises it too. Workers go on with the weights that
+        they have.
         """
         arrays = {name: _to_array(name, value) for name, value in _flat(state_dict).items()}
         if not arrays:
             raise EncodeError("a state dict without tensors cannot be published; publish at least one")
+        if self._weight_shapes:
+            check_published(arrays, self._weight_shapes)
         connection.note_published(self.token, (self.epoch, self.seq + 1))
-        connection.pump_together(self)  # the broker hears from the stream how much to sample before it gets the weights
+        self._publishing = True
+        try:
+            # The broker hears from the stream how much to sample before it gets the weights.
+            connection.pump_together(self)
+        finally:
+            self._publishing = False
         self.seq += 1
         self._arrays = arrays
         self._send_weights()
@@ -134,6 +153,7 @@ class WeightPublisher:
                     raise refusal(error.reason, f"broker at {self.endpoint}: {error.detail}") from error
         if self._refusal is not None:
             raise refusal(*self._refusal)
+        self._raise_refused()
         now = connection.now()
         if self._joined and now - self._heard > _SILENCE_S:
             self._joined, self._next_send = False, now
@@ -160,6 +180,13 @@ class WeightPublisher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _raise_refused(self) -> None:
+        """Raise once what a worker said of a version, but not before a newer version is sent."""
+        refused = self._refused
+        if refused is not None and not self._publishing:
+            self._refused, self._raised = None, refused.version
+            raise RefusedWeightsError(refused.version, refused.slot, refused.detail)
 
     def _join(self, timeout_s: float) -> None:
         deadline = connection.now() + timeout_s
@@ -201,6 +228,7 @@ class WeightPublisher:
             self._rows.send_again()
             self._fleet_id = message.fleet_id
             self.epoch = message.epoch
+            self._weight_shapes = message.weight_shapes or self._weight_shapes
             if self._arrays is None and message.published[0] == self.epoch:
                 # of an earlier publisher of this process; workers ignore a version that is not newer
                 self.seq = message.published[1]
@@ -211,6 +239,9 @@ class WeightPublisher:
                 self.epoch = message.epoch
             if self.acknowledged == (self.epoch, self.seq):
                 self._lacks(message.published)
+            self._weight_shapes = message.weight_shapes or self._weight_shapes
+            if message.refused is not None and message.refused.version > max(self._raised, (self.epoch, 0)):
+                self._refused = message.refused
         elif isinstance(message, WeightsAck):
             self.acknowledged = max(self.acknowledged, message.version)
         elif isinstance(message, Fenced):

@@ -8,7 +8,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.schemas.ledger import Natural, Settled
 from headrace.schemas.logged_metrics import RowValues
-from headrace.schemas.message_base import HeldBatch, Message, Positive, SourcePosition, Version
+from headrace.schemas.message_base import (
+    HeldBatch,
+    Message,
+    ModuleShapes,
+    Positive,
+    SourcePosition,
+    Version,
+    WeightsRefusal,
+)
 from headrace.schemas.wire import MessageKind
 
 MOST_ROWS = 32
@@ -61,6 +69,8 @@ class LearnerWelcome(Message):
     epoch: Positive
     spaces: dict[str, Any] = {}
     published: Version = (0, 0)
+    weight_shapes: ModuleShapes = {}
+    """Shapes of the weights that workers load, once one has told them."""
 
 
 class Commit(Message):
@@ -114,6 +124,10 @@ class Status(Message):
     """(epoch, number) of the newest row of a learner that is in Redis. Rows up to it need not be sent again."""
     waiting_for: str = ""
     """Synchronous sampling: whom the round waits for, the learner or some workers."""
+    weight_shapes: ModuleShapes = {}
+    """As in the WELCOME, by now."""
+    refused: WeightsRefusal | None = None
+    """A worker could not load this version of the weights."""
 
 
 class SourceStart(Message):

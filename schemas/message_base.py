@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.ledger import Natural, Settled
-from headrace.schemas.wire import Buffer, MessageKind, encode
+from headrace.schemas.wire import DEFAULT_LIMITS, Buffer, MessageKind, encode
 
 Positive = Annotated[Natural, Field(gt=0)]
 Version = Annotated[tuple[Natural, Natural], Strict(False)]
 """(learner_epoch, seq) of weights, ordered as a pair; (0, 0) means no weights yet."""
 
 M = TypeVar("M", bound=BaseModel)
+
+MOST_TENSORS = 1024
+MOST_NAME = 200
+MOST_DETAIL = 1000
 
 
 class Message(BaseModel):
@@ -44,6 +49,39 @@ class HeldBatch(BaseModel):
     seq: Positive
     steps: Natural
     chunks: Natural
+
+
+class WeightsRefusal(BaseModel):
+    """A version of the weights that a worker could not load, and why."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    version: Version
+    slot: Natural = 0
+    detail: Annotated[str, Field(max_length=MOST_DETAIL)]
+
+
+ModuleShapes = Annotated[
+    dict[
+        Annotated[str, Field(max_length=MOST_NAME)],
+        Annotated[
+            dict[
+                Annotated[str, Field(max_length=MOST_NAME)],
+                Annotated[list[Annotated[int, Field(ge=0, lt=1 << 48)]], Field(max_length=DEFAULT_LIMITS.dims)],
+            ],
+            Field(max_length=MOST_TENSORS),
+        ],
+    ],
+    Field(max_length=MOST_TENSORS),
+]
+"""Shapes of the weights that workers load, by module and name. Empty: not known, or too many to tell."""
+
+
+def tellable_shapes(shapes: Mapping[str, Mapping[str, Sequence[int]]]) -> dict[str, dict[str, list[int]]]:
+    """Return the shapes as a message carries them: all, or none if they are too many or their names too long."""
+    names = [*shapes, *(name for own in shapes.values() for name in own)]
+    if len(names) > MOST_TENSORS or any(len(name) > MOST_NAME for name in names):
+        return {}
+    return {module_id: {name: list(shape) for name, shape in own.items()} for module_id, own in shapes.items()}
 
 
 class Reject(Message):

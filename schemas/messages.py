@@ -35,7 +35,19 @@ from headrace.schemas.learner_messages import (
     SourceStart,
     Status,
 )
-from headrace.schemas.message_base import Fenced, HeldBatch, Message, Positive, Reject, SourcePosition, Version, read
+from headrace.schemas.message_base import (
+    Fenced,
+    HeldBatch,
+    Message,
+    ModuleShapes,
+    Positive,
+    Reject,
+    SourcePosition,
+    Version,
+    WeightsRefusal,
+    read,
+    tellable_shapes,
+)
 from headrace.schemas.weights_messages import WeightsAck, WeightsHeader, WeightsPart, WeightsPull
 from headrace.schemas.worker_messages import (
     Ack,
@@ -63,6 +75,7 @@ __all__ = [
     "LearnerRows",
     "LearnerWelcome",
     "Message",
+    "ModuleShapes",
     "Obituary",
     "Positive",
     "Reject",
@@ -78,10 +91,12 @@ __all__ = [
     "WeightsHeader",
     "WeightsPart",
     "WeightsPull",
+    "WeightsRefusal",
     "WorkerHello",
     "WorkerWelcome",
     "read",
     "read_hello",
+    "tellable_shapes",
 ]
 
 HELLO_BY_ROLE: dict[str, type[Message]] = {

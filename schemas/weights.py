@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.errors import DecodeError
+from headrace.schemas.errors import DecodeError, WeightsMismatchError, WhichModuleError
 from headrace.schemas.messages import Version, WeightsHeader, read
 from headrace.schemas.wire import Buffer, MessageKind, WireMessage, encode
 
@@ -22,6 +22,9 @@ CONNECTORS = "connectors/"
 """Prefix of connector state that goes with weights: "connectors/env_to_module/0.MeanStd/obs/count"."""
 
 T = TypeVar("T")
+
+Shapes = Mapping[str, Sequence[int]]
+"""Shape of each of a module's tensors, by name."""
 
 
 def join_modules(by_module: Mapping[str, Mapping[str, T]]) -> dict[str, T]:
@@ -41,6 +44,36 @@ def split_modules(arrays: Mapping[str, T]) -> dict[str, dict[str, T]] | None:
         module_id, _, own = name.removeprefix(MODULES).partition("/")
         by_module.setdefault(module_id, {})[own] = array
     return by_module
+
+
+def check_shapes(given: Shapes, own: Shapes, module_id: str = "") -> None:
+    """Raise `WeightsMismatchError` unless `given` has the names and shapes of a module's `own` tensors."""
+    missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    differ = {
+        name: (tuple(given[name]), tuple(own[name]))
+        for name in own
+        if name in given and tuple(given[name]) != tuple(own[name])
+    }
+    if missing or unknown or differ:
+        raise WeightsMismatchError(missing, unknown, differ, module_id)
+
+
+def check_published(arrays: Arrays, modules: Mapping[str, Shapes]) -> None:
+    """Raise `WeightsMismatchError` or `WhichModuleError` if workers with these `modules` cannot load `arrays`.
+
+    A module that is left out keeps its weights. State of connectors is not checked here.
+    """
+    given = split_modules(arrays)
+    if given is None:
+        if len(modules) != 1:
+            raise WhichModuleError(None, modules)
+        given = {next(iter(modules)): dict(arrays)}
+    for module_id, own in given.items():
+        if module_id not in modules:
+            raise WhichModuleError(module_id, modules)
+        tensors = {name: array.shape for name, array in own.items() if not name.startswith(CONNECTORS)}
+        if tensors:
+            check_shapes(tensors, modules[module_id], module_id if len(modules) > 1 else "")
 
 
 def weights_digest(arrays: Arrays) -> str:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from headrace.schemas.ledger import Natural, Settled, WorkerTotals
 from headrace.schemas.logged_metrics import LoggedMetrics
-from headrace.schemas.message_base import HeldBatch, Message, Positive, Version
+from headrace.schemas.message_base import HeldBatch, Message, ModuleShapes, Positive, Version, WeightsRefusal
 from headrace.schemas.runner_counters import Counters
 from headrace.schemas.wire import MessageKind
 
@@ -31,6 +31,8 @@ class WorkerHello(Message):
     """Envs that step together; 0 until they are built, like `cut_steps`."""
     cut_steps: Annotated[int, Field(ge=0, le=1 << 40)] = 0
     """Env steps of a cut."""
+    weight_shapes: ModuleShapes = {}
+    """Absent until the modules are built."""
     settled: Settled = Settled()
     totals: WorkerTotals = WorkerTotals()
     weights: Version = (0, 0)
@@ -119,6 +121,8 @@ class Heartbeat(Message):
     blocked: str = ""
     round_steps: Natural = 0
     """Steps that it has shipped with `weights`."""
+    refused: WeightsRefusal | None = None
+    """The newest version that it could not load."""
     counters: Counters = {}
     """Counters of its runner, all earlier lives of the slot included."""
     metrics: LoggedMetrics = {}

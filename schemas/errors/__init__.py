@@ -17,7 +17,9 @@
     ├── EpisodeError            a call about an external episode cannot be done; kinds are in episode_errors.py
     ├── EpisodeTimeoutError     a call about an external episode was not answered within its deadline
     ├── ModuleError             a policy module could not be built, or returned the wrong arrays
-    │   └── WhichModuleError        a fleet of several modules got no module's name, or an unknown one
+    │   ├── WhichModuleError        a fleet of several modules got no module's name, or an unknown one
+    │   ├── WeightsMismatchError    weights have other names or shapes than the workers' module
+    │   └── RefusedWeightsError     a worker could not load a version of the weights
     ├── PolicyCallError         a trained policy was given an observation or an agent that is not its own
     ├── ExportError             a policy cannot be written to a file for other programs
     ├── CallbackError           a user's callback raised
@@ -83,9 +85,11 @@ from headrace.schemas.errors.runners import (
     ExportError,
     ModuleError,
     PolicyCallError,
+    RefusedWeightsError,
     RunnerBusyError,
     RunnerStoppedError,
     StateError,
+    WeightsMismatchError,
     WhichModuleError,
 )
 from headrace.schemas.errors.wire import (
@@ -135,6 +139,7 @@ __all__ = [
     "PortInUseError",
     "RedisUnavailableError",
     "RefusedError",
+    "RefusedWeightsError",
     "RunDirError",
     "RunnerBusyError",
     "RunnerStoppedError",
@@ -142,6 +147,7 @@ __all__ = [
     "UnknownEnvError",
     "UnreachableError",
     "VersionMismatchError",
+    "WeightsMismatchError",
     "WhichModuleError",
     "WindowStalledError",
     "WireError",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from headrace.schemas.errors.root import ExitCode, HeadraceError
@@ -22,6 +22,49 @@ class WhichModuleError(ModuleError, LookupError):
         self.modules = sorted(modules)
         what = "no module was named" if asked is None else f"there is no module {asked!r:.80}"
         super().__init__(f"{what}; this fleet's modules are {self.modules!r:.300}")
+
+
+class WeightsMismatchError(ModuleError):
+    """Weights have other names or shapes than the workers' module.
+
+    - missing: names that the module has and the weights lack.
+    - unknown: names that the module does not have.
+    - shapes: name -> (shape of the weights, shape of the module), where they differ.
+    """
+
+    def __init__(
+        self,
+        missing: Sequence[str],
+        unknown: Sequence[str],
+        shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
+        module_id: str = "",
+    ) -> None:
+        self.missing = list(missing)
+        self.unknown = list(unknown)
+        self.shapes = dict(shapes)
+        self.module_id = module_id
+        faults = []
+        if missing or unknown:
+            faults.append(f"missing {_some(self.missing)}, unknown {_some(self.unknown)}")
+        faults += [f"{name!r} has shape {given}, the module's {own}" for name, (given, own) in [*shapes.items()][:5]]
+        which = f"module {module_id!r}" if module_id else "the module"
+        super().__init__(
+            f"weights do not fit {which}: {'; '.join(faults)}; worker and learner must build the same module"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{list(names[:5])}{more}"
+
+
+class RefusedWeightsError(ModuleError):
+    """A worker could not load weights `version`, and goes on with those it has."""
+
+    def __init__(self, version: tuple[int, int], slot: int, detail: str) -> None:
+        self.version = version
+        self.slot = slot
+        super().__init__(f"worker {slot} cannot load weights {version} and keeps those it has: {detail}")
 
 
 class CallbackError(HeadraceError):

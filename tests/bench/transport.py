@@ -167,6 +167,9 @@ class PrebuiltRunner:
         on_poll()
         return batch
 
+    def weight_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        return {}
+
     def take_finished_episodes(self) -> list[tuple[float, int]]:
         return []
 

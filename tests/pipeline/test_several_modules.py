@@ -103,7 +103,7 @@ def test_weights_go_by_module_and_one_that_is_left_out_is_frozen(
     assert (values["long", 1], values["long", 2]) == ({2.0}, {7.0})
 
 
-def test_weights_of_a_module_nobody_has_end_the_worker_with_its_name(
+def test_weights_of_a_module_that_no_worker_has_are_an_error_with_its_name(
     broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with (
@@ -114,10 +114,11 @@ def test_weights_of_a_module_nobody_has_end_the_worker_with_its_name(
             weights.publish({"a/b": {"w": np.zeros(1)}})
         with pytest.raises(EncodeError, match=r"\['w'\] stand beside state dicts of modules"):
             weights.publish({"a": {"w": np.zeros(1)}, "w": np.zeros(1)})  # type: ignore[dict-item]
-        weights.publish({"tall": {"w": np.zeros(1)}})
-        wait_until(lambda: weights.pump() or worker.error, "the worker's error")
-    assert isinstance(worker.error, ModuleError)
-    assert "there is no module 'tall'; this fleet's modules are ['long', 'short']" in str(worker.error)
+        with pytest.raises(
+            ModuleError, match=r"there is no module 'tall'; this fleet's modules are \['long', 'short'\]"
+        ):
+            wait_until(lambda: weights.publish({"tall": {"w": np.zeros(1)}}) < 0, "never")
+        worker.check()
 
 
 def test_an_agent_without_a_module_ends_the_worker_with_its_books_closed(

@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.keys import client_keys
@@ -66,9 +67,12 @@ class Membership:
         """Tell the recorder's readers to be patient, because envs are being built or waited for."""
         self.recorder.touch(BUILD_SILENCE_S)
 
-    def introduce(self, spaces: Mapping[str, Spaces], num_envs: int, cut_steps: int) -> None:
-        """Send the broker the spaces of chunks, by module, and wait for its answer. Raises as the constructor does."""
-        self.session.introduce(module_spaces_to_json(spaces), num_envs, cut_steps)
+    def introduce(self, spaces: Mapping[str, Spaces], **built: Any) -> None:
+        """Tell the broker of the envs and modules, which are built now, and wait for its answer.
+
+        `spaces`: those of chunks, by module. `built`: further fields of `WorkerHello`. Raises as the constructor does.
+        """
+        self.session.introduce(spaces=module_spaces_to_json(spaces), **built)
         self.recorder.touch()
         self.link.join(self._connect_timeout_s)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from headrace.schemas.ledger import Drop, Settled, WorkerTotals
 from headrace.schemas.logged_metrics import LoggedMetrics
+from headrace.schemas.message_base import MOST_DETAIL
 from headrace.schemas.messages import (
     Ack,
     Bye,
@@ -24,6 +25,7 @@ from headrace.schemas.messages import (
     Reject,
     Skip,
     Version,
+    WeightsRefusal,
     WorkerHello,
     WorkerWelcome,
 )
@@ -61,6 +63,8 @@ class WorkerSession:
         """The version in use by this worker."""
         self.weights_known: Version = (0, 0)
         """The newest version that the broker has announced."""
+        self.refused: WeightsRefusal | None = None
+        """The newest version that this worker could not load."""
         self.totals = WorkerTotals()
         self.blocked = ""
         self.welcome: WorkerWelcome | None = None
@@ -128,6 +132,11 @@ class WorkerSession:
         version, steps = self._shipped
         return steps if version == self.weights else 0
 
+    def refuse_weights(self, version: Version, detail: str) -> None:
+        """Tell the broker at once that this worker cannot load a version."""
+        self.refused = WeightsRefusal(version=version, detail=detail[:MOST_DETAIL])
+        self._next_send = 0.0
+
     def window(self) -> list[HeldBatch]:
         """Return the counts of every batch not known to be settled."""
         return self._window.held()
@@ -136,10 +145,12 @@ class WorkerSession:
         """Return how many batches the broker has not accepted."""
         return self.next_seq - 1 - self.accepted
 
-    def introduce(self, spaces: dict[str, Any], num_envs: int = 0, cut_steps: int = 0) -> None:
-        """Send the spaces of the envs, which are built now, in a second HELLO. The broker answers with a WELCOME."""
-        update = {"spaces": spaces, "num_envs": num_envs, "cut_steps": cut_steps, "silence_s": 0.0}
-        self._hello = self._hello.model_copy(update=update)
+    def introduce(self, **built: Any) -> None:
+        """Send what is known since envs and modules are built, in a second HELLO. The broker answers with a WELCOME.
+
+        `built`: fields of `WorkerHello`.
+        """
+        self._hello = self._hello.model_copy(update={**built, "silence_s": 0.0})
         self.state = SessionState.JOINING
         self._next_send = 0.0
 
@@ -240,6 +251,7 @@ class WorkerSession:
             weights=self.weights,
             blocked=self.blocked,
             round_steps=self._shipped_now(),
+            refused=self.refused,
             counters=fitting(self.read_counters()),
             metrics=self.read_metrics(),
         )

@@ -12,12 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from headrace.schemas.config import FleetConfig
-from headrace.schemas.errors import CallbackError, EnvError, FencedError, HeadraceError, NoEnvHostError, StateError
+from headrace.schemas.errors import (
+    CallbackError,
+    ConnectorError,
+    EnvError,
+    FencedError,
+    HeadraceError,
+    ModuleError,
+    NoEnvHostError,
+    StateError,
+)
 from headrace.schemas.ledger import Discard, Drop
 from headrace.schemas.logged_metrics import MOST_METRICS, LoggedMetric, fitting_metrics
+from headrace.schemas.messages import tellable_shapes
 from headrace.schemas.stop_event import stop_event
 from headrace.workers.fleet.membership import Membership
 from headrace.workers.fleet.shipping import Shipper
+from headrace.workers.fleet.weights import WeightsVersion
 from headrace.workers.policy.policies import PolicyMappingError
 from headrace.workers.runner.env_runner import EnvRunner
 from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
@@ -134,7 +145,12 @@ class Worker:
             acting_channel.open(runner.module_spaces, runner.config.num_envs, runner.policy_columns())
             self._acting_channel = acting_channel
         num_envs = runner.config.num_envs
-        self.membership.introduce(runner.module_spaces, num_envs, num_envs * runner.config.rollout_fragment_length)
+        self.membership.introduce(
+            runner.module_spaces,
+            num_envs=num_envs,
+            cut_steps=num_envs * runner.config.rollout_fragment_length,
+            weight_shapes=tellable_shapes(runner.weight_shapes()),
+        )
         self._go_on_counting()
 
     def _go_on_counting(self) -> None:
@@ -275,14 +291,25 @@ class Worker:
         delivery.done()
 
     def _apply_weights(self) -> bool:
-        """Put the newest weights collected into use. Return whether any are in use."""
+        """Put the newest weights collected into use. Return whether any are in use.
+
+        Weights that do not fit are refused: the learner is told, and those in use stay.
+        """
         newer = self.weights.take()
         if newer is not None and newer.version > self.session.weights:
-            self.runner.set_weights(newer.arrays, newer.version[1], newer.version[0], newer.digest)
-            self.session.weights = newer.version
-            if self._acting_channel is not None:
-                self._acting_channel.offer(newer.version, newer.arrays, newer.digest)
+            try:
+                self.runner.set_weights(newer.arrays, newer.version[1], newer.version[0], newer.digest)
+            except (ModuleError, ConnectorError) as error:
+                log.error("weights %s are refused, those in use stay: %s", newer.version, error)
+                self.session.refuse_weights(newer.version, str(error))
+            else:
+                self._use(newer)
         return self.session.weights != (0, 0)
+
+    def _use(self, newer: WeightsVersion) -> None:
+        self.session.weights, self.session.refused = newer.version, None
+        if self._acting_channel is not None:
+            self._acting_channel.offer(newer.version, newer.arrays, newer.digest)
 
     def _pump(self, wait_s: float = 0.0) -> None:
         self.membership.pump(wait_s)

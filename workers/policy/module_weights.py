@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.schemas.errors import ModuleError, WhichModuleError
-from headrace.schemas.weights import split_modules
+from headrace.schemas.errors import WhichModuleError
+from headrace.schemas.weights import check_shapes, split_modules
 
 
 def read_weights(module: torch.nn.Module) -> dict[str, NDArray[Any]]:
@@ -19,20 +19,13 @@ def read_weights(module: torch.nn.Module) -> dict[str, NDArray[Any]]:
 
 
 def check_weights(module: torch.nn.Module, state: Mapping[str, NDArray[Any] | torch.Tensor]) -> None:
-    """Raise `ModuleError` unless `state` has the names and shapes of the module's parameters and buffers."""
-    own = module.state_dict()
-    missing, strange = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-    if missing or strange:
-        raise ModuleError(
-            f"weights do not fit the module: missing {missing[:5]}, unknown {strange[:5]}; "
-            "worker and learner must build the same module"
-        )
-    for name, tensor in own.items():
-        if tuple(state[name].shape) != tuple(tensor.shape):
-            raise ModuleError(
-                f"weights do not fit the module: {name!r} has shape {tuple(state[name].shape)}, "
-                f"the module's {tuple(tensor.shape)}; worker and learner must build the same module"
-            )
+    """Raise `WeightsMismatchError` unless `state` has the names and shapes of the module's parameters and buffers."""
+    check_shapes({name: array.shape for name, array in state.items()}, weight_shapes(module))
+
+
+def weight_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter and buffer of the state dict."""
+    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 
 
 def write_weights(module: torch.nn.Module, state: Mapping[str, NDArray[Any] | torch.Tensor]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.errors import ConnectorError, ModuleError, StateError
 from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
+from headrace.schemas.weights import split_modules
 from headrace.workers.connectors.connector import State
 from headrace.workers.connectors.vector_connectors import PIPELINES, join_states, split_states
 from headrace.workers.policy.acting_module import ActingModule
@@ -62,6 +63,9 @@ class OneModuleNames:
     def split(self, policies: Policies, state: Mapping[str, Any]) -> Parts:
         if not policies or policies[DEFAULT_MODULE_ID].module is None:
             raise ModuleError("this runner has no module to take weights")
+        by_module = split_modules(state) if state else None
+        if by_module is not None:
+            state = weights_by_module(by_module, [DEFAULT_MODULE_ID])[DEFAULT_MODULE_ID]
         return {DEFAULT_MODULE_ID: split_states(state)}
 
     def join(self, policies: Policies, weights: Mapping[str, Any], connectors: Mapping[str, State]) -> dict[str, Any]:

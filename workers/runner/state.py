@@ -16,7 +16,7 @@ from headrace.workers.connectors.vector_connectors import PIPELINES
 from headrace.workers.metrics.runner_metrics import RunnerMetrics
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.acting_module import ActingModule
-from headrace.workers.runner.policy_names import PolicyNames
+from headrace.workers.runner.policy_names import Parts, PolicyNames
 from headrace.workers.runner.state_components import RANDOM_STREAMS, RL_MODULE, Selection
 from headrace.workers.sampling.sampler import Sampler
 
@@ -103,6 +103,7 @@ class RunnerState:
         if problem := _problem("weights", state):
             raise ModuleError(problem)
         if version.learner_epoch != self.version.learner_epoch and self._has_open_steps:
+            self._check(state)
             self.waiting = (state, version)
         else:
             self._apply(state, version)
@@ -112,12 +113,16 @@ class RunnerState:
         if self.waiting is not None:
             self._apply(*self.waiting)
 
-    def _apply(self, state: Mapping[str, Any], version: Version) -> None:
-        self.waiting = None
+    def _check(self, state: Mapping[str, Any]) -> Parts:
         policies = self._policies
         parts = self._names.split(policies, state)
         for module_id, (weights, connectors) in parts.items():
             policies[module_id].check(weights, connectors)
+        return parts
+
+    def _apply(self, state: Mapping[str, Any], version: Version) -> None:
+        self.waiting = None
+        policies, parts = self._policies, self._check(state)
         for module_id, (weights, connectors) in parts.items():
             policies[module_id].write(weights, connectors)
         self.version = version

@@ -1,0 +1,122 @@
+"""Weights that no worker can load: the learner gets an error that says why, and workers go on with those they have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from headrace.learner_stub import EpisodeStream, WeightPublisher
+from headrace.schemas.errors import RefusedWeightsError, WeightsMismatchError, WhichModuleError
+from headrace.schemas.messages import tellable_shapes
+from headrace.schemas.spaces import Box, Discrete, Spaces
+from headrace.schemas.weights import check_published
+from support.pipeline.delivery import BrokerThread
+from support.pipeline.worker_threads import SAMPLING, WorkerThread, constant_value
+from support.waiting import wait_until
+
+SECTIONS: dict[str, Any] = {"sampling": SAMPLING, "worker": {"drain_timeout_s": 1.0}}
+CART_POLE = Spaces(observation=Box(shape=(4,), dtype="<f4"), action=Discrete(n=2))
+STRANGE_CONNECTOR = {"connectors/env_to_module/0.MeanStd/obs/count": np.ones(1)}
+
+
+def _seq(stream: EpisodeStream) -> int:
+    batch = stream.next(100.0)
+    assert batch is not None
+    return int(batch.columns["weights_seq"][-1])
+
+
+def _pump(publisher: WeightPublisher) -> bool:
+    publisher.pump(0.05)
+    return False
+
+
+def test_unfit_weights_are_named_at_once_and_workers_go_on(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with (
+        EpisodeStream(broker.endpoints.learner) as stream,
+        WeightPublisher(broker.endpoints.learner) as weights,
+        WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, SECTIONS) as worker,
+    ):
+        fit = constant_value(stream.spaces(timeout_s=100.0), 1.0)
+        assert weights.publish(fit) == 1
+        unfit = {**fit, "head.bias": np.zeros(7, np.float32), "extra": np.zeros(1)}
+        name = next(name for name in fit if name.endswith("weight"))
+        del unfit[name]
+        with pytest.raises(WeightsMismatchError, match="worker and learner must build the same module") as caught:
+            weights.publish(unfit)
+        assert (caught.value.missing, caught.value.unknown) == ([name], ["extra"])
+        assert caught.value.shapes == {"head.bias": ((7,), fit["head.bias"].shape)}
+        assert _seq(stream) == 1
+        assert weights.publish(fit) == 2, "nothing of it was published"
+        wait_until(lambda: _seq(stream) == 2, "a batch of the next weights")
+        assert worker.is_alive
+        worker.check()
+
+
+def test_what_only_a_worker_can_see_reaches_the_learner_too(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """State of connectors that the worker does not have. The error comes once, and not in the way of newer weights."""
+    with (
+        EpisodeStream(broker.endpoints.learner) as stream,
+        WeightPublisher(broker.endpoints.learner) as weights,
+        WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, SECTIONS) as worker,
+    ):
+        fit = constant_value(stream.spaces(timeout_s=100.0), 1.0)
+        weights.publish(fit)
+        assert _seq(stream) == 1
+        weights.publish({**fit, **STRANGE_CONNECTOR})
+        with pytest.raises(RefusedWeightsError, match=r"worker 0 cannot load weights \(1, 2\)") as caught:
+            wait_until(lambda: _seq(stream) != 1, "never")
+        assert (caught.value.version, caught.value.slot) == ((1, 2), 0)
+        assert {_seq(stream) for _ in range(20)} == {1}
+        weights.publish(fit)
+        wait_until(lambda: _seq(stream) == 3, "a batch of the next weights")
+        worker.check()
+
+
+def test_weights_published_before_any_worker_is_there_are_refused_by_the_first(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fit = constant_value(CART_POLE, 1.0)
+    with (
+        EpisodeStream(broker.endpoints.learner) as stream,
+        WeightPublisher(broker.endpoints.learner) as weights,
+    ):
+        weights.publish({"w": np.zeros(3)})
+        with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, SECTIONS) as worker:
+            with pytest.raises(RefusedWeightsError, match="unknown"):
+                wait_until(lambda: _pump(weights), "never")
+            weights.publish(fit)
+            wait_until(lambda: _seq(stream) == 2, "a batch of the next weights")
+            worker.check()
+
+
+SHAPES = {"one": {"w": (2, 3)}, "two": {"v": (4,)}}
+
+
+def _arrays(**shapes: tuple[int, ...]) -> dict[str, NDArray[Any]]:
+    return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+
+
+def test_weights_of_several_modules_are_checked_by_module() -> None:
+    check_published({"modules/one/w": np.zeros((2, 3))}, SHAPES)
+    check_published({"modules/one/connectors/x": np.zeros(9)}, SHAPES)
+    check_published(_arrays(w=(2, 3)), {"one": SHAPES["one"]})
+    with pytest.raises(WeightsMismatchError, match="module 'two'"):
+        check_published({"modules/two/v": np.zeros(5)}, SHAPES)
+    with pytest.raises(WhichModuleError):
+        check_published({"modules/three/v": np.zeros(5)}, SHAPES)
+    with pytest.raises(WhichModuleError):
+        check_published(_arrays(w=(2, 3)), SHAPES)
+
+
+def test_shapes_that_are_too_many_for_a_message_are_not_told() -> None:
+    assert tellable_shapes(SHAPES) == {"one": {"w": [2, 3]}, "two": {"v": [4]}}
+    assert tellable_shapes({"one": {str(n): (1,) for n in range(2000)}}) == {}
+    assert tellable_shapes({"one": {"x" * 300: (1,)}}) == {}
