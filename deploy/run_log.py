@@ -10,7 +10,6 @@ from typing import Any, Self
 
 import orjson
 
-from headrace.deploy.evaluation_log import EvaluationLog
 from headrace.deploy.loggers import Row, RunInfo
 from headrace.deploy.loggers.opening import open_loggers
 from headrace.deploy.loggers.row_files import JsonlFile
@@ -27,7 +26,7 @@ HURRIED_CLOSE_S = 1.0
 class RunLog:
     """Rows of one `headrace up`, within `with`. Raises `ConfigError` for a logger that cannot be built.
 
-    Rows of learners and evaluations that an earlier run in the directory has logged already are left out.
+    Rows of learners that an earlier run in the directory has logged already are left out.
     """
 
     def __init__(self, config: FleetConfig, run: RunInfo) -> None:
@@ -36,10 +35,7 @@ class RunLog:
         self._next_fleet_row = 0.0
         self._logged_report = self._began_unix_s
         """When the broker made the last report that was logged; those of before this run count as logged."""
-        logged = JsonlFile(run.run_dir / "metrics.jsonl")
-        self._newest = _newest_learner_row(logged)
-        self._evaluations = EvaluationLog(run.run_dir)
-        self._evaluated_unix_s = _newest_evaluation(logged)
+        self._newest = _newest_learner_row(JsonlFile(run.run_dir / "metrics.jsonl"))
         self.close_s = CLOSE_S
         """How long all loggers together may take to end."""
         self._loggers = open_loggers(config.logging, run, COLUMNS)
@@ -49,10 +45,11 @@ class RunLog:
         snapshot: Snapshot | None,
         restarts: Mapping[str, int],
         learner_rows: Iterable[LearnerRowView],
+        evaluations: Iterable[Mapping[str, Any]] = (),
         *,
         last: bool = False,
     ) -> None:
-        """Log all new rows of the learner and of evaluations, and one of the fleet if it is time, or the last one.
+        """Log all new rows of the learner, all evaluations, and one row of the fleet if it is time, or the last one.
 
         A report of the broker that was logged before, because broker or Redis is away, is not logged again.
         """
@@ -61,7 +58,8 @@ class RunLog:
                 self._newest = view.identity
                 if view.values:
                     self._offer(learner_row(view, self._began_unix_s))
-        self._log_evaluations(snapshot)
+        for told in evaluations:
+            self._offer(evaluation_row(told, snapshot, self._began_unix_s))
         now = time.monotonic()
         if snapshot is None or snapshot.reported_unix_s is None or not (last or now >= self._next_fleet_row):
             return
@@ -69,12 +67,6 @@ class RunLog:
             self._logged_report = snapshot.reported_unix_s
             self._next_fleet_row = now + self._interval_s
             self._offer(fleet_row(snapshot, restarts, time.time(), now - self._began))
-
-    def _log_evaluations(self, snapshot: Snapshot | None) -> None:
-        for told in self._evaluations.since(self._evaluated_unix_s):
-            self._evaluated_unix_s = float(told["unix_s"])
-            env_steps = snapshot.totals.get("env_steps_sampled_total", 0) if snapshot else 0
-            self._offer(evaluation_row(told, env_steps, self._began_unix_s))
 
     def _offer(self, row: Row) -> None:
         step = int(row["env_steps"])
@@ -98,15 +90,6 @@ class RunLog:
 def run_info(config: FleetConfig, fleet_id: str, run_dir: Any) -> RunInfo:
     """Return what loggers get to know about a run."""
     return RunInfo(fleet_id, run_dir, config.model_dump(mode="json", exclude={"redis": {"url"}}))
-
-
-def _newest_evaluation(file: JsonlFile) -> float:
-    """Return the time of the last evaluation in the file; 0.0 without one."""
-    line = file.last_line_with(b'"kind":"evaluation"')
-    try:
-        return float(orjson.loads(line)["time"]) if line else 0.0
-    except (ValueError, KeyError, TypeError):
-        return 0.0
 
 
 def _newest_learner_row(file: JsonlFile) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """The rows of a run: what the columns are, and where their values come from.
 
 The page docs/guides/what-a-run-leaves.md explains each column. Rows about the fleet come from a snapshot of Redis, rows
-of the learner from its stream there, and rows of evaluations from the evaluator's file.
+of the learner from its stream there.
 """
 
 from __future__ import annotations
@@ -84,21 +84,21 @@ def learner_row(view: LearnerRowView, began_unix_s: float) -> Row:
     }
 
 
-def evaluation_row(told: Mapping[str, Any], env_steps: int, began_unix_s: float) -> Row:
-    """Return the row of one evaluation, as `evaluations.jsonl` has it."""
-    unix_s = float(told["unix_s"])
+def evaluation_row(told: Mapping[str, Any], snapshot: Snapshot | None, began_unix_s: float) -> Row:
+    """Return the row of an evaluation, `told` as in evaluations.jsonl. Its env steps are those of now."""
     row: dict[str, float | int | str] = {
         "kind": "evaluation",
-        "time": unix_s,
-        "elapsed_s": round(unix_s - began_unix_s, 3),
-        "env_steps": env_steps,
-        "evaluation/steps": told["steps"],
+        "time": told["unix_s"],
+        "elapsed_s": round(told["unix_s"] - began_unix_s, 3),
+        "env_steps": RunNumbers.of(snapshot.gauges, snapshot.totals).steps if snapshot is not None else told["steps"],
+        "learner_epoch": told["learner_epoch"],
+        "agent_steps": told["steps"],
         "evaluation/episodes": told["episodes"],
+        "evaluation/best": int(told["best"]),
     }
-    for name, values in (("return", told["return"]), ("length", told.get("length"))):
-        row |= {f"evaluation/{name}_{part}": value for part, value in (values or {}).items()}
-    for module_id, values in told.get("return_by_policy", {}).items():
-        row[f"evaluation/{module_id}/return_mean"] = values["mean"]
+    several = {f"policies/{key}/return": own for key, own in told.get("return_by_policy", {}).items()}
+    for name, own in {"return": told["return"], "len": told["length"], **several}.items():
+        row |= {f"evaluation/{name}_{part}": own[part] for part in ("mean", "std", "min", "max")}
     return row
 
 

@@ -67,15 +67,12 @@ def test_a_fleet_evaluates_itself_and_leaves_a_policy_to_use(tmp_path: Path) -> 
         summary = fleet.finish()
     assert (summary["returncode"], summary["balanced"]) == (0, True)
     assert summary["ledger"]["committed"][0] == summary["steps"], "what an evaluation plays is in no ledger"
-    assert "evaluation mean return" in summary["stderr"]
     assert read_fleet_file(run_dir / "fleet.json").incarnations["evaluator"] == 1
     told = evaluations(run_dir)
+    rows = [orjson.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    logged = [row["evaluation/return_mean"] for row in rows if row["kind"] == "evaluation"]
+    assert logged == [line["return"]["mean"] for line in told]
     assert all(line["complete"] and line["episodes"] == 10 for line in told)
-    logged = [orjson.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
-    rows = [row for row in logged if row["kind"] == "evaluation"]
-    assert [(row["time"], row["evaluation/steps"], row["evaluation/return_mean"]) for row in rows] == [
-        (line["unix_s"], line["steps"], line["return"]["mean"]) for line in told
-    ]
     best = load_checkpoint(run_dir / "best.checkpoint")
     assert best is not None
     highest = max(told, key=lambda line: line["return"]["mean"])
