@@ -302,7 +302,8 @@ def encode_batch(batch: ChunkBatch, header: BatchHeader) -> list[Buffer]:
     if batch.infos:
         arrays["_infos"] = np.frombuffer(_dump_infos(batch.infos), np.uint8)
     arrays |= {CONNECTOR_UPDATE + name: array for name, array in batch.connector_update.items()}
-    return encode(MessageKind.BATCH, header.model_dump(), arrays)
+    absent = None if header.agent_returns else {"agent_returns"}  # most batches have none, and need not say so
+    return encode(MessageKind.BATCH, header.model_dump(exclude=absent), arrays)
 
 
 def _dump_infos(infos: Infos) -> bytes:

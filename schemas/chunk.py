@@ -44,9 +44,7 @@ DEFAULT_AGENT = "default_agent"
 """The agent of an env that has one."""
 
 UNSEEDED = 2**64 - 1
-"""Stands in the seed field when the env was reset without a seed, by the vector that it is part of. Larger than any
-seed.
-"""
+"""Stands in the seed field when the env was reset without a seed. Larger than any seed."""
 
 EXPLORE = 1
 RANDOM_ACTIONS = 2
@@ -85,10 +83,11 @@ class EpisodeChunk:
     Arrays are views: of the sampler's buffers, or read-only ones of a received message.
 
     - obs: (T+1, *shape), in the nesting of the observation space.
-    - actions: (T, *shape), in the nesting of the action space.
+    - actions: (T, *shape), in the nesting of the module's action space and in its units, also where actions are
+      random. Random ones are drawn from that space and go the policy's way to the env.
     - rewards: float64 (T,). weights_seq, env_t: int64 (T,).
-    - columns: further per-step arrays (T, ...) such as `logp` and `values`. `actions_for_env` is there where the env
-      got something else than the policy's action.
+    - columns: further per-step arrays (T, ...) such as `logp` and `values`. `actions_for_env`, in the env's units, is
+      there where the module or its connectors make the env's action of `actions`; else the env got `actions`.
     - infos: T+1 dicts aligned with obs; empty when no info had any content.
     - state_in: a recurrent module's memory before the first step, by name, one row without a leading axis. Empty for
       other modules, and for a cut that begins within a chunk, where the memory is not known.
@@ -115,8 +114,11 @@ class EpisodeChunk:
     slot: int = 0
     incarnation: int = 0
     seed: int | None = 0
-    """The seed for the reset of the env, or of the vector that it is part of. None: the vector reset this env by
-    itself.
+    """The seed for the reset of the env, or of the vector that it is part of.
+
+    None: the env began this episode without a seed, with its own random numbers. That is so for all but the first
+    episode of an env where `seed_every_episode` is false, for envs that a vector resets by itself, and for external
+    envs.
     """
     explore: bool = True
     random_actions: bool = False

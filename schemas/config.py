@@ -97,9 +97,9 @@ class BrokerSection(ConfigSection):
     """The broker's endpoints and limits."""
 
     host: str = Field(default="127.0.0.1", description="address to bind; off loopback needs [keys]")
-    worker_port: int = Field(default=0, ge=0, le=65535, description="0 takes a free port")
-    learner_port: int = Field(default=0, ge=0, le=65535)
-    weights_port: int = Field(default=0, ge=0, le=65535)
+    worker_port: int = Field(default=0, ge=0, le=65535, description="port for workers; 0 takes a free one")
+    learner_port: int = Field(default=0, ge=0, le=65535, description="port for learners; 0 takes a free one")
+    weights_port: int = Field(default=0, ge=0, le=65535, description="port that relays weights; 0 takes a free one")
     allow_insecure: bool = Field(
         default=False, description="serve other machines without keys and unencrypted; every start warns"
     )
@@ -120,7 +120,7 @@ class BrokerSection(ConfigSection):
         default="learner", description="whose acknowledgement lets a worker forget a batch"
     )
     lease_s: float = Field(default=10.0, gt=0, description="silence after which a worker counts as lost")
-    heartbeat_interval_s: float = Field(default=1.0, gt=0)
+    heartbeat_interval_s: float = Field(default=1.0, gt=0, description="time between two heartbeats of a peer")
     report_interval_s: float = Field(default=0.5, gt=0, description="time between reports of the broker to Redis")
 
     @model_validator(mode="after")
@@ -157,14 +157,14 @@ class LearnerSection(ConfigSection):
     enabled: bool = Field(default=True, description="false: `up` starts no learner; connect your own EpisodeStream")
     steps_per_update: int = Field(default=2048, gt=0, description="agent steps gathered for one PPO update")
     epochs: int = Field(default=10, gt=0, description="passes over the steps of one update, at most")
-    minibatch_size: int = Field(default=256, gt=0)
-    learning_rate: float = Field(default=1e-3, gt=0)
-    gamma: float = Field(default=0.98, gt=0, le=1)
-    gae_lambda: float = Field(default=0.9, ge=0, le=1)
-    clip: float = Field(default=0.2, gt=0)
-    value_coefficient: float = Field(default=0.5, ge=0)
-    entropy_coefficient: float = Field(default=0.0, ge=0)
-    max_grad_norm: float = Field(default=0.5, gt=0)
+    minibatch_size: int = Field(default=256, gt=0, description="steps of one gradient step")
+    learning_rate: float = Field(default=1e-3, gt=0, description="learning rate of Adam")
+    gamma: float = Field(default=0.98, gt=0, le=1, description="discount of rewards, for each step")
+    gae_lambda: float = Field(default=0.9, ge=0, le=1, description="lambda of generalised advantage estimation")
+    clip: float = Field(default=0.2, gt=0, description="bound of PPO's ratio: it is clipped to 1 - clip and 1 + clip")
+    value_coefficient: float = Field(default=0.5, ge=0, description="weight of the value loss")
+    entropy_coefficient: float = Field(default=0.0, ge=0, description="weight of the entropy bonus")
+    max_grad_norm: float = Field(default=0.5, gt=0, description="norm to which the gradient is clipped")
     target_kl: float = Field(
         default=0.03,
         gt=0,
@@ -180,8 +180,8 @@ class LearnerSection(ConfigSection):
         "that `up` starts; 0: none",
     )
     evaluate_episodes: int = Field(default=10, ge=1, description="whole episodes of one such evaluation")
-    seed: int = Field(default=0, ge=0)
-    torch_threads: int = Field(default=1, gt=0)
+    seed: int = Field(default=0, ge=0, description="root of the learner's random numbers")
+    torch_threads: int = Field(default=1, gt=0, description="threads that torch may use in the learner")
 
 
 class RedisSection(ConfigSection):
@@ -214,11 +214,11 @@ class SupervisorSection(ConfigSection):
     restart_backoff_s: float = Field(
         default=0.2, gt=0, description="pause before the first restart; it doubles each time, with jitter"
     )
-    restart_backoff_max_s: float = Field(default=10.0, gt=0)
+    restart_backoff_max_s: float = Field(default=10.0, gt=0, description="longest pause before a restart")
     max_restarts_per_window: int = Field(
         default=10, ge=0, description="restarts of one process before it counts as crash-looping"
     )
-    restart_window_s: float = Field(default=60.0, gt=0)
+    restart_window_s: float = Field(default=60.0, gt=0, description="time window of max_restarts_per_window")
     zombie_grace_s: float = Field(
         default=30.0, gt=0, description="how long a silent worker that was replaced may live on, to find itself fenced"
     )

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import tomllib
@@ -18,6 +17,7 @@ from pydantic import ValidationError
 
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.nearest_names import nearest_name
 
 ENV_PREFIX = "HEADRACE_"
 
@@ -98,8 +98,8 @@ def known_keys() -> dict[str, Any]:
 
 def _nearest(key: str) -> str:
     known = list(known_keys()) if "." in key else list(FleetConfig.model_fields)
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else "; `headrace up --print-config` lists all keys"
+    near = nearest_name(key, known, cutoff=0.5)
+    return f"; did you mean {near}?" if near else "; `headrace up --print-config` lists all keys"
 
 
 def _read_file(path: Path) -> dict[str, Any]:

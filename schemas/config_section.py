@@ -2,10 +2,42 @@
 
 from __future__ import annotations
 
+from inspect import cleandoc, get_annotations
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
+
+FIELDS = "\n\nFields:\n\n"
+"""What stands in a section's docstring between its own text and the fields."""
 
 
 class ConfigSection(BaseModel):
-    """A frozen part of the configuration, checked when built. Code gets the parts it uses, never the whole tree."""
+    """A frozen part of the configuration, checked when built. Code gets the parts it uses, never the whole tree.
+
+    The docstring of each section ends with its fields: type, default, meaning. So `help` shows them.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        kinds: dict[str, str] = {}
+        for base in cls.__mro__:  # own fields come first
+            kinds = {**kinds, **{name: kind for name, kind in get_annotations(base).items() if name not in kinds}}
+        fields = [_describe(cls, name, kind) for name, kind in kinds.items() if name in cls.model_fields]
+        cls.__doc__ = cleandoc(cls.__doc__ or "") + FIELDS + "\n".join(fields)
+
+
+def meaning_of(section: type[BaseModel], name: str) -> str:
+    """Return what the field `name` means: its description, or that of the section that it holds."""
+    field = section.model_fields[name]
+    holds = field.annotation
+    if field.description is None and isinstance(holds, type) and issubclass(holds, ConfigSection):
+        return (holds.__doc__ or "").partition("\n")[0]
+    return field.description or ""
+
+
+def _describe(section: type[BaseModel], name: str, kind: str) -> str:
+    default = section.model_fields[name].default
+    value = "" if isinstance(default, BaseModel) else f" = {default!r}"
+    return f"    {name}: {kind}{value}\n        {meaning_of(section, name)}"

@@ -26,18 +26,19 @@ from headrace.schemas.messages import Message, Positive
 from headrace.schemas.wire import MessageKind
 
 MOST_ENVS = 65_536
-NO_SEED = -1
+NO_SEED, WITHOUT_SEED = -1, -2
 
 Life = Annotated[str, Field(min_length=1, max_length=64)]
 Place = Annotated[int, Field(ge=0, lt=MOST_ENVS)]
 Numbered = Annotated[tuple[Place, Natural], Strict(False)]
 """(place, number of its order)."""
 Order = Annotated[
-    tuple[Place, Natural, Literal[1, 2, 3, 4], Annotated[int, Field(ge=NO_SEED, lt=1 << 63)], Place],
+    tuple[Place, Natural, Literal[1, 2, 3, 4], Annotated[int, Field(ge=WITHOUT_SEED, lt=1 << 63)], Place],
     Strict(False),
 ]
 """(place, number, command, seed, index of the env in the worker). Commands are BUILD, REBUILD, RESET and STEP, 1 to 4,
 as for processes of envs. A STEP's seed, unless NO_SEED, is for the reset that follows if the step ends the episode.
+WITHOUT_SEED asks for a reset without a seed.
 """
 Info = dict[str, Any] | None
 

@@ -51,6 +51,11 @@ class SamplingSettings(ConfigSection):
         lt=2**63,
         description="largest seed env.reset gets; 2**31 - 1 for envs that take a C int (seeds may then repeat)",
     )
+    seed_every_episode: bool = Field(
+        default=True,
+        description="give every reset of an env a seed of its own; false: only its first one, for envs whose "
+        "reset(seed=...) is slow, as that of Atari games; chunks of later episodes have no seed",
+    )
     batch_mode: Literal["truncate_episodes", "complete_episodes"] = Field(
         default="truncate_episodes", description="cut fragments after a number of steps, or deliver whole episodes only"
     )

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headrace.schemas.version import __version__ as __version__
     from headrace.workers.agents.env import MultiAgentEnv as MultiAgentEnv
     from headrace.workers.callbacks import RunnerCallback as RunnerCallback
     from headrace.workers.config import EnvRunnerConfig as EnvRunnerConfig
@@ -33,6 +34,7 @@ _HOMES = {
     "SingleAgentEnvRunner": "headrace.workers.runner.single_agent_env_runner",
     "StepFailedRecreateEnv": "headrace.workers.envs.context",
     "VectorEnv": "headrace.workers.envs.vector_env",
+    "__version__": "headrace.schemas.version",
     "merge_metrics": "headrace.workers.metrics.logger",
     "register_env": "headrace.workers.envs.creators",
 }
@@ -57,3 +59,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, ValidationErr
 
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.nearest_names import nearest_name
 from headrace.schemas.sampling_settings import SamplingSettings
 
 DEFAULT_MODULE = "headrace.workers.modules:actor_critic"
@@ -23,37 +23,50 @@ class EnvRunnerConfig(SamplingSettings):
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    env: str | Callable[..., Any] | None = None
-    """Gymnasium id (also "module:Id-v0"), registered name, "package.module:make_env", class, callable(EnvContext).
-
-    It creates one env, or all of them at once as a `gymnasium.vector.VectorEnv` or as Headrace's own `VectorEnv`.
-    """
-    num_envs: int = Field(default=1, ge=1, le=65_536)
-    """Environments stepped together by one runner."""
-    env_hosts_keys: str | None = None
-    """Folder of the keys for the port of env hosts. None: the folder of HEADRACE_KEYS__DIR; "": no keys."""
-    num_workers: int = Field(default=1, ge=0)
-    """Number of runners in the fleet. It is passed to env creators and divides the metrics' smoothing window."""
-    module: str | Callable[..., Any] = DEFAULT_MODULE
-    """The policy: "package.module:build" or a callable, called as build(spaces, **module_config)."""
-    module_config: dict[str, Any] = Field(default={})
-    """Keyword arguments of the module's builder."""
-    policies: Any = None
-    """Multi-agent: module id -> policy, or just the ids.
-
-    A policy is a PolicySpec, a table of build and config, a builder as in `module`, or None for `module` itself.
-    """
-    policy_mapping_fn: Any = None
-    """Multi-agent: (agent id, episode id) -> module id, called once for each agent that appears in an episode.
-
-    It may also be the function's "package.module:name", or a mapping from agent ids to module ids.
-    """
-    env_to_module: list[Any] = Field(default=[])
-    """Pieces that observations pass on their way to the module: connectors, factories, or "package.module:factory"."""
-    module_to_env: list[Any] = Field(default=[])
-    """Pieces that actions pass on their way to the env, in the same forms."""
-    callbacks: list[Any] = Field(default=[])
-    """Classes, objects, {event: function or list of them}, or "package.module:name" of one; see `callbacks.py`."""
+    env: str | Callable[..., Any] | None = Field(
+        default=None,
+        description='gymnasium id (also "module:Id-v0"), registered name, "package.module:make_env", class, or '
+        "callable(EnvContext); it creates one env, or all of them as one `gymnasium.vector.VectorEnv` or as one "
+        "`VectorEnv` of Headrace",
+    )
+    num_envs: int = Field(default=1, ge=1, le=65_536, description="environments stepped together by one runner")
+    env_hosts_keys: str | None = Field(
+        default=None,
+        description="folder of the keys for the port of env hosts; None: the folder of HEADRACE_KEYS__DIR; '': no keys",
+    )
+    num_workers: int = Field(
+        default=1,
+        ge=0,
+        description="number of runners in the fleet: it is passed to env creators and divides the window of metrics",
+    )
+    module: str | Callable[..., Any] = Field(
+        default=DEFAULT_MODULE,
+        description='the policy: "package.module:build" or a callable, called as `build(spaces, **module_config)`',
+    )
+    module_config: dict[str, Any] = Field(default={}, description="keyword arguments of the module's builder")
+    policies: Any = Field(
+        default=None,
+        description="several agents: module id -> policy, or just the ids; a policy is a PolicySpec, a table of build "
+        "and config, a builder as in `module`, or None for `module` itself",
+    )
+    policy_mapping_fn: Any = Field(
+        default=None,
+        description="several agents: (agent id, episode id) -> module id, called once for each agent that appears in "
+        'an episode; or its "package.module:name", or a mapping from agent ids to module ids',
+    )
+    env_to_module: list[Any] = Field(
+        default=[],
+        description="pieces that observations pass on their way to the module: connectors, factories, or "
+        '"package.module:factory"',
+    )
+    module_to_env: list[Any] = Field(
+        default=[], description="pieces that actions pass on their way to the env, in the same forms"
+    )
+    callbacks: list[Any] = Field(
+        default=[],
+        description='classes, objects, {event: function or list of them}, or "package.module:name" of one; see '
+        "`callbacks.py`",
+    )
 
     @model_validator(mode="wrap")
     @classmethod
@@ -62,6 +75,7 @@ class EnvRunnerConfig(SamplingSettings):
             for key in data:
                 if key not in cls.model_fields:
                     raise ConfigError(_unknown(key, list(cls.model_fields)), key=str(key))
+            _refuse_built(data.get("env"))
         try:
             config = handler(data)
         except ValidationError as error:
@@ -82,6 +96,17 @@ def runner_config(config: FleetConfig) -> EnvRunnerConfig:
     )
 
 
+def _refuse_built(env: Any) -> None:
+    """Raise `ConfigError` for an env in place of what builds one."""
+    if hasattr(env, "reset") and not callable(env):
+        name, spec = type(getattr(env, "unwrapped", env)).__qualname__, getattr(env, "spec", None)
+        builder = f"{name} or env=lambda context: {name}(...)" if spec is None else repr(spec.id)
+        raise ConfigError(
+            f"got a {name} that is already built; give what builds one, as env={builder}, because a runner builds "
+            "num_envs of them and rebuilds one that fails",
+            key="env",
+        )
+
+
 def _unknown(key: Any, known: list[str]) -> str:
-    near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-    return f"no such setting of EnvRunnerConfig; the nearest is {near[0]!r}"
+    return f"no such setting of EnvRunnerConfig; the nearest is {nearest_name(str(key), known, cutoff=0.0)!r}"

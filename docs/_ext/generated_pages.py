@@ -10,11 +10,12 @@ from typing import Any
 
 from command_reference import commands_as_markdown
 from exit_codes import exit_codes_as_markdown
-from settings_reference import settings_as_markdown
+from settings_reference import runner_arguments_as_markdown, settings_as_markdown
 
 _PARTS = {
     "settings": settings_as_markdown,
     "commands": commands_as_markdown,
+    "runner arguments": runner_arguments_as_markdown,
     "exit codes": exit_codes_as_markdown,
 }
 _PLACE = re.compile(r"^<!-- generated: (?P<what>[a-z ]+) -->$", re.MULTILINE)

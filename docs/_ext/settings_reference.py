@@ -16,7 +16,9 @@ from pydantic.fields import FieldInfo
 
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.config_loading import ENV_PREFIX
+from headrace.schemas.config_section import FIELDS, meaning_of
 from headrace.schemas.sampling_settings import PolicySettings
+from headrace.workers.config import EnvRunnerConfig
 
 SAMPLE_FILE = Path(__file__).parents[2] / "deploy" / "fleet.toml"
 _UNITS = {"_s": "s", "_ms": "ms", "_mb": "MB", "_bytes": "bytes"}
@@ -47,18 +49,34 @@ def settings_as_markdown() -> str:
         parts += [
             f"## [{name}]",
             "",
-            (section.__doc__ or "").strip(),
+            _summary(section),
             "",
             *_table(settings(name)),
             "",
         ]
-    parts += ["## One of several policies", "", (PolicySettings.__doc__ or "").strip(), ""]
+    parts += ["## One of several policies", "", _summary(PolicySettings), ""]
     parts += [
         "Each value of `sampling.policies` is a table of these keys.",
         "",
         *_table(list(_settings_of("", PolicySettings, {}))),
     ]
     return "\n".join(parts)
+
+
+def runner_arguments_as_markdown() -> str:
+    """Return a table of the arguments that `EnvRunnerConfig` has beside `[sampling]`, or that mean more there."""
+    rows = ["| argument of `EnvRunnerConfig` | default | is |", "|---|---|---|"]
+    for name in EnvRunnerConfig.__annotations__:
+        field = EnvRunnerConfig.model_fields[name]
+        rows.append(
+            f"| `{name}` | {_default(field)} | {_sentence(meaning_of(EnvRunnerConfig, name))} |"
+        )
+    return "\n".join(rows)
+
+
+def _summary(section: type[BaseModel]) -> str:
+    """Return the docstring of a section without its fields."""
+    return (section.__doc__ or "").partition(FIELDS)[0]
 
 
 def settings(section: str) -> list[Setting]:

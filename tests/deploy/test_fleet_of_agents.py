@@ -47,7 +47,7 @@ def test_env_steps_and_steps_of_agents_and_modules_are_counted_apart(tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "code", "parts"),
     [
-        (TWO_CARTS, ExitCode.ENV, ("TwoCarts", "one of several needs MultiAgentEnvRunner and policies")),
+        (TWO_CARTS, ExitCode.ENV, ("TwoCarts", "MultiAgentEnvRunner, or in a fleet set sampling.policies")),
         (POLICIES, ExitCode.ENV, ("CartPole", "a single-agent env needs SingleAgentEnvRunner", "no policies")),
         (
             (*TWO_CARTS, *POLICIES, "--set", 'sampling.policy_mapping_fn={"short": "short"}'),

@@ -14,6 +14,7 @@ from headrace.deploy.loggers.logger_thread import MOST_WAITING, LoggerThread
 from headrace.deploy.loggers.opening import open_loggers
 from headrace.schemas.config import LoggingSection
 from headrace.schemas.errors import ConfigError
+from support.waiting import wait_until
 
 LEARNER_ROW: Row = {
     "kind": "learner",
@@ -58,12 +59,16 @@ def test_a_failing_logger_is_named_once_and_another_goes_on(caplog: pytest.LogCa
     for n in range(5):
         for thread in threads:
             thread.offer({"n": n}, 10 * n)
+    wait_until(lambda: "mine:Broken" in caplog.text)
+    for n in range(MOST_WAITING + 1):  # of which none waits any more
+        threads[0].offer({"n": n}, n)
     end(*threads)
     assert [row["n"] for row, _ in broken.rows] == [0]
     assert [(row["n"], step) for row, step in good.rows] == [(n, 10 * n) for n in range(5)]
     assert good.closed.is_set()
     assert caplog.text.count("logger mine:Broken failed and is switched off (RuntimeError: the service has gone)") == 1
     assert "mine:Good" not in caplog.text
+    assert "too slow" not in caplog.text
 
 
 def test_a_slow_logger_holds_up_nobody_and_loses_the_oldest_rows(caplog: pytest.LogCaptureFixture) -> None:

@@ -83,7 +83,7 @@ class Play:
 
     def sample(self, **settings: Any) -> Sequence[EpisodeChunk]:
         """Digest a sample."""
-        return self._add_samples(self.runner.sample(**settings), "sample")
+        return self._add_samples(self.runner.sample(end_markers=True, **settings), "sample")
 
     def cut_fragment(self) -> None:
         """Digest the fragment as it stands."""

@@ -51,10 +51,11 @@ def test_the_highest_mean_of_a_full_window_is_kept_over_lives(tmp_path: Path) ->
 def test_a_learner_that_was_replaced_keeps_nothing(tmp_path: Path) -> None:
     old, new = Life(tmp_path, 1), Life(tmp_path, 2)
     new.save(9, [3.0] * 100)
+    new.save(10, [2.0] * 100)
     old.best.saved(1000.0)  # it saved before the other one took over, and was stopped until now
     assert best_of(tmp_path) == 9
-    new.save(10, [4.0] * 100)
-    assert best_of(tmp_path) == 10
+    new.save(11, [4.0] * 100)
+    assert best_of(tmp_path) == 11
 
 
 def test_a_best_one_that_is_damaged_gives_way(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -81,6 +81,8 @@ def test_environment_variables_are_read_as_their_fields_want(name: str, text: st
             "[sampling]\nnun_envs = 2",
             r"sampling.nun_envs: unknown key; did you mean sampling.num_envs\? \(from .*fleet.toml\)",
         ),
+        ("[sampling]\nnum_envs_per_env_runner = 2", r"unknown key; did you mean sampling.num_envs\?"),
+        ("[learner]\nlr = 0.1", r"learner.lr: unknown key; did you mean learner.learning_rate\?"),
         ("[samplng]\nnum_envs = 2", r"samplng: unknown key; did you mean sampling\?"),
         ("[samplng]", r"samplng: unknown key; did you mean sampling\?"),
         ("[zzz]\nqqq = 1", "zzz: unknown key; `headrace up --print-config` lists all keys"),

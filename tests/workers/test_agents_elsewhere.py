@@ -215,7 +215,7 @@ def test_an_agent_that_no_other_process_can_be_told_of_is_refused() -> None:
 def test_each_kind_of_env_needs_its_runner_elsewhere_too() -> None:
     with pytest.raises(EnvContractError, match="a single-agent env needs SingleAgentEnvRunner"):
         runner("process", env="CartPole-v1", policies=["one"], num_envs=1)
-    with pytest.raises(EnvContractError, match="one of several needs MultiAgentEnvRunner"):
+    with pytest.raises(EnvContractError, match="for an env of several agents give `policies`"):
         SingleAgentEnvRunner(EnvRunnerConfig(env="support.envs.crowd:Crowd", env_placement="process"))
 
 

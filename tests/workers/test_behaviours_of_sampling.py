@@ -147,7 +147,7 @@ def test_episodes_that_are_left_behind_are_told_as_aborted(kind: Kind, num_envs:
     with kind.runner(num_envs) as sampler:
         begun = sampler.sample(num_timesteps=4 * num_envs)
         size = num_envs if mode == "num_episodes" else 3 * num_envs
-        chunks = sampler.sample(**{mode: size}, force_reset=mode == "num_timesteps")
+        chunks = sampler.sample(**{mode: size}, force_reset=mode == "num_timesteps", end_markers=True)
         anew, markers = [c for c in chunks if len(c)], [c for c in chunks if not len(c)]
         assert not any(map(len, chunks[len(anew) :]))
         assert {(m.episode_id, m.agent_id) for m in markers} == {(c.episode_id, c.agent_id) for c in begun}
@@ -179,7 +179,7 @@ def test_envs_made_anew_begin_anew(kind: Kind, num_envs: int, mode: str) -> None
         size = num_envs if mode == "num_episodes" else 4 * num_envs
         before = sampler.sample(**{mode: size})
         sampler.make_env()
-        chunks = sampler.sample(num_timesteps=num_envs)
+        chunks = sampler.sample(num_timesteps=num_envs, end_markers=True)
         assert {c.t_start for c in chunks if len(c)} == {0}
         assert {c.episode_id for c in chunks if not len(c)} == (
             {*episodes_of(before)} if mode == "num_timesteps" else set()

@@ -13,10 +13,12 @@ from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import CallbackError, ConfigError, EnvRestartBudgetError
 from headrace.workers import EnvContext
 from headrace.workers.callbacks import EVENTS, RunnerCallback
+from support.envs.counting import NestedCounting
 from support.envs.toy import Counting, Faulty, Walk, check_books, diverge, runner, with_fault
+from support.envs.toy_agents import Together
 from support.runners.callbacks import Recording, always, count_events, raise_at
 from support.runners.comparing import assert_same
-from support.runners.kinds import KINDS, Kind
+from support.runners.kinds import KINDS, MULTI, SINGLE, Kind
 
 
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
@@ -77,7 +79,7 @@ def test_the_course_of_one_episode_and_what_is_seen_of_it() -> None:
             ("created", 0, None, [], 0),
             ("start", 0, [0, 0], True),
             ("step", 1, [1, 0], 1.0, ChunkEnd.ONGOING),
-            ("step", 2, [2, 0], 2.0, ChunkEnd.ONGOING),
+            ("step", 2, [2, 0], 2.0, ChunkEnd.TERMINATED),
             ("end", 2, 3.0, ChunkEnd.TERMINATED, chunk.episode_id),
             ("sample", 1),
         ]
@@ -87,6 +89,75 @@ def test_the_course_of_one_episode_and_what_is_seen_of_it() -> None:
         # The length counts what was cut before; the return too.
         assert [row[:2] for row in course if row[0] == "step"] == [("step", 1), ("step", 2)]
         assert [row[2] for row in course if row[0] == "end"] == [3.0]
+
+
+def _by_rllibs_names(view: Any) -> list[Any]:
+    seen, done, infos = view.get_observations(), view.get_actions(), view.get_infos()
+    assert len(seen) == len(infos) == len(done) + 1 == len(view.get_rewards()) + 1
+    for newest, all_of_them in (
+        (view.get_observations(-1), seen),
+        (view.get_actions(-1), done),
+        (view.get_infos(-1), infos),
+    ):
+        assert repr(newest) == repr(all_of_them[-1])
+    assert repr(view.get_observations([0, -1])) == repr([seen[0], seen[-1]])
+    assert repr(view.get_actions(slice(1, 3))) == repr(done[1:3])
+    assert view.get_rewards(-1) == view.reward
+    with pytest.raises(IndexError, match=r"index 999 of \d since the last cut"):
+        view.get_actions(999)
+    return [repr(part) for part in (seen, done, infos, view.get_rewards().tolist(), view.get_return())]
+
+
+def _told_of(chunk: Any) -> list[Any]:
+    seen = [_row(chunk.obs, t) for t in range(len(chunk) + 1)]
+    done = [_row(chunk.actions, t) for t in range(len(chunk))]
+    infos = chunk.infos or [{}] * (len(chunk) + 1)
+    return [repr(part) for part in (seen, done, infos, chunk.rewards.tolist(), chunk.episode_return)]
+
+
+def _row(tree: Any, t: int) -> Any:
+    if isinstance(tree, dict):
+        return {key: _row(sub, t) for key, sub in tree.items()}
+    return tuple(_row(sub, t) for sub in tree) if isinstance(tree, tuple) else tree[t].copy()
+
+
+@pytest.mark.parametrize(("kind", "env"), [(SINGLE, NestedCounting), (MULTI, Together)], ids=["single", "multi"])
+def test_views_have_what_rllibs_episodes_have_by_their_names(kind: Kind, env: Any) -> None:
+    told: dict[tuple[str, str], list[Any]] = {}
+    ends: list[Any] = []
+
+    def step(episode: Any) -> None:
+        ends.append((episode.env_steps(), episode.is_done, episode.is_terminated, episode.is_truncated))
+
+    def end(episode: Any) -> None:
+        assert (episode.id_, episode.get_return()) == (episode.episode_id, episode.episode_return)
+        for view in episode.agents.values() if kind is MULTI else [episode]:
+            told[episode.id_, getattr(view, "agent_id", "default_agent")] = _by_rllibs_names(view)
+
+    settings: dict[str, Any] = {"callbacks": [{"on_episode_step": step, "on_episode_end": end}]}
+    settings["env_config"] = {"length": 4} if kind is SINGLE else {"lengths": [4, 4]}
+    with kind.make(env, num_envs=1, **settings) as sampler:
+        assert sampler.num_envs == 1
+        chunks = sampler.sample(num_episodes=2)
+        assert told == {(c.episode_id, c.agent_id): _told_of(c) for c in chunks}
+    assert ends == [*((t, False, False, False) for t in (1, 2, 3)), (4, True, True, False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "ours"),
+    [
+        (SINGLE, "get_extra_model_outputs", "take chunk.columns of the chunks in on_sample_end"),
+        (SINGLE, "total_reward", "take episode.episode_return"),
+        (SINGLE, "agent_steps", "has no attribute 'agent_steps'$"),
+        (MULTI, "get_rewards", r"take episode.agents\[agent_id\].get_rewards\(\)"),
+    ],
+)
+def test_another_name_of_rllibs_episodes_is_told_ours(kind: Kind, name: str, ours: str) -> None:
+    with kind.runner(1) as sampler:
+        sampler.sample(num_timesteps=3)
+        (view,) = sampler.running_episodes()
+        with pytest.raises(AttributeError, match=ours):
+            getattr(view, name)
 
 
 def test_objects_come_first_then_functions_each_in_the_order_of_the_list() -> None:
@@ -238,7 +309,7 @@ def test_what_is_over_anyway_is_told_to_all_and_logged(caplog: pytest.LogCapture
         caplog.at_level(logging.ERROR),
     ):
         sampler.sample(num_timesteps=3)
-        *_, marker = sampler.sample(num_timesteps=3, force_reset=True)
+        *_, marker = sampler.sample(num_timesteps=3, force_reset=True, end_markers=True)
     assert [a["reason"] for _, a in seen.told] == ["reset"]
     assert marker.end is ChunkEnd.ABORTED
     assert "callback always failed in on_episode_aborted" in caplog.text

@@ -125,7 +125,7 @@ def test_an_aborted_episode_ends_with_its_marker() -> None:
     with runner(Walk) as sampler:
         (first,) = sampler.sample(num_timesteps=5)
         (second,) = sampler.sample(num_timesteps=5)
-        marker = sampler.sample(num_timesteps=5, force_reset=True)[-1]
+        marker = sampler.sample(num_timesteps=5, force_reset=True, end_markers=True)[-1]
     episode = to_episode([marker, second, first])
     assert (len(episode), episode.end, episode.end_reason) == (10, ChunkEnd.ABORTED, "reset")
     assert (len(to_episode([marker])), to_episode([marker]).end) == (0, ChunkEnd.ABORTED)

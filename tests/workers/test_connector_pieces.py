@@ -245,7 +245,8 @@ def test_actions_are_mapped_into_bounds_and_clipped() -> None:
         "actions/2": np.array([[-7.0]], np.float32),
     }
     unsquash, clip = UnsquashActions(), ClipActions()
-    assert connect(unsquash, action=space).action == space
+    squashed = Box(shape=(2,), dtype="<f4", low=-1.0, high=1.0)
+    assert connect(unsquash, action=space).action == Tuple(spaces=(squashed, *space.spaces[1:]))
     connect(clip, action=space)
     mapped = unsquash.process(rows(columns, (0,), actions=columns))
     assert {name: column.tolist() for name, column in mapped.items()} == {

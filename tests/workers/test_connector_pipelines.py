@@ -248,9 +248,36 @@ def test_a_connector_may_give_the_module_another_action_space_random_actions_too
             np.testing.assert_array_equal(chunk.obs["prev_action"][1:].argmax(1), chunk.actions)
 
 
-def test_random_actions_of_the_envs_own_space_pass_no_connector() -> None:
-    with runner(recording()[0], module_to_env=[ClipActions]) as sampler:
-        assert "actions_for_env" not in sampler.sample(num_timesteps=4, random_actions=True)[0].columns
+def unsquashed(actions: Any) -> Any:
+    return np.clip(actions * np.float32([1, 4]) + np.float32([1, 0]), [0, -4], [2, 4])
+
+
+def clipped(actions: Any) -> Any:
+    return np.clip(actions, [0, -4], [2, 4])
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, unsquashed),
+        ({"module_to_env": [UnsquashActions]}, unsquashed),
+        ({"module_to_env": [UnsquashActions], "module": lambda spaces: Raw()}, unsquashed),
+        ({"module_to_env": [ClipActions], "module": lambda spaces: Raw()}, clipped),
+    ],
+    ids=["the module maps", "both map", "a connector maps", "a connector clips"],
+)
+def test_random_chunks_have_the_units_of_the_policys(settings: dict[str, Any], expected: Any) -> None:
+    env, got = recording()
+    with runner(env, env_config={"length": 50}, **settings) as sampler:
+        for random_actions in (False, True):
+            got.clear()
+            chunks = sampler.sample(num_timesteps=200, random_actions=random_actions, force_reset=True)
+            sent = np.concatenate([chunk.columns["actions_for_env"] for chunk in chunks])
+            actions = np.concatenate([chunk.actions for chunk in chunks])
+            assert actions.dtype == np.float32
+            np.testing.assert_array_equal(sent, np.stack(got))
+            np.testing.assert_allclose(sent, expected(actions), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose([sent.min(0), sent.max(0)], [[0, -4], [2, 4]], atol=0.2)
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------

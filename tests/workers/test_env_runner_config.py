@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+import pydoc
+import re
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import gymnasium as gym
 import pytest
 
+from headrace.schemas.config_section import ConfigSection, meaning_of
 from headrace.schemas.errors import (
     ConfigError,
     EnvContractError,
@@ -29,12 +34,55 @@ def test_unknown_setting_names_the_nearest_known_one() -> None:
 
 
 @pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("num_envs_per_env_runner", "num_envs"),
+        ("num_env_runners", "num_workers"),
+        ("n_steps", "rollout_fragment_length"),
+    ],
+)
+def test_a_name_of_another_library_is_told_ours(theirs: str, ours: str) -> None:
+    with pytest.raises(ConfigError, match=f"{theirs}: no such setting .* nearest is '{ours}'"):
+        EnvRunnerConfig(env="CartPole-v1", **{theirs: 3})
+
+
+@pytest.mark.parametrize(
+    ("env", "advice"),
+    [
+        (Counting(), "got a Counting that is already built; give what builds one, as env=Counting or env=lambda"),
+        (
+            gym.make("CartPole-v1"),
+            "got a CartPoleEnv that is already built; give what builds one, as env='CartPole-v1'",
+        ),
+    ],
+)
+def test_an_env_in_place_of_what_builds_one_is_refused(env: Any, advice: str) -> None:
+    with pytest.raises(ConfigError, match=f"^env: {advice}"):
+        EnvRunnerConfig(env=env)
+
+
+@pytest.mark.parametrize(
     ("setting", "value"),
     [("num_envs", 0), ("seed", -1), ("batch_mode", "both"), ("rollout_fragment_length", 0), ("env_close_timeout_s", 0)],
 )
 def test_bad_values_name_the_setting(setting: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=setting):
         EnvRunnerConfig(env="CartPole-v1", **{setting: value})
+
+
+def _sections(base: type[ConfigSection]) -> Iterator[type[ConfigSection]]:
+    for section in base.__subclasses__():
+        yield section
+        yield from _sections(section)
+
+
+@pytest.mark.parametrize("section", list(_sections(ConfigSection)), ids=lambda section: section.__name__)
+def test_every_setting_has_a_meaning_that_help_shows(section: type[ConfigSection]) -> None:
+    shown = pydoc.render_doc(section, renderer=pydoc.plaintext)
+    for name in section.model_fields:
+        meaning = meaning_of(section, name)
+        assert len(meaning.split()) > 1, f"{name} has no description"
+        assert re.search(rf"^ \|  +{name}: .*\n \|  +{re.escape(meaning)}$", shown, re.MULTILINE), name
 
 
 def test_clashing_values_are_both_named() -> None:
@@ -142,6 +190,39 @@ def test_class_that_takes_keywords_gets_the_config_items() -> None:
 def test_unknown_env_says_what_may_be_given(env: str) -> None:
     with pytest.raises(UnknownEnvError, match=r"package\.module:make_env"):
         runner(env)
+
+
+def test_an_env_that_is_already_built_is_no_import_path() -> None:
+    with pytest.raises(UnknownEnvError, match="BUILT, a Counting, is an env that is already built"):
+        runner(f"{__name__}:BUILT")
+
+
+BUILT = Counting()
+
+
+@pytest.mark.parametrize(("start", "package"), [("ALE/Breakout-v5", "ale_py"), ("MiniGrid-Empty-5x5-v0", "minigrid")])
+def test_an_id_of_another_package_says_how_to_write_it_and_to_install_it(
+    start: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for env_id in [env_id for env_id in gym.registry if env_id.startswith(start[:4])]:
+        monkeypatch.delitem(gym.registry, env_id)
+    with pytest.raises(UnknownEnvError, match=f"so write '{package}:{start}'") as caught:
+        runner(start)
+    assert "pip install" not in str(caught.value)
+    monkeypatch.setitem(sys.modules, package, None)
+    for env in (start, f"{package}:{start}"):
+        with pytest.raises(UnknownEnvError, match=rf"`pip install 'headrace\[envs\]'` installs {package}"):
+            runner(env)
+
+
+def test_the_mission_of_minigrid_names_the_wrapper_to_take() -> None:
+    with pytest.raises(EnvContractError, match=r"minigrid\.wrappers\.ImgObsWrapper.*MissionSpace"):
+        runner("minigrid:MiniGrid-Empty-5x5-v0")
+
+
+def test_an_env_of_several_agents_names_the_runner_and_the_setting() -> None:
+    with pytest.raises(EnvContractError, match=r"MultiAgentEnvRunner, or in a fleet set sampling\.policies"):
+        runner("headrace.workers.agents.examples:two_carts")
 
 
 def test_env_context_tells_for_whom_the_env_is_built() -> None:

@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode
 from headrace.schemas.chunk import ChunkEnd, to_episode
 from headrace.schemas.errors import EnvRaisedError, EnvRestartBudgetError
 from headrace.workers import RunnerCallback, VectorEnv
-from support.envs.counting import LENGTHS, Broken, Counted, Unsound
+from support.envs.counting import LENGTHS, Broken, Counted, Drawing, Unsound
 from support.envs.native_vectors import vector_of
 from support.envs.toy import check_books, runner
 from support.fleets.env_hosts import EnvHosts
@@ -248,6 +248,56 @@ def test_what_never_works_comes_to_a_typed_end(kind: str) -> None:
             sampler.sample(num_timesteps=40)
         assert kind not in ELSEWHERE or str(caught.value) == "KeyError: 'always'"
         check_books(sampler)
+
+
+def _seeded_first(chunks: list[Any]) -> bool:
+    """Whether only the first episode of each env began with a seed."""
+    first = {index: min(c.episode_id for c in chunks if c.env_index == index) for index in range(4)}
+    return all((c.seed is not None) == (c.episode_id == first[c.env_index]) for c in chunks)
+
+
+def _shows_its_seeds(chunks: list[Any]) -> bool:
+    """Whether the seeds of chunks are true of `Drawing`."""
+    return all((chunk.obs[:, 0] == (chunk.seed is not None)).all() for chunk in chunks if len(chunk))
+
+
+@every_kind
+def test_only_the_first_reset_of_an_env_gets_a_seed_where_later_ones_are_to_get_none(kind: str) -> None:
+    runs = []
+    for _ in range(2):
+        with _runner(kind, Drawing, seed_every_episode=False) as sampler:
+            chunks = [chunk for _ in range(5) for chunk in sampler.sample_fragment()]
+            chunks += sampler.sample(num_timesteps=8, force_reset=True)
+        assert _shows_its_seeds(chunks)
+        assert _seeded_first(chunks)
+        runs.append({(c.episode_id, c.t_start): c.obs[0].tolist() for c in chunks})
+    assert len({number for _, number in runs[0].values()}) > 20
+    # Envs that step when ready may be further in one run than in the other.
+    assert all(seen == runs[1].get(where, seen) for where, seen in runs[0].items())
+
+
+@pytest.mark.parametrize("kind", ["by themselves", "a VectorEnv of ours", "sync", "process"])
+def test_an_env_that_is_built_again_begins_with_a_seed(kind: str) -> None:
+    seeds: list[int | None] = []
+    settings = {"env_config": {"fails": True}, "env_restart_attempts": 100, "max_env_restarts_per_window": 10_000}
+    settings["callbacks"] = [{"on_episode_start": lambda episode: seeds.append(episode.seed)}]
+    with _runner(kind, Drawing, seed_every_episode=False, **settings) as sampler:
+        chunks = [chunk for _ in range(8) for chunk in sampler.sample_fragment()]
+        rebuilt = sampler.totals.env_rebuilds * (4 if kind == "sync" else 1)
+    assert rebuilt > 4
+    assert _shows_its_seeds(chunks)
+    given = [seed for seed in seeds if seed is not None]
+    assert len(given) == len(set(given))
+    assert rebuilt <= len(given) <= rebuilt + 4 < len(seeds)
+
+
+def test_an_env_that_moves_to_a_new_process_begins_with_a_seed() -> None:
+    with _runner("process", Drawing, seed_every_episode=False, env_process_max_episodes=8) as sampler:
+        chunks = [chunk for _ in range(6) for chunk in sampler.sample_fragment()]
+    assert _shows_its_seeds(chunks)
+    seeds = {chunk.episode_id: chunk.seed for chunk in chunks}
+    given = [seed for seed in seeds.values() if seed is not None]
+    assert 4 < len(given) == len(set(given)) < len(seeds) / 2
 
 
 @every_kind

@@ -215,7 +215,7 @@ def test_a_run_that_ends_in_an_episode_loses_it_by_name_and_is_begun_again(how: 
                 raise RuntimeError("the simulator is gone")
 
     with multi_runner(Failing, num_envs=2, rollout_fragment_length=10) as sampler:
-        chunks = [chunk for _ in range(6) for chunk in sampler.sample()]
+        chunks = [chunk for _ in range(6) for chunk in sampler.sample(end_markers=True)]
         check_books(sampler)
         assert sampler.totals.env_failures >= 2
         assert set(sampler.totals.discarded) == {Discard.ENV_EXCEPTION.value}
@@ -271,7 +271,7 @@ def test_an_agent_that_cannot_be_mapped_is_told_to_all_and_costs_what_was_open()
 
 
 def test_each_kind_of_runner_refuses_the_other_kind_of_external_env() -> None:
-    with pytest.raises(EnvContractError, match="one of several needs MultiAgentEnvRunner"):
+    with pytest.raises(EnvContractError, match="for an env of several agents give `policies`"):
         runner(Idle)
 
     class Unbuilt(Idle):

@@ -246,9 +246,10 @@ def test_in_a_storm_nothing_is_lost_without_a_name_and_nothing_grows() -> None:
                 sampler.set_weights(weights, seq=1, learner_epoch=turn)
             whim = random.random()
             if whim < 0.2:
-                chunks += sampler.sample(num_timesteps=40, force_reset=whim < 0.1)
+                chunks += sampler.sample(num_timesteps=40, force_reset=whim < 0.1, end_markers=True)
             else:
-                chunks += sampler.sample(num_episodes=4) if whim < 0.3 else sampler.sample_fragment()
+                whole = {"num_episodes": 4, "end_markers": True}
+                chunks += sampler.sample(**whole) if whim < 0.3 else sampler.sample_fragment()
             check_books(sampler)
             counts = table(sampler).counts()
             assert counts["waiting"] <= counts["open"] <= 6

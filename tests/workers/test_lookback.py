@@ -140,7 +140,7 @@ def test_a_chunk_of_other_columns_looks_back_on_nothing() -> None:
 def test_an_end_marker_looks_back_on_nothing() -> None:
     with runner(Counting, env_config={"length": 100}, episode_lookback_horizon=3) as sampler:
         sampler.sample(num_timesteps=5)
-        batch: Any = sampler.sample(num_timesteps=2, force_reset=True)
+        batch: Any = sampler.sample(num_timesteps=2, force_reset=True, end_markers=True)
         ends = {chunk.end: chunk.lookback for chunk in over_the_wire(batch)}
         assert ends == {ChunkEnd.ONGOING: None, ChunkEnd.ABORTED: None}
 

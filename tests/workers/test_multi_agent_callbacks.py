@@ -300,6 +300,7 @@ def test_each_episode_that_was_created_ends_or_is_aborted_whatever_raises(seed: 
         lives = defaultdict(list)
         for size in random.integers(-12, 12, 40).tolist():
             how = {"num_episodes": -size // 3} if size < 0 else {"num_timesteps": size, "force_reset": size == 1}
+            how["end_markers"] = True
             for c in sampler.sample(**how) if abs(size) < 8 else sampler.sample_fragment():
                 lives[c.episode_id, c.agent_id].append(c)
             check_books(sampler)
@@ -310,7 +311,7 @@ def test_each_episode_that_was_created_ends_or_is_aborted_whatever_raises(seed: 
             uncut = sum(view.episode.t - view.episode.t_cut for view in running)
             assert totals.env_steps == totals.env_steps_delivered + totals.env_steps_discarded + uncut
         assert set(totals.discarded) <= {"callback_exception", "env_exception", "reset"}
-        for c in sampler.sample(num_episodes=1):
+        for c in sampler.sample(num_episodes=1, end_markers=True):
             lives[c.episode_id, c.agent_id].append(c)
     assert sum(raised.values()) > 3
     for chunks in lives.values():

@@ -84,7 +84,7 @@ def test_siblings_of_failing_envs_are_the_same_to_the_bit(backoff_s: float, poli
 def test_all_agents_of_a_failed_env_end_with_a_marker_if_a_part_was_shipped() -> None:
     with multi_runner(_with(_raise, at=5), num_envs=2, env_config={"lengths": [9, 9, 2]}) as sampler:
         begun = sampler.sample(num_timesteps=6)
-        chunks = sampler.sample(num_timesteps=8)
+        chunks = sampler.sample(num_timesteps=8, end_markers=True)
         markers = [c for c in chunks if not len(c)]
         assert {(m.agent_id, m.env_index, m.chunk_index, m.t_start) for m in markers} == {
             ("a0", 0, 1, 3),
@@ -213,7 +213,7 @@ def test_stop_closes_all_envs_and_making_them_anew_ends_what_was_begun() -> None
     old = [lane.env for lane in sampler._sampler.envs.lanes]
     sampler.make_env()
     assert [env.closed for env in old] == [1, 1]  # type: ignore[union-attr]
-    chunks = sampler.sample(num_timesteps=2)
+    chunks = sampler.sample(num_timesteps=2, end_markers=True)
     assert [c.end_reason for c in chunks if not len(c)] == ["reset"] * 4
     check_books(sampler)
     sampler.stop()

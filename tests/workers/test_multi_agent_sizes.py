@@ -156,7 +156,8 @@ def test_metrics_count_env_steps_agents_and_modules() -> None:
 def test_a_modules_batch_goes_over_the_wire_with_its_agents() -> None:
     with multi_runner(num_envs=2, env_config={"lengths": [3, 9]}) as sampler:
         sampler.sample(num_timesteps=4)
-        batch = sampler.sample(num_timesteps=4, force_reset=True).batches["shared"]  # type: ignore[attr-defined]
+        batches: Any = sampler.sample(num_timesteps=4, force_reset=True, end_markers=True)
+        batch = batches.batches["shared"]
         spaces = sampler.spaces["shared"]
     names = {"agents": list(batch.agents), "modules": list(batch.modules), "reasons": list(batch.reasons)}
     header = BatchHeader(

@@ -121,7 +121,7 @@ def test_failures_cost_open_chunks_only_and_end_what_was_begun(length: int) -> N
         while sampler.totals.episodes < 150:
             _gather(lives, sampler.sample_fragment())
             check_books(sampler)
-        _gather(lives, sampler.sample(num_episodes=1))
+        _gather(lives, sampler.sample(num_episodes=1, end_markers=True))
         check_books(sampler)
         assert sampler.totals.env_failures > 20
         assert set(sampler.totals.discarded) == {"env_exception", "reset"}

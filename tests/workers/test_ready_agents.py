@@ -122,12 +122,12 @@ def test_agents_on_other_hosts_do_too(hosts: EnvHosts) -> None:
 def test_whole_episodes_and_abandoned_ones_are_told_truly(ready: str) -> None:
     with runner(ready, rollout_fragment_length=3) as sampler:
         chunks = list(sampler.sample_fragment())
-        whole = sampler.sample(num_episodes=6)
+        whole = sampler.sample(num_episodes=6, end_markers=True)
         begun = {chunk.episode_id for chunk in chunks}
         assert len({chunk.episode_id for chunk in whole} - begun) >= 6
         chunks += whole
-        chunks += sampler.sample(num_timesteps=20, random_actions=True)
-        chunks += sampler.sample(num_timesteps=20)
+        chunks += sampler.sample(num_timesteps=20, random_actions=True, end_markers=True)
+        chunks += sampler.sample(num_timesteps=20, end_markers=True)
         chunks += sampler.discard_open(Discard.SHUTDOWN)
         check_books(sampler)
         assert sampler.totals.open == 0

@@ -87,13 +87,13 @@ def test_an_action_under_way_at_a_cut_keeps_the_weights_it_was_chosen_by() -> No
 def test_whole_episodes_and_abandoned_ones_are_told_truly(ready: str) -> None:
     with runner(ready, rollout_fragment_length=4) as sampler:
         chunks = list(sampler.sample_fragment())
-        episodes = sampler.sample(num_episodes=7)
+        episodes = sampler.sample(num_episodes=7, end_markers=True)
         assert 7 <= sum(chunk.end is ChunkEnd.TERMINATED for chunk in episodes) < 7 + 4
         chunks += episodes
-        chunks += sampler.sample(num_timesteps=13)
-        chunks += sampler.sample(num_timesteps=13, random_actions=True, force_reset=True)
-        chunks += sampler.sample(num_timesteps=13, force_reset=True)
-        chunks += sampler.sample(num_timesteps=13)
+        chunks += sampler.sample(num_timesteps=13, end_markers=True)
+        chunks += sampler.sample(num_timesteps=13, random_actions=True, force_reset=True, end_markers=True)
+        chunks += sampler.sample(num_timesteps=13, force_reset=True, end_markers=True)
+        chunks += sampler.sample(num_timesteps=13, end_markers=True)
         chunks += sampler.discard_open(Discard.SHUTDOWN)
         assert sampler.totals.open == 0
         check_books(sampler)

@@ -65,7 +65,7 @@ def test_random_actions_move_no_state_and_carry_none() -> None:
 def test_state_columns_have_no_row_for_end_markers_and_go_through_the_codec() -> None:
     with runner(num_envs=2, env_config={"lengths": {0: 2, 1: 50}}, module=Ages) as sampler:
         sampler.sample(num_timesteps=2)
-        batch = sampler.sample(num_timesteps=6, force_reset=True)
+        batch = sampler.sample(num_timesteps=6, force_reset=True, end_markers=True)
         assert isinstance(batch, ChunkBatch)
     assert [len(chunk) for chunk in batch][-2:] == [0, 0]
     decoded = over_the_wire(batch)

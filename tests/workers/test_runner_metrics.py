@@ -129,6 +129,35 @@ def test_reductions_of_what_is_logged() -> None:
     assert first["took_s"] > 0
 
 
+def test_rllibs_arguments_and_names_are_understood_or_told_ours() -> None:
+    logger = MetricsLogger(window=4, reserved=["num_episodes"])
+    for value in (1, 3):
+        logger.log_value("cleared", value, reduce="sum", clear_on_reduce=True)
+        logger.log_value("kept", value, reduce="sum", clear_on_reduce=False)
+        logger.log_value("mean", value, clear_on_reduce=False, ema_coeff=None)
+    logger.log_dict({"speed": 2, "legs": {"left": 3, "right": 5}}, key=("body", "now"), reduce="item")
+    logger.log_dict({"cleared": 2}, reduce="sum")
+    assert (logger.peek("cleared"), logger.peek("kept"), logger.peek("mean")) == (6, 4, 2)
+    assert logger.peek(("body", "now", "legs", "right")) == 5
+    assert logger.peek("absent", default=None) is None
+    with pytest.raises(KeyError, match="nothing was logged as body/now"):
+        logger.peek(("body", "now"))
+    report = build_report(logger.take_sums(), logger.windows())
+    assert report["body"] == {"now": {"speed": 2, "legs": {"left": 3, "right": 5}}}
+    assert (logger.peek("cleared"), logger.peek("kept")) == (0, 4)
+    for arguments, words in (({"ema_coeff": 0.1}, "take window=n"), ({"clear_on_reduce": True}, "take reduce='sum'")):
+        with pytest.raises(ValueError, match=words):
+            logger.log_value("other", 1.0, **arguments)
+    with pytest.raises(ValueError, match="num_episodes is the runner's own"):
+        logger.log_dict({"num_episodes": 1})
+    with pytest.raises(AttributeError, match=r"no attribute 'set_value'; take log_value\(name, value, reduce='item'\)"):
+        logger.set_value("x", 1)
+    with pytest.raises(KeyError, match="no figure 'episode_reward_mean'; take episode_return_mean"):
+        report["episode_reward_mean"]
+    with pytest.raises(KeyError, match="no figure 'episode_return_mean'; a figure without values is absent"):
+        report["episode_return_mean"]
+
+
 @pytest.mark.parametrize(
     ("name", "value", "reduce", "message"),
     [

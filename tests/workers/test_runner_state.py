@@ -6,13 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium.vector.utils import batch_space
 
+from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import ModuleError
+from headrace.schemas.ledger import Discard
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.runner.env_runner import EnvRunner
 from support.envs.toy import Counting, runner
 from support.runners.comparing import changed, equal_states
-from support.runners.kinds import KINDS, Kind
+from support.runners.kinds import KINDS, SINGLE, Kind
 
 
 def test_base_class_is_abstract() -> None:
@@ -45,7 +48,36 @@ def test_finished_episodes_are_handed_out_once() -> None:
 
 def test_spaces_by_module_id() -> None:
     with runner() as sampler:
-        assert sampler.get_spaces() == {"default_policy": (Counting.observation_space, Counting.action_space)}
+        assert sampler.get_spaces()["default_policy"] == (Counting.observation_space, Counting.action_space)
+
+
+@KINDS
+def test_spaces_of_the_envs_are_there_by_rllibs_names(kind: Kind) -> None:
+    with kind.runner(3) as sampler:
+        spaces = sampler.get_spaces()
+        modules = spaces.keys() - {"__env__", "__env_single__"}
+        assert modules == set(sampler.modules)
+        seen, done = spaces["__env_single__"]
+        (module,) = modules
+        of_one = (seen, done) if kind is SINGLE else (seen["a0"], done["a0"])
+        assert of_one == spaces[module]
+        assert spaces["__env__"] == (batch_space(seen, 3), batch_space(done, 3))
+
+
+@KINDS
+def test_end_markers_come_only_if_asked(kind: Kind) -> None:
+    with kind.runner(1, length=9) as sampler:
+        chunks = list(sampler.sample(num_timesteps=4))
+        for wanted in (False, True, False):
+            given = sampler.sample(num_timesteps=3, force_reset=True, end_markers=wanted)
+            markers = [chunk for chunk in given if chunk.end is ChunkEnd.ABORTED]
+            assert len(markers) == kind.agents * wanted
+            assert [len(chunk) for chunk in markers] == [0] * len(markers)
+            chunks += given
+        assert sampler.totals.delivered_chunks == len(chunks) == 5 * kind.agents
+        sampler.sample(num_timesteps=3)
+        assert sampler.discard_open(Discard.SHUTDOWN)[-1].end is ChunkEnd.ABORTED
+        kind.check_books(sampler)
 
 
 def test_state_goes_into_another_runner_only_when_newer() -> None:
@@ -74,7 +106,7 @@ def test_make_env_and_make_module_may_be_called_any_time() -> None:
         (begun,) = sampler.sample(num_timesteps=4)
         sampler.make_env()
         sampler.make_module()
-        chunk, marker = sampler.sample(num_timesteps=4)
+        chunk, marker = sampler.sample(num_timesteps=4, end_markers=True)
         assert (marker.episode_id, marker.end_reason) == (begun.episode_id, "reset")
         assert (chunk.t_start, chunk.chunk_index) == (0, 0)
         assert chunk.episode_id != begun.episode_id

@@ -155,6 +155,27 @@ def test_connectors_and_memory_go_on_too(module: str) -> None:
         assert equal_states(first.get_state(), second.get_state())
 
 
+@pytest.mark.parametrize(("kind", "env"), [(SINGLE, Walk), (MULTI, Together)], ids=["single", "multi"])
+def test_restored_runners_are_alike_and_begin_with_seeds_where_later_episodes_have_none(kind: Kind, env: Any) -> None:
+    settings: dict[str, Any] = {"num_envs": 2, "seed_every_episode": False}
+    with (
+        kind.make(env, **settings) as first,
+        kind.make(env, **settings) as second,
+        kind.make(env, **settings) as third,
+    ):
+        used = {chunk.seed for chunk in first.sample(num_timesteps=60)} - {None}
+        for sampler in (second, third):
+            sampler.sample(num_timesteps=6)
+            sampler.set_state(through_arrays(first.get_state()))
+        ours, theirs = (s.sample(num_timesteps=200) for s in (second, third))
+        _compare(ours, theirs)
+    seeds = {chunk.episode_id: chunk.seed for chunk in ours}
+    assert len(used) == 2
+    assert len(set(seeds.values()) - {None}) == 2, "one for each env"
+    assert not used & set(seeds.values())
+    assert None in seeds.values()
+
+
 def test_random_actions_go_on_too() -> None:
     with runner(Walk) as first, runner(Walk) as second:
         first.sample(num_episodes=2, random_actions=True)
@@ -169,7 +190,7 @@ def test_an_episode_in_its_middle_is_left_behind_and_told(kind: Kind) -> None:
         begun = first.sample(num_timesteps=4)
         own = second.sample(num_timesteps=2)
         second.set_state(first.get_state())
-        chunks = second.sample(num_timesteps=3)
+        chunks = second.sample(num_timesteps=3, end_markers=True)
         markers, chunks = [c for c in chunks if not len(c)], [c for c in chunks if len(c)]
         assert {(m.episode_id, m.agent_id, m.end_reason) for m in markers} == {
             (c.episode_id, c.agent_id, "reset") for c in own

@@ -48,6 +48,7 @@ class Masked(Walk):
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "statistics": (Walk, {"env_to_module": [MeanStd]}),
+    "scaled": (Push, {"env_to_module": [MeanStd]}),
     "nested": (Nested, {}),
     "flattened": (Nested, {"env_to_module": [FlattenObservations, MeanStd]}),
     "masked": (Masked, {}),
@@ -57,7 +58,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "remembering": (Push, REMEMBERING),
     "stacked": (Walk, {"env_to_module": [FrameStack]}),
 }
-MEMORYLESS = ("statistics", "nested", "flattened", "masked", "pictures", "choices", "bounded")
+MEMORYLESS = ("statistics", "scaled", "nested", "flattened", "masked", "pictures", "choices", "bounded")
 
 
 def trained(env: Any, **settings: Any) -> tuple[EnvRunnerConfig, SingleAgentEnvRunner]:
@@ -186,6 +187,26 @@ def test_each_row_of_a_batch_remembers_its_own_episode() -> None:
         policy.act(walks[0][:2])
     policy.reset()
     assert equal(policy.act(walks[0][:2]), together[0][:2])
+
+
+class Shift(MeanStd):
+    """Learns, and knows no way to stop."""
+
+    freeze = None  # type: ignore[assignment]
+
+    def process(self, rows: Any) -> Any:
+        return {"obs": super().process(rows)["obs"] + 0.1}
+
+
+def test_a_connector_that_cannot_be_frozen_is_set_back() -> None:
+    config, runner = trained(Push, env_to_module=[Shift])
+    with runner:
+        policy = policy_of(config, runner)
+    batch = batch_of(Push, 3)
+    first = policy.act(batch)
+    for scale in (1, 50, 0):
+        policy.act(batch * scale)
+    assert np.array_equal(policy.act(batch), first)
 
 
 def test_agents_are_played_by_their_own_policies_with_their_own_memory() -> None:

@@ -79,6 +79,7 @@ class InlineAgents:
         try:
             for lane, slot in zip(self.lanes, self._envs.slots, strict=True):
                 lane.due_at, lane.env = None, slot.env
+                lane.seeds.renew()
             for lane in self.lanes:
                 self._table.tell_created(lane.index)
         except BaseException:
@@ -157,7 +158,7 @@ class InlineAgents:
         return not self._recovery.are_all_up
 
     def try_reset(self, lanes: Sequence[int]) -> None:
-        """Begin an episode in each of `lanes`, each with its next seed. Failures wait for `try_restart`.
+        """Begin an episode in each of `lanes`, each with its next seed, if any. Failures wait for `try_restart`.
 
         Raises `PolicyMappingError`, and `ConnectorError` for an agent that a connector has no room for.
         """
@@ -172,7 +173,7 @@ class InlineAgents:
             try:
                 if self.on_episode_created is not None:
                     self.on_episode_created(lane, episode)
-                first, episode.reset_info = read_reset(lane.env.reset(seed=episode.seed), self._seating.agents)
+                first, episode.reset_info = read_reset(lane.env.reset(seed=episode.reset_seed), self._seating.agents)
             except Exception as error:  # noqa: BLE001 - a user's env
                 self._table.failed.append(Failure(index, error, unbegun=episode))
                 continue
@@ -225,6 +226,7 @@ class InlineAgents:
 
     def _rebuild(self, lane: Lane) -> None:
         lane.due_at = None
+        lane.seeds.renew()
         self._table.totals.env_rebuilds += 1
         if self.on_rebuild is not None:
             self.on_rebuild()

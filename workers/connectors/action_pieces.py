@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.schemas.spaces import Box, Spaces, leaves
+import numpy as np
+
+from headrace.schemas.spaces import Box, Dict, Space, Spaces, Tuple, column_dtype, leaves
 from headrace.workers.connectors.connector import Columns, Connector, Rows, Tensors
-from headrace.workers.envs.bounds import ActionBounds
+from headrace.workers.envs.bounds import ActionBounds, bounded_box, box_bounds
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +30,14 @@ class UnsquashActions(_BoxActions):
     own action, whatever earlier pieces made of it, so that no action is mapped twice. Put this piece first.
     """
 
+    def connect(self, spaces: Spaces, width: int) -> Spaces:
+        """Return `spaces` with bounds of [-1, 1] where actions are mapped, and floats in place of integers.
+
+        A policy's action may leave its space, but the env gets one inside the bounds.
+        """
+        super().connect(spaces, width)
+        return Spaces(observation=spaces.observation, action=_squashed(spaces.action))
+
     def process(self, rows: Rows) -> Columns:
         return {**rows.columns, **{n: b.clip(b.unsquash(rows.actions[n])) for n, b in self._bounds.items()}}
 
@@ -44,3 +54,16 @@ class ClipActions(_BoxActions):
 
     def torch_process(self, columns: Tensors, actions: Tensors) -> dict[str, torch.Tensor]:
         return {**columns, **{name: bounds.torch_clip(columns[name]) for name, bounds in self._bounds.items()}}
+
+
+def _squashed(space: Space) -> Space:
+    if isinstance(space, Dict):
+        return Dict(spaces={key: _squashed(sub) for key, sub in space.spaces.items()})
+    if isinstance(space, Tuple):
+        return Tuple(spaces=tuple(map(_squashed, space.spaces)))
+    if not isinstance(space, Box):
+        return space
+    low, high = box_bounds(space)
+    mapped = np.isfinite(low) & np.isfinite(high)
+    dtype = space.dtype if column_dtype(space).kind == "f" else "<f4"
+    return bounded_box(np.where(mapped, -1.0, low), np.where(mapped, 1.0, high), dtype)

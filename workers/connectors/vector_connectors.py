@@ -42,9 +42,6 @@ class VectorConnectors:
         self._agents = np.zeros(width, np.intp)
         outward = self._outward.connect_actions(spaces, width)
         self.spaces = self._inward.connect_observations(outward, width)
-        self.maps_actions = self.spaces.action != spaces.action
-        """Whether the module's action space differs from the env's. If so, even random actions must pass module_to_env.
-        """
         self.sees = bool(self._inward.pieces)
         """Whether the caller must report observations by `stepped`. Without env_to_module pieces it must not."""
         self.columns: Columns = self._new_columns(width) if self.sees else observed

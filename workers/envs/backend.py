@@ -20,6 +20,9 @@ from headrace.schemas.spaces import Spaces
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.sequential_step import Outcome
 
+NextSeeds = Mapping[int, int | None]
+"""Lane -> the seed for the reset that follows its step, or None for a reset without one."""
+
 
 @dataclass(slots=True, eq=False)
 class Replies:
@@ -77,11 +80,11 @@ class EnvBackend(Protocol):
         self,
         lanes: Sequence[int] | None,
         columns: Mapping[str, NDArray[Any]],
-        next_seeds: Mapping[int, int] | None = None,
+        next_seeds: NextSeeds | None = None,
     ) -> None:
         """Have `lanes` (None: all) step with their rows of the policy's action columns, each (width, *shape).
 
-        A lane in `next_seeds` is reset with its seed in the same call if the step ends its episode.
+        A lane in `next_seeds` is reset with its seed, or without one, in the same call if the step ends its episode.
         """
 
     def step_wait(self, timeout_s: float = ..., batch_wait_s: float = ...) -> Replies:
@@ -90,8 +93,11 @@ class EnvBackend(Protocol):
         Waits up to `batch_wait_s` more for steps and resets that are under way.
         """
 
-    def reset(self, lane: int, seed: int) -> None:
-        """Have the lane's env reset. The reply is in `began`, or a failure."""
+    def keeps_env(self, lane: int) -> bool:
+        """Return whether `reset` resets the env that the lane has now, and does not build another in its place."""
+
+    def reset(self, lane: int, seed: int | None) -> None:
+        """Have the lane's env reset, without a seed if that is None. The reply is in `began`, or a failure."""
 
     def begin(self, lanes: Sequence[int]) -> None:
         """Show the first observations of episodes whose reset was in `began`."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
@@ -23,6 +24,10 @@ EnvCreator = Callable[[EnvContext], Any]
 
 _registered: dict[str, EnvCreator] = {}
 _CONTEXT_NAMES = frozenset(("config", "env_config", "context", "env_context", "ctx"))
+_REGISTERED_BY = {"ALE/": "ale_py", "MiniGrid-": "minigrid", "BabyAI-": "minigrid"}
+"""How ids of packages other than gymnasium begin -> the package that registers them when it is imported."""
+_EXTRA = "envs"
+"""The extra of Headrace that installs these packages."""
 
 
 def register_env(name: str, creator: EnvCreator) -> None:
@@ -74,7 +79,10 @@ def build_env(creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
         env = adapt(env)
     seen = f"{type(env).__module__}.{type(env).__qualname__}"
     if hasattr(getattr(env, "unwrapped", env), "possible_agents"):  # gymnasium's wrappers hide it
-        expected = "a gymnasium.Env of one agent; one of several needs MultiAgentEnvRunner and policies"
+        expected = (
+            "a gymnasium.Env of one agent; for an env of several agents give `policies` and take MultiAgentEnvRunner, "
+            """or in a fleet set sampling.policies, as by --set 'sampling.policies={"shared": {}}'"""
+        )
         raise EnvContractError("environment", seen, expected)
     if not isinstance(env, gym.Env):
         raise EnvContractError("environment", seen, "a gymnasium.Env, one of dm_env's, or a vector of either kind")
@@ -87,9 +95,10 @@ def _import(env: str, module: str, attribute: str) -> Callable[..., Any]:
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise UnknownEnvError(env, str(error)) from error
+        raise UnknownEnvError(env, f"{error}{_hint(env)}") from error
     if not callable(found):
-        raise UnknownEnvError(env, f"{attribute} is a {type(found).__name__} and cannot be called")
+        what = "an env that is already built" if hasattr(found, "reset") else "not callable"
+        raise UnknownEnvError(env, f"{attribute}, a {type(found).__name__}, is {what}")
     return found  # type: ignore[no-any-return]
 
 
@@ -101,7 +110,18 @@ def gym_spec(env_id: str) -> EnvSpec:
             import_module(module)
         return gym.spec(own_id if colon else env_id)
     except (gym.error.Error, ImportError, ValueError) as error:
-        raise UnknownEnvError(env_id, str(error)) from error
+        raise UnknownEnvError(env_id, f"{error}{_hint(env_id)}") from error
+
+
+def _hint(env_id: str) -> str:
+    """Return how to name, or to install, an env of a package that Headrace knows; empty for others."""
+    module, colon, _ = env_id.partition(":")
+    package = module if colon else next((p for start, p in _REGISTERED_BY.items() if env_id.startswith(start)), "")
+    if package not in _REGISTERED_BY.values():
+        return ""
+    hints = [] if find_spec(package) else [f"`pip install 'headrace[{_EXTRA}]'` installs {package}"]
+    hints += [] if colon else [f"{package} registers this id, so write '{package}:{env_id}'"]
+    return "".join(f"; {hint}" for hint in hints)
 
 
 def _of_gym_id(env_id: str) -> EnvCreator:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from headrace.schemas.errors import ConfigError, EnvContractError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root, to_env_form
-from headrace.workers.envs.backend import Replies
+from headrace.workers.envs.backend import NextSeeds, Replies
 from headrace.workers.envs.checks import take_reset_apart
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator, build_env, find_creator, naming_what_failed
@@ -191,7 +191,7 @@ class InlineEnvs:
         self,
         lanes: Sequence[int] | None,
         columns: Mapping[str, NDArray[Any]],
-        next_seeds: Mapping[int, int] | None = None,
+        next_seeds: NextSeeds | None = None,
     ) -> None:
         """Have `lanes` (None: all) step in `step`. There are no `next_seeds`."""
         slots = self._envs.slots
@@ -212,7 +212,11 @@ class InlineEnvs:
             self._show_first(replies)
         return replies
 
-    def reset(self, lane: int, seed: int) -> None:
+    def keeps_env(self, lane: int) -> bool:
+        """Return True: only `rebuild` builds another env."""
+        return True
+
+    def reset(self, lane: int, seed: int | None) -> None:
         """Reset the lane's env now."""
         try:
             observation, info = take_reset_apart(self._envs.slots[lane].env.reset(seed=seed))

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import gymnasium as gym
 from numpy.typing import NDArray
 
+from headrace.schemas.chunk import UNSEEDED
 from headrace.workers.envs.restarts import RestartBudget
 from headrace.workers.randomness.seeds import EPISODE_BITS, EnvSeeds
 
@@ -25,6 +26,7 @@ class Episode:
     env_index: int
     number: int
     seed: int
+    """What its reset got, or UNSEEDED."""
     reset_info: dict[str, Any]
     started_at: float = field(default_factory=time.perf_counter)
     ended_at: float = 0.0
@@ -38,6 +40,11 @@ class Episode:
     """What callbacks keep with the episode."""
     last_steps: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Columns of the last steps before the last cut, at most `episode_lookback_horizon`."""
+
+    @property
+    def reset_seed(self) -> int | None:
+        """What the env's reset gets as its seed."""
+        return None if self.seed == UNSEEDED else self.seed
 
     @property
     def duration_s(self) -> float:
@@ -81,10 +88,10 @@ class Lane:
         env, self.env, self.step, self.episode = self.env, None, None, None
         return env
 
-    def create_episode(self, seed: int, kind: type[AnyEpisode]) -> AnyEpisode:
+    def create_episode(self, seed: int | None, kind: type[AnyEpisode]) -> AnyEpisode:
         """Return the episode that a reset with `seed` begins. Its number is used up even if the reset fails."""
         self.episodes_begun += 1
-        return kind(self.index, self.episodes_begun - 1, seed, {})
+        return kind(self.index, self.episodes_begun - 1, UNSEEDED if seed is None else seed, {})
 
     def begin_episode(self, episode: Episode, info: dict[str, Any]) -> None:
         """Begin `episode`, for which the env was reset."""

@@ -33,7 +33,11 @@ class LaneTable:
         self.worker_index = worker_index
         self.totals = totals
         self.lanes = [
-            Lane(i, EnvSeeds(stream, config.max_env_seed), RestartBudget(config, i))
+            Lane(
+                i,
+                EnvSeeds(stream, config.max_env_seed, every_episode=config.seed_every_episode),
+                RestartBudget(config, i),
+            )
             for i, stream in enumerate(seeds.resets)
         ]
         self.failed: list[Failure] = []

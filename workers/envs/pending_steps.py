@@ -30,7 +30,7 @@ class SetAside:
     """Replies that came while the vector waited for something else."""
 
     def __init__(self, table: LaneTable) -> None:
-        self.ahead: dict[int, tuple[int, dict[str, Any]]] = {}
+        self.ahead: dict[int, tuple[int | None, dict[str, Any]]] = {}
         """Lane -> (seed, info) of a reset that is done, for an episode that has not begun."""
         self.lost: dict[int, Failure] = {}
         """Failures of lanes that had nothing to do. The next step or reset of the lane tells them."""

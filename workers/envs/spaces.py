@@ -13,6 +13,12 @@ from headrace.schemas.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscr
 from headrace.schemas.wire import ALLOWED_DTYPES
 from headrace.workers.envs.bounds import box_bounds
 
+_WRAPPERS = {
+    "MissionSpace": "give a function that wraps the env in minigrid.wrappers.ImgObsWrapper, which leaves the mission "
+    "out, or in minigrid.wrappers.FlatObsWrapper, which encodes it",
+}
+"""Kind of space that no column can hold -> what to do about it."""
+
 
 def spaces_of(env: gym.Env[Any, Any]) -> Spaces:
     """Return both spaces of an env. Raises `EnvContractError` for a kind that no column can hold."""
@@ -56,11 +62,10 @@ def convert(space: Any, where: str) -> Space:
             return Dict(spaces={_key(k, where): convert(s, f"{where}[{k!r}]") for k, s in space.spaces.items()})
         case gym.spaces.Tuple():
             return Tuple(spaces=tuple(convert(s, f"{where}[{i}]") for i, s in enumerate(space.spaces)))
-    raise EnvContractError(
-        where,
-        f"{type(space).__name__}",
-        "Box, Discrete, MultiDiscrete, MultiBinary, or Dict or Tuple of these (wrap the env to give one of them)",
-    )
+    kind = type(space).__name__
+    advice = _WRAPPERS.get(kind, "wrap the env to give one of them")
+    expected = f"Box, Discrete, MultiDiscrete, MultiBinary, or Dict or Tuple of these ({advice})"
+    raise EnvContractError(where, kind, expected)
 
 
 def _dtype(space: gym.Space[Any], where: str) -> str:

@@ -100,6 +100,7 @@ class EnvVector:
             if self._facade is not None:
                 self._facade.learn(backend)
             for lane in self.lanes:
+                lane.seeds.renew()
                 lane.due_at, lane.env = None, self._env_at(lane.index)
                 if lane.env is None:
                     self._aside.coming[lane.index] = None
@@ -164,7 +165,7 @@ class EnvVector:
     # -- episodes -----------------------------------------------------------------------------------------------------
 
     def try_reset(self, lanes: Sequence[int]) -> None:
-        """Begin an episode in each of `lanes`, each with its next seed. Failures wait for `try_restart`."""
+        """Begin an episode in each of `lanes`, each with its next seed, if any. Failures wait for `try_restart`."""
         self._catch_up()
         aside, backend = self._aside, self._running
         awaited: dict[int, Any] = self._resetting if self._steps.waits_for_resets else aside.coming
@@ -172,14 +173,16 @@ class EnvVector:
             lane = self.lanes[index]
             if lane.env is None or index in aside.coming:
                 continue
+            ahead = aside.ahead.pop(index, None)
+            if ahead is None and not backend.keeps_env(index):
+                lane.seeds.renew()
             episode = self._create_episode(lane)
             if episode is None:
                 continue
-            ahead = aside.ahead.pop(index, None)
-            if ahead is not None and ahead[0] == episode.seed:
+            if ahead is not None and ahead[0] == episode.reset_seed:
                 self._begin(lane, episode, ahead[1])
             else:
-                backend.reset(index, episode.seed)
+                backend.reset(index, episode.reset_seed)
                 awaited[index] = episode
         self._await_resets()
         self._recovery.refresh()
@@ -255,6 +258,7 @@ class EnvVector:
 
     def _rebuild(self, lane: Lane) -> None:
         lane.due_at = None
+        lane.seeds.renew()
         self._table.totals.env_rebuilds += 1
         if self.on_rebuild is not None:
             self.on_rebuild()
@@ -310,7 +314,7 @@ class EnvVector:
             del self._aside.coming[lane.index]
         else:
             self._aside.coming[lane.index] = episode
-            self._running.reset(lane.index, episode.seed)
+            self._running.reset(lane.index, episode.reset_seed)
 
     # -- what else one may ask ----------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunk import UNSEEDED, ChunkEnd
+from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.episode_errors import ClientLostError
 from headrace.schemas.errors import CallbackError, HeadraceError
 from headrace.workers.config import EnvRunnerConfig
@@ -235,7 +235,7 @@ class ExternalLanes(ABC):
         if call.end is not ChunkEnd.ONGOING:  # it was over before an action: nothing to tell
             self.episodes.release(place)
             return
-        episode = lane.create_episode(UNSEEDED, self._episode_kind)
+        episode = lane.create_episode(None, self._episode_kind)
         episode.trains = place.training_enabled
         episode.custom_data["external_episode_id"] = place.episode_id
         if self.on_episode_created is not None:

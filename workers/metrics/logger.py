@@ -17,6 +17,37 @@ from headrace.schemas.logged_metrics import LoggedMetric
 Path = tuple[str, ...]
 """("num_episodes",), or ("num_agent_steps_sampled", "agent_0"), which is in a dict of its own in the report."""
 
+_NO_DEFAULT: Any = object()
+_ELSEWHERE = {
+    "set_value": "log_value(name, value, reduce='item')",
+    "log_throughput": "log_value(name, count, reduce='sum'), and divide by the time between two reports",
+    "reduce": "runner.get_metrics()",
+    "compile": "runner.get_metrics()",
+    "reset": "a new runner; figures over a window forget by themselves",
+    "delete": "another name",
+    "aggregate": "headrace.workers.merge_metrics(reports)",
+    "merge_and_log_n_dicts": "headrace.workers.merge_metrics(reports)",
+    "log_n_dicts": "log_dict(values) for each",
+    "get_state": "runner.get_state(), which has all lifetime counters",
+    "set_state": "runner.set_state(state)",
+}
+"""Names that RLlib's logger has and this one lacks -> what to take instead."""
+_OLDER = {
+    "env_runners": "the figures themselves, which have no dict around them",
+    "sampler_results": "the figures themselves, which have no dict around them",
+    "custom_metrics": "the name under which the callback logged it",
+    "episode_reward_mean": "episode_return_mean",
+    "episode_reward_min": "episode_return_min",
+    "episode_reward_max": "episode_return_max",
+    "policy_reward_mean": "module_episode_returns_mean",
+    "episodes_this_iter": "num_episodes",
+    "episodes_total": "num_episodes_lifetime",
+    "episodes_timesteps_total": "num_env_steps_sampled_lifetime",
+    "timesteps_total": "num_env_steps_sampled_lifetime",
+    "num_env_steps_sampled_this_iter": "num_env_steps_sampled",
+}
+"""Names of RLlib's older reports -> what to take instead. Newer names are the same here."""
+
 
 @dataclass(frozen=True, slots=True)
 class FigureWindow:
@@ -39,6 +70,9 @@ class MetricsLogger:
     - mean, min, max, item (the newest), p0 to p100 (percentiles): over the newest `window` values, kept between reports
     - sum: since the last report
     - lifetime_sum: since the runner was built
+
+    `log_value`, `log_dict`, `log_time` and `peek` are as in RLlib. For another of its names, or an argument that has no
+    meaning here, the error says what to take.
     """
 
     def __init__(self, window: int, reserved: Iterable[str] = ()) -> None:
@@ -49,13 +83,26 @@ class MetricsLogger:
         self._totals: dict[Path, tuple[float, int]] = {}
         """Of each sum, the total and the number of values since this logger was made."""
 
-    def log_value(self, name: str | Path, value: float, *, reduce: str = "mean", window: int | None = None) -> None:
+    def log_value(
+        self,
+        name: str | Path,
+        value: float,
+        *,
+        reduce: str = "mean",
+        window: int | None = None,
+        clear_on_reduce: bool | None = None,
+        ema_coeff: float | None = None,
+    ) -> None:
         """Log one number.
 
-        Raises `ValueError` if it is not finite, or if the name is reserved or already has another meaning.
+        `clear_on_reduce` is RLlib's: of a "sum", True counts from the last report and False makes it a "lifetime_sum".
+
+        Raises `ValueError` if the number is not finite, if the name is reserved or already has another meaning, for
+        `clear_on_reduce` of a window, and for `ema_coeff`: exponential means of several runners cannot be merged.
         """
-        path = (name,) if isinstance(name, str) else tuple(map(str, name))
-        number = float(value)
+        path, number = _path(name), float(value)
+        if clear_on_reduce is not None or ema_coeff is not None:
+            reduce = _own_reduction("/".join(path), reduce, clear_on_reduce, ema_coeff)
         if not math.isfinite(number):
             raise ValueError(f"metric {'/'.join(path)} was given {number}; log finite numbers only")
         if path[0] in self._reserved:
@@ -71,6 +118,31 @@ class MetricsLogger:
             self._sums[path] = reduce, self._sums[path][1] + number
             total, count = self._totals.get(path, (0.0, 0))
             self._totals[path] = total + number, count + 1
+
+    def log_dict(self, values: Mapping[str, Any], *, key: str | Path | None = None, **how: Any) -> None:
+        """Log each number of a dict of numbers and such dicts, below `key` if it is given; `how`: as in `log_value`."""
+        above = () if key is None else _path(key)
+        for name, value in values.items():
+            if isinstance(value, Mapping):
+                self.log_dict(value, key=(*above, name), **how)
+            else:
+                self.log_value((*above, name), value, **how)
+
+    def peek(self, name: str | Path, default: Any = _NO_DEFAULT) -> Any:
+        """Return the figure of `name` as a report would have it now; `default` if nothing was logged, or `KeyError`."""
+        path = _path(name)
+        if path in self._sums:
+            return self._sums[path][1]
+        reduce, values = self._windows.get(path, ("", ()))
+        if values:
+            return _reduction(reduce)(values)
+        if default is _NO_DEFAULT:
+            raise KeyError(f"nothing was logged as {'/'.join(path)}; give peek a default")
+        return default
+
+    def __getattr__(self, name: str) -> Any:
+        hint = f"; take {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}", name=name, obj=self)
 
     @contextmanager
     def log_time(self, name: str | Path, *, reduce: str = "mean", window: int | None = None) -> Iterator[None]:
@@ -121,12 +193,40 @@ class MetricsLogger:
         return windows | totals
 
 
-def build_report(sums: Mapping[Path, float], windows: Iterable[FigureWindow]) -> dict[str, Any]:
+def _path(name: str | Path) -> Path:
+    return (name,) if isinstance(name, str) else tuple(map(str, name))
+
+
+def _own_reduction(name: str, reduce: str, clear_on_reduce: bool | None, ema_coeff: float | None) -> str:
+    """Return our name of a reduction that RLlib's arguments describe. Raises `ValueError` where there is none."""
+    if ema_coeff is not None:
+        raise ValueError(f"metric {name} was given ema_coeff = {ema_coeff}; take window=n, a mean of the newest n")
+    if clear_on_reduce is None:
+        return reduce
+    if reduce in ("sum", "lifetime_sum"):
+        return "sum" if clear_on_reduce else "lifetime_sum"
+    if clear_on_reduce:
+        raise ValueError(
+            f"metric {name} was given clear_on_reduce = True with reduce = {reduce!r}, which keeps its newest values "
+            "between reports; leave it out, or take reduce='sum'"
+        )
+    return reduce
+
+
+class MetricsReport(dict[str, Any]):
+    """Figures by name. For a name of older RLlib versions the KeyError says ours."""
+
+    def __missing__(self, name: str) -> Any:
+        hint = f"take {_OLDER[name]}" if name in _OLDER else "a figure without values is absent"
+        raise KeyError(f"no figure {name!r}; {hint}")
+
+
+def build_report(sums: Mapping[Path, float], windows: Iterable[FigureWindow]) -> MetricsReport:
     """Return figures by name, and under "windows" the values that `merge_metrics` needs.
 
     A figure without values is absent, and so is a dict without figures. No figure is ever NaN.
     """
-    report: dict[str, Any] = {}
+    report = MetricsReport()
     kept = []
     for path, total in sums.items():
         _place(report, path, total)
@@ -138,7 +238,7 @@ def build_report(sums: Mapping[Path, float], windows: Iterable[FigureWindow]) ->
     return report
 
 
-def merge_metrics(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_metrics(reports: Iterable[Mapping[str, Any]]) -> MetricsReport:
     """Return one report of several runners', with the same keys.
 
     Counts and rates are summed; windows are reduced from all values. The result is exact: one runner that had sampled

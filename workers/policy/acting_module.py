@@ -13,6 +13,7 @@ from headrace.schemas.errors import ModuleError
 from headrace.schemas.spaces import Spaces
 from headrace.workers.connectors.connector import State
 from headrace.workers.connectors.vector_connectors import VectorConnectors
+from headrace.workers.envs.actions import action_root
 from headrace.workers.modules.recurrent import Memory
 from headrace.workers.policy.acting import Actor, BlockActor, Columns
 from headrace.workers.policy.module_weights import check_weights, read_weights, weight_shapes, write_weights
@@ -33,6 +34,9 @@ class ActingModule:
     `env_spaces` are the rows' own, before connectors. Without a `module` only random actions can be chosen. Every
     forward pass covers all rows, even those that do not act, because rounding depends on the number of rows. With
     `blocks`, each block of rows is one pass.
+
+    Random actions are of the module's action space, and reach the env by the same way as the policy's. So the columns
+    "actions" and "actions_for_env" mean the same in all chunks.
     """
 
     def __init__(
@@ -52,6 +56,8 @@ class ActingModule:
         self._random = random
         self._blocks = blocks
         self._actor: Actor | BlockActor | None = None
+        self._maps: bool | None = None
+        """Whether the module maps its actions itself; None: not known yet."""
         noise.begin("random_actions", random.noise_size, "uniform")
 
     @property
@@ -74,7 +80,7 @@ class ActingModule:
 
         A recurrent module begins with an empty memory. Raises `ModuleError` for a bad initial state.
         """
-        self.module = self._actor = None
+        self.module = self._actor = self._maps = None
         self.noise.forget("policy")
         if module is None:
             return
@@ -103,11 +109,28 @@ class ActingModule:
         """
         some = None if acting is None or len(acting) == self.width else acting
         if random_actions:
-            columns = self._random(self.noise.draw("random_actions", acting), acting)
-            return self.connectors.for_env(columns, some) if self.connectors.maps_actions else columns
+            return self.connectors.for_env(self._draw(acting), some)
         assert self._actor is not None, "the runner asks whether there is a module before it samples"
         columns = self._actor(self.noise.draw("policy", acting) if explore else None, some)
         return self.connectors.for_env(columns, some)
+
+    def _draw(self, acting: NDArray[np.intp] | None) -> Columns:
+        """Return random actions, and beside them what the module would send for them if it maps its actions itself."""
+        drawn = self._random(self.noise.draw("random_actions", acting), acting)
+        if not self._module_maps():
+            return drawn
+        policy_actions = getattr(self.module, "policy_actions", dict)
+        sent = {"actions_for_env" + name.removeprefix("actions"): rows for name, rows in drawn.items()}
+        return {**policy_actions(drawn), **sent}
+
+    def _module_maps(self) -> bool:
+        """Return whether the module answers "actions_for_env", found by one pass whose result is not used."""
+        module: Any = self.module
+        if self._maps is None and module is not None:
+            actor = Actor(module, self.spaces, self.connectors.columns, lambda: 0)
+            columns = actor(np.zeros((self.width, module.noise_size), np.float32))
+            self._maps = action_root(columns) == "actions_for_env"
+        return bool(self._maps)
 
     def start(self, rows: Sequence[int] | NDArray[np.intp]) -> None:
         """Begin an episode in each of `rows`, whose first observation has arrived. Raises `ConnectorError`."""

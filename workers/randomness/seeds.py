@@ -76,21 +76,35 @@ class SeatStreams:
 
 
 class EnvSeeds:
-    """Seeds for `env.reset`, one for each episode of one env, in [0, max_seed]."""
+    """Seeds for `env.reset` of one env, in [0, max_seed]: one for each episode, or for its first alone."""
 
-    def __init__(self, stream: np.random.Generator, max_seed: int) -> None:
+    def __init__(self, stream: np.random.Generator, max_seed: int, *, every_episode: bool = True) -> None:
         self.stream = stream
         self.ahead: list[int] = []
         """Seeds drawn and not handed out yet; the next one is last."""
         self._max_seed = max_seed
+        self._every_episode = every_episode
+        self._is_due = True
+        """Whether the next reset gets a seed."""
 
-    def next(self) -> int:
-        """Return the next seed. It repeats an earlier one only by chance (about n²/2⁶⁴ for n episodes)."""
-        self.peek()
+    def renew(self) -> None:
+        """Have the next reset get a seed, because the env is a new one, or is to begin as a new one would."""
+        self._is_due = True
+
+    def next(self) -> int | None:
+        """Return the seed of the next reset, or None if the env goes on with its own random numbers.
+
+        A seed repeats an earlier one only by chance (about n²/2⁶⁴ for n episodes).
+        """
+        if self.peek() is None:
+            return None
+        self._is_due = self._every_episode
         return self.ahead.pop()
 
-    def peek(self) -> int:
-        """Return the seed that `next` will return."""
+    def peek(self) -> int | None:
+        """Return what `next` will return."""
+        if not self._is_due:
+            return None
         if not self.ahead:
             self.ahead = self.stream.integers(0, self._max_seed, BLOCK, dtype=np.int64, endpoint=True).tolist()[::-1]
         return self.ahead[-1]

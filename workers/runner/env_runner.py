@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+import gymnasium as gym
 import numpy as np
 import torch
+from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
 from headrace.schemas.chunk import EpisodeChunk
@@ -97,11 +99,21 @@ class EnvRunner(ABC, Generic[Batch]):
 
     @abstractmethod
     def get_spaces(self) -> dict[str, tuple[Any, Any]]:
-        """Return module id -> (observation space, action space), as the env has them."""
+        """Return module id -> (observation space, action space), as the env has them.
+
+        As in RLlib, "__env_single__" has the spaces of one env, and "__env__" those of all, batched as gymnasium's
+        vectors batch them. With several agents these are Dicts by agent id.
+        """
 
     @abstractmethod
     def running_episodes(self) -> Sequence[Any]:
         """Return the episodes that are going on, by env: how long they last already, their length and return so far."""
+
+    def _env_spaces(self, observation: gym.Space[Any], action: gym.Space[Any]) -> dict[str, tuple[Any, Any]]:
+        """Return the spaces that `get_spaces` has beside those of modules; given are those of one env."""
+        width = self.config.num_envs
+        whole = batch_space(observation, width), batch_space(action, width)
+        return {"__env__": whole, "__env_single__": (observation, action)}
 
     def _maps_actions(self, module_id: str) -> bool:
         """Return whether connectors make the env's actions from the module's."""
@@ -171,6 +183,11 @@ class EnvRunner(ABC, Generic[Batch]):
         return self._sampler.envs.lanes[0].env if self._sampler is not None else None
 
     @property
+    def num_envs(self) -> int:
+        """Number of envs that are stepped together."""
+        return self.config.num_envs
+
+    @property
     def module_spaces(self) -> dict[str, Spaces]:
         """Module id -> the spaces of its chunks, as data, in one order in every process of a fleet."""
         return {module_id: policy.spaces for module_id, policy in self._policies.items()}
@@ -207,6 +224,7 @@ class EnvRunner(ABC, Generic[Batch]):
         explore: bool | None = None,
         random_actions: bool = False,
         force_reset: bool = False,
+        end_markers: bool = False,
     ) -> Batch | list[EpisodeChunk]:
         """Return chunks of about `num_timesteps` env steps, or `num_episodes` whole episodes; finished ones come first.
 
@@ -216,8 +234,9 @@ class EnvRunner(ABC, Generic[Batch]):
         episodes; other episodes that it began are dropped. External envs cannot be reset: their episodes continue and
         stay open. Without a size, `config.batch_mode` decides.
 
-        If a part of a dropped episode was returned earlier, an ABORTED chunk without steps comes for it, last. While
-        all envs are down the call waits, for as long as their budget of failures lasts.
+        With `end_markers`, an ABORTED chunk without steps comes last for each episode that will never finish, if a part
+        of it was returned earlier. While all envs are down the call waits, for as long as their budget of failures
+        lasts.
 
         Raises `SampleSizeError` for a size that makes no sense, `EnvRestartBudgetError` when an env failed too often,
         `ExternalSilenceError` when nobody drives external envs, `ModuleError` when the policy fails,
@@ -238,12 +257,12 @@ class EnvRunner(ABC, Generic[Batch]):
             steps = num_timesteps or 0
             self._begin(mode, -(-steps // width), force_reset)
             self._poll_until(self._enough_steps(steps))
-            return self._end_sample(self._deliver(keep_open=False))
+            return self._end_sample(self._deliver(keep_open=False, end_markers=end_markers))
         self._begin(mode, length, force_reset or sampler.resets_envs)
         self._poll_until(enough_episodes(num_episodes, sampler), stop_at_episodes=num_episodes)
         if sampler.resets_envs:
             sampler.abandon(Discard.RESET)
-        return self._end_sample(self._deliver(keep_open=not sampler.resets_envs))
+        return self._end_sample(self._deliver(keep_open=not sampler.resets_envs, end_markers=end_markers))
 
     def sample_fragment(
         self,
@@ -334,7 +353,7 @@ class EnvRunner(ABC, Generic[Batch]):
     def _enough_steps(self, steps: int) -> Enough:
         return enough_steps(steps, self._existing_sampler, self.config, self.totals)
 
-    def _deliver(self, keep_open: bool) -> Batch:
+    def _deliver(self, keep_open: bool, end_markers: bool = True) -> Batch:
         """Cut, and then let the weights act that waited for it."""
         sampler, state = self._existing_sampler, self._state
         if state.waiting is not None and (keep_open or sampler.steps.has_pending):
@@ -350,6 +369,8 @@ class EnvRunner(ABC, Generic[Batch]):
             version.digest,
             self.config.episode_lookback_horizon,
         )
+        if not end_markers:
+            sampler.steps.drop_markers()
         batch = self._cut(stamp, keep_open)
         try:
             state.apply_waiting()

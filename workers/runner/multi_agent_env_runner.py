@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import gymnasium as gym
+
 from headrace.schemas.errors import MissingEnvError
 from headrace.schemas.spaces import Spaces
 from headrace.workers.agents.episodes import MultiAgentEpisode
@@ -137,11 +139,13 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         }
 
     def get_spaces(self) -> dict[str, tuple[Any, Any]]:
-        """Return module id -> (observation space, action space) of its env, or as they were given for the policy."""
+        """See `EnvRunner`; a policy that was given spaces has those."""
         envs = self._seat_steps.envs
         by_kind = {own.model_dump_json(): envs.agent_gym_spaces[agent] for agent, own in envs.agent_spaces.items()}
         given = {module_id: policy.gym_spaces for module_id, policy in self._specs.specs.items()}
-        return {
+        of_modules = {
             module_id: given[module_id] or by_kind[module.env_spaces.model_dump_json()]
             for module_id, module in envs.modules.items()
         }
+        seen, done = (gym.spaces.Dict({a: pair[i] for a, pair in envs.agent_gym_spaces.items()}) for i in (0, 1))
+        return {**of_modules, **self._env_spaces(seen, done)}

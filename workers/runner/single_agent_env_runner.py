@@ -105,4 +105,5 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
 
     def get_spaces(self) -> dict[str, tuple[gym.Space[Any], gym.Space[Any]]]:
         """See `EnvRunner`."""
-        return {DEFAULT_MODULE_ID: self._lane_steps.envs.gym_spaces}
+        spaces = self._lane_steps.envs.gym_spaces
+        return {DEFAULT_MODULE_ID: spaces, **self._env_spaces(*spaces)}

@@ -48,10 +48,13 @@ class EpisodeEvents:
     def stepped(self, lane: Lane, episode: Episode, end: ChunkEnd) -> CallbackError | None:
         """Report that the lane's env was stepped, and its `end` unless ONGOING. Return a callback's error, or None."""
         try:
-            if self.watches_steps:
-                self._call("on_episode_step", lane, self._look(lane, episode))
+            view = self._look(lane, episode)
             if end is not ChunkEnd.ONGOING:
-                self._call("on_episode_end", lane, self._look(lane, episode).ended(end))
+                view = view.ended(end)
+            if self.watches_steps:
+                self._call("on_episode_step", lane, view)
+            if end is not ChunkEnd.ONGOING:
+                self._call("on_episode_end", lane, view)
         except CallbackError as error:
             return error
         return None

@@ -221,8 +221,7 @@ class LaneSteps:
         columns = {**columns, OFF_POLICY: self._on_policy}
         logged = envs.logged(acting)
         if logged:
-            module = None if self.mode.random_actions else self._policy.module
-            columns = put_logged(columns, logged, module, envs.spaces.action)
+            columns = put_logged(columns, logged, self._policy.module, envs.spaces.action)
         self._is_spoilt = True  # an action that was sent and is not recorded is no step
         envs.send_actions_of(acting, columns)
         self._pending_fragment.act(acting, columns, self._weights_seq)
@@ -338,6 +337,9 @@ class LaneSteps:
         self._totals.discard(reason, self._totals.open)
         self._totals.open = 0
         self._fragment = None
+
+    def drop_markers(self) -> None:
+        self._markers = []
 
     def rebuild(self, config: EnvRunnerConfig) -> None:
         self.envs.build(config)

@@ -12,14 +12,14 @@ from headrace.workers.randomness.streams import check_array, read_streams, write
 
 
 def read_lanes(lanes: Sequence[Lane], unstepped: Sequence[bool]) -> dict[str, Any]:
-    """Return seeds and episode numbers to come; an `unstepped` episode is yet to come, with its seed and number.
+    """Return seeds and episode numbers to come; an `unstepped` episode with a seed is yet to come, with its number.
 
     streams: uint64 (lanes, 6). seeds: int64, those drawn and not used, lane after lane, each lane's next one last;
     `ahead`, int64 (lanes,), says how many of them each lane has. episodes: int64 (lanes,), numbers used up.
     """
     ahead, numbers = [], []
     for lane, is_unstepped in zip(lanes, unstepped, strict=True):
-        episode = lane.episode if is_unstepped else None
+        episode = lane.episode if is_unstepped and lane.episode and lane.episode.reset_seed is not None else None
         ahead.append([*lane.seeds.ahead, episode.seed] if episode is not None else lane.seeds.ahead)
         numbers.append(lane.episodes_begun if episode is None else episode.number)
     return {
@@ -31,11 +31,15 @@ def read_lanes(lanes: Sequence[Lane], unstepped: Sequence[bool]) -> dict[str, An
 
 
 def write_lanes(lanes: Sequence[Lane], state: Mapping[str, Any]) -> None:
-    """Let `lanes` go on as `read_lanes` found it; episode numbers never go back, since ids are unique for ever."""
+    """Let `lanes` go on as `read_lanes` found it; episode numbers never go back, since ids are unique for ever.
+
+    The next reset of each env gets a seed, since the env's own random numbers are not part of the state.
+    """
     write_streams([lane.seeds.stream for lane in lanes], state["streams"])
     rows = np.split(state["seeds"], np.cumsum(state["ahead"])[:-1])
     for lane, row, number in zip(lanes, rows, state["episodes"].tolist(), strict=True):
         lane.seeds.ahead = row.tolist()
+        lane.seeds.renew()
         lane.episodes_begun = max(lane.episodes_begun, number)
 
 

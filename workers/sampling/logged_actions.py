@@ -25,7 +25,7 @@ def put_logged(columns: Columns, logged: Mapping[int, Row], module: Any, space: 
       available.
     - "off_policy" marks the lanes with logged actions.
 
-    `module` None means random actions.
+    `module` may be None.
     """
     lanes = np.array(sorted(logged), np.intp)
     taken = {name: np.stack([logged[lane][name] for lane in lanes.tolist()]) for name, _ in leaves(space, "actions")}

@@ -116,6 +116,9 @@ class SampledSteps(Protocol[AnyOutcome, Cut_co]):
     def lose_ended(self, reason: Discard) -> None:
         """Give up what ended since the last cut, and the fragments, when no episode goes on any more."""
 
+    def drop_markers(self) -> None:
+        """Forget the end markers that the next cut would give."""
+
     def rebuild(self, config: EnvRunnerConfig) -> None:
         """Rebuild all envs and the policy. Connector state is kept where spaces still match."""
 

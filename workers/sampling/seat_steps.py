@@ -214,8 +214,7 @@ class SeatSteps:
         columns = {**columns, OFF_POLICY: np.zeros(group.module.width, np.bool_)}
         logged = cast(ExternalAgents, self.envs).logged(group.of(acting.seats))
         if logged:
-            module = None if self.mode.random_actions else policy.module
-            columns = put_logged(columns, logged, module, group.module.env_spaces.action)
+            columns = put_logged(columns, logged, policy.module, group.module.env_spaces.action)
         return columns
 
     def take(self) -> StepOutcome | None:
@@ -347,6 +346,10 @@ class SeatSteps:
         self._totals.discard(reason, self._totals.open, sum(e.t - e.t_cut for e in self._over))
         self._totals.open = 0
         self._over = []
+
+    def drop_markers(self) -> None:
+        for markers in self._markers.values():
+            markers.clear()
 
     def rebuild(self, config: EnvRunnerConfig) -> None:
         earlier = self.policies

@@ -54,6 +54,26 @@ class Counted(Counting):
         self.length = LENGTHS[self.index]
 
 
+class Drawing(Counted):
+    """Shows in all of an episode whether its reset had a seed, and a number that it drew then.
+
+    With `config["fails"]`, episodes of some numbers fail in their second step.
+    """
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.shown = np.array([seed is not None, self.np_random.integers(1_000_000)], np.float32)
+        return self.observe(), {}
+
+    def observe(self) -> Any:
+        return self.shown.copy() if hasattr(self, "shown") else super().observe()
+
+    def step(self, action: Any) -> tuple[Any, Any, Any, Any, Any]:
+        if self.config.get("fails") and self.t == 1 and self.shown[1] % 4 == 0:
+            raise RuntimeError("failed")
+        return super().step(action)
+
+
 class Unsound(Counted):
     """Raises, or answers nonsense, at a chance of its own; now and then its reset does."""
 

@@ -90,6 +90,7 @@ class NativeLanes(ABC):
         if processes_of(env):
             self._watchdog = Watchdog(env, min(config.env_step_timeout_s, config.env_reset_timeout_s))
         for lane in self.lanes:
+            lane.seeds.renew()
             lane.env = env
 
     def _limited(self, phase: str, setting: str) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunk import UNSEEDED, ChunkEnd
+from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.spaces import nest
 from headrace.workers.config import EnvRunnerConfig
@@ -175,7 +175,7 @@ class PartialNativeVector(NativeLanes):
             return
         lanes = [index for index in lanes if index not in self._coming]
         for index in lanes:
-            episode = self.lanes[index].create_episode(UNSEEDED, Episode)
+            episode = self.lanes[index].create_episode(None, Episode)
             try:
                 if self.on_episode_created is not None:
                     self.on_episode_created(self.lanes[index], episode)

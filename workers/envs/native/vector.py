@@ -21,7 +21,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from headrace.schemas.chunk import UNSEEDED, ChunkEnd
+from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvHangError
 from headrace.schemas.spaces import nest
 from headrace.workers.envs.actions import action_root
@@ -203,10 +203,10 @@ class NativeVector(NativeLanes):
         for episode in episodes:
             self._begin(episode, infos)
 
-    def _seeds_for(self, lanes: Sequence[int]) -> tuple[list[int], dict[str, Any]]:
+    def _seeds_for(self, lanes: Sequence[int]) -> tuple[Sequence[int | None], dict[str, Any]]:
         """Return the seeds of the episodes that begin in `lanes`, and the arguments that tell the vector."""
         if self._seeding is Seeding.NONE:
-            return [UNSEEDED] * len(lanes), {}
+            return [None] * len(lanes), {}
         if self._seeding is Seeding.ONE:
             seed = self.lanes[0].seeds.next()
             return [seed] * len(lanes), {"seed": seed}
@@ -218,7 +218,7 @@ class NativeVector(NativeLanes):
         """Begin the episodes that the vector has begun by itself."""
         for index in lanes:
             lane = self.lanes[index]
-            episode = lane.create_episode(UNSEEDED, Episode)
+            episode = lane.create_episode(None, Episode)
             try:
                 if self.on_episode_created is not None:
                     self.on_episode_created(lane, episode)

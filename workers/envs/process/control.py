@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from headrace.workers.envs.process.shared_arrays import Layout, map_arrays
 
-NO_SEED = -1
+NO_SEED, WITHOUT_SEED = -1, -2
+"""In an order: no reset follows the step, or no seed for a creator; a reset without a seed."""
 SLOTS = 8
 """How many orders of a process can be under way at once."""
 ENDS, BEGAN = 0x0F, 0x10
@@ -31,6 +32,16 @@ ENDS, BEGAN = 0x0F, 0x10
 
 _WORDS = 4096
 """Bytes of JSON that fit in a slot; longer ones go by the socket."""
+
+
+def order_seed(seed: int | None) -> int:
+    """Return what an order has for a reset with `seed`."""
+    return WITHOUT_SEED if seed is None else seed
+
+
+def reset_seed(ordered: int) -> int | None:
+    """Return the seed of a reset that was ordered: the inverse of `order_seed`."""
+    return None if ordered == WITHOUT_SEED else ordered
 
 
 class Command(IntEnum):
@@ -42,9 +53,9 @@ class Command(IntEnum):
     REBUILD = 2
     """The same, in place of an env that failed."""
     RESET = 3
-    """With the seed."""
+    """With the seed, or without one."""
     STEP = 4
-    """With the lane's action. If that ends the episode and there is a seed, the env is reset at once."""
+    """With the lane's action. If that ends the episode, the env is reset at once, as for RESET, unless NO_SEED."""
     CLOSE = 5
     """The lane has moved to another process, or failed."""
     RENDER = 6

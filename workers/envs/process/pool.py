@@ -17,11 +17,11 @@ from headrace.schemas.errors import EnvContractError, EnvError, EnvRaisedError
 from headrace.schemas.spaces import Spaces
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root, write_actions
-from headrace.workers.envs.backend import Replies
+from headrace.workers.envs.backend import NextSeeds, Replies
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.placeholder import EnvPlaceholder
 from headrace.workers.envs.process.child import SOLO_CHILD
-from headrace.workers.envs.process.control import BEGAN, ENDS, NO_SEED, Command, Phase
+from headrace.workers.envs.process.control import BEGAN, ENDS, NO_SEED, Command, Phase, order_seed
 from headrace.workers.envs.process.error_json import error_from_json
 from headrace.workers.envs.process.exit_failures import failures_of
 from headrace.workers.envs.process.handle import ProcessHandle, ProcessReply
@@ -120,7 +120,7 @@ class EnvProcessPool:
         self,
         lanes: Sequence[int] | None,
         columns: Mapping[str, NDArray[Any]],
-        next_seeds: Mapping[int, int] | None = None,
+        next_seeds: NextSeeds | None = None,
     ) -> None:
         """Have `lanes` (None: all) step with their rows of the policy's action columns, each (num_envs, *shape).
 
@@ -135,8 +135,8 @@ class EnvProcessPool:
             self._ask_step(lane, next_seeds or {})
         self._flush()
 
-    def _step_all(self, next_seeds: Mapping[int, int]) -> None:
-        seeds = np.array([next_seeds.get(lane, NO_SEED) for lane in range(self.width)], np.int64)
+    def _step_all(self, next_seeds: NextSeeds) -> None:
+        seeds = np.array([order_seed(next_seeds.get(lane, NO_SEED)) for lane in range(self.width)], np.int64)
         for handle in self._processes:
             if self._homes.is_whole(handle):
                 handle.step_all(seeds[handle.first_lane : handle.first_lane + handle.lanes])
@@ -145,17 +145,21 @@ class EnvProcessPool:
                     self._ask_step(lane, next_seeds)
                 handle.flush()
 
-    def _ask_step(self, lane: int, next_seeds: Mapping[int, int]) -> None:
+    def _ask_step(self, lane: int, next_seeds: NextSeeds) -> None:
         seed = next_seeds.get(lane, NO_SEED) if self._homes.may_stay(lane) else NO_SEED
-        self._homes.home(lane).ask(lane, Command.STEP, seed)
+        self._homes.home(lane).ask(lane, Command.STEP, order_seed(seed))
 
-    def reset(self, lane: int, seed: int) -> None:
-        """Have the lane's env reset. The reply is in `began`, or a failure."""
+    def keeps_env(self, lane: int) -> bool:
+        """Return whether `reset` resets the env that the lane has now; else the lane moves to a new process."""
+        return self._homes.may_stay(lane)
+
+    def reset(self, lane: int, seed: int | None) -> None:
+        """Have the lane's env reset, without a seed if that is None. The reply is in `began`, or a failure."""
         if self._homes.may_stay(lane):
-            self._homes.home(lane).ask(lane, Command.RESET, seed)
+            self._homes.home(lane).ask(lane, Command.RESET, order_seed(seed))
         else:
             self._build(lane, Command.BUILD)
-            self._moving[lane] = seed
+            self._moving[lane] = order_seed(seed)
 
     def rebuild(self, lane: int) -> None:
         """Have the lane's env built again, in a new process if need be. The reply is in `built`, or a failure."""

@@ -21,7 +21,7 @@ from headrace.workers.envs.creators import EnvCreator, build_env, find_creator
 from headrace.workers.envs.error_text import brief
 from headrace.workers.envs.lane import close_envs
 from headrace.workers.envs.observations import Observations
-from headrace.workers.envs.process.control import BEGAN, NO_SEED, Command, Control, Phase, Slot
+from headrace.workers.envs.process.control import BEGAN, NO_SEED, Command, Control, Phase, Slot, reset_seed
 from headrace.workers.envs.process.error_json import error_to_json
 from headrace.workers.envs.process.pictures import picture_to_json
 from headrace.workers.envs.process.shared_arrays import columns_layout, map_arrays
@@ -217,7 +217,7 @@ class ProcessEnvs:
             assert place.env is not None, "the driver resets what was built"
             try:
                 with self._control.during(place.index, Phase.RESET):
-                    observation, info = take_reset_apart(place.env.reset(seed=seed))
+                    observation, info = take_reset_apart(place.env.reset(seed=reset_seed(seed)))
                 written = _info_json(info)
             except Exception as error:  # noqa: BLE001 - a user's env
                 reply.fail(place.index, "reset", error)

@@ -26,9 +26,9 @@ from headrace.schemas.spaces import Spaces, spaces_from_json
 from headrace.schemas.wire import Buffer, MessageKind, WireMessage, decode
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root
-from headrace.workers.envs.backend import Replies
+from headrace.workers.envs.backend import NextSeeds, Replies
 from headrace.workers.envs.placeholder import EnvPlaceholder
-from headrace.workers.envs.process.control import Command
+from headrace.workers.envs.process.control import Command, order_seed
 from headrace.workers.envs.process.lane_homes import SeedFor
 from headrace.workers.envs.remote.columns import RemoteColumns
 from headrace.workers.envs.remote.host_places import HostPlaces
@@ -147,7 +147,7 @@ class RemotePool:
         self,
         lanes: Sequence[int] | None,
         columns: Mapping[str, NDArray[Any]],
-        next_seeds: Mapping[int, int] | None = None,
+        next_seeds: NextSeeds | None = None,
     ) -> None:
         """Have `lanes` (None: all) step, as `EnvBackend` says.
 
@@ -155,12 +155,20 @@ class RemotePool:
         """
         self._arrays.write_actions(lanes, columns, action_root(columns))
         for lane in range(self.width) if lanes is None else lanes:
-            self._places.ask(lane, Command.STEP, next_seeds.get(lane, NO_SEED) if next_seeds else NO_SEED)
+            seed = next_seeds.get(lane, NO_SEED) if next_seeds else NO_SEED
+            self._places.ask(lane, Command.STEP, order_seed(seed))
         self._flush()
 
-    def reset(self, lane: int, seed: int) -> None:
-        """Have the lane's env reset. The reply is in `began`, or a failure."""
-        self._places.ask(lane, Command.RESET, seed)
+    def keeps_env(self, lane: int) -> bool:
+        """Return True: only `rebuild` builds another env, as far as the worker knows."""
+        return True
+
+    def reset(self, lane: int, seed: int | None) -> None:
+        """Have the lane's env reset, without a seed if that is None. The reply is in `began`, or a failure.
+
+        A host that replaces its processes may build a new env for it, which then begins without a seed too.
+        """
+        self._places.ask(lane, Command.RESET, order_seed(seed))
 
     def rebuild(self, lane: int) -> None:
         """Have the lane's env built again, on a host that has a place. The reply is in `built`, or a failure."""

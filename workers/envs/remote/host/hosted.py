@@ -18,7 +18,7 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.backend import Replies
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.process.child import SOLO_CHILD
-from headrace.workers.envs.process.control import Command
+from headrace.workers.envs.process.control import Command, reset_seed
 from headrace.workers.envs.process.error_json import error_to_json
 from headrace.workers.envs.process.pool import EnvProcessPool
 from headrace.workers.envs.process.shared_arrays import columns_layout
@@ -122,7 +122,7 @@ class HostedEnvs:
         """
         self._check(told, arrays)
         at_once: list[int] = []
-        next_seeds: dict[int, int] = {}
+        next_seeds: dict[int, int | None] = {}
         stepping: list[int] = []
         row = 0
         for place, number, code, seed, index in told.orders:
@@ -139,11 +139,11 @@ class HostedEnvs:
                 at_once.append(place)
             elif command is Command.STEP:
                 stepping.append(place)
-                next_seeds |= {place: seed} if seed != NO_SEED else {}
+                next_seeds |= {place: reset_seed(seed)} if seed != NO_SEED else {}
                 for name, column in self._actions.items():
                     column[place] = arrays[name][here]
             elif command is Command.RESET:
-                self._pool.reset(place, seed)
+                self._pool.reset(place, reset_seed(seed))
             else:
                 own.is_built, own.lost = True, None
                 self._pool.build(place, seed, index, again=command is Command.REBUILD)
