@@ -64,6 +64,7 @@ class Fleet:
         self._obituary_sender: ObituarySender | None = None
         self._watchdog: FleetWatchdog | None = None
         self._evaluations = EvaluationLog(run_dir.path)
+        self._evaluations.take_new()  # those of earlier runs in the directory
         self.loop.watch(signals.fd, signals.clear)
 
     def __enter__(self) -> Fleet:
@@ -95,8 +96,12 @@ class Fleet:
 
     @property
     def newest_evaluation(self) -> dict[str, Any] | None:
-        """Return the newest evaluation of a checkpoint, as it stands in evaluations.jsonl; None before the first."""
-        return self._evaluations.newest()
+        """Return the newest evaluation of a checkpoint that was taken; None before the first."""
+        return self._evaluations.newest
+
+    def take_evaluations(self) -> list[dict[str, Any]]:
+        """Return the evaluations of checkpoints since the last call, as they stand in evaluations.jsonl."""
+        return self._evaluations.take_new()
 
     @property
     def redis_age_s(self) -> float:

@@ -88,7 +88,12 @@ def _announce(fleet: Fleet, options: UpOptions) -> None:
 
 
 def _log_rows(fleet: Fleet, run_log: RunLog, *, last: bool = False) -> None:
-    run_log.observe(fleet.snapshot, fleet.supervisor.restarts(), fleet.take_learner_rows(), last=last)
+    restarts, learner_rows, evaluations = (
+        fleet.supervisor.restarts(),
+        fleet.take_learner_rows(),
+        fleet.take_evaluations(),
+    )
+    run_log.observe(fleet.snapshot, restarts, learner_rows, evaluations, last=last)
 
 
 def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: RunLog) -> None:

@@ -28,11 +28,13 @@ def test_a_forbidden_import_would_be_noticed(root: Path, tmp_path: Path) -> None
     packages = ("schemas", "broker", "workers", "learner_stub", "deploy")
     for name in packages:
         shutil.copytree(root / name, tmp_path / "copied" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "copied" / "__init__.py").touch()
     (tmp_path / "copied" / "broker" / "bad.py").write_text("import copied.workers\nimport torch\n")
     for file in (tmp_path / "copied").rglob("*.py"):
         file.write_text(file.read_text().replace("headrace.", "copied."))
     config = tmp_path / "pyproject.toml"
-    config.write_text((root / "pyproject.toml").read_text().replace("headrace.", "copied."))
+    contracts = (root / "pyproject.toml").read_text().replace("headrace.", "copied.")
+    config.write_text(contracts.replace('root_packages = ["headrace"]', 'root_packages = ["copied"]'))
     result = _lint(config, tmp_path)
     assert result.returncode == 1, result.stdout[-3000:] + result.stderr[-2000:]
     assert "copied.broker.bad -> copied.workers" in result.stdout

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
 import venv
 import zipfile
@@ -25,13 +25,20 @@ def project(root: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy of the sources, so that no build folder is left here or found from before."""
+def source(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources, so that no build folder is left here or found from before."""
     source = tmp_path_factory.mktemp("source")
     for name in FOLDERS:
         shutil.copytree(root / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(root / ".types" / "headrace", source / ".types" / "headrace", symlinks=True)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(root / name, source)
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path) -> Path:
+    """A wheel built from a copy of the sources."""
     command = [
         sys.executable,
         "-m",
@@ -61,8 +68,8 @@ def test_each_folder_with_code_has_an_init(root: Path) -> None:
 
 def test_type_checkers_find_each_package_by_its_link(root: Path) -> None:
     links = {link.name: link.resolve() for link in (root / ".types" / "headrace").iterdir()}
-    init = root / "deploy" / "root_package" / "__init__.py"
-    assert links == {name: root / name for name in FOLDERS} | {"__init__.py": init}
+    of_root = [file for file in (root / "deploy" / "root_package").iterdir() if file.is_file()]
+    assert links == {name: root / name for name in FOLDERS} | {file.name: file for file in of_root}
 
 
 def test_no_module_bears_a_name_of_the_standard_library(root: Path) -> None:
@@ -73,8 +80,10 @@ def test_no_module_bears_a_name_of_the_standard_library(root: Path) -> None:
 
 def test_the_wheel_holds_every_module_and_data_file(root: Path, wheel: Path, project: dict[str, Any]) -> None:
     wanted = {path.relative_to(root).as_posix() for name in FOLDERS for path in (root / name).rglob("*.py")}
-    wanted |= {f"{name}/py.typed" for name in FOLDERS} | {"deploy/fleet.toml", "workers/serving/protocol.md"}
-    wanted |= {"deploy/clients/http_client.c", "deploy/clients/http_client.mjs"}
+    wanted |= (
+        {"py.typed"} | {f"{name}/py.typed" for name in FOLDERS} | {"deploy/fleet.toml", "workers/serving/protocol.md"}
+    )
+    wanted |= {"py.typed", "deploy/clients/http_client.c", "deploy/clients/http_client.mjs"}
     wanted = {path.removeprefix("deploy/root_package/") for path in wanted}
     with zipfile.ZipFile(wheel) as archive:
         held = {name.removeprefix("headrace/") for name in archive.namelist() if name.startswith("headrace/")}
@@ -84,17 +93,43 @@ def test_the_wheel_holds_every_module_and_data_file(root: Path, wheel: Path, pro
     assert "License-Expression: Apache-2.0" in metadata
 
 
+def _fresh_environment(folder: Path, package: Path, *how: str) -> tuple[Path, Path]:
+    """Install `package` alone in a new environment, which borrows our dependencies; return its python and packages."""
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    [site] = (folder / "lib").glob("python3.*/site-packages")
+    # .pth files in the folders named here are not read, so our own editable install is not found.
+    borrowed = [entry for entry in sys.path if entry.endswith("site-packages")]
+    (site / "borrowed.pth").write_text("\n".join(borrowed) + "\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--ignore-installed", *how, str(package)], check=True, capture_output=True)
+    return python, site
+
+
+def test_type_checkers_follow_an_editable_install(source: Path, tmp_path: Path) -> None:
+    """From a script elsewhere: mypy asks the interpreter for its path, and Pyright reads the paths in .pth files."""
+    python, site = _fresh_environment(tmp_path / "fresh", source, "--no-build-isolation", "--editable")
+    [pointer] = site.glob("__editable__*.pth")
+    for name in FOLDERS:
+        assert (Path(pointer.read_text().strip()) / "headrace" / name / "py.typed").exists(), pointer.read_text()
+    (tmp_path / "script.py").write_text(
+        "from headrace.schemas.nearest_names import nearest_name\n"
+        "from headrace import __version__\n"
+        "reveal_type(nearest_name(__version__, [], cutoff=0.5))\n"
+        "nearest_name(3)\n"
+    )
+    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python), "script.py"]
+    checked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
+    assert re.search(r'script.py:3: note: Revealed type is "(builtins\.)?str \| None"', checked), checked
+    assert 'script.py:4: error: Argument 1 to "nearest_name" has incompatible type "int"' in checked
+    assert "Found 2 errors" in checked, "the other one is the missing argument"
+
+
 def test_the_wheel_runs_where_nothing_of_the_repository_is(
     wheel: Path, tmp_path: Path, project: dict[str, Any]
 ) -> None:
-    """In a fresh environment, which borrows our dependencies, from an empty folder."""
-    venv.create(tmp_path / "fresh", with_pip=False)
-    python = tmp_path / "fresh" / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*pip, str(wheel)], check=True, capture_output=True)
-    [site] = (tmp_path / "fresh" / "lib").glob("python3.*/site-packages")
-    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-
+    """In a fresh environment, from an empty folder."""
+    python, site = _fresh_environment(tmp_path / "fresh", wheel)
     (tmp_path / "empty").mkdir()
     code = "import headrace.schemas.wire as w, headrace.deploy as d; print(w.__file__); print(d.__file__)"
     found = subprocess.run([python, "-c", code], cwd=tmp_path / "empty", capture_output=True, text=True, check=True)

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.schemas.version import __version__ as __version__
+    from headrace import __version__ as __version__
     from headrace.workers.agents.env import MultiAgentEnv as MultiAgentEnv
     from headrace.workers.callbacks import RunnerCallback as RunnerCallback
     from headrace.workers.config import EnvRunnerConfig as EnvRunnerConfig
@@ -34,7 +34,7 @@ _HOMES = {
     "SingleAgentEnvRunner": "headrace.workers.runner.single_agent_env_runner",
     "StepFailedRecreateEnv": "headrace.workers.envs.context",
     "VectorEnv": "headrace.workers.envs.vector_env",
-    "__version__": "headrace.schemas.version",
+    "__version__": "headrace",
     "merge_metrics": "headrace.workers.metrics.logger",
     "register_env": "headrace.workers.envs.creators",
 }

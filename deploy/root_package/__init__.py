@@ -9,6 +9,13 @@ Importing this package imports none of them. They are folders at the root of the
 them below this package.
 """
 
-from importlib.metadata import version
+__version__: str
+"""The version, as in `pip show headrace`, read when it is first asked for."""
 
-__version__ = version("headrace")
+
+def __getattr__(name: str) -> str:
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import version  # takes as long as all else that a light process imports
+
+    return version("headrace")

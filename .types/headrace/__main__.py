@@ -1,0 +1,1 @@
+../../deploy/root_package/__main__.py
