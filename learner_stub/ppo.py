@@ -96,7 +96,7 @@ class PPO:
             metrics |= self._optimize(rollout, feed, targets, interruption)
         return metrics
 
-    def _targets(self, rollout: Rollout, feed: Minibatches, interruption: Interruption) -> Targets:
+    def _targets(self, rollout: Rollout, feed: Minibatches, interruption: Interruption = NO_INTERRUPTION) -> Targets:
         dist_inputs, all_values = self._forward(feed, interruption)
         step_rows = rollout.step_rows
         values = all_values[step_rows]
