@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,16 +11,15 @@ import orjson
 
 from headrace.schemas.errors import RunDirError
 
-_TAIL_BYTES = 64 * 1024
-
 
 class EvaluationLog:
     """The file in a run directory. One process appends to it; others may read it at any time."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / "evaluations.jsonl"
-        self._read_at_ns = 0
-        self._newest: dict[str, Any] | None = None
+        self.newest: dict[str, Any] | None = None
+        """The newest evaluation that `take_new` has returned."""
+        self._read_to = 0
 
     def append(self, told: dict[str, Any]) -> None:
         """Append one evaluation, in one write. Raises `RunDirError`."""
@@ -39,26 +37,21 @@ class EvaluationLog:
             file.seek(-1, os.SEEK_END)
             return file.read() == b"\n"
 
-    def newest(self) -> dict[str, Any] | None:
-        """Return the newest evaluation; None before the first. Reads the file only where it has changed."""
+    def take_new(self) -> list[dict[str, Any]]:
+        """Return the evaluations that were appended since the last call; the first time, all of them."""
         try:
-            changed_at_ns = self.path.stat().st_mtime_ns
-            if changed_at_ns != self._read_at_ns:
-                with self.path.open("rb") as file:
-                    file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-                    found = [told for line in file.read().splitlines() if (told := _parse(line)) is not None]
-                self._newest, self._read_at_ns = (found[-1] if found else None), changed_at_ns
-        except OSError:
-            return self._newest
-        return self._newest
-
-    def best_mean(self) -> float:
-        """Return the highest mean return of all evaluations; minus infinity before the first."""
-        try:
-            lines = self.path.read_bytes().splitlines()
-        except OSError:
-            lines = []
-        return max((told["return"]["mean"] for line in lines if (told := _parse(line)) is not None), default=-math.inf)
+            if self.path.stat().st_size <= self._read_to:
+                return []
+            with self.path.open("rb") as file:
+                file.seek(self._read_to)
+                read = file.read()
+        except OSError:  # there is none yet, or the run directory was removed
+            return []
+        whole = read[: read.rfind(b"\n") + 1]
+        self._read_to += len(whole)
+        new = [told for line in whole.splitlines() if (told := _parse(line)) is not None]
+        self.newest = new[-1] if new else self.newest
+        return new
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ It reads the learner's checkpoint and joins no fleet: nothing that it plays is c
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -46,9 +47,9 @@ class _Watcher:
         self._newest, self._best = run_dir / NEWEST_FILE, run_dir / BEST_FILE
         self._held = run_dir / f"evaluating.{os.getpid()}.checkpoint"
         self._log = EvaluationLog(run_dir)
-        before = self._log.newest()
-        self._evaluated_steps = before["steps"] if before else 0
-        self._best_mean = self._log.best_mean()
+        before = self._log.take_new()
+        self._evaluated_steps = before[-1]["steps"] if before else 0
+        self._best_mean = max((told["return"]["mean"] for told in before), default=-math.inf)
         self._seen_at_ns = 0
         for left in run_dir.glob("evaluating.*.checkpoint"):  # by a process that was killed
             left.unlink(missing_ok=True)

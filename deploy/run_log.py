@@ -14,7 +14,7 @@ from headrace.deploy.loggers import Row, RunInfo
 from headrace.deploy.loggers.opening import open_loggers
 from headrace.deploy.loggers.row_files import JsonlFile
 from headrace.deploy.redis_view import LearnerRowView, Snapshot
-from headrace.deploy.run_rows import COLUMNS, fleet_row, learner_row
+from headrace.deploy.run_rows import COLUMNS, evaluation_row, fleet_row, learner_row
 from headrace.schemas.config import FleetConfig
 
 log = logging.getLogger("headrace.supervisor")
@@ -45,10 +45,11 @@ class RunLog:
         snapshot: Snapshot | None,
         restarts: Mapping[str, int],
         learner_rows: Iterable[LearnerRowView],
+        evaluations: Iterable[Mapping[str, Any]] = (),
         *,
         last: bool = False,
     ) -> None:
-        """Log all new rows of the learner, and one of the fleet if it is time, or the last one.
+        """Log all new rows of the learner, all evaluations, and one row of the fleet if it is time, or the last one.
 
         A report of the broker that was logged before, because broker or Redis is away, is not logged again.
         """
@@ -57,6 +58,8 @@ class RunLog:
                 self._newest = view.identity
                 if view.values:
                     self._offer(learner_row(view, self._began_unix_s))
+        for told in evaluations:
+            self._offer(evaluation_row(told, snapshot, self._began_unix_s))
         now = time.monotonic()
         if snapshot is None or snapshot.reported_unix_s is None or not (last or now >= self._next_fleet_row):
             return

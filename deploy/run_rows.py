@@ -7,6 +7,7 @@ of the learner from its stream there.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from headrace.deploy.goal import RunNumbers
 from headrace.deploy.loggers import Row
@@ -81,6 +82,24 @@ def learner_row(view: LearnerRowView, began_unix_s: float) -> Row:
         "learner_row": f"{view.epoch}-{view.number}",
         **{f"learner/{name}": value for name, value in view.values.items()},
     }
+
+
+def evaluation_row(told: Mapping[str, Any], snapshot: Snapshot | None, began_unix_s: float) -> Row:
+    """Return the row of an evaluation, `told` as in evaluations.jsonl. Its env steps are those of now."""
+    row: dict[str, float | int | str] = {
+        "kind": "evaluation",
+        "time": told["unix_s"],
+        "elapsed_s": round(told["unix_s"] - began_unix_s, 3),
+        "env_steps": RunNumbers.of(snapshot.gauges, snapshot.totals).steps if snapshot is not None else told["steps"],
+        "learner_epoch": told["learner_epoch"],
+        "agent_steps": told["steps"],
+        "evaluation/episodes": told["episodes"],
+        "evaluation/best": int(told["best"]),
+    }
+    several = {f"policies/{key}/return": own for key, own in told.get("return_by_policy", {}).items()}
+    for name, own in {"return": told["return"], "len": told["length"], **several}.items():
+        row |= {f"evaluation/{name}_{part}": own[part] for part in ("mean", "std", "min", "max")}
+    return row
 
 
 def _with_total(name: str, parts: Mapping[str, int]) -> dict[str, int]:

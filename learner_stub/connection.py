@@ -29,7 +29,6 @@ _PUMPED: weakref.WeakSet[Pumpable] = weakref.WeakSet()
 class Pumpable(Protocol):
     """A connection that must be pumped now and then."""
 
-    endpoint: str
     token: str
 
     def pump(self, wait_s: float = 0.0) -> None:
@@ -59,6 +58,13 @@ def forget_token(endpoint: str, token: str) -> None:
     _PUBLISHED.pop(token, None)
     if _TOKENS.get((os.getpid(), endpoint)) == token:
         del _TOKENS[(os.getpid(), endpoint)]
+
+
+def move_token(token: str, before: str, after: str) -> None:
+    """Note that the broker of the learner with `token` has moved to another endpoint."""
+    if _TOKENS.get((os.getpid(), before)) == token:
+        del _TOKENS[(os.getpid(), before)]
+    _TOKENS[(os.getpid(), after)] = token
 
 
 def pump_together(member: Pumpable) -> None:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from headrace.learner_stub.checkpoint import training_arrays, training_tensors
 from headrace.learner_stub.connector_merger import ConnectorMerger
-from headrace.learner_stub.ppo import Metrics
+from headrace.learner_stub.interruption import Interruption
+from headrace.learner_stub.ppo import NO_INTERRUPTION, Metrics
 from headrace.learner_stub.training_stats import TrainingStats
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.errors import ModuleError
@@ -35,8 +36,8 @@ class LearnerPolicy(Protocol):
     def weights(self) -> dict[str, Tensor]:
         """Return the tensors to publish."""
 
-    def update(self, batches: Sequence[ChunkBatch]) -> Metrics:
-        """Take the batches of one update; return its metrics."""
+    def update(self, batches: Sequence[ChunkBatch], interruption: Interruption = NO_INTERRUPTION) -> Metrics:
+        """Take the batches of one update; return its metrics. May end early, or raise `AbandonedUpdateError`."""
 
     def get_state(self) -> tuple[dict[str, Any], Arrays]:
         """Return (plain JSON values, arrays by name) for a checkpoint."""
@@ -59,7 +60,7 @@ class FrozenPolicy:
         """Return the module's state dict."""
         return dict(self.module.state_dict())
 
-    def update(self, batches: Sequence[ChunkBatch]) -> Metrics:
+    def update(self, batches: Sequence[ChunkBatch], interruption: Interruption = NO_INTERRUPTION) -> Metrics:
         """Count `batches`."""
         self.stats.count(batches)
         return self.stats.metrics()
@@ -103,7 +104,7 @@ class LearnerPolicies:
         means = [policy.stats.window_mean for policy in self.by_id.values()]
         return None if None in means else sum(mean for mean in means if mean is not None) / len(means)
 
-    def update(self, batches: Sequence[ChunkBatch]) -> Metrics:
+    def update(self, batches: Sequence[ChunkBatch], interruption: Interruption = NO_INTERRUPTION) -> Metrics:
         """Train each policy on its own of `batches`, which may be none. Return metrics by "module id/name".
 
         Updates of connectors count whether or not PPO trains on the batch they came with. Deterministic. Raises
@@ -115,7 +116,7 @@ class LearnerPolicies:
         for module_id, merger in self._mergers.items():
             for batch in own[module_id]:
                 merger.take(batch)
-        metrics = {module_id: policy.update(own[module_id]) for module_id, policy in self.by_id.items()}
+        metrics = {module_id: policy.update(own[module_id], interruption) for module_id, policy in self.by_id.items()}
         if self._nameless:
             return metrics[DEFAULT_MODULE]
         by_module = {f"{m}/{name}": v for m, told in metrics.items() for name, v in told.items() if name != "update"}

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from headrace.learner_stub.adam import Adam
 from headrace.learner_stub.checkpoint import training_arrays, training_tensors
 from headrace.learner_stub.gae import advantages
+from headrace.learner_stub.interruption import Interruption, NoInterruption
 from headrace.learner_stub.minibatches import Minibatch, Minibatches, minibatches_for, take
 from headrace.learner_stub.module import TrainableModule, check_answer
 from headrace.learner_stub.rollout import Rollout, join
@@ -42,6 +43,8 @@ from headrace.schemas.errors import ModuleError
 
 _FORWARD_ROWS = 4096
 """Observations in one forward pass without gradients; it bounds the memory that images take."""
+
+NO_INTERRUPTION = NoInterruption()
 
 Metrics = dict[str, float]
 
@@ -75,25 +78,26 @@ class PPO:
         """Return the module's state dict; its tensors are the live ones."""
         return self.module.state_dict()
 
-    def update(self, batches: Sequence[ChunkBatch]) -> Metrics:
+    def update(self, batches: Sequence[ChunkBatch], interruption: Interruption = NO_INTERRUPTION) -> Metrics:
         """Train on every step of `batches` that the policy chose. Return metrics. Deterministic.
 
-        Raises `ModuleError` when module or batches lack what PPO needs.
+        `interruption` is asked between minibatches, and may end the update early. Raises `ModuleError` when module or
+        batches lack what PPO needs, and `AbandonedUpdateError`.
         """
         self.stats.count(batches)
         metrics: Metrics = self.stats.metrics()
         rollout = join(batches)
         if rollout is not None:
             feed = minibatches_for(self.module, rollout)
-            targets = self._targets(rollout, feed)
+            targets = self._targets(rollout, feed, interruption)
             metrics["learning_rate"] = self.settings.learning_rate
             metrics["explained_variance"] = targets.explained_variance
             metrics["behaviour_kl"] = float((rollout.logp - targets.logp).mean())
-            metrics |= self._optimize(rollout, feed, targets)
+            metrics |= self._optimize(rollout, feed, targets, interruption)
         return metrics
 
-    def _targets(self, rollout: Rollout, feed: Minibatches) -> Targets:
-        dist_inputs, all_values = self._forward(feed)
+    def _targets(self, rollout: Rollout, feed: Minibatches, interruption: Interruption = NO_INTERRUPTION) -> Targets:
+        dist_inputs, all_values = self._forward(feed, interruption)
         step_rows = rollout.step_rows
         values = all_values[step_rows]
         bootstraps = np.where(rollout.terminated, 0.0, all_values[rollout.last_rows])
@@ -116,21 +120,24 @@ class PPO:
             explained_variance=1.0 - float(advantage.var()) / max(variance, 1e-12),
         )
 
-    def _forward(self, feed: Minibatches) -> tuple[Tensor, NDArray[np.float64]]:
+    def _forward(self, feed: Minibatches, interruption: Interruption) -> tuple[Tensor, NDArray[np.float64]]:
         """Return (action_dist_inputs (rows, ...), values (rows,)) of the module as it is, without gradients."""
+        answers = []
         with torch.no_grad():
-            parts = feed.all_rows(_FORWARD_ROWS)
-            answers = [check_answer(self.module.forward_train(batch), rows) for batch, rows in parts]
+            for batch, rows in feed.all_rows(_FORWARD_ROWS):
+                answers.append(check_answer(self.module.forward_train(batch), rows))
+                interruption.check()
         dist_inputs, values = zip(*answers, strict=True)
         return torch.cat(dist_inputs), torch.cat(values).double().numpy()
 
-    def _optimize(self, rollout: Rollout, feed: Minibatches, targets: Targets) -> Metrics:
+    def _optimize(self, rollout: Rollout, feed: Minibatches, targets: Targets, interruption: Interruption) -> Metrics:
         """Pass over the steps in shuffled minibatches, until the policy has moved by more than `target_kl`."""
         s = self.settings
         random = np.random.default_rng((s.seed, self.stats.updates))
         metrics: Metrics = {}
         for epoch in range(1, s.epochs + 1):
             seen: list[Metrics] = []
+            ended = False
             for minibatch in feed.shuffled(random, s.minibatch_size):
                 loss, measured = self._loss(rollout, targets, minibatch)
                 self.optimizer.zero_grad()
@@ -138,8 +145,10 @@ class PPO:
                 nn.utils.clip_grad_norm_(self.module.parameters(), s.max_grad_norm)
                 self.optimizer.step()
                 seen.append(measured)
+                if ended := interruption.ends_update():
+                    break
             metrics = {name: float(np.mean([m[name] for m in seen])) for name in seen[0]} | {"epochs": epoch}
-            if metrics["kl"] > s.target_kl:
+            if ended or metrics["kl"] > s.target_kl:
                 break
         return metrics
 

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.learner_stub import connection
+from headrace.learner_stub.fleet_place import FleetPlace, await_endpoint, keys_folder
 from headrace.learner_stub.row_queue import RowQueue
 from headrace.schemas.errors import DecodeError, EncodeError, RefusedWeightsError, refusal
 from headrace.schemas.keys import ClientKeys, client_keys
@@ -56,7 +57,7 @@ class WeightPublisher:
     It keeps the newest version and sends it again to a broker that has lost it. It shares the lease of this process's
     `EpisodeStream` on the same endpoint, which pumps it while it waits.
 
-    keys: as of the stream.
+    keys, run_dir: as of the stream.
 
     Raises:
         FencedError: a newer learner has taken over; later calls raise it too.
@@ -72,9 +73,10 @@ class WeightPublisher:
         fleet_id: str = "",
         connect_timeout_s: float = 60.0,
         keys: str | Path | ClientKeys | None = None,
+        run_dir: str | Path | None = None,
     ) -> None:
-        own_keys = client_keys(keys, "learner")
-        self.endpoint = endpoint
+        self._keys = client_keys(keys, "learner")
+        self._place = FleetPlace(endpoint, Path(run_dir) if run_dir is not None else None, None)
         self.epoch = 0
         self.seq = 0
         self.acknowledged: Version = (0, 0)
@@ -92,9 +94,21 @@ class WeightPublisher:
         """A version that a worker could not load, until it was raised."""
         self._raised: Version = (0, 0)
         self._publishing = False
-        self._socket = connection.LearnerSocket(endpoint, own_keys)
+        self._socket = connection.LearnerSocket(endpoint, self._keys)
         connection.enroll(self)
         self._join(connect_timeout_s)
+
+    @classmethod
+    def of(cls, run_dir: str | Path, *, connect_timeout_s: float = 60.0, **options: Any) -> Self:
+        """Return a publisher to the fleet in `run_dir`, as `EpisodeStream.of` returns a stream."""
+        options = {"keys": keys_folder(run_dir), **options}
+        endpoint = await_endpoint(run_dir, connect_timeout_s)
+        return cls(endpoint, run_dir=run_dir, connect_timeout_s=connect_timeout_s, **options)
+
+    @property
+    def endpoint(self) -> str:
+        """Return the broker's address."""
+        return self._place.endpoint
 
     def publish(self, state_dict: StateDict | Mapping[str, StateDict]) -> int:
         """Make these the fleet's newest weights. Return their seq. Copies them, and does not wait for their arrival.
@@ -157,6 +171,7 @@ class WeightPublisher:
         now = connection.now()
         if self._joined and now - self._heard > _SILENCE_S:
             self._joined, self._next_send = False, now
+        self._follow_broker(now)
         if now >= self._next_send:
             if not self._joined:
                 self._say_hello()
@@ -180,6 +195,16 @@ class WeightPublisher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _follow_broker(self, now: float) -> None:
+        """Connect to the broker's new address if it has one."""
+        before = self.endpoint
+        moved = self._place.observe(self._joined, now)
+        if moved is not None:
+            connection.move_token(self.token, before, moved)
+            self._socket.close(0.0)
+            self._socket = connection.LearnerSocket(moved, self._keys)
+            self._next_send = 0.0
 
     def _raise_refused(self) -> None:
         """Raise once what a worker said of a version, but not before a newer version is sent."""

@@ -13,6 +13,8 @@ Only one thread may use a stream. While it trains, ZeroMQ's own threads go on re
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from headrace.learner_stub import connection
+from headrace.learner_stub.fleet_place import FleetPlace, await_endpoint, keys_folder
 from headrace.learner_stub.lag import LagMonitor
 from headrace.learner_stub.ready_batches import ReadyBatches
 from headrace.learner_stub.session import LearnerSession, LearnerSessionState, StreamLimits
@@ -46,6 +49,8 @@ from headrace.schemas.messages import (
 from headrace.schemas.spaces import Spaces
 from headrace.schemas.wire import MessageKind, decode_header
 
+log = logging.getLogger("headrace.learner")
+
 _CONTROL: dict[MessageKind, type[Message]] = {
     m.KIND: m for m in (LearnerWelcome, Status, SourceStart, SourceGap, SourceEnd, Fenced, Reject)
 }
@@ -65,6 +70,11 @@ class EpisodeStream:
       workers and a seed the batches are the same each time, to the bit and in order. Without `steps_per_update` each
       worker ships one cut. False: as `sampling.synchronous` says in the config of the fleet.
     - warn_lag: mean lag of a batch, in versions, above which it is late. The first late one is logged. None: none is.
+    - batch_timeout_s: how long a loop over the stream waits for a batch before it ends. None: for ever.
+    - silence_timeout_s: how long the broker may be silent before the fleet counts as ended. One that was stopped, as
+      its run directory says, counts as ended after 10 s.
+    - run_dir: the fleet's run directory, where the stream finds the broker again after `headrace up` started anew; see
+      `of`.
     - keys: a folder with learner.secret and broker.public. None: the folder in the environment's HEADRACE_KEYS__DIR, or
       no keys. "" is no keys.
 
@@ -98,12 +108,16 @@ class EpisodeStream:
         warn_lag: float | None = 10.0,
         fleet_id: str = "",
         connect_timeout_s: float = 60.0,
+        batch_timeout_s: float | None = None,
+        silence_timeout_s: float = 60.0,
         keys: str | Path | ClientKeys | None = None,
+        run_dir: str | Path | None = None,
     ) -> None:
         if steps_per_update is not None and not 0 < steps_per_update <= MOST_WINDOW_STEPS // 2:
             raise ValueError(f"steps_per_update = {steps_per_update} is no number of steps; give one above 0, or None")
-        own_keys = client_keys(keys, "learner")
-        self.endpoint = endpoint
+        self._keys = client_keys(keys, "learner")
+        self._place = FleetPlace(endpoint, Path(run_dir) if run_dir is not None else None, silence_timeout_s)
+        self._batch_timeout_s = batch_timeout_s
         self.auto_commit = auto_commit
         self.delivered = 0
         limits = StreamLimits(
@@ -123,18 +137,36 @@ class EpisodeStream:
         self._lag = LagMonitor(warn_lag)
         self._session.want_window(self._updates.window_steps())
         self._stall = StallDetector(self._session)
-        self._socket = connection.LearnerSocket(endpoint, own_keys)
+        self._socket = connection.LearnerSocket(endpoint, self._keys)
         connection.enroll(self)
         self._join(connect_timeout_s)
+
+    @classmethod
+    def of(cls, run_dir: str | Path, *, connect_timeout_s: float = 60.0, **options: Any) -> Self:
+        """Return a stream of the fleet in `run_dir`, which `headrace up` may start later, and start again.
+
+        Waits up to `connect_timeout_s` for its broker, and follows it to other ports. Keys are those in the config of
+        the fleet, unless `options` or the environment name others. `options` are those of the constructor, whose errors
+        it raises.
+        """
+        options = {"keys": keys_folder(run_dir), **options}
+        endpoint = await_endpoint(run_dir, connect_timeout_s)
+        return cls(endpoint, run_dir=run_dir, connect_timeout_s=connect_timeout_s, **options)
 
     # -- what a learner calls -----------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[ChunkBatch]:
-        """Yield batches for ever. Only an error, or leaving the loop, ends it."""
-        while True:
-            batch = self.next(timeout_s=1.0)
+        """Yield batches until the fleet has ended, or none came for `batch_timeout_s`. The log says why."""
+        wait_s = self._batch_timeout_s if self._batch_timeout_s is not None else math.inf
+        asked = connection.now()
+        while not self.ended:
+            batch = self.next(timeout_s=min(1.0, wait_s))
             if batch is not None:
                 yield batch
+                asked = connection.now()
+            elif connection.now() - asked >= wait_s:
+                log.warning("the stream ends: no batch for batch_timeout_s = %g s", wait_s)
+                return
 
     def next(self, timeout_s: float) -> ChunkBatch | None:
         """Return the next batch, or None after `timeout_s` seconds without one."""
@@ -202,6 +234,19 @@ class EpisodeStream:
             self.pump(0.1)
         self._ready.modules.learn(self._session.spaces)
         return dict(self._ready.modules.spaces)
+
+    @property
+    def endpoint(self) -> str:
+        """Return the broker's address."""
+        return self._place.endpoint
+
+    @property
+    def ended(self) -> str:
+        """Return why the fleet counts as ended: it was stopped, or its broker is silent; "" while it does not.
+
+        A loop over the stream ends then. A fleet that is back is not ended any more.
+        """
+        return self._place.ended
 
     @property
     def starved(self) -> bool:
@@ -273,7 +318,18 @@ class EpisodeStream:
             self._flush()
         if self._session.refusal is not None:
             raise refusal(*self._session.refusal)
+        self._follow_broker()
         connection.pump_together(self)
+
+    def _follow_broker(self) -> None:
+        """Connect to the broker's new address if it has one."""
+        before = self.endpoint
+        moved = self._place.observe(self._session.state is LearnerSessionState.ACTIVE, connection.now())
+        if moved is not None:
+            connection.move_token(self.token, before, moved)
+            self._socket.close(0.0)
+            self._socket = connection.LearnerSocket(moved, self._keys)
+            self._session.not_sent()
 
     def _note_published(self) -> None:
         """End the update if this process has published a version since the last look."""

@@ -6,7 +6,6 @@ It commits nothing before it is in the checkpoint, so everything that a killed l
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ import torch
 
 from headrace.learner_stub.best_checkpoint import BestCheckpoint
 from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from headrace.learner_stub.interruption import AbandonedUpdateError, StopDeadline
 from headrace.learner_stub.policies import LearnerPolicies
 from headrace.learner_stub.policy_builder import build_policies
 from headrace.learner_stub.ppo import Metrics
@@ -38,8 +38,9 @@ _LOG_INTERVAL_S = 1.0
 _WAIT_S = 0.2
 """How long one wait for a batch is; then a stop signal is noticed."""
 
-_FINISH_S = 5.0
-"""How long after a stop signal the learner may begin further updates while batches keep coming."""
+_SHORT_S, _FINISH_S = 5.0, 10.0
+"""How long after a stop signal an update goes on, and how long further ones begin, short ones, while batches come."""
+_SAY_WAITING_S = 10.0
 
 
 class BatchStream(Protocol):
@@ -86,9 +87,10 @@ def train(
 ) -> None:
     """Train update after update until `stopping` is set. Returns with all it trained on checkpointed and committed.
 
-    Once stopping it still trains on what was sampled already, for a few seconds at most. Where sampling is synchronous,
-    an update is trained on whole or not at all, and none begins once stopping: so the weights after n updates are
-    always the same.
+    Once stopping it still trains on what was sampled already, for a few seconds at most; then an update under way ends
+    with the minibatches that are done. Where sampling is synchronous, an update is trained on whole or not at all, and
+    none begins once stopping: so the weights after n updates are always the same. Raises `AbandonedUpdateError` for an
+    update that is broken off uncommitted: its steps come again, and `policies` must not be used any more.
 
     A kill at any line loses nothing: steps that are not yet in the checkpoint are not committed either and come again.
     Steps in it but not committed are known by its position and not trained on twice.
@@ -98,9 +100,9 @@ def train(
     save_checkpoint(checkpoint, _snapshot(policies, stream), claim=True)
     newest = weights.publish(policies.weights())
     progress = ProgressLog()
-    stop_by = math.inf
-    while time.monotonic() < stop_by and (batches := gather(stream, steps_per_update, stopping, whole=synchronous)):
-        metrics = policies.update(batches) | staleness(batches, stream.epoch, newest)
+    deadline = StopDeadline(stopping, _SHORT_S, _FINISH_S, whole=synchronous)
+    while not deadline.has_passed and (batches := gather(stream, steps_per_update, stopping, whole=synchronous)):
+        metrics = policies.update(batches, deadline) | staleness(batches, stream.epoch, newest)
         save_checkpoint(checkpoint, _snapshot(policies, stream))
         stream.commit()
         newest = weights.publish(policies.weights())
@@ -108,8 +110,8 @@ def train(
             best.saved(policies.window_mean)
         weights.log(metrics)
         progress.report(metrics)
-        if stopping.is_set():
-            stop_by = min(stop_by, time.monotonic() + (0.0 if synchronous else _FINISH_S))
+        if synchronous and stopping.is_set():
+            return
 
 
 def gather(stream: BatchStream, steps: int, stopping: threading.Event, *, whole: bool = False) -> list[ChunkBatch]:
@@ -202,16 +204,12 @@ def run_learner(config: FleetConfig, *, endpoint: str, run_dir: Path) -> None:
         if saved:
             _resume(policies, saved, path)
         best = None if config.learner.evaluate_every_steps else BestCheckpoint(path, stream.epoch)
-        train(
-            policies,
-            config.learner.steps_per_update,
-            stream,
-            weights,
-            path,
-            stopping,
-            best,
-            synchronous=config.sampling.synchronous,
-        )
+        steps, synchronous = config.learner.steps_per_update, config.sampling.synchronous
+        try:
+            train(policies, steps, stream, weights, path, stopping, best, synchronous=synchronous)
+        except AbandonedUpdateError as error:
+            log.warning("%s; its steps stay uncommitted, and the checkpoint is that of the update before", error)
+            return
     log.info("stopped after update %d, trained on %d steps", policies.updates, policies.steps)
 
 
@@ -231,8 +229,11 @@ def _position_in(fleet_id: str, saved: Checkpoint | None) -> list[dict[str, Any]
 
 def _first_spaces(stream: EpisodeStream, stopping: threading.Event) -> dict[str, Spaces] | None:
     """Wait for the spaces of the fleet's modules, however long the first worker takes. None once `stopping` is set."""
-    log.info("waiting for the first worker at %s", stream.endpoint)
+    next_word = time.monotonic()
     while not stopping.is_set():
+        if time.monotonic() >= next_word:
+            next_word += _SAY_WAITING_S
+            log.info("waiting for the first worker at %s", stream.endpoint)
         try:
             return stream.module_spaces(timeout_s=_WAIT_S)
         except UnreachableError:

@@ -11,8 +11,11 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.deploy.evaluation_log import EvaluationLog, describe
+from headrace.deploy.evaluation_log import EvaluationLog
 from headrace.deploy.evaluator import watch
+from headrace.deploy.goal import Goal
+from headrace.deploy.progress import ProgressView
+from headrace.deploy.redis_view import Snapshot
 from headrace.learner_stub.checkpoint import load_checkpoint
 from headrace.schemas.config_loading import load_config
 from support.fleets.saved_runs import save_run
@@ -82,23 +85,24 @@ def test_checkpoints_are_evaluated_as_steps_go_by_and_the_best_one_stays(tmp_pat
 
 
 def test_a_line_that_was_torn_is_left_out_and_the_next_one_is_whole(tmp_path: Path) -> None:
-    log = EvaluationLog(tmp_path)
-    assert log.newest() is None
+    log, reader = EvaluationLog(tmp_path), EvaluationLog(tmp_path)
+    assert (reader.take_new(), reader.newest) == ([], None)
     told = {"steps": 10, "episodes": 2, "return": {"mean": 3.0, "std": 0.5}, "best": True}
     log.append(told)
-    assert log.newest() == told
+    assert (reader.take_new(), reader.take_new(), reader.newest) == ([told], [], told)
     with log.path.open("ab") as file:
         file.write(b'{"steps": 20, "ret')
-    assert log.newest() == told
-    log.append({**told, "steps": 30, "return": {"mean": 2.0, "std": 0.0}})
-    assert log.newest() == {**told, "steps": 30, "return": {"mean": 2.0, "std": 0.0}}
-    assert log.best_mean() == 3.0
-    assert describe(told) == "mean return 3 (std 0.5) over 2 episodes after 10 steps, the best so far"
+    assert reader.take_new() == []
+    later = {**told, "steps": 30, "return": {"mean": 2.0, "std": 0.0}}
+    log.append(later)
+    assert (reader.take_new(), reader.newest) == ([later], later)
+    assert EvaluationLog(tmp_path).take_new() == [told, later]
+    view = ProgressView.of(Snapshot(), 1.0, Goal(), {}, 0.0, told)
+    assert ("evaluation", "mean return 3 (std 0.5) over 2 episodes after 10 steps, the best so far") in view.rows()
 
 
 @pytest.mark.parametrize("content", [b"", b"null\n", b"[]\n", b'{"return": {"mean": "x"}}\n'])
 def test_a_file_of_anything_else_has_no_evaluations(tmp_path: Path, content: bytes) -> None:
     log = EvaluationLog(tmp_path)
     log.path.write_bytes(content)
-    assert log.newest() is None
-    assert log.best_mean() == float("-inf")
+    assert (log.take_new(), log.newest) == ([], None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import orjson
 import pytest
 
 from headrace.deploy.fleet_file import read_fleet_file
+from headrace.deploy.progress import LINE_INTERVAL_S
 from headrace.learner_stub.checkpoint import load_checkpoint
 from support.fleets.running_fleet import RunningFleet
 
@@ -59,13 +61,17 @@ def test_a_fleet_evaluates_itself_and_leaves_a_policy_to_use(tmp_path: Path) -> 
     settings = ("--workers", "1", "--set", "learner.evaluate_every_steps=6000")
     with RunningFleet(run_dir, "--env", "CartPole-v1", *settings) as fleet:
         fleet.wait_until(lambda: len(evaluations(run_dir)) >= 2, "two evaluations")
+        shown_by = time.time() + LINE_INTERVAL_S + 1.0
+        fleet.wait_until(lambda: time.time() > shown_by, "a line of progress after them")
         fleet.terminate()
         summary = fleet.finish()
     assert (summary["returncode"], summary["balanced"]) == (0, True)
     assert summary["ledger"]["committed"][0] == summary["steps"], "what an evaluation plays is in no ledger"
-    assert "evaluation mean return" in summary["stderr"]
     assert read_fleet_file(run_dir / "fleet.json").incarnations["evaluator"] == 1
     told = evaluations(run_dir)
+    rows = [orjson.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    logged = [row["evaluation/return_mean"] for row in rows if row["kind"] == "evaluation"]
+    assert logged == [line["return"]["mean"] for line in told]
     assert all(line["complete"] and line["episodes"] == 10 for line in told)
     best = load_checkpoint(run_dir / "best.checkpoint")
     assert best is not None

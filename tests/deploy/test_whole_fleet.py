@@ -14,6 +14,8 @@ import pytest
 from headrace.deploy.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.ps import is_alive
 from headrace.schemas.errors import ExitCode
+from support.fleets import slow_training
+from support.fleets.running_fleet import RunningFleet
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -61,7 +63,11 @@ def test_a_short_run_ends_at_its_goal_with_books_that_balance(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "codes", "parts"),
     [
-        (("--env", "NoSuchEnv-v0"), {ExitCode.ENV}, ("NoSuchEnv-v0", "cannot be found")),
+        (
+            ("--no-check-env", "--set", 'sampling.env_config={"gravity": 1}'),
+            {ExitCode.ENV},
+            ("worker-0: env 0 ('CartPole-v1') could not be built", "unexpected keyword argument 'gravity'"),
+        ),
     ],
 )
 def test_bad_input_that_a_role_notices_ends_the_fleet_with_its_sentence(
@@ -86,6 +92,25 @@ def test_a_port_in_use_ends_the_fleet_with_the_brokers_sentence(tmp_path: Path) 
     (error,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert str(port) in error
     assert "already in use" in error
+
+
+def test_a_stop_within_a_long_update_is_no_kill_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update would take a minute and a half, and a process that is told to stop has 20 s."""
+    monkeypatch.setenv(slow_training.MARK, str(tmp_path / "training"))
+    settings = ("learner.minibatch_size=64", "module.build=support.fleets.slow_training:build")
+    arguments = [part for setting in settings for part in ("--set", setting)]
+    with RunningFleet(tmp_path / "run", "--env", "CartPole-v1", "--workers", "1", *arguments) as fleet:
+        fleet.wait_until((tmp_path / "training").exists, "a step of training")
+        fleet.terminate()
+        result = fleet.finish()
+        audited = fleet.audit()
+    assert result["returncode"] == 0, result["stderr"]
+    assert "is killed" not in result["stderr"]
+    assert result["ledger"]["queued"] == 0
+    assert result["ledger"]["committed"][0] > 0
+    assert audited.returncode == 0, audited.stderr
 
 
 def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from headrace.learner_stub import training
 from headrace.learner_stub.checkpoint import load_checkpoint
 from headrace.learner_stub.connector_merger import ConnectorMerger
+from headrace.learner_stub.interruption import AbandonedUpdateError
 from headrace.learner_stub.module import TrainableModule
 from headrace.learner_stub.policies import DEFAULT_MODULE, FrozenPolicy, LearnerPolicies
 from headrace.learner_stub.ppo import PPO
@@ -156,6 +157,72 @@ def test_a_kill_at_any_call_ends_in_the_same_state_as_no_kill(
         assert own_arrays.keys() == arrays.keys()
         for name, array in arrays.items():
             np.testing.assert_array_equal(own_arrays[name], array, err_msg=f"{kill_at}: {name}")
+
+
+class _Stops:
+    """Has the learner's next life stop at the n-th forward pass of its module, with no time left."""
+
+    def __init__(self, module: TrainableModule, n: int, finish_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stopping: threading.Event | None = None
+        self.left, self._forward = n, module.forward_train
+        monkeypatch.setattr(training, "_SHORT_S", 0.0)
+        monkeypatch.setattr(training, "_FINISH_S", finish_s)
+        monkeypatch.setattr(module, "forward_train", self)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        self.left -= 1
+        if self.left == 0 and self.stopping is not None:
+            self.stopping.set()
+        return self._forward(batch)
+
+
+def _stopped_life(
+    broker: Broker, path: Path, module: TrainableModule, stops: _Stops, *, synchronous: bool
+) -> LearnerPolicies:
+    stops.stopping = threading.Event()
+    link = Link(broker, 1, [], stops.stopping)
+    policies = _policies(lambda: module)
+    train(policies, SETTINGS.steps_per_update, link, link, path, stops.stopping, synchronous=synchronous)
+    return policies
+
+
+def test_a_stop_ends_an_update_with_the_minibatches_that_are_done_and_further_ones_are_short(
+    make_batch: MakeBatch, new_module: NewModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update is one pass without gradients and four minibatches; the second one stops after its second minibatch."""
+    broker, module = Broker(_batches(make_batch)), new_module()
+    stops = _Stops(module, 5 + 3, 100.0, monkeypatch)
+    learner = _stopped_life(broker, tmp_path / "c", module, stops, synchronous=False)
+    assert 5 + 3 - stops.left == 5 + 3 + 2 + 2
+    assert (learner.updates, learner.steps) == (UPDATES, sum(batch.steps for batch in broker.batches))
+    saved = load_checkpoint(tmp_path / "c")
+    assert saved is not None
+    assert saved.position == [{"seq": broker.committed}] == [{"seq": len(broker.batches)}]
+
+
+@pytest.mark.parametrize(("forward", "synchronous"), [(1, False), (1, True), (3, True)])
+def test_an_update_without_a_training_step_or_that_must_be_whole_is_abandoned(
+    forward: int,
+    synchronous: bool,
+    make_batch: MakeBatch,
+    new_module: NewModule,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing of it is kept: the next life does it again, and ends as if nothing had happened."""
+
+    whole, _ = _live(Broker(_batches(make_batch)), 1, _policies(new_module), tmp_path / "whole")
+    broker, module = Broker(_batches(make_batch)), new_module()
+    stops = _Stops(module, 5 + forward, 0.0, monkeypatch)
+    with pytest.raises(AbandonedUpdateError):
+        _stopped_life(broker, tmp_path / "c", module, stops, synchronous=synchronous)
+    assert broker.committed == 2
+    monkeypatch.undo()
+    after, _ = _live(broker, 2, _policies(new_module), tmp_path / "c")
+    (state, arrays), (expected_state, expected) = after.get_state(), whole.get_state()
+    assert state == expected_state
+    for name, array in expected.items():
+        np.testing.assert_array_equal(arrays[name], array, err_msg=name)
 
 
 def test_a_stop_in_the_middle_of_gathering_takes_what_was_sampled_already(make_batch: MakeBatch) -> None:

@@ -323,3 +323,13 @@ def test_a_position_of_another_fleet_is_refused(broker: BrokerThread) -> None:
     place = {"fleet_id": "another", "slot": 0, "incarnation": 1, "settled": {"seq": 3, "committed": [3, 3]}}
     with pytest.raises(WrongFleetError, match="another"):
         EpisodeStream(broker.endpoints.learner, position=[place], connect_timeout_s=100)
+
+
+def test_a_loop_with_a_time_out_ends_with_a_reason(
+    broker: BrokerThread, start_feeder: StartFeeder, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = Envs().fragments(3)
+    start_feeder(broker.endpoints.worker, plan)
+    with EpisodeStream(broker.endpoints.learner, batch_timeout_s=0.5) as stream:
+        assert len(list(stream)) == 3
+    assert "no batch for batch_timeout_s = 0.5 s" in caplog.text

@@ -37,8 +37,8 @@ class _Updates(LearnerPolicies):
         super().__init__(policies.by_id)
         self._stopping = stopping
 
-    def update(self, batches: list[ChunkBatch]) -> dict[str, float]:  # type: ignore[override]
-        metrics = super().update(batches)
+    def update(self, *arguments: Any) -> dict[str, float]:
+        metrics = super().update(*arguments)
         if self.updates == UPDATES:
             self._stopping.set()
         return metrics

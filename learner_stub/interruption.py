@@ -1,0 +1,73 @@
+"""What a stop signal does to an update under way: it gets a few seconds more, and then ends early or is abandoned."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Protocol
+
+from headrace.schemas.errors import HeadraceError
+
+
+class AbandonedUpdateError(HeadraceError):
+    """An update was broken off. Module and optimizer are in the midst of it: go on from the last checkpoint."""
+
+
+class Interruption(Protocol):
+    """What an update asks between its parts."""
+
+    def check(self) -> None:
+        """Raise `AbandonedUpdateError` when there is no time to begin the training steps."""
+
+    def ends_update(self) -> bool:
+        """Return whether to end the update with the steps done so far. Raises `AbandonedUpdateError` if it must not."""
+
+
+class NoInterruption:
+    """Lets each update take its time."""
+
+    def check(self) -> None:
+        """Do nothing."""
+
+    def ends_update(self) -> bool:
+        """Return False."""
+        return False
+
+
+class StopDeadline:
+    """Lets updates go on for a while after the stop signal.
+
+    - short_s: seconds after which an update ends with the training steps that are done.
+    - last_s: seconds after which none begins its training steps, and none that must be `whole` goes on.
+    """
+
+    def __init__(self, stopping: threading.Event, short_s: float, last_s: float, *, whole: bool) -> None:
+        self._stopping = stopping
+        self._short_s = short_s
+        self._last_s = last_s
+        self._whole = whole
+        self._began: float | None = None
+
+    @property
+    def has_passed(self) -> bool:
+        """Return whether no update may begin. Time counts from the first question after the signal."""
+        return self._stopped_for() >= self._last_s
+
+    def check(self) -> None:
+        """Raise `AbandonedUpdateError` once no update may begin."""
+        if self.has_passed:
+            raise AbandonedUpdateError(f"an update was not done {self._last_s:g} s after the signal to stop")
+
+    def ends_update(self) -> bool:
+        """Return whether to end an update early. Raises `AbandonedUpdateError` where an update is whole or nothing."""
+        if self._whole:
+            self.check()
+            return False
+        return self._stopped_for() >= self._short_s
+
+    def _stopped_for(self) -> float:
+        if not self._stopping.is_set():
+            return -1.0
+        if self._began is None:
+            self._began = time.monotonic()
+        return time.monotonic() - self._began
