@@ -22,7 +22,7 @@ from headrace.deploy.logs import Identity, set_up_logging
 from headrace.deploy.options import chosen_run, describe_origin, resolve
 from headrace.deploy.run_dir import RUNS, file_name_of
 from headrace.schemas.config import FleetConfig
-from headrace.schemas.errors import ConfigError, EnvError, HeadraceError, ModuleError, RunDirError
+from headrace.schemas.errors import ConfigError, EnvError, HeadraceError, ModuleError, RunDirError, UnknownEnvError
 from headrace.schemas.keys import ENV_HOST, client_keys
 
 log = logging.getLogger("headrace.deploy")
@@ -49,7 +49,8 @@ def run_start_check(config: Path | None) -> None:
         try:
             check_start(resolved, say)
         except HeadraceError as error:
-            if isinstance(error.__cause__, Exception) and not isinstance(error.__cause__, _SAYS_ENOUGH):
+            own_words = isinstance(error, UnknownEnvError) or isinstance(error.__cause__, _SAYS_ENOUGH)
+            if isinstance(error.__cause__, Exception) and not own_words:
                 traceback.print_exception(error.__cause__)  # it is in the user's code
             raise
 

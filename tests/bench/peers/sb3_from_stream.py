@@ -1,0 +1,170 @@
+"""Stable-Baselines3's own PPO, fed by an `EpisodeStream` with no option set.
+
+python tests/bench/peers/sb3_from_stream.py SEED RETURN. Starts a fleet of two workers whose module is SB3's policy.
+Prints {"env_steps", "mean_return", "lag"} as JSON. The settings are those of rl-zoo3, as in `sb3_ppo.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from stable_baselines3 import PPO
+from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.logger import configure
+from stable_baselines3.common.policies import ActorCriticPolicy
+from torch import nn
+
+from headrace.learner_stub import EpisodeStream, WeightPublisher
+from headrace.schemas.chunk import ChunkEnd
+
+NUM_ENVS, LENGTH = 8, 32
+LIMIT_STEPS, RAMP_STEPS = 1_000_000, 100_000
+
+
+class Sb3Module(nn.Module):
+    """SB3's policy as a module that workers act with."""
+
+    noise_size, noise_kind = 1, "uniform"
+
+    def __init__(self) -> None:
+        super().__init__()
+        env = gym.make("CartPole-v1")
+        self.policy = ActorCriticPolicy(env.observation_space, env.action_space, lambda _: 0.0)
+
+    def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Sample by the noise, and add what SB3's rollout buffer needs."""
+        with torch.no_grad():
+            logits = self.policy.get_distribution(batch["obs"]).distribution.logits
+            actions = (logits.exp().cumsum(1)[:, :-1] < batch["noise"]).sum(1)
+            values = self.policy.predict_values(batch["obs"]).flatten()
+            return {"actions": actions, "logp": logits.gather(1, actions[:, None])[:, 0], "values": values}
+
+    def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Take the likeliest action."""
+        with torch.no_grad():
+            return {"actions": self.policy.get_distribution(batch["obs"]).distribution.logits.argmax(1)}
+
+    def forward_train(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Raise, since SB3 trains its own policy object."""
+        raise NotImplementedError
+
+
+def build(spaces: Any) -> Sb3Module:
+    """Build the module; workers call it."""
+    return Sb3Module()
+
+
+def falling(start: float) -> Any:
+    """Return the linear schedule of rl-zoo3, which falls over its 100,000 steps."""
+    return lambda left: start * max(0.01, 1 - (1 - left) * LIMIT_STEPS / RAMP_STEPS)
+
+
+def make_model(seed: int) -> PPO:
+    """Build SB3's PPO; its env is there for its spaces only."""
+    envs = make_vec_env("CartPole-v1", n_envs=NUM_ENVS, seed=seed)
+    model = PPO(
+        "MlpPolicy",
+        envs,
+        n_steps=LENGTH,
+        batch_size=256,
+        gae_lambda=0.8,
+        gamma=0.98,
+        n_epochs=20,
+        ent_coef=0.0,
+        learning_rate=falling(0.001),
+        clip_range=falling(0.2),
+        seed=seed,
+        device="cpu",
+    )
+    model.set_logger(configure(None, []))
+    return model
+
+
+def fill(model: PPO, batch: Any) -> None:
+    """Put a worker's batch, `LENGTH` steps of each env, into SB3's rollout buffer."""
+    buffer: RolloutBuffer = model.rollout_buffer
+    buffer.reset()
+    rows: list[list[tuple[Any, ...]]] = [[] for _ in range(NUM_ENVS)]
+    last: dict[int, Any] = {}
+    for chunk in batch:
+        for t in range(len(chunk)):
+            reward = float(chunk.rewards[t])
+            if t == len(chunk) - 1 and chunk.end is ChunkEnd.TRUNCATED:  # as SB3 does: the episode would have gone on
+                reward += model.gamma * value_of(model, chunk.obs[-1:])[0]
+            start = chunk.t_start + t == 0
+            step = chunk.obs[t], chunk.actions[t], reward, start, chunk.columns["values"][t], chunk.columns["logp"][t]
+            rows[chunk.env_index].append(step)
+        if len(chunk):
+            last[chunk.env_index] = chunk
+    for t in range(LENGTH):
+        obs, actions, rewards, starts, values, logp = (
+            np.array(column) for column in zip(*(r[t] for r in rows), strict=False)
+        )
+        buffer.add(obs, actions[:, None], rewards, starts, torch.as_tensor(values), torch.as_tensor(logp))
+    final = value_of(model, np.array([last[i].obs[-1] for i in range(NUM_ENVS)]))
+    ends = np.array([last[i].is_done for i in range(NUM_ENVS)])
+    buffer.compute_returns_and_advantage(torch.as_tensor(final), ends)
+
+
+def value_of(model: PPO, obs: Any) -> Any:
+    """Return the values of observations (rows, ...) as numpy."""
+    with torch.no_grad():
+        return model.policy.predict_values(torch.as_tensor(np.array(obs, np.float32))).flatten().numpy()
+
+
+def train(run_dir: Path, seed: int, goal: float) -> dict[str, Any]:
+    """Train until the mean return of 100 episodes is `goal`."""
+    model, newest, steps, lags = make_model(seed), deque[float](maxlen=100), 0, []
+    with EpisodeStream.of(run_dir) as stream, WeightPublisher.of(run_dir) as weights:
+
+        def publish() -> None:
+            weights.publish({f"policy.{name}": tensor for name, tensor in model.policy.state_dict().items()})
+
+        publish()
+        for batch in stream:
+            if batch.steps != NUM_ENVS * LENGTH:
+                continue  # a worker's last, shorter one
+            fill(model, batch)
+            steps += batch.steps
+            lags.append(batch.lag)
+            newest.extend(chunk.episode_return for chunk in batch if chunk.is_done)
+            model._current_progress_remaining = 1 - steps / LIMIT_STEPS
+            model.train()
+            publish()
+            if (len(newest) == 100 and np.mean(newest) >= goal) or steps >= LIMIT_STEPS:
+                break
+    return {"env_steps": steps, "mean_return": float(np.mean(newest)), "lag": float(np.mean(lags))}
+
+
+def main() -> None:
+    """Start a fleet, train, and end it."""
+    seed, goal = int(sys.argv[1]), float(sys.argv[2])
+    torch.set_num_threads(1)
+    here = Path(__file__).resolve().parent
+    environment = os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "headrace", "up", "--env", "CartPole-v1", "--workers", "2", "-q"]
+        command += ["--num-envs", str(NUM_ENVS), "--seed", str(seed), "--run-dir", folder]
+        for setting in ("learner.enabled=false", f"sampling.rollout_fragment_length={LENGTH}"):
+            command += ["--set", setting]
+        command += ["--set", f"module.build={Path(__file__).stem}:build"]
+        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as fleet:
+            try:
+                print(json.dumps(train(Path(folder), seed, goal)))
+            finally:
+                fleet.terminate()
+
+
+if __name__ == "__main__":
+    main()
