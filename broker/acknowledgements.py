@@ -67,8 +67,14 @@ class Acknowledgements:
             weights=self._store.weights,
             closed=source.closed,
             steps_elsewhere=self._store.rounds.steps_elsewhere(source, self._store.steps),
+            steps_share=self.steps_share(workers),
             waiting_for=self._waiting_for(source, credit),
         )
+
+    def steps_share(self, workers: int) -> int | None:
+        """Return one worker's share of the env steps that the fleet may still take; None when there is no bound."""
+        most = self._limits.max_env_steps
+        return None if most is None else -(-max(0, most - self._store.steps) // max(1, workers))
 
     def _waiting_for(self, source: Source, credit: int) -> str:
         if credit <= source.accepted:

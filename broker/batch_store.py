@@ -36,7 +36,7 @@ class BatchStore:
         self._queue: deque[tuple[Source, int]] = deque()
         self._droppable: deque[tuple[Source, int]] = deque()
         """Batches that the overflow policy may drop, oldest first, and some that it no longer may."""
-        self.rounds = Rounds(limits.synchronous, limits.workers, limits.lease_s)
+        self.rounds = Rounds(limits.synchronous, limits.workers, limits.lease_s, limits.max_env_steps)
         self._limits = limits
         self._arrivals = 0
         self._place = 0

@@ -21,6 +21,8 @@ class BrokerLimits:
     lease_s: float = 10.0
     heartbeat_interval_s: float = 1.0
     weights_endpoint: str = ""
+    max_env_steps: int | None = None
+    """Env steps of the fleet's whole life after which workers begin no fragment; None: no bound."""
     synchronous: bool = False
     workers: int = 0
     """Workers that the config starts, for which the first round of synchronous sampling waits."""

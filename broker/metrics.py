@@ -126,6 +126,8 @@ def _spread(returns: Sequence[float]) -> dict[str, float]:
 def _worker_state(source: Source, core: BrokerCore) -> dict[str, Any]:
     return {
         "incarnation": source.incarnation,
+        "host": source.host,
+        "pid": source.pid,
         "weights_epoch": source.weights[0],
         "weights_seq": source.weights[1],
         "weights_behind": max(0, core.weights[1] - source.weights[1]) if source.weights[0] == core.weights[0] else -1,

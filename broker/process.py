@@ -53,11 +53,25 @@ _TICK_S = 0.05
 _SAVED_WAIT_S = 1.0
 
 
-def run_broker(config: FleetConfig, *, fleet_id: str, run_dir: Path, redis_url: str | None) -> None:
-    """Serve until SIGTERM. Raises `PortInUseError`, `RunDirError`, `ConfigError` or `KeysError` before it serves."""
+def run_broker(
+    config: FleetConfig, *, fleet_id: str, run_dir: Path, redis_url: str | None, max_env_steps: int | None = None
+) -> None:
+    """Serve until SIGTERM.
+
+    Workers begin no fragment once the fleet has taken `max_env_steps` in its whole life. Raises `PortInUseError`,
+    `RunDirError`, `ConfigError` or `KeysError` before it serves.
+    """
     keys = read_broker_keys(Path(config.keys.dir)) if config.keys.dir else None
-    synchronous, workers = config.sampling.synchronous, config.fleet.workers
-    broker = Broker(config.broker, fleet_id, run_dir, redis_url, keys, synchronous=synchronous, workers=workers)
+    broker = Broker(
+        config.broker,
+        fleet_id,
+        run_dir,
+        redis_url,
+        keys,
+        synchronous=config.sampling.synchronous,
+        workers=config.fleet.workers,
+        max_env_steps=max_env_steps,
+    )
     with stop_event() as stopping:
         try:
             while not stopping.is_set():
@@ -79,6 +93,7 @@ class Broker:
         *,
         synchronous: bool = False,
         workers: int = 0,
+        max_env_steps: int | None = None,
     ) -> None:
         before = read_broker_file(run_dir)
         if before is not None and before.fleet_id != fleet_id:
@@ -99,6 +114,7 @@ class Broker:
             weights_endpoint=self.sockets.endpoints.weights,
             synchronous=synchronous,
             workers=workers,
+            max_env_steps=max_env_steps,
         )
         state = before.state() if before else BrokerState()
         self.core = BrokerCore(fleet_id, limits, state, time.monotonic())

@@ -10,6 +10,7 @@ the others for ever: after a while they get what is left of its share.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -48,15 +49,17 @@ class Rounds:
 
     - configured: whether the config asks for synchronous sampling; else a learner may.
     - workers: how many workers the config starts.
+    - max_env_steps: no round begins once the fleet has taken so many.
     """
 
-    def __init__(self, configured: bool, workers: int, lease_s: float) -> None:
+    def __init__(self, configured: bool, workers: int, lease_s: float, max_env_steps: int | None = None) -> None:
         self.known: bool | None = configured or None
         """Whether sampling is synchronous; None before a learner has said so."""
         self.version: Version = (0, 0)
         """The weights of this round."""
         self._configured = configured
         self._workers = workers
+        self._max_env_steps = math.inf if max_env_steps is None else max_env_steps
         self._lease_s = lease_s
         self._steps = 0
         """Steps of a round; 0 for one cut of each worker."""
@@ -98,6 +101,8 @@ class Rounds:
         self._members.update(dict.fromkeys(ready, now))
         if self._shares:
             return self._pass_on_lost_shares(ready, now)
+        if made >= self._max_env_steps:
+            return False
         if self._began is None:
             self._began = now
         awaited = self._awaited(live, ready, now)

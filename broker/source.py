@@ -72,6 +72,9 @@ class Source:
     """The present learner must be told of the end."""
     closed: bool = False
     silent_until: float = 0.0
+    host: str = ""
+    pid: int = 0
+    """Where the worker runs, as it says."""
     weights: Version = (0, 0)
     blocked: str = ""
     metrics: LoggedMetrics = field(default_factory=dict)

@@ -29,6 +29,8 @@ from headrace.schemas.wire import Buffer
 FIRST_ASSIGNED_SLOT = 1000
 """Slots below this belong to supervisors, which name them. A worker that names none gets one from here on."""
 
+_LONGEST_HOST = 64
+
 
 class WorkerSessions:
     """The sessions of all workers and supervisors of one fleet. A core has one such object."""
@@ -57,7 +59,10 @@ class WorkerSessions:
 
     def on_hello(self, peer: Peer, hello: WorkerHello, now: float) -> None:
         """Handle a worker's HELLO: give it its slot and incarnation, if they are still its own."""
-        if not self._same_fleet(peer, hello.fleet_id) or not self._same_spaces(peer, hello):
+        if not self._same_fleet(peer, hello.fleet_id):
+            return
+        if not self._same_spaces(peer, hello):
+            self._refuse_life(peer, hello)
             return
         source = self._place(hello)
         slot, highest = source.slot, self._state.incarnations.get(source.slot, 0)
@@ -110,6 +115,14 @@ class WorkerSessions:
             return False
         return True
 
+    def _refuse_life(self, peer: Peer, hello: WorkerHello) -> None:
+        """Close the books of a worker that joined and is refused now that its envs are known. It has taken no step."""
+        source = self.peers.get(peer)
+        if source is not None and source.token == hello.token and not source.accepted:
+            self.forget_peer(source)
+            source.close(source.totals, [], Discard.SHUTDOWN)
+            self._store.end(source, Discard.SHUTDOWN)
+
     def _free_slot(self) -> int:
         taken = {source.slot for source in self.peers.values()}
         slots = range(FIRST_ASSIGNED_SLOT, FIRST_ASSIGNED_SLOT + len(taken) + 1)
@@ -133,6 +146,7 @@ class WorkerSessions:
         self.forget_peer(source)
         source.peer = peer
         self.peers[peer] = source
+        source.host, source.pid = hello.host[:_LONGEST_HOST], hello.pid
         source.silent_until = now + self._limits.lease_s + hello.silence_s
         source.introduced = bool(hello.spaces)
         source.num_envs, source.cut_steps = max(1, hello.num_envs), max(1, hello.cut_steps)
@@ -163,6 +177,7 @@ class WorkerSessions:
             weights_endpoint=self._limits.weights_endpoint,
             weights=self._store.weights,
             steps_elsewhere=self._store.rounds.steps_elsewhere(source, self._store.steps),
+            steps_share=self._acks.steps_share(len(self.peers)),
             counters=self._state.counters.get(source.slot, {}),
         )
 

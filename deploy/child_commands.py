@@ -14,9 +14,15 @@ from headrace.schemas.config_loading import ENV_PREFIX
 _BLAS_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def broker(config_json: Path, run_dir: Path, fleet_id: str) -> ProcessSpec:
+def check_start(config_json: Path) -> list[str]:
+    """Return the command of the check before a start."""
+    return _headrace("check-start", config_json)
+
+
+def broker(config_json: Path, run_dir: Path, fleet_id: str, max_env_steps: int | None = None) -> ProcessSpec:
     """Return how to start the broker. Its Redis URL is in the config file, since every user can read argv."""
     argv = _headrace("broker", config_json, "--run-dir", str(run_dir), "--fleet-id", fleet_id)
+    argv += [] if max_env_steps is None else ["--max-env-steps", str(max_env_steps)]
     return ProcessSpec("broker", Role.BROKER, lambda _: argv, env=child_environment(1))
 
 

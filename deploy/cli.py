@@ -23,11 +23,13 @@ from headrace.deploy.options import (
     AsJson,
     ConfigPath,
     Env,
+    NewRunDirPath,
     NumEnvs,
     RedisUrl,
     RunDirPath,
     Seed,
     Sets,
+    chosen_run,
     describe_origin,
     examples,
     resolve,
@@ -35,7 +37,7 @@ from headrace.deploy.options import (
 )
 from headrace.deploy.output import wants_tracebacks, with_output_options
 from headrace.deploy.std_streams import ignore_closed_reader, open_std_streams
-from headrace.schemas.errors import ExitCode, HeadraceError
+from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError
 
 app = typer.Typer(
     name="headrace",
@@ -82,11 +84,12 @@ def _root(show_version: Annotated[bool, typer.Option("--version", help="Show the
 @app.command(
     epilog=examples(
         "headrace up --env CartPole-v1 --workers 2 --num-envs 8 --seed 0 --until-return 475",
-        "headrace up --config deploy/fleet.toml --run-dir runs/a --timeout-s 60 --json",
+        "headrace up --env CartPole-v1 --until-steps 20000 --run-dir runs/a --timeout-s 60 --json",
+        "headrace up --resume runs/a --until-steps 50000",
         "headrace up --workers 1 --until-steps 20000 --set learner.learning_rate=0.0003",
         "headrace up --env CartPole-v1 --set sampling.env_placement=remote --env-hosts 2 --until-steps 50000",
         "headrace up --env CartPole-v1 --workers 1 --serve --set serving.port=5900 --until-return 475",
-        "headrace up --config deploy/fleet.toml --print-config",
+        "headrace up --workers 4 --print-config",
     )
 )
 @with_output_options
@@ -105,7 +108,13 @@ def up(
     until_return: Annotated[float | None, typer.Option(help="Stop at this mean return of 100 episodes.")] = None,
     until_steps: Annotated[int | None, typer.Option(help="Stop after this many env steps.")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="Give up after this many seconds (exit code 17).")] = None,
-    run_dir: RunDirPath = None,
+    check_env: Annotated[
+        bool | None, typer.Option("--check-env/--no-check-env", help="Build one env before anything starts.")
+    ] = None,
+    run_dir: NewRunDirPath = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="RUN", help="Go on with this run, and with its settings.")
+    ] = None,
     config: ConfigPath = None,
     redis_url: RedisUrl = None,
     tensorboard: Annotated[
@@ -122,6 +131,7 @@ def up(
     It ends at its goal, its timeout or Ctrl-C; then it is drained and the ledger is shown.
     """
     from headrace.deploy.config_print import print_config as config_text
+    from headrace.deploy.resume import existing_run
     from headrace.deploy.summary import print_summary
     from headrace.deploy.up import UpOptions
     from headrace.deploy.up import up as run_fleet
@@ -133,6 +143,7 @@ def up(
         "serving.enabled": serve,
         "sampling.num_envs": num_envs,
         "sampling.seed": seed,
+        "fleet.check_env": check_env,
         "fleet.until_return": until_return,
         "fleet.until_steps": until_steps,
         "fleet.timeout_s": timeout_s,
@@ -142,11 +153,17 @@ def up(
         "logging.wandb": wandb,
         "logging.mlflow": mlflow,
     }
+    if resume is not None:
+        if run_dir is not None:
+            raise ConfigError("leave out --run-dir: --resume names the run directory", key="--resume")
+        run = existing_run(resume)
+        flags["fleet.run_dir"] = str(run)
+        config = config or run / "settings.json"
     resolved, origins = resolve(config, sets, flags)
     if print_config:
         typer.echo(config_text(resolved, origins), nl=False)
         return
-    summary = run_fleet(resolved, UpOptions(as_json, config, describe_origin(config, origins)))
+    summary = run_fleet(resolved, UpOptions(as_json, config, describe_origin(config, origins), resume is not None))
     with ignore_closed_reader(sys.stdout):
         if as_json:
             typer.echo(summary.as_json().decode())
@@ -156,24 +173,25 @@ def up(
         raise summary.failure
 
 
-@app.command(epilog=examples("headrace ps --run-dir runs/default", "headrace ps --json | python -m json.tool"))
+@app.command(epilog=examples("headrace ps", "headrace ps --run-dir runs/a --json | python -m json.tool"))
 @with_output_options
 def ps(run_dir: RunDirPath = None, config: ConfigPath = None, as_json: AsJson = False) -> None:
-    """Show the fleet's processes, and whether they live."""
+    """Show the fleet's processes, whether they live, and workers that came from elsewhere."""
     from headrace.deploy.fleet_file import read_fleet_file
-    from headrace.deploy.ps import is_alive, processes, table
+    from headrace.deploy.ps import all_processes, is_alive, table
 
     resolved, _ = resolve(config, None, {"fleet.run_dir": text_of(run_dir)})
-    fleet = read_fleet_file(Path(resolved.fleet.run_dir) / "fleet.json")
+    fleet = read_fleet_file(chosen_run(resolved) / "fleet.json")
+    rows, missing = all_processes(fleet, time.time())
     if not as_json:
-        Console().print(table(fleet))
+        Console().print(table(fleet, rows, missing))
         return
     supervisor = {"pid": fleet.supervisor_pid, "alive": is_alive(fleet.supervisor_pid)}
     facts = {"fleet_id": fleet.fleet_id, "state": fleet.state, "endpoints": fleet.endpoints, "supervisor": supervisor}
-    typer.echo(orjson.dumps({**facts, "processes": processes(fleet, time.time())}).decode())
+    typer.echo(orjson.dumps({**facts, "processes": rows}).decode())
 
 
-@app.command(epilog=examples("headrace audit --strict --run-dir runs/default", "headrace audit --json"))
+@app.command(epilog=examples("headrace audit --strict", "headrace audit --run-dir runs/a --json"))
 @with_output_options
 def audit(
     run_dir: RunDirPath = None,
@@ -188,10 +206,10 @@ def audit(
     from headrace.deploy.audit_command import audit_run
 
     resolved, _ = resolve(config, None, {"fleet.run_dir": text_of(run_dir)})
-    audit_run(Path(resolved.fleet.run_dir), strict=strict, as_json=as_json, stream=sys.stdout)
+    audit_run(chosen_run(resolved), strict=strict, as_json=as_json, stream=sys.stdout)
 
 
-@app.command(epilog=examples("headrace doctor", "headrace doctor --config deploy/fleet.toml --json"))
+@app.command(epilog=examples("headrace doctor", "headrace doctor --set fleet.workers=16 --json"))
 @with_output_options
 def doctor(
     run_dir: RunDirPath = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from headrace.deploy.evaluation_log import EvaluationLog
 from headrace.deploy.event_loop import EventLoop
 from headrace.deploy.fleet_errors import DrainCutShortError, OwnRedisError
 from headrace.deploy.fleet_record import FleetRecord
-from headrace.deploy.goal import RunNumbers
+from headrace.deploy.goal import RunNumbers, steps_at_start
 from headrace.deploy.obituary_sender import ObituarySender, reason_of, write_obituary
+from headrace.deploy.recorders import recorder_path
 from headrace.deploy.redis_server import check_url, prepare_redis, wait_ready
 from headrace.deploy.redis_view import LearnerRowView, Snapshot
+from headrace.deploy.resume import write_settings
 from headrace.deploy.run_dir import RunDir, write_private
 from headrace.deploy.snapshot_poller import INTERVAL_S, SnapshotPoller
 from headrace.deploy.stop_signals import StopSignals
@@ -31,6 +34,8 @@ from headrace.deploy.watchdog import FleetWatchdog
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import RedisUnavailableError, UnreachableError
 from headrace.schemas.keys import client_keys
+from headrace.schemas.messages import Obituary
+from headrace.schemas.recorder import read_recorder
 
 log = logging.getLogger("headrace.supervisor")
 
@@ -40,6 +45,9 @@ REDIS_ATTEMPTS = 2
 BROKER_DEADLINE_S = 30.0
 ANY_PORT = "tcp://127.0.0.1:0"
 OBITUARY_DEADLINE_S = 5.0
+SAY_WAITING_S = 5.0
+"""A wait that takes longer than this is said again and again."""
+_TELLING = "the broker to take the last words of workers"
 HELD_STILL_S = 2.0
 """The drain stops waiting for the learner once it has committed nothing for this long."""
 
@@ -117,6 +125,10 @@ class Fleet:
         seen = self.snapshot
         return RunNumbers.of(seen.gauges, seen.totals, seen.policies) if seen else RunNumbers()
 
+    def note_numbers(self, now: RunNumbers) -> None:
+        """Note in fleet.json how far the run has come."""
+        self.record.note_numbers(now.steps, now.best_return)
+
     @property
     def stop_asked(self) -> bool:
         """Return whether a stop signal came."""
@@ -128,11 +140,11 @@ class Fleet:
         Raises `RedisUnavailableError`, `UnreachableError` or the error that ended one of the processes.
         """
         for phase in (self._start_redis, self._start_broker, self._start_others):
+            if self.stop_asked:
+                return
             phase()
             if self.supervisor.failure is not None:
                 raise self.supervisor.failure
-            if self.stop_asked:
-                return
 
     def _start_others(self) -> None:
         at, recorders = self.endpoints["worker"], self.run_dir.recorders
@@ -167,36 +179,55 @@ class Fleet:
             launch = prepare_redis(self.run_dir.path)
             url = launch.url
             redis = self.supervisor.start(ProcessSpec("redis", Role.REDIS, lambda _: list(launch.argv)))
-            self.wait(lambda: _answers(url) or redis.restarts >= REDIS_ATTEMPTS, REDIS_DEADLINE_S)
+            self.wait(
+                lambda: _answers(url) or redis.restarts >= REDIS_ATTEMPTS, REDIS_DEADLINE_S, "its own Redis to answer"
+            )
             if redis.restarts >= REDIS_ATTEMPTS and not _answers(url):
                 raise OwnRedisError(self.run_dir.path / "redis", redis.last_words, self.run_dir.logs / "redis.log")
             if self.supervisor.failure is not None or self.stop_asked:
                 return
             wait_ready(url, 0.0)
+        write_private(self.run_dir.settings_json, write_settings(self.config))
         section = self.config.redis.model_copy(update={"url": url})
         self.config = with_client_ports(with_env_ports(self.config.model_copy(update={"redis": section})))
         write_private(self.run_dir.config_json, orjson.dumps(self.config.model_dump(mode="json")))
         self.record.note(redis_url=url)
         self._poller = SnapshotPoller(url, self.fleet_id)
-        self.numbers_before = self.numbers()
+        steps = steps_at_start(self.snapshot, self.run_dir.recorders)
+        self.numbers_before = replace(self.numbers(), steps=steps)
+
+    def _max_env_steps(self) -> int | None:
+        """Return the env steps of the fleet's whole life at which workers pause; None without such a goal."""
+        until = self.config.fleet.until_steps
+        return None if until is None else self.numbers_before.steps + until
 
     def _start_broker(self) -> None:
         _forget_ports(self.run_dir.path)
         service = self.supervisor.start(
-            child_commands.broker(self.run_dir.config_json, self.run_dir.path, self.fleet_id)
+            child_commands.broker(self.run_dir.config_json, self.run_dir.path, self.fleet_id, self._max_env_steps())
         )
-        self.wait(lambda: _endpoints_of(self.run_dir.broker_json, service) is not None, BROKER_DEADLINE_S)
+        broker_json = self.run_dir.broker_json
+        self.wait(lambda: _endpoints_of(broker_json, service) is not None, BROKER_DEADLINE_S, "the broker to serve")
         endpoints = _endpoints_of(self.run_dir.broker_json, service)
         if endpoints is not None:
             self.record.note(endpoints=endpoints | env_endpoints(self.config) | client_endpoints(self.config))
         elif self.supervisor.failure is None and not self.stop_asked:
             raise UnreachableError("broker", f"any endpoint named in {self.run_dir.broker_json}", BROKER_DEADLINE_S)
 
-    def wait(self, done: Callable[[], bool], deadline_s: float) -> bool:
+    def wait(self, done: Callable[[], bool], deadline_s: float, what: str) -> bool:
         """Turn the loop until `done()`, a failure, the first signal or the deadline. Return False for the deadline."""
-        return self.loop.turn_until(
-            lambda: done() or self.supervisor.failure is not None or self.stop_asked, deadline_s
-        )
+        return self._turn(lambda: done() or self.supervisor.failure is not None or self.stop_asked, deadline_s, what)
+
+    def _turn(self, done: Callable[[], bool], deadline_s: float, what: str) -> bool:
+        """Turn the loop until `done()` or the deadline, and say now and then what it waits for."""
+        began, waited_s = time.monotonic(), 0.0
+        while waited_s < deadline_s:
+            if self.loop.turn_until(done, min(deadline_s - waited_s, SAY_WAITING_S)):
+                return True
+            waited_s = time.monotonic() - began
+            if waited_s < deadline_s:
+                log.info("waiting for %s (%.0f s of at most %.0f s)", what, waited_s, deadline_s)
+        return done()
 
     def drain(self) -> None:
         """Stop everything in the order in which nothing is lost.
@@ -212,13 +243,13 @@ class Fleet:
         self._stop(Role.WORKER)
         self._stop(Role.ENV_HOST)
         if self._obituary_sender is not None:
-            self._turn_until(self._obituary_sender.all_acknowledged, OBITUARY_DEADLINE_S)
+            self._turn_until(self._obituary_sender.all_acknowledged, OBITUARY_DEADLINE_S, _TELLING)
         if not self.config.learner.enabled:
             self._await_commits()
         self._stop(Role.LEARNER)
         if self._obituary_sender is not None and self._obituary_sender.all_acknowledged():
             self._obituary_sender.resend(unsettled_only=True)
-            self._turn_until(self._obituary_sender.all_acknowledged, OBITUARY_DEADLINE_S)
+            self._turn_until(self._obituary_sender.all_acknowledged, OBITUARY_DEADLINE_S, _TELLING)
         self._stop(Role.BROKER)
         self._stop(Role.EVALUATOR)
         if self._poller is not None:
@@ -241,7 +272,7 @@ class Fleet:
                 last, changed = held, now
             return held is None or (now - began > news_s and (held == 0 or now - changed > HELD_STILL_S))
 
-        self._turn_until(done, self.config.supervisor.stop_timeout_s)
+        self._turn_until(done, self.config.supervisor.stop_timeout_s, "the learner to commit what the broker holds")
 
     def _held_batches(self) -> float | None:
         """Return the batches accepted and not settled, as the broker last reported; None when it never did."""
@@ -249,10 +280,11 @@ class Fleet:
 
     def _stop(self, role: Role) -> None:
         self.supervisor.stop(role)
-        self._turn_until(lambda: self.supervisor.gone(role), self.config.supervisor.stop_timeout_s + 5.0)
+        limit_s = self.config.supervisor.stop_timeout_s + 5.0
+        self._turn_until(lambda: self.supervisor.gone(role), limit_s, f"each {role.value} to stop")
 
-    def _turn_until(self, done: Callable[[], bool], deadline_s: float) -> None:
-        self.loop.turn_until(lambda: done() or self._signals.count > 1, deadline_s)
+    def _turn_until(self, done: Callable[[], bool], deadline_s: float, what: str) -> None:
+        self._turn(lambda: done() or self._signals.count > 1, deadline_s, what)
         if self._signals.count > 1:
             raise DrainCutShortError
 
@@ -276,15 +308,21 @@ class Fleet:
             return
         reason = reason_of(child.exit_record)
         obituary = write_obituary(self.run_dir.recorders, service.spec.slot, child.incarnation, reason)
-        log.info(
-            "worker %d incarnation %d: its recorder shows %d steps, %d open, %d batches unsettled",
-            obituary.slot,
-            obituary.incarnation,
-            obituary.totals.stepped,
-            obituary.totals.open,
-            len(obituary.window),
-        )
+        reading = read_recorder(recorder_path(self.run_dir.recorders, obituary.slot, obituary.incarnation))
+        log.info("%s", _last_words(obituary, reading.accepted if reading is not None else 0))
         self._obituary_sender.send(obituary)
+
+
+def _last_words(obituary: Obituary, accepted: int) -> str:
+    """Return what a worker left behind, of whose batches the broker has accepted the first `accepted`."""
+    who, totals = f"worker {obituary.slot} incarnation {obituary.incarnation}", obituary.totals
+    if accepted >= totals.seq and not totals.open:
+        return f"{who} took {totals.stepped:,} steps, and the broker has them all"
+    lost = [batch for batch in obituary.window if batch.seq > accepted]
+    return (
+        f"{who} took {totals.stepped:,} steps; {totals.open:,} were in no batch yet, and {len(lost)} batches had not "
+        "reached the broker"
+    )
 
 
 def _forget_ports(run_dir: Path) -> None:

@@ -2,6 +2,9 @@
 
 HeadraceError
 ├── ProcessFailedError   a process ended with an error that no restart can cure
+├── NoRunError           a command needs a run, is given none, and finds none
+├── OtherSettingsError   a run directory has a run of other settings
+├── StartCheckError      the check before a start has found what would end a process of the fleet
 ├── OwnRedisError        the server that the fleet starts for itself does not start
 ├── GoalTimeoutError     the goal was not reached in time
 └── DrainCutShortError   a second signal cut the drain short
@@ -9,6 +12,7 @@ HeadraceError
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.schemas.errors import ExitCode, HeadraceError
@@ -21,6 +25,35 @@ class ProcessFailedError(HeadraceError):
         self.name = name
         self.exit_code = exit_code
         super().__init__(f"{name}: {sentence}")
+
+
+class NoRunError(HeadraceError):
+    """A command needs a run, is given none, and finds none in the folder `runs`."""
+
+    exit_code = ExitCode.RUN_DIR
+
+    def __init__(self, runs: Path) -> None:
+        self.runs = runs
+        super().__init__(f"there is no run in {runs.absolute()}; name one with --run-dir, or start one: headrace up")
+
+
+class OtherSettingsError(HeadraceError):
+    """The run in `run_dir` has other settings; `differences` says each as "key: was -> is"."""
+
+    exit_code = ExitCode.RUN_DIR
+
+    def __init__(self, run_dir: str, differences: Sequence[str], advice: str) -> None:
+        self.run_dir = run_dir
+        self.differences = differences
+        super().__init__(f"{run_dir} has a run with other settings ({'; '.join(differences)}); {advice}")
+
+
+class StartCheckError(HeadraceError):
+    """The check before a start has failed. `exit_code` is that of the process that would have ended."""
+
+    def __init__(self, exit_code: ExitCode, sentence: str) -> None:
+        self.exit_code = exit_code
+        super().__init__(sentence)
 
 
 class OwnRedisError(HeadraceError):

@@ -54,6 +54,10 @@ class FleetFile(BaseModel):
     """Path of the file the configuration came from, if any."""
     endpoints: dict[str, str] = {}
     redis_url: str = ""
+    env_steps: int = 0
+    """Env steps of all runs in this directory, as its supervisor last noted; 0: none was taken."""
+    best_return: float | None = None
+    """The best mean return of 100 episodes, as its supervisor last noted."""
     processes: list[ProcessEntry] = []
     waiting: list[WaitingEntry] = []
     incarnations: dict[str, int] = {}
@@ -103,4 +107,9 @@ def continue_fleet(run_dir: RunDir, fleet_id: str) -> FleetFile:
         name = f"worker-{slot}"
         incarnations[name] = max(incarnations.get(name, 0), incarnation)
     kept = before.fleet_id if before else f"fleet-{secrets.token_hex(4)}"
-    return FleetFile(fleet_id=fleet_id or kept, incarnations=incarnations)
+    return FleetFile(
+        fleet_id=fleet_id or kept,
+        incarnations=incarnations,
+        env_steps=before.env_steps if before else 0,
+        best_return=before.best_return if before else None,
+    )

@@ -14,6 +14,9 @@ from headrace.schemas.errors import RunDirError
 
 log = logging.getLogger("headrace.supervisor")
 
+NUMBERS_INTERVAL_S = 10.0
+"""How often the run's progress is written; all other changes are written at once."""
+
 
 class FleetRecord:
     """The content of fleet.json. Each change is on disk before the method returns.
@@ -28,6 +31,7 @@ class FleetRecord:
         self.content.supervisor_pid, self.content.started, self.content.config = os.getpid(), time.time(), config_origin
         self.content.write(self._path)
         self._stale = False
+        self._numbers_due = 0.0
 
     def note(self, **fields: object) -> None:
         """Change fields of the content (`state`, `endpoints`, `redis_url`)."""
@@ -39,6 +43,18 @@ class FleetRecord:
             if not self._stale:
                 log.error("fleet.json is out of date: %s", error)
             self._stale = True
+
+    def note_numbers(self, env_steps: int, best_return: float | None) -> None:
+        """Change what is noted of the run's progress. It is on disk within `NUMBERS_INTERVAL_S`."""
+        known = self.content.best_return
+        best = max((value for value in (known, best_return) if value is not None), default=None)
+        if (env_steps, best) == (self.content.env_steps, known):
+            return
+        is_first = not self.content.env_steps
+        self.content = self.content.model_copy(update={"env_steps": env_steps, "best_return": best})
+        if is_first or time.monotonic() >= self._numbers_due:
+            self._numbers_due = time.monotonic() + NUMBERS_INTERVAL_S
+            self.note()
 
     def next_incarnation(self, name: str) -> int:
         """Count one more life of `name`, on disk first, so that no number is given twice. Raises `RunDirError`."""

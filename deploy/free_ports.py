@@ -6,6 +6,7 @@ import errno
 import random
 import socket
 
+from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import ConfigError, PortInUseError
 from headrace.schemas.ports import HIGHEST, LOWEST, quiet_ports
 
@@ -25,6 +26,24 @@ def first_of_free(host: str, workers: int, who: str, key: str, *, never: int = 0
         if away and all(_is_free(host, first + slot, key) for slot in range(workers)):
             return first
     raise PortInUseError(f"each of {2 * _TRIES} ports tried on {host} for {who}")
+
+
+def check_ports(config: FleetConfig) -> None:
+    """Check the ports that the config fixes. Raises `PortInUseError`, or `ConfigError` for a host that is not ours."""
+    broker, sampling, serving, workers = config.broker, config.sampling, config.serving, config.fleet.workers
+    for name in ("worker_port", "learner_port", "weights_port"):
+        _check(broker.host, getattr(broker, name), 1, "broker.host")
+    if sampling.env_placement == "remote":
+        _check(sampling.env_hosts_host, sampling.env_hosts_port, workers, "sampling.env_hosts_host")
+    if serving.enabled:
+        for port in (serving.port, serving.http_port or 0):
+            _check(serving.host, port, workers, "serving.host")
+
+
+def _check(host: str, first: int, count: int, key: str) -> None:
+    for port in range(first, first + count) if first else ():
+        if not _is_free(host, port, key):
+            raise PortInUseError(f"tcp://{host}:{port}")
 
 
 def _is_free(host: str, port: int, key: str) -> bool:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from headrace.deploy.recorders import recorders_in
+from headrace.deploy.redis_view import Snapshot
 from headrace.schemas.config import FleetSection
+from headrace.schemas.recorder import read_recorder
 
 EPISODES_NEEDED = 100
 """A mean return counts as reached once it is taken over that many episodes."""
+
+_STEPS = "env_steps_sampled_total"
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,11 @@ class RunNumbers:
     mean_returns: Mapping[str, float] = field(default_factory=dict)
     """By module id, over the newest agents that each policy played; empty in an env of one agent."""
 
+    @property
+    def best_return(self) -> float | None:
+        """Return the mean return if it is taken over enough episodes to compare it with others."""
+        return self.mean_return if self.window >= EPISODES_NEEDED else None
+
     @staticmethod
     def of(
         gauges: Mapping[str, float],
@@ -35,7 +46,7 @@ class RunNumbers:
         """Take the numbers from one snapshot."""
         window = int(gauges.get("episodes_window", 0))
         return RunNumbers(
-            steps=totals.get("env_steps_sampled_total", 0),
+            steps=totals.get(_STEPS, 0),
             episodes=totals.get("episodes_total", 0),
             mean_return=gauges.get("episode_return_mean") if window else None,
             window=window,
@@ -60,9 +71,23 @@ def show_return(value: float) -> str:
     return f"{value:.{min(max(decimals, 1), 8)}f}"
 
 
+def steps_at_start(snapshot: Snapshot | None, recorders: Path) -> int:
+    """Return the env steps of all earlier runs in a run directory, before this one starts anything.
+
+    A worker that was killed with its broker may have taken steps that Redis was not told. Its recorder has them.
+    """
+    told = snapshot.sources if snapshot is not None else {}
+    steps = snapshot.totals.get(_STEPS, 0) if snapshot is not None else 0
+    for life, path in recorders_in(recorders):
+        reading = read_recorder(path)
+        if reading is not None:
+            steps += max(0, reading.totals.steps_of_envs - told.get(life, {}).get(_STEPS, 0))
+    return steps
+
+
 @dataclass(frozen=True)
 class Goal:
-    """The goal that ends a run; all None: only a signal ends it."""
+    """The goal that ends a run, counted from its start or its resume; all None: only a signal ends it."""
 
     until_return: float | None = None
     until_steps: int | None = None
@@ -74,18 +99,30 @@ class Goal:
         return Goal(section.until_return, section.until_steps, section.timeout_s)
 
     def reached(self, now: RunNumbers, start: RunNumbers) -> bool:
-        """Judge by `now` whether the goal is reached.
+        """Judge by `now` whether the goal of a run that began at `start` is reached.
 
         Numbers left by an earlier run in the same directory do not count. Some step of this run must have been
         reported: this run's mean is in the same write.
         """
         if now.steps <= start.steps:
             return False
-        if self.until_steps is not None and now.steps >= self.until_steps:
+        if self.until_steps is not None and now.steps >= start.steps + self.until_steps:
             return True
         if self.until_return is None or now.mean_return is None:
             return False
         return now.window >= EPISODES_NEEDED and now.mean_return >= self.until_return
+
+    def in_words(self, start: RunNumbers) -> str:
+        """Return what ends a run that began at `start`, and from where it counts."""
+        since = "the start" if not start.steps else f"here, where {start.steps:,} env steps are done"
+        words = []
+        if self.until_return is not None:
+            words.append(f"a mean return of {self.until_return:g} over {EPISODES_NEEDED} episodes that end from now on")
+        if self.until_steps is not None:
+            words.append(f"{self.until_steps:,} env steps, counted from {since}")
+        if self.timeout_s is not None:
+            words.append(f"{self.timeout_s:g} s")
+        return "until " + ", or ".join(words) if words else "until Ctrl-C, since no goal is given"
 
     def late(self, seconds: float) -> bool:
         """Return whether the run has taken longer than it may."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,15 +10,24 @@ from typing import Annotated, Any
 import orjson
 import typer
 
+from headrace.deploy.run_dir import newest_run
+from headrace.deploy.std_streams import ignore_closed_reader
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.config_loading import Origins, load_config
 from headrace.schemas.errors import ConfigError
 
-ConfigPath = Annotated[Path | None, typer.Option("--config", help="fleet.toml; deploy/fleet.toml shows every key.")]
+ConfigPath = Annotated[
+    Path | None, typer.Option("--config", help="A fleet.toml; `headrace up --print-config` lists every key.")
+]
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any other setting; may be repeated.")
 ]
-RunDirPath = Annotated[Path | None, typer.Option("--run-dir", help="Folder of the fleet: fleet.json, logs, data.")]
+RunDirPath = Annotated[
+    Path | None, typer.Option("--run-dir", help="Folder of the run; default: the newest one in runs/.")
+]
+NewRunDirPath = Annotated[
+    Path | None, typer.Option("--run-dir", help="Folder of the run: fleet.json, logs, data; default: runs/ENV-TIME.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of text.")]
 Env = Annotated[str | None, typer.Option("--env", help="gymnasium id, or package.module:make_env.")]
 NumEnvs = Annotated[int | None, typer.Option("--num-envs", help="Environments in each worker.")]
@@ -36,6 +46,19 @@ def resolve(config: Path | None, sets: Iterable[str] | None, flags: Mapping[str,
     """
     given = {key: value for key, value in flags.items() if value is not None}
     return load_config(config, {**_parse_sets(sets or ()), **given})
+
+
+def chosen_run(config: FleetConfig) -> Path:
+    """Return the run directory of a command: the configured one, else the newest run, which is said on stderr.
+
+    Raises `NoRunError` when there is none.
+    """
+    if config.fleet.run_dir:
+        return Path(config.fleet.run_dir)
+    run = newest_run()
+    with ignore_closed_reader(sys.stderr):
+        print(f"run directory: {run}, the newest in {run.parent}/", file=sys.stderr, flush=True)  # noqa: T201
+    return run
 
 
 def describe_origin(config: Path | None, origins: Origins) -> str:

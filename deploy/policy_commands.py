@@ -29,11 +29,11 @@ Checkpoint = Annotated[
 
 @app.command(
     epilog=examples(
-        "headrace evaluate runs/default --episodes 100",
-        "headrace evaluate runs/default --checkpoint best --render best.mp4",
-        "headrace evaluate runs/default/best.checkpoint --seed 7 --json",
+        "headrace evaluate runs/a --episodes 100",
+        "headrace evaluate runs/a --checkpoint best --render best.mp4",
+        "headrace evaluate runs/a/best.checkpoint --seed 7 --json",
         "headrace evaluate redis://127.0.0.1:6379 --fleet-id demo --env CartPole-v1",
-        "headrace evaluate runs/default --watch --set learner.evaluate_every_steps=20000",
+        "headrace evaluate runs/a --watch --set learner.evaluate_every_steps=20000",
     )
 )
 @with_output_options
@@ -90,9 +90,9 @@ def evaluate(
 
 @app.command(
     epilog=examples(
-        "headrace export runs/default --to policy.onnx",
-        "headrace export runs/default --checkpoint best --to policy.pt",
-        "headrace export runs/default --to policy.pt2 --module-id walker",
+        "headrace export runs/a --to policy.onnx",
+        "headrace export runs/a --checkpoint best --to policy.pt",
+        "headrace export runs/a --to policy.pt2 --module-id walker",
     )
 )
 @with_output_options

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
+
+import gymnasium as gym
 
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
@@ -14,9 +14,12 @@ from headrace.workers.agents.env import gym_spaces_of, spaces_by_agent
 from headrace.workers.agents.env_building import build_multi_agent_env
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.context import EnvContext
-from headrace.workers.envs.creators import find_creator, naming_what_failed
+from headrace.workers.envs.creators import build_env, find_creator, naming_what_failed
+from headrace.workers.envs.lane import close_envs
 from headrace.workers.envs.spaces import convert, spaces_of, spaces_of_vector
+from headrace.workers.envs.vector_env import VectorEnv
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv
+from headrace.workers.external.env import ExternalEnv
 from headrace.workers.policy.policies import Policies
 
 ByModule = dict[str, Spaces]
@@ -32,21 +35,21 @@ def spaces_of_env(config: EnvRunnerConfig) -> tuple[ByModule, list[Any]]:
         env = creator(context)
         try:
             if not config.is_multi_agent:
-                return {DEFAULT_MODULE_ID: _spaces_of_one(env)}, []
+                return {DEFAULT_MODULE_ID: _spaces_of_one(env, context)}, []
             own = env if isinstance(env, ExternalMultiAgentEnv) else build_multi_agent_env(lambda _: env, context)
             by_agent = spaces_by_agent(gym_spaces_of(own))
         finally:
-            with suppress(Exception):  # its spaces are known; whatever its end is, nobody needs it
-                env.close()
+            close_envs([env] if hasattr(env, "close") else [], config.env_close_timeout_s)
     return Policies.of(config).spaces(by_agent), list(by_agent)
 
 
-def _spaces_of_one(env: Any) -> Spaces:
-    if "dm_env" in sys.modules:  # no dependency of Headrace; the creator has loaded it
-        from headrace.workers.envs.dm_envs import adapt
-
-        env = adapt(env)
-    return spaces_of_vector(env) if hasattr(env, "single_observation_space") else spaces_of(env)
+def _spaces_of_one(env: Any, context: EnvContext) -> Spaces:
+    if isinstance(env, gym.vector.VectorEnv):
+        return spaces_of_vector(env)
+    if not isinstance(env, ExternalEnv | VectorEnv):
+        built = env
+        env = build_env(lambda _: built, context)
+    return spaces_of(env)
 
 
 def given_spaces(config: EnvRunnerConfig, given: Any) -> tuple[ByModule, list[Any]]:

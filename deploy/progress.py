@@ -30,6 +30,8 @@ class ProgressView:
     seconds: float
     numbers: RunNumbers
     goal: Goal
+    steps_before: int = 0
+    """Env steps of earlier runs in the same directory."""
     steps_per_s: float = 0.0
     weights: tuple[int, int] = (0, 0)
     """(learner epoch, seq) of the newest."""
@@ -38,6 +40,8 @@ class ProgressView:
     held_batches: int = 0
     restarts: Mapping[str, int] = field(default_factory=dict)
     redis_age_s: float = 0.0
+    waiting: str = ""
+    """What the fleet waits for while it takes no step."""
     evaluation: Mapping[str, Any] | None = None
     """The newest line of evaluations.jsonl."""
 
@@ -73,10 +77,9 @@ class ProgressView:
         mean = n.show_mean_return()
         if self.goal.until_return is not None:
             mean += f" of {self.goal.until_return:g}"
-        steps = f"{n.steps:,}" + (f" of {self.goal.until_steps:,}" if self.goal.until_steps is not None else "")
         rows = [
             ("time", f"{self.seconds:.0f} s"),
-            ("env steps", f"{steps} ({self.steps_per_s:,.0f}/s)"),
+            ("env steps", f"{self._steps()} ({self.steps_per_s:,.0f}/s)"),
             ("episodes", f"{n.episodes:,}"),
             ("mean return", mean),
             ("weights", f"{self.weights[0]}/{self.weights[1]} (lag {self.weights_lag})"),
@@ -87,7 +90,16 @@ class ProgressView:
             rows.append(("evaluation", describe(self.evaluation)))
         if self.redis_age_s > STALE_S:
             rows.append(("Redis", f"silent for {self.redis_age_s:.0f} s, numbers are old"))
+        if self.waiting:
+            rows.append(("waiting for", self.waiting))
         return rows
+
+    def _steps(self) -> str:
+        steps, until = self.numbers.steps, self.goal.until_steps
+        if until is None:
+            return f"{steps:,}"
+        in_all = f", {steps:,} in all" if self.steps_before else ""
+        return f"{max(0, steps - self.steps_before):,} of {until:,}{in_all}"
 
 
 def name_restarts(restarts: Mapping[str, int]) -> str:
@@ -118,9 +130,14 @@ class ProgressDisplay:
         if self._live is not None:
             self._live.stop()
 
+    @property
+    def is_due(self) -> bool:
+        """Return whether the next view will be shown."""
+        return time.monotonic() - self._shown >= self.interval_s
+
     def show(self, view: ProgressView, *, last: bool = False) -> None:
         """Show `view`, unless the one before is too fresh and more will follow. A quiet command shows none."""
-        if chosen_output().quiet or (not last and time.monotonic() - self._shown < self.interval_s):
+        if chosen_output().quiet or not (last or self.is_due):
             return
         self._shown = time.monotonic()
         with ignore_closed_reader(self._stream):

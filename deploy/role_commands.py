@@ -27,9 +27,19 @@ app = typer.Typer()
 MOST = 2**31 - 1
 
 
+@app.command(hidden=True)
+@with_output_options
+def check_start(config: ConfigPath = None) -> None:
+    """Build what a config names, once; `headrace up` runs it before it starts anything."""
+    from headrace.deploy.roles import run_start_check
+
+    run_start_check(config)
+
+
 @app.command(
     epilog=examples(
-        "headrace worker --run-dir runs/default",
+        "headrace worker",
+        "headrace worker --run-dir runs/a --num-envs 16",
         "headrace worker --endpoint tcp://127.0.0.1:5701 --fleet-id demo --env CartPole-v1 --num-envs 16",
     )
 )
@@ -69,13 +79,17 @@ def worker(
 @app.command(
     epilog=examples(
         "headrace broker --fleet-id demo --run-dir runs/b --set broker.worker_port=5701 --set broker.learner_port=5702",
-        "headrace broker --config deploy/fleet.toml --redis-url redis://127.0.0.1:6379",
+        "headrace broker --fleet-id demo --run-dir runs/b --redis-url redis://127.0.0.1:6379",
     )
 )
 @with_output_options
 def broker(
     fleet_id: FleetId = None,
     redis_url: RedisUrl = None,
+    max_env_steps: Annotated[
+        int | None,
+        typer.Option("--max-env-steps", min=1, max=2**63 - 1, help="Workers pause after this many, of all runs."),
+    ] = None,
     run_dir: RunDirPath = None,
     config: ConfigPath = None,
     sets: Sets = None,
@@ -87,12 +101,12 @@ def broker(
     from headrace.deploy.roles import start_broker
 
     flags = {"fleet.fleet_id": fleet_id, "redis.url": redis_url, "fleet.run_dir": text_of(run_dir)}
-    start_broker(config, sets, flags)
+    start_broker(config, sets, flags, max_env_steps=max_env_steps)
 
 
 @app.command(
     epilog=examples(
-        "headrace learner --run-dir runs/default",
+        "headrace learner",
         "headrace learner --endpoint tcp://127.0.0.1:5702 --run-dir runs/b --set learner.learning_rate=0.0003",
     )
 )
@@ -118,8 +132,8 @@ def learner(
     epilog=examples(
         "headrace env-host --connect tcp://127.0.0.1:5800 --env CartPole-v1 --num-envs 4",
         "headrace env-host --connect tcp://127.0.0.1:5801 --env CartPole-v1   # the worker of slot 1",
-        "headrace env-host --connect tcp://WORKER:5800 --env my_envs:make_env --set keys.dir=keys",
-        "headrace env-host --connect tcp://WORKER:5800 --config hosts.toml --set sampling.envs_per_process=1",
+        "headrace env-host --connect tcp://WORKER:5800 --env CartPole-v1 --set keys.dir=keys",
+        "headrace env-host --connect tcp://WORKER:5800 --num-envs 8 --set sampling.envs_per_process=1",
     )
 )
 @with_output_options
@@ -144,17 +158,21 @@ def env_host(
 
 @app.command(
     epilog=examples(
-        "headrace serve --checkpoint runs/default --http 8080",
-        "headrace serve --checkpoint runs/default/learner.checkpoint --port 5900 --num-envs 64 --json",
-        "headrace serve --checkpoint best.checkpoint --env my_game:Game --config fleet.toml --http 8080",
+        "headrace serve --http 8080",
+        "headrace serve --checkpoint runs/a --port 5900 --num-envs 64 --json",
+        "headrace serve --checkpoint runs/a/learner.checkpoint --set serving.lease_s=10 --http 8080",
         "headrace serve --checkpoint redis://127.0.0.1:6379 --fleet-id demo --env CartPole-v1 --explore",
     )
 )
 @with_output_options
 def serve(
     checkpoint: Annotated[
-        str, typer.Option("--checkpoint", help="A run directory, a learner.checkpoint, or redis://HOST:PORT.")
-    ],
+        str | None,
+        typer.Option(
+            "--checkpoint",
+            help="A run directory, a learner.checkpoint, or redis://HOST:PORT; default: the newest run in runs/.",
+        ),
+    ] = None,
     http: Annotated[
         int | None, typer.Option("--http", help="Port for HTTP; 0: a free one. Without it, no HTTP.")
     ] = None,

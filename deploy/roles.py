@@ -9,6 +9,7 @@ import gc
 import logging
 import re
 import secrets
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -18,18 +19,39 @@ from typing import Any
 from headrace.deploy.fleet_file import read_addresses
 from headrace.deploy.liveness_file import LivenessFile
 from headrace.deploy.logs import Identity, set_up_logging
-from headrace.deploy.options import describe_origin, resolve
+from headrace.deploy.options import chosen_run, describe_origin, resolve
+from headrace.deploy.run_dir import RUNS, file_name_of
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import ConfigError, EnvError, HeadraceError, ModuleError, RunDirError
 from headrace.schemas.keys import ENV_HOST, client_keys
 
 log = logging.getLogger("headrace.deploy")
 
+_SAYS_ENOUGH = (ImportError, AttributeError, HeadraceError)
 _ENDPOINT = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})")
 _HIGHEST_PORT = 65_535
 
 Sets = Iterable[str] | None
 Flags = Mapping[str, Any]
+
+
+def run_start_check(config: Path | None) -> None:
+    """Check what `config` names, in this process. It ends without the interpreter's clean-up, which envs can stop."""
+    from headrace.deploy.check_process import STEP
+    from headrace.deploy.start_check import check_start
+
+    resolved, _ = resolve(config, None, {})
+
+    def say(step: str) -> None:
+        print(STEP + step, flush=True)  # noqa: T201
+
+    with no_exit_from(EnvError, "the env or a module"):
+        try:
+            check_start(resolved, say)
+        except HeadraceError as error:
+            if isinstance(error.__cause__, Exception) and not isinstance(error.__cause__, _SAYS_ENOUGH):
+                traceback.print_exception(error.__cause__)  # it is in the user's code
+            raise
 
 
 def start_worker(
@@ -42,7 +64,7 @@ def start_worker(
     incarnation: int,
 ) -> None:
     """Run a worker until it is told to stop."""
-    resolved, origin = _resolve(config, sets, flags)
+    resolved, origin = _resolve(config, sets, flags, endpoint)
     fleet_id, where = _place(resolved, endpoint, "worker")
     if not fleet_id:
         raise ConfigError("the fleet to join is unknown; give --fleet-id, or --run-dir of a fleet on this machine")
@@ -62,7 +84,7 @@ def start_worker(
         )
 
 
-def start_broker(config: Path | None, sets: Sets, flags: Flags) -> None:
+def start_broker(config: Path | None, sets: Sets, flags: Flags, *, max_env_steps: int | None = None) -> None:
     """Run the broker until it is told to stop."""
     resolved, origin = _resolve(config, sets, flags)
     run_dir = _folder(Path(resolved.fleet.run_dir))
@@ -73,12 +95,13 @@ def start_broker(config: Path | None, sets: Sets, flags: Flags) -> None:
     )
     from headrace.broker.process import run_broker
 
-    run_broker(resolved, fleet_id=fleet_id, run_dir=run_dir, redis_url=resolved.redis.url or None)
+    url = resolved.redis.url or None
+    run_broker(resolved, fleet_id=fleet_id, run_dir=run_dir, redis_url=url, max_env_steps=max_env_steps)
 
 
 def start_learner(config: Path | None, sets: Sets, flags: Flags, *, endpoint: str | None) -> None:
     """Run the reference learner until it is told to stop."""
-    resolved, origin = _resolve(config, sets, flags)
+    resolved, origin = _resolve(config, sets, flags, endpoint)
     fleet_id, where = _place(resolved, endpoint, "learner")
     run_dir = _folder(Path(resolved.fleet.run_dir))
     set_up_logging(Identity(fleet_id, "learner"))
@@ -91,7 +114,8 @@ def start_learner(config: Path | None, sets: Sets, flags: Flags, *, endpoint: st
 
 def start_env_host(config: Path | None, sets: Sets, flags: Flags, *, connect: str) -> None:
     """Lend envs to a worker until told to stop, or refused."""
-    resolved, origin = _resolve(config, sets, flags)
+    resolved, origins = resolve(config, sets, flags)
+    origin = describe_origin(config, origins)
     _check_address(connect, "--connect")
     keys = client_keys(resolved.keys.dir or None, ENV_HOST)
     set_up_logging(Identity(resolved.fleet.fleet_id, ENV_HOST))
@@ -122,9 +146,17 @@ def no_exit_from(error_type: type[HeadraceError], whose: str) -> Iterator[None]:
         raise error_type(f"{whose} called sys.exit({error.code!r}); it must raise an exception instead") from error
 
 
-def _resolve(config: Path | None, sets: Sets, flags: Flags) -> tuple[FleetConfig, str]:
-    """Return the configuration: that of the fleet in `--run-dir`, if there is one and no other file is named."""
+def _resolve(config: Path | None, sets: Sets, flags: Flags, endpoint: str | None = None) -> tuple[FleetConfig, str]:
+    """Return the configuration: that of the fleet in the run directory, if there is one and no other file is named.
+
+    Without a run directory it is the newest run. With an `endpoint` instead, the broker may be on another machine, and
+    what this process keeps goes to a folder named after the fleet.
+    """
     run_dir = flags.get("fleet.run_dir")
+    if run_dir is None and not (asked := resolve(config, sets, flags)[0]).fleet.run_dir:
+        elsewhere = RUNS / file_name_of(asked.fleet.fleet_id or endpoint or "")
+        run_dir = str(chosen_run(asked) if endpoint is None else elsewhere)
+        flags = {**flags, "fleet.run_dir": run_dir}
     if config is None and run_dir is not None and (Path(run_dir) / "config.json").exists():
         config = Path(run_dir) / "config.json"
     resolved, origins = resolve(config, sets, flags)

@@ -1,6 +1,7 @@
 """The run directory: the files of one fleet, and the lock that keeps a second fleet out.
 
 DIR/fleet.json       the processes (`fleet_file.py`); 0600, since the Redis URL has a password
+DIR/settings.json    the configuration as it was asked for, with which `--resume` goes on; 0600 too
 DIR/config.json      the resolved configuration that the children read; 0600, for the same reason
 DIR/broker.json      the broker's own: its endpoints, and its state for a restart
 DIR/lock             held while a supervisor lives
@@ -17,10 +18,51 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
+import shutil
+import time
 from pathlib import Path
 from types import TracebackType
 
+from headrace.deploy.fleet_errors import NoRunError
 from headrace.schemas.errors import RunDirError
+
+RUNS = Path("runs")
+"""Where runs go that are given no directory."""
+_LONGEST_NAME = 60
+
+
+def new_run_dir(env: str) -> Path:
+    """Return the path of a new run of `env`: runs/ENV-TIME. The directory is not made."""
+    first = RUNS / f"{file_name_of(env)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, number = first, 1
+    while path.exists():
+        number += 1
+        path = first.with_name(f"{first.name}-{number}")
+    return path
+
+
+def file_name_of(name: str) -> str:
+    """Return `name` with only letters, digits, "_", "." and "-", so that it can be part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:_LONGEST_NAME] or "run"
+
+
+def newest_run() -> Path:
+    """Return the run in `runs/` that was started last. Raises `NoRunError` when there is none."""
+    runs = [(started, path) for path in RUNS.glob("*") if (started := _started_ns(path)) is not None]
+    if not runs:
+        raise NoRunError(RUNS)
+    return max(runs)[1]
+
+
+def _started_ns(run: Path) -> int | None:
+    """Return when `up`, or else a broker alone, was last started in `run`; None for a folder without a run."""
+    for name in ("config.json", "broker.json"):
+        try:
+            return (run / name).stat().st_mtime_ns
+        except OSError:
+            continue
+    return None
 
 
 class RunDir:
@@ -30,10 +72,12 @@ class RunDir:
         self.path = path.absolute()
         self.fleet_json = self.path / "fleet.json"
         self.config_json = self.path / "config.json"
+        self.settings_json = self.path / "settings.json"
         self.broker_json = self.path / "broker.json"
         self.logs = self.path / "logs"
         self.recorders = self.path / "recorders"
         self._lock: int | None = None
+        self._is_new = not self.path.exists()
 
     def __enter__(self) -> RunDir:
         try:
@@ -54,12 +98,19 @@ class RunDir:
         os.truncate(lock, 0)
         os.write(lock, str(os.getpid()).encode())
 
+    def remove_unless_used(self) -> None:
+        """Remove the directory if this object has made it and nothing has started in it."""
+        if self._is_new and not self.settings_json.exists():
+            shutil.rmtree(self.path, ignore_errors=True)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+        if error is not None:
+            self.remove_unless_used()
 
 
 def write_private(path: Path, content: bytes) -> None:

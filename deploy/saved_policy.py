@@ -93,7 +93,7 @@ def load_policy(
 ) -> TrainedPolicy:
     """Load a trained policy from a run directory, a checkpoint file, or Redis ("redis://HOST:PORT" with `fleet_id`).
 
-        policy = load_policy("runs/default")
+        policy = load_policy("runs/a")
         action = policy.act(observation)
 
     - which: "newest", or "best" of a run directory.

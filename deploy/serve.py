@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from headrace.deploy.logs import Identity, set_up_logging
+from headrace.deploy.options import chosen_run, resolve
 from headrace.deploy.roles import Flags, Sets, no_exit_from
 from headrace.deploy.saved_policy import ResolvedPolicy, resolve_policy
 from headrace.deploy.std_streams import ignore_closed_reader
@@ -20,11 +21,13 @@ from headrace.schemas.stop_event import stop_event
 log = logging.getLogger("headrace.deploy")
 
 
-def serve(config: Path | None, sets: Sets, flags: Flags, *, checkpoint: str, as_json: bool) -> None:
+def serve(config: Path | None, sets: Sets, flags: Flags, *, checkpoint: str | None, as_json: bool) -> None:
     """Serve the policy at `checkpoint` until SIGTERM or Ctrl-C; then let episodes end, and print their results.
 
-    Settings are those beside the checkpoint, unless another file is named.
+    None is the newest run. Settings are those beside the checkpoint, unless another file is named.
     """
+    if checkpoint is None:
+        checkpoint = str(chosen_run(resolve(config, sets, flags)[0]))
     set_up_logging(Identity(str(flags.get("fleet.fleet_id") or ""), "serve"))
     policy = resolve_policy(checkpoint, config, sets, flags)
     with no_exit_from(EnvError, "the env or the module"):

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
+from headrace.deploy.check_process import check_before_start
 from headrace.deploy.fleet import Fleet
 from headrace.deploy.fleet_errors import DrainCutShortError, GoalTimeoutError
 from headrace.deploy.goal import Goal, RunNumbers
 from headrace.deploy.logs import Identity, set_up_logging
 from headrace.deploy.progress import ProgressDisplay, ProgressView
-from headrace.deploy.run_dir import RunDir
+from headrace.deploy.resume import EarlierRun
+from headrace.deploy.run_dir import RunDir, new_run_dir
 from headrace.deploy.run_log import HURRIED_CLOSE_S, RunLog, run_info
 from headrace.deploy.stop_signals import StopSignals
 from headrace.deploy.summary import Summary, summarise
+from headrace.deploy.waiting import awaited, how_to_connect
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import HeadraceError
+from headrace.schemas.redis_keys import without_password
 
 log = logging.getLogger("headrace.supervisor")
 
 TICK_S = 0.25
+STANDSTILL_S = 3.0
+"""A run without a new step for so long is said to wait; numbers come about once a second."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,8 @@ class UpOptions:
     json: bool = False
     config_path: Path | None = None
     config_origin: str = "defaults"
+    resume: bool = False
+    """Go on with the run in the run directory, though settings of its training differ."""
 
 
 @dataclass
@@ -49,19 +58,30 @@ class RunOutcome:
 def up(config: FleetConfig, options: UpOptions) -> Summary:
     """Run a fleet until its goal, its timeout, a failure or a signal; drain it; return its summary.
 
-    Raises only errors from before the fleet exists (`RunDirError`, `ConfigError`, `KeysError`); later errors are in the
-    summary.
+    Raises only errors of the run directory and of keys (`RunDirError`, `OtherSettingsError`, `KeysError`); later errors
+    are in the summary.
     """
-    with RunDir(Path(config.fleet.run_dir)) as run_dir, StopSignals() as signals:
+    path = Path(config.fleet.run_dir) if config.fleet.run_dir else new_run_dir(config.sampling.env)
+    with RunDir(path) as run_dir, StopSignals() as signals:
+        earlier = EarlierRun.of(run_dir)
+        changes = earlier.check(config, resume=options.resume) if earlier is not None else []
+        set_up_logging(Identity(config.fleet.fleet_id, "supervisor"))
+        log.info("checking env, modules and ports before anything starts")
+        outcome = RunOutcome(began=time.monotonic())
+        try:
+            check_before_start(config, run_dir, signals)
+        except HeadraceError as error:
+            run_dir.remove_unless_used()
+            outcome.failure, outcome.seconds = error, time.monotonic() - outcome.began
+            return _nothing_started(config, run_dir, outcome)
         origin = str(options.config_path.absolute()) if options.config_path else None
         with Fleet(config, run_dir, signals, origin) as fleet:
             set_up_logging(Identity(fleet.fleet_id, "supervisor"), file=run_dir.logs / "supervisor.log")
-            outcome = RunOutcome(began=time.monotonic())
             with RunLog(config, run_info(config, fleet.fleet_id, run_dir.path)) as run_log:
                 try:
                     fleet.start()
                     outcome.start = fleet.numbers_before
-                    _announce(fleet, options)
+                    _announce(fleet, options, earlier, changes)
                     with ProgressDisplay(sys.stderr if options.json else sys.stdout) as progress:
                         _run(fleet, outcome, progress, run_log)
                 except HeadraceError as error:
@@ -73,7 +93,10 @@ def up(config: FleetConfig, options: UpOptions) -> Summary:
             return _summarise(fleet, outcome)
 
 
-def _announce(fleet: Fleet, options: UpOptions) -> None:
+def _announce(fleet: Fleet, options: UpOptions, earlier: EarlierRun | None, changes: list[str]) -> None:
+    """Log what was started, from where it goes on, what others may start, and when it ends."""
+    if fleet.stop_asked:
+        return
     endpoints = ", ".join(f"{name} {endpoint}" for name, endpoint in fleet.endpoints.items())
     log.info(
         "headrace %s up: fleet %s in %s, %d workers on %s; %s; config: %s",
@@ -85,6 +108,14 @@ def _announce(fleet: Fleet, options: UpOptions) -> None:
         endpoints,
         options.config_origin,
     )
+    if earlier is not None:
+        before = fleet.numbers_before
+        log.info("%s", earlier.in_words(before.steps, before.episodes, without_password(fleet.config.redis.url)))
+        for change in changes:
+            log.info("changed for this run: %s", change)
+    for line in how_to_connect(fleet):
+        log.info("%s", line)
+    log.info("it runs %s", Goal.of(fleet.config.fleet).in_words(fleet.numbers_before))
 
 
 def _log_rows(fleet: Fleet, run_log: RunLog, *, last: bool = False) -> None:
@@ -98,16 +129,21 @@ def _log_rows(fleet: Fleet, run_log: RunLog, *, last: bool = False) -> None:
 
 def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: RunLog) -> None:
     """Turn the loop until there is a reason to stop. Raises the failure or the timeout, if that is the reason."""
-    goal = Goal.of(fleet.config.fleet)
+    goal, standstill = Goal.of(fleet.config.fleet), Standstill(outcome.start.steps)
     while not fleet.stop_asked:
         fleet.loop.turn(TICK_S)
         _log_rows(fleet, run_log)
         if fleet.supervisor.failure is not None:
             raise fleet.supervisor.failure
         seconds, now = time.monotonic() - outcome.began, fleet.numbers()
+        fleet.note_numbers(now)
         reached = goal.reached(now, outcome.start)
+        standstill.note(now, seconds)
         restarts, evaluation = fleet.supervisor.restarts(), fleet.newest_evaluation
         view = ProgressView.of(fleet.snapshot, seconds, goal, restarts, fleet.redis_age_s, evaluation)
+        view = replace(view, steps_before=outcome.start.steps)
+        if progress.is_due and standstill.lasts and not reached:
+            view = replace(view, waiting=awaited(fleet))
         progress.show(view, last=reached)
         if reached:
             outcome.at_goal = now
@@ -116,6 +152,26 @@ def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: 
         if goal.late(seconds):
             raise GoalTimeoutError(goal.timeout_s or seconds, _where(now))
     log.info("draining after a signal; another one stops at once")
+
+
+class Standstill:
+    """Notices when a run takes no step, from its start on."""
+
+    def __init__(self, steps: int) -> None:
+        self._start = self._steps = steps
+        self._moved_at = -math.inf
+
+    def note(self, now: RunNumbers, seconds: float) -> None:
+        """Take the run's numbers at `seconds` after its start. Log its first steps."""
+        if now.steps > self._steps:
+            if self._steps == self._start:
+                log.info("first env steps %.1f s after the start", seconds)
+            self._steps, self._moved_at = now.steps, time.monotonic()
+
+    @property
+    def lasts(self) -> bool:
+        """Return whether no step was reported for longer than a report takes."""
+        return time.monotonic() - self._moved_at > STANDSTILL_S
 
 
 def _where(now: RunNumbers) -> str:
@@ -129,6 +185,21 @@ def _drain(fleet: Fleet, outcome: RunOutcome, run_log: RunLog) -> None:
     except DrainCutShortError as error:
         outcome.failure = outcome.failure or error
         run_log.close_s = HURRIED_CLOSE_S
+
+
+def _nothing_started(config: FleetConfig, run_dir: RunDir, outcome: RunOutcome) -> Summary:
+    return summarise(
+        fleet_id=config.fleet.fleet_id,
+        run_dir=str(run_dir.path),
+        seconds=outcome.seconds,
+        start=outcome.start,
+        end=outcome.start,
+        at_goal=None,
+        restarts={},
+        weights_seq=0,
+        ledger=None,
+        failure=outcome.failure,
+    )
 
 
 def _summarise(fleet: Fleet, outcome: RunOutcome) -> Summary:

@@ -40,6 +40,7 @@ _WAIT_S = 0.2
 
 _SHORT_S, _FINISH_S = 5.0, 10.0
 """How long after a stop signal an update goes on, and how long further ones begin, short ones, while batches come."""
+_SAY_WAITING_S = 10.0
 
 
 class BatchStream(Protocol):
@@ -228,8 +229,11 @@ def _position_in(fleet_id: str, saved: Checkpoint | None) -> list[dict[str, Any]
 
 def _first_spaces(stream: EpisodeStream, stopping: threading.Event) -> dict[str, Spaces] | None:
     """Wait for the spaces of the fleet's modules, however long the first worker takes. None once `stopping` is set."""
-    log.info("waiting for the first worker at %s", stream.endpoint)
+    next_word = time.monotonic()
     while not stopping.is_set():
+        if time.monotonic() >= next_word:
+            next_word += _SAY_WAITING_S
+            log.info("waiting for the first worker at %s", stream.endpoint)
         try:
             return stream.module_spaces(timeout_s=_WAIT_S)
         except UnreachableError:

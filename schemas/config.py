@@ -39,15 +39,21 @@ class FleetSection(ConfigSection):
         description="env hosts `up` starts on this machine too, shared out among the workers; for env_placement remote",
     )
     run_dir: str = Field(
-        default="runs/default",
-        min_length=1,
-        description="folder for fleet.json, logs, recorders, checkpoints and Redis data",
+        default="",
+        description="folder for fleet.json, logs, recorders, checkpoints and Redis data; empty: `up` makes "
+        "runs/ENV-TIME, and other commands take the newest run in runs/",
+    )
+    check_env: bool = Field(
+        default=True,
+        description="build one env in a process of its own before anything starts; false: only look up what is named",
     )
     until_return: float | None = Field(
         default=None, description="stop when the mean return of the last 100 episodes reaches this"
     )
     until_steps: int | None = Field(
-        default=None, gt=0, description="stop after this many env steps, sampled in all runs in run_dir"
+        default=None,
+        gt=0,
+        description="stop after this many env steps, counted from the start of the run or of its resume",
     )
     timeout_s: float | None = Field(
         default=None, gt=0, description="give up after this many seconds with exit code 17 (TIMEOUT)"
@@ -340,6 +346,15 @@ class FleetConfig(ConfigSection):
         if self.worker.window_batches is not None or self.sampling.batch_mode != "truncate_episodes":
             return 0
         return self.window_batches() // self._modules * self._cut_steps
+
+    def window_env_steps(self) -> int | None:
+        """Return the most env steps that a worker may have under way; None where batches vary.
+
+        It is one cut more than the window has: batches that are smaller leave room for it.
+        """
+        if self.sampling.batch_mode != "truncate_episodes":
+            return None
+        return (self.window_batches() // self._modules + 1) * self._cut_steps
 
     @property
     def _cut_steps(self) -> int:

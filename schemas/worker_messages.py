@@ -63,6 +63,8 @@ class WorkerWelcome(Message):
     weights: Version = (0, 0)
     steps_elsewhere: Natural = 0
     """Env steps that all other lives of workers in this fleet have made, as far as the broker knows."""
+    steps_share: Natural | None = None
+    """Env steps that the fleet may still take, divided by its workers and rounded up. None: the fleet has no bound."""
     counters: Counters = {}
     """Counters of the slot's earlier lives, from which the runner goes on."""
 
@@ -89,6 +91,8 @@ class Ack(Message):
     closed: bool = False
     """The books of this incarnation are closed: its BYE or obituary has been taken."""
     steps_elsewhere: Natural = 0
+    """As in the WELCOME, by now."""
+    steps_share: Natural | None = None
     """As in the WELCOME, by now."""
     waiting_for: str = ""
     """Whom the fleet waits for when there is no credit, or its round is over: "", "learner", "broker", "worker 3"."""

@@ -1,15 +1,20 @@
-"""A simulator that asks a policy server for actions: CartPole, played until it is stopped or the server is gone.
+"""A simulator that asks a policy server for actions: CartPole, for a number of episodes or until the server is gone.
 
     python -m headrace.deploy.clients.cartpole tcp://HOST:PORT [GAMES]            by ZeroMQ, with Headrace's client
     python -m headrace.deploy.clients.cartpole http://HOST:PORT [GAMES] [TOKEN]   by HTTP, with the standard library
 
-GAMES are played at once, each in a thread. Of Headrace it uses only the client.
+GAMES are played at once, each in a thread. Every few seconds a line says how they go. Of Headrace it uses only the
+client.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import threading
+import time
+from collections import deque
+from collections.abc import Sequence
 
 import gymnasium as gym
 
@@ -17,43 +22,100 @@ from headrace.deploy.clients.games import PATIENCE_S, ByHttp, ByZmq, Games, Lost
 from headrace.deploy.clients.http_client import PolicyServer
 from headrace.workers.serving.client import PolicyClient
 
+PROGRESS_S = 5.0
+_NEWEST = 100
 
-def play(games: Games, stopped: threading.Event) -> None:
+
+class Tally:
+    """The returns of all games. `stopped` is set once there are enough of them, or a game cannot go on."""
+
+    def __init__(self, episodes: int | None) -> None:
+        self.stopped = threading.Event()
+        self.failure: Exception | None = None
+        self._wanted = episodes
+        self._lock = threading.Lock()
+        self._returns: deque[float] = deque(maxlen=_NEWEST)
+        self._finished = self._lost = 0
+
+    def add(self, total: float) -> None:
+        """Count an episode that has ended with this return."""
+        with self._lock:
+            self._finished += 1
+            self._returns.append(total)
+            if self._wanted is not None and self._finished >= self._wanted:
+                self.stopped.set()
+
+    def add_lost(self) -> None:
+        """Count an episode that the server no longer knows."""
+        with self._lock:
+            self._lost += 1
+
+    def in_words(self) -> str:
+        """Return how the games go."""
+        with self._lock:
+            count, lost = len(self._returns), f", {self._lost} lost" if self._lost else ""
+            newest = f", mean return of the newest {count}: {sum(self._returns) / count:.1f}" if count else ""
+            return f"{self._finished} episodes{newest}{lost}"
+
+
+def play(games: Games, tally: Tally) -> None:
     """Play one game after another. Steps of an episode that is lost are lost with it."""
     env = gym.make("CartPole-v1")
-    while not stopped.is_set():
+    while not tally.stopped.is_set():
         observation, _ = env.reset()
-        reward, terminated, truncated = 0.0, False, False
+        total, reward, terminated, truncated = 0.0, 0.0, False, False
         try:
             games.start()
             while not (terminated or truncated):
                 observation, earned, terminated, truncated, _ = env.step(games.act(observation, reward))
                 reward = float(earned)
+                total += reward
             games.end(observation, reward, truncated=not terminated)
         except LostError:
-            stopped.wait(0.2)
+            tally.add_lost()
+            tally.stopped.wait(0.2)
+        else:
+            tally.add(total)
 
 
-def main(endpoint: str, count: str = "1", token: str | None = None) -> None:
-    """Play until the process is killed, or one of the games cannot go on."""
-    if endpoint.startswith("http"):
-        players: list[Games] = [ByHttp(PolicyServer(endpoint, token)) for _ in range(int(count))]
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Play until there are enough episodes, or one of the games cannot go on."""
+    asked = _parser().parse_args(arguments)
+    if asked.endpoint.startswith("http"):
+        players: list[Games] = [ByHttp(PolicyServer(asked.endpoint, asked.token)) for _ in range(asked.games)]
     else:
-        client = PolicyClient(endpoint, timeout_s=PATIENCE_S)
-        players = [ByZmq(client) for _ in range(int(count))]
-    stopped = threading.Event()
+        client = PolicyClient(asked.endpoint, timeout_s=PATIENCE_S)
+        players = [ByZmq(client) for _ in range(asked.games)]
+    tally = Tally(asked.episodes)
 
     def until_it_ends(games: Games) -> None:
         try:
-            play(games, stopped)
+            play(games, tally)
+        except Exception as error:  # noqa: BLE001 - the end of a program, which says why
+            tally.failure = error
         finally:
-            stopped.set()
+            tally.stopped.set()
 
+    began = time.monotonic()
     for games in players:
         threading.Thread(target=until_it_ends, args=(games,), daemon=True).start()
-    stopped.wait()
-    sys.exit("the server is gone")
+    while not tally.stopped.wait(PROGRESS_S):
+        print(f"{time.monotonic() - began:.0f} s: {tally.in_words()}", flush=True)  # noqa: T201
+    print(tally.in_words(), flush=True)  # noqa: T201
+    if tally.failure is not None:
+        sys.exit(f"the server at {asked.endpoint} is gone, or refuses: {tally.failure}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m headrace.deploy.clients.cartpole", description="Play CartPole with a policy server's actions."
+    )
+    parser.add_argument("endpoint", help="tcp://HOST:PORT for ZeroMQ, http://HOST:PORT for HTTP")
+    parser.add_argument("games", nargs="?", type=int, default=1, help="games played at once (default: 1)")
+    parser.add_argument("token", nargs="?", help="token of the HTTP server, if it wants one")
+    parser.add_argument("--episodes", type=int, help="end after so many; without it, play until the server is gone")
+    return parser
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

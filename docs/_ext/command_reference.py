@@ -25,6 +25,8 @@ def commands(group: Any, prefix: str = "headrace") -> Iterator[tuple[str, Any]]:
     They are click's, whichever copy of click typer brings along.
     """
     for name, command in group.commands.items():
+        if command.hidden:
+            continue
         if hasattr(command, "commands"):
             yield from commands(command, f"{prefix} {name}")
         else:

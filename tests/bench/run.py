@@ -21,13 +21,24 @@ if not __package__:  # started as a script: start again as a module, so that chi
     )
     os.execv(sys.executable, [sys.executable, "-m", "bench.run", *sys.argv[1:]])
 
-from bench import double_buffering, env_processes, multi_agent, pipeline, sampler, serving, transport, waiting
+from bench import double_buffering, env_processes, multi_agent, pipeline, sampler, serving, startup, transport, waiting
 from bench.processes import ONE_THREAD, SPAWN
 from bench.table import Row, show
 
 WIDTHS = [1, 8, 64]
 NATIVE_WIDTHS = [64, 512]
-BENCHES = ["sampler", "native", "multi_agent", "processes", "halves", "pipeline", "transport", "serving", "waiting"]
+BENCHES = [
+    "sampler",
+    "native",
+    "multi_agent",
+    "processes",
+    "halves",
+    "pipeline",
+    "transport",
+    "serving",
+    "waiting",
+    "startup",
+]
 
 
 def main() -> None:
@@ -44,6 +55,7 @@ def main() -> None:
         "transport": lambda quick: transport.measure(*((1.0, 3) if quick else (2.0, 7))),
         "serving": lambda quick: serving.measure(*((1.0, 3) if quick else (2.0, 7))),
         "waiting": lambda quick: waiting.measure(*((2.0, 3) if quick else (4.0, 5))),
+        "startup": lambda quick: startup.measure(3 if quick else 7),
     }
     rows: list[Row] = []
     for name in args.only or benches:

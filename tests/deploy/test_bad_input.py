@@ -104,7 +104,6 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingBroker]:
         ("sampling.num_envs=99999999999999999999", ("sampling.num_envs", "exceeded maximum size")),
         ("sampling.rollout_fragment_length=9999999999999999999", ("rollout_fragment_length", "64 bits")),
         ("fleet.until_return=nan", ("fleet.until_return", "finite")),
-        ("fleet.run_dir=", ("fleet.run_dir", "at least 1 character")),
         ("broker.host=8.8.8.8", ("allow_insecure = true",)),
     ],
 )

@@ -41,6 +41,7 @@ def test_help_ends_with_examples_that_can_be_pasted(command: str) -> None:
     assert result.returncode == 0
     examples = result.stdout.rpartition("Examples:")[2].split("\n")
     assert [line for line in examples if line.startswith(f"    headrace {command}")]
+    assert "--config" not in "".join(examples), "an example names a file that an installed Headrace lacks"
 
 
 def test_version() -> None:
@@ -56,6 +57,11 @@ def test_an_unknown_key_in_the_file_names_file_and_nearest_key(tmp_path: Path) -
     result = headrace("up", "--config", "fleet.toml", cwd=tmp_path)
     assert_one_sentence(result, ExitCode.CONFIG, "sampling.num_env: unknown key", "sampling.num_envs", "fleet.toml")
     assert_one_sentence(headrace("up", "--config", "nope.toml", cwd=tmp_path), ExitCode.CONFIG, "cannot be read")
+
+
+def test_a_name_of_another_framework_names_ours() -> None:
+    result = headrace("up", "--set", "sampling.num_envs_per_env_runner=4")
+    assert_one_sentence(result, ExitCode.CONFIG, "did you mean sampling.num_envs?")
 
 
 def test_a_bad_value_from_the_environment_names_the_variable() -> None:
@@ -144,4 +150,5 @@ def test_doctor_finds_this_machine_fit_and_a_taken_port_not(tmp_path: Path) -> N
 def test_doctor_says_when_redis_does_not_answer(tmp_path: Path, free_port: int) -> None:
     result = headrace("doctor", "--run-dir", str(tmp_path), "--redis-url", f"redis://127.0.0.1:{free_port}/0")
     assert result.returncode == 1
-    assert "fail  redis server" in result.stdout
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("fail  redis server")]
+    assert line.endswith("start it, correct --redis-url, or leave it out"), "the whole sentence is shown"

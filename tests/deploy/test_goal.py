@@ -31,7 +31,8 @@ def test_a_return_counts_over_a_hundred_episodes_only() -> None:
 def test_numbers_of_an_earlier_run_reach_no_goal() -> None:
     assert not Goal(until_return=475.0).reached(START, START)
     assert not Goal(until_steps=500).reached(START, START)
-    assert Goal(until_steps=500).reached(RunNumbers(steps=1001), START)
+    assert not Goal(until_steps=500).reached(RunNumbers(steps=1499), START)
+    assert Goal(until_steps=500).reached(RunNumbers(steps=1500), START)
 
 
 def test_without_a_goal_nothing_is_reached_or_late() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import signal
 import socket
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -114,6 +116,18 @@ def test_a_checkpoint_answers_over_both_ways_and_a_stop_lets_episodes_end(run_di
     assert found["steps"] == sum(lengths) + 40 + 1
     assert found["mean_return"] == pytest.approx((sum(lengths) + 3.0) / 6)
     assert found["min_return"] == 0
+
+
+def test_the_sample_client_says_how_it_goes_and_ends(run_dir: Path, free_port: int) -> None:
+    client = [sys.executable, "-m", "headrace.deploy.clients.cartpole"]
+    shown = subprocess.run([*client, "--help"], capture_output=True, text=True, check=True, timeout=200).stdout
+    assert "--episodes" in shown
+    options = ("--config", str(run_dir / "fleet.toml"), "--port", str(free_port))
+    with serving(run_dir, *options):
+        play = [*client, f"tcp://127.0.0.1:{free_port}", "2", "--episodes", "3"]
+        played = subprocess.run(play, capture_output=True, text=True, check=False, timeout=200)
+    assert played.returncode == 0, played.stderr
+    assert re.search(r"^\d episodes, mean return of the newest \d: [\d.]+$", played.stdout, re.MULTILINE)
 
 
 def _is_closed(client: PolicyClient) -> bool:

@@ -45,7 +45,7 @@ def pretend(role: Role, run_dir: Path, slot: int | None = None) -> ProcessSpec:
 
 @pytest.fixture(autouse=True)
 def roles_are_pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_commands, "broker", lambda config_json, run_dir, fleet_id: pretend(Role.BROKER, run_dir))
+    monkeypatch.setattr(child_commands, "broker", lambda config_json, run_dir, *_: pretend(Role.BROKER, run_dir))
     monkeypatch.setattr(
         child_commands, "learner", lambda config, path, run_dir, endpoint, fleet_id: pretend(Role.LEARNER, run_dir)
     )

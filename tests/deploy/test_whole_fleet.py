@@ -63,7 +63,11 @@ def test_a_short_run_ends_at_its_goal_with_books_that_balance(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "codes", "parts"),
     [
-        (("--env", "NoSuchEnv-v0"), {ExitCode.ENV}, ("NoSuchEnv-v0", "cannot be found")),
+        (
+            ("--no-check-env", "--set", 'sampling.env_config={"gravity": 1}'),
+            {ExitCode.ENV},
+            ("worker-0: env 0 ('CartPole-v1') could not be built", "unexpected keyword argument 'gravity'"),
+        ),
     ],
 )
 def test_bad_input_that_a_role_notices_ends_the_fleet_with_its_sentence(

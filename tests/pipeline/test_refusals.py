@@ -117,6 +117,21 @@ def test_other_spaces_are_refused_with_what_to_do(broker: BrokerThread, start_fe
     assert "give every worker the same env" in str(feeder.error)
 
 
+def test_a_worker_refused_for_its_spaces_leaves_no_live_row(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+    first = start_feeder(broker.endpoints.worker, slot=0)
+    wait_until(lambda: first.session.welcome, "a welcome")
+    with RawPeer(broker.endpoints.worker) as peer:  # a worker says HELLO, builds its envs, and says it again
+        peer.send(hello(slot=7).frames())
+        welcome = read(WorkerWelcome, peer.receive_kind(MessageKind.WELCOME).header)
+        assert not broker.rows()[(7, welcome.incarnation)].closed
+        other = Spaces(observation=Box(shape=(3,), dtype="<f4"), action=Discrete(n=2)).model_dump(mode="json")
+        peer.send(hello(slot=7, incarnation=welcome.incarnation, spaces=other).frames())
+        assert read(Reject, peer.receive_kind(MessageKind.REJECT).header).code == "spaces_differ"
+    row = broker.rows()[(7, welcome.incarnation)]
+    assert row.closed
+    assert row.problems() == []
+
+
 def test_a_place_is_given_once(broker: BrokerThread, start_feeder: StartFeeder) -> None:
     first = start_feeder(broker.endpoints.worker, slot=0, incarnation=1)
     wait_until(lambda: first.session.welcome, "a welcome")

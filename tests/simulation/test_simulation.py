@@ -14,7 +14,7 @@ from headrace.schemas.ledger import LedgerRow, Settled, WorkerTotals
 from headrace.schemas.messages import HeldBatch
 from headrace.workers.fleet.window import SessionLimits
 from support.simulation.checker import History
-from support.simulation.world import LEASE_S, Faults, Settings, World
+from support.simulation.world import FRAGMENT_STEPS, LEASE_S, Faults, Settings, World
 
 pytestmark = pytest.mark.long
 
@@ -90,6 +90,24 @@ def test_every_promise_holds_under_every_schedule(name: str) -> None:
     for seed in range(variant.schedules):
         problems = run_schedule(variant, seed)
         assert not problems, f"variant {name!r}, seed {seed}: {problems[:3]}"
+
+
+@pytest.mark.parametrize("kills", [0, 2])
+def test_a_fleet_stops_within_one_fragment_of_each_worker(kills: int) -> None:
+    """Whatever is lost on the way. Of a worker that is killed, a window of steps may not have been counted yet."""
+    window, most = 4, 150
+    faults = Faults(drop=0.05, repeat=0.05, worker_kills=kills, worker_stops=0, broker_kills=0)
+    session = SessionLimits(window, window_env_steps=(window + 1) * FRAGMENT_STEPS)
+    settings = replace(
+        BASE, workers=3, batches=1000, faults=faults, session=session, limits=_limits(max_env_steps=most)
+    )
+    for seed in range(150):
+        world = World(replace(settings, seed=seed), History())
+        world.run(60.0)
+        steps = sum(worker.recorder.totals.stepped for worker in world.workers)
+        killed = len(world.workers) - settings.workers
+        over = settings.workers * FRAGMENT_STEPS + killed * window * FRAGMENT_STEPS
+        assert most <= steps < most + over, f"seed {seed}: {steps} steps with {killed} workers killed"
 
 
 def test_a_schedule_replays_exactly() -> None:

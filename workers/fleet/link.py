@@ -5,6 +5,7 @@ Only the sampling thread uses them, between two polls of the envs. A pump costs 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -20,6 +21,9 @@ from headrace.workers.fleet.session import SessionState, WorkerSession
 from headrace.workers.fleet.weights import WeightsReceiver
 from headrace.workers.fleet.window import Shipment
 
+log = logging.getLogger(__name__)
+
+_SAY_WAITING_S = 10.0
 _CONTROL: dict[MessageKind, type[Message]] = {m.KIND: m for m in (WorkerWelcome, Ack, Fenced, Reject)}
 _CAPS = WireLimits(payload_bytes=1 << 30)
 
@@ -61,8 +65,17 @@ class BrokerLink:
             self._send()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the broker's WELCOME. Raises `UnreachableError`, or the error of the broker's refusal."""
-        self.wait_until(lambda: self.session.state is SessionState.ACTIVE, timeout_s)
+        """Wait for the broker's WELCOME, and log now and then that it has not come.
+
+        Raises `UnreachableError`, or the error of the broker's refusal.
+        """
+        waited_s = 0.0
+        while waited_s < timeout_s and self.session.state is SessionState.JOINING:
+            if waited_s:
+                log.info("no broker answers at %s for %.0f s (at most %.0f s)", self.endpoint, waited_s, timeout_s)
+            slice_s = min(_SAY_WAITING_S, timeout_s - waited_s)
+            self.wait_until(lambda: self.session.state is SessionState.ACTIVE, slice_s)
+            waited_s += slice_s
         self.raise_refusal()
         if self.session.state is not SessionState.ACTIVE:
             raise self._handshakes.why_silent(timeout_s)

@@ -117,6 +117,7 @@ def _session(config: FleetConfig, fleet_id: str, slot: int | None, incarnation: 
         config.worker.window_bytes,
         config.broker.ack,
         window_steps=config.window_steps(),
+        window_env_steps=config.window_env_steps(),
         follows_learner=config.worker.window_batches is None,
     )
     return WorkerSession(hello, limits)

@@ -72,6 +72,8 @@ class WorkerSession:
         self.waiting_for = ""
         self.steps_elsewhere = 0
         """Env steps of all other lives of workers. It never decreases, although a broker may forget."""
+        self.steps_share: int | None = None
+        """This worker's share of the env steps that the fleet may still take; None while there is no bound."""
         self.read_counters: Callable[[], Counters] = dict
         """Function that returns the runner's lifetime counters; called for each message that carries them."""
         self.read_metrics: Callable[[], LoggedMetrics] = dict
@@ -110,6 +112,21 @@ class WorkerSession:
     def has_room(self, batches: int = 1) -> bool:
         """Return whether the window has room for that many batches, which one cut gives; see `Window.has_room`."""
         return self._window.has_room(batches)
+
+    def may_step(self) -> bool:
+        """Return whether the fleet's bound of env steps lets this worker begin another fragment.
+
+        Near the bound the broker must first have counted all steps of this worker. So the fleet stops within one
+        fragment of each worker: no worker begins one on an old count. "Near" is less than what all windows hold,
+        because a worker may fill its window before it hears that the bound is near. A broker that has just restarted
+        may know of fewer steps than were taken, and lets the fleet take some more.
+        """
+        share, window = self.steps_share, self.limits.window_env_steps
+        if self.is_synchronous:
+            return True  # the broker plans no round beyond the bound
+        if share is None or (window is not None and share > window + self._window.learner_steps):
+            return True
+        return share > 0 and not self.unaccepted()
 
     def submit(self, shipment: Shipment) -> None:
         """Take a batch for delivery. Its number must be `next_seq`."""
@@ -273,6 +290,7 @@ class WorkerSession:
         self.weights_known = max(self.weights_known, welcome.weights)
         self._hear_of_round(welcome)
         self.steps_elsewhere = max(self.steps_elsewhere, welcome.steps_elsewhere)
+        self.steps_share = welcome.steps_share
         self._next_send = now
 
     def _on_ack(self, ack: Ack, now: float) -> None:
@@ -286,6 +304,7 @@ class WorkerSession:
         self.weights_known = max(self.weights_known, ack.weights)
         self._hear_of_round(ack)
         self.steps_elsewhere = max(self.steps_elsewhere, ack.steps_elsewhere)
+        self.steps_share = ack.steps_share
         self.waiting_for = ack.waiting_for
         if self.limits.ack == "broker":
             self._window.let_go(self.accepted)

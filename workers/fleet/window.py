@@ -37,6 +37,8 @@ class SessionLimits:
 
     When envs are down, batches are small, and a learner that waits for steps needs more of them.
     """
+    window_env_steps: int | None = None
+    """Env steps that a full window may have; None where batches vary."""
     follows_learner: bool = True
     """Whether the steps that the learner wants under way take the place of the two limits above, once it tells them."""
 

@@ -194,7 +194,7 @@ class Worker:
     def wait_for_room(self, stopping: threading.Event) -> bool:
         """Wait while the window is full. Return whether there is room; there may be none when stopping.
 
-        In synchronous sampling wait for the next round too.
+        In synchronous sampling wait for the next round too. Wait also while the fleet may take no more steps.
         """
         if self.session.is_synchronous and not self._in_round():
             self.session.blocked = "round"
@@ -202,12 +202,16 @@ class Worker:
             self.session.blocked = ""
             if stopping.is_set():
                 return False
-        if self._has_room():
-            return True
-        self.session.blocked = "window"
-        self._wait("room in the window", self._has_room, stopping)
-        self.session.blocked = ""
-        return self._has_room()
+        if not self._has_room():
+            self.session.blocked = "window"
+            self._wait("room in the window", self._has_room, stopping)
+            self.session.blocked = ""
+        if not self.session.may_step():
+            self._wait("more env steps, since the fleet has taken as many as it may", self._may_begin, stopping)
+        return self._may_begin()
+
+    def _may_begin(self) -> bool:
+        return self._has_room() and self.session.may_step()
 
     def _in_round(self) -> bool:
         self._apply_weights()
@@ -276,7 +280,7 @@ class Worker:
         """
         if self._acting_channel is None:
             return
-        while has_room := self.session.has_room(self._batches_a_cut + 1):
+        while has_room := self.session.has_room(self._batches_a_cut + 1) and self.session.may_step():
             delivery = self._acting_channel.take()
             if delivery is None:
                 break

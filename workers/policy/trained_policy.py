@@ -33,7 +33,7 @@ _Key = tuple[Any, str]
 class TrainedPolicy:
     """The modules of a trained policy, each with its connectors and with what it remembers of running episodes.
 
-        policy = load_policy("runs/default")
+        policy = load_policy("runs/a")
         observation, _ = env.reset()
         policy.reset()
         action = policy.act(observation)

@@ -42,7 +42,8 @@ def train(way: str, run_dir: Path, *goal: str) -> dict[str, Any]:
 
 def _games(endpoint: str) -> subprocess.Popen[bytes]:
     program = [sys.executable, "-m", "headrace.deploy.clients.cartpole", endpoint, str(GAMES)]
-    return subprocess.Popen(program, stderr=subprocess.DEVNULL)  # at the end its server is gone, and it says so
+    # At the end its server is gone, and it says so.
+    return subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def endpoint_of(fleet_json: Path, way: str, fleet: subprocess.Popen[bytes]) -> str:

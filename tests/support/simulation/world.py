@@ -31,6 +31,8 @@ LEASE_S = 4.0
 IDLE_S = 8.0
 SPACES: dict[str, Any] = {"default_policy": {}}
 TICK_S = 0.5
+FRAGMENT_STEPS = 9
+"""The most steps that a worker cuts at once."""
 
 
 @dataclass(frozen=True)
@@ -154,10 +156,11 @@ class SimWorker:
         session, world = self.session, self.world
         totals = self.recorder.totals
         session.weights = session.weights_known
-        room = session.round_left() if session.is_synchronous or world.settings.round_steps else 9
+        synchronous = session.is_synchronous or world.settings.round_steps
+        room = session.round_left() if synchronous else FRAGMENT_STEPS
         may_cut = session.state is WorkerState.ACTIVE and self.cut < world.settings.batches and session.has_room()
-        if may_cut and room:
-            steps, chunks = world.random.randint(1, min(room, 9)), world.random.randint(1, 3)
+        if may_cut and room and session.may_step():
+            steps, chunks = world.random.randint(1, min(room, FRAGMENT_STEPS)), world.random.randint(1, 3)
             self.cut += 1
             totals = WorkerTotals(
                 seq=session.next_seq,
@@ -171,7 +174,7 @@ class SimWorker:
             session.submit(Shipment(batch, 100, [header], totals))  # type: ignore[list-item]
             world.history.cut(self.slot, self.incarnation, batch)
             world.versions[(self.slot, self.incarnation, batch.seq)] = session.weights
-        elif world.hostile and self.cut < world.settings.batches:
+        elif world.hostile and self.cut < world.settings.batches and session.may_step():
             open_steps = world.random.randint(0, 3)
             more = totals.model_copy(update={"stepped": totals.stepped - totals.open + open_steps, "open": open_steps})
             self._record(more, session.window())

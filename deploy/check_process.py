@@ -1,0 +1,105 @@
+"""The process of the check before a start, as the supervisor sees it: `start_check.py` says what it does."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+from headrace.deploy.child import Child, describe_end
+from headrace.deploy.child_commands import check_start
+from headrace.deploy.event_loop import EventLoop
+from headrace.deploy.fleet_errors import StartCheckError
+from headrace.deploy.free_ports import check_ports
+from headrace.deploy.redis_server import check_url, find_server
+from headrace.deploy.resume import write_settings
+from headrace.deploy.run_dir import RunDir, write_private
+from headrace.deploy.stop_signals import StopSignals
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.errors import ExitCode
+
+log = logging.getLogger("headrace.supervisor")
+
+STEP = "next: "
+"""Begins the lines with which the process announces its steps."""
+SAY_WAITING_S = 10.0
+_START_S = 60.0
+"""How long the process may take beside its env."""
+
+
+def check_before_start(config: FleetConfig, run_dir: RunDir, signals: StopSignals) -> None:
+    """Check ports and Redis here, and the rest in a process. Returns early when a stop signal comes.
+
+    Raises `PortInUseError`, `ConfigError`, `RedisUnavailableError`, or `StartCheckError` with the sentence and the exit
+    code that a worker or the learner would end with.
+    """
+    check_ports(config)
+    if config.redis.url:
+        check_url(config.redis.url)
+    else:
+        find_server()
+    config_json = run_dir.logs / "check.json"
+    write_private(config_json, write_settings(config))
+    child = Child(check_start(config_json), run_dir.logs / "check.log")
+    limit_s = config.sampling.env_construct_timeout_s + _START_S
+    took_s = _wait(child, limit_s, signals)
+    returncode = child.reap()
+    config_json.unlink(missing_ok=True)
+    if not returncode or signals.count:
+        return
+    if took_s > limit_s:
+        raise StartCheckError(
+            ExitCode.ENV,
+            f"{_step(child)} took longer than sampling.env_construct_timeout_s = "
+            f"{config.sampling.env_construct_timeout_s:g} s; raise it, or start without: --no-check-env",
+        )
+    raise _error(child, returncode)
+
+
+def _wait(child: Child, limit_s: float, signals: StopSignals) -> float:
+    """Wait until the process has ended, and return how long that took, in seconds.
+
+    It is killed at its deadline, or when a stop signal comes.
+    """
+    loop, began = EventLoop(), time.monotonic()
+    ended: list[int] = []
+    loop.watch(child.pidfd, lambda: ended.append(child.pid))
+    loop.watch(signals.fd, signals.clear)
+    next_word = began + SAY_WAITING_S
+    while not ended:
+        loop.turn(0.2)
+        now = time.monotonic()
+        if now >= next_word:
+            next_word += SAY_WAITING_S
+            log.info("still %s (%.0f s; given up after %.0f s)", _step(child), now - began, limit_s)
+        if signals.count or now - began > limit_s:
+            child.send(signal.SIGKILL)
+    loop.forget(child.pidfd)
+    return time.monotonic() - began
+
+
+def _error(child: Child, returncode: int) -> StartCheckError:
+    """Return the error with which the process ended, and show what user code has printed."""
+    for line in _printed(child):
+        print(line, file=sys.stderr)  # noqa: T201
+    record = child.exit_record
+    if record is not None and record.sentence:
+        return StartCheckError(ExitCode(record.exit_code), record.sentence)
+    return StartCheckError(
+        ExitCode.ENV, f"{_step(child)} ended its process with {describe_end(returncode)}; see what it printed above"
+    )
+
+
+def _step(child: Child) -> str:
+    steps = [line for line in child.log_lines(200) if line.startswith(STEP)]
+    return steps[-1].removeprefix(STEP) if steps else "starting the check"
+
+
+def _printed(child: Child) -> Iterator[str]:
+    for line in child.log_lines(60):
+        if line.startswith("error: "):
+            return
+        if not line.startswith(STEP):
+            yield line

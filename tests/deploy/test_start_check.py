@@ -1,0 +1,204 @@
+"""Mistakes that `headrace up` finds before it starts anything, and what it says of each."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.deploy import check_process
+from headrace.deploy.run_dir import RunDir
+from headrace.deploy.start_check import check_start
+from headrace.deploy.stop_signals import StopSignals
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.config_loading import build_config
+from headrace.schemas.errors import EnvError, ExitCode, HeadraceError, UnknownEnvError
+
+USER_CODE = '''
+import os
+import threading
+
+import gymnasium as gym
+import torch
+
+
+class Bare(torch.nn.Module):
+    """It acts, and cannot be trained by PPO."""
+
+    noise_size, noise_kind = 1, "uniform"
+
+    def forward_exploration(self, batch):
+        rows = len(batch["obs"])
+        return {"actions": torch.zeros(rows, dtype=torch.int64), "logp": torch.zeros(rows)}
+
+    forward_inference = forward_train = forward_exploration
+
+
+class Silent(Bare):
+    def forward_exploration(self, batch):
+        return {"actions": torch.zeros(len(batch["obs"]), dtype=torch.int64)}
+
+    forward_inference = forward_train = forward_exploration
+
+    def logp(self, dist_inputs, actions): ...
+    def entropy(self, dist_inputs): ...
+
+
+def bare(spaces):
+    return Bare()
+
+
+def silent(spaces):
+    return Silent()
+
+
+def narrow(spaces):
+    module = Bare()
+    module.layer = torch.nn.Linear(3, 2)
+    module.forward_exploration = lambda batch: {"actions": module.layer(batch["obs"])}
+    return module
+
+
+def broken(context):
+    raise RuntimeError("no licence for the simulator")
+
+
+def crashing(context):
+    os.abort()
+
+
+def slow(context):
+    threading.Event().wait(1.0)
+    return gym.make("CartPole-v1")
+'''
+
+
+def up(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (cwd / "user.py").write_text(USER_CODE)
+    command = [sys.executable, "-m", "headrace.deploy", "up", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=200)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("arguments", "code", "parts"),
+    [
+        (("--env", "CartPol-v1"), ExitCode.ENV, ("'CartPol-v1' cannot be found", "Did you mean: `CartPole`?")),
+        (("--set", "module.build=nowhere:build"), ExitCode.MODULE, ("'nowhere:build' cannot be found",)),
+        (("--set", "module.build=user:bare"), ExitCode.MODULE, ("user:bare", "has no logp, entropy", "learner")),
+        (("--env", "user:broken"), ExitCode.ENV, ("user:broken", "RuntimeError: no licence for the simulator")),
+        (("--env", "user:crashing"), ExitCode.ENV, ("building one env of 'user:crashing'", "SIGABRT")),
+    ],
+)
+def test_a_mistake_ends_it_before_anything_starts(
+    tmp_path: Path, arguments: tuple[str, ...], code: ExitCode, parts: tuple[str, ...]
+) -> None:
+    result = up(tmp_path, *arguments)
+    assert result.returncode == code, result.stderr
+    sentence = result.stderr.rpartition("error: ")[2]
+    for part in parts:
+        assert part in sentence
+    assert "started: pid" not in result.stderr
+    assert not list(tmp_path.glob("runs/*")), "a run directory stays though nothing has run"
+
+
+@pytest.mark.processes
+def test_in_a_directory_that_was_there_the_check_leaves_only_its_log(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        taken = up(tmp_path, "--run-dir", ".", "--set", f"broker.worker_port={port}")
+    misspelt = up(tmp_path, "--run-dir", ".", "--env", "CartPol-v1")
+    assert (taken.returncode, misspelt.returncode) == (ExitCode.PORT_IN_USE, ExitCode.ENV)
+    assert str(port) in taken.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"user.py", "lock", "logs", "recorders"}
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {"check.log"}
+
+
+def config(**sections: dict[str, Any]) -> FleetConfig:
+    return build_config(sections)
+
+
+def mistake(**sections: dict[str, Any]) -> str:
+    """What the check says of these settings."""
+    with pytest.raises(HeadraceError) as caught:
+        check_start(config(**sections), lambda step: None)
+    return str(caught.value)
+
+
+@pytest.fixture
+def user_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "user.py").write_text(USER_CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "user", raising=False)
+
+
+@pytest.mark.usefixtures("user_code")
+def test_a_module_must_give_what_the_learner_asks_for() -> None:
+    assert "'user:silent' gives no 'logp' in forward_exploration" in mistake(module={"build": "user:silent"})
+    assert "'user:narrow' does not fit its env's spaces" in mistake(module={"build": "user:narrow"})
+    own_learner = config(module={"build": "user:bare"}, learner={"enabled": False})
+    check_start(own_learner, lambda step: None)  # whose needs are its own affair
+
+
+def test_names_that_mean_nothing_are_named() -> None:
+    assert "has no 'MeanStdd'" in mistake(sampling={"env_to_module": ["headrace.workers.connectors:MeanStdd"]})
+    assert "nowhere" in mistake(sampling={"callbacks": ["nowhere:Callback"]})
+
+
+def test_several_agents_without_policies_are_told_of_the_setting() -> None:
+    said = mistake(sampling={"env": "headrace.workers.agents.examples:two_carts"})
+    assert "sampling.policies" in said
+    several = {"env": "headrace.workers.agents.examples:two_carts", "policies": {"one": {}}}
+    check_start(config(sampling=several), lambda step: None)
+
+
+def test_an_env_that_must_be_registered_is_told_how() -> None:
+    assert "ale_py:ALE/Breakout-v5" in mistake(sampling={"env": "ALE/Breakout-v5"})
+    assert "minigrid:MiniGrid-Empty-5x5-v0" in mistake(sampling={"env": "MiniGrid-Empty-5x5-v0"})
+
+
+def test_a_mission_names_the_wrapper_that_leaves_it_out() -> None:
+    assert "minigrid.wrappers.ImgObsWrapper" in mistake(sampling={"env": "minigrid:MiniGrid-Empty-5x5-v0"})
+
+
+def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ale_py", None)
+    with pytest.raises(UnknownEnvError, match=r"pip install 'headrace\[envs\]'"):
+        check_start(config(sampling={"env": "ale_py:ALE/Breakout-v5"}), lambda step: None)
+
+
+def test_an_env_that_this_machine_need_not_have_is_not_looked_for() -> None:
+    elsewhere = {"env": "only_there:make"}
+    for sections in (
+        {"sampling": {**elsewhere, "env_placement": "remote"}},
+        {"sampling": elsewhere, "fleet": {"workers": 0}},
+    ):
+        check_start(config(**sections), lambda step: None)
+    steps: list[str] = []
+    check_start(config(fleet={"check_env": False}), steps.append)
+    assert steps == ["looking up what the config names"]
+    assert "CartPol-v1" in mistake(fleet={"check_env": False}, sampling={"env": "CartPol-v1"})
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("user_code")
+def test_an_env_that_takes_its_time_is_said_and_given_up_at_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(check_process, "SAY_WAITING_S", 0.3)
+    slow = config(sampling={"env": "user:slow", "env_construct_timeout_s": 0.1})
+    with RunDir(tmp_path / "run") as run_dir, StopSignals() as signals, caplog.at_level(logging.INFO, "headrace"):
+        check_process.check_before_start(slow, run_dir, signals)
+        assert "still building one env of 'user:slow'" in caplog.text
+        monkeypatch.setattr(check_process, "_START_S", 0.0)
+        with pytest.raises(HeadraceError, match=r"took longer than sampling\.env_construct_timeout_s = 0\.1") as caught:
+            check_process.check_before_start(slow, run_dir, signals)
+    assert caught.value.exit_code == EnvError.exit_code
