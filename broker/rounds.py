@@ -145,7 +145,8 @@ class Rounds:
     def learn(self, source: Source, version: Version, shipped: int) -> None:
         """Take over how many steps a worker says it has shipped with `version`: an earlier broker may have had them."""
         if self.active and version == self.version and source.slot in self._shares:
-            self._count(source, max(shipped, self._shares[source.slot].shipped.get(source.incarnation, 0)))
+            share = self._shares[source.slot]
+            self._count(source, max(min(shipped, share.steps), share.shipped.get(source.incarnation, 0)))
 
     def _count(self, source: Source, shipped: int) -> None:
         self._shares[source.slot].shipped[source.incarnation] = shipped

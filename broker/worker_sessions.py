@@ -21,6 +21,7 @@ from headrace.schemas.messages import (
     SupervisorHello,
     WorkerHello,
     WorkerWelcome,
+    tellable_shapes,
 )
 from headrace.schemas.module_spaces import told_by_module
 from headrace.schemas.runner_counters import Counters, larger
@@ -150,7 +151,7 @@ class WorkerSessions:
         source.silent_until = now + self._limits.lease_s + hello.silence_s
         source.introduced = bool(hello.spaces)
         source.num_envs, source.cut_steps = max(1, hello.num_envs), max(1, hello.cut_steps)
-        source.weight_shapes = hello.weight_shapes
+        source.weight_shapes = tellable_shapes(hello.weight_shapes)
         if hello.totals.seq == source.accepted:
             source.totals = hello.totals
 

@@ -10,16 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.learner_stub.connector_merger import ConnectorMerger as ConnectorMerger
+    from headrace.learner_stub.gae import advantages as advantages
     from headrace.learner_stub.publisher import WeightPublisher as WeightPublisher
     from headrace.learner_stub.stream import EpisodeStream as EpisodeStream
+    from headrace.learner_stub.tensors import to_torch as to_torch
+    from headrace.learner_stub.v_trace import vtrace as vtrace
 
 _HOMES = {
     "ConnectorMerger": "headrace.learner_stub.connector_merger",
     "EpisodeStream": "headrace.learner_stub.stream",
     "WeightPublisher": "headrace.learner_stub.publisher",
+    "advantages": "headrace.learner_stub.gae",
+    "to_torch": "headrace.learner_stub.tensors",
+    "vtrace": "headrace.learner_stub.v_trace",
 }
 
-__all__ = ["ConnectorMerger", "EpisodeStream", "WeightPublisher"]
+__all__ = ["ConnectorMerger", "EpisodeStream", "WeightPublisher", "advantages", "to_torch", "vtrace"]
 
 
 def __getattr__(name: str) -> Any:

@@ -32,12 +32,22 @@ def advantages(
         return np.zeros(0)
     next_values = np.append(values[1:], 0.0)
     next_values[offsets[1:] - 1] = bootstraps
-    result = rewards + gamma * next_values - values
+    deltas = rewards + gamma * next_values - values
+    return sum_backwards(deltas, np.full(len(deltas), gamma * gae_lambda), offsets)
+
+
+def sum_backwards(
+    terms: NDArray[np.float64], decays: NDArray[np.float64], offsets: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Return sum[t] = terms[t] + decays[t] * sum[t + 1] within each chunk: float64 (N,). No chunk may be empty."""
+    result, lengths = terms.copy(), np.diff(offsets)
+    if len(lengths) == 0:
+        return result
     # All chunks walk back from their last step together, the longest first, so that those still walking are a prefix.
     order = np.argsort(-lengths, kind="stable")
     last = (offsets[1:] - 1)[order]
     walking = np.searchsorted(-lengths[order], -np.arange(int(lengths.max())), side="left")
     for back in range(1, len(walking)):
         row = last[: walking[back]] - back
-        result[row] += gamma * gae_lambda * result[row + 1]
+        result[row] += decays[row] * result[row + 1]
     return result

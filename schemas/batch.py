@@ -25,6 +25,7 @@ import orjson
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
+from headrace.schemas.batch_views import TimeMajor, Transitions, time_major, transitions
 from headrace.schemas.chunk import (
     DEFAULT_AGENT,
     EXPLORE,
@@ -259,6 +260,14 @@ class ChunkBatch(Sequence[EpisodeChunk]):
     def _chunk_infos(self, i: int, length: int) -> list[dict[str, Any]]:
         sparse = self.infos.get(i)
         return [sparse.get(t, {}) for t in range(length + 1)] if sparse and length else []
+
+    def transitions(self) -> Transitions:
+        """Return copies of all steps, each with the observation after it; see `Transitions`."""
+        return transitions(self)
+
+    def time_major(self) -> TimeMajor:
+        """Return copies of the chunks side by side, time first, padded to the longest; see `TimeMajor`."""
+        return time_major(self)
 
     def select(self, keep: NDArray[np.bool_]) -> ChunkBatch:
         """Return a copy with only the chunks where `keep` (bool, one for each chunk in column order) is true."""

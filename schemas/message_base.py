@@ -19,6 +19,8 @@ M = TypeVar("M", bound=BaseModel)
 
 MOST_TENSORS = 1024
 MOST_NAME = 200
+_MOST_NAMES = 1 << 16
+"""Characters of all names of tensors in one message together."""
 MOST_DETAIL = 1000
 
 
@@ -79,7 +81,8 @@ ModuleShapes = Annotated[
 def tellable_shapes(shapes: Mapping[str, Mapping[str, Sequence[int]]]) -> dict[str, dict[str, list[int]]]:
     """Return the shapes as a message carries them: all, or none if they are too many or their names too long."""
     names = [*shapes, *(name for own in shapes.values() for name in own)]
-    if len(names) > MOST_TENSORS or any(len(name) > MOST_NAME for name in names):
+    sizes = [len(name) for name in names]
+    if len(names) > MOST_TENSORS or max(sizes, default=0) > MOST_NAME or sum(sizes) > _MOST_NAMES:
         return {}
     return {module_id: {name: list(shape) for name, shape in own.items()} for module_id, own in shapes.items()}
 

@@ -148,6 +148,12 @@ class Spaces(BaseModel):
     observation: Space
     action: Space
 
+    def to_gymnasium(self) -> tuple[Any, Any]:
+        """Return (observation space, action space) as gymnasium's. Needs gymnasium, which nothing else here does."""
+        from headrace.schemas.gymnasium_spaces import to_gym
+
+        return to_gym(self.observation), to_gym(self.action)
+
 
 def leaf_shape(leaf: Leaf) -> tuple[int, ...]:
     """Return the shape of one row of the leaf's column; () for Discrete."""
@@ -169,6 +175,17 @@ def leaves(space: Space, root: str) -> Iterator[tuple[str, Leaf]]:
             yield from leaves(sub, f"{root}/{index}")
     else:
         yield root, space
+
+
+def box_bounds(leaf: Box) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the lowest and highest value of each element: float64 of the leaf's shape, infinite where unbounded."""
+    return _row(leaf, leaf.low, -np.inf), _row(leaf, leaf.high, np.inf)
+
+
+def _row(leaf: Box, bound: Any, absent: float) -> NDArray[np.float64]:
+    if not isinstance(bound, tuple):
+        return np.full(leaf.shape, absent if bound is None else bound, np.float64)
+    return np.array([absent if b is None else b for b in bound], np.float64).reshape(leaf.shape)
 
 
 def nest(space: Space, columns: Mapping[str, NDArray[Any]], root: str) -> Any:

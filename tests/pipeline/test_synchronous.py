@@ -227,6 +227,14 @@ def test_a_life_that_follows_another_ships_what_is_left() -> None:
     assert _shares(rounds, [workers[0], after]) == [64, 24]
 
 
+def test_a_worker_that_claims_to_have_shipped_more_than_its_share_has_shipped_its_share() -> None:
+    """As every number of a peer: it must not become one that no message can carry."""
+    rounds, workers = Rounds(True, 1, lease_s=2.0), _workers(1)
+    rounds.advance((1, 1), workers, 0, 0.0)
+    rounds.learn(workers[0], (1, 1), (1 << 63) - 1)
+    assert rounds.share(workers[0]) == 64
+
+
 def test_what_others_have_made_is_the_same_for_a_whole_round() -> None:
     """A module's schedule may use it: it must not depend on timing."""
     rounds, workers = Rounds(True, 2, lease_s=2.0), _workers(2)

@@ -120,3 +120,4 @@ def test_shapes_that_are_too_many_for_a_message_are_not_told() -> None:
     assert tellable_shapes(SHAPES) == {"one": {"w": [2, 3]}, "two": {"v": [4]}}
     assert tellable_shapes({"one": {str(n): (1,) for n in range(2000)}}) == {}
     assert tellable_shapes({"one": {"x" * 300: (1,)}}) == {}
+    assert tellable_shapes({"one": {f"{n:0200}": (1,) for n in range(400)}}) == {}

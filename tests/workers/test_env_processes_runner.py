@@ -11,8 +11,9 @@ import pytest
 
 from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import ConfigError, EnvError, EnvHangError, EnvRestartBudgetError
+from headrace.schemas.gymnasium_spaces import to_gym
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, RunnerCallback, SingleAgentEnvRunner
-from headrace.workers.envs.spaces import convert, to_gym
+from headrace.workers.envs.spaces import convert
 from support.envs.toy import check_books
 from support.runners.process_driver import is_running
 from support.waiting import wait_until

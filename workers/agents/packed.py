@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.schemas.gymnasium_spaces import to_gym
 from headrace.schemas.spaces import column_dtype, leaf_shape, leaves
 from headrace.workers.agents.acting_seats import ActingSeats
 from headrace.workers.agents.env import AgentDict, MultiAgentEnv
@@ -19,7 +20,6 @@ from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.placeholder import out_of_reach
 from headrace.workers.envs.sequential_step import Outcome
-from headrace.workers.envs.spaces import to_gym
 from headrace.workers.envs.vector import EnvPlacement, EnvVector
 
 

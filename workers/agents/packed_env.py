@@ -9,12 +9,11 @@ import gymnasium as gym
 import numpy as np
 
 from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.spaces import Box, Dict, MultiBinary, Space, Spaces, Tuple, column_dtype, leaf_shape
+from headrace.schemas.spaces import Box, Dict, MultiBinary, Space, Spaces, Tuple, box_bounds, column_dtype, leaf_shape
 from headrace.workers.agents.env import ALL, AgentDict, gym_spaces_of, spaces_by_agent
 from headrace.workers.agents.env_building import build_multi_agent_env
 from headrace.workers.agents.lane_report import check_known, read_reset, take_step_apart, with_content
 from headrace.workers.agents.packing import Packing
-from headrace.workers.envs.bounds import box_bounds
 from headrace.workers.envs.checks import check_rewards, end_of
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator, build_env

@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import ConfigError
-from headrace.schemas.spaces import Box, Spaces, column_dtype
+from headrace.schemas.spaces import Box, Spaces, box_bounds, column_dtype
 from headrace.workers.connectors.connector import Columns, Connector, Rows
-from headrace.workers.envs.bounds import bounded_box, box_bounds
+from headrace.workers.envs.bounds import bounded_box
 
 
 class FrameStack(Connector):

@@ -16,12 +16,12 @@ from headrace.schemas.spaces import (
     MultiDiscrete,
     Space,
     Tuple,
+    box_bounds,
     column_dtype,
     leaf_shape,
     leaf_size,
     leaves,
 )
-from headrace.workers.envs.bounds import box_bounds
 
 
 def write_actions(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.spaces import Box, Discrete, Leaf, MultiDiscrete, column_dtype, leaf_shape
+from headrace.schemas.spaces import Box, Discrete, Leaf, MultiDiscrete, box_bounds, column_dtype, leaf_shape
 
 if TYPE_CHECKING:  # processes of envs import this file too, and start faster without it
     import torch
@@ -28,11 +28,6 @@ def unsound_rewards(rewards: NDArray[np.float64]) -> NDArray[np.intp]:
 def reward_due(seen: float) -> str:
     """Return what a reward that is not sound should have been, in words."""
     return f"within {LARGEST_REWARD:.3g}" if np.isfinite(seen) else "finite scalar"
-
-
-def box_bounds(leaf: Box) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the lowest and highest value of each element: float64 of the leaf's shape, infinite where unbounded."""
-    return _row(leaf, leaf.low, -np.inf), _row(leaf, leaf.high, np.inf)
 
 
 def leaf_bounds(leaf: Leaf) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
@@ -103,12 +98,6 @@ def _tensor(array: NDArray[Any]) -> torch.Tensor:
     import torch
 
     return torch.from_numpy(array)
-
-
-def _row(leaf: Box, bound: Any, absent: float) -> NDArray[np.float64]:
-    if not isinstance(bound, tuple):
-        return np.full(leaf.shape, absent if bound is None else bound, np.float64)
-    return np.array([absent if b is None else b for b in bound], np.float64).reshape(leaf.shape)
 
 
 def _shared(bound: NDArray[np.float64]) -> float | tuple[float | None, ...] | None:

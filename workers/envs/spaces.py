@@ -9,9 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import EnvContractError
-from headrace.schemas.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Space, Spaces, Tuple, column_dtype
+from headrace.schemas.spaces import (
+    Box,
+    Dict,
+    Discrete,
+    MultiBinary,
+    MultiDiscrete,
+    Space,
+    Spaces,
+    Tuple,
+)
 from headrace.schemas.wire import ALLOWED_DTYPES
-from headrace.workers.envs.bounds import box_bounds
 
 _WRAPPERS = {
     "MissionSpace": "give a function that wraps the env in minigrid.wrappers.ImgObsWrapper, which leaves the mission "
@@ -89,26 +97,3 @@ def _bound(values: NDArray[Any]) -> float | tuple[float | None, ...] | None:
     """Return one number if all elements share it, None for infinity."""
     flat = [v if np.isfinite(v) else None for v in values.ravel().astype(float).tolist()]
     return flat[0] if len(set(flat)) == 1 else tuple(flat)
-
-
-def to_gym(space: Space) -> gym.Space[Any]:
-    """Return a gymnasium space equal to the one from which `convert` made `space`.
-
-    The exception is MultiBinary((n,)), which comes back as MultiBinary(n); gymnasium does not count them as equal.
-    """
-    match space:
-        case Box():
-            low, high = box_bounds(space)
-            dtype = column_dtype(space)
-            return gym.spaces.Box(low.astype(dtype), high.astype(dtype), space.shape, dtype.type)
-        case Discrete():
-            return gym.spaces.Discrete(space.n, start=space.start)
-        case MultiDiscrete():
-            nvec, start = np.reshape(space.nvec, space.shape), np.reshape(space.start, space.shape)
-            return gym.spaces.MultiDiscrete(nvec, dtype=column_dtype(space).type, start=start)
-        case MultiBinary():
-            return gym.spaces.MultiBinary(space.shape[0] if len(space.shape) == 1 else space.shape)
-        case Dict():
-            return gym.spaces.Dict({key: to_gym(sub) for key, sub in space.spaces.items()})
-        case Tuple():
-            return gym.spaces.Tuple([to_gym(sub) for sub in space.spaces])

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvError, EnvRaisedError
+from headrace.schemas.gymnasium_spaces import to_gym
 from headrace.schemas.spaces import Spaces
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root, write_actions
@@ -30,7 +31,6 @@ from headrace.workers.envs.process.lane_homes import LaneHomes, SeedFor
 from headrace.workers.envs.process.pictures import picture_from_json
 from headrace.workers.envs.process.processes import Processes
 from headrace.workers.envs.process.shared_arrays import columns_layout, map_arrays
-from headrace.workers.envs.spaces import to_gym
 
 
 class EnvProcessPool:

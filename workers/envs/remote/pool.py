@@ -21,6 +21,7 @@ from headrace.schemas.env_messages import (
     EnvHostWelcome,
 )
 from headrace.schemas.errors import DecodeError, EnvError, EnvHostLostError
+from headrace.schemas.gymnasium_spaces import to_gym
 from headrace.schemas.messages import Fenced, Message, Reject, read
 from headrace.schemas.spaces import Spaces, spaces_from_json
 from headrace.schemas.wire import Buffer, MessageKind, WireMessage, decode
@@ -37,7 +38,6 @@ from headrace.workers.envs.remote.order_frames import encode_orders, take_replie
 from headrace.workers.envs.remote.peer import EnvHostPeer
 from headrace.workers.envs.remote.router_port import RouterPort
 from headrace.workers.envs.remote.spaces_check import KindProblem, problem_of
-from headrace.workers.envs.spaces import to_gym
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,178 @@
+"""Transitions, time-major arrays, GAE and V-trace against plain loops over chunks; tensors without a warning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from headrace.learner_stub import advantages, to_torch, vtrace
+from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.batch_reader import decode_batch
+from headrace.schemas.chunk import EpisodeChunk
+from headrace.schemas.ledger import WorkerTotals
+from headrace.schemas.spaces import Box, Dict, Discrete, Spaces
+from headrace.schemas.spaces import Tuple as TupleSpace
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.workers.envs.spaces import convert
+from support.pipeline.delivery import SPACES, Envs
+
+BATCHES = st.builds(
+    lambda seed, width, length, ends, fails: Envs(seed, width, ends=ends, fails=fails).fragments(3, length)[-1],
+    seed=st.integers(0, 10**6),
+    width=st.integers(1, 4),
+    length=st.integers(1, 9),
+    ends=st.sampled_from([0.0, 0.2, 0.7]),
+    fails=st.sampled_from([0.0, 0.2]),
+)
+"""Fragments with chunks that are cut, terminated, truncated, and with end markers of aborted episodes."""
+
+
+@settings(max_examples=60, deadline=None)
+@given(BATCHES)
+def test_transitions_are_the_steps_of_the_chunks_in_order(batch: ChunkBatch) -> None:
+    given_ = batch.transitions()
+    rows = [(i, chunk, t) for i, chunk in enumerate(batch) for t in range(len(chunk))]
+    assert len(given_) == batch.steps == len(rows)
+    for n, (i, chunk, t) in enumerate(rows):
+        last = t == len(chunk) - 1
+        assert given_.chunk[n] == i
+        assert (given_.obs[n] == chunk.obs[t]).all()
+        assert (given_.next_obs[n] == chunk.obs[t + 1]).all()
+        assert given_.actions[n] == chunk.actions[t]
+        assert given_.rewards[n] == chunk.rewards[t]
+        assert given_.columns["weights_seq"][n] == chunk.weights_seq[t]
+        assert given_.last[n] == last
+        assert given_.terminated[n] == (last and chunk.is_terminated)
+        assert given_.truncated[n] == (last and chunk.is_truncated)
+
+
+@settings(max_examples=60, deadline=None)
+@given(BATCHES)
+def test_time_major_has_each_chunk_in_a_lane_of_its_own(batch: ChunkBatch) -> None:
+    given_ = batch.time_major()
+    chunks = [(i, chunk) for i, chunk in enumerate(batch) if len(chunk)]
+    longest = max((len(chunk) for _, chunk in chunks), default=0)
+    assert given_.rewards.shape == given_.mask.shape == (longest, len(chunks))
+    assert given_.obs.shape == (longest + 1, len(chunks), 1)
+    assert given_.mask.sum() == batch.steps
+    for lane, (i, chunk) in enumerate(chunks):
+        own = len(chunk)
+        assert (given_.chunk[lane], given_.lengths[lane]) == (i, own)
+        assert (given_.terminated[lane], given_.truncated[lane]) == (chunk.is_terminated, chunk.is_truncated)
+        assert given_.mask[:, lane].tolist() == [True] * own + [False] * (longest - own)
+        np.testing.assert_array_equal(given_.obs[: own + 1, lane], chunk.obs)
+        np.testing.assert_array_equal(given_.actions[:own, lane], chunk.actions)
+        np.testing.assert_array_equal(given_.columns["weights_seq"][:own, lane], chunk.weights_seq)
+        assert not given_.obs[own + 1 :, lane].any()
+        assert not given_.rewards[own:, lane].any()
+
+
+def test_a_received_batch_gives_arrays_that_may_be_written_to_and_tensors_without_a_warning() -> None:
+    sent = Envs(3).fragment()
+    header = BatchHeader(
+        fleet_id="f",
+        slot=0,
+        incarnation=1,
+        seq=1,
+        steps=sent.steps,
+        chunks=len(sent),
+        reasons=list(sent.reasons),
+        totals=WorkerTotals(),
+    )
+    frames = [bytes(frame) for frame in encode_batch(sent, header)]
+    _, batch = decode_batch(frames, SPACES.observation, SPACES.action)
+    assert not batch.columns["rewards"].flags.writeable
+    views: list[Any] = [batch.transitions(), batch.time_major()]
+    for view in views:
+        for array in (view.obs, view.actions, view.rewards, *view.columns.values()):
+            assert array.flags.writeable
+        tensors = to_torch(view)
+        tensors.rewards.add_(1.0)
+        assert tensors.rewards.sum() == view.rewards.sum(), "no copy of a copy"
+        assert torch.equal(tensors.obs, torch.from_numpy(view.obs))
+    columns = to_torch(batch)
+    columns["rewards"] += 1.0
+    np.testing.assert_array_equal(columns["rewards"].numpy(), batch.columns["rewards"] + 1.0)
+    with pytest.raises(TypeError, match="str has no arrays"):
+        to_torch("a batch")
+
+
+def test_chunks_of_one_env_stand_in_time_order() -> None:
+    """The promise that a per-env recursion over a batch, and over the batches of a worker, rests on."""
+    before: dict[int, EpisodeChunk] = {}
+    with SingleAgentEnvRunner(EnvRunnerConfig(env="CartPole-v1", num_envs=3, seed=0)) as runner:
+        for _ in range(4):
+            for chunk in runner.sample_fragment(random_actions=True):
+                last = before.get(chunk.env_index)
+                if last is not None and not last.is_done:
+                    assert (chunk.episode_id, chunk.chunk_index) == (last.episode_id, last.chunk_index + 1)
+                    assert chunk.t_start == last.t_start + len(last)
+                else:
+                    assert (chunk.chunk_index, chunk.t_start) == (0, 0)
+                before[chunk.env_index] = chunk
+    assert set(before) == {0, 1, 2}
+
+
+# -- returns ----------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def _rollouts(draw: Any) -> dict[str, NDArray[Any]]:
+    lengths = draw(st.lists(st.integers(1, 7), min_size=0, max_size=6))
+    random = np.random.default_rng(draw(st.integers(0, 10**6)))
+    steps = sum(lengths)
+    return {
+        "log_ratios": random.normal(size=steps),
+        "rewards": random.normal(size=steps),
+        "values": random.normal(size=steps),
+        "bootstraps": random.normal(size=len(lengths)) * (random.random(len(lengths)) < 0.7),
+        "offsets": np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(_rollouts(), st.floats(0.5, 1.0), st.floats(0.0, 1.0), st.floats(0.5, 2.0), st.floats(0.5, 2.0))
+def test_v_trace_is_the_recursion_of_the_paper(
+    rollout: dict[str, NDArray[Any]], gamma: float, trace_lambda: float, rho_max: float, c_max: float
+) -> None:
+    """v_s = V(x_s) + rho_s delta_s + gamma c_s (v_(s+1) - V(x_(s+1))), backwards from the last step of each chunk."""
+    found = vtrace(**rollout, gamma=gamma, trace_lambda=trace_lambda, rho_max=rho_max, c_max=c_max)
+    for chunk, bootstrap in enumerate(rollout["bootstraps"]):
+        next_target = next_value = bootstrap
+        for t in reversed(range(rollout["offsets"][chunk], rollout["offsets"][chunk + 1])):
+            ratio, reward, value = (rollout[name][t] for name in ("log_ratios", "rewards", "values"))
+            rho, c = min(np.exp(ratio), rho_max), trace_lambda * min(np.exp(ratio), c_max)
+            advantage = rho * (reward + gamma * next_target - value)
+            target = value + rho * (reward + gamma * next_value - value) + gamma * c * (next_target - next_value)
+            assert found.targets[t] == pytest.approx(target)
+            assert found.advantages[t] == pytest.approx(advantage)
+            next_target, next_value = target, value
+
+
+@settings(max_examples=30, deadline=None)
+@given(_rollouts())
+def test_v_trace_of_fresh_data_is_gae(rollout: dict[str, NDArray[Any]]) -> None:
+    rollout = {**rollout, "log_ratios": np.zeros_like(rollout["log_ratios"])}
+    found = vtrace(**rollout, gamma=0.97, trace_lambda=0.9)
+    del rollout["log_ratios"]
+    expected = advantages(**rollout, gamma=0.97, gae_lambda=0.9)
+    np.testing.assert_allclose(found.targets, expected + rollout["values"])
+
+
+# -- spaces -----------------------------------------------------------------------------------------------------------
+
+
+def test_spaces_become_gymnasiums() -> None:
+    spaces = Spaces(
+        observation=Dict(spaces={"arm": Box(shape=(3,), dtype="<f4", low=-1.0, high=1.0), "on": Discrete(n=2)}),
+        action=TupleSpace(spaces=(Discrete(n=4, start=1), Box(shape=(2,), dtype="<f8"))),
+    )
+    observation, action = spaces.to_gymnasium()
+    assert (convert(observation, "obs"), convert(action, "action")) == (spaces.observation, spaces.action)
+    assert action.contains(action.sample())
