@@ -129,7 +129,7 @@ def test_a_worker_refused_for_its_spaces_leaves_no_live_row(broker: BrokerThread
         assert read(Reject, peer.receive_kind(MessageKind.REJECT).header).code == "spaces_differ"
     row = broker.rows()[(7, welcome.incarnation)]
     assert row.closed
-    assert row.problems() == []
+    assert list(row.problems()) == []
 
 
 def test_a_place_is_given_once(broker: BrokerThread, start_feeder: StartFeeder) -> None:
