@@ -29,8 +29,9 @@ def test_a_killed_process_of_multi_agent_envs_costs_no_worker(tmp_path: Path) ->
     settings = ('policies={"short": {}, "long": {}}', "env_placement=process", "envs_per_process=2")
     settings += ("rollout_fragment_length=1000",)  # a kill right after a cut would have nothing to lose
     words = [word for setting in settings for word in ("--set", f"sampling.{setting}")]
+    words += ["--set", "worker.window_batches=64"]  # nor has a worker that waits for the learner
     arguments = ("--env", "headrace.workers.agents.examples:two_carts", "--workers", "1", "--num-envs", "4")
-    with RunningFleet(tmp_path, *arguments, *words, "--until-steps", "8000") as fleet:
+    with RunningFleet(tmp_path, *arguments, *words, "--until-steps", "20000") as fleet:
         fleet.wait_until(lambda: fleet.steps() > 500, "steps")
         worker = fleet.pid("worker")
         children = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()

@@ -38,6 +38,7 @@ def test_each_step_of_a_client_reaches_the_learner_once_or_is_named(
     sections = {
         "sampling": {"env": ENV, **SAMPLING},
         "serving": {"enabled": True, "port": free_port, "client_inference": True},
+        "worker": {"window_batches": 64},  # nothing is taken while the client plays
     }
     witness = AgentWitness()
     with (
