@@ -11,8 +11,10 @@ from typing import Any
 
 import orjson
 
+from headrace.broker.limits import BrokerState
 from headrace.broker.state_file import Endpoints, read_broker_file, write_broker_file
 from headrace.deploy import child_commands
+from headrace.deploy.broker_ports import first_endpoints
 from headrace.deploy.child import Child
 from headrace.deploy.client_ports import client_endpoints, with_client_ports
 from headrace.deploy.env_ports import env_endpoints, own_env_hosts, with_env_ports
@@ -31,7 +33,7 @@ from headrace.deploy.snapshot_poller import INTERVAL_S, SnapshotPoller
 from headrace.deploy.stop_signals import StopSignals
 from headrace.deploy.supervisor import ProcessSpec, Role, Service, ServiceState, Supervisor
 from headrace.deploy.watchdog import FleetWatchdog
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.config import FleetConfig, is_loopback
 from headrace.schemas.errors import RedisUnavailableError, UnreachableError
 from headrace.schemas.keys import client_keys
 from headrace.schemas.messages import Obituary
@@ -43,7 +45,6 @@ REDIS_DEADLINE_S = 15.0
 REDIS_ATTEMPTS = 2
 """Restarts before the first answer after which our own server is given up: something in its files stops it."""
 BROKER_DEADLINE_S = 30.0
-ANY_PORT = "tcp://127.0.0.1:0"
 OBITUARY_DEADLINE_S = 5.0
 SAY_WAITING_S = 5.0
 """A wait that takes longer than this is said again and again."""
@@ -135,11 +136,15 @@ class Fleet:
         return self._signals.count > 0
 
     def start(self) -> None:
-        """Start Redis, then the broker, then all others. Returns once the broker serves, or a signal came.
+        """Start Redis, then all others. Returns once the broker serves, or a signal came.
 
-        Raises `RedisUnavailableError`, `UnreachableError` or the error that ended one of the processes.
+        Workers and the learner take longer to start than the broker, so they do not wait for it, where its ports are
+        known before. Raises `RedisUnavailableError`, `UnreachableError` or the error that ended one of the processes.
         """
-        for phase in (self._start_redis, self._start_broker, self._start_others):
+        last = [self._start_others, self._await_broker]
+        if not is_loopback(self.config.broker.host):
+            last.reverse()
+        for phase in (self._start_redis, self._start_broker, *last):
             if self.stop_asked:
                 return
             phase()
@@ -202,17 +207,27 @@ class Fleet:
         return None if until is None else self.numbers_before.steps + until
 
     def _start_broker(self) -> None:
-        _forget_ports(self.run_dir.path)
-        service = self.supervisor.start(
+        endpoints = first_endpoints(self.config.broker)
+        _write_endpoints(self.run_dir.path, self.fleet_id, endpoints)
+        if is_loopback(self.config.broker.host):
+            self._note_endpoints(endpoints.model_dump())
+        self.supervisor.start(
             child_commands.broker(self.run_dir.config_json, self.run_dir.path, self.fleet_id, self._max_env_steps())
         )
-        broker_json = self.run_dir.broker_json
+
+    def _await_broker(self) -> None:
+        service, broker_json = self.supervisor.services["broker"], self.run_dir.broker_json
         self.wait(lambda: _endpoints_of(broker_json, service) is not None, BROKER_DEADLINE_S, "the broker to serve")
         endpoints = _endpoints_of(self.run_dir.broker_json, service)
         if endpoints is not None:
-            self.record.note(endpoints=endpoints | env_endpoints(self.config) | client_endpoints(self.config))
-        elif self.supervisor.failure is None and not self.stop_asked:
+            self._note_endpoints(endpoints)
+            return
+        self.supervisor.kill()  # no worker could take a step, so there is nothing to drain
+        if self.supervisor.failure is None and not self.stop_asked:
             raise UnreachableError("broker", f"any endpoint named in {self.run_dir.broker_json}", BROKER_DEADLINE_S)
+
+    def _note_endpoints(self, broker: dict[str, str]) -> None:
+        self.record.note(endpoints=broker | env_endpoints(self.config) | client_endpoints(self.config))
 
     def wait(self, done: Callable[[], bool], deadline_s: float, what: str) -> bool:
         """Turn the loop until `done()`, a failure, the first signal or the deadline. Return False for the deadline."""
@@ -325,15 +340,14 @@ def _last_words(obituary: Obituary, accepted: int) -> str:
     )
 
 
-def _forget_ports(run_dir: Path) -> None:
-    """Let the first broker of a new fleet choose free ports: another program may have an earlier broker's by now.
+def _write_endpoints(run_dir: Path, fleet_id: str, endpoints: Endpoints) -> None:
+    """Have the first broker of a new fleet bind these: another program may have an earlier broker's ports by now.
 
     The rest of the broker's state stays.
     """
     before = read_broker_file(run_dir)
-    if before is not None:
-        any_port = Endpoints(worker=ANY_PORT, learner=ANY_PORT, weights=ANY_PORT)
-        write_broker_file(run_dir, before.fleet_id, any_port, before.state())
+    state = before.state() if before is not None else BrokerState()
+    write_broker_file(run_dir, before.fleet_id if before is not None else fleet_id, endpoints, state)
 
 
 def _answers(url: str) -> bool:
