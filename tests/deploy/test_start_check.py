@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import pytest
 
 from headrace.deploy import check_process
@@ -159,7 +160,9 @@ def test_several_agents_without_policies_are_told_of_the_setting() -> None:
     check_start(config(sampling=several), lambda step: None)
 
 
-def test_an_env_that_must_be_registered_is_told_how() -> None:
+def test_an_env_that_must_be_registered_is_told_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    for env_id in ("ALE/Breakout-v5", "MiniGrid-Empty-5x5-v0"):  # another test of this process may have registered it
+        monkeypatch.delitem(gym.registry, env_id, raising=False)
     assert "ale_py:ALE/Breakout-v5" in mistake(sampling={"env": "ALE/Breakout-v5"})
     assert "minigrid:MiniGrid-Empty-5x5-v0" in mistake(sampling={"env": "MiniGrid-Empty-5x5-v0"})
 
