@@ -98,14 +98,14 @@ def train(
     `best` keeps the best checkpoint by the mean return in training.
     """
     save_checkpoint(checkpoint, _snapshot(policies, stream), claim=True)
-    newest = weights.publish(policies.weights())
+    weights.publish(policies.weights())
     progress = ProgressLog()
     deadline = StopDeadline(stopping, _SHORT_S, _FINISH_S, whole=synchronous)
     while not deadline.has_passed and (batches := gather(stream, steps_per_update, stopping, whole=synchronous)):
-        metrics = policies.update(batches, deadline) | staleness(batches, stream.epoch, newest)
+        metrics = policies.update(batches, deadline) | staleness(batches)
         save_checkpoint(checkpoint, _snapshot(policies, stream))
         stream.commit()
-        newest = weights.publish(policies.weights())
+        weights.publish(policies.weights())
         if best is not None:
             best.saved(policies.window_mean)
         weights.log(metrics)
@@ -139,15 +139,12 @@ def gather(stream: BatchStream, steps: int, stopping: threading.Event, *, whole:
     return batches
 
 
-def staleness(batches: Sequence[ChunkBatch], epoch: int, newest: int) -> Metrics:
-    """Return by how many versions the weights that chose the steps were behind the newest.
-
-    Empty if an earlier learner's weights chose them.
-    """
-    seqs = [batch.columns["weights_seq"] for batch in batches if batch.learner_epoch == epoch and batch.steps]
-    if not seqs:
+def staleness(batches: Sequence[ChunkBatch]) -> Metrics:
+    """Return mean and maximum of the lag of all steps. Empty if an earlier learner's weights chose them."""
+    lags = [batch.lag for batch in batches if batch.learner_epoch == batch.newest[0] and batch.steps]
+    if not lags:
         return {}
-    behind = newest - np.concatenate(seqs)
+    behind = np.concatenate(lags)
     return {"staleness": float(behind.mean()), "staleness_max": float(behind.max())}
 
 

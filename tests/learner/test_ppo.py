@@ -150,8 +150,9 @@ def test_counters_and_mean_return_come_from_finished_episodes(make_batch: MakeBa
 def test_staleness_counts_versions_of_this_learner_only(make_batch: MakeBatch) -> None:
     mine = [make_batch([2], [ONGOING], learner_epoch=3, weights_seq=seq) for seq in (5, 7)]
     earlier = make_batch([2], [ONGOING], learner_epoch=2, weights_seq=90)
-    assert staleness([*mine, earlier], 3, 8) == {"staleness": 2.0, "staleness_max": 3.0}
-    assert staleness([earlier], 3, 8) == {}
+    *mine, earlier = (replace(batch, newest=(3, 8)) for batch in (*mine, earlier))
+    assert staleness([*mine, earlier]) == {"staleness": 2.0, "staleness_max": 3.0}
+    assert staleness([earlier]) == {}
 
 
 def test_two_learners_with_the_same_batches_agree_to_the_bit(make_batch: MakeBatch, new_module: NewModule) -> None:

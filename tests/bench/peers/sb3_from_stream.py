@@ -18,18 +18,15 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
+from sb3_ppo import LENGTH, LIMIT_STEPS, NUM_ENVS, make_model
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import RolloutBuffer
-from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import configure
 from stable_baselines3.common.policies import ActorCriticPolicy
 from torch import nn
 
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.chunk import ChunkEnd
-
-NUM_ENVS, LENGTH = 8, 32
-LIMIT_STEPS, RAMP_STEPS = 1_000_000, 100_000
 
 
 class Sb3Module(nn.Module):
@@ -63,32 +60,6 @@ class Sb3Module(nn.Module):
 def build(spaces: Any) -> Sb3Module:
     """Build the module; workers call it."""
     return Sb3Module()
-
-
-def falling(start: float) -> Any:
-    """Return the linear schedule of rl-zoo3, which falls over its 100,000 steps."""
-    return lambda left: start * max(0.01, 1 - (1 - left) * LIMIT_STEPS / RAMP_STEPS)
-
-
-def make_model(seed: int) -> PPO:
-    """Build SB3's PPO; its env is there for its spaces only."""
-    envs = make_vec_env("CartPole-v1", n_envs=NUM_ENVS, seed=seed)
-    model = PPO(
-        "MlpPolicy",
-        envs,
-        n_steps=LENGTH,
-        batch_size=256,
-        gae_lambda=0.8,
-        gamma=0.98,
-        n_epochs=20,
-        ent_coef=0.0,
-        learning_rate=falling(0.001),
-        clip_range=falling(0.2),
-        seed=seed,
-        device="cpu",
-    )
-    model.set_logger(configure(None, []))
-    return model
 
 
 def fill(model: PPO, batch: Any) -> None:
@@ -125,7 +96,13 @@ def value_of(model: PPO, obs: Any) -> Any:
 
 def train(run_dir: Path, seed: int, goal: float) -> dict[str, Any]:
     """Train until the mean return of 100 episodes is `goal`."""
-    model, newest, steps, lags = make_model(seed), deque[float](maxlen=100), 0, []
+    model, newest, steps, lags = (
+        make_model(seed),
+        deque[float](maxlen=100),
+        0,
+        [],
+    )
+    model.set_logger(configure(None, []))
     with EpisodeStream.of(run_dir) as stream, WeightPublisher.of(run_dir) as weights:
 
         def publish() -> None:

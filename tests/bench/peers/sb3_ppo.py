@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 
+NUM_ENVS, LENGTH = 8, 32
 LIMIT_STEPS = 1_000_000
 RAMP_STEPS = 100_000
 """The schedules of rl-zoo3 fall to zero over its 100,000 steps; a longer run would not learn after them."""
@@ -36,19 +38,16 @@ class Enough(BaseCallback):
         return self.mean_return < self.goal
 
 
-def main() -> None:
-    """Train and print the result."""
-    seed, goal = int(sys.argv[1]), float(sys.argv[2])
-    torch.set_num_threads(2)
-    envs = make_vec_env("CartPole-v1", n_envs=8, seed=seed)
+def make_model(seed: int) -> PPO:
+    """Build PPO with the settings of rl-zoo3."""
 
-    def falling(start: float) -> object:
+    def falling(start: float) -> Any:
         return lambda left: start * max(0.01, 1 - (1 - left) * LIMIT_STEPS / RAMP_STEPS)
 
-    model = PPO(
+    return PPO(
         "MlpPolicy",
-        envs,
-        n_steps=32,
+        make_vec_env("CartPole-v1", n_envs=NUM_ENVS, seed=seed),
+        n_steps=LENGTH,
         batch_size=256,
         gae_lambda=0.8,
         gamma=0.98,
@@ -59,9 +58,17 @@ def main() -> None:
         seed=seed,
         device="cpu",
     )
+
+
+def main() -> None:
+    """Train and print the result."""
+    seed, goal = int(sys.argv[1]), float(sys.argv[2])
+    torch.set_num_threads(2)
+    model = make_model(seed)
     enough = Enough(goal)
     model.learn(LIMIT_STEPS, callback=enough)
     print(json.dumps({"env_steps": model.num_timesteps, "mean_return": enough.mean_return}))
 
 
-main()
+if __name__ == "__main__":
+    main()
