@@ -79,6 +79,12 @@ def note_published(token: str, version: Version) -> None:
     _PUBLISHED[token] = version
 
 
+def forget_published(token: str) -> None:
+    """Forget that version where no stream is open: the next fleet at the same endpoint counts anew."""
+    if token not in _STREAMING:
+        _PUBLISHED.pop(token, None)
+
+
 def newest_published(token: str) -> Version:
     """Return that version; (0, 0) before the first."""
     return _PUBLISHED.get(token, (0, 0))

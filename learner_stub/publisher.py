@@ -186,6 +186,7 @@ class WeightPublisher:
             while self._send_rows(connection.now(), at_once=True):
                 pass
         connection.leave(self)
+        connection.forget_published(self.token)
         self._socket.close()
 
     def __enter__(self) -> Self:

@@ -78,6 +78,26 @@ def test_no_option_is_needed_when_weights_are_published(broker: BrokerThread, st
         assert update <= _under_way(feeders) <= 2 * update
 
 
+def test_a_new_fleet_at_the_address_of_an_older_one_has_updates_of_its_own(
+    stack: ExitStack, tmp_path: Path, start_feeder: StartFeeder
+) -> None:
+    for name in ("older", "newer"):
+        (tmp_path / name).mkdir()
+    with BrokerThread(tmp_path / "older") as older, WeightPublisher(older.endpoints.learner) as weights:
+        for _ in range(9):
+            weights.publish(WEIGHTS)
+    port = int(older.endpoints.learner.rpartition(":")[2])
+    newer = stack.enter_context(BrokerThread(tmp_path / "newer", learner_port=port))
+    update = 12 * STEPS
+    with EpisodeStream(newer.endpoints.learner) as stream, WeightPublisher(newer.endpoints.learner) as weights:
+        feeders = _start(start_feeder, newer, 3)
+        for _ in range(3):
+            weights.publish(WEIGHTS)
+            gather(stream, update, NEVER)
+        weights.publish(WEIGHTS)
+        assert update <= _under_way(feeders) <= 2 * update
+
+
 def test_no_option_is_needed_when_the_learner_commits_for_itself(
     broker: BrokerThread, start_feeder: StartFeeder
 ) -> None:
