@@ -34,7 +34,9 @@ LONGEST_BACKOFF_S = 1.0
 WEIGHTS_INTERVAL_S = 1.0
 MOST_EVENTS = 1000
 MOST_ROWS = 1000
-"""Rows of the learner that wait for Redis; of more the oldest are dropped, unless the learner sends them again."""
+"""Most rows of the learner that may wait for Redis. Beyond it the oldest are dropped, unless the learner sends them
+again.
+"""
 
 
 class RedisReporter:
