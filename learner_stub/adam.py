@@ -24,7 +24,7 @@ class Adam:
         self._parameters = list(parameters)
         self._lr, self._eps = lr, eps
         self._state: dict[int, dict[str, Tensor]] = {}
-        """By the parameter's place, once it has had a gradient."""
+        """State of each parameter that has had a gradient, by the parameter's place."""
 
     def zero_grad(self) -> None:
         """Forget all gradients."""

@@ -116,7 +116,7 @@ class EpisodeChunk:
     seed: int | None = 0
     """The seed for the reset of the env, or of the vector that it is part of.
 
-    None: the env began this episode without a seed, with its own random numbers. That is so for all but the first
+    None: the env began this episode without a seed, with its own random numbers. This holds for all but the first
     episode of an env where `seed_every_episode` is false, for envs that a vector resets by itself, and for external
     envs.
     """
