@@ -1,4 +1,4 @@
-"""From a runner's cut to numbered batches in the session, with true counts at every moment.
+"""Turns a runner's cut into numbered batches in the session, with true counts at every moment.
 
 A cut gives one batch for each module, or several where its infos do not fit one message. They get their numbers one
 after another. Each carries the totals of its own moment: steps of the same cut that still wait for a number count as

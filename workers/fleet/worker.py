@@ -131,7 +131,7 @@ class Worker:
         self._left_out = False
         self._next_pump = 0.0
         self._leave_at = math.inf
-        """When to abandon the fragment after a stop, in monotonic seconds."""
+        """Time at which to abandon the fragment after a stop, in monotonic seconds."""
 
     # -- joining ------------------------------------------------------------------------------------------------------
 

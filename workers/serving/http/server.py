@@ -32,16 +32,16 @@ from headrace.workers.serving.session_records import Reply, ServingLimits
 log = logging.getLogger(__name__)
 
 _CHECK_INTERVAL_S = 0.25
-"""Between two checks for connections that take too long."""
+"""Seconds between two checks for connections that take too long."""
 _BACKLOG = 2048
 """Connections that the kernel keeps until they are accepted."""
 _CLOSE_TIMEOUT_S = 1.0
-"""How long `close` waits for clients to read their last answers."""
+"""Seconds that `close` waits for clients to read their last answers."""
 
 
 @dataclass(slots=True, eq=False)
 class HttpAddress:
-    """Where the answer to one request goes. Two addresses are never equal."""
+    """The destination of the answer to one request. Two addresses are never equal."""
 
     server: HttpServer = field(repr=False)
     connection: HttpConnection
@@ -62,7 +62,7 @@ class _PendingStep(NamedTuple):
     address: HttpAddress
     message: AnyStep
     observation: Any
-    """As JSON has it: `deliver_to` converts the observations of all steps together."""
+    """The observation in JSON's types: `deliver_to` converts the observations of all steps together."""
     action: Any
 
 
@@ -83,7 +83,7 @@ class HttpServer:
         self._token = token.encode() if token is not None else None
         self._steps: list[_PendingStep] = []
         self._events: list[tuple[HttpAddress, Event]] = []
-        """What other requests want done with the sessions."""
+        """Events of other requests, for the sessions."""
         self._closing = False
         self._max_connections = connection_limit(limits.max_connections)
         self._connections: set[HttpConnection] = set()
