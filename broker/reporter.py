@@ -106,7 +106,12 @@ class RedisReporter:
         """
         size = sum(memoryview(frame).nbytes for frame in frames)
         if size > LARGEST_BYTES:
-            log.warning("weights %s are not kept in Redis: %d bytes, at most %d are", version, size, LARGEST_BYTES)
+            log.warning(
+                "weights %s are not kept in Redis: they have %d bytes, and the limit is %d",
+                version,
+                size,
+                LARGEST_BYTES,
+            )
             return
         with self._news:
             if self._weights is None or version > self._weights.version:

@@ -88,7 +88,7 @@ class EarlierRun:
         where = str(self.run_dir.path)
         if fixed := [changed[key] for key in changed if key in FIXED]:
             raise OtherSettingsError(
-                where, fixed, "its policy fits no others: leave out --run-dir for a new run, or name another"
+                where, fixed, "these cannot change within a run: leave out --run-dir for a new run, or name another"
             )
         training = [changed[key] for key in changed if _is_of_training(key)]
         if training and not resume:

@@ -140,7 +140,7 @@ class EpisodeChunk:
         steps before it are in the rest of this chunk. Raises `ChunkError` for a cut without a step, or with a stride.
         """
         if not isinstance(steps, slice):
-            raise TypeError(f"a chunk is cut, as in chunk[2:5], and not indexed with {steps!r:.40}")
+            raise TypeError(f"a chunk takes a slice, as in chunk[2:5], not {steps!r:.40}")
         start, stop, stride = steps.indices(len(self))
         if stride != 1 or start >= stop:
             raise ChunkError(f"{self!r}[{steps.start}:{steps.stop}:{steps.step}] is no contiguous run of steps")

@@ -198,7 +198,7 @@ class LockSteps(Steps):
         if self._sent:
             broken = [index for index in self._sent if self._table.lanes[index].episode is not None]
             lost = self._aside.lost
-            lost |= {index: Failure(index, EnvError("a poll was broken off in its step")) for index in broken}
+            lost |= {index: Failure(index, EnvError("a poll was interrupted during its step")) for index in broken}
             lost |= {failure.lane: failure for failure in self.poll(on_wait).failures}
 
 

@@ -126,7 +126,7 @@ class Shipper:
     def _oversized(self, what: str, held: HeldBatch, totals: WorkerTotals) -> Shipment:
         self._oversize += 1
         if self._oversize & (self._oversize - 1) == 0:  # the first, second, fourth, ...: it may concern every batch
-            log.error("%s: %d steps dropped (batch number %d to be)", what, held.steps, self._oversize)
+            log.error("%s: %d steps dropped (%d batches so far)", what, held.steps, self._oversize)
         return Shipment(held, 0, None, totals, Drop.OVERSIZE)
 
     def _header(self, batch: ChunkBatch, seq: int, totals: WorkerTotals) -> BatchHeader:

@@ -510,7 +510,7 @@ class EnvRunner(ABC, Generic[Batch]):
     def assert_healthy(self) -> None:
         """Raise AssertionError unless construction is complete and the runner was not stopped."""
         if not getattr(self, "_healthy", False) or self._stopped:
-            raise AssertionError("the runner was not built to its end, or was stopped")
+            raise AssertionError("the runner was not built completely, or was stopped")
 
     def stop(self) -> None:
         """Close all envs. May be called twice, and on a runner that has none; `make_env` builds them again."""

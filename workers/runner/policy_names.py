@@ -137,7 +137,7 @@ class ModuleIdNames:
         for module_id in by_module:
             if module_id not in policies:
                 raise ConnectorError(
-                    f"of {module_id!r}", f"there is no such module; they are {sorted(policies)!r:.200}"
+                    f"of {module_id!r}", f"there is no such module; the modules are {sorted(policies)!r:.200}"
                 )
         return by_module
 

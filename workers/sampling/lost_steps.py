@@ -14,7 +14,7 @@ from headrace.workers.sampling.seat_fragment import SeatFragment
 
 @dataclass(slots=True)
 class LostRewards:
-    """Rewards of envs that belong to no step, and repeated observations, since the runner was built."""
+    """Rewards that belong to no step, and counts of missing final observations, since the runner was built."""
 
     agents: int = 0
     """Number of agents that got rewards and never acted, or whose last step was dropped."""

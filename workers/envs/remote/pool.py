@@ -270,7 +270,7 @@ class RemotePool:
             if self._columns is None:
                 self.spaces, self._columns = spaces, RemoteColumns(spaces, self.width)
             host = self._places.hosts[hello.life] = EnvHostPeer(hello, route, time.monotonic())
-            log.info("env host %s has come", host.name)
+            log.info("env host %s has connected", host.name)
         config = self._config
         self._say(
             route,

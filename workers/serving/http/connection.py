@@ -164,7 +164,7 @@ class HttpConnection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._refuse(BadRequestError(f"this is no HTTP/1.1: {error}"))
         except httptools.HttpParserUpgrade:
-            self._refuse(BadRequestError("nothing but HTTP/1.1 is spoken here"))
+            self._refuse(BadRequestError("this server speaks only HTTP/1.1"))
         if self._in_head and self._request_bytes > HEAD_BYTES:
             self._refuse_head()
         elif self._request_bytes > HEAD_BYTES + self._limits.body_bytes:
@@ -196,7 +196,7 @@ class HttpConnection(asyncio.Protocol):
         elif refusal is not None:
             self._refuse(refusal)
         elif self._parser.should_upgrade():
-            self._refuse(BadRequestError("nothing but HTTP/1.1 is spoken here"))
+            self._refuse(BadRequestError("this server speaks only HTTP/1.1"))
         elif length.isdigit() and (len(length) > 18 or int(length) > self._limits.body_bytes):
             self._refuse_body()
         elif self._headers.get(b"expect", b"").lower() == b"100-continue" and self._current is None:

@@ -132,7 +132,7 @@ class HttpServer:
     def admit(self, connection: HttpConnection) -> HeadraceError | None:
         """Count a new connection; return the reason if there is no room for it."""
         if len(self._connections) >= self._max_connections:
-            return ServerFullError(f"all {self._max_connections} connections are taken; come again later")
+            return ServerFullError(f"all {self._max_connections} connections are taken; try again later")
         self._connections.add(connection)
         return None
 
@@ -229,5 +229,7 @@ def connection_limit(most: int) -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     places = most if soft == resource.RLIM_INFINITY else min(most, soft // 2)
     if places < most:
-        log.warning("%d HTTP connections at once, not %d: only %d files may be open", places, most, soft)
+        log.warning(
+            "at most %d HTTP connections at once, not %d: this process may open only %d files", places, most, soft
+        )
     return places
