@@ -38,7 +38,7 @@ class _Share:
     seen: int = 0
     """Env steps of the slot's newest life at `seen_at`."""
     seen_at: float = 0.0
-    """Time at which the worker last took a step, or waited for its window."""
+    """Time at which the worker last got steps to ship, took a step, or waited for its window."""
 
     @property
     def left(self) -> int:
@@ -90,8 +90,8 @@ class Rounds:
     def advance(self, version: Version, live: Iterable[Source], made: int, now: float) -> bool:
         """Begin the round of `version`, plan it, or pass on the share of a worker that is lost.
 
-        `live` are the sources with a connection, `made` the env steps of all sources. Returns True when shares were
-        given, which workers must be told.
+        `live` are the sources with a connection, `made` the env steps of all sources. Returns True if it has given
+        shares, which workers must be told.
         """
         if not self.active or version == (0, 0):
             return False

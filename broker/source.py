@@ -69,7 +69,7 @@ class Source:
     left_reason: str = ""
     end_reason: str = ""
     end_due: bool = False
-    """True while the present learner must still be told of the end."""
+    """True if the present learner must be told of the end, again after each reconnect."""
     closed: bool = False
     silent_until: float = 0.0
     host: str = ""
