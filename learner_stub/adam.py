@@ -40,12 +40,12 @@ class Adam:
         self._parameters = list(parameters)
         self._lr, self._eps = lr, eps
         self._steps: dict[int, int] = {}
-        """Steps done, by the parameter's place, once it has had a gradient. The same for the two means."""
+        """Number of steps of each parameter that has had a gradient, by the parameter's place."""
         self._means: dict[int, Tensor] = {}
         self._squares: dict[int, Tensor] = {}
         self._groups: list[_Group] = []
         self._grouped: list[int] = []
-        """Places of the parameters in the groups."""
+        """Places of the parameters that the groups hold."""
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
@@ -127,5 +127,5 @@ def _parts(joined: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return the views of `joined`, a result of `_join`, in the shapes of `parameters`."""
     if len(parameters) == 1:
         return [joined]
-    parts = joined.split([parameter.numel() for parameter in parameters])
+    parts = torch.split(joined, [parameter.numel() for parameter in parameters])
     return [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
