@@ -35,7 +35,7 @@ class BatchStore:
         self.changed: set[tuple[int, int]] = set()
         """Sources whose workers must get an Ack."""
         self._droppable: deque[tuple[Source, int]] = deque()
-        """Batches that the overflow policy may drop, oldest first, and some that it no longer may."""
+        """Candidates for the overflow policy, oldest first. It skips those that it may no longer drop."""
         self.rounds = Rounds(limits.synchronous, limits.workers, limits.lease_s, limits.max_env_steps)
         self._queue = DeliveryQueue(self.rounds)
         self._limits = limits
@@ -209,5 +209,5 @@ class BatchStore:
 
 
 def _may_be_dropped(held: StoredBatch) -> bool:
-    """Return whether no learner was ever given the batch: one that was may have trained on it."""
+    """Return True if the batch was never given to a learner, which might have trained on it."""
     return not held.handed and not held.dropped

@@ -44,7 +44,8 @@ from headrace.schemas.runner_counters import Counters, larger
 from headrace.schemas.wire import Buffer
 
 RECONCILE_WAIT_S = 30.0
-"""How long a new broker waits to hear which batches the learner has. Until then it counts none as lost and drops none.
+"""Seconds that a new broker waits to hear which batches the learner has. Until then it counts none as lost and drops
+none.
 """
 
 

@@ -27,7 +27,7 @@ from headrace.schemas.messages import (
 )
 
 RESEND_S = 5.0
-"""How long a batch may be under way to the learner before the broker asks it for a HELLO, to compare their state."""
+"""Seconds that a batch may be under way before the broker asks the learner for a HELLO, to compare their state."""
 
 CHECK_S = 0.25
 """Interval of that check: it walks over all batches held."""
@@ -46,7 +46,7 @@ class LearnerSessions:
         self._newest_row: Version = (0, 0)
         """(epoch, number) of the newest row that `new_rows` returned."""
         self.rows_stored: Version = (0, 0)
-        """That of the newest row that Redis has, for learners to know."""
+        """(epoch, number) of the newest row that Redis has. Learners are told it and forget older rows."""
 
     # -- the lease ----------------------------------------------------------------------------------------------------
 

@@ -221,7 +221,10 @@ class Broker:
         self._send(self.sockets.learners, peer, WeightsAck(version=header.version).frames())
 
     def _take_rows(self, peer: bytes, message: LearnerRows) -> None:
-        """Hand the learner's new rows to the reporter. Without Redis nobody reads them, and they count as stored."""
+        """Hand the learner's new rows to the reporter.
+
+        Without Redis they count as stored, since no process reads them.
+        """
         rows = self.core.new_rows(_LEARNER + peer, message)
         if not rows:
             return

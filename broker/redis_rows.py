@@ -43,9 +43,9 @@ class RedisRows:
         self._refused = False
 
     def append(self, rows: Sequence[ReceivedRow]) -> None:
-        """Append those that are not there yet. May raise `REDIS_FAILURES`; then some of them may be there.
+        """Append the rows that Redis lacks. May raise `REDIS_FAILURES` after appending some of them.
 
-        A row is there if a newer one is: Redis refuses ids that do not rise. Rows that the key's type refuses are
+        Redis has a row if it has a newer one: Redis refuses ids that do not rise. Rows that the key's type refuses are
         dropped, and the log says so once.
         """
         with self._client.pipeline(transaction=False) as pipe:

@@ -1,6 +1,6 @@
 """The two Lua scripts that write to Redis. Both are harmless when they run twice, late or out of order.
 
-MERGE writes one report. A source's counters are cumulative. What was merged before is kept in `sources`, and the script
+MERGE writes one report. A source's counters are cumulative. `sources` keeps the values already merged, and the script
 adds only a positive difference to `totals`. So a repeated or late call adds nothing, and after Redis lost its newest
 writes the next report restores them. A ledger row is replaced only by one that knows no less. The counters of a source
 wait with its row, so rows and totals always belong to the same moment.

@@ -34,7 +34,9 @@ LONGEST_BACKOFF_S = 1.0
 WEIGHTS_INTERVAL_S = 1.0
 MOST_EVENTS = 1000
 MOST_ROWS = 1000
-"""Rows of the learner that wait for Redis; of more the oldest are dropped, unless the learner sends them again."""
+"""Most rows of the learner that may wait for Redis. Beyond it the oldest are dropped, unless the learner sends them
+again.
+"""
 
 
 class RedisReporter:
@@ -104,7 +106,12 @@ class RedisReporter:
         """
         size = sum(memoryview(frame).nbytes for frame in frames)
         if size > LARGEST_BYTES:
-            log.warning("weights %s are not kept in Redis: %d bytes, at most %d are", version, size, LARGEST_BYTES)
+            log.warning(
+                "weights %s are not kept in Redis: they have %d bytes, and the limit is %d",
+                version,
+                size,
+                LARGEST_BYTES,
+            )
             return
         with self._news:
             if self._weights is None or version > self._weights.version:

@@ -20,24 +20,25 @@ from headrace.schemas.messages import Version
 log = logging.getLogger(__name__)
 
 FIRST_WAIT_S = 60.0
-"""How long the first round waits for workers that the config promises and that have not connected yet."""
+"""Seconds that the first round waits for workers that the config starts and that have not connected yet."""
 
 LATE_LEASES = 3
-"""Leases for which all may wait for one worker that lives and makes no step."""
+"""Number of lease times that a round waits for a worker that is connected but takes no step."""
 
 _SAY_WAITING_S = 10.0
 
 
 @dataclass(slots=True)
 class _Share:
-    """What one slot ships in a round."""
+    """One slot's share of a round: the steps to ship, and those already shipped."""
 
     steps: int
     shipped: dict[int, int] = field(default_factory=dict)
-    """Steps by incarnation."""
+    """Steps already shipped, by incarnation."""
     seen: int = 0
-    """Env steps of the slot's newest life when it last made some."""
+    """Env steps of the slot's newest life at `seen_at`."""
     seen_at: float = 0.0
+    """Time at which the worker last got steps to ship, took a step, or waited for its window."""
 
     @property
     def left(self) -> int:
@@ -45,18 +46,18 @@ class _Share:
 
 
 class Rounds:
-    """The present round.
+    """The present round of synchronous sampling.
 
-    - configured: whether the config asks for synchronous sampling; else a learner may.
-    - workers: how many workers the config starts.
-    - max_env_steps: no round begins once the fleet has taken so many.
+    - configured: True if the config asks for synchronous sampling; else a learner may ask for it.
+    - workers: number of workers that the config starts.
+    - max_env_steps: number of env steps of the fleet after which no round begins; None: no bound.
     """
 
     def __init__(self, configured: bool, workers: int, lease_s: float, max_env_steps: int | None = None) -> None:
         self.known: bool | None = configured or None
-        """Whether sampling is synchronous; None before a learner has said so."""
+        """True for synchronous sampling, False without; None until the config or a learner has decided it."""
         self.version: Version = (0, 0)
-        """The weights of this round."""
+        """Version of the weights of this round."""
         self._configured = configured
         self._workers = workers
         self._max_env_steps = math.inf if max_env_steps is None else max_env_steps
@@ -64,14 +65,14 @@ class Rounds:
         self._steps = 0
         """Steps of a round; 0 for one cut of each worker."""
         self._shares: dict[int, _Share] = {}
-        """By slot; empty until the round is planned."""
+        """Shares by slot; empty until the round is planned."""
         self._first_open: int | None = None
         """The lowest slot whose share is not complete."""
         self._elsewhere: dict[tuple[int, int], int] = {}
         self._members: dict[int, float] = {}
-        """Slots that ever had a share, and when each was last ready."""
+        """Slot -> time at which its worker was last ready."""
         self._late: dict[int, int] = {}
-        """Slots that all waited for in vain, and their env steps at that time."""
+        """Slot -> its worker's env steps when the round stopped waiting for it."""
         self._began: float | None = None
         self._say_at = 0.0
 
@@ -89,8 +90,8 @@ class Rounds:
     def advance(self, version: Version, live: Iterable[Source], made: int, now: float) -> bool:
         """Begin the round of `version`, plan it, or pass on the share of a worker that is lost.
 
-        `live` are the sources with a connection, `made` the env steps of all sources. Returns whether workers must hear
-        of it.
+        `live` are the sources with a connection, `made` the env steps of all sources. Returns True if it has given
+        shares, which workers must be told.
         """
         if not self.active or version == (0, 0):
             return False
@@ -122,7 +123,10 @@ class Rounds:
         self._find_first_open()
 
     def _awaited(self, live: list[Source], ready: dict[int, Source], now: float) -> str:
-        """Return whom the plan waits for, "" for none: workers that build their envs, restart, or were promised."""
+        """Return which workers the plan waits for, in words; "" for none.
+
+        These workers build their envs, restart, or have not connected although the config starts them.
+        """
         assert self._began is not None
         building = {source.slot for source in live if not source.introduced}
         restarting = {slot for slot, seen in self._members.items() if slot not in ready and now - seen < self._lease_s}
@@ -200,7 +204,7 @@ class Rounds:
         return 0 if share is None else share.left + share.shipped.get(source.incarnation, 0)
 
     def steps_elsewhere(self, source: Source, made: int) -> int:
-        """Return the env steps of all other lives: as of the round's plan, or, without rounds, of now."""
+        """Return the env steps of all other lives: at the time of the round's plan, or now if there are no rounds."""
         now = made - source.counted
         return self._elsewhere.get(source.key, now) if self.active else now
 
@@ -220,7 +224,7 @@ class Rounds:
         return self._first_open is None or slot <= self._first_open
 
     def waiting_for(self) -> str:
-        """Return whom a worker waits for whose own share is complete."""
+        """Return the peers that a worker with a complete share waits for: other workers, or the learner."""
         open_ = [slot for slot, share in self._shares.items() if share.left]
         return _named(open_) if open_ else "learner"
 

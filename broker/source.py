@@ -35,7 +35,7 @@ class StoredBatch:
     handed: bool = False
     """A learner once had it and may have trained on it, so the broker can no longer drop it."""
     dropped: str = ""
-    """Why the learner will not get it; "" while it will."""
+    """Reason for which the learner does not get the batch; "" if it gets the batch."""
 
     @property
     def count(self) -> Count:
@@ -69,21 +69,21 @@ class Source:
     left_reason: str = ""
     end_reason: str = ""
     end_due: bool = False
-    """The present learner must be told of the end."""
+    """True if the present learner must be told of the end, again after each reconnect."""
     closed: bool = False
     silent_until: float = 0.0
     host: str = ""
     pid: int = 0
-    """Where the worker runs, as it says."""
+    """Process id on `host`; the worker reports both."""
     weights: Version = (0, 0)
     blocked: str = ""
     metrics: LoggedMetrics = field(default_factory=dict)
-    """What callbacks have logged, as of the worker's last heartbeat."""
+    """Metrics that callbacks have logged, as of the worker's last heartbeat."""
     introduced: bool = False
-    """True once its worker has told the spaces of its envs: it samples, or may."""
+    """True once the worker has told the spaces of its envs, so that it can sample."""
     num_envs: int = 1
     cut_steps: int = 1
-    """Env steps of a whole cut."""
+    """Number of env steps in one full cut."""
     weight_shapes: ModuleShapes = field(default_factory=dict)
     """Shapes of the weights that its worker loads, by module and name."""
     refused: WeightsRefusal | None = None
@@ -98,7 +98,7 @@ class Source:
     made_before: int = 0
     """Env steps that earlier brokers knew of, from Redis. Live workers report theirs again; they are the same steps."""
     counted: int = 0
-    """`steps` as counted in the fleet's sum."""
+    """Part of `steps` that the fleet's sum already includes."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -107,7 +107,7 @@ class Source:
 
     @property
     def ended(self) -> bool:
-        """Return whether the broker accepts no later batch of it."""
+        """Return True once the broker accepts no later batch of this life."""
         return bool(self.end_reason)
 
     @property

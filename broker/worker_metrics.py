@@ -1,7 +1,7 @@
-"""What callbacks have logged on all workers, as one value a metric.
+"""Merges the metrics that callbacks log on all workers into one value for each name.
 
-Each worker reports its own in every heartbeat. Sums of a life that is over go on counting; of all else the newest life
-of each slot counts, also after it has ended.
+Each worker reports its metrics in every heartbeat. Sums include the lives that are over. Other reductions use only the
+newest life of each slot, even when it has ended.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from headrace.schemas.logged_metrics import LoggedMetric, LoggedMetrics, SumsOfL
 log = logging.getLogger(__name__)
 
 MOST_NAMES = 256
-"""Metrics of a whole fleet."""
+"""Number of metric names that a fleet may log. Further names are left out."""
 
 PAST = "past"
-"""The field of the sums of all lives that are over, beside those of slots."""
+"""Field with the sums of earlier lives. The other fields are slots."""
 
 
 class WorkerMetrics:
@@ -27,13 +27,13 @@ class WorkerMetrics:
 
     def __init__(self) -> None:
         self._lives: dict[int, tuple[int, LoggedMetrics]] = {}
-        """slot -> (incarnation, what it has logged so far)."""
+        """Slot -> (incarnation, metrics) of its newest life."""
         self._past: dict[str, float] = {}
         self._names: set[str] = set()
         self._left_out = False
 
     def take(self, slot: int, incarnation: int, metrics: LoggedMetrics) -> None:
-        """Take what a life has logged so far. A life older than the newest of its slot is ignored."""
+        """Take the metrics that a life has logged so far. A life older than the newest of its slot is ignored."""
         newest, known = self._lives.get(slot, (0, {}))
         if incarnation < newest:
             return
@@ -53,7 +53,7 @@ class WorkerMetrics:
         return {name: metric for name, metric in merged if metric is not None}
 
     def sums(self) -> dict[str, SumsOfLife]:
-        """Return what a broker that starts later needs to go on adding: by slot, and under `PAST`."""
+        """Return the sums that a later broker goes on from: by slot, and those of earlier lives under `PAST`."""
         by_slot = {str(s): SumsOfLife(incarnation=i, sums=_sums(metrics)) for s, (i, metrics) in self._lives.items()}
         known = {slot: life for slot, life in by_slot.items() if life.sums}
         return known | ({PAST: SumsOfLife(sums=self._past)} if self._past else {})
@@ -108,7 +108,7 @@ def _sum(values: Iterable[float]) -> float:
 
 
 def _finite(value: float) -> float:
-    """Return a sum that may have left the range of floats, as the largest number of its sign."""
+    """Return a finite sum: one beyond the range of floats becomes the largest float of its sign."""
     if math.isfinite(value):
         return value
     return math.copysign(sys.float_info.max, value) if not math.isnan(value) else 0.0

@@ -99,7 +99,7 @@ class ZapAuthenticator:
         count = self.refused[port, why]
         if count & (count - 1) == 0:  # the first, second, fourth, ...: some peers try for ever
             detail = f" ({seen})" if seen else ""
-            log.warning("refused at the %s port: %s%s, number %d", port, why, detail, count)
+            log.warning("refused at the %s port: %s%s, %d so far", port, why, detail, count)
 
 
 def _received(socket: Socket) -> Iterator[list[bytes]]:

@@ -23,10 +23,10 @@ from headrace.schemas.errors import ExitCode
 log = logging.getLogger("headrace.supervisor")
 
 STEP = "next: "
-"""Begins the lines with which the process announces its steps."""
+"""Prefix of the lines with which the process announces its steps."""
 SAY_WAITING_S = 10.0
 _START_S = 60.0
-"""How long the process may take beside its env."""
+"""Seconds that the process may take in addition to its env."""
 
 
 def check_before_start(config: FleetConfig, run_dir: RunDir, signals: StopSignals) -> None:

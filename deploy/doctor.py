@@ -36,7 +36,10 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """One check: what was seen, and what to do about it unless it is fine, or what was seen says so already."""
+    """The result of one check: what was seen, and what to do about it.
+
+    `advice` is empty if all is well, or if `seen` already says what to do.
+    """
 
     name: str
     verdict: Verdict

@@ -21,13 +21,13 @@ from headrace.workers.envs.creators import EnvCreator, find_creator
 _KEY = "--render"
 _FRAMES_PER_S = 30
 _END_S = 60.0
-"""How long ffmpeg may take for what it has not written yet."""
+"""Seconds that ffmpeg may take to write the rest of the video."""
 
 
 class EpisodeVideo:
     """Writes the first `episodes` of env 0 to `path`. It is a callback of the runner; use it within `with`.
 
-    The file is there, whole, once the block has ended without an error. Raises `ConfigError` at once where no video can
+    The file exists, complete, once the block has ended without an error. Raises `ConfigError` at once if no video can
     be written.
     """
 
@@ -59,7 +59,7 @@ class EpisodeVideo:
         self._show(env_runner, env, env_index)
 
     def on_episode_step(self, env_runner: Any, env: Any, env_index: int) -> None:
-        """Show what has come of the step."""
+        """Show the observation after the step."""
         self._show(env_runner, env, env_index)
 
     def on_episode_end(self, env_index: int) -> None:

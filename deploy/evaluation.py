@@ -28,15 +28,15 @@ log = logging.getLogger("headrace.deploy")
 
 _PROGRESS_S = 5.0
 _INCARNATION = 2**31 - 1
-"""No worker has so many lives. So no seed of an evaluation is one of training."""
+"""Incarnation of the evaluation's runner. No worker reaches it, so evaluation and training share no seed."""
 _SERVE = "serve the policy with `headrace serve`, whose summary has the clients' returns"
 
 
 @dataclass(frozen=True, slots=True)
 class PlaySettings:
-    """What is to be played. The same settings and weights give the same episodes, where the env repeats by its seed.
+    """Settings of an evaluation. The same settings and weights give the same episodes if the env repeats by its seed.
 
-    `num_envs` None: as in training, and at most as many as there are episodes.
+    With `num_envs` None, there are as many envs as in training. There are never more envs than episodes.
     """
 
     episodes: int = 100
@@ -49,19 +49,18 @@ class PlaySettings:
 class EpisodeScores:
     """Returns and lengths of the first episodes of each env.
 
-    Each env has its own share of the episodes. If the first ones to end counted, whichever env they are of, short ones
-    would count too often.
+    Each env has its own share of the episodes. Counting the first episodes to end in any env would favour short ones.
     """
 
     left: list[int]
-    """Episodes that each env has still to play."""
+    """Number of episodes that each env has still to play."""
     returns: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     by_agent: dict[str, list[float]] = field(default_factory=dict)
     by_policy: dict[str, list[float]] = field(default_factory=dict)
-    """With several agents: for each episode the sum over the agents that the policy played."""
+    """Returns of each episode by policy id, summed over the policy's agents; empty in envs of one agent."""
     aborted: int = 0
-    """Episodes that failed with their env. The env plays another one in the place of each."""
+    """Number of episodes that failed with their env. The env plays another episode in place of each."""
 
     @classmethod
     def of(cls, episodes: int, num_envs: int) -> EpisodeScores:
@@ -88,7 +87,7 @@ class EpisodeScores:
             self.by_policy.setdefault(module_id, []).append(earned)
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values; None for distributions of nothing."""
+        """Return the scores as plain values for JSON; None for a distribution without values."""
         several = {
             name: {key: distribution(values) for key, values in sorted(by_key.items())}
             for name, by_key in (("return_by_agent", self.by_agent), ("return_by_policy", self.by_policy))
@@ -216,7 +215,7 @@ class Evaluation:
 
 
 class _Progress:
-    """Says now and then how far an evaluation is."""
+    """Logs every few seconds how far an evaluation is."""
 
     def __init__(self, scores: EpisodeScores, episodes: int, count_steps: Callable[[], int]) -> None:
         self._scores, self._episodes, self._count_steps = scores, episodes, count_steps
@@ -224,7 +223,7 @@ class _Progress:
         self._due = time.monotonic() + _PROGRESS_S
 
     def tell(self) -> None:
-        """Log a line unless that was done a few seconds ago."""
+        """Log a line, at most every few seconds."""
         if time.monotonic() < self._due:
             return
         self._due = time.monotonic() + _PROGRESS_S

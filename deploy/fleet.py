@@ -43,14 +43,15 @@ log = logging.getLogger("headrace.supervisor")
 
 REDIS_DEADLINE_S = 15.0
 REDIS_ATTEMPTS = 2
-"""Restarts before the first answer after which our own server is given up: something in its files stops it."""
+"""Number of restarts without an answer after which the fleet gives up its own server: its files are the likely cause.
+"""
 BROKER_DEADLINE_S = 30.0
 OBITUARY_DEADLINE_S = 5.0
 SAY_WAITING_S = 5.0
-"""A wait that takes longer than this is said again and again."""
-_TELLING = "the broker to take the last words of workers"
+"""Interval of the log lines that say what the fleet waits for."""
+_TELLING = "the broker to acknowledge the ends of workers"
 HELD_STILL_S = 2.0
-"""The drain stops waiting for the learner once it has committed nothing for this long."""
+"""Seconds without a commit after which the drain stops waiting for the learner."""
 
 
 class Fleet:
@@ -254,7 +255,7 @@ class Fleet:
         self.record.note(state="draining")
         if self._watchdog is not None:
             self._watchdog.stop()
-        self.supervisor.stop(Role.EVALUATOR)  # nobody waits for it: what it plays is not counted
+        self.supervisor.stop(Role.EVALUATOR)  # no wait: its episodes are not counted
         self._stop(Role.WORKER)
         self._stop(Role.ENV_HOST)
         if self._obituary_sender is not None:
@@ -273,7 +274,7 @@ class Fleet:
         self._stop(Role.REDIS)
 
     def _await_commits(self) -> None:
-        """Wait while a learner that this fleet did not start still settles what the broker holds."""
+        """Wait while a learner that this fleet did not start still settles the broker's batches."""
         news_s = 2 * (
             self.config.broker.report_interval_s + INTERVAL_S
         )  # until then the gauge may be of before the drain
@@ -303,7 +304,7 @@ class Fleet:
         if self._signals.count > 1:
             raise DrainCutShortError
 
-    # What the supervisor reports to its `Observer`.
+    # Methods of `Observer`, which the supervisor calls.
 
     def next_incarnation(self, name: str) -> int:
         """Return a number that no earlier life of `name` had."""
@@ -329,7 +330,7 @@ class Fleet:
 
 
 def _last_words(obituary: Obituary, accepted: int) -> str:
-    """Return what a worker left behind, of whose batches the broker has accepted the first `accepted`."""
+    """Return a sentence on what a worker left behind. The broker has accepted its first `accepted` batches."""
     who, totals = f"worker {obituary.slot} incarnation {obituary.incarnation}", obituary.totals
     if accepted >= totals.seq and not totals.open:
         return f"{who} took {totals.stepped:,} steps, and the broker has them all"
@@ -341,7 +342,7 @@ def _last_words(obituary: Obituary, accepted: int) -> str:
 
 
 def _write_endpoints(run_dir: Path, fleet_id: str, endpoints: Endpoints) -> None:
-    """Have the first broker of a new fleet bind these: another program may have an earlier broker's ports by now.
+    """Write the endpoints for the first broker of a new fleet: an earlier broker's ports may be taken by now.
 
     The rest of the broker's state stays.
     """
@@ -359,7 +360,7 @@ def _answers(url: str) -> bool:
 
 
 def _endpoints_of(broker_json: Path, service: Service) -> dict[str, str] | None:
-    """Return the endpoints that this very life of the broker has written; None before it has."""
+    """Return the endpoints that the running broker has written; None before it has."""
     try:
         found: Any = orjson.loads(broker_json.read_bytes())
     except (OSError, orjson.JSONDecodeError):

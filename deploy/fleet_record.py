@@ -15,7 +15,7 @@ from headrace.schemas.errors import RunDirError
 log = logging.getLogger("headrace.supervisor")
 
 NUMBERS_INTERVAL_S = 10.0
-"""How often the run's progress is written; all other changes are written at once."""
+"""Seconds between two writes of the run's progress; all other changes are written at once."""
 
 
 class FleetRecord:

@@ -13,24 +13,23 @@ from headrace.schemas.config import FleetSection
 from headrace.schemas.recorder import read_recorder
 
 EPISODES_NEEDED = 100
-"""A mean return counts as reached once it is taken over that many episodes."""
+"""Number of episodes over which a mean return must be taken to count as reached."""
 
 _STEPS = "env_steps_sampled_total"
 
 
 @dataclass(frozen=True)
 class RunNumbers:
-    """The few numbers by which a goal is judged and of which a summary is made."""
+    """The figures of a run that decide whether its goal is reached, and that its summary shows."""
 
     steps: int = 0
-    """Env steps sampled in the fleet's whole life, over all runs in its directory; one counts once for all its agents.
-    """
+    """Env steps sampled over all runs in the directory. A step of several agents counts once."""
     episodes: int = 0
     mean_return: float | None = None
-    """Over the newest `window` episodes; None before the first one has ended."""
+    """Mean over the newest `window` episodes; None before the first one has ended."""
     window: int = 0
     mean_returns: Mapping[str, float] = field(default_factory=dict)
-    """By module id, over the newest agents that each policy played; empty in an env of one agent."""
+    """Mean return by module id, over the newest agents that each policy played; empty in envs of one agent."""
 
     @property
     def best_return(self) -> float | None:

@@ -38,7 +38,7 @@ class LivenessFile:
         # the run directory was removed, so its supervisor can judge no process any more
         with contextlib.suppress(OSError):
             self._place.touch()
-            # Not the time of day, which a user may set. A time can be written even where a disk is full.
+            # A monotonic time, since a user may set the time of day. A full disk still takes a file's time.
             os.utime(self._place, ns=(time.monotonic_ns(),) * 2)
 
 

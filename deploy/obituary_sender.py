@@ -56,9 +56,9 @@ def write_obituary(recorders: Path, slot: int, incarnation: int, reason: str) ->
 class _Death:
     obituary: Obituary
     known: bool = False
-    """The broker that runs now has acknowledged it."""
+    """True once the running broker has acknowledged the obituary."""
     settled: bool = False
-    """All batches of this life that the broker has accepted are settled."""
+    """True once all batches that the broker accepted of this life are settled."""
     pause_s: float = FIRST_PAUSE_S
     timer: Timer | None = None
 

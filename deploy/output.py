@@ -1,4 +1,4 @@
-"""How much a command prints, and in what form: options that every command has."""
+"""Output options that every command has: how much it prints, and in what form."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LogFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a command prints beyond its result."""
+    """The choice of log level and log format on the command line."""
 
     verbose: bool = False
     quiet: bool = False
@@ -31,7 +31,7 @@ class Output:
 
     @property
     def level(self) -> int:
-        """The least level of log records that are printed."""
+        """Return the lowest level of log records that are printed."""
         return logging.DEBUG if self.verbose else logging.WARNING if self.quiet else logging.INFO
 
 
@@ -54,7 +54,7 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
 
 
 def chosen_output() -> Output:
-    """Return what this process's command line asked for."""
+    """Return the output options of this process's command line."""
     return _chosen
 
 
@@ -64,7 +64,7 @@ def wants_tracebacks() -> bool:
 
 
 def with_output_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of this module to a command, which does not see them."""
+    """Add the options of this module to a command. The command's own function does not get them."""
 
     @wraps(command)
     def run(**given: Any) -> None:

@@ -31,19 +31,19 @@ class ProgressView:
     numbers: RunNumbers
     goal: Goal
     steps_before: int = 0
-    """Env steps of earlier runs in the same directory."""
+    """Number of env steps of earlier runs in the same directory."""
     steps_per_s: float = 0.0
     weights: tuple[int, int] = (0, 0)
-    """(learner epoch, seq) of the newest."""
+    """(learner epoch, seq) of the newest weights."""
     weights_lag: int = 0
-    """Versions by which the worker furthest behind is behind."""
+    """Number of versions by which the slowest worker's weights are behind the newest."""
     held_batches: int = 0
     restarts: Mapping[str, int] = field(default_factory=dict)
     redis_age_s: float = 0.0
     waiting: str = ""
-    """What the fleet waits for while it takes no step."""
+    """Text that names what the fleet waits for while it takes no step; "" for nothing."""
     evaluation: Mapping[str, Any] | None = None
-    """The newest line of evaluations.jsonl."""
+    """The newest line of evaluations.jsonl, parsed; None before the first."""
 
     @staticmethod
     def of(
@@ -72,7 +72,7 @@ class ProgressView:
         )
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return (what, value) pairs, in the order in which they are shown."""
+        """Return (label, value) pairs, in the order in which they are shown."""
         n = self.numbers
         mean = n.show_mean_return()
         if self.goal.until_return is not None:
@@ -103,12 +103,12 @@ class ProgressView:
 
 
 def name_restarts(restarts: Mapping[str, int]) -> str:
-    """Return restarts by role in words."""
+    """Return the number of restarts of each role, in words."""
     return ", ".join(f"{role} {count}" for role, count in restarts.items() if count) or "none"
 
 
 def weights_lag(snapshot: Snapshot) -> int:
-    """Return by how many versions the worker furthest behind lags, among those in the newest learner epoch."""
+    """Return the most versions by which a worker is behind, among workers in the newest learner epoch."""
     return max([0, *(int(worker.get("weights_behind", 0)) for worker in snapshot.workers.values())])
 
 

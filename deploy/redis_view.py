@@ -53,17 +53,20 @@ class Snapshot:
     lease: Mapping[str, Any] = field(default_factory=dict)
     incarnations: Mapping[int, int] = field(default_factory=dict)
     metrics: Mapping[str, LoggedMetric] = field(default_factory=dict)
-    """What callbacks have logged, over all workers."""
+    """Metrics that callbacks have logged, by name, merged over all workers."""
     policies: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Returns by module id, where envs have several agents."""
+    """Statistics of the returns by module id; empty in envs of one agent."""
     reported_unix_s: float | None = None
-    """When the broker last reported, by its clock; None before the first report."""
+    """Unix time (s) of the broker's last report, by the broker's clock; None before the first."""
     garbage: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerRowView:
-    """What a learner logged at one moment, and when the broker got it: in unix seconds and env steps of the fleet."""
+    """A row that a learner logged.
+
+    `unix_s` and `env_steps` are the time and the fleet's env steps when the broker got it.
+    """
 
     epoch: int
     number: int
@@ -113,7 +116,7 @@ class FleetView:
     def learner_rows(self, after: tuple[int, int] = (0, 0)) -> list[LearnerRowView]:
         """Return the rows of learners after (epoch, number), the oldest first, 500 at most.
 
-        One that cannot be read has no values. Waits some seconds at most. Raises `RedisUnavailableError`.
+        A row that cannot be read has no values. Waits some seconds at most. Raises `RedisUnavailableError`.
         """
         key = keys.key_name(self._fleet_id, keys.LEARNER_ROWS)
         try:

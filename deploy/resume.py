@@ -1,10 +1,10 @@
-"""What a run directory says of the run in it, and whether a fleet with these settings may go on with that run.
+"""Reads the earlier run in a run directory, and checks whether a fleet with the given settings may go on with it.
 
 Every key of the configuration is of one of three kinds:
 
-    FIXED       they make the policy what it is; a run with others is another run
-    free        where and how fast the fleet runs, and for how long; they may differ each time
-    all others  they change how the policy is trained; they may differ if the user asks for it with `--resume`
+    FIXED       keys that define the policy; a run with other values is another run
+    free        keys that say where, how fast and how long the fleet runs; they may differ each time
+    all others  keys that change how the policy is trained; they may differ if the user asks for it with `--resume`
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TRAINING = frozenset(
         "sampling.synchronous",
     )
 )
-"""Those of [sampling] that change how the policy is trained. All of [learner] do, but for `_FREE_OF_LEARNER`."""
+"""Keys of [sampling] that change how the policy is trained. All keys of [learner] do, except `_FREE_OF_LEARNER`."""
 
 _FREE_OF_LEARNER = frozenset(
     ("learner.enabled", "learner.evaluate_episodes", "learner.evaluate_every_steps", "learner.torch_threads")
@@ -60,7 +60,7 @@ _LONGEST_HEADER = 64 << 20
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """A run that has taken steps, or has a checkpoint: its page, and the settings that it was started with."""
+    """A run that has taken steps, or has a checkpoint: its fleet.json, and the settings that it was started with."""
 
     run_dir: RunDir
     page: FleetFile
@@ -68,7 +68,7 @@ class EarlierRun:
 
     @staticmethod
     def of(run_dir: RunDir) -> EarlierRun | None:
-        """Return the run in the directory. None when there is none, or when nothing has come of it.
+        """Return the run in the directory. None if there is none, or one without steps and checkpoint.
 
         Raises `RunDirError` when its files are damaged.
         """
@@ -80,12 +80,15 @@ class EarlierRun:
         return EarlierRun(run_dir, page, _read_settings(run_dir))
 
     def check(self, config: FleetConfig, *, resume: bool) -> list[str]:
-        """Return what differs in training, as "key: was -> is". Raises `OtherSettingsError` unless it may differ."""
+        """Return the settings of training that differ, as "key: was -> is".
+
+        Raises `OtherSettingsError` for a difference that is not allowed.
+        """
         changed = dict(_changed(self.settings, config))
         where = str(self.run_dir.path)
         if fixed := [changed[key] for key in changed if key in FIXED]:
             raise OtherSettingsError(
-                where, fixed, "its policy fits no others: leave out --run-dir for a new run, or name another"
+                where, fixed, "these cannot change within a run: leave out --run-dir for a new run, or name another"
             )
         training = [changed[key] for key in changed if _is_of_training(key)]
         if training and not resume:
@@ -94,7 +97,7 @@ class EarlierRun:
         return training
 
     def in_words(self, steps: int, episodes: int, redis: str) -> str:
-        """Return where this run goes on from, and which part of it each source had."""
+        """Return a sentence on where this run goes on from: the checkpoint, Redis and fleet.json."""
         checkpoint = self.run_dir.path / NEWEST_FILE
         facts = read_facts(checkpoint)
         policy = f"{checkpoint.name}: {facts or 'see logs/learner.log'}"
@@ -125,7 +128,7 @@ def write_settings(config: FleetConfig) -> bytes:
 
 
 def read_facts(checkpoint: Path) -> str | None:
-    """Return, in words, how far a learner had come; None where its checkpoint does not say."""
+    """Return, in words, how far a learner had come; None if its checkpoint does not say."""
     try:
         with checkpoint.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

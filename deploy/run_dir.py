@@ -28,7 +28,7 @@ from headrace.deploy.fleet_errors import NoRunError
 from headrace.schemas.errors import RunDirError
 
 RUNS = Path("runs")
-"""Where runs go that are given no directory."""
+"""Folder for runs that are given no directory."""
 _LONGEST_NAME = 60
 
 

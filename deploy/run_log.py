@@ -34,10 +34,10 @@ class RunLog:
         self._began, self._began_unix_s = time.monotonic(), time.time()
         self._next_fleet_row = 0.0
         self._logged_report = self._began_unix_s
-        """When the broker made the last report that was logged; those of before this run count as logged."""
+        """Unix time (s) of the last broker report that was logged. Reports from before this run count as logged."""
         self._newest = _newest_learner_row(JsonlFile(run.run_dir / "metrics.jsonl"))
         self.close_s = CLOSE_S
-        """How long all loggers together may take to end."""
+        """Seconds that all loggers together may take to end."""
         self._loggers = open_loggers(config.logging, run, COLUMNS)
 
     def observe(

@@ -71,7 +71,7 @@ def fleet_row(snapshot: Snapshot, restarts: Mapping[str, int], unix_s: float, el
 
 
 def learner_row(view: LearnerRowView, began_unix_s: float) -> Row:
-    """Return the row of what the learner logged at one moment."""
+    """Return the row of the figures that a learner logged."""
     return {
         "kind": "learner",
         "time": view.unix_s,
@@ -85,7 +85,7 @@ def learner_row(view: LearnerRowView, began_unix_s: float) -> Row:
 
 
 def evaluation_row(told: Mapping[str, Any], snapshot: Snapshot | None, began_unix_s: float) -> Row:
-    """Return the row of an evaluation, `told` as in evaluations.jsonl. Its env steps are those of now."""
+    """Return the row of an evaluation, `told` as in evaluations.jsonl. Its env steps are the fleet's present ones."""
     row: dict[str, float | int | str] = {
         "kind": "evaluation",
         "time": told["unix_s"],

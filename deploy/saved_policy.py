@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # torch takes a second or two
 log = logging.getLogger("headrace.deploy")
 
 Which = Literal["newest", "best"]
-"""A run directory has the newest checkpoint, and the best one so far."""
+"""Name of a checkpoint in a run directory: the newest, or the best so far."""
 
 NEWEST_FILE, BEST_FILE = "learner.checkpoint", "best.checkpoint"
 _FILES: dict[Which, str] = {"newest": NEWEST_FILE, "best": BEST_FILE}
@@ -224,7 +224,7 @@ def _of_file(path: Path) -> SavedPolicy:
 
 @dataclass(frozen=True, slots=True)
 class TrainingCounts:
-    """How far the training of a checkpoint is; steps are agent steps."""
+    """The progress of a checkpoint's training; steps are agent steps."""
 
     updates: int = 0
     steps: int = 0

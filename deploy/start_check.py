@@ -1,8 +1,8 @@
 """The check before a start: it builds what the config names, once, in a process of its own, before anything starts.
 
 The supervisor starts that process by `check_process.py`. It reads the steps that are announced here, and the error with
-which the process ends. What takes no time and is wrong most often comes first. torch takes a second or two, so it is
-imported last, and only for a module that may be wrong.
+which the process ends. Quick checks of common mistakes come first. torch takes a second or two, so it is imported last,
+and only for a module that may be wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class _Policy:
-    """What acts for some agents, as the config names it."""
+    """The module and the connectors of one policy, as the config names them."""
 
     build: str
     config: Mapping[str, Any]
@@ -37,12 +37,12 @@ class _Policy:
 
     @property
     def is_ours(self) -> bool:
-        """Return whether it is Headrace's own module with its defaults, which fits all spaces and every learner."""
+        """Return whether the module is Headrace's own with its defaults, which fits all spaces and every learner."""
         return self.build == DEFAULT_MODULE and not self.config
 
 
 def check_start(config: FleetConfig, say: Say) -> None:
-    """Check that workers and learner can be built from `config`. `say` is told what is done next.
+    """Check that workers and learner can be built from `config`. `say` gets a text before each step.
 
     Raises the error with which a worker or the learner would end.
     """

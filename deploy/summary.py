@@ -17,26 +17,26 @@ from headrace.schemas.ledger import FleetLedger
 
 @dataclass(frozen=True)
 class Summary:
-    """The end of a run. Counts are of the fleet's whole life, rates of this run alone."""
+    """The result of a run. Counts cover the fleet's whole life; rates cover this run alone."""
 
     fleet_id: str
     run_dir: str
     seconds: float
     steps: int
-    """Agent steps, as in the ledger."""
+    """Number of agent steps, as in the ledger."""
     env_steps: int
     episodes: int
     mean_return: float | None
     episodes_window: int
     mean_returns: dict[str, float]
-    """By module id, in envs of several agents."""
+    """Mean return by module id; empty in envs of one agent."""
     env_steps_per_s: float
     episodes_per_s: float
     goal_reached: bool
     restarts: dict[str, int]
     weights_seq: int
     ledger: FleetLedger | None
-    """None when Redis could not be read at the end."""
+    """The fleet's ledger; None if Redis could not be read at the end."""
     failure: HeadraceError | None = None
     """The error that ended the run; None when its goal or a signal ended it."""
 
@@ -120,7 +120,7 @@ def print_summary(summary: Summary, stream: TextIO) -> None:
 
 
 def ledger_table(ledger: FleetLedger) -> Table:
-    """Return a table of stepped = committed + queued + dropped by name + discarded by name, one line each."""
+    """Return the ledger as a table: the steps taken, then a line for each place where they are."""
     table = Table(title="ledger, in agent steps", title_justify="left", show_header=False)
     table.add_row("stepped", f"{ledger.stepped:,}", "")
     table.add_row("committed", f"{ledger.committed[0]:,}", "trained on")
@@ -133,7 +133,7 @@ def ledger_table(ledger: FleetLedger) -> Table:
 
 
 def verdict(ledger: FleetLedger) -> str:
-    """Return one line that says whether stepped = committed + queued + dropped + discarded."""
+    """Return one line that says whether the ledger adds up."""
     if ledger.balance() == 0:
         return "the ledger adds up: stepped = committed + queued + dropped + discarded"
     return f"the ledger does NOT add up: {ledger.balance():+,} steps; `headrace audit` names the row"

@@ -6,9 +6,9 @@
           ├── silent ──▶ replaced at once; the old process lives on as a zombie and is killed later
           └── stop() ──▶ STOPPING ── ends, or is killed after stop_timeout_s ──▶ STOPPED
 
-Everything happens in the thread that turns the loop. That must be the main thread: children die with the thread that
-started them. `watchdog.py` watches workers and env hosts for silence. A broker or learner that hangs is not noticed
-here.
+Everything happens in the thread that turns the loop. It must be the main thread, since children die with the thread
+that started them. `watchdog.py` watches workers and env hosts for silence. A broker or learner that hangs is not
+noticed here.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ INCURABLE = frozenset(
         ExitCode.KEYS,
     )
 )
-"""Exit codes with which the next life would end as well."""
+"""Exit codes of errors that a restart cannot cure."""
 
 
 class Role(StrEnum):
@@ -86,9 +86,9 @@ class ProcessSpec:
     env: Mapping[str, str] | None = None
     death_signal: signal.Signals = signal.SIGKILL
     has_port: bool = False
-    """It serves a fixed port, which its next life needs: a silent one is killed at once."""
+    """True if the process serves a fixed port. Its next life needs the port, so a silent process is killed at once."""
     optional: bool = False
-    """The fleet goes on without it when it has failed for good."""
+    """True if the fleet goes on without the process once it has failed for good."""
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Service:
     zombies: list[Child] = field(default_factory=list)
     restarts: int = 0
     last_words: str = ""
-    """How its last life ended, and the last line it logged."""
+    """Text on how its last life ended, with the last line it logged."""
     timer: Timer | None = None
     """The pending restart, or the pending kill of a stopping child."""
 

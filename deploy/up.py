@@ -30,7 +30,7 @@ log = logging.getLogger("headrace.supervisor")
 
 TICK_S = 0.25
 STANDSTILL_S = 3.0
-"""A run without a new step for so long is said to wait; numbers come about once a second."""
+"""Seconds without a new step after which a run counts as waiting. Numbers come about once a second."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class UpOptions:
     config_path: Path | None = None
     config_origin: str = "defaults"
     resume: bool = False
-    """Go on with the run in the run directory, though settings of its training differ."""
+    """True to go on with the run in the run directory even if settings of its training differ."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What a fleet that takes no step waits for, in words, with the command or the lines that end the wait."""
+"""Names what a fleet that takes no step waits for, with the command or the code that ends the wait."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _OF_ENV_HOSTS = (
     "sampling.envs_per_process",
     "sampling.num_envs",
 )
-"""Beginnings of the keys that an env host reads, besides sampling.env."""
+"""Prefixes of the keys that an env host reads, in addition to sampling.env."""
 
 
 def awaited(fleet: Fleet) -> str:
-    """Return what the fleet waits for; empty when nothing is missing, and steps are only slow."""
+    """Return what the fleet waits for; empty if nothing is missing and steps are only slow."""
     return "; ".join(_awaited(fleet))
 
 
 def how_to_connect(fleet: Fleet) -> Iterator[str]:
-    """Yield what to do for each kind of peer that this fleet does not start itself, with what to paste."""
+    """Yield, for each kind of peer that this fleet does not start itself, how to start it, with text to paste."""
     config, at = fleet.config, fleet.endpoints
     if not config.fleet.workers:
         yield f"start workers with: {_worker_command(fleet)}"
@@ -124,7 +124,7 @@ def _age(services: list[Service]) -> float:
 
 
 def _worker_command(fleet: Fleet) -> str:
-    """Return what starts a worker: on this machine by the run directory, elsewhere with all settings that it needs."""
+    """Return the command that starts a worker: here by the run directory, elsewhere with all settings that it needs."""
     if is_loopback(fleet.config.broker.host):
         return f"headrace worker --run-dir {fleet.run_dir.path}"
     where = f"--endpoint {_reachable(fleet.endpoints['worker'])} --fleet-id {fleet.fleet_id}"
@@ -139,7 +139,7 @@ def _env_host_commands(fleet: Fleet) -> str:
 
 
 def _settings(config: FleetConfig, prefixes: tuple[str, ...]) -> str:
-    """Return the settings that are not at their defaults, of keys that begin so, as options for a shell."""
+    """Return, as options for a shell, the settings under these prefixes that are not at their defaults."""
     words, now = [], config.model_dump(mode="json")
     for key, default in known_keys().items():
         section, _, name = key.partition(".")
@@ -151,7 +151,7 @@ def _settings(config: FleetConfig, prefixes: tuple[str, ...]) -> str:
 
 
 def _reachable(endpoint: str) -> str:
-    """Return an endpoint as others reach it, where it is bound at all addresses of this machine."""
+    """Return the endpoint with this machine's name in place of the wildcard address."""
     return endpoint.replace("//0.0.0.0:", f"//{platform.node()}:").replace("//[::]:", f"//{platform.node()}:")
 
 

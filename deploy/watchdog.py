@@ -19,7 +19,7 @@ from headrace.schemas.recorder import Reading, read_recorder
 log = logging.getLogger("headrace.supervisor")
 
 FIRST_SIGN_S = 60.0
-"""How long a new worker has before its recorder must exist: torch and the user's env take their time to import."""
+"""Seconds that a new worker has before its recorder must exist: torch and the user's env take time to import."""
 
 
 def why_silent(reading: Reading | None, lived_s: float, now_ns: int, lease_s: float, first_sign_s: float) -> str | None:

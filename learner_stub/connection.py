@@ -36,7 +36,7 @@ class Pumpable(Protocol):
 
 
 def process_token(endpoint: str) -> str:
-    """Return the token by which the broker at `endpoint` knows this process, its stream and publisher alike."""
+    """Return the token by which the broker at `endpoint` knows this process. Stream and publisher share it."""
     return _TOKENS.setdefault((os.getpid(), endpoint), os.urandom(8).hex())
 
 
@@ -80,13 +80,13 @@ def note_published(token: str, version: Version) -> None:
 
 
 def forget_published(token: str) -> None:
-    """Forget that version where no stream is open: the next fleet at the same endpoint counts anew."""
+    """Forget the version that `token` published if no stream is open: the next fleet may count from 1 again."""
     if token not in _STREAMING:
         _PUBLISHED.pop(token, None)
 
 
 def newest_published(token: str) -> Version:
-    """Return that version; (0, 0) before the first."""
+    """Return the newest version that the learner with `token` published; (0, 0) before the first."""
     return _PUBLISHED.get(token, (0, 0))
 
 

@@ -37,18 +37,18 @@ class SourceEpisodes:
 
     def __init__(self) -> None:
         self.gap_reason = ""
-        """Why batches of this source are missing; "" while none are."""
+        """Reason for which batches of this source are missing; "" while none are."""
         self._open = np.zeros((0, 1), CHUNK_TABLE)
         """By env and player: the newest chunk there. Its `t_start` is where it stops, its `agent` the player."""
         self._players: dict[tuple[str, str], int] = {}
         """(agent, module) -> column of `_open`."""
         self._broken: dict[tuple[int, int], tuple[int, int]] = {}
-        """By env and player: the episode that a marker has ended there and of which chunks may still arrive."""
+        """By env and player: the episode that a marker has ended there. Further chunks of it may still arrive."""
         self._templates: dict[str, ChunkBatch] = {}
         """By module: a batch of no chunks with its spaces and columns, from which markers are made."""
 
     def take(self, batch: ChunkBatch) -> FilteredBatch:
-        """Return what of the next batch may be handed out: all of it as long as no batch before it is missing."""
+        """Return the part of the next batch to hand out: all of it as long as no batch before it is missing."""
         if self.gap_reason:
             return self.filter(batch)
         self.observe(batch)

@@ -1,4 +1,4 @@
-"""Where a learner's fleet is, and whether it is still there: from its run directory, and from the broker's answers."""
+"""Finds a learner's fleet and notices its end, by its run directory and the broker's answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.schemas.keys import DIR_VARIABLE
 log = logging.getLogger("headrace.learner")
 
 STOPPED_WAIT_S = 10.0
-"""How long a fleet that was stopped may take to start again before a stream ends."""
+"""Seconds that a stopped fleet may take to start again before a stream ends."""
 
 _LOOK_S = 0.5
 _SAY_WAITING_S = 10.0
@@ -33,7 +33,7 @@ class FleetPlace:
     def __init__(self, endpoint: str, run_dir: Path | None, patience_s: float | None) -> None:
         self.endpoint = endpoint
         self.ended = ""
-        """Why the fleet counts as ended; "" while it does not."""
+        """Reason for which the fleet counts as ended; "" while it does not."""
         self._run_dir = run_dir
         self._patience_s = patience_s
         self._was_present = False

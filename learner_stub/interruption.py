@@ -1,4 +1,4 @@
-"""What a stop signal does to an update under way: it gets a few seconds more, and then ends early or is abandoned."""
+"""Limits an update under way after a stop signal: after a few seconds it ends early or is abandoned."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from headrace.schemas.errors import HeadraceError
 
 
 class AbandonedUpdateError(HeadraceError):
-    """An update was broken off. Module and optimizer are in the midst of it: go on from the last checkpoint."""
+    """An update was broken off. Module and optimizer have done only a part of it: go on from the last checkpoint."""
 
 
 class Interruption(Protocol):
-    """What an update asks between its parts."""
+    """Decides between the parts of an update whether it may go on."""
 
     def check(self) -> None:
         """Raise `AbandonedUpdateError` when there is no time to begin the training steps."""
@@ -38,7 +38,7 @@ class StopDeadline:
     """Lets updates go on for a while after the stop signal.
 
     - short_s: seconds after which an update ends with the training steps that are done.
-    - last_s: seconds after which none begins its training steps, and none that must be `whole` goes on.
+    - last_s: seconds after which no update begins its training steps, and no update that must be `whole` goes on.
     """
 
     def __init__(self, stopping: threading.Event, short_s: float, last_s: float, *, whole: bool) -> None:
@@ -50,7 +50,7 @@ class StopDeadline:
 
     @property
     def has_passed(self) -> bool:
-        """Return whether no update may begin. Time counts from the first question after the signal."""
+        """Return whether no update may begin. Time counts from the first call after the signal."""
         return self._stopped_for() >= self._last_s
 
     def check(self) -> None:
@@ -59,7 +59,7 @@ class StopDeadline:
             raise AbandonedUpdateError(f"an update was not done {self._last_s:g} s after the signal to stop")
 
     def ends_update(self) -> bool:
-        """Return whether to end an update early. Raises `AbandonedUpdateError` where an update is whole or nothing."""
+        """Return whether to end an update early. An update that must be `whole` raises `AbandonedUpdateError`."""
         if self._whole:
             self.check()
             return False

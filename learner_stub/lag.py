@@ -1,4 +1,4 @@
-"""How old the data is that a learner trains on, in versions of the weights; with a warning where that is too much."""
+"""Measures how old a learner's data is, in versions of the weights, and warns where it is too old."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _BATCHES = 32
 
 
 class LagMonitor:
-    """The lag of the newest batches. Batches that no version of the present learner chose do not count.
+    """The lag of the newest batches. Batches sampled without the present learner's weights do not count.
 
-    - warn_lag: mean lag of a batch above which it counts as late; None: none does.
+    - warn_lag: mean lag of a batch above which it counts as late; None: no batch is late.
     """
 
     def __init__(self, warn_lag: float | None) -> None:
@@ -31,7 +31,7 @@ class LagMonitor:
         return sum(lag for lag, _ in self._recent) / steps if steps else 0.0
 
     def observe(self, batch: ChunkBatch, update_steps: int) -> None:
-        """Count a batch that is handed out. Log a warning for the first late one; `update_steps` go into it."""
+        """Count a batch that is handed out. Log a warning for the first late one, which names `update_steps`."""
         if not batch.steps or batch.learner_epoch != batch.newest[0]:
             return
         total = int(batch.lag.sum())

@@ -17,7 +17,7 @@ class ModuleReaders:
 
     def __init__(self) -> None:
         self.spaces: dict[str, Spaces] = {}
-        """By module id."""
+        """Spaces of each module, by module id."""
         self._readers: dict[str, BatchReader] = {}
 
     def learn(self, told: dict[str, Any]) -> None:

@@ -65,6 +65,22 @@ class Targets:
     explained_variance: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What one minibatch of n steps adds to the loss and to the metrics.
+
+    - policy_loss, value_loss, entropy: means over the steps; scalars, with gradients.
+    - ratio: float32 (n,), of the policy in training to the behaviour policy.
+    - moved: float32 (n,), how far the log-probs have moved since the update began.
+    """
+
+    policy_loss: Tensor
+    value_loss: Tensor
+    entropy: Tensor
+    ratio: Tensor
+    moved: Tensor
+
+
 class PPO:
     """A module, its optimizer and the stats of its batches. No I/O, no clock, no random state."""
 
@@ -134,26 +150,33 @@ class PPO:
         """Pass over the steps in shuffled minibatches, until the policy has moved by more than `target_kl`."""
         s = self.settings
         random = np.random.default_rng((s.seed, self.stats.updates))
+        parameters = list(self.module.parameters())
         metrics: Metrics = {}
         for epoch in range(1, s.epochs + 1):
-            seen: list[Metrics] = []
+            seen: list[_Terms] = []
             ended = False
             for minibatch in feed.shuffled(random, s.minibatch_size):
-                loss, measured = self._loss(rollout, targets, minibatch)
+                terms = self._terms(rollout, targets, minibatch)
+                loss = s.value_coefficient * terms.value_loss + terms.policy_loss
+                if s.entropy_coefficient:
+                    loss = loss - s.entropy_coefficient * terms.entropy
                 self.optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
-                nn.utils.clip_grad_norm_(self.module.parameters(), s.max_grad_norm)
+                nn.utils.clip_grad_norm_(parameters, s.max_grad_norm)
                 self.optimizer.step()
-                seen.append(measured)
+                seen.append(terms)
                 if ended := interruption.ends_update():
                     break
-            metrics = {name: float(np.mean([m[name] for m in seen])) for name in seen[0]} | {"epochs": epoch}
+            metrics = self._measure(seen) | {"epochs": epoch}
             if ended or metrics["kl"] > s.target_kl:
                 break
         return metrics
 
-    def _loss(self, rollout: Rollout, targets: Targets, minibatch: Minibatch) -> tuple[Tensor, Metrics]:
-        """Return the clipped objective of equation 9 on one minibatch, negated, and its metrics."""
+    def _terms(self, rollout: Rollout, targets: Targets, minibatch: Minibatch) -> _Terms:
+        """Return the parts of the loss on one minibatch. The policy's is the clipped objective of equation 9, negated.
+
+        The entropy has a gradient only where the loss counts it.
+        """
         s, steps = self.settings, minibatch.steps
         answer = self.module.forward_train(minibatch.batch)
         dist_inputs, values = (answer[name][minibatch.answers] for name in ("action_dist_inputs", "values"))
@@ -162,19 +185,24 @@ class PPO:
         advantage = targets.advantages[steps]
         gain = torch.minimum(ratio * advantage, ratio.clamp(1 - s.clip, 1 + s.clip) * advantage).mean()
         value_loss = (values - targets.returns[steps]).square().mean() * targets.value_scale
-        entropy = self.module.entropy(dist_inputs).mean()
-        loss = s.value_coefficient * value_loss - gain - s.entropy_coefficient * entropy
+        entropy = self.module.entropy(dist_inputs if s.entropy_coefficient else dist_inputs.detach()).mean()
+        return _Terms(-gain, value_loss, entropy, ratio.detach(), logp.detach() - targets.logp[steps])
+
+    def _measure(self, seen: Sequence[_Terms]) -> Metrics:
+        """Return the metrics of one epoch: means of the losses over minibatches, and of the rest over steps."""
+        s = self.settings
         with torch.no_grad():
-            moved = logp - targets.logp[steps]
-            measured = {
-                "loss": loss,
-                "policy_loss": -gain,
+            losses = torch.stack([torch.stack((t.policy_loss, t.value_loss, t.entropy)) for t in seen]).mean(0)
+            ratio, moved = torch.cat([t.ratio for t in seen]), torch.cat([t.moved for t in seen])
+            policy_loss, value_loss, entropy = losses.tolist()
+            return {
+                "loss": policy_loss + s.value_coefficient * value_loss - s.entropy_coefficient * entropy,
+                "policy_loss": policy_loss,
                 "value_loss": value_loss,
                 "entropy": entropy,
-                "kl": (moved.exp() - 1 - moved).mean(),  # never negative, and of low variance
-                "clip_fraction": ((ratio - 1).abs() > s.clip).float().mean(),
+                "kl": (moved.exp() - 1 - moved).mean().item(),  # never negative, and of low variance
+                "clip_fraction": ((ratio - 1).abs() > s.clip).float().mean().item(),
             }
-        return loss, {name: value.item() for name, value in measured.items()}
 
     def get_state(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """Return (plain JSON values, arrays by name) for a checkpoint. The arrays are live: write them at once."""

@@ -43,7 +43,7 @@ from headrace.schemas.wire import MessageKind, decode_header
 _CONTROL: dict[MessageKind, type[Message]] = {m.KIND: m for m in (LearnerWelcome, WeightsAck, Fenced, Reject, Status)}
 _RETRY_S = 1.0
 _SILENCE_S = 3.0
-"""After this silence the broker may be another one, which knows neither this publisher nor its weights."""
+"""Seconds of silence after which the broker may be a new one that knows neither this publisher nor its weights."""
 _SLOWEST_BYTES_PER_S = 10e6
 """The slowest speed at which a broker may take a version before it is sent again. Sending too early only slows it."""
 
@@ -91,7 +91,7 @@ class WeightPublisher:
         self._weight_shapes: ModuleShapes = {}
         """Shapes of the weights that workers load; empty while none is known."""
         self._refused: WeightsRefusal | None = None
-        """A version that a worker could not load, until it was raised."""
+        """A version that a worker could not load, until the error for it was raised."""
         self._raised: Version = (0, 0)
         self._publishing = False
         self._socket = connection.LearnerSocket(endpoint, self._keys)
@@ -208,7 +208,7 @@ class WeightPublisher:
             self._next_send = 0.0
 
     def _raise_refused(self) -> None:
-        """Raise once what a worker said of a version, but not before a newer version is sent."""
+        """Raise once the error for a version that a worker refused, but not while another is being published."""
         refused = self._refused
         if refused is not None and not self._publishing:
             self._refused, self._raised = None, refused.version

@@ -15,7 +15,7 @@ from headrace.schemas.message_base import Version
 log = logging.getLogger("headrace.learner")
 
 MOST_WAITING = 1000
-"""Rows kept while the broker or Redis is away. Of more, the oldest are dropped."""
+"""Most rows kept while the broker or Redis is away. Beyond it the oldest are dropped."""
 GATHER_S = 0.1
 """Rows that come soon after one another go in one message."""
 

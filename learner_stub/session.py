@@ -46,13 +46,13 @@ class LearnerSessionState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """How far the broker may send ahead to one stream, in batches and bytes, and the stream's intervals in seconds."""
+    """Limits of what the broker may send ahead to one stream, in batches and bytes, and intervals in seconds."""
 
     window_batches: int = 64
     window_bytes: int = 256 << 20
     synchronous: bool = False
     steps_per_update: int = 0
-    """As in `LearnerHello`."""
+    """Steps of an update, as in `LearnerHello`."""
     retry_s: float = 1.0
     heartbeat_s: float = 0.5
     silence_s: float = 5.0

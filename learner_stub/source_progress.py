@@ -37,15 +37,15 @@ class Arrival:
 
 @dataclass(slots=True)
 class SourceProgress:
-    """How far this learner is with one incarnation of a worker."""
+    """The progress of this learner with one incarnation of a worker."""
 
     received: int = 0
-    """The last batch received, or passed over."""
+    """Number of the last batch that was received or passed over."""
     taken: Settled = Settled()
     """The final state of the batches that the user has taken."""
     committed: Settled = Settled()
     in_hand: deque[HeldBatch] = field(default_factory=deque)
-    """Received and not committed."""
+    """Batches received and not committed."""
     ended: bool = False
 
 

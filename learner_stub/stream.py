@@ -62,19 +62,19 @@ class EpisodeStream:
 
     - position: the result of `position()` in an earlier process.
     - window_batches, window_bytes: how much the broker may send ahead of what was handed out.
-    - steps_per_update: steps that one update of this learner takes. Workers then keep about so many in hand, besides
-      those under training: data stays fresh, whatever the number of workers. None: measured from one published version
-      to the next, or from one commit to the next where none is published.
+    - steps_per_update: steps that one update of this learner takes. Workers then keep about as many in hand, in
+      addition to those under training, so that data stays fresh with any number of workers. None: measured from one
+      published version to the next, or from one commit to the next where none is published.
     - synchronous: workers ship `steps_per_update` steps with each version of the weights, all together, and wait for
       the next one: sample, train, sample. No step is older than the weights (lag 0), and with a fixed number of
       workers and a seed the batches are the same each time, to the bit and in order. Without `steps_per_update` each
       worker ships one cut. False: as `sampling.synchronous` says in the config of the fleet.
-    - warn_lag: mean lag of a batch, in versions, above which it is late. The first late one is logged. None: none is.
+    - warn_lag: mean lag of a batch, in versions, above which it is late. The first late one is logged. None: no batch
+      is late.
     - batch_timeout_s: how long a loop over the stream waits for a batch before it ends. None: for ever.
     - silence_timeout_s: how long the broker may be silent before the fleet counts as ended. One that was stopped, as
       its run directory says, counts as ended after 10 s.
-    - run_dir: the fleet's run directory, where the stream finds the broker again after `headrace up` started anew; see
-      `of`.
+    - run_dir: the fleet's run directory, where the stream finds the broker after a restart of `headrace up`; see `of`.
     - keys: a folder with learner.secret and broker.public. None: the folder in the environment's HEADRACE_KEYS__DIR, or
       no keys. "" is no keys.
 
@@ -308,7 +308,7 @@ class EpisodeStream:
     def pump(self, wait_s: float = 0.0) -> None:
         """Take what has arrived and send what is due, waiting up to `wait_s` for something to arrive."""
         self._note_published()
-        # What came while the user trained is taken before the session judges how long the broker has been silent.
+        # First take what came while the user trained: the session then judges how long the broker has been silent.
         self._take_all(0.0)
         self._session.tick(connection.now(), waiting=wait_s > 0)
         self._flush()

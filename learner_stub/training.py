@@ -36,10 +36,12 @@ CHECKPOINT_FILE = "learner.checkpoint"
 
 _LOG_INTERVAL_S = 1.0
 _WAIT_S = 0.2
-"""How long one wait for a batch is; then a stop signal is noticed."""
+"""Seconds of one wait for a batch; a stop signal is noticed after it."""
 
 _SHORT_S, _FINISH_S = 5.0, 10.0
-"""How long after a stop signal an update goes on, and how long further ones begin, short ones, while batches come."""
+"""Seconds after a stop signal for which an update goes on, and for which further, short ones may begin while batches
+come.
+"""
 _SAY_WAITING_S = 10.0
 
 
@@ -160,7 +162,7 @@ class ProgressLog:
         self._due = time.monotonic()
 
     def report(self, metrics: Metrics) -> None:
-        """Log `metrics` unless that was done less than a second ago."""
+        """Log `metrics`, at most once a second."""
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + _LOG_INTERVAL_S
             log.info("%s", " ".join(f"{name}={value:.4g}" for name, value in metrics.items()))

@@ -1,7 +1,7 @@
-"""How many steps a learner trains on at once, and so how many the fleet should have under way.
+"""Measures the number of steps in an update, and derives how many the fleet should have under way.
 
 A step that waits grows old: the learner publishes newer weights meanwhile. So workers keep about as many steps as one
-update takes, besides those that the learner trains on now.
+update takes, in addition to those that the learner trains on now.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections import deque
 
 _UPDATES = 8
-"""The size is the mean of so many updates."""
+"""Number of updates over which the size is averaged."""
 
 
 class UpdateSize:
-    """The steps of one update: as the user told them, or else measured between the ends of updates.
+    """The number of steps in one update: set by the user, or else measured between the ends of updates.
 
-    An end is a version of the weights that is published, or the user's commit where none is ever published.
-    `auto_commit`: batches are settled while the learner still gathers an update.
+    An update ends when a version of the weights is published, or, if none ever is, when the user commits. With
+    `auto_commit`, batches are settled while the learner still gathers an update.
     """
 
     def __init__(self, told: int | None, *, auto_commit: bool) -> None:
         self.has_ended = False
-        """Whether an update has ended. The first version published ends one without steps."""
+        """True once an update has ended. The first published version ends one without steps."""
         self._told = told
         self._auto_commit = auto_commit
         self._gathered = 0
@@ -48,7 +48,7 @@ class UpdateSize:
 
     @property
     def steps(self) -> int:
-        """Return the size of an update; 0 where it is not known and no step was gathered yet."""
+        """Return the size of an update; 0 if it is not known and no step was gathered yet."""
         usual = self._told or (sum(self._recent) // len(self._recent) if self._recent else 0)
         # Where nothing is settled before the end, all steps of a larger update must fit.
         return usual if usual and self._auto_commit else max(usual, self._gathered)
@@ -56,9 +56,10 @@ class UpdateSize:
     def window_steps(self) -> int | None:
         """Return how many steps the fleet should have under way, or 0 for any number.
 
-        They are one update more than the steps in hand: an update where the learner commits after training, the last
-        batch where asking for the next one commits it. While nothing is known the answer is the least, so that the
-        first update is not trained on a window full of steps of the first weights. None before the first batch.
+        The number is one update more than the steps in hand. In hand is an update if the learner commits after
+        training, or the last batch if asking for the next one commits it. While the size is unknown the answer is
+        small, so that the first update is not trained on a window full of steps of the first weights. None before the
+        first batch.
         """
         if self._told is None and not self.has_ended:
             return 0 if self._gathered and self._auto_commit else None

@@ -17,7 +17,7 @@ from headrace.learner_stub.gae import sum_backwards
 
 @dataclass(frozen=True, slots=True)
 class VTrace:
-    """What to train on.
+    """The targets and advantages to train on.
 
     - targets: float64 (N,), what values should have been: v_s of equation 1.
     - advantages: float64 (N,), to weight the policy's log-probs: rho_s (r_s + gamma v_(s+1) - V(x_s)).

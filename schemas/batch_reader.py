@@ -168,7 +168,7 @@ def _check_lookback(batch: ChunkBatch) -> None:
         raise DecodeError("bad_table", "a chunk looks back on more steps than lie before it")
     own = {name: c for name, c in batch.columns.items() if not name.startswith((LOOKBACK, STATE_IN))}
     if different := back.keys() ^ own.keys():
-        raise DecodeError("bad_column", f"of {min(different)!r:.80} there is a column or lookback, but not both")
+        raise DecodeError("bad_column", f"{min(different)!r:.80} has a column or lookback, but not both")
     for name, column in back.items():
         if (column.dtype, column.shape[1:]) != (own[name].dtype, own[name].shape[1:]):
             raise DecodeError("bad_column", f"lookback of column {name!r:.80} has other rows than the column")

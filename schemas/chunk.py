@@ -116,7 +116,7 @@ class EpisodeChunk:
     seed: int | None = 0
     """The seed for the reset of the env, or of the vector that it is part of.
 
-    None: the env began this episode without a seed, with its own random numbers. That is so for all but the first
+    None: the env began this episode without a seed, with its own random numbers. This holds for all but the first
     episode of an env where `seed_every_episode` is false, for envs that a vector resets by itself, and for external
     envs.
     """
@@ -140,7 +140,7 @@ class EpisodeChunk:
         steps before it are in the rest of this chunk. Raises `ChunkError` for a cut without a step, or with a stride.
         """
         if not isinstance(steps, slice):
-            raise TypeError(f"a chunk is cut, as in chunk[2:5], and not indexed with {steps!r:.40}")
+            raise TypeError(f"a chunk takes a slice, as in chunk[2:5], not {steps!r:.40}")
         start, stop, stride = steps.indices(len(self))
         if stride != 1 or start >= stop:
             raise ChunkError(f"{self!r}[{steps.start}:{steps.stop}:{steps.step}] is no contiguous run of steps")

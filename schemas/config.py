@@ -284,7 +284,7 @@ class FleetConfig(ConfigSection):
         if self.learner.enabled and window is not None and window < enough:
             raise ValueError(
                 f"worker.window_batches = {window} keeps too little for one update of learner.steps_per_update = "
-                f"{self.learner.steps_per_update}: all would wait; {enough} batches a worker are the least"
+                f"{self.learner.steps_per_update}: workers and learner would wait for each other; give {enough} or more"
             )
         return self
 

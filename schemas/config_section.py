@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 FIELDS = "\n\nFields:\n\n"
-"""What stands in a section's docstring between its own text and the fields."""
+"""Heading in a section's docstring between its own text and the fields."""
 
 
 class ConfigSection(BaseModel):

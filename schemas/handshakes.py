@@ -44,9 +44,9 @@ class Handshakes:
         self.keys = keys
         self.server = server
         self.broken_off = 0
-        """Handshakes that the other side broke off, one after another."""
+        """Number of handshakes in a row that the other side broke off."""
         self.connected = False
-        """Whether there was a connection at the last event that was observed."""
+        """True if the last observed event was a successful handshake."""
         self._agreed = agreed
 
     def observe(self, frames: Sequence[bytes]) -> None:

@@ -20,7 +20,7 @@ from headrace.schemas.message_base import (
 from headrace.schemas.wire import MessageKind
 
 MOST_ROWS = 32
-"""Rows in one message."""
+"""Most rows in one message."""
 
 MOST_WINDOW_STEPS = 1 << 40
 
@@ -82,13 +82,13 @@ class Commit(Message):
     in_hand: Natural = 0
     """Batches and gaps received and not committed."""
     consumed_batches: Natural = 0
-    """Of all batches ever received, how many the learner's user has been given."""
+    """Number of batches, of all ever received, that the learner's user has been given."""
     waiting: bool = False
     window_steps: WindowSteps = None
 
 
 class LearnerRow(BaseModel):
-    """What a learner logged at one moment, such as the losses of one update.
+    """A row of figures that a learner logged, such as the losses of one update.
 
     (epoch, number) is its name: it rises from row to row, over all lives of a fleet's learners.
     """
@@ -98,7 +98,7 @@ class LearnerRow(BaseModel):
     number: Positive
     """Microseconds since 1970 by the learner's clock, raised where needed so that it rises from row to row."""
     weights_seq: Natural = 0
-    """Of the newest weights that the learner had published."""
+    """Sequence number of the newest weights that the learner had published."""
     values: RowValues
 
 
@@ -123,7 +123,7 @@ class Status(Message):
     rows_stored: Version = (0, 0)
     """(epoch, number) of the newest row of a learner that is in Redis. Rows up to it need not be sent again."""
     waiting_for: str = ""
-    """Synchronous sampling: whom the round waits for, the learner or some workers."""
+    """In synchronous sampling: the peer that the round waits for, the learner or some workers."""
     weight_shapes: ModuleShapes = {}
     """As in the WELCOME, where they have changed since this connection was last told of them; else empty."""
     refused: WeightsRefusal | None = None

@@ -29,7 +29,7 @@ Natural = Annotated[int, Field(ge=0, lt=1 << 63)]
 """A count; it fits the recorder's words and numpy's int64 wherever a peer's number is taken over."""
 
 Count = Annotated[tuple[Natural, Natural], Strict(False)]
-"""(steps, chunks). Not strict, since JSON has lists only; the integers within still are."""
+"""(steps, chunks). Not strict, since JSON has only lists; the two integers are strict."""
 
 
 class Discard(StrEnum):

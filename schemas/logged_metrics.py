@@ -1,7 +1,7 @@
 """Metrics that people log in a fleet: by callbacks on workers, and by the learner. Each is a number with a name.
 
-A name is 1 to 100 printable ASCII characters. What a worker sends is cumulative, so a lost message costs nothing; what
-a learner sends are rows with a number each, so a repeated one is known.
+A name is 1 to 100 printable ASCII characters. A worker's message is cumulative, so a lost one costs nothing. A
+learner's rows are numbered, so the broker recognizes a repeated one.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from headrace.schemas.ledger import Natural
 
 MOST_METRICS = 64
-"""Metrics of callbacks that one worker reports."""
+"""Most metrics of callbacks that one worker reports."""
 
 MOST_VALUES = 128
-"""Values in one row of a learner."""
+"""Most values in one row of a learner."""
 
 _NAME = r"^[ -~]{1,100}$"
 _is_name = re.compile(_NAME).fullmatch
@@ -29,7 +29,7 @@ _MODEL = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=Fals
 
 
 class LoggedMetric(BaseModel):
-    """One metric of one worker, or of a fleet: its value, and of how many logged values it was made."""
+    """One metric of one worker, or of a fleet: its value, and the number of logged values in it."""
 
     model_config = _MODEL
     reduce: Literal["mean", "min", "max", "sum"]

@@ -20,7 +20,7 @@ M = TypeVar("M", bound=BaseModel)
 MOST_TENSORS = 1024
 MOST_NAME = 200
 _MOST_NAMES = 1 << 16
-"""Characters of all names of tensors in one message together."""
+"""Most characters of all names of tensors in one message together."""
 MOST_DETAIL = 1000
 
 

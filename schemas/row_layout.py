@@ -20,7 +20,7 @@ class RowLayout:
 
     def __init__(self, row: Row, manifest: list[list[Any]], row_bytes: int) -> None:
         self._manifest = [[name, dtype, list(shape), frame, offset] for name, dtype, shape, frame, offset in manifest]
-        """As JSON has it."""
+        """Manifest of a row, as JSON has it."""
         self._sizes = [row_bytes]
         self._names = list(row)
         offsets = [offset for *_, offset in manifest]

@@ -103,7 +103,9 @@ def _view(name: str, entry: Any, payload: memoryview) -> NDArray[Any]:
             raise ValueError
         array = np.frombuffer(payload[begin:end], dtype).reshape(shape)
     except (KeyError, TypeError, ValueError) as error:
-        raise DecodeError("bad_header", f"array {name!r:.80} is not described as its bytes are") from error
+        raise DecodeError(
+            "bad_header", f"array {name!r:.80} has a dtype, shape or offsets that do not fit its bytes"
+        ) from error
     array.flags.writeable = False
     return array
 

@@ -132,7 +132,7 @@ class ChunkShipment(ClientRequest):
     KIND = MessageKind.EPISODE_CHUNKS
     number: Positive
     frame_sizes: list[Natural] = Field(default=[], max_length=64)
-    """Where to cut the array. Empty where there are no chunks and no array, only counts."""
+    """Sizes at which to cut the array. Empty if there are only counts: no chunks and no array."""
     discarded: dict[str, Natural] = Field(default={}, max_length=64)
     """Steps since the shipment before that will never be in a chunk, by reason."""
     untrained: list[Annotated[tuple[float, Natural], Strict(False)]] = Field(default=[], max_length=MOST_EPISODES)

@@ -76,5 +76,5 @@ def _fill(value: Any, arrays: Mapping[str, NDArray[Any]], left: int) -> Any:
         return {key: _fill(sub, arrays, left - 1) for key, sub in value.items()}
     name = value[_ARRAY]
     if not isinstance(name, str) or name not in arrays:
-        raise DecodeError("bad_state", f"array {name!r:.80} is named and not there")
+        raise DecodeError("bad_state", f"array {name!r:.80} is named but missing")
     return arrays[name]

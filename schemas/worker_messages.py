@@ -53,7 +53,8 @@ class WorkerWelcome(Message):
     window_steps: Natural = 0
     """Steps that this worker may keep unsettled, its share of what the learner wants under way; 0: no such limit."""
     synchronous: bool | None = None
-    """Whether sampling is synchronous. None: a broker that has just restarted does not know; what it was before."""
+    """True for synchronous sampling. None: a broker that has just restarted does not know; the worker keeps its mode.
+    """
     round_steps: Natural = 0
     """Synchronous sampling: steps to ship with `weights` in all, before it waits for the next version."""
     max_batch_bytes: Positive
@@ -83,19 +84,19 @@ class Ack(Message):
     settled: Settled = Settled()
     credit: Natural = 0
     window_steps: Natural = 0
-    """As in the WELCOME, by now."""
+    """As in the WELCOME, with the present value."""
     synchronous: bool | None = None
     round_steps: Natural = 0
-    """Both as in the WELCOME, by now."""
+    """Both as in the WELCOME, with present values."""
     weights: Version = (0, 0)
     closed: bool = False
     """The books of this incarnation are closed: its BYE or obituary has been taken."""
     steps_elsewhere: Natural = 0
-    """As in the WELCOME, by now."""
+    """As in the WELCOME, with the present value."""
     steps_share: Natural | None = None
-    """As in the WELCOME, by now."""
+    """As in the WELCOME, with the present value."""
     waiting_for: str = ""
-    """Whom the fleet waits for when there is no credit, or its round is over: "", "learner", "broker", "worker 3"."""
+    """Peer that the fleet waits for without credit, or after a round: "", "learner", "broker", "worker 3"."""
 
 
 class Skip(Message):
@@ -110,7 +111,7 @@ class Skip(Message):
     batch: HeldBatch
     reason: str
     totals: WorkerTotals
-    """As of the moment the batch was cut."""
+    """Totals at the moment when the batch was cut."""
 
 
 class Heartbeat(Message):
@@ -130,7 +131,7 @@ class Heartbeat(Message):
     counters: Counters = {}
     """Counters of its runner, all earlier lives of the slot included."""
     metrics: LoggedMetrics = {}
-    """What callbacks have logged in this life; sums since its begin, all else over the newest values."""
+    """Metrics that callbacks have logged in this life: sums since its start, others over the newest values."""
 
 
 class LastWords(Message):
@@ -154,9 +155,9 @@ class Bye(LastWords):
     KIND = MessageKind.BYE
     reason: str = "shutdown"
     counters: Counters = {}
-    """As in its last heartbeat, or later ones."""
+    """As in its last heartbeat, or newer."""
     metrics: LoggedMetrics = {}
-    """As in its last heartbeat, or later ones."""
+    """As in its last heartbeat, or newer."""
 
 
 class SupervisorHello(Message):

@@ -11,7 +11,7 @@ from headrace.deploy.loggers.protocol import Logger, Row
 log = logging.getLogger("headrace.supervisor")
 
 MOST_WAITING = 1000
-"""Rows that wait for a slow logger. Of more, the oldest are dropped."""
+"""Most rows that may wait for a slow logger. Beyond it the oldest are dropped."""
 
 
 class LoggerThread:
@@ -47,7 +47,7 @@ class LoggerThread:
             self._news.notify()
 
     def finish_close(self, deadline_s: float) -> None:
-        """Wait for the end, `deadline_s` at most. What is not logged by then is lost, and the log says so."""
+        """Wait for the end, `deadline_s` at most. Rows not logged by then are lost; a warning says how many."""
         self._thread.join(deadline_s)
         if self._thread.is_alive():
             log.warning(
@@ -57,7 +57,7 @@ class LoggerThread:
                 len(self._rows),
             )
         elif self._dropped:
-            log.warning("logger %s was too slow for %d rows, which it never got", self.name, self._dropped)
+            log.warning("logger %s was too slow: %d rows were dropped", self.name, self._dropped)
 
     def _run(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What a logger is, and what it gets to know about its run."""
+"""The interface of a logger, and the facts about a run that a logger is built from."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Row = Mapping[str, float | int | str]
 class Logger(Protocol):
     """Takes the rows of a run. `headrace up` builds one from a `RunInfo` before the fleet starts.
 
-    All calls come from one thread of this logger's own, so a call may take its time. Rows wait meanwhile, the newest
-    1,000 of them. A logger that raises is reported by name and not called again; the fleet goes on.
+    All calls come from one thread of this logger's own, so a call may take its time. Meanwhile the newest 1,000 rows
+    wait. A logger that raises is reported by name and not called again; the fleet goes on.
     """
 
     def log(self, row: Row, step: int) -> None:
         """Take a row. `step` is the number of env steps that the fleet had made, over all runs in its directory."""
 
     def close(self) -> None:
-        """Write what is left. Called once, at the end; 10 seconds are waited for it."""
+        """Write all rows that are left. `headrace up` calls it once, at the end, and waits at most 10 seconds."""
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run, as loggers get to know it."""
+    """The facts about a run that its loggers get."""
 
     fleet_id: str
     run_dir: Path

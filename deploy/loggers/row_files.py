@@ -1,7 +1,7 @@
 """Rows in files of the run directory that stay whole: `metrics.jsonl` and `metrics.csv`.
 
-Each row is appended and written at once, so a killed supervisor leaves readable files. What could not be written whole
-is taken back. A disk that is full only delays rows; they are written when there is room again.
+Each row is appended and written at once, so a killed supervisor leaves readable files. A row that was written only in
+part is removed again. A full disk only delays rows; they are written when there is room again.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from headrace.deploy.loggers.protocol import Row
 log = logging.getLogger("headrace.supervisor")
 
 MOST_WAITING = 10_000
-"""Rows that wait for room on the disk. Of more, the oldest are dropped."""
+"""Most rows that may wait for room on the disk. Beyond it the oldest are dropped."""
 MOST_COLUMNS = 1000
-"""Columns of a CSV file; values of others are only in the JSON file."""
+"""Most columns of a CSV file. The values of further columns are only in the JSON file."""
 _BLOCK = 1 << 16
 _ROWS_AT_ONCE = 1000
 
@@ -40,7 +40,7 @@ class RowFile(Protocol):
 
 
 class FileLogger:
-    """A logger that writes to a file, and keeps rows while it cannot be written."""
+    """A logger that writes rows to a file, and keeps them while the file cannot be written."""
 
     def __init__(self, file: RowFile) -> None:
         self._file = file
@@ -76,21 +76,21 @@ class FileLogger:
 
 
 class JsonlFile:
-    """One JSON object a line."""
+    """A file with one JSON object on each line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._mended = False
 
     def append(self, rows: Sequence[Row]) -> None:
-        """See `RowFile`."""
+        """Append each row as one line of JSON. Write all `rows`, or none and raise `OSError`."""
         if not self._mended:
             _cut_torn_line(self.path)
             self._mended = True
         _append(self.path, b"".join(orjson.dumps(dict(row), option=orjson.OPT_APPEND_NEWLINE) for row in rows))
 
     def rows(self) -> Iterator[Row]:
-        """Return the rows in the file, without lines that are none. Raises `OSError`."""
+        """Yield the rows in the file; skip lines that are not rows. Raises `OSError`."""
         try:
             with self.path.open("rb") as file:
                 for line in file:
@@ -101,7 +101,7 @@ class JsonlFile:
             return
 
     def last_line_with(self, part: bytes) -> bytes:
-        """Return the last whole line that has `part` in it; empty without one, or without a file."""
+        """Return the last whole line that contains `part`; empty if there is no such line, or no file."""
         last = b""
         try:
             with self.path.open("rb") as file:
@@ -114,17 +114,20 @@ class JsonlFile:
 
 
 class CsvFile:
-    """A header, and a line a row. A file with other columns gets new ones at its right end, and is replaced at once."""
+    """A CSV file: a header, then one line for each row.
+
+    When rows have new columns, these are added at the right end, and a wider file replaces the old one in one step.
+    """
 
     def __init__(self, path: Path, columns: Iterable[str]) -> None:
         self.path = path
         self._first_columns = list(columns)
         self._columns: list[str] | None = None
-        """The columns of the file as it is; None before the first look at it."""
+        """Columns that the file has; None before it was first read."""
         self._left_out = False
 
     def append(self, rows: Sequence[Row]) -> None:
-        """See `RowFile`."""
+        """Append each row as one line, after adding new columns. Write all `rows`, or none and raise `OSError`."""
         if self._columns is None:
             _cut_torn_line(self.path)
             self._columns = _header_of(self.path)
@@ -134,7 +137,7 @@ class CsvFile:
         _append(self.path, _lines([[row.get(name, "") for name in wanted] for row in rows]))
 
     def catch_up(self, file: JsonlFile) -> None:
-        """Take over all rows of `file` if it has others than this one, as a supervisor that was killed leaves it.
+        """Write this file again from `file` if their numbers of rows differ, as after a killed supervisor.
 
         Raises `OSError`.
         """
@@ -147,7 +150,7 @@ class CsvFile:
             self.append(block)
 
     def _extended(self, columns: list[str], rows: Sequence[Row]) -> list[str]:
-        """Return `columns` with all new ones after them."""
+        """Return `columns` and the new ones of `rows` after them, at most `MOST_COLUMNS`."""
         known = dict.fromkeys(columns or self._first_columns)
         for row in rows:
             for name in row:
@@ -155,11 +158,11 @@ class CsvFile:
                     known[name] = None
                 elif not self._left_out:
                     self._left_out = True
-                    log.warning("%s has %d columns, the most there are; %r is left out", self.path, len(known), name)
+                    log.warning("%s has %d columns, which is the limit; %r is left out", self.path, len(known), name)
         return list(known)
 
     def _replace(self, columns: list[str]) -> None:
-        """Write the file again under a wider header, aside, and put it in the old one's place in one step."""
+        """Write a copy with a wider header beside the file, and replace the file by it in one step."""
         aside = self.path.with_name(f".{self.path.name}.new")
         try:
             with aside.open("w", encoding="utf-8", newline="") as file:
@@ -226,7 +229,7 @@ def _append(path: Path, data: bytes) -> None:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Cut off what stands after the last newline: a machine that went down may have left half a line."""
+    """Remove the text after the last newline: a machine that went down may have left half a line."""
     try:
         with path.open("r+b") as file:
             end = file.seek(0, os.SEEK_END)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from headrace.learner_stub import adam
 from headrace.learner_stub.adam import Adam
 
 pytestmark = pytest.mark.long
@@ -29,8 +30,11 @@ def _learn(net: nn.Module, optimizer: Adam | torch.optim.Adam, first: int, last:
         optimizer.step()
 
 
+@pytest.mark.parametrize("large", [0, 8, 1 << 15])
 @pytest.mark.parametrize("lr", [0.1, 3e-4])
-def test_steps_are_those_of_torch_to_the_bit(lr: float) -> None:
+def test_steps_are_those_of_torch_to_the_bit(lr: float, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether all parameters move alone, some do, or none."""
+    monkeypatch.setattr(adam, "_LARGE", large)
     ours, theirs = _net(), _net()
     _learn(ours, Adam(ours.parameters(), lr=lr, eps=1e-5), 0, 40)
     _learn(theirs, torch.optim.Adam(theirs.parameters(), lr=lr, eps=1e-5), 0, 40)

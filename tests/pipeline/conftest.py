@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.learner_stub import WeightPublisher
 from headrace.schemas.keys import BrokerKeys
 from support.pipeline.delivery import BrokerThread, Feeder, StartBroker, StartFeeder
 
@@ -35,6 +36,12 @@ def start_broker(stack: ExitStack, tmp_path: Path) -> StartBroker:
 def broker(start_broker: StartBroker) -> BrokerThread:
     """A broker with default settings."""
     return start_broker()
+
+
+@pytest.fixture
+def publisher(broker: BrokerThread, stack: ExitStack) -> WeightPublisher:
+    """A publisher to `broker`."""
+    return stack.enter_context(WeightPublisher(broker.endpoints.learner, connect_timeout_s=100))
 
 
 @pytest.fixture

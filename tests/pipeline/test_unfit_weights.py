@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,19 @@ from support.waiting import wait_until
 SECTIONS: dict[str, Any] = {"sampling": SAMPLING, "worker": {"drain_timeout_s": 1.0}}
 CART_POLE = Spaces(observation=Box(shape=(4,), dtype="<f4"), action=Discrete(n=2))
 STRANGE_CONNECTOR = {"connectors/env_to_module/0.MeanStd/obs/count": np.ones(1)}
+StartWorker = Callable[[], WorkerThread]
+
+
+@pytest.fixture
+def stream(broker: BrokerThread, stack: ExitStack) -> EpisodeStream:
+    return stack.enter_context(EpisodeStream(broker.endpoints.learner))
+
+
+@pytest.fixture
+def start_worker(
+    broker: BrokerThread, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> StartWorker:
+    return lambda: stack.enter_context(WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, SECTIONS))
 
 
 def _seq(stream: EpisodeStream) -> int:
@@ -37,66 +52,54 @@ def _pump(publisher: WeightPublisher) -> bool:
 
 
 def test_unfit_weights_are_named_at_once_and_workers_go_on(
-    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    stream: EpisodeStream, publisher: WeightPublisher, start_worker: StartWorker
 ) -> None:
-    with (
-        EpisodeStream(broker.endpoints.learner) as stream,
-        WeightPublisher(broker.endpoints.learner) as weights,
-        WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, SECTIONS) as worker,
-    ):
-        fit = constant_value(stream.spaces(timeout_s=100.0), 1.0)
-        assert weights.publish(fit) == 1
-        unfit = {**fit, "head.bias": np.zeros(7, np.float32), "extra": np.zeros(1)}
-        name = next(name for name in fit if name.endswith("weight"))
-        del unfit[name]
-        with pytest.raises(WeightsMismatchError, match="worker and learner must build the same module") as caught:
-            weights.publish(unfit)
-        assert (caught.value.missing, caught.value.unknown) == ([name], ["extra"])
-        assert caught.value.shapes == {"head.bias": ((7,), fit["head.bias"].shape)}
-        assert _seq(stream) == 1
-        assert weights.publish(fit) == 2, "nothing of it was published"
-        wait_until(lambda: _seq(stream) == 2, "a batch of the next weights")
-        assert worker.is_alive
-        worker.check()
+    worker = start_worker()
+    fit = constant_value(stream.spaces(timeout_s=100.0), 1.0)
+    assert publisher.publish(fit) == 1
+    unfit = {**fit, "head.bias": np.zeros(7, np.float32), "extra": np.zeros(1)}
+    name = next(name for name in fit if name.endswith("weight"))
+    del unfit[name]
+    with pytest.raises(WeightsMismatchError, match="worker and learner must build the same module") as caught:
+        publisher.publish(unfit)
+    assert (caught.value.missing, caught.value.unknown) == ([name], ["extra"])
+    assert caught.value.shapes == {"head.bias": ((7,), fit["head.bias"].shape)}
+    assert _seq(stream) == 1
+    assert publisher.publish(fit) == 2, "nothing of it was published"
+    wait_until(lambda: _seq(stream) == 2, "a batch of the next weights")
+    assert worker.is_alive
+    worker.check()
 
 
 def test_what_only_a_worker_can_see_reaches_the_learner_too(
-    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    stream: EpisodeStream, publisher: WeightPublisher, start_worker: StartWorker
 ) -> None:
     """State of connectors that the worker does not have. The error comes once, and not in the way of newer weights."""
-    with (
-        EpisodeStream(broker.endpoints.learner) as stream,
-        WeightPublisher(broker.endpoints.learner) as weights,
-        WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, SECTIONS) as worker,
-    ):
-        fit = constant_value(stream.spaces(timeout_s=100.0), 1.0)
-        weights.publish(fit)
-        assert _seq(stream) == 1
-        weights.publish({**fit, **STRANGE_CONNECTOR})
-        with pytest.raises(RefusedWeightsError, match=r"worker 0 cannot load weights \(1, 2\)") as caught:
-            wait_until(lambda: _seq(stream) != 1, "never")
-        assert (caught.value.version, caught.value.slot) == ((1, 2), 0)
-        assert {_seq(stream) for _ in range(20)} == {1}
-        weights.publish(fit)
-        wait_until(lambda: _seq(stream) == 3, "a batch of the next weights")
-        worker.check()
+    worker = start_worker()
+    fit = constant_value(stream.spaces(timeout_s=100.0), 1.0)
+    publisher.publish(fit)
+    assert _seq(stream) == 1
+    publisher.publish({**fit, **STRANGE_CONNECTOR})
+    with pytest.raises(RefusedWeightsError, match=r"worker 0 cannot load weights \(1, 2\)") as caught:
+        wait_until(lambda: _seq(stream) != 1, "never")
+    assert (caught.value.version, caught.value.slot) == ((1, 2), 0)
+    assert {_seq(stream) for _ in range(20)} == {1}
+    publisher.publish(fit)
+    wait_until(lambda: _seq(stream) == 3, "a batch of the next weights")
+    worker.check()
 
 
 def test_weights_published_before_any_worker_is_there_are_refused_by_the_first(
-    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    stream: EpisodeStream, publisher: WeightPublisher, start_worker: StartWorker
 ) -> None:
     fit = constant_value(CART_POLE, 1.0)
-    with (
-        EpisodeStream(broker.endpoints.learner) as stream,
-        WeightPublisher(broker.endpoints.learner) as weights,
-    ):
-        weights.publish({"w": np.zeros(3)})
-        with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, SECTIONS) as worker:
-            with pytest.raises(RefusedWeightsError, match="unknown"):
-                wait_until(lambda: _pump(weights), "never")
-            weights.publish(fit)
-            wait_until(lambda: _seq(stream) == 2, "a batch of the next weights")
-            worker.check()
+    publisher.publish({"w": np.zeros(3)})
+    worker = start_worker()
+    with pytest.raises(RefusedWeightsError, match="unknown"):
+        wait_until(lambda: _pump(publisher), "never")
+    publisher.publish(fit)
+    wait_until(lambda: _seq(stream) == 2, "a batch of the next weights")
+    worker.check()
 
 
 SHAPES = {"one": {"w": (2, 3)}, "two": {"v": (4,)}}

@@ -56,11 +56,6 @@ class Applied:
         }
 
 
-@pytest.fixture
-def publisher(broker: BrokerThread, stack: ExitStack) -> WeightPublisher:
-    return stack.enter_context(WeightPublisher(broker.endpoints.learner, connect_timeout_s=100))
-
-
 def acknowledge(publisher: WeightPublisher) -> None:
     def pumped() -> bool:
         publisher.pump()

@@ -69,7 +69,7 @@ def test_connector_state_of_an_unknown_module_or_another_shape_is_refused_whole(
         sampler.sample(num_timesteps=3)
         before = sampler.get_state()
         good = {f"a0/{name}": array + 1 for name, array in moments(before["env_to_module"], "a0/").items()}
-        with pytest.raises(ConnectorError, match=r"there is no such module; they are \['a0', 'a1', 'idle'\]"):
+        with pytest.raises(ConnectorError, match=r"there is no such module; the modules are \['a0', 'a1', 'idle'\]"):
             sampler.set_state({"env_to_module": {**good, f"a9/{COUNT}": np.zeros(1)}})
         with pytest.raises(ConnectorError, match=r"its state lacks \['0.MeanStd/obs/m2', '0.MeanStd/obs/mean'\]"):
             sampler.set_state({"env_to_module": {**good, f"a1/{COUNT}": np.zeros(1)}})

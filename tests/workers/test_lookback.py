@@ -180,8 +180,8 @@ def _further_than_the_episode(batch: ChunkBatch) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_without, "bad_column: of 'logp' there is a column or lookback"),
-        (_another, "bad_column: of 'more' there is a column or lookback"),
+        (_without, "bad_column: 'logp' has a column or lookback"),
+        (_another, "bad_column: 'more' has a column or lookback"),
         (_wider, "bad_column: lookback of column 'obs' has other rows"),
         (_longer, "bad_column: column 'lookback/obs' has shape"),
         (_further_than_the_episode, "bad_table: a chunk looks back on more steps than lie before it"),

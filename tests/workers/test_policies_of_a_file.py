@@ -127,7 +127,7 @@ def test_a_window_counts_a_batch_for_each_module_of_a_cut(modules: int) -> None:
 
 def test_a_window_too_small_for_an_update_is_named_in_batches_of_all_modules() -> None:
     settings = {"sampling": {"policies": {"one": {}, "two": {}}}, "worker": {"window_batches": 3}}
-    with pytest.raises(ConfigError, match="4 batches a worker are the least"):
+    with pytest.raises(ConfigError, match="would wait for each other; give 4 or more"):
         build_config(settings)
 
 

@@ -1,4 +1,4 @@
-"""How the object that a creator returns is made to speak the dict protocol."""
+"""Gives the object that a creator returns the dict protocol."""
 
 from __future__ import annotations
 

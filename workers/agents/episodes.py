@@ -22,7 +22,7 @@ class AgentEpisode(Episode):
     t_end: int = 0
     """The env step after the last one that was delivered."""
     observed_more: int = 0
-    """How many more observations than actions it has, among the steps that are not delivered yet."""
+    """Number of observations less number of actions, among the steps that are not delivered yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,24 +36,24 @@ class Seat:
     reward: float = 0.0
     """The sum of its rewards since its last action, or before its first."""
     pending: bool = False
-    """It acted, and neither an observation nor its end has answered that yet."""
+    """True while neither an observation nor the agent's end has answered its action."""
     end: ChunkEnd = ChunkEnd.ONGOING
 
     @property
     def is_awaited(self) -> bool:
-        """Whether its newest action has no answer: it is pending, or the env has not answered the step yet."""
+        """Return whether the newest action has no answer: it is pending, or the env has not answered the step yet."""
         whole = self.episode.whole
         return self.pending or (whole is not None and whole.under_way and self in whole.acting)
 
     @property
     def done(self) -> bool:
-        """Whether it has come to its own end, and will not be observed in this episode again."""
+        """Return whether the agent has come to its own end, and will not be observed in this episode again."""
         return self.end is not ChunkEnd.ONGOING
 
 
 @dataclass(slots=True, eq=False)
 class MultiAgentEpisode(Episode):
-    """What all agents of an episode share: the env's clock, and which agents act next."""
+    """The state that all agents of an episode share: the env's clock, and which agents act next."""
 
     seats: dict[Any, Seat] = field(default_factory=dict)
     early_rewards: dict[Any, float] = field(default_factory=dict)
@@ -67,9 +67,9 @@ class MultiAgentEpisode(Episode):
     agents: list[Any] = field(default_factory=list)
     """The agent ids of `acting`."""
     under_way: bool = False
-    """They have acted, and the env has not answered. A step that is abandoned does not count."""
+    """True while they have acted and the env has not answered. An abandoned step does not count."""
     is_plain: bool = False
-    """An answer with an observation and a reward of exactly these agents needs no bookkeeping."""
+    """True if an answer with observations and rewards of exactly these agents needs no bookkeeping."""
     trains: bool = True
     """False: the episode is counted, but no learner gets it."""
     idle_steps: int = 0

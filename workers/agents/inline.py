@@ -154,7 +154,7 @@ class InlineAgents:
 
     @property
     def repairing(self) -> bool:
-        """Whether some lane has no env that could be stepped."""
+        """Return whether some lane has no env that could be stepped."""
         return not self._recovery.are_all_up
 
     def try_reset(self, lanes: Sequence[int]) -> None:

@@ -43,7 +43,7 @@ class ModuleSeats:
         self._num_envs, self._seeds, self._check_bounds = num_envs, seeds, check_bounds
         self._places: dict[int, int] = {}
         self.observations = Observations(env_spaces.observation, 0, check_bounds=check_bounds)
-        """What the seats' agents see, as their envs have it; the module sees `policy.connectors.columns`."""
+        """Observations of the seats' agents, as their envs gave them. The module sees `policy.connectors.columns`."""
         connectors = VectorConnectors(
             policy.env_to_module,
             policy.module_to_env,

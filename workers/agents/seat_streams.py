@@ -1,4 +1,4 @@
-"""Where the random streams of seats stand, as arrays: those of agents that appear later too."""
+"""Saves and restores the random streams of seats as arrays, also for agents that appear later."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write_seats(streams: SeatStreams, modules: Modules, state: Mapping[str, Any]
         for use, noise in module.policy.noise.rows.items():
             noise.write(rows, known[use]["numbers"], known[use]["used"])
         drawn |= {(module.index, agent) for agent in agents}
-    # Drawing anew moved on the streams from which all this was drawn already.
+    # `begin_again` drew from streams whose numbers `state` holds already, so set these streams back.
     again = [i for i, key in enumerate(keys) if key[2:] in drawn]
     write_streams([streams.at(keys[i]) for i in again], state["streams"][again])
 

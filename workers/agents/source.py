@@ -21,7 +21,7 @@ LaneAnswer = tuple[Lane, MultiAgentEpisode, Any]
 
 @dataclass(slots=True, eq=False)
 class Gathered:
-    """What lanes answered in one poll, one after another: plain lanes first, then those with a report."""
+    """The answers of lanes in one poll, one after another: plain lanes first, then those with a report."""
 
     sent: Mapping[int, AgentDict]
     """The actions of each lane's agents."""

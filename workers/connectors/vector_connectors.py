@@ -43,7 +43,7 @@ class VectorConnectors:
         outward = self._outward.connect_actions(spaces, width)
         self.spaces = self._inward.connect_observations(outward, width)
         self.sees = bool(self._inward.pieces)
-        """Whether the caller must report observations by `stepped`. Without env_to_module pieces it must not."""
+        """True if the caller must report observations by `stepped`. Without env_to_module pieces it must not."""
         self.columns: Columns = self._new_columns(width) if self.sees else observed
         self.actions = [name for name, _ in leaves(self.spaces.action, "actions")]
         """Names of the policy's action columns."""

@@ -1,4 +1,4 @@
-"""What a vector asks of the place where its envs live: this process, other processes, or other hosts.
+"""The interface of the place where a vector's envs live: this process, other processes, or other hosts.
 
 A vector never waits for a certain env. It asks lanes to step, to reset and to be rebuilt, and reads the replies in
 `step_wait`, in whatever order they come:
@@ -28,7 +28,7 @@ NextSeeds = Mapping[int, int | None]
 class Replies:
     """The replies of a backend's envs since the last `step_wait`.
 
-    A lane appears at most once in each list. What it sees and its reward are in the backend's columns.
+    A lane appears at most once in each list. Its observation and its reward are in the backend's columns.
     """
 
     stepped: list[int] = field(default_factory=list)
@@ -45,12 +45,12 @@ class Replies:
     pictures: list[tuple[int, NDArray[np.uint8] | None]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Whether there is any reply."""
+        """Return whether there is any reply."""
         return bool(self.stepped or self.began or self.built or self.failures or self.pictures)
 
 
 class EnvBackend(Protocol):
-    """Where the envs of a vector live: one env for each of `width` lanes.
+    """The place where the envs of a vector live: one env for each of `width` lanes.
 
     Only `step_wait` and `close` block. Inline envs are the exception: there each call does its work at once. A lane
     that has failed has no env until it is rebuilt.
@@ -59,11 +59,11 @@ class EnvBackend(Protocol):
     width: int
     spaces: Spaces
     replies_at_once: bool
-    """Whether each call has its reply in the next `step_wait`. If so, no step is ever in flight."""
+    """True if each call has its reply in the next `step_wait`, so that no step is ever in flight."""
     resets_ahead: bool
-    """Whether `step_async` takes seeds, and resets a lane in the step that ends its episode."""
+    """True if `step_async` takes seeds, and resets a lane in the step that ends its episode."""
     renders: bool
-    """Whether `render` can be called."""
+    """True if `render` can be called."""
 
     @property
     def gym_spaces(self) -> tuple[Any, Any]:
@@ -71,7 +71,10 @@ class EnvBackend(Protocol):
 
     @property
     def observations(self) -> dict[str, NDArray[Any]]:
-        """What each lane saw last: "obs/..." -> (width, *shape). True until the lane is stepped or reset."""
+        """The newest observation of each lane: "obs/..." -> (width, *shape).
+
+        Valid until the lane is stepped or reset.
+        """
 
     def env_at(self, lane: int) -> Any:
         """Return the lane's env, a placeholder where the env is out of reach, or None if the lane has none yet."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # processes of envs import this file too, and start faster wi
     import torch
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)
-"""In either direction. A larger reward is infinite in most learners, and sums of such rewards are anywhere."""
+"""Largest magnitude of a reward. A larger one is infinite in most learners, and sums of such rewards are useless."""
 _SQUARE = LARGEST_REWARD**2
 _NOWHERE = np.empty(0, np.intp)
 
@@ -60,7 +60,7 @@ class ActionBounds:
     def __init__(self, leaf: Box) -> None:
         self.dtype = column_dtype(leaf)
         self.whole = self.dtype.kind in "iu"
-        """Whether the env takes integers."""
+        """True if the env takes integers."""
         self._low, self._high = box_bounds(leaf)
         bounded = np.isfinite(self._low) & np.isfinite(self._high)
         low, high = np.where(bounded, self._low, -1.0), np.where(bounded, self._high, 1.0)

@@ -25,7 +25,7 @@ EnvCreator = Callable[[EnvContext], Any]
 _registered: dict[str, EnvCreator] = {}
 _CONTEXT_NAMES = frozenset(("config", "env_config", "context", "env_context", "ctx"))
 _REGISTERED_BY = {"ALE/": "ale_py", "MiniGrid-": "minigrid", "BabyAI-": "minigrid"}
-"""How ids of packages other than gymnasium begin -> the package that registers them when it is imported."""
+"""Prefix of the ids of another package than gymnasium -> the package that registers them when it is imported."""
 _EXTRA = "envs"
 """The extra of Headrace that installs these packages."""
 

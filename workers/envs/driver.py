@@ -55,15 +55,15 @@ class LaneDriver(Protocol):
 
     @property
     def repairing(self) -> bool:
-        """Whether `wait_for_one` has something to do before the next poll."""
+        """Return whether `wait_for_one` has something to do before the next poll."""
 
     @property
     def seeds_every_episode(self) -> bool:
-        """Whether each episode begins with a seed of its own, so that it can be begun again."""
+        """Return whether each episode begins with a seed of its own, so that it can be begun again."""
 
     @property
     def steps_to_reset(self) -> bool:
-        """Whether a lane may need a poll that is no step to begin its next episode, so that others get ahead of it."""
+        """Return whether a lane may need a poll without a step to begin its next episode, so that others get ahead."""
 
     def build(self, config: EnvRunnerConfig) -> None:
         """Build all envs, closing those there were. An env that cannot be built the first time is an error."""
@@ -103,7 +103,7 @@ class LaneDriver(Protocol):
 class EnvDriver(LaneDriver, Protocol):
     """Lanes of envs of one agent that step together.
 
-    What every lane sees stands in `observations.columns`, which `poll` and `try_reset` overwrite.
+    `observations.columns` have every lane's newest observation; `poll` and `try_reset` overwrite them.
     """
 
     spaces: Spaces
@@ -120,7 +120,8 @@ class EnvDriver(LaneDriver, Protocol):
 class ReadyDriver(EnvDriver, Protocol):
     """Lanes of envs of one agent that step each in its own time.
 
-    What a lane sees is true until it is stepped: `observations.columns` keep it while an action is under way.
+    A lane's observation is valid until the lane is stepped: `observations.columns` keep it while an action is under
+    way.
     """
 
     def send_actions_of(self, lanes: NDArray[np.intp], columns: dict[str, NDArray[Any]]) -> None:

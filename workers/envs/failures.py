@@ -43,7 +43,7 @@ class Failure:
     stepped: bool = False
     discarded: int = 0
     at: str = "reset"
-    """Where it failed, in words, for the log."""
+    """Place of the failure, in words, for the log."""
     unbegun: Episode | None = None
     """The episode that was created for a reset that failed."""
     view: Any = None
@@ -56,19 +56,19 @@ class Failure:
 
     @property
     def is_of_env(self) -> bool:
-        """Whether the env caused it: it did not ask to be rebuilt, and nothing else made it fail."""
+        """Return whether the env caused it: the env did not ask to be rebuilt, and nothing else made it fail."""
         innocent = StepFailedRecreateEnv | CallbackError | EnvNeighbourError | EnvHostLostError | ClientLostError
         innocent |= EpisodeAbortedError  # what `run()` of an external env was told, and did not catch
         return not isinstance(self.error, innocent)
 
     @property
     def is_of_host(self) -> bool:
-        """Whether the env was lost with its host, which says nothing about the next env."""
+        """Return whether the env was lost with its host, which says nothing about the next env."""
         return isinstance(self.error, EnvHostLostError)
 
     @property
     def was_asked_for(self) -> bool:
-        """Whether the env asked to be rebuilt, which is no error."""
+        """Return whether the env asked to be rebuilt, which is no error."""
         return isinstance(self.error, StepFailedRecreateEnv)
 
     def report(self, wait_s: float, attempt: int, attempts: int, *, with_traceback: bool) -> None:

@@ -45,7 +45,7 @@ class EnvSlot:
 
 
 class EnvKind(Protocol):
-    """What kind of env a vector has: how one is built, and what all of them must have in common."""
+    """The kind of env that a vector has: it builds them, and checks what all of them must have in common."""
 
     def make_env(self, creator: EnvCreator, context: EnvContext) -> Any:
         """Return one env. Raises `EnvContractError` for another kind, and whatever the creator raises."""
@@ -106,14 +106,14 @@ class BuiltEnvs:
 
 
 class EnvSource(Protocol):
-    """Where the envs of `InlineEnvs` come from."""
+    """The source of the envs of `InlineEnvs`."""
 
     def make_env(self, creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
         """Return one env, as `EnvKind` does."""
 
     @property
     def before_step(self) -> Callable[[Sequence[EnvSlot], Sequence[Any]], None] | None:
-        """What is called before a step of the slots given, with one action for each lane; None: nothing."""
+        """The function to call before a step, with the slots and one action for each lane; None: no function."""
 
     def close(self, timeout_s: float) -> None:
         """Close what the envs share, within `timeout_s` seconds."""
@@ -180,7 +180,7 @@ class InlineEnvs:
 
     @property
     def observations(self) -> dict[str, NDArray[Any]]:
-        """What each lane saw last: "obs/..." -> (width, *shape)."""
+        """The newest observation of each lane: "obs/..." -> (width, *shape)."""
         return self._seen.columns
 
     def env_at(self, lane: int) -> Any:

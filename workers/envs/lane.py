@@ -26,29 +26,29 @@ class Episode:
     env_index: int
     number: int
     seed: int
-    """What its reset got, or UNSEEDED."""
+    """Seed of its reset, or UNSEEDED."""
     reset_info: dict[str, Any]
     started_at: float = field(default_factory=time.perf_counter)
     ended_at: float = 0.0
-    """When it terminated or was truncated, in `perf_counter` seconds. It may be cut much later."""
+    """Time at which it terminated or was truncated, in `perf_counter` seconds. It may be cut much later."""
     chunks: int = 0
     steps: int = 0
     episode_return: float = 0.0
     seam_info: dict[str, Any] | None = None
     """The info of the observation at which the last chunk was cut."""
     custom_data: dict[str, Any] = field(default_factory=dict)
-    """What callbacks keep with the episode."""
+    """Data that callbacks keep with the episode."""
     last_steps: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Columns of the last steps before the last cut, at most `episode_lookback_horizon`."""
 
     @property
     def reset_seed(self) -> int | None:
-        """What the env's reset gets as its seed."""
+        """The seed for the env's reset; None for UNSEEDED."""
         return None if self.seed == UNSEEDED else self.seed
 
     @property
     def duration_s(self) -> float:
-        """How long an episode that has ended lasted, in seconds."""
+        """Duration in seconds of an episode that has ended."""
         return self.ended_at - self.started_at
 
     @property

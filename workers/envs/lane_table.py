@@ -69,7 +69,7 @@ class LaneTable:
         time.sleep(min(self.next_due_s() or 0.0, WAIT_SLICE_S))
 
     def new_context(self, index: int, *, recreated: bool = False) -> EnvContext:
-        """Return what the creator of env `index` is told, with a new seed each time."""
+        """Return the context for the creator of env `index`, with a new seed each time."""
         config = self.config
         context = self.contexts[index] = EnvContext(
             config.env_config,

@@ -1,4 +1,4 @@
-"""How the envs of a vector go on: all in one step, each when it is ready, or when someone outside drives it."""
+"""The pace of a vector's envs: all in one step, each when it is ready, or each when its caller drives it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Pace(Enum):
-    """When the envs of a vector step."""
+    """The times at which the envs of a vector step."""
 
     LOCK_STEP = "lock_step"
     """Each poll steps every env that is up, and waits for all of them."""

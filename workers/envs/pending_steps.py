@@ -69,7 +69,7 @@ class Steps(ABC):
     """When the envs of a vector step, and how a poll waits for them. Here no step is under way between two polls."""
 
     waits_for_resets = True
-    """Whether a reset is waited for at once; else a later poll finds that the episode has begun."""
+    """True if a reset is waited for at once; else a later poll finds that the episode has begun."""
 
     def __init__(self, backend: EnvBackend, table: LaneTable, recovery: LaneRecovery, aside: SetAside) -> None:
         self.halves: list[NDArray[np.intp]] = []
@@ -80,7 +80,7 @@ class Steps(ABC):
         self._aside = aside
 
     def observations(self) -> Observations:
-        """Return what lanes see. A lane's row is true until it is stepped."""
+        """Return the observations of lanes. A lane's row is valid until it is stepped."""
         backend = self._backend
         return Observations(backend.spaces.observation, backend.width, check_bounds=False, columns=backend.observations)
 
@@ -198,14 +198,14 @@ class LockSteps(Steps):
         if self._sent:
             broken = [index for index in self._sent if self._table.lanes[index].episode is not None]
             lost = self._aside.lost
-            lost |= {index: Failure(index, EnvError("a poll was broken off in its step")) for index in broken}
+            lost |= {index: Failure(index, EnvError("a poll was interrupted during its step")) for index in broken}
             lost |= {failure.lane: failure for failure in self.poll(on_wait).failures}
 
 
 class ReadySteps(Steps):
     """Each lane steps in its own time. No step, reset or restart waits for another; an abandoned step is awaited.
 
-    A backend writes its columns while a policy acts, so what lanes see is copied from there when a poll tells it.
+    A backend writes its columns while a policy acts, so observations are copied from there when a poll reports them.
     """
 
     _backend: PoolBackend
@@ -228,7 +228,7 @@ class ReadySteps(Steps):
         self._failed: list[Failure] = []
 
     def observations(self) -> Observations:
-        """Return what lanes see, in columns of their own."""
+        """Return the observations of lanes, in columns of their own."""
         self._shown = Observations(self._backend.spaces.observation, self._backend.width, check_bounds=False)
         return self._shown
 
@@ -256,7 +256,7 @@ class ReadySteps(Steps):
             self._backend.step_async(sent, columns, seeds)
 
     def poll(self, on_wait: OnWait) -> Outcome:
-        """Wait until a lane can act, or there is something else to see to."""
+        """Wait until a lane can act, or there is something else to do."""
         self._listen(0.0 if self._has_news else WAIT_SLICE_S)
         while not self._has_news:
             if on_wait is not None:
@@ -271,7 +271,7 @@ class ReadySteps(Steps):
 
     @property
     def _has_news(self) -> bool:
-        """Whether a lane can act, or there is something else to see to."""
+        """Return whether a lane can act, or there is something else to do."""
         table = self._table
         if self._aside.built or self._aside.arrived or table.failed or table.next_due_s() == 0.0:
             return True

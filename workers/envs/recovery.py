@@ -1,4 +1,4 @@
-"""How envs that have failed come back: each lane by itself, or all lanes with the one env that they share."""
+"""Brings back envs that have failed: each lane by itself, or all lanes with the one env that they share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often an env may fail, and how long it waits before it is built again."""
+"""Limits how often an env may fail, and how long it waits before it is built again."""
 
 from __future__ import annotations
 

@@ -34,9 +34,9 @@ class Outcome:
     failures: list[Failure]
     infos: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     begun: bool = False
-    """Whether episodes began with this step in lanes that were not live; `take_started` has these lanes."""
+    """True if episodes began with this step in lanes that were not live; `take_started` has these lanes."""
     resets: int = 0
-    """How many lanes did not step, because a vector that resets its envs itself used the step for a reset."""
+    """Number of lanes that did not step, because a vector that resets its envs itself used the step for a reset."""
     lanes: NDArray[np.intp] | None = None
 
 

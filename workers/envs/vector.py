@@ -25,7 +25,7 @@ _STEPS: dict[Pace, type[LockSteps] | type[ReadySteps]] = {Pace.LOCK_STEP: LockSt
 
 
 class EnvPlacement(Protocol):
-    """Where a vector's envs are to live. Opens a backend each time that all envs are built."""
+    """The place where a vector's envs live. Opens a backend each time that all envs are built."""
 
     def check(self, config: EnvRunnerConfig) -> None:
         """Raise what is known to be wrong with `config` before the envs there are have to be closed for it."""
@@ -122,7 +122,7 @@ class EnvVector:
 
     @property
     def steps_to_reset(self) -> bool:
-        """Whether a lane may need a poll that is no step to begin its next episode, so that others get ahead of it."""
+        """Return whether a lane may need a poll without a step to begin its next episode, so that others get ahead."""
         return self.pace is Pace.READY
 
     @property
@@ -132,7 +132,7 @@ class EnvVector:
 
     @property
     def repairing(self) -> bool:
-        """Whether some lane has no env that could be stepped."""
+        """Return whether some lane has no env that could be stepped."""
         return not self._recovery.are_all_up
 
     @property

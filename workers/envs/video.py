@@ -20,7 +20,7 @@ from headrace.workers.envs.creators import build_env, find_creator
 
 
 class Recording(BaseModel):
-    """The `env_config` of `recorded`: which episodes are recorded, of which envs and workers, and where."""
+    """The `env_config` of `recorded`: the envs, workers and episodes to record, and the folder for videos."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -30,7 +30,7 @@ class Recording(BaseModel):
     folder: str = "videos"
     """Each life of an env has its own folder in this one, so that no video is overwritten."""
     every: int = Field(default=100, ge=1)
-    """Of each env's episodes, the first is recorded, and then one in so many."""
+    """Each env's first episode is recorded, and then one in so many."""
     length: int = Field(default=0, ge=0)
     """Steps of a video; 0 is the whole episode. Pictures stay in memory until it is written."""
     lanes: list[int] = [0]

@@ -25,7 +25,7 @@ class AgentsCall(Call):
 
     seen: dict[Any, Any]
     rewards: dict[Any, float]
-    """Of the agents that are seen, in their order, and then of others."""
+    """Rewards of the agents that are observed, in their order, then of others."""
     done: dict[Any, ChunkEnd]
     logged: Mapping[Any, Row] | None = None
 

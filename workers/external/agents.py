@@ -42,7 +42,7 @@ class ExternalAgentLanes(ExternalLanes):
     def build(self, config: EnvRunnerConfig) -> None:
         """Build the env, closing the one there was. One that cannot be built the first time is an error."""
         self._heard: dict[int, AgentsCall] = {}
-        """By lane, what is not yet taken in of it."""
+        """Calls that are not yet taken in, by lane."""
         super().build(config)
 
     def _checked(self, env: Any) -> ExternalMultiAgentEnv:

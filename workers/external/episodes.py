@@ -37,7 +37,7 @@ from headrace.schemas.episode_errors import (
 from headrace.workers.external.calls import Answer, Call, DriverLoop, OnAnswer, Place
 
 REMEMBERED = 10_000
-"""How many ids of ended episodes are remembered, to say so when they are used again. Older ids are unknown."""
+"""Number of ended episodes whose ids are remembered, to name the mistake when one is used again."""
 
 
 MAX_ID_LENGTH = 256
@@ -67,12 +67,12 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
         self._lost: list[tuple[AnyPlace, ClientLostError]] = []
         """Episodes that were aborted and not taken by the sampler."""
         self._waiting = 0
-        """How many calls are not answered."""
+        """Number of calls that are not answered."""
         self._over: OrderedDict[str, str | None] = OrderedDict()
         """Ids of the newest episodes that are over -> None, or why they were aborted."""
         self._closed: str | None = None
         self._full: str | None = None
-        """Why no episode may begin any more, while open ones go on."""
+        """Reason for which no episode may begin any more, while open ones go on."""
         self.driver_loop: DriverLoop | None = None
         """Serves drivers in the sampler's thread instead of its sleep, if it is set."""
 

@@ -1,4 +1,4 @@
-"""The lanes of an external env: places for episodes that drive themselves, of whom none is stepped or reset."""
+"""The lanes of an external env: places for episodes that drive themselves and are never stepped or reset."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ExternalLanes(ABC):
     # -- what the kinds of external env do each in their own way ------------------------------------------------------
 
     _episode_kind: type[Any]
-    """Of `Episode`s; has `trains`."""
+    """The class of the episodes, an `Episode` with `trains`."""
 
     @abstractmethod
     def _checked(self, env: Any) -> SelfDrivenEnv[Any]:
@@ -153,7 +153,7 @@ class ExternalLanes(ABC):
     def _take_down(self) -> None:
         drive, self._run = self._run, None
         self._places: dict[int, Place] = {}
-        """Of the lanes that are live."""
+        """Places of the lanes that are live, by lane."""
         self._under_way: set[int] = set()
         for lane in self.lanes:
             lane.release()
@@ -191,7 +191,7 @@ class ExternalLanes(ABC):
 
     @property
     def repairing(self) -> bool:
-        """Whether there is something to see to before the next poll."""
+        """Return whether there is something to do before the next poll."""
         return bool(self._table.failed or self._table.started) or self._run is None
 
     # -- taking in ----------------------------------------------------------------------------------------------------
@@ -296,7 +296,9 @@ class ExternalLanes(ABC):
         self._table.failed.append(failure)
 
     def try_restart(self) -> None:
-        """See to what has failed. A driver that is gone costs its own episode; the end of `run()` costs all of them.
+        """Bring back what has failed.
+
+        A driver that is gone costs its own episode; the end of `run()` costs all of them.
 
         Raises as `EnvDriver.try_restart` does.
         """

@@ -17,7 +17,7 @@ from headrace.workers.external.episodes import EpisodeTable
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """How long calls may block, in seconds: the settings "external_..._timeout_s"."""
+    """Seconds that calls may block: the settings "external_..._timeout_s"."""
 
     start_s: float
     action_s: float

@@ -24,7 +24,7 @@ from headrace.workers.fleet.window import SessionLimits
 log = logging.getLogger(__name__)
 
 BUILD_SILENCE_S = 300.0
-"""How long a worker may be silent while it builds its envs."""
+"""Seconds that a worker may be silent while it builds its envs."""
 
 
 class Membership:

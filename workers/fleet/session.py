@@ -77,7 +77,7 @@ class WorkerSession:
         self.read_counters: Callable[[], Counters] = dict
         """Function that returns the runner's lifetime counters; called for each message that carries them."""
         self.read_metrics: Callable[[], LoggedMetrics] = dict
-        """Function that returns what callbacks have logged; called for each message that carries it."""
+        """Function that returns the metrics that callbacks have logged; called for each message that carries them."""
         self._hello = hello
         self._window = Window(limits)
         self._round: tuple[Version, int] | None = None
@@ -106,7 +106,7 @@ class WorkerSession:
 
     @property
     def over(self) -> bool:
-        """Whether the session has ended; no message is sent any more."""
+        """Return whether the session has ended, so that no message is sent any more."""
         return self.state in (SessionState.LEFT, SessionState.FENCED, SessionState.REFUSED)
 
     def has_room(self, batches: int = 1) -> bool:
@@ -137,7 +137,7 @@ class WorkerSession:
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether this worker ships a share of each version of the weights, and then waits for the next one."""
+        """Return whether this worker ships a share with each version of the weights, then waits for the next."""
         return self._round is not None
 
     def round_left(self) -> int:

@@ -1,4 +1,4 @@
-"""From a runner's cut to numbered batches in the session, with true counts at every moment.
+"""Turns a runner's cut into numbered batches in the session, with true counts at every moment.
 
 A cut gives one batch for each module, or several where its infos do not fit one message. They get their numbers one
 after another. Each carries the totals of its own moment: steps of the same cut that still wait for a number count as
@@ -126,7 +126,7 @@ class Shipper:
     def _oversized(self, what: str, held: HeldBatch, totals: WorkerTotals) -> Shipment:
         self._oversize += 1
         if self._oversize & (self._oversize - 1) == 0:  # the first, second, fourth, ...: it may concern every batch
-            log.error("%s: %d steps dropped (batch number %d to be)", what, held.steps, self._oversize)
+            log.error("%s: %d steps dropped (%d batches so far)", what, held.steps, self._oversize)
         return Shipment(held, 0, None, totals, Drop.OVERSIZE)
 
     def _header(self, batch: ChunkBatch, seq: int, totals: WorkerTotals) -> BatchHeader:

@@ -1,4 +1,4 @@
-"""Where a worker's weights come from: broadcast whole when small, pulled in pieces when large or missed.
+"""Collects a worker's weights: broadcast whole when small, pulled in pieces when large or missed.
 
 A version is collected and checked before the sampler gets it. Versions that are not newer than the newest collected one
 are ignored, so the version in use never goes back.
@@ -61,7 +61,7 @@ class WeightsReceiver:
 
     @property
     def pulling(self) -> bool:
-        """Whether part of a version has arrived. Asking early for the next piece completes it sooner."""
+        """Return whether part of a version has arrived. Asking early for the next piece completes it sooner."""
         return bool(self._blob)
 
     def _want(self, version: Version, ask_at: float) -> None:

@@ -21,7 +21,7 @@ class Shipment:
     frames: list[Buffer] | None
     totals: WorkerTotals
     reason: str = Drop.BROKER_LOST
-    """Why the batch is skipped once its bytes are gone."""
+    """Reason for which the batch is skipped once its bytes are gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class SessionLimits:
     window_env_steps: int | None = None
     """Env steps that a full window may have; None where batches vary."""
     follows_learner: bool = True
-    """Whether the steps that the learner wants under way take the place of the two limits above, once it tells them."""
+    """True if the learner's wanted steps under way replace the two limits above, once it has told them."""
 
 
 class Window:

@@ -134,7 +134,7 @@ class Worker:
         self._left_out = False
         self._next_pump = 0.0
         self._leave_at = math.inf
-        """When to abandon the fragment after a stop, in monotonic seconds."""
+        """Time at which to abandon the fragment after a stop, in monotonic seconds."""
 
     # -- joining ------------------------------------------------------------------------------------------------------
 
@@ -176,8 +176,8 @@ class Worker:
             self._left_out = True
             name = next(name for name in logged if name not in fitting)
             log.warning(
-                "the fleet's metrics are without %r and others that callbacks log: a worker reports at most %d, with "
-                "names of 1 to 100 printable ASCII characters",
+                "%r and others that callbacks log are left out of the fleet's metrics: a worker reports at most %d, "
+                "with names of 1 to 100 printable ASCII characters",
                 name[:100],
                 MOST_METRICS,
             )
@@ -241,7 +241,7 @@ class Worker:
             most = self.session.round_left() if self.session.is_synchronous else None
             cut = self.runner.sample_fragment(lambda: self._between_polls(stopping), at_random, most_steps=most)
         except StoppedError as stopped:
-            log.info("%s; leaving with what it has", stopped)
+            log.info("%s; shipping the steps it has, and leaving", stopped)
             cut = self.runner.cut_fragment()
         return cut
 

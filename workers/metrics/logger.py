@@ -81,7 +81,7 @@ class MetricsLogger:
         self._windows: dict[Path, tuple[str, deque[float]]] = {}
         self._sums: dict[Path, tuple[str, float]] = {}
         self._totals: dict[Path, tuple[float, int]] = {}
-        """Of each sum, the total and the number of values since this logger was made."""
+        """Total and number of values of each sum, since this logger was made."""
 
     def log_value(
         self,

@@ -1,4 +1,4 @@
-"""How long the parts of sampling take, measured so rarely that it costs next to nothing."""
+"""Measures how long the parts of sampling take, so rarely that it costs next to nothing."""
 
 from __future__ import annotations
 

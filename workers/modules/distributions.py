@@ -102,14 +102,19 @@ class Categoricals:
     def logp(self, inputs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         """Return the log-probability (rows,) of actions (rows, *shape)."""
         index = actions.reshape(len(inputs), -1).long() - torch.from_numpy(self._starts).to(inputs.device)
+        if len(self._sizes) == 1:
+            return torch.log_softmax(inputs, -1).gather(-1, index)[:, 0]
         parts = torch.split(inputs, list(self._sizes), dim=-1)
         chosen = [torch.log_softmax(p, -1).gather(-1, index[:, k : k + 1]) for k, p in enumerate(parts)]
         return torch.cat(chosen, -1).sum(-1)
 
     def entropy(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the entropy (rows,) in nats."""
-        logs = [torch.log_softmax(p, -1) for p in torch.split(inputs, list(self._sizes), dim=-1)]
-        return torch.stack([-(p.exp() * p).sum(-1) for p in logs], -1).sum(-1)
+        if len(self._sizes) == 1:
+            logs = torch.log_softmax(inputs, -1)
+            return -(logs.exp() * logs).sum(-1)
+        parts = [torch.log_softmax(p, -1) for p in torch.split(inputs, list(self._sizes), dim=-1)]
+        return torch.stack([-(p.exp() * p).sum(-1) for p in parts], -1).sum(-1)
 
 
 def _pick(logits: Array, uniforms: Array | None) -> tuple[Array, Array]:
@@ -234,11 +239,15 @@ class ActionDistribution:
 
     def logp(self, inputs: torch.Tensor, actions: Any) -> torch.Tensor:
         """Return the log-probability (rows,) of `actions`, nested as the action space is."""
+        if len(self._parts) == 1:
+            return self._parts[0].logp(inputs, self._flat(self._space, actions)[0])
         pairs = zip(self._split(inputs), self._flat(self._space, actions), strict=True)
         return torch.stack([part.logp(x, a) for (part, x), a in pairs]).sum(0)
 
     def entropy(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the entropy (rows,) in nats."""
+        if len(self._parts) == 1:
+            return self._parts[0].entropy(inputs)
         return torch.stack([part.entropy(x) for part, x in self._split(inputs)]).sum(0)
 
     def nest(self, columns: dict[str, torch.Tensor]) -> dict[str, Any]:

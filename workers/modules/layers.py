@@ -1,6 +1,6 @@
 """Layers initialised from a given generator, so that building a module neither reads nor changes global state.
 
-torch can leave a layer blank by the device "meta". That makes a process import sympy, half a second of its start.
+torch can leave a layer blank by the device "meta". The device makes a process import sympy, half a second of its start.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class LstmActorCritic(nn.Module):
 def _lstm(inputs: int, units: int, generator: torch.Generator) -> nn.LSTM:
     """Return an LSTM with orthogonal weights for each gate, and zero bias except 1 for the forget gate.
 
-    That bias makes it remember at first.
+    This bias makes the LSTM remember at first.
     """
     lstm = BlankLSTM(inputs, units)
     parameters = dict(lstm.named_parameters())

@@ -36,7 +36,7 @@ class PolicyModule(Protocol):
 
     `forward_train({"obs": ...})` returns what a learner needs. A module may also have `numpy_act()`. It returns a
     function that does the same as `forward_exploration` and `forward_inference` on arrays, and reads the parameters in
-    place. That function gets no "t", so a module that reads "t" must not have `numpy_act`.
+    place. The returned function gets no "t", so a module that reads "t" must not have `numpy_act`.
 
     A module may have `torch_inference(batch)`. It returns "actions", and "actions_for_env" if there are any, as
     `forward_inference` does, by torch operations alone. An export is made of it, or else of `forward_inference`.

@@ -57,7 +57,7 @@ class ActingModule:
         self._blocks = blocks
         self._actor: Actor | BlockActor | None = None
         self._maps: bool | None = None
-        """Whether the module maps its actions itself; None: not known yet."""
+        """True if the module maps its actions itself; None: not known yet."""
         noise.begin("random_actions", random.noise_size, "uniform")
 
     @property

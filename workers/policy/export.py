@@ -21,10 +21,10 @@ from headrace.workers.envs.actions import RandomActions
 from headrace.workers.policy.acting import flatten_actions
 
 Run = Callable[..., Any]
-"""What was written: leaves of a batch of observations in, leaves of its actions out."""
+"""The written program: leaves of a batch of observations in, leaves of its actions out."""
 
 _TOLERANCE = 1e-4
-"""Of real-valued actions, relative and absolute: other programs may sum in another order."""
+"""Relative and absolute tolerance of real-valued actions: other programs may sum in another order."""
 _ROWS = (1, 7)
 """Sizes of the batches with which a file is tried before it is kept."""
 

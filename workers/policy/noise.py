@@ -19,7 +19,7 @@ StreamsOf = Callable[[NoiseUse], Iterable[np.random.Generator]]
 class RowNoise:
     """Numbers for rows that act each in its own time: float32 (rows, size) for one forward pass after another.
 
-    What a row gets depends on how often it acted before, and not on how often its neighbours did.
+    A row's numbers depend on how often the row acted before, and not on how often its neighbours did.
     """
 
     def __init__(self, size: int, kind: NoiseKind) -> None:

@@ -31,7 +31,7 @@ _Key = tuple[Any, str]
 
 
 class TrainedPolicy:
-    """The modules of a trained policy, each with its connectors and with what it remembers of running episodes.
+    """The modules of a trained policy, each with its connectors and its memory of running episodes.
 
         policy = load_policy("runs/a")
         observation, _ = env.reset()
@@ -215,10 +215,10 @@ class _Player:
         self._acting = ActingModule("", connectors.spaces, connectors, random, noise)
         self._acting.use(module, lambda: 0)
         self.remembers = self._acting.memory is not None or connectors.first_not_exportable is not None
-        """Whether an action may depend on what was observed before."""
+        """True if an action may depend on earlier observations."""
         self._begun = np.zeros(rows, bool)
         self._actions: Columns = {}
-        """Those of the last pass."""
+        """Actions of the last pass."""
 
     def forget(self, rows: Sequence[int]) -> None:
         """Begin another episode in each of `rows`."""

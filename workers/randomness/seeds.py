@@ -85,7 +85,7 @@ class EnvSeeds:
         self._max_seed = max_seed
         self._every_episode = every_episode
         self._is_due = True
-        """Whether the next reset gets a seed."""
+        """True if the next reset gets a seed."""
 
     def renew(self) -> None:
         """Have the next reset get a seed, because the env is a new one, or is to begin as a new one would."""

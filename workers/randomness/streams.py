@@ -1,4 +1,4 @@
-"""Where random streams stand, as arrays: what a restored runner needs to go on as the first would have."""
+"""Saves and restores random streams as arrays, so that a restored runner goes on as the first would have."""
 
 from __future__ import annotations
 

@@ -72,11 +72,11 @@ class EnvRunner(ABC, Generic[Batch]):
             names, lambda: self._sampler, worker_index, self._metrics, self.totals, self.callbacks
         )
         self._stopped = False
-        """All envs are closed, for good or until a `make_env` that goes through."""
+        """True once all envs are closed, for good or until a `make_env` that succeeds."""
         self.modules: dict[str, torch.nn.Module | None] = {}
         """Module id -> the policy's module; None where its builder raised NotImplementedError."""
         self.steps_elsewhere: int | None = None
-        """Env steps of the fleet that others than this runner made, as far as is known; None without a fleet."""
+        """Number of known env steps of the fleet that other runners made; None without a fleet."""
         torch.set_num_threads(config.torch_threads)
 
     # -- what differs between one agent and several -------------------------------------------------------------------
@@ -239,7 +239,7 @@ class EnvRunner(ABC, Generic[Batch]):
         lasts.
 
         Raises `SampleSizeError` for a size that makes no sense, `EnvRestartBudgetError` when an env failed too often,
-        `ExternalSilenceError` when nobody drives external envs, `ModuleError` when the policy fails,
+        `ExternalSilenceError` when no client drives external envs, `ModuleError` when the policy fails,
         `RunnerStoppedError` after `stop`, `RunnerBusyError` within most callbacks, and `CallbackError` when
         on_sample_end does; it has the `samples`.
         """
@@ -429,7 +429,7 @@ class EnvRunner(ABC, Generic[Batch]):
         return self._state.get(Selection(components, not_components))
 
     def set_state(self, state: Mapping[str, Any], *, force: bool = False) -> None:
-        """Take over what of `state` is there; weights only if (learner_epoch, weights_seq_no) is newer, or `force`.
+        """Take over the parts of `state`; weights only if (learner_epoch, weights_seq_no) is newer, or `force`.
 
         Connector state that comes with weights is taken or left together with them. "random_streams" are taken if they
         are of the same worker_index, so that no two workers get the same episodes. This runner then abandons its open
@@ -510,7 +510,7 @@ class EnvRunner(ABC, Generic[Batch]):
     def assert_healthy(self) -> None:
         """Raise AssertionError unless construction is complete and the runner was not stopped."""
         if not getattr(self, "_healthy", False) or self._stopped:
-            raise AssertionError("the runner was not built to its end, or was stopped")
+            raise AssertionError("the runner was not built completely, or was stopped")
 
     def stop(self) -> None:
         """Close all envs. May be called twice, and on a runner that has none; `make_env` builds them again."""

@@ -1,4 +1,4 @@
-"""How the weights and connector state of a runner's policy are named: of one module as they are, of several by id."""
+"""Names the weights and connector state of a runner's policy: of one module as they are, of several by id."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PolicyNames(Protocol[Batch]):
         """Return copies of all weights; None if there is no module."""
 
     def select(self, selection: Selection, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is wanted of what `read_weights` gave."""
+        """Return the wanted parts of the result of `read_weights`."""
 
     def read_connectors(self, policies: Policies) -> dict[str, State]:
         """Return the connectors' state by pipeline."""
@@ -137,7 +137,7 @@ class ModuleIdNames:
         for module_id in by_module:
             if module_id not in policies:
                 raise ConnectorError(
-                    f"of {module_id!r}", f"there is no such module; they are {sorted(policies)!r:.200}"
+                    f"of {module_id!r}", f"there is no such module; the modules are {sorted(policies)!r:.200}"
                 )
         return by_module
 

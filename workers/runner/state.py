@@ -23,7 +23,7 @@ from headrace.workers.sampling.sampler import Sampler
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """Which weights act."""
+    """The version of the weights that act."""
 
     learner_epoch: int = 0
     seq: int = 0
@@ -70,7 +70,7 @@ class RunnerState:
         callbacks: CallbackList,
     ) -> None:
         self.version = Version()
-        """Which weights act."""
+        """The version of the weights that act."""
         self.waiting: tuple[Mapping[str, Any], Version] | None = None
         """Weights of another learner's epoch, until the open fragment is cut."""
         self._names = names
@@ -87,7 +87,7 @@ class RunnerState:
 
     @property
     def _has_open_steps(self) -> bool:
-        """Whether steps of the weights in use were not cut yet; one that is chosen and not answered is such a step."""
+        """Return whether steps of the weights in use were not cut yet. A chosen action without an answer counts."""
         sampler = self._read_sampler()
         return bool(self._totals.open) or (sampler is not None and sampler.steps.has_pending)
 
@@ -109,7 +109,10 @@ class RunnerState:
             self._apply(state, version)
 
     def apply_waiting(self) -> None:
-        """Act with the weights that waited for a cut, if there are any. Raises `CallbackError` besides."""
+        """Act with the weights that waited for a cut, if there are any.
+
+        Raises as `set_weights` does, and `CallbackError`.
+        """
         if self.waiting is not None:
             self._apply(*self.waiting)
 
@@ -141,7 +144,7 @@ class RunnerState:
     # -- states -------------------------------------------------------------------------------------------------------
 
     def get(self, selection: Selection) -> dict[str, Any]:
-        """Return what is wanted of the state; see `EnvRunner.get_state`."""
+        """Return the wanted parts of the state; see `EnvRunner.get_state`."""
         state: dict[str, Any] = self._metrics.read_counters()
         policies, sampler = self._policies, self._read_sampler()
         for name, value in self._names.read_connectors(policies).items():
@@ -159,7 +162,7 @@ class RunnerState:
         return state
 
     def set(self, state: Mapping[str, Any], *, force: bool) -> None:
-        """Take over what of `state` is there; see `EnvRunner.set_state`."""
+        """Take over the parts of `state`; see `EnvRunner.set_state`."""
         _check_kinds(state)
         streams, place_streams = state.get(RANDOM_STREAMS), None
         if streams is not None and streams.get("worker_index") == self._worker_index:

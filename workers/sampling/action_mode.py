@@ -1,4 +1,4 @@
-"""How actions are chosen, for all steps of a fragment."""
+"""The mode in which actions are chosen, for all steps of a fragment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace.schemas.chunk import EXPLORE, RANDOM_ACTIONS
 
 @dataclass(frozen=True, slots=True)
 class ActionMode:
-    """Whether the policy chooses actions, exploring or not, or they are random."""
+    """The choice of actions: by the policy, exploring or not, or at random."""
 
     explore: bool
     random_actions: bool

@@ -23,7 +23,7 @@ class AgentView(EpisodeView):
 
     @property
     def agent_id(self) -> str:
-        """As on its chunks."""
+        """The agent's id, as on its chunks."""
         return self.seat.episode.agent
 
     @property
@@ -46,7 +46,7 @@ class MultiAgentEpisodeView(AnyEpisodeView):
 
     episode: MultiAgentEpisode
     fragments: Mapping[str, SeatFragment] = field(default_factory=dict)
-    """By module id, where the agents' open rows stand."""
+    """Fragments with the agents' open rows, by module id."""
     taken: dict[Any, AgentView] | None = None
     """Views that were taken before the buffers forget the episode."""
 

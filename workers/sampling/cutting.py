@@ -1,4 +1,4 @@
-"""From a fragment to a batch: which rows make the chunks, and the table that describes each chunk."""
+"""Cuts a fragment into a batch: the rows of each chunk, and the table that describes the chunks."""
 
 from __future__ import annotations
 

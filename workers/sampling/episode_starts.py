@@ -1,4 +1,4 @@
-"""How episodes begin in the lanes of a vector: failed envs restart, and a callback's error aborts a new episode."""
+"""Begins episodes in the lanes of a vector: failed envs restart, and a callback's error aborts a new episode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class EpisodeStarts:
     """Starts episodes: called with the function that restarts failed envs and may begin episodes.
 
     It calls `open_chunks` with the lanes that have begun an episode, even when the restart raises. It calls `abort`
-    with the failure of a lane whose new episode a callback has refused. That lane restarts in turn.
+    with the failure of a lane whose new episode a callback has refused. This lane then restarts.
     """
 
     def __init__(

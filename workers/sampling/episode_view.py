@@ -17,7 +17,7 @@ from headrace.workers.envs.lane import Episode
 from headrace.workers.sampling.fragment import ChunkInfos
 
 Indices = int | slice | Sequence[int] | None
-"""Which of an episode's steps since the last cut: one, several or all (None). Negative ones count from the newest."""
+"""Indices of an episode's steps since the last cut: one, several or all (None). Negative ones count from the newest."""
 
 _ELSEWHERE = {
     "t": "len(episode)",

@@ -1,4 +1,4 @@
-"""How long a sampler of external envs waits: for more steps before it ships, and for any client at all."""
+"""Limits how long a sampler of external envs waits: for more steps before it ships, and for any client at all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ExternalWait:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether to ship what was collected, because further steps may come late or never."""
+        """Return whether to ship the collected steps, because further ones may come late or never."""
         return time.monotonic() - self._begun_at >= self._max_age_s
 
     def check(self) -> None:

@@ -128,7 +128,7 @@ class LaneSteps:
 
     @property
     def has_pending(self) -> bool:
-        """Whether an action is not answered yet; in lock-step each is answered by the step it is sent in."""
+        """Return whether an action is not answered yet. In lock-step each is answered by the step it is sent in."""
         return self._pace is not Pace.LOCK_STEP and bool(self._ready_envs.under_way)
 
     def look(self, lane: Lane, episode: Episode, *, undone: bool = False) -> EpisodeView:

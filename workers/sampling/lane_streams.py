@@ -1,4 +1,4 @@
-"""Where the streams of a vector's lanes stand: seeds and episode numbers to come, as arrays."""
+"""Saves and restores the streams of a vector's lanes as arrays: seeds and episode numbers to come."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from headrace.workers.randomness.streams import check_array, read_streams, write
 
 
 def read_lanes(lanes: Sequence[Lane], unstepped: Sequence[bool]) -> dict[str, Any]:
-    """Return seeds and episode numbers to come; an `unstepped` episode with a seed is yet to come, with its number.
+    """Return seeds and episode numbers to come. An `unstepped` episode with a seed is still to come.
+
+    Its number is used again.
 
     streams: uint64 (lanes, 6). seeds: int64, those drawn and not used, lane after lane, each lane's next one last;
     `ahead`, int64 (lanes,), says how many of them each lane has. episodes: int64 (lanes,), numbers used up.

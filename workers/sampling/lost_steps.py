@@ -14,12 +14,12 @@ from headrace.workers.sampling.seat_fragment import SeatFragment
 
 @dataclass(slots=True)
 class LostRewards:
-    """What envs gave that could not become part of any step, and what was made up, since the runner was built."""
+    """Rewards that belong to no step, and counts of missing final observations, since the runner was built."""
 
     agents: int = 0
-    """Agents that got something and never acted, or whose last step was dropped."""
+    """Number of agents that got rewards and never acted, or whose last step was dropped."""
     total: float = 0.0
-    """The sum of what they got."""
+    """Sum of these rewards."""
     final_observations_repeated: int = 0
     final_steps_dropped: int = 0
 

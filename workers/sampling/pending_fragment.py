@@ -36,7 +36,7 @@ class PendingFragment(Fragment):
         self.columns["weights_seq"][self._where] = weights_seq
 
     def chosen(self, rows: Rows, names: Sequence[str]) -> dict[str, NDArray[Any]]:
-        """Of the columns `names` what `rows` did last, which is not answered yet."""
+        """Return the newest actions of `rows`, not answered yet, in the columns `names`."""
         at = self._level if self._level is not None else self._cursor[rows]
         return {name: self.columns[name][rows, at] for name in names}
 

@@ -1,4 +1,4 @@
-"""When a sample is complete: polls go on until enough steps were taken or enough episodes have ended."""
+"""Polls until a sample is complete: enough steps were taken, or enough episodes have ended."""
 
 from __future__ import annotations
 

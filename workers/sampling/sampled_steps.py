@@ -1,7 +1,7 @@
 """The protocol between a sampler and the steps that it has not cut yet.
 
-One agent's steps are kept by lane (`lane_steps.py`), those of several agents by seat (`seat_steps.py`). The sampler
-decides when episodes begin and end and who is told of it, for both alike.
+One agent's steps are kept by lane (`lane_steps.py`), those of several agents by seat (`seat_steps.py`). For both kinds,
+the sampler decides when episodes begin and end, and tells callbacks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PollOutcome(Protocol):
 
     failures: list[Failure]
     begun: bool
-    """Whether episodes began in lanes that had none."""
+    """True if episodes began in lanes that had none."""
 
 
 AnyOutcome = TypeVar("AnyOutcome", bound=PollOutcome)
@@ -34,16 +34,16 @@ Cut_co = TypeVar("Cut_co", covariant=True)
 
 
 class SampledSteps(Protocol[AnyOutcome, Cut_co]):
-    """How steps are chosen, taken, kept and cut.
+    """Chooses, takes, keeps and cuts steps.
 
-    In each poll a sampler calls `act` and `take`, and with what was taken `count`, `record` and `end`. All of these may
+    In each poll a sampler calls `act` and `take`, and with the outcome `count`, `record` and `end`. All of these may
     raise `ConnectorError` and `ModuleError`. `is_spoilt_by` says afterwards whether the open steps must be given up.
     """
 
     mode: ActionMode
-    """How the actions of the open steps are chosen."""
+    """The mode in which actions of the open steps are chosen."""
     timers: Timers | None
-    """Where the parts of the poll under way are timed; None in most polls."""
+    """Timers of the poll under way; None in most polls, which are not timed."""
     reset_polls: int
     """Lane polls that an env spent on a reset instead of a step."""
     answered: int | None
@@ -55,7 +55,7 @@ class SampledSteps(Protocol[AnyOutcome, Cut_co]):
 
     @property
     def is_open(self) -> bool:
-        """Whether there may be steps that were not cut yet."""
+        """Return whether there may be steps that were not cut yet."""
 
     @property
     def episodes_ended(self) -> int:
@@ -63,7 +63,7 @@ class SampledSteps(Protocol[AnyOutcome, Cut_co]):
 
     @property
     def has_pending(self) -> bool:
-        """Whether an action waits for the observation that completes its step."""
+        """Return whether an action waits for the observation that completes its step."""
 
     def look(self, lane: Lane, episode: Any) -> AnyEpisodeView:
         """Return how `episode` of the lane stands now."""

@@ -56,12 +56,12 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
 
     @property
     def resets_envs(self) -> bool:
-        """Whether sampling of whole episodes begins with a reset of all envs. External envs cannot be reset."""
+        """Return whether sampling of whole episodes begins with a reset of all envs. External envs cannot be reset."""
         return self._external_wait is None
 
     @property
     def is_overdue(self) -> bool:
-        """Whether to cut a fragment that is not full, because external steps are late."""
+        """Return whether to cut a fragment that is not full, because external steps are late."""
         return self._external_wait is not None and self._external_wait.is_overdue
 
     def use(self, modules: Mapping[str, Any], count_steps: Callable[[], int]) -> None:

@@ -1,4 +1,4 @@
-"""From a module's fragment to its batch: as for one agent, with the agent of every chunk."""
+"""Cuts a module's fragment into its batch: as for one agent, with the agent of every chunk."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ from headrace.workers.sampling.seat_cutting import cut_seats
 from headrace.workers.sampling.seat_fragment import SeatFragment
 
 Taken = tuple[list[MultiAgentEpisode], ModuleBatches]
-"""What a cut takes: the episodes that have ended, and what is to be delivered, by module."""
+"""The contents of a cut: the episodes that have ended, and the parts to deliver, by module."""
 
 
 class SeatSteps:

@@ -62,7 +62,7 @@ class ActingChannel:
         """The digest of the offered weights."""
         self._deliveries: deque[Delivery] = deque()
         self._readers: dict[str, tuple[BatchReader, PolicyColumns]] = {}
-        """By module; empty while no chunks are taken."""
+        """Reader and columns by module; empty while no chunks are taken."""
         self._episodes: ShippedEpisodes | None = None
 
     # -- the worker's side --------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class ActingChannel:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether a delivery waits."""
+        """Return whether a delivery waits."""
         return bool(self._deliveries)
 
     def end(self, reason: Discard) -> list[Delivery]:

@@ -168,7 +168,7 @@ class ClientSessions:
     def _open(self, hello: ClientHello, now: float) -> Reply:
         if hello.session not in self._sessions:
             if len(self._sessions) >= self.limits.max_sessions:
-                raise ServerFullError(f"all {len(self._sessions)} sessions are taken; come again later")
+                raise ServerFullError(f"all {len(self._sessions)} sessions are taken; try again later")
             self._sessions[hello.session] = SessionRecord(hello.token, now)
         session = self._session_of(hello, now)
         return Reply.of(

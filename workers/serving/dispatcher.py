@@ -44,7 +44,7 @@ class Listener(Protocol):
 
 
 _SAMPLER_AWAY_S = 0.05
-"""How long the sampler may be away before the thread in `serve` runs the loop."""
+"""Seconds that the sampler may be away before the thread in `serve` runs the loop."""
 
 
 class Dispatcher:
@@ -76,7 +76,7 @@ class Dispatcher:
         self._loop_lock = threading.Lock()
         """Held by the thread that runs the loop."""
         self._sampler_left_at = -_SAMPLER_AWAY_S
-        """When the sampler last ran the loop; inf while it waits for the loop or runs it."""
+        """Time at which the sampler last ran the loop; inf while it waits for the loop or runs it."""
         self._stopping = threading.Event()
         self._closed = self._woken = False
         self._lock = threading.Lock()

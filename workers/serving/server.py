@@ -46,7 +46,7 @@ class Server:
         self.ports = int(router_port.endpoint.rsplit(":", 1)[1]), int(http_port)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self.url = f"http://{host}:{http_port}" if http_socket is not None else ""
-        """Where HTTP clients connect; empty without HTTP."""
+        """Address for HTTP clients; empty without HTTP."""
         log.info("serving clients at %s%s", self.endpoint, f" and {self.url}" if self.url else "")
 
     def run(self, episodes: OpenEpisodes, capacity: int, codec: EpisodeCodec) -> None:

@@ -23,7 +23,7 @@ from headrace.schemas.wire import MessageKind
 
 
 class Address(Protocol):
-    """Where the reply to one request goes. Equal addresses lead to the same place."""
+    """The destination of the reply to one request. Equal addresses lead to the same place."""
 
     def send(self, reply: Reply) -> None:
         """Send a reply without waiting. The client may be gone."""
@@ -39,7 +39,7 @@ class Reply:
     kind: MessageKind
     fields: Mapping[str, Any]
     action: Any = None
-    """In the nesting of the action space."""
+    """The action, in the nesting of the action space."""
     arrays: Mapping[str, NDArray[Any]] | None = None
     """Further arrays of the message."""
 
@@ -54,17 +54,17 @@ class ServingLimits:
     """The most that clients may use of the server. Requests beyond it are refused."""
 
     lease_s: float = 30.0
-    """How long a session may be silent before it ends."""
+    """Seconds that a session may be silent before it ends."""
     max_sessions: int = 1024
     max_episodes: int = 1024
-    """Open episodes of one session."""
+    """Most open episodes of one session."""
     remembered_episodes: int = 64
     """Finished episodes of one session that are kept, because their last request may be repeated."""
     max_message_bytes: int = 16 << 20
     max_connections: int = 1024
-    """HTTP connections."""
+    """Most HTTP connections."""
     read_s: float = 10.0
-    """How long an HTTP request may take to arrive. Large ones may take longer."""
+    """Seconds that an HTTP request may take to arrive. Large ones may take longer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,12 +77,12 @@ class EpisodeRecord:
     step: int = 0
     """The number of the next step."""
     reply_to: Address | None = None
-    """Where the answer to the step under way goes; None: no step is under way."""
+    """Destination of the answer to the step under way; None: no step is under way."""
     reply_number: int = 0
     wants_action: bool = False
-    """Whether the answer to the step under way has an action."""
+    """True if the answer to the step under way has an action."""
     ends: bool = False
-    """Whether the step under way is the last."""
+    """True if the step under way is the last."""
     last: Reply | None = None
     """The reply to the previous step."""
     over: str | None = None
@@ -100,7 +100,7 @@ class SessionRecord:
     shipped: int = 0
     """The number of chunk shipments taken."""
     shipment_reply_to: Address | None = None
-    """Where the answer to the shipment under way goes; None: no shipment is under way."""
+    """Destination of the answer to the shipment under way; None: no shipment is under way."""
     shipment_reply_number: int = 0
 
 

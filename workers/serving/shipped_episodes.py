@@ -34,7 +34,7 @@ class _ShippedChunk:
     row: np.void
     t_end: int
     pauses: bool
-    """Whether the agent may skip env steps, so that its own steps have their own count."""
+    """True if the agent may skip env steps, so that its own steps have their own count."""
 
     def check_follows(self, last: _ShippedChunk | None) -> None:
         """Raise `BadRequestError` unless this chunk continues `last`, or begins the episode if `last` is None."""

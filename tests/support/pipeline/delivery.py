@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -43,11 +44,39 @@ FLEET = "fleet"
 SPACES = Spaces(observation=Box(shape=(1,), dtype="<f4"), action=Discrete(n=2))
 
 
+class LoopThread(ABC):
+    """A thread that runs `_run` within `with`, until it is stopped."""
+
+    def __init__(self, name: str) -> None:
+        self.stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name)
+
+    @abstractmethod
+    def _run(self) -> None:
+        """Return soon after `stopping` is set."""
+
+    def stop(self) -> None:
+        """Set `stopping`, and wait for the end of the thread."""
+        self.stopping.set()
+        self._thread.join(TIMEOUT_S)
+        assert not self._thread.is_alive(), f"the {self._thread.name} goes on after it was stopped"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
 # -- brokers ----------------------------------------------------------------------------------------------------------
 
 
-class BrokerThread:
-    """A real broker whose loop turns in a thread of this process. `ask` runs a question between two turns of it."""
+class BrokerThread(LoopThread):
+    """A real broker whose loop turns in a thread of this process. `ask` runs a question between two turns of it.
+
+    A broker that is started after `stop` on the same run_dir takes its ports.
+    """
 
     def __init__(
         self,
@@ -59,12 +88,11 @@ class BrokerThread:
         workers: int = 0,
         **settings: Any,
     ) -> None:
+        super().__init__("broker")
         section = BrokerSection(**{"heartbeat_interval_s": 0.2, **settings})
         self.broker = Broker(section, fleet_id, run_dir, None, keys, synchronous=synchronous, workers=workers)
         self.endpoints: Endpoints = self.broker.sockets.endpoints
         self._questions: queue.Queue[Callable[[], None]] = queue.Queue()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="broker")
 
     def ask(self, question: Callable[[Broker], T]) -> T:
         """The answer of the broker's own thread."""
@@ -79,21 +107,9 @@ class BrokerThread:
     def held_bytes(self) -> int:
         return self.ask(lambda broker: broker.core.store.nbytes)
 
-    def stop(self) -> None:
-        """Stop turning and close all sockets; a broker started after it on the same run_dir takes its ports."""
-        self._stopping.set()
-        self._thread.join(TIMEOUT_S)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
     def _run(self) -> None:
         try:
-            while not self._stopping.is_set():
+            while not self.stopping.is_set():
                 self.broker.step()
                 while not self._questions.empty():
                     self._questions.get()()
@@ -236,10 +252,10 @@ class Envs:
         return {"id_high": self._seed, "id_low": self.episodes, "env_index": env, "chunk_index": 0, "t_start": 0}
 
 
-class Feeder:
+class Feeder(LoopThread):
     """A worker without envs: the product's session and link in a thread, which ships batches and keeps true totals.
 
-    A None among the batches is a moment without one.
+    A None among the batches is a moment without one. `stop` ends it without a word, as a kill would.
     """
 
     def __init__(
@@ -259,6 +275,7 @@ class Feeder:
         join_s: float = TIMEOUT_S,
         follows_learner: bool = False,
     ) -> None:
+        super().__init__("feeder")
         hello = WorkerHello(
             fleet_id=fleet_id,
             token=os.urandom(8).hex(),
@@ -280,8 +297,6 @@ class Feeder:
         self._alter = alter
         self._label = label
         self._leaving: str | None = None
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="feeder")
 
     @property
     def blocked(self) -> bool:
@@ -297,22 +312,10 @@ class Feeder:
         """Say BYE; `session.state` tells when it was taken."""
         self._leaving = reason
 
-    def stop(self) -> None:
-        """End without a word, as a kill would."""
-        self._stopping.set()
-        self._thread.join(TIMEOUT_S)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
     def _run(self) -> None:
         try:
             self.link.join(self._join_s)
-            while not self._stopping.is_set() and not self.session.over:
+            while not self.stopping.is_set() and not self.session.over:
                 self._ship()
                 if self._leaving is not None:
                     self.session.leave(self._leaving)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,25 +22,24 @@ from headrace.schemas.messages import Obituary, SupervisorHello
 from headrace.schemas.recorder import read_recorder
 from headrace.schemas.spaces import Spaces
 from headrace.workers.fleet import worker as worker_module
-from support.pipeline.delivery import FLEET, BrokerThread, RawPeer
-from support.waiting import TIMEOUT_S, wait_until
+from support.pipeline.delivery import FLEET, BrokerThread, LoopThread, RawPeer
+from support.waiting import wait_until
 
 SAMPLING: dict[str, Any] = {"env": "CartPole-v1", "num_envs": 2, "rollout_fragment_length": 16, "seed": 1}
 AT_RANDOM = {"sampling": SAMPLING, "worker": {"random_actions_before_weights": True, "drain_timeout_s": 5.0}}
 
 
-class WorkerThread:
+class WorkerThread(LoopThread):
     """`run_worker` in a thread, stopped by an event instead of SIGTERM."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, endpoint: str, recorders: Path, sections: dict[str, Any]
     ) -> None:
-        self.stopping = threading.Event()
+        super().__init__("worker")
         self.error: HeadraceError | None = None
         monkeypatch.setattr(worker_module, "stop_event", lambda: nullcontext(self.stopping))
         self._arguments: dict[str, Any] = {"endpoint": endpoint, "fleet_id": FLEET, "recorder_dir": recorders}
         self._config = build_config(sections)
-        self._thread = threading.Thread(target=self._run, name="worker")
 
     @property
     def is_alive(self) -> bool:
@@ -57,15 +55,6 @@ class WorkerThread:
             worker_module.run_worker(self._config, slot=0, incarnation=1, **self._arguments)
         except HeadraceError as error:
             self.error = error
-
-    def __enter__(self) -> WorkerThread:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stopping.set()
-        self._thread.join(TIMEOUT_S)
-        assert not self._thread.is_alive(), "the worker goes on after it was stopped"
 
 
 def drain(stream: EpisodeStream, see: Callable[[ChunkBatch], object]) -> None:

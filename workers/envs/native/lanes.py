@@ -44,7 +44,7 @@ class NativeLanes(ABC):
         self._recovery = SharedRecovery(table, self._rebuild, self._take_down_failed)
         self._env: Any = None
         self._broken: BaseException | None = None
-        """Why the vector cannot go on. Open episodes there may still be are lost with the next poll."""
+        """Error for which the vector cannot go on. Episodes that are still open are lost with the next poll."""
         self._watchdog: Watchdog | None = None
         self._first = first
         self.build(table.config)
@@ -137,12 +137,12 @@ class NativeLanes(ABC):
 
     @property
     def repairing(self) -> bool:
-        """Whether the vector waits to be built again."""
+        """Return whether the vector waits to be built again."""
         return self._env is None
 
     @property
     def _is_up(self) -> bool:
-        """Whether a lane can be stepped."""
+        """Return whether a lane can be stepped."""
         return self._env is not None
 
     def take_started(self) -> list[int]:

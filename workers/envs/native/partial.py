@@ -35,7 +35,7 @@ def is_partial(env: Any) -> bool:
 
 
 class PartialNativeVector(NativeLanes):
-    """Native lanes of which each steps in its own time: a `ReadyDriver`. Its seeds are those it was made with.
+    """Native lanes that each step in their own time: a `ReadyDriver`. Its seeds are those it was made with.
 
     `poll` may block as long as the slowest env of a batch takes, without a call of `on_wait`.
     """
@@ -75,12 +75,12 @@ class PartialNativeVector(NativeLanes):
 
     @property
     def repairing(self) -> bool:
-        """Whether `wait_for_one` has something to do before the next poll."""
+        """Return whether `wait_for_one` has something to do before the next poll."""
         return self._env is None or bool(self._arrived) or not self._is_up
 
     @property
     def _is_up(self) -> bool:
-        """Whether a lane can be stepped."""
+        """Return whether a lane can be stepped."""
         return not self._idle.all()
 
     def end_episodes(self, lanes: Sequence[int]) -> None:

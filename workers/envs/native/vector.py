@@ -53,12 +53,12 @@ class NativeVector(NativeLanes):
 
     @property
     def seeds_every_episode(self) -> bool:
-        """Whether each episode begins with a seed of its own, so that it can be begun again."""
+        """Return whether each episode begins with a seed of its own, so that it can be begun again."""
         return self._mode is AutoresetMode.DISABLED and self._seeding is Seeding.EACH
 
     @property
     def steps_to_reset(self) -> bool:
-        """Whether a lane needs a poll that is no step to begin its next episode."""
+        """Return whether a lane needs a poll without a step to begin its next episode."""
         return self._mode is AutoresetMode.NEXT_STEP
 
     def _take_down(self) -> None:
@@ -98,7 +98,7 @@ class NativeVector(NativeLanes):
         if ended and self._mode is AutoresetMode.SAME_STEP:
             self._pending = step
             problems = self.observations.put(np.array(ended), final_observations(step.infos, ended))
-            # Those were first observations. A bad one is no failure of the episode that has ended.
+            # These are first observations. A bad one is no failure of the episode that has ended.
             bad = {lane: problem for lane, problem in bad.items() if lane not in ended}
             bad |= {ended[position]: problem for position, problem in problems}
         bad = bad_rewards(step, live, self._actions) | bad

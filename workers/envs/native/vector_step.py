@@ -89,7 +89,7 @@ def _row(batch: Any, lane: int) -> Any:
 def step_info(infos: Mapping[str, Any], lane: int, *, was_reset: bool) -> dict[str, Any]:
     """Return the lane's info of the step. Of a lane that was reset in it, return the info of its last step.
 
-    What a vector's wrappers add for such a lane stays in the info of its reset, from which it cannot be told apart.
+    Entries that a vector's wrappers add for such a lane stay in the info of its reset: the two cannot be told apart.
     """
     if was_reset:
         final = infos.get("final_info")

@@ -5,7 +5,7 @@
                        a socket, for replies in JSON that do not fit their place in shared memory:
                        their length, uint32, little-endian; then the JSON, all of it before `told` is rung
 
-Everything large is in shared memory. What was written there before a bell rings is seen by the process that hears it.
+Everything large is in shared memory. A process that hears a bell sees everything that was written there before.
 
 Bells are no sockets: a socket's wake-up tells the scheduler that the sender is about to sleep. The scheduler then puts
 the process that wakes onto the driver's core, though the driver has others to wake and another core is idle.

@@ -26,7 +26,7 @@ from headrace.workers.envs.process.shared_arrays import Layout, map_arrays
 NO_SEED, WITHOUT_SEED = -1, -2
 """In an order: no reset follows the step, or no seed for a creator; a reset without a seed."""
 SLOTS = 8
-"""How many orders of a process can be under way at once."""
+"""Number of orders of a process that can be under way at once."""
 ENDS, BEGAN = 0x0F, 0x10
 """In an outcome: the bits of the `ChunkEnd` of a step that ended the episode, and the bit of a reset."""
 
@@ -82,9 +82,10 @@ class Slot:
     seeds: NDArray[np.int64]
     outcomes: NDArray[np.uint8]
     words: NDArray[np.uint8]
-    """What else the process tells, as JSON, if it fits."""
+    """Further results of the process, as JSON, if they fit."""
     counts: memoryview[int]
-    """How many outcomes are not zero, and how many bytes are told; what does not fit `words` came by the socket."""
+    """Number of outcomes that are not zero, and number of bytes told. Bytes that do not fit `words` came by the socket.
+    """
 
 
 class Control:
@@ -108,7 +109,7 @@ class Control:
             for i in range(SLOTS)
         ]
         self.indices = arrays["indices"]
-        """What the creator of each lane's env is told as `vector_index`."""
+        """`vector_index` for the creator of each lane's env."""
         self._notes: memoryview[int] = memoryview(arrays["notes"])  # type: ignore[arg-type]
         self._is_copied = False
 

@@ -14,7 +14,7 @@ from headrace.workers.envs.process.job_settings import SETTINGS
 def failures_of(ending: ProcessExit, lanes: Iterable[int], limits: Mapping[Phase, float]) -> list[Failure]:
     """Return one failure for each of `lanes`. The first is of the env whose call did not return, if there is one.
 
-    The others are then `EnvNeighbourError`. That env may not be among `lanes`: it was being closed.
+    The others are then `EnvNeighbourError`. This first env may not be among `lanes`: it was being closed.
     """
     lanes = sorted(lanes, key=lambda lane: (lane != ending.call.lane, lane))
     culprit = ending.call.lane if ending.call.phase is not Phase.IDLE else None

@@ -1,4 +1,4 @@
-"""How a process of envs ended, and what it was doing."""
+"""The end of a process of envs: how it ended, and its last call."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class EnvCall:
 
 @dataclass(frozen=True, slots=True)
 class ProcessExit:
-    """How a process ended, during which call, with its Python stack and its last output."""
+    """The end of a process: its cause, the call under way, the Python stack and the last output."""
 
     pid: int
     cause: str
     call: EnvCall
     was_late: bool
-    """It was killed because the call did not return."""
+    """True if it was killed because the call did not return."""
     stack: str
     output: str
 

@@ -31,7 +31,7 @@ from headrace.workers.envs.process.shared_arrays import new_memory
 from headrace.workers.envs.process.wakeup_latch import WakeupLatch
 
 _STACK_S = 0.2
-"""How long a process that is to be killed has to write its stack, in seconds."""
+"""Seconds that a process has to write its stack before it is killed."""
 _LAST_OUTPUT_S = 0.2
 
 
@@ -52,7 +52,7 @@ class ProcessOrder:
 
     stepping: Sequence[int]
     is_awaited: bool
-    """Whether it has a step or a reset, so that a poll waits for it."""
+    """True if it has a step or a reset, so that a poll waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +85,12 @@ class ProcessHandle:
         self.members: set[int] = set()
         """Lanes of the pool whose env is in this process."""
         self.awaited = 0
-        """How many orders without a reply have a step or a reset."""
+        """Number of orders without a reply that have a step or a reset."""
         self.episodes = 0
         self.state = ProcessState.SERVING
         self.overdue: EnvCall | None = None
         self.fate = ""
-        """Why it was killed, if it was not late."""
+        """Reason for which it was killed, if it was not late."""
         self._limits = limits
         self._shortest_s = min(limits.values())
         self._queue: dict[int, tuple[Command, int]] = {}
@@ -223,12 +223,12 @@ class ProcessHandle:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it was asked for something and has not replied."""
+        """Return whether it was asked for something and has not replied."""
         return self.state is not ProcessState.STOPPING and bool(self._asked or self._queue)
 
     @property
     def is_trusted(self) -> bool:
-        """Whether its replies still count. Once it is condemned, they do not."""
+        """Return whether its replies still count. Once it is condemned, they do not."""
         return self.state is ProcessState.SERVING
 
     # -- deadlines ----------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import select
 import threading
 
 _KEPT = 4096
-"""Bytes kept of each process."""
+"""Number of bytes kept of each process."""
 _READ = 1 << 16
 
 

@@ -37,7 +37,7 @@ class EnvProcessPool:
     """A `PoolBackend` of `config.num_envs` lanes in processes of `config.envs_per_process` envs each, for one thread.
 
     Only the constructor, `step_wait` and `close` take time. Columns are views of memory that the processes write, so
-    nothing is copied when they reply. A lane's row is true from its reply until the lane is stepped or reset again. A
+    nothing is copied when they reply. A lane's row is valid from its reply until the lane is stepped or reset again. A
     lane that has failed has no env until it is rebuilt. After n episodes, or when it grows too large, a process is
     replaced by a new one; each lane moves there when its episode is over.
     """
@@ -47,11 +47,11 @@ class EnvProcessPool:
     renders = True
     spaces: Spaces
     observations: dict[str, NDArray[Any]]
-    """"obs/..." -> (num_envs, *shape): what each lane saw last."""
+    """"obs/..." -> (num_envs, *shape): the newest observation of each lane."""
     first: dict[str, NDArray[Any]]
-    """The same for the first observation of an episode that `begin` has not shown yet."""
+    """As `observations`, for the first observation of an episode that `begin` has not shown yet."""
     actions: dict[str, NDArray[Any]]
-    """"actions/..." -> (num_envs, *shape): what each lane does next; `step_async` writes it."""
+    """"actions/..." -> (num_envs, *shape): the next action of each lane; `step_async` writes it."""
     rewards: NDArray[np.float64]
     """(num_envs,): of the last step."""
 

@@ -46,15 +46,15 @@ class ProcessJob(BaseModel):
     worker_index: int
     num_workers: int
     num_envs: int
-    """Of the runner. Creators of envs are told it, like the two numbers above."""
+    """Number of envs of the runner. Creators of envs are told it, like the two numbers above."""
     first_lane: int
     """The first of the process' lanes, which are consecutive."""
     lanes: int
     width: int
-    """How many lanes the whole pool has, and so how many rows each column."""
+    """Number of lanes in the whole pool, which is the number of rows of each column."""
     check_bounds: bool
     several_agents: bool | None
-    """What `BuildEnv` is told: whether envs must be multi-agent ones, which are packed then; None: either."""
+    """Argument of `BuildEnv`: True for multi-agent envs, which are packed, False for others; None: either kind."""
     close_timeout_s: float
     import_path: list[str]
     """`sys.path` of the driver."""
@@ -67,7 +67,7 @@ class ProcessJob(BaseModel):
     columns: int
     lifeline: int
     last_words: int
-    """Where the Python stack goes in a crash, or when the driver asks for it."""
+    """Descriptor that gets the Python stack in a crash, or when the driver asks for it."""
 
     @property
     def descriptors(self) -> list[int]:

@@ -19,7 +19,7 @@ Rows = list[tuple[NDArray[Any], list[int], NDArray[Any]]]
 
 
 class RemoteColumns:
-    """The columns of `width` lanes. Those of observations have the names by which the policy knows them."""
+    """The columns of `width` lanes. Columns of observations have the names by which the policy knows them."""
 
     def __init__(self, spaces: Spaces, width: int) -> None:
         def columns(root: str, space: Any) -> dict[str, NDArray[Any]]:

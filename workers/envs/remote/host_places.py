@@ -22,7 +22,7 @@ class HostPlaces:
         """Hosts by their life, in the order in which they came."""
         self._seed_for = seed_for
         self._gone: list[tuple[EnvHostPeer, str]] = []
-        """Hosts that are lost, and why. `bury` has not told of them yet."""
+        """(host, reason) of each lost host that `bury` has not told of yet."""
         self._homes: list[tuple[EnvHostPeer, int] | None] = [None] * width
         self._wanting = dict.fromkeys(range(width), Command.BUILD)
         """Lanes that wait for a place, and their first command there."""
@@ -33,27 +33,27 @@ class HostPlaces:
 
     @property
     def is_vacant(self) -> bool:
-        """Whether every lane waits for a place."""
+        """Return whether every lane waits for a place."""
         return len(self._wanting) == self.width
 
     @property
     def has_losses(self) -> bool:
-        """Whether `bury` has something to tell."""
+        """Return whether `bury` has something to tell."""
         return bool(self._gone)
 
     @property
     def is_busy(self) -> bool:
-        """Whether an answer is to come, a lane waits for a place, or `bury` has something to tell."""
+        """Return whether an answer is to come, a lane waits for a place, or `bury` has something to tell."""
         return bool(self._wanting or self._gone) or self.has_orders
 
     @property
     def has_orders(self) -> bool:
-        """Whether a host has an order without an answer."""
+        """Return whether a host has an order without an answer."""
         return any(host.is_busy for host in self.hosts.values())
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a host has a step or a reset without an answer."""
+        """Return whether a host has a step or a reset without an answer."""
         return any(host.is_awaited for host in self.hosts.values())
 
     def ask(self, lane: int, command: Command, seed: int) -> None:
@@ -81,7 +81,7 @@ class HostPlaces:
             host.ask(place, command, self._seed_for(lane, command is Command.REBUILD))
 
     def part(self, host: EnvHostPeer, reason: str) -> None:
-        """Forget the host. What it still sends belongs to a life that is over."""
+        """Forget the host. Its later messages belong to a life that is over."""
         log.warning("env host %s %s; it held envs %s", host.name, reason, [n for n in host.lanes if n is not None])
         del self.hosts[host.life]
         self._gone.append((host, reason))

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 _SAY_WAITING_S = 10.0
 _PAUSE_S = 5.0
-"""After this long without a call of `look` no worker was waiting, and the count starts again."""
+"""Seconds without a call of `look` after which the count starts again: no worker was waiting."""
 
 
 class HostWait:

@@ -68,8 +68,8 @@ class EnvHostPeer:
     def to_repeat(self, at_work_on: Iterable[tuple[int, int]], now: float, patience_s: float) -> list[int]:
         """Return the places whose order, or its answer, seems lost, because the host does not work on it.
 
-        That counts `patience_s` after the order was sent, or when the host has come by another route. A needless repeat
-        does no harm.
+        An order seems lost `patience_s` after it was sent, or when the host has come by another route. A needless
+        repeat does no harm.
         """
         known = dict(at_work_on)
         lost = [
@@ -83,10 +83,10 @@ class EnvHostPeer:
 
     @property
     def is_busy(self) -> bool:
-        """Whether an answer is to come."""
+        """Return whether an answer is to come."""
         return bool(self.under_way or self._queue)
 
     @property
     def is_awaited(self) -> bool:
-        """Whether an answer to a step or a reset is to come."""
+        """Return whether an answer to a step or a reset is to come."""
         return any(order.command in (Command.STEP, Command.RESET) for order in self.under_way.values())

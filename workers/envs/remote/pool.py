@@ -106,17 +106,17 @@ class RemotePool:
 
     @property
     def observations(self) -> dict[str, NDArray[Any]]:
-        """What each lane saw last: "obs/..." -> (num_envs, *shape)."""
+        """The newest observation of each lane: "obs/..." -> (num_envs, *shape)."""
         return self._arrays.observations
 
     @property
     def first(self) -> dict[str, NDArray[Any]]:
-        """The same for the first observation of an episode that `begin` has not shown yet."""
+        """As `observations`, for the first observation of an episode that `begin` has not shown yet."""
         return self._arrays.first
 
     @property
     def actions(self) -> dict[str, NDArray[Any]]:
-        """What each lane does next: "actions/..." -> (num_envs, *shape). `step_async` writes it."""
+        """The next action of each lane: "actions/..." -> (num_envs, *shape). `step_async` writes it."""
         return self._arrays.actions
 
     @property
@@ -270,7 +270,7 @@ class RemotePool:
             if self._columns is None:
                 self.spaces, self._columns = spaces, RemoteColumns(spaces, self.width)
             host = self._places.hosts[hello.life] = EnvHostPeer(hello, route, time.monotonic())
-            log.info("env host %s has come", host.name)
+            log.info("env host %s has connected", host.name)
         config = self._config
         self._say(
             route,

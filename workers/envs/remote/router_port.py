@@ -31,7 +31,7 @@ _BURST = 256
 
 @dataclass(frozen=True, slots=True)
 class RouterPortSettings:
-    """Where to listen, and with which keys."""
+    """The address and the keys of a port."""
 
     host: str
     port: int
@@ -42,7 +42,7 @@ class RouterPortSettings:
     """The ZAP domain, one for each role."""
     who: str = "env hosts"
     setting: str = "env_hosts"
-    """How the names of the port's settings begin."""
+    """Prefix of the names of the port's settings."""
     largest_frame: int = DEFAULT_LIMITS.payload_bytes + (1 << 20)
 
 

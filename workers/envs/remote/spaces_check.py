@@ -1,4 +1,4 @@
-"""Whether a worker takes the envs of a host that comes: they must be like the envs that are here."""
+"""Checks the envs of a host that connects: a worker takes only envs like those it has."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from headrace.workers.serving.episode_codec import EpisodeCodec
 log = logging.getLogger(__name__)
 
 _LEAVING_S = 5.0
-"""How long `close` waits for a server that is gone."""
+"""Seconds that `close` waits for a server that is gone."""
 _FURTHER_BYTES = 64
 """The size of a step's other columns: reward, version, log-prob, ..."""
 _INFO_BYTES = DEFAULT_LIMITS.infos_bytes

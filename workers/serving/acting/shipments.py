@@ -22,7 +22,7 @@ from headrace.workers.serving.client import PolicyClient
 
 AnyRunner = SingleAgentEnvRunner | MultiAgentEnvRunner
 _ONE_TRY_S = 5.0
-"""How long one request may take. A client that closes waits no longer for a server that is gone."""
+"""Seconds that one request may take. A client that closes waits no longer for a server that is gone."""
 _HEAD_BYTES = 2560
 """The part of a message that is kept for what precedes the chunks."""
 
@@ -156,7 +156,7 @@ class Shipments:
         return self._untrained
 
     def _take_episodes(self) -> list[tuple[float, int]]:
-        """Return finished episodes of several agents. Those of one agent are known from its chunks."""
+        """Return finished episodes of several agents. With one agent, the chunks tell its episodes."""
         if isinstance(self._runner, MultiAgentEnvRunner):
             self._waiting += self._runner.take_finished_episodes()
             free = MOST_EPISODES - len(self._episodes)

@@ -35,7 +35,7 @@ class CombinedListener:
     ) -> None:
         self._zmq = zmq_listener
         self._has_zmq_message = False
-        """Whether a message may wait at the ROUTER."""
+        """True if a message may wait at the ROUTER."""
         self._thread_pool = futures.ThreadPoolExecutor(1, "http")
         """Starts no thread until `_run_loop` needs one."""
         self._runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)

@@ -23,9 +23,9 @@ HEAD_BYTES = 1 << 16
 SLOWEST_BYTES_S = 100_000
 """A request that takes longer than `read_s` must arrive at this rate on average."""
 MAX_REQUESTS_AT_ONCE = 16
-"""How many requests of one client are handled before those of others."""
+"""Number of requests of one client that are handled before those of others."""
 LINGER_S = 2.0
-"""How long a refused client may go on sending. If it were cut off at once, it might never read the refusal."""
+"""Seconds that a refused client may go on sending. If it were cut off at once, it might never read the refusal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class HttpLimits:
 
     body_bytes: int
     read_s: float
-    """From the first byte of a request to its last; also from the connection to its first byte."""
+    """Seconds from the first byte of a request to its last, and from the connection to its first byte."""
     wait_s: float
-    """From a request to its answer."""
+    """Seconds from a request to its answer."""
     idle_s: float
-    """From an answer to the next request."""
+    """Seconds from an answer to the next request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,7 @@ class HttpRequest:
     headers: dict[bytes, bytes]
     body: bytes
     keep_alive: bool
-    """Whether the client wants to use the connection for another request."""
+    """True if the client wants to use the connection for another request."""
 
 
 class HttpHandler(Protocol):
@@ -88,18 +88,18 @@ class HttpConnection(asyncio.Protocol):
         self._processing = False
         self._ignores_input = False
         self._closing = False
-        """The last answer was sent."""
+        """True once the last answer was sent."""
         self._writing_paused = False
-        """The client does not read its answers."""
+        """True while the client does not read its answers."""
         self._reading_paused = False
         self._got_eof = False
-        """The client sends no more requests."""
+        """True once the client sends no more requests."""
         self._waiting_since = self._loop.time()
-        """When the server began to wait for an answer, or for the next request."""
+        """Time at which the server began to wait for an answer, or for the next request."""
         self._request_began: float | None = self._waiting_since
-        """When the first byte came of a request that is not whole yet; None between requests."""
+        """Time at which the first byte came of a request that is not whole yet; None between requests."""
         self._request_bytes = 0
-        """How much of that request has come."""
+        """Number of bytes of that request that have come."""
         self._in_head = True
         self._target, self._headers, self._head_bytes = b"", dict[bytes, bytes](), 0
         self._body: list[bytes] = []
@@ -164,7 +164,7 @@ class HttpConnection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._refuse(BadRequestError(f"this is no HTTP/1.1: {error}"))
         except httptools.HttpParserUpgrade:
-            self._refuse(BadRequestError("nothing but HTTP/1.1 is spoken here"))
+            self._refuse(BadRequestError("this server speaks only HTTP/1.1"))
         if self._in_head and self._request_bytes > HEAD_BYTES:
             self._refuse_head()
         elif self._request_bytes > HEAD_BYTES + self._limits.body_bytes:
@@ -196,7 +196,7 @@ class HttpConnection(asyncio.Protocol):
         elif refusal is not None:
             self._refuse(refusal)
         elif self._parser.should_upgrade():
-            self._refuse(BadRequestError("nothing but HTTP/1.1 is spoken here"))
+            self._refuse(BadRequestError("this server speaks only HTTP/1.1"))
         elif length.isdigit() and (len(length) > 18 or int(length) > self._limits.body_bytes):
             self._refuse_body()
         elif self._headers.get(b"expect", b"").lower() == b"100-continue" and self._current is None:
@@ -246,8 +246,8 @@ class HttpConnection(asyncio.Protocol):
     def _process_requests(self) -> None:
         """Handle received requests in order, until one waits for its answer.
 
-        Some are answered inside `handle`, which calls this method again. That call returns at once, so the stack stays
-        flat however many requests have come.
+        Some are answered inside `handle`, which calls this method again. The inner call returns at once, so the stack
+        stays flat however many requests have come.
         """
         if self._processing:
             return

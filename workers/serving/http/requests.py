@@ -25,7 +25,7 @@ _MAX_NUMBER_DIGITS = 19
 _MAX_CACHED_PATH = 512
 """Longer paths are not cached: clients choose their length, and the cache holds many."""
 _MAX_FIELDS_BYTES = DEFAULT_LIMITS.header_bytes
-"""The most that a step may hold besides observation and action, as over ZeroMQ."""
+"""Most bytes of a step's fields other than observation and action, as over ZeroMQ."""
 _HEALTH = b"/v1/health"
 
 

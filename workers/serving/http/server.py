@@ -32,16 +32,16 @@ from headrace.workers.serving.session_records import Reply, ServingLimits
 log = logging.getLogger(__name__)
 
 _CHECK_INTERVAL_S = 0.25
-"""Between two checks for connections that take too long."""
+"""Seconds between two checks for connections that take too long."""
 _BACKLOG = 2048
 """Connections that the kernel keeps until they are accepted."""
 _CLOSE_TIMEOUT_S = 1.0
-"""How long `close` waits for clients to read their last answers."""
+"""Seconds that `close` waits for clients to read their last answers."""
 
 
 @dataclass(slots=True, eq=False)
 class HttpAddress:
-    """Where the answer to one request goes. Two addresses are never equal."""
+    """The destination of the answer to one request. Two addresses are never equal."""
 
     server: HttpServer = field(repr=False)
     connection: HttpConnection
@@ -62,7 +62,7 @@ class _PendingStep(NamedTuple):
     address: HttpAddress
     message: AnyStep
     observation: Any
-    """As JSON has it: `deliver_to` converts the observations of all steps together."""
+    """The observation in JSON's types: `deliver_to` converts the observations of all steps together."""
     action: Any
 
 
@@ -83,7 +83,7 @@ class HttpServer:
         self._token = token.encode() if token is not None else None
         self._steps: list[_PendingStep] = []
         self._events: list[tuple[HttpAddress, Event]] = []
-        """What other requests want done with the sessions."""
+        """Events of other requests, for the sessions."""
         self._closing = False
         self._max_connections = connection_limit(limits.max_connections)
         self._connections: set[HttpConnection] = set()
@@ -132,7 +132,7 @@ class HttpServer:
     def admit(self, connection: HttpConnection) -> HeadraceError | None:
         """Count a new connection; return the reason if there is no room for it."""
         if len(self._connections) >= self._max_connections:
-            return ServerFullError(f"all {self._max_connections} connections are taken; come again later")
+            return ServerFullError(f"all {self._max_connections} connections are taken; try again later")
         self._connections.add(connection)
         return None
 
@@ -229,5 +229,7 @@ def connection_limit(most: int) -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     places = most if soft == resource.RLIM_INFINITY else min(most, soft // 2)
     if places < most:
-        log.warning("%d HTTP connections at once, not %d: only %d files may be open", places, most, soft)
+        log.warning(
+            "at most %d HTTP connections at once, not %d: this process may open only %d files", places, most, soft
+        )
     return places

@@ -35,7 +35,7 @@ class ZmqAddress:
     def __init__(self, route: bytes, listener: ZmqListener, *, joined: bool) -> None:
         self.route, self.listener = route, listener
         self.joined = joined
-        """Whether the request came in one frame; its answer goes out in one frame, too."""
+        """True if the request came in one frame; its answer goes out in one frame, too."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ZmqAddress) and self.route == other.route
@@ -49,7 +49,7 @@ class ZmqAddress:
 
 
 class _ReceivedStep:
-    """A step whose observation is not checked yet. Those of all steps are checked together."""
+    """A step whose observation is not checked yet. The observations of all steps are checked together."""
 
     __slots__ = ("action", "address", "packed", "request", "row")
 

@@ -24,7 +24,7 @@ from headrace.workers.envs.process.pool import EnvProcessPool
 from headrace.workers.envs.process.shared_arrays import columns_layout
 
 _INFO_DEPTH = DEFAULT_LIMITS.header_depth - 3
-"""How many levels an info may have, which is three levels down in the header."""
+"""Most levels of an info, which is three levels down in the header."""
 
 
 class PlacedPool(EnvProcessPool):
