@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+from headrace.broker.delivery_queue import DeliveryQueue
 from headrace.broker.limits import BrokerLimits
 from headrace.broker.rounds import Rounds
 from headrace.broker.source import Source, StoredBatch
@@ -33,14 +34,12 @@ class BatchStore:
         """Steps that the learner wants under way in the whole fleet; 0: no such limit."""
         self.changed: set[tuple[int, int]] = set()
         """Sources whose workers must get an Ack."""
-        self._queue: deque[tuple[Source, int]] = deque()
         self._droppable: deque[tuple[Source, int]] = deque()
         """Candidates for the overflow policy, oldest first. It skips those that it may no longer drop."""
         self.rounds = Rounds(limits.synchronous, limits.workers, limits.lease_s, limits.max_env_steps)
+        self._queue = DeliveryQueue(self.rounds)
         self._limits = limits
         self._arrivals = 0
-        self._place = 0
-        """Place in the queue of the entry that `first` returned."""
 
     def source(self, slot: int, incarnation: int) -> Source:
         """Return the source of this slot and incarnation, a new one if there is none."""
@@ -56,7 +55,7 @@ class BatchStore:
         self.nbytes += held.nbytes
         self.rounds.note(source, held)
         if not held.with_learner:
-            self._queue.append((source, held.seq))
+            self._queue.add(source, held.seq)
             self._make_room(source, held)
         self._note_progress(source)
 
@@ -73,7 +72,7 @@ class BatchStore:
             if reason == Drop.SHUTDOWN:
                 self.rounds.forget(source)
             self._count(source)
-            self._queue.append((source, 0))
+            self._queue.add(source, 0)
 
     def _count(self, source: Source) -> None:
         self.steps += source.steps - source.counted
@@ -83,6 +82,7 @@ class BatchStore:
         self._count(source)
         if self.is_reconciled:
             source.settle_dropped()
+        self._queue.refresh(source)
         self.changed.add(source.key)
 
     def limit_window(self, steps: int) -> None:
@@ -95,39 +95,11 @@ class BatchStore:
 
     def first(self) -> tuple[Source, StoredBatch | None] | None:
         """Return the next news for the learner: a batch, or (None) that a source has ended."""
-        self._place = 0
-        while self._queue:
-            source, seq = self._queue[0]
-            held = source.held.get(seq)
-            if seq == 0 or (held is not None and not held.with_learner):
-                return self._first_in_turn() if self.rounds.active else (source, held)
-            self._queue.popleft()
-        return None
-
-    def _first_in_turn(self) -> tuple[Source, StoredBatch | None] | None:
-        """Return the first news as `first` does, but batches of a round by slot, each in its turn.
-
-        News of one source never overtake one another.
-        """
-        of_round: dict[int, tuple[int, Source, StoredBatch]] = {}
-        waiting: set[tuple[int, int]] = set()
-        for place, (source, seq) in enumerate(self._queue):
-            held = source.held.get(seq)
-            if source.key in waiting or (seq and (held is None or held.with_learner)):
-                continue
-            if held is None or not self.rounds.has(source, held):
-                self._place = place
-                return source, held
-            waiting.add(source.key)
-            of_round[source.slot] = place, source, held
-        if not of_round or not self.rounds.is_turn(slot := min(of_round)):
-            return None
-        self._place, source, held = of_round[slot]
-        return source, held
+        return self._queue.first()
 
     def pop_first(self) -> None:
         """Remove the entry that `first` returned, once the learner was told."""
-        del self._queue[self._place]
+        self._queue.pop_first()
 
     def reconcile(self, positions: Iterable[SourcePosition], in_hand: dict[str, list[HeldBatch]]) -> None:
         """Take over which batches a learner has settled and which it holds; queue the others again by arrival."""
@@ -155,8 +127,12 @@ class BatchStore:
     def _requeue(self) -> None:
         waiting = [(held.arrival, source, held.seq) for source in self.sources.values() for held in source.waiting()]
         waiting.sort(key=lambda entry: (entry[0], entry[2]))
-        self._queue = deque((source, seq) for _, source, seq in waiting)
-        self._queue.extend((source, 0) for source in self.sources.values() if source.ended and source.end_due)
+        self._queue = DeliveryQueue(self.rounds)
+        for _, source, seq in waiting:
+            self._queue.add(source, seq)
+        for source in self.sources.values():
+            if source.ended and source.end_due:
+                self._queue.add(source, 0)
 
     def forget_ends(self) -> None:
         """Cancel the ends due for sources that left no batch: a new learner knows no open episode of theirs."""
@@ -196,7 +172,6 @@ class BatchStore:
         while self.nbytes > self._limits.max_held_bytes and oldest is not None and oldest[1] is not newest:
             self._drop(*oldest, Drop.OVERFLOW)
             oldest = self._oldest_droppable()
-        self.first()  # removes the queue's entries of dropped batches, also while there is no learner to deliver to
 
     def _oldest_droppable(self) -> tuple[Source, StoredBatch] | None:
         while self._droppable:

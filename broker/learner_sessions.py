@@ -64,13 +64,13 @@ class LearnerSessions:
             self._fence(peer)
             return
         if hello.channel == "publisher":
-            learner.publisher = peer
+            learner.attach_publisher(peer)
         else:
             learner.attach_stream(peer, hello)
             self._limit_window(hello.window_steps)
             self._store.rounds.ask(hello.synchronous, hello.steps_per_update)
             self._store.reconcile(hello.position, hello.held)
-        self._outbox.send(peer, self._welcome(learner, spaces))
+        self._send_welcome(peer, learner, spaces)
 
     def _lease_for(self, hello: LearnerHello) -> LearnerLease | None:
         """Return the lease for a learner, or None for an old one. The newest wins.
@@ -97,14 +97,16 @@ class LearnerSessions:
         detail = f"a newer learner (epoch {self._state.epoch}) has taken over; this one must stop"
         self._outbox.send(peer, Fenced(detail=detail))
 
-    def _welcome(self, learner: LearnerLease, spaces: dict[str, Any]) -> LearnerWelcome:
-        return LearnerWelcome(
+    def _send_welcome(self, peer: Peer, learner: LearnerLease, spaces: dict[str, Any]) -> None:
+        learner.shapes_told[peer] = self._weight_shapes
+        welcome = LearnerWelcome(
             fleet_id=self._fleet_id,
             epoch=learner.epoch,
             spaces=spaces,
             published=self._store.weights,
             weight_shapes=self._weight_shapes,
         )
+        self._outbox.send(peer, welcome)
 
     def raise_epoch(self, version: Version, spaces: dict[str, Any]) -> None:
         """Raise the epoch above `version`, which a worker or Redis knows.
@@ -118,8 +120,8 @@ class LearnerSessions:
             return
         if version[0] > learner.epoch or (learner.granted and version[0] == learner.epoch):
             learner.epoch = self._state.epoch = version[0] + 1
-            for peer in (learner.stream, learner.publisher):
-                self._outbox.send(peer, self._welcome(learner, spaces))
+            for peer in learner.connections():
+                self._send_welcome(peer, learner, spaces)
 
     def may_publish(self, peer: Peer, version: Version, spaces: dict[str, Any]) -> bool:
         """Return whether weights of this version, from this peer, are the lease holder's. Otherwise tell the peer."""
@@ -128,7 +130,7 @@ class LearnerSessions:
             self._reject_stale_peer(peer, version[0])
             return False
         if version[0] != learner.epoch:
-            self._outbox.send(peer, self._welcome(learner, spaces))
+            self._send_welcome(peer, learner, spaces)
             return False
         return True
 
@@ -220,13 +222,24 @@ class LearnerSessions:
             published=self._store.weights,
             rows_stored=self.rows_stored,
             waiting_for=self._store.rounds.waiting_for() if self._store.rounds.active else "",
-            weight_shapes=self._weight_shapes,
             refused=max(
                 (source.refused for source in workers if source.refused), key=lambda told: told.version, default=None
             ),
         )
-        for peer in (learner.stream, learner.publisher):
-            self._outbox.send(peer, status)
+        for peer in learner.connections():
+            news = self._shapes_not_told(peer, learner)
+            self._outbox.send(peer, status.model_copy(update={"weight_shapes": news}) if news else status)
+
+    def _shapes_not_told(self, peer: Peer, learner: LearnerLease) -> ModuleShapes:
+        """Return the shapes of the weights if this connection must be told of them now; else none.
+
+        With a thousand names they are most of a heartbeat. While no worker lives, none are known, and the last stand.
+        """
+        shapes = self._weight_shapes
+        if not shapes or learner.shapes_told.get(peer) == shapes:
+            return {}
+        learner.shapes_told[peer] = shapes
+        return shapes
 
     def waits_for(self) -> str:
         """Return which peer a worker without credit waits for: "learner" or "broker"."""

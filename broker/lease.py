@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from headrace.broker.source import Peer
-from headrace.schemas.messages import LearnerHello
+from headrace.schemas.messages import LearnerHello, ModuleShapes
 
 
 @dataclass(slots=True)
@@ -27,6 +27,8 @@ class LearnerLease:
     next_check: float = 0.0
     told: dict[tuple[int, int], int] = field(default_factory=dict)
     """The last batch of each source that the learner was told of on this connection."""
+    shapes_told: dict[Peer, ModuleShapes] = field(default_factory=dict)
+    """The shapes of the weights that each connection was last told of."""
     granted: bool = False
     """True when this broker gave out the epoch; False when the learner claimed it."""
 
@@ -35,6 +37,7 @@ class LearnerLease:
 
         Batches under way on its last connection are lost, received ones are not.
         """
+        self._forget_shapes_told(self.stream)
         self.stream = peer
         self.window_batches, self.window_bytes = hello.window_batches, hello.window_bytes
         self.outstanding.clear()
@@ -42,6 +45,19 @@ class LearnerLease:
         self.consumed = hello.received_batches
         self.behind_since = None
         self.told.clear()
+
+    def attach_publisher(self, peer: Peer) -> None:
+        """Note that a publisher connected or reconnected."""
+        self._forget_shapes_told(self.publisher)
+        self.publisher = peer
+
+    def _forget_shapes_told(self, before: Peer | None) -> None:
+        if before is not None:
+            self.shapes_told.pop(before, None)
+
+    def connections(self) -> list[Peer]:
+        """Return the connections of the stream and the publisher, as far as there are any."""
+        return [peer for peer in (self.stream, self.publisher) if peer is not None]
 
     def has_room(self) -> bool:
         """Return whether another batch may be sent. One is always allowed, however large."""

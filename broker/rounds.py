@@ -208,8 +208,15 @@ class Rounds:
         now = made - source.counted
         return self._elsewhere.get(source.key, now) if self.active else now
 
+    @property
+    def stage(self) -> tuple[bool, Version, int]:
+        """Return a value that changes whenever `has` may answer otherwise for a batch."""
+        return self.active, self.version, len(self._shares)
+
     def has(self, source: Source, held: StoredBatch) -> bool:
         """Return whether a batch is of this round. End markers have no version of their own."""
+        if not self.active:
+            return False
         return held.weights in (self.version, (self.version[0], 0)) and source.slot in self._shares
 
     def is_turn(self, slot: int) -> bool:

@@ -11,7 +11,7 @@ import time
 import traceback
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import orjson
 import typer
@@ -39,6 +39,9 @@ from headrace.deploy.output import wants_tracebacks, with_output_options
 from headrace.deploy.std_streams import ignore_closed_reader, open_std_streams
 from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError
 
+if TYPE_CHECKING:
+    from headrace.deploy.summary import Summary
+
 app = typer.Typer(
     name="headrace",
     help="Sampler workers for reinforcement learning behind a message broker.",
@@ -50,6 +53,27 @@ app.add_typer(keys_command.app, name="keys")
 app.add_typer(role_commands.app)
 app.add_typer(policy_commands.app)
 
+Workers = Annotated[int | None, typer.Option("--workers", help="Sampler processes on this machine.")]
+EnvHosts = Annotated[
+    int | None, typer.Option("--env-hosts", help="Env hosts on this machine, for sampling.env_placement=remote.")
+]
+Serve = Annotated[
+    bool | None, typer.Option("--serve", help="Clients elsewhere drive the episodes; fleet.json has the addresses.")
+]
+UntilReturn = Annotated[float | None, typer.Option(help="Stop at this mean return of 100 episodes.")]
+UntilSteps = Annotated[int | None, typer.Option(help="Stop after this many env steps.")]
+TimeoutS = Annotated[float | None, typer.Option(help="Give up after this many seconds (exit code 17).")]
+CheckEnv = Annotated[
+    bool | None, typer.Option("--check-env/--no-check-env", help="Build one env before anything starts.")
+]
+Resume = Annotated[
+    Path | None, typer.Option("--resume", metavar="RUN", help="Go on with this run, and with its settings.")
+]
+Tensorboard = Annotated[
+    bool | None, typer.Option("--tensorboard", help="Log to RUN_DIR/tensorboard too (extra tensorboard).")
+]
+Wandb = Annotated[bool | None, typer.Option("--wandb", help="Log to Weights & Biases too (extra wandb).")]
+Mlflow = Annotated[bool | None, typer.Option("--mlflow", help="Log to MLflow too (extra mlflow).")]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show every value and its origin, and do nothing.")]
 
 
@@ -95,33 +119,22 @@ def _root(show_version: Annotated[bool, typer.Option("--version", help="Show the
 @with_output_options
 def up(
     env: Env = None,
-    workers: Annotated[int | None, typer.Option("--workers", help="Sampler processes on this machine.")] = None,
+    workers: Workers = None,
     num_envs: NumEnvs = None,
-    env_hosts: Annotated[
-        int | None, typer.Option("--env-hosts", help="Env hosts on this machine, for sampling.env_placement=remote.")
-    ] = None,
-    serve: Annotated[
-        bool | None,
-        typer.Option("--serve", help="Clients elsewhere drive the episodes; fleet.json has the addresses."),
-    ] = None,
+    env_hosts: EnvHosts = None,
+    serve: Serve = None,
     seed: Seed = None,
-    until_return: Annotated[float | None, typer.Option(help="Stop at this mean return of 100 episodes.")] = None,
-    until_steps: Annotated[int | None, typer.Option(help="Stop after this many env steps.")] = None,
-    timeout_s: Annotated[float | None, typer.Option(help="Give up after this many seconds (exit code 17).")] = None,
-    check_env: Annotated[
-        bool | None, typer.Option("--check-env/--no-check-env", help="Build one env before anything starts.")
-    ] = None,
+    until_return: UntilReturn = None,
+    until_steps: UntilSteps = None,
+    timeout_s: TimeoutS = None,
+    check_env: CheckEnv = None,
     run_dir: NewRunDirPath = None,
-    resume: Annotated[
-        Path | None, typer.Option("--resume", metavar="RUN", help="Go on with this run, and with its settings.")
-    ] = None,
+    resume: Resume = None,
     config: ConfigPath = None,
     redis_url: RedisUrl = None,
-    tensorboard: Annotated[
-        bool | None, typer.Option("--tensorboard", help="Log to RUN_DIR/tensorboard too (extra tensorboard).")
-    ] = None,
-    wandb: Annotated[bool | None, typer.Option("--wandb", help="Log to Weights & Biases too (extra wandb).")] = None,
-    mlflow: Annotated[bool | None, typer.Option("--mlflow", help="Log to MLflow too (extra mlflow).")] = None,
+    tensorboard: Tensorboard = None,
+    wandb: Wandb = None,
+    mlflow: Mlflow = None,
     sets: Sets = None,
     print_config: PrintConfig = False,
     as_json: AsJson = False,
@@ -131,11 +144,11 @@ def up(
     It ends at its goal, its timeout or Ctrl-C; then it is drained and the ledger is shown.
     """
     from headrace.deploy.config_print import print_config as config_text
-    from headrace.deploy.resume import existing_run
-    from headrace.deploy.summary import print_summary
     from headrace.deploy.up import UpOptions
     from headrace.deploy.up import up as run_fleet
 
+    if resume is not None:
+        run_dir, config = _resumed(resume, run_dir, config)
     flags = {
         "sampling.env": env,
         "fleet.workers": workers,
@@ -153,24 +166,35 @@ def up(
         "logging.wandb": wandb,
         "logging.mlflow": mlflow,
     }
-    if resume is not None:
-        if run_dir is not None:
-            raise ConfigError("leave out --run-dir: --resume names the run directory", key="--resume")
-        run = existing_run(resume)
-        flags["fleet.run_dir"] = str(run)
-        config = config or run / "settings.json"
     resolved, origins = resolve(config, sets, flags)
     if print_config:
         typer.echo(config_text(resolved, origins), nl=False)
         return
     summary = run_fleet(resolved, UpOptions(as_json, config, describe_origin(config, origins), resume is not None))
+    _print_end(summary, as_json=as_json)
+    if summary.failure is not None:
+        raise summary.failure
+
+
+def _resumed(resume: Path, run_dir: Path | None, config: Path | None) -> tuple[Path, Path]:
+    """Return the run directory of the run to go on with, and the config file: by default that of its settings."""
+    from headrace.deploy.resume import existing_run
+
+    if run_dir is not None:
+        raise ConfigError("leave out --run-dir: --resume names the run directory", key="--resume")
+    run = existing_run(resume)
+    return run, config or run / "settings.json"
+
+
+def _print_end(summary: Summary, *, as_json: bool) -> None:
+    """Print the summary. A fleet that failed before its first step has nothing to show but its error."""
+    from headrace.deploy.summary import print_summary
+
     with ignore_closed_reader(sys.stdout):
         if as_json:
             typer.echo(summary.as_json().decode())
         elif summary.failure is None or summary.steps:
             print_summary(summary, sys.stdout)
-    if summary.failure is not None:
-        raise summary.failure
 
 
 @app.command(epilog=examples("headrace ps", "headrace ps --run-dir runs/a --json | python -m json.tool"))

@@ -7,6 +7,7 @@ It takes every batch of each source (one incarnation of a worker) exactly once a
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from headrace.schemas.messages import (
     Status,
     Version,
 )
+
+log = logging.getLogger("headrace.learner")
 
 
 class LearnerSessionState(Enum):
@@ -264,7 +267,11 @@ class LearnerSession:
         source.received = start.settled.seq
         source.taken = source.committed = start.settled
         if lost:
-            self.arrivals.append(Arrival(ArrivalKind.GAP, key, None, None, max(lost), lost))
+            self.arrivals.append(Arrival(ArrivalKind.GAP, key, None, None, _main_reason(lost), lost))
+        if len(lost) > 1:  # the markers of its episodes name only the main reason
+            named = ", ".join(f"{lost[reason][0]} {reason}" for reason in sorted(lost))
+            steps = sum(count[0] for count in lost.values())
+            log.info("worker %d (incarnation %d): %d steps will not come: %s", *key, steps, named)
 
     def _on_gap(self, gap: SourceGap) -> None:
         key = (gap.slot, gap.incarnation)
@@ -292,3 +299,8 @@ class LearnerSession:
         else:
             self.state = LearnerSessionState.JOINING
             self._next_send = 0.0
+
+
+def _main_reason(lost: dict[str, Count]) -> str:
+    """Return the reason with the most steps; of equal ones the last in the alphabet."""
+    return max(lost, key=lambda reason: (lost[reason][0], reason))

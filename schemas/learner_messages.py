@@ -125,7 +125,7 @@ class Status(Message):
     waiting_for: str = ""
     """In synchronous sampling: the peer that the round waits for, the learner or some workers."""
     weight_shapes: ModuleShapes = {}
-    """As in the WELCOME, with the present value."""
+    """As in the WELCOME, where they have changed since this connection was last told of them; else empty."""
     refused: WeightsRefusal | None = None
     """A worker could not load this version of the weights."""
 

@@ -37,6 +37,9 @@ EpisodeId = Annotated[str, Field(min_length=1, max_length=128)]
 Reason = Annotated[str, Field(max_length=200)]
 End = Literal["no", "terminated", "truncated"]
 
+MOST_WAITING_FOR = 500
+"""Characters of `ClientAck.waiting_for`."""
+
 MOST_EPISODES = 16
 """The most episodes of each kind in one shipment; more go into the next."""
 
@@ -199,6 +202,9 @@ class ClientAck(Message):
 
     KIND = MessageKind.ACK
     request: Natural = 0
+    waiting_for: str = Field(default="", max_length=MOST_WAITING_FOR)
+    """In the answer to a heartbeat: what the worker waits for, so that it takes no steps. Left out while it takes them.
+    """
 
 
 class ClientReject(Message):

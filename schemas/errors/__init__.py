@@ -39,6 +39,7 @@
     │   └── KeysRefusedError        the broker did not let this peer in: their keys do not match
     ├── UnreachableError        a server did not answer within its deadline
     │   ├── RedisUnavailableError   Redis did not answer, or refuses writes
+    │   ├── WorkerWaitsError        a policy server lives, but its worker took no step in time
     │   └── NoEnvHostError          no env host was at a worker's port for too long
     ├── PortInUseError          an endpoint is taken
     ├── RunDirError             the run directory cannot be used
@@ -76,6 +77,7 @@ from headrace.schemas.errors.fleet import (
     RunDirError,
     UnreachableError,
     WindowStalledError,
+    WorkerWaitsError,
 )
 from headrace.schemas.errors.root import ExitCode, HeadraceError
 from headrace.schemas.errors.runners import (
@@ -151,6 +153,7 @@ __all__ = [
     "WhichModuleError",
     "WindowStalledError",
     "WireError",
+    "WorkerWaitsError",
     "WrongFleetError",
     "refusal",
 ]

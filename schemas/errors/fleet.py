@@ -57,6 +57,21 @@ class RedisUnavailableError(UnreachableError):
         )
 
 
+class WorkerWaitsError(UnreachableError):
+    """The policy server at `endpoint` lives, but its worker took no step within `deadline_s` seconds.
+
+    `waiting_for` says what the worker waits for; "" while it is only busy. The same call may be repeated.
+    """
+
+    def __init__(self, endpoint: str, deadline_s: float, waiting_for: str) -> None:
+        self.endpoint = endpoint
+        self.deadline_s = deadline_s
+        self.waiting_for = waiting_for
+        why = f"its worker waits for {waiting_for}" if waiting_for else "it is alive, and its worker is busy"
+        what = f"the policy server at {endpoint} gave no answer within {deadline_s:g} s"
+        HeadraceError.__init__(self, f"{what}: {why}; repeat the call")
+
+
 class NoEnvHostError(UnreachableError):
     """No env host was at `endpoint`, the port of a worker or runner, for `deadline_s` seconds. `remedy` starts one."""
 

@@ -59,6 +59,11 @@ def test_an_unknown_key_in_the_file_names_file_and_nearest_key(tmp_path: Path) -
     assert_one_sentence(headrace("up", "--config", "nope.toml", cwd=tmp_path), ExitCode.CONFIG, "cannot be read")
 
 
+def test_a_run_to_resume_and_a_run_directory_do_not_go_together(tmp_path: Path) -> None:
+    result = headrace("up", "--resume", "a", "--run-dir", "b", cwd=tmp_path)
+    assert_one_sentence(result, ExitCode.CONFIG, "leave out --run-dir: --resume names the run directory")
+
+
 def test_a_name_of_another_framework_names_ours() -> None:
     result = headrace("up", "--set", "sampling.num_envs_per_env_runner=4")
     assert_one_sentence(result, ExitCode.CONFIG, "did you mean sampling.num_envs?")

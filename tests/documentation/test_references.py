@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from command_reference import commands, commands_as_markdown
+from documentation.blocks import blocks_of
 from exit_codes import exit_codes_as_markdown
 from generated_pages import fill
 from settings_reference import settings, settings_as_markdown
@@ -92,6 +93,13 @@ def test_redis_keys_that_a_page_names_are_there() -> None:
     named = re.findall(r"`headrace:\{FLEET\}:(\w+)`", read("guides/callbacks-metrics-state.md"))
     assert named
     assert set(named) <= {key.name for key in TABLE}
+
+
+def test_learners_on_the_pages_find_the_broker_by_its_run_directory() -> None:
+    """No reader has to open the broker's file: `EpisodeStream.of` and `WeightPublisher.of` do."""
+    blocks = [block for page in PAGES for block in blocks_of(page) if block.language == "python"]
+    assert any('.of("runs/mine")' in block.text for block in blocks)
+    assert [f"{block.page.name}:{block.line}" for block in blocks if "broker.json" in block.text] == []
 
 
 def paths() -> Iterator[tuple[str, str]]:

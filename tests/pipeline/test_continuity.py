@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.learner_stub.continuity import SourceEpisodes
+from headrace.learner_stub.session import LearnerSession, StreamLimits
 from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.ledger import Settled
+from headrace.schemas.messages import LearnerWelcome, SourceStart
 from support.pipeline.delivery import Envs, Witness
 
 
@@ -86,3 +90,21 @@ def test_what_is_remembered_of_broken_episodes_does_not_grow() -> None:
     for batch in envs.fragments(300)[::2]:
         episodes.take(batch)
     assert len(episodes._broken) <= 3
+
+
+def test_a_gap_of_several_reasons_is_named_by_the_one_with_the_most_steps(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "headrace.learner")
+    session = LearnerSession("token", StreamLimits())
+    session.receive(LearnerWelcome(fleet_id="f", epoch=1), 0.0)
+    before = Settled(seq=1, dropped={"stale": (30, 1)})
+    after = Settled(seq=5, dropped={"stale": (34, 2), "overflow": (40, 3)})
+    session.receive(SourceStart(slot=2, incarnation=3, settled=before), 0.0)
+    session.receive(SourceStart(slot=2, incarnation=3, settled=after), 0.0)
+    first, second = session.take(), session.take()
+    assert first is not None
+    assert second is not None
+    assert (first.reason, first.lost) == ("stale", {"stale": (30, 1)})
+    assert (second.reason, second.lost) == ("overflow", {"stale": (4, 1), "overflow": (40, 3)})
+    assert [record.getMessage() for record in caplog.records] == [
+        "worker 2 (incarnation 3): 44 steps will not come: 40 overflow, 4 stale"
+    ]

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from headrace.broker.core import BrokerCore
+from headrace.broker.limits import BrokerLimits
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.errors import RefusedWeightsError, WeightsMismatchError, WhichModuleError
-from headrace.schemas.messages import tellable_shapes
+from headrace.schemas.messages import LearnerHello, LearnerWelcome, Status, WorkerHello, tellable_shapes
 from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.schemas.weights import check_published
 from support.pipeline.delivery import BrokerThread
@@ -124,3 +126,49 @@ def test_shapes_that_are_too_many_for_a_message_are_not_told() -> None:
     assert tellable_shapes({"one": {str(n): (1,) for n in range(2000)}}) == {}
     assert tellable_shapes({"one": {"x" * 300: (1,)}}) == {}
     assert tellable_shapes({"one": {f"{n:0200}": (1,) for n in range(400)}}) == {}
+
+
+# -- what the broker tells --------------------------------------------------------------------------------------------
+
+
+class _Told:
+    """A broker's core, and what it tells the connections of a learner about shapes."""
+
+    def __init__(self) -> None:
+        self.core = BrokerCore("f", BrokerLimits(heartbeat_interval_s=1.0))
+        self.now = 0.0
+
+    def worker(self, peer: bytes, slot: int, shapes: dict[str, dict[str, list[int]]]) -> None:
+        hello = WorkerHello(fleet_id="f", token=f"{slot}", slot=slot, incarnation=1, weight_shapes=shapes)
+        self.core.receive(peer, hello, self.now)
+
+    def learner(self, peer: bytes, channel: Any) -> dict[str, dict[str, list[int]]]:
+        """Say HELLO; return the shapes in the WELCOME."""
+        self.core.receive(peer, LearnerHello(token="learner", channel=channel), self.now)
+        sends = [send.content for send in self.core.take_outbox() if send.peer == peer]
+        (welcome,) = [message for message in sends if isinstance(message, LearnerWelcome)]
+        return welcome.weight_shapes
+
+    def heartbeat(self) -> dict[bytes, Status]:
+        """Advance to the next heartbeat; return it by connection."""
+        self.now += 1.0
+        self.core.tick(self.now)
+        return {send.peer: send.content for send in self.core.take_outbox() if isinstance(send.content, Status)}
+
+
+def test_heartbeats_carry_the_shapes_of_weights_only_where_they_are_news() -> None:
+    """With a thousand names a heartbeat has 26,074 bytes, without them 177."""
+    told, many = _Told(), {"one": {f"layer{n}.weight": [64, 64] for n in range(1000)}}
+    assert told.learner(b"s", "stream") == {}
+    assert told.learner(b"p", "publisher") == {}
+    told.worker(b"w", 0, many)
+    assert {peer: status.weight_shapes for peer, status in told.heartbeat().items()} == {b"s": many, b"p": many}
+    later = told.heartbeat()
+    assert {peer: status.weight_shapes for peer, status in later.items()} == {b"s": {}, b"p": {}}
+    assert sum(map(len, later[b"p"].frames())) < 500
+
+    told.worker(b"w", 0, {"one": {"w": [2]}})
+    assert told.heartbeat()[b"p"].weight_shapes == {"one": {"w": [2]}}, "they have changed"
+    assert told.learner(b"p2", "publisher") == {"one": {"w": [2]}}, "a new connection was not told"
+    assert {peer: status.weight_shapes for peer, status in told.heartbeat().items()} == {b"s": {}, b"p2": {}}
+    assert told.learner(b"p2", "publisher") == {"one": {"w": [2]}}, "one that says HELLO again may have lost them"

@@ -27,6 +27,7 @@ from headrace.schemas.logged_metrics import MOST_METRICS, LoggedMetric, fitting_
 from headrace.schemas.messages import tellable_shapes
 from headrace.schemas.stop_event import stop_event
 from headrace.workers.fleet.membership import Membership
+from headrace.workers.fleet.session import SessionState
 from headrace.workers.fleet.shipping import Shipper
 from headrace.workers.fleet.weights import WeightsVersion
 from headrace.workers.policy.policies import PolicyMappingError
@@ -125,6 +126,8 @@ class Worker:
         self._shipper = Shipper(
             membership.fleet_id, self.session, membership.recorder, runner.totals, runner.take_finished_episodes
         )
+        env = runner.config.env
+        self._served = env if isinstance(env, ServedEnvs) else None
         self._acting_channel: ActingChannel | None = None
         """The channel to clients that act by themselves, if they are allowed."""
         self._batches_a_cut = len(runner.module_spaces)
@@ -138,10 +141,7 @@ class Worker:
     def introduce(self) -> None:
         """Send the spaces of chunks to the broker, admit clients that cut chunks too, and restore the counters."""
         runner = self.runner
-        if (
-            isinstance(runner.config.env, ServedEnvs)
-            and (acting_channel := runner.config.env.acting_channel) is not None
-        ):
+        if self._served is not None and (acting_channel := self._served.acting_channel) is not None:
             acting_channel.open(runner.module_spaces, runner.config.num_envs, runner.policy_columns())
             self._acting_channel = acting_channel
         num_envs = runner.config.num_envs
@@ -187,7 +187,7 @@ class Worker:
         """Wait for the current weights before sampling, unless the config allows random actions at first."""
         if self.config.worker.random_actions_before_weights:
             return
-        self._wait("the first weights", self._apply_weights, stopping)
+        self._wait("the first weights", self._apply_weights, stopping, whom="learner")
 
     # -- sampling -----------------------------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class Worker:
                 return False
         if not self._has_room():
             self.session.blocked = "window"
-            self._wait("room in the window", self._has_room, stopping)
+            self._wait("room in the window", self._has_room, stopping, whom="learner")
             self.session.blocked = ""
         if not self.session.may_step():
             self._wait("more env steps, since the fleet has taken as many as it may", self._may_begin, stopping)
@@ -319,15 +319,29 @@ class Worker:
         self.membership.pump(wait_s)
         self.runner.steps_elsewhere = self.session.steps_elsewhere
 
-    def _wait(self, what: str, condition: Callable[[], bool], stopping: threading.Event) -> None:
-        """Pump until `condition` holds or the worker is stopped. Log from time to time what holds it up."""
+    def _wait(
+        self, what: str, condition: Callable[[], bool], stopping: threading.Event, *, whom: str = "broker"
+    ) -> None:
+        """Pump until `condition` holds or the worker is stopped. Log from time to time what holds it up; tell clients.
+
+        `whom` it is while the broker has taken all batches and names no other.
+        """
         next_word = time.monotonic() + _SAY_WAITING_S
         while not condition() and not stopping.is_set():
             self._shipper.record()
             self._pump(0.05)
+            waiting_for = f"{what} (held up by: {self._held_up_by(whom)})"
+            if self._served is not None:
+                self._served.waiting_for = waiting_for
             if time.monotonic() > next_word:
                 next_word += _SAY_WAITING_S
-                log.warning("waiting for %s (held up by: %s)", what, self.session.waiting_for or "broker")
+                log.warning("waiting for %s", waiting_for)
+        if self._served is not None:
+            self._served.waiting_for = ""
+
+    def _held_up_by(self, whom: str) -> str:
+        is_with_broker = self.session.state is not SessionState.ACTIVE or self.session.unaccepted() > 0
+        return self.session.waiting_for or ("broker" if is_with_broker else whom)
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 

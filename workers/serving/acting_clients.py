@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from headrace.schemas.serving_errors import StepOrderError
-from headrace.schemas.serving_messages import ChunkShipment, ClientAck, ClientPart, ClientPull
+from headrace.schemas.serving_messages import ChunkShipment, ClientPart, ClientPull
 from headrace.workers.serving.acting_channel import ActingChannel
-from headrace.workers.serving.session_records import Address, Reply, SessionRecord
+from headrace.workers.serving.session_records import Address, Reply, SessionRecord, ack_of
 
 PIECE_BYTES = 1 << 20
 
@@ -42,7 +42,7 @@ class ActingClients:
         `ActingChannel.accept` raises.
         """
         if shipment.number == session.shipped:
-            return Reply.of(ClientAck(request=shipment.request))
+            return ack_of(shipment.request)
         if shipment.number != session.shipped + 1:
             raise StepOrderError(f"shipment {shipment.number} is not the next one, which is {session.shipped + 1}")
         if session.shipment_reply_to is None:
@@ -57,4 +57,4 @@ class ActingClients:
     def _shipped(self, session: SessionRecord) -> tuple[Address, Reply] | None:
         session.shipped += 1
         address, session.shipment_reply_to = session.shipment_reply_to, None
-        return (address, Reply.of(ClientAck(request=session.shipment_reply_number))) if address is not None else None
+        return (address, ack_of(session.shipment_reply_number)) if address is not None else None

@@ -21,7 +21,6 @@ from headrace.schemas.serving_errors import (
 from headrace.schemas.serving_messages import (
     AnyStep,
     ChunkShipment,
-    ClientAck,
     ClientBye,
     ClientHeartbeat,
     ClientHello,
@@ -40,6 +39,7 @@ from headrace.workers.serving.session_records import (
     Reply,
     ServingLimits,
     SessionRecord,
+    ack_of,
     refusal_of,
 )
 
@@ -51,6 +51,7 @@ class ClientSessions:
     """All sessions of one server.
 
     One thread at a time may call. `post` carries an answer of the sampler to that thread, which calls `answered`.
+    `waiting_for` says what the sampler waits for while it takes no steps; "" while it takes them.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class ClientSessions:
         post: Callable[[EpisodeRecord, StepAnswer], None],
         limits: ServingLimits | None = None,
         acting: ActingClients | None = None,
+        waiting_for: Callable[[], str] = str,
     ) -> None:
         self.limits = limits or ServingLimits()
         self._episodes = SessionEpisodes(episodes, post, self.limits)
@@ -67,6 +69,7 @@ class ClientSessions:
         """See `SessionEpisodes.answered`."""
         self._spaces = spaces
         self._acting = acting
+        self._waiting_for = waiting_for
         self._sessions: OrderedDict[str, SessionRecord] = OrderedDict()
         """Ordered by the time of their last request, oldest first."""
         self._ticked_at: float | None = None
@@ -141,7 +144,7 @@ class ClientSessions:
         if isinstance(request, ClientHello):
             return self._open(request, now)
         if isinstance(request, ClientBye) and request.session not in self._sessions:
-            return Reply.of(ClientAck(request=request.request))  # a repeated goodbye
+            return ack_of(request.request)  # a repeated goodbye
         session = self._session_of(request, now)
         match request:
             case EpisodeStart():
@@ -157,10 +160,10 @@ class ClientSessions:
                     return self._acting.part(request)
                 return self._acting.ship(session, request, address, batch)
             case ClientHeartbeat():
-                pass
+                return ack_of(request.request, self._waiting_for())
             case _:
                 raise BadRequestError(f"{type(request).__name__} is no request of a client")
-        return Reply.of(ClientAck(request=request.request))
+        return ack_of(request.request)
 
     def _open(self, hello: ClientHello, now: float) -> Reply:
         if hello.session not in self._sessions:

@@ -48,7 +48,10 @@ _SAMPLER_AWAY_S = 0.05
 
 
 class Dispatcher:
-    """Owns the sessions and runs their loop. Call `close` once, after `serve` has returned."""
+    """Owns the sessions and runs their loop. Call `close` once, after `serve` has returned.
+
+    `waiting_for`: see `ClientSessions`.
+    """
 
     def __init__(
         self,
@@ -57,9 +60,10 @@ class Dispatcher:
         limits: ServingLimits,
         listener: Listener,
         channel: ActingChannel | None = None,
+        waiting_for: Callable[[], str] = str,
     ) -> None:
         acting = ActingClients(channel, self._post_shipped) if channel is not None else None
-        self._sessions = ClientSessions(episodes, codec.spaces_json, self._post_answer, limits, acting)
+        self._sessions = ClientSessions(episodes, codec.spaces_json, self._post_answer, limits, acting, waiting_for)
         self._listener = listener
         self._events: deque[Event] = deque()
         self._answers: deque[tuple[EpisodeRecord, StepAnswer]] = deque()

@@ -71,6 +71,8 @@ class ServedEnvs:
         self._ports: tuple[int, int] | None = None
         self.acting_channel = ActingChannel(settings.max_message_bytes) if settings.client_inference else None
         """The channel to clients that act by themselves, if the config allows them. It outlives each env."""
+        self.waiting_for = ""
+        """What the worker waits for while it takes no steps of clients. The worker sets it, for them to be told."""
 
     def __call__(self, context: EnvContext) -> ServedEnv | ServedMultiAgentEnv:
         """Bind the ports and return the env.
@@ -90,7 +92,7 @@ class ServedEnvs:
         except BaseException:
             router_port.close()
             raise
-        server = Server(self._settings, router_port, http_socket, token, self.acting_channel)
+        server = Server(self._settings, router_port, http_socket, token, self.acting_channel, lambda: self.waiting_for)
         self._ports = server.ports
         kind = ServedMultiAgentEnv if self._several_agents else ServedEnv
         return kind(*spaces, server, check_bounds=self._check_bounds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from collections.abc import Callable
 
 from headrace.schemas.serving_settings import ServingSection
 from headrace.workers.envs.remote.router_port import RouterPort
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 class Server:
     """Serves ZeroMQ clients at `router_port` and HTTP clients, who must show `token`, at `http_socket`.
 
-    It owns both and closes them.
+    It owns both and closes them. `waiting_for`: see `ClientSessions`.
     """
 
     def __init__(
@@ -31,10 +32,11 @@ class Server:
         http_socket: socket.socket | None,
         token: str | None,
         channel: ActingChannel | None,
+        waiting_for: Callable[[], str],
     ) -> None:
         self._settings = settings
         self._router_port, self._http_socket, self._token = router_port, http_socket, token
-        self._channel = channel
+        self._channel, self._waiting_for = channel, waiting_for
         self._lock = threading.Lock()
         self.dispatcher: Dispatcher | None = None
         """Set by `run`."""
@@ -60,7 +62,8 @@ class Server:
         with self._lock:
             if self._closed:
                 return
-            self.dispatcher = Dispatcher(episodes, codec, limits, self._open_listener(codec, limits), self._channel)
+            listener = self._open_listener(codec, limits)
+            self.dispatcher = Dispatcher(episodes, codec, limits, listener, self._channel, self._waiting_for)
             episodes.driver_loop = self.dispatcher
         try:
             self.dispatcher.serve()

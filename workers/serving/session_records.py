@@ -18,7 +18,7 @@ from headrace.schemas.episode_errors import (
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.messages import Message
 from headrace.schemas.serving_errors import code_of, facts_of
-from headrace.schemas.serving_messages import ClientReject
+from headrace.schemas.serving_messages import MOST_WAITING_FOR, ClientReject
 from headrace.schemas.wire import MessageKind
 
 
@@ -107,6 +107,12 @@ class SessionRecord:
 def refusal_of(error: HeadraceError, request: int = 0) -> Reply:
     """Return the reply that tells a client of `error`."""
     return Reply.of(ClientReject(request=request, error=code_of(error), message=str(error), facts=facts_of(error)))
+
+
+def ack_of(request: int, waiting_for: str = "") -> Reply:
+    """Return the reply that confirms a request; see `ClientAck`."""
+    told = {"waiting_for": waiting_for[:MOST_WAITING_FOR]} if waiting_for else {}
+    return Reply(MessageKind.ACK, {"request": request, **told})
 
 
 def find(session: SessionRecord, id: str) -> EpisodeRecord:

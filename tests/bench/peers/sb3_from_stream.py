@@ -26,7 +26,6 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from torch import nn
 
 from headrace.learner_stub import EpisodeStream, WeightPublisher
-from headrace.schemas.chunk import ChunkEnd
 
 
 class Sb3Module(nn.Module):
@@ -64,28 +63,19 @@ def build(spaces: Any) -> Sb3Module:
 
 def fill(model: PPO, batch: Any) -> None:
     """Put a worker's batch, `LENGTH` steps of each env, into SB3's rollout buffer."""
+    steps = batch.transitions()
+    for step in np.flatnonzero(steps.truncated):  # as SB3 does: the episode would have gone on
+        steps.rewards[step] += model.gamma * value_of(model, steps.next_obs[step : step + 1])[0]
+    starts = np.roll(steps.last, 1) & (batch.table["t_start"][steps.chunk] == 0)
+    by_env = np.argsort(batch.table["env_index"][steps.chunk], kind="stable").reshape(NUM_ENVS, LENGTH)
     buffer: RolloutBuffer = model.rollout_buffer
     buffer.reset()
-    rows: list[list[tuple[Any, ...]]] = [[] for _ in range(NUM_ENVS)]
-    last: dict[int, Any] = {}
-    for chunk in batch:
-        for t in range(len(chunk)):
-            reward = float(chunk.rewards[t])
-            if t == len(chunk) - 1 and chunk.end is ChunkEnd.TRUNCATED:  # as SB3 does: the episode would have gone on
-                reward += model.gamma * value_of(model, chunk.obs[-1:])[0]
-            start = chunk.t_start + t == 0
-            step = chunk.obs[t], chunk.actions[t], reward, start, chunk.columns["values"][t], chunk.columns["logp"][t]
-            rows[chunk.env_index].append(step)
-        if len(chunk):
-            last[chunk.env_index] = chunk
-    for t in range(LENGTH):
-        obs, actions, rewards, starts, values, logp = (
-            np.array(column) for column in zip(*(r[t] for r in rows), strict=False)
-        )
-        buffer.add(obs, actions[:, None], rewards, starts, torch.as_tensor(values), torch.as_tensor(logp))
-    final = value_of(model, np.array([last[i].obs[-1] for i in range(NUM_ENVS)]))
-    ends = np.array([last[i].is_done for i in range(NUM_ENVS)])
-    buffer.compute_returns_and_advantage(torch.as_tensor(final), ends)
+    for row in by_env.T:
+        of_policy = (torch.as_tensor(steps.columns[name][row]) for name in ("values", "logp"))
+        buffer.add(steps.obs[row], steps.actions[row, None], steps.rewards[row], starts[row], *of_policy)
+    last = by_env[:, -1]
+    ends = (steps.terminated | steps.truncated)[last]
+    buffer.compute_returns_and_advantage(torch.as_tensor(value_of(model, steps.next_obs[last])), ends)
 
 
 def value_of(model: PPO, obs: Any) -> Any:

@@ -60,8 +60,9 @@ class PolicyClient:
     answer and is not a second step.
 
     Calls raise the error with which the server refuses them (`schemas/serving_errors.py`, `schemas/episode_errors.py`),
-    and `UnreachableError`. A server that has restarted does not know the old episodes: the next call of each raises
-    `EpisodeAbortedError`.
+    and `UnreachableError`. Its kind `WorkerWaitsError` says that the server lives, but its worker took no step in time;
+    it may wait for the learner. The same call may be repeated. A server that has restarted does not know the old
+    episodes: the next call of each raises `EpisodeAbortedError`.
     """
 
     def __init__(

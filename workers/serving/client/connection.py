@@ -6,23 +6,34 @@ import itertools
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import zmq
 from numpy.typing import NDArray
 
 from headrace.schemas import sockets
-from headrace.schemas.errors import ConfigError, DecodeError
+from headrace.schemas.errors import ConfigError, DecodeError, HeadraceError, WorkerWaitsError
 from headrace.schemas.handshakes import CLIENT_EVENTS, SUCCEEDED, Handshakes, read_event
 from headrace.schemas.keys import ClientKeys
 from headrace.schemas.messages import Message, read
 from headrace.schemas.serving_errors import BadRequestError, MessageTooLargeError, error_of
-from headrace.schemas.serving_messages import ANSWERS, ClientReject, ClientRequest
+from headrace.schemas.serving_messages import (
+    ANSWERS,
+    AnyStep,
+    ChunkShipment,
+    ClientAck,
+    ClientHeartbeat,
+    ClientReject,
+    ClientRequest,
+)
 from headrace.schemas.single_frame import join_frames, split_frame
 from headrace.schemas.wire import DEFAULT_LIMITS, decode, encode
 
 SERVER = "policy server"
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 4.0
+_LAST_HEARTBEAT_S = 2.0
+"""How long a server may take to confirm a heartbeat, by which it shows that it lives and only its worker waits."""
 _SLOW_BYTES_S = 10_000_000
 """The slowest expected transfer. A retry that comes before the first message has arrived makes everything slower.
 After a broken connection, the event of the new one triggers the retry, not this time."""
@@ -67,7 +78,8 @@ class Connection:
     ) -> tuple[Message, dict[str, NDArray[Any]]]:
         """Send a request, several times if needed, and return its answer, (message, arrays).
 
-        Raises the error with which the server refuses it, `KeysRefusedError`, and `UnreachableError` after `timeout_s`.
+        Raises the error with which the server refuses it, `KeysRefusedError`, and `UnreachableError` after `timeout_s`:
+        a `WorkerWaitsError` where the server lives, which it has two more seconds to show.
         Raises `MessageTooLargeError` before it sends a message that is too large: the server would close the
         connection, and the client would send it for ever.
         """
@@ -96,7 +108,16 @@ class Connection:
                     if answer is not None:
                         return answer
             now = time.monotonic()
-        raise self._handshakes.why_silent(timeout_s)
+        raise self._why_no_answer(request, timeout_s)
+
+    def _why_no_answer(self, request: ClientRequest, timeout_s: float) -> HeadraceError:
+        """Return the error for a request without an answer. Steps and chunks wait for the worker, others do not."""
+        if isinstance(request, AnyStep | ChunkShipment) and self._handshakes.connected:
+            with suppress(HeadraceError):
+                ack, _ = self.ask(ClientHeartbeat(session=request.session, token=request.token), _LAST_HEARTBEAT_S)
+                waiting_for = ack.waiting_for if isinstance(ack, ClientAck) else ""
+                return WorkerWaitsError(self._endpoint, timeout_s, waiting_for)
+        return self._handshakes.why_silent(timeout_s)
 
     def _read(self, frames: list[bytes], number: int) -> tuple[Message, dict[str, NDArray[Any]]] | None:
         """Return the answer; None if it belongs to an earlier request that was repeated."""

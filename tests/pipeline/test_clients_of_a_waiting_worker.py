@@ -1,0 +1,78 @@
+"""A worker that waits takes no steps of its clients. They are told what it waits for, and go on when it does."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.learner_stub import EpisodeStream, WeightPublisher
+from headrace.schemas.errors import UnreachableError, WorkerWaitsError
+from headrace.workers.modules import actor_critic
+from headrace.workers.serving.client import PolicyClient
+from support.pipeline.delivery import BrokerThread, worker_process
+from support.pipeline.worker_threads import SAMPLING
+from support.ports import free_port as other_free_port
+
+pytestmark = pytest.mark.processes
+SEEN = np.zeros(4, np.float32)
+
+
+def _heartbeat_over_http(port: int) -> Any:
+    """What the answer to a heartbeat says."""
+    told: Any = None
+    for method, path in (("PUT", ""), ("POST", "/heartbeat")):
+        url = f"http://127.0.0.1:{port}/v1/sessions/other{path}"
+        request = urllib.request.Request(url, method=method, headers={"Headrace-Client": "secret"})
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            told = json.load(answer)
+    return told
+
+
+def _play(client: PolicyClient, episode: str) -> None:
+    """More steps than two batches of four hold."""
+    for _ in range(20):
+        client.get_action(episode, SEEN)
+        client.log_returns(episode, 1.0)
+
+
+def test_a_client_is_told_what_its_worker_waits_for(broker: BrokerThread, free_port: int, tmp_path: Path) -> None:
+    http_port = other_free_port()
+    sections: dict[str, Any] = {
+        "sampling": {**SAMPLING, "num_envs": 1, "rollout_fragment_length": 4},
+        "serving": {"enabled": True, "port": free_port, "http_port": http_port},
+        "worker": {"window_batches": 2},
+        "learner": {"enabled": False},
+    }
+    with (
+        EpisodeStream(broker.endpoints.learner, auto_commit=False) as stream,
+        WeightPublisher(broker.endpoints.learner) as weights,
+        worker_process(tmp_path, broker.endpoints.worker, 0, 1, sections) as worker,
+        PolicyClient(f"tcp://127.0.0.1:{free_port}", timeout_s=2.0, connect_timeout_s=60) as client,
+    ):
+        episode = client.start_episode()
+        with pytest.raises(
+            WorkerWaitsError, match=r"waits for the first weights \(held up by: learner\); repeat the call"
+        ):
+            client.get_action(episode, SEEN)
+        weights.publish(actor_critic(stream.spaces()).state_dict())
+        why = r"within 2 s: its worker waits for room in the window \(held up by: learner\)"
+        with pytest.raises(WorkerWaitsError, match=why):
+            _play(client, episode)
+        assert _heartbeat_over_http(http_port) == {"waiting_for": "room in the window (held up by: learner)"}
+        taken = 0
+        while taken < 8:
+            batch = stream.next(20.0)
+            assert batch is not None
+            taken += batch.steps
+        stream.commit()
+        client.get_action(episode, SEEN)
+        assert _heartbeat_over_http(http_port) == {}
+        worker.popen.kill()
+        worker.popen.wait(20.0)
+        with pytest.raises(UnreachableError, match="no policy server answers"):
+            client.get_action(episode, SEEN)

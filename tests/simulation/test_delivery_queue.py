@@ -1,0 +1,188 @@
+"""The order in which the broker hands out batches, beside a plain scan of the whole queue, and what it costs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.broker.batch_store import BatchStore
+from headrace.broker.limits import BrokerLimits
+from headrace.broker.rounds import Rounds
+from headrace.broker.source import Source, StoredBatch
+from headrace.schemas.ledger import Settled, WorkerTotals
+from headrace.schemas.messages import HeldBatch
+
+SLOTS, LEASE_S = 4, 2.0
+News = tuple[Source, StoredBatch | None]
+
+
+class PlainScan:
+    """The same queue as one list. Each hand-out looks through all of it."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self.rounds = rounds
+        self.entries: list[tuple[Source, int]] = []
+
+    def first(self) -> tuple[int, News] | None:
+        """The place of the next news, and the news."""
+        of_round: dict[int, tuple[int, News]] = {}
+        waiting: set[tuple[int, int]] = set()
+        for place, (source, seq) in enumerate(self.entries):
+            held = source.held.get(seq)
+            if source.key in waiting or (seq and (held is None or held.with_learner)):
+                continue
+            if held is None or not (self.rounds.active and self.rounds.has(source, held)):
+                return place, (source, held)
+            waiting.add(source.key)
+            of_round[source.slot] = place, (source, held)
+        if not of_round or not self.rounds.is_turn(slot := min(of_round)):
+            return None
+        return of_round[slot]
+
+    def requeue(self, sources: list[Source]) -> None:
+        waiting = [(held.arrival, held.seq, source) for source in sources for held in source.waiting()]
+        self.entries = [(source, seq) for _, seq, source in sorted(waiting, key=lambda entry: entry[:2])]
+        self.entries += [(source, 0) for source in sources if source.ended and source.end_due]
+
+
+class Play:
+    """A store and its twin, through the same random events."""
+
+    def __init__(self, seed: int, overflow: bool) -> None:
+        limits = BrokerLimits(
+            synchronous=bool(seed % 4),
+            lease_s=LEASE_S,
+            max_held_bytes=40,
+            overflow="drop_oldest" if overflow else "block",
+        )
+        self.random, self.now = random.Random(seed), 0.0
+        self.store = BatchStore(limits)
+        self.twin = PlainScan(self.store.rounds)
+        self.lives = [self._life(slot, 1) for slot in range(SLOTS)]
+        self.reconcile()
+
+    def _life(self, slot: int, incarnation: int) -> Source:
+        source = self.store.source(slot, incarnation)
+        source.peer, source.introduced, source.num_envs, source.cut_steps = b"w", True, 1, 4
+        return source
+
+    def accept(self) -> None:
+        source = self.random.choice(self.lives)
+        epoch, seq = self.store.weights
+        weights = self.random.choice([(epoch, seq), (epoch, seq), (epoch, seq), (epoch, 0), (epoch, max(0, seq - 1))])
+        if source.ended:
+            return
+        number = source.accepted + 1
+        held = StoredBatch(number, 2, 1, 10, [b""], 0, self.now, weights)
+        self.store.accept(source, held, WorkerTotals(seq=number, stepped=2 * number, shipped=2 * number))
+        if not held.with_learner:
+            self.twin.entries.append((source, number))
+
+    def end(self) -> None:
+        source = self.random.choice(self.lives)
+        if not source.ended:
+            self.store.end(source, "worker_killed")
+            self.twin.entries.append((source, 0))
+
+    def follow(self) -> None:
+        place = self.random.randrange(SLOTS)
+        if self.lives[place].ended:
+            self.lives[place] = self._life(place, self.lives[place].incarnation + 1)
+
+    def publish(self) -> None:
+        self.store.weights = (1, self.store.weights[1] + 1)
+        self.advance()
+
+    def advance(self) -> None:
+        """Time may pass on the shares of the lives that ended."""
+        self.now += self.random.choice([0.1, LEASE_S, 4 * LEASE_S])
+        live = [source for source in self.lives if not source.ended]
+        self.store.rounds.advance(self.store.weights, live, self.store.steps, self.now)
+
+    def settle(self) -> None:
+        """By what a learner, a worker or Redis tells, also of batches that were never handed out."""
+        source = self.random.choice(self.lives)
+        if source.held:
+            upto = self.random.randint(source.settled.seq + 1, source.accepted)
+            gone = 2 * upto, upto
+            self.store.merge_settled(source, Settled(seq=upto, committed=gone))
+
+    def hand_out(self) -> None:
+        first = self.store.first()
+        if first is None:
+            return
+        expected = self.twin.first()
+        assert expected is not None
+        del self.twin.entries[expected[0]]
+        self.store.pop_first()
+        if first[1] is not None:
+            first[1].mark_given()
+
+    def reconcile(self) -> None:
+        """A learner connects and still has some of what it was given. It may sample in another way."""
+        self.store.rounds.ask(self.random.random() < 0.5, self.random.choice([0, 8, 24]))
+        in_hand = {
+            f"{source.slot}/{source.incarnation}": [
+                HeldBatch(seq=held.seq, steps=2, chunks=1)
+                for held in source.held.values()
+                if held.with_learner and self.random.random() < 0.5
+            ]
+            for source in self.store.sources.values()
+        }
+        self.store.reconcile([], in_hand)
+        self.twin.requeue(list(self.store.sources.values()))
+
+    def events(self) -> list[Callable[[], None]]:
+        often = [self.accept] * 6 + [self.hand_out] * 5 + [self.publish, self.advance]
+        return [*often, self.settle, self.end, self.follow, self.follow, self.reconcile]
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 1 << 32), overflow=st.booleans())
+def test_the_next_news_are_those_that_a_scan_of_the_whole_queue_finds(seed: int, overflow: bool) -> None:
+    play = Play(seed, overflow)
+    for _ in range(80):
+        play.random.choice(play.events())()
+        expected = play.twin.first()
+        assert play.store.first() == (None if expected is None else expected[1])
+
+
+def test_a_hand_out_costs_the_same_however_long_the_queue_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in looks at batches: the queue of a round has thousands of them where many workers ship small ones."""
+    looks, has = [0], Rounds.has
+
+    def counting(rounds: Rounds, source: Source, held: StoredBatch) -> bool:
+        looks[0] += 1
+        return has(rounds, source, held)
+
+    monkeypatch.setattr(Rounds, "has", counting)
+    store, workers, each = BatchStore(BrokerLimits(synchronous=True, lease_s=LEASE_S)), 200, 20
+    sources = [store.source(slot, 1) for slot in range(workers)]
+    for source in sources:
+        source.introduced, source.cut_steps = True, each
+    store.rounds.advance((1, 1), sources, 0, 0.0)
+    for seq in range(1, each + 1):
+        for source in reversed(sources):
+            store.accept(source, StoredBatch(seq, 1, 1, 1, [b""], 0, 0.0, (1, 1)), WorkerTotals(seq=seq, stepped=seq))
+    order = []
+    while (first := store.first()) is not None:
+        assert first[1] is not None
+        order.append((first[0].slot, first[1].seq))
+        store.pop_first()
+        first[1].mark_given()
+    assert order == [(slot, seq) for slot in range(workers) for seq in range(1, each + 1)]
+    assert looks[0] < 3 * workers * each
+
+
+def test_without_a_learner_the_queue_keeps_no_trace_of_what_was_dropped() -> None:
+    store = BatchStore(BrokerLimits(max_held_bytes=40, overflow="drop_oldest"))
+    store.reconcile([], {})
+    source = store.source(0, 1)
+    for seq in range(1, 2001):
+        store.accept(source, StoredBatch(seq, 1, 1, 10, [b""], 0, 0.0), WorkerTotals(seq=seq, stepped=seq))
+    assert len(store._queue) == 4
+    assert len(store._queue._in_order) < 100
