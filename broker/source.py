@@ -76,6 +76,7 @@ class Source:
     pid: int = 0
     """Process id on `host`; the worker reports both."""
     weights: Version = (0, 0)
+    """The newest weights that its worker is known to act with: from a heartbeat or a batch."""
     blocked: str = ""
     metrics: LoggedMetrics = field(default_factory=dict)
     """Metrics that callbacks have logged, as of the worker's last heartbeat."""
@@ -128,6 +129,7 @@ class Source:
         self.accepted_count = plus(self.accepted_count, held.count)
         self.held[held.seq] = held
         self.totals = totals
+        self.weights = max(self.weights, held.weights)  # news between two heartbeats, for the lag that people see
         self.batch_bytes = max(held.nbytes, self.batch_bytes * 15 // 16)
 
     def learn_settled(self, settled: Settled) -> list[StoredBatch]:

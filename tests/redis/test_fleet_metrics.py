@@ -9,6 +9,7 @@ import pytest
 from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits
 from headrace.broker.metrics import FleetMetrics
+from headrace.broker.source import Source, StoredBatch
 from headrace.schemas.batch import BatchHeader
 from headrace.schemas.ledger import LedgerRow, Settled, WorkerTotals
 from headrace.schemas.redis_keys import row_counters
@@ -47,3 +48,11 @@ def test_the_counters_tell_env_steps_from_agents_steps(env_steps: int | None, ex
     counters = row_counters(row)
     assert (counters["env_steps_sampled_total"], counters["agent_steps_sampled_total"]) == (expected, 100)
     assert (counters["module_steps_one_total"], counters["module_steps_two_total"]) == (60, 30)
+
+
+def test_a_worker_lags_by_the_weights_of_its_newest_batch_not_of_its_last_heartbeat() -> None:
+    source = Source(0, 1, weights=(1, 80))
+    source.accept(StoredBatch(1, 8, 1, 9, None, 1, 0.0, weights=(1, 93)), WorkerTotals(seq=1))
+    assert source.weights == (1, 93)
+    source.accept(StoredBatch(2, 8, 1, 9, None, 2, 0.0, weights=(1, 92)), WorkerTotals(seq=2))
+    assert source.weights == (1, 93)
