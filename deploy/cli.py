@@ -108,6 +108,7 @@ def _root(show_version: Annotated[bool, typer.Option("--version", help="Show the
 @app.command(
     epilog=examples(
         "headrace up --env CartPole-v1 --workers 2 --num-envs 8 --seed 0 --until-return 475",
+        "headrace up --config pendulum --seed 0",
         "headrace up --env CartPole-v1 --until-steps 20000 --run-dir runs/a --timeout-s 60 --json",
         "headrace up --resume runs/a --until-steps 50000",
         "headrace up --workers 1 --until-steps 20000 --set learner.learning_rate=0.0003",

@@ -16,11 +16,42 @@ from headrace.schemas.config import FleetConfig
 from headrace.schemas.config_loading import Origins, load_config
 from headrace.schemas.errors import ConfigError
 
+RECIPES = Path(__file__).parent / "recipes"
+"""Configurations that were tuned for one env each, and came with the package."""
+
+
+def recipes() -> list[str]:
+    """Return the names of the recipes, sorted."""
+    return sorted(path.stem for path in RECIPES.glob("*.toml"))
+
+
+def config_file(path: Path | None) -> Path | None:
+    """Return the file that `--config` means: the one at `path`, else the recipe of that name.
+
+    Raises `ConfigError` when there is neither.
+    """
+    if path is None or (path.exists() and not path.is_dir()):
+        return path
+    if path.name in recipes() and path == Path(path.name):
+        return RECIPES / f"{path.name}.toml"
+    raise ConfigError(f"{path} is neither a file nor a recipe; the recipes are {', '.join(recipes())}", key="--config")
+
+
 ConfigPath = Annotated[
-    Path | None, typer.Option("--config", help="A fleet.toml; `headrace up --print-config` lists every key.")
+    Path | None,
+    typer.Option(
+        "--config",
+        callback=config_file,
+        help="A fleet.toml, or the name of a recipe: " + ", ".join(recipes()) + "; `--print-config` shows every key.",
+    ),
 ]
 Sets = Annotated[
-    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any other setting; may be repeated.")
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="Any other setting, also one in a table: module.config.hidden=[32]; may be repeated.",
+    ),
 ]
 RunDirPath = Annotated[
     Path | None, typer.Option("--run-dir", help="Folder of the run; default: the newest one in runs/.")

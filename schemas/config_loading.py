@@ -140,8 +140,18 @@ def _merge(values: dict[str, Any], origins: Origins, tree: Mapping[str, Any], so
 
 
 def _set(values: dict[str, Any], origins: Origins, dotted: str, value: Any, source: str) -> None:
+    """Note a value under "section.key", or inside a table of free names: "module.config.hidden"."""
     section, _, key = dotted.partition(".")
-    values.setdefault(section, {})[key] = value
+    table = values.setdefault(section, {})
+    field, *inside = key.split(".")
+    if inside and isinstance(known_keys().get(f"{section}.{field}"), dict):
+        dotted = f"{section}.{field}"
+        for name in (field, *inside[:-1]):
+            known = table.get(name)
+            table[name] = table = dict(known) if isinstance(known, Mapping) else {}
+        table[inside[-1]] = value
+    else:
+        table[key] = value
     origins[dotted] = source
 
 

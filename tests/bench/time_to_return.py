@@ -1,8 +1,11 @@
 """Wall time and env steps to a mean return of 475 on CartPole-v1, for whole commands, beside other libraries.
 
-PYTHONPATH=tests python -m bench.time_to_return [--seeds 5] [--peers PYTHON] [--cleanrl PYTHON PPO_PY] [--json FILE]
+PYTHONPATH=tests python -m bench.time_to_return [--env Pendulum-v1] [--seeds 5] [--peers PYTHON]
+    [--cleanrl PYTHON PPO_PY] [--json FILE]
 
-- headrace: `headrace up`, from its start until the goal is reached, and until it has drained.
+With Pendulum-v1 the return is -200, and only the first two arms run:
+
+- headrace: `headrace up` with the recipe of the env, from its start until the goal is reached and it has drained.
 - sb3: Stable-Baselines3's PPO with the settings of rl-zoo3.
 - rllib: RLlib's PPO with the settings of its tuned CartPole example.
 - cleanrl: CleanRL's single file `ppo.py`, as it is, whose printed returns are read.
@@ -27,7 +30,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-GOAL = 475.0
+GOALS = {"CartPole-v1": 475.0, "Pendulum-v1": -200.0}
+RECIPES = {"CartPole-v1": "cartpole", "Pendulum-v1": "pendulum"}
 LIMIT_S = 600.0
 PEERS = Path(__file__).parent / "peers"
 _EPISODE = re.compile(r"global_step=(\d+), episodic_return=\[?([0-9.]+)")
@@ -44,22 +48,26 @@ class Run:
     mean_return: float
 
 
-def headrace(seed: int) -> Run:
-    """Train by `headrace up`."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = ["up", "--env", "CartPole-v1", "--workers", "2", "--num-envs", "8", "--seed", str(seed)]
-        command += ["--until-return", str(GOAL), "--timeout-s", str(LIMIT_S), "--run-dir", folder, "--json"]
-        start = time.monotonic()
-        found = _last_json([sys.executable, "-m", "headrace.deploy", *command])
-        return Run("headrace", seed, time.monotonic() - start, found["steps"], found["mean_return"])
+def of_headrace(env: str) -> Callable[[int], Run]:
+    """Return a function that trains by `headrace up`."""
+
+    def run(seed: int) -> Run:
+        with tempfile.TemporaryDirectory() as folder:
+            command = ["up", "--config", RECIPES[env], "--seed", str(seed), "--set", f"learner.seed={seed}"]
+            command += ["--until-return", str(GOALS[env]), "--timeout-s", str(LIMIT_S), "--run-dir", folder, "--json"]
+            start = time.monotonic()
+            found = _last_json([sys.executable, "-m", "headrace.deploy", *command])
+            return Run("headrace", seed, time.monotonic() - start, found["steps"], found["mean_return"])
+
+    return run
 
 
-def of_peer(arm: str, python: str) -> Callable[[int], Run]:
+def of_peer(arm: str, python: str, env: str) -> Callable[[int], Run]:
     """Return a function that trains by a script of `peers/`, started by `python`."""
 
     def run(seed: int) -> Run:
         start = time.monotonic()
-        found = _last_json([python, str(PEERS / f"{arm}_ppo.py"), str(seed), str(GOAL)])
+        found = _last_json([python, str(PEERS / f"{arm}_ppo.py"), str(seed), str(GOALS[env]), env])
         return Run(arm, seed, time.monotonic() - start, found["env_steps"], found["mean_return"])
 
     return run
@@ -82,7 +90,9 @@ def of_cleanrl(python: str, script: str) -> Callable[[int], Run]:
                     if matched := _EPISODE.search(line):
                         steps = int(matched[1])
                         newest.append(float(matched[2]))
-                    if (len(newest) == 100 and statistics.mean(newest) >= GOAL) or time.monotonic() - start > LIMIT_S:
+                    if (
+                        len(newest) == 100 and statistics.mean(newest) >= GOALS["CartPole-v1"]
+                    ) or time.monotonic() - start > LIMIT_S:
                         break
             finally:
                 process.kill()
@@ -122,18 +132,21 @@ def show(runs: list[Run]) -> None:
 def main() -> None:
     """Measure, print, and write JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--env", choices=list(GOALS), default="CartPole-v1")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--peers", help="interpreter with stable-baselines3 and ray[rllib]")
     parser.add_argument("--cleanrl", nargs=2, help="interpreter with what CleanRL needs, and its ppo.py")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    arms: dict[str, Callable[[int], Run]] = {"headrace": headrace}
-    for arm, package in (("sb3", "stable_baselines3"), ("rllib", "ray.rllib")):
+    arms: dict[str, Callable[[int], Run]] = {"headrace": of_headrace(args.env)}
+    packages = {"sb3": "stable_baselines3", "rllib": "ray.rllib"}
+    for arm in ("sb3", "rllib") if args.env == "CartPole-v1" else ("sb3",):
+        package = packages[arm]
         if args.peers and _has(args.peers, package):
-            arms[arm] = of_peer(arm, args.peers)
+            arms[arm] = of_peer(arm, args.peers, args.env)
         else:
             print(f"without {arm}: --peers has no {package}", file=sys.stderr)
-    if args.cleanrl:
+    if args.cleanrl and args.env == "CartPole-v1":
         arms["cleanrl"] = of_cleanrl(*args.cleanrl)
     runs = measure(args.seeds, arms)
     show(runs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import orjson
 import pytest
 
 from headrace.deploy.fleet_file import FleetFile, ProcessEntry
+from headrace.deploy.options import recipes
 from headrace.schemas.errors import ExitCode
 
 pytestmark = pytest.mark.processes
@@ -41,7 +43,8 @@ def test_help_ends_with_examples_that_can_be_pasted(command: str) -> None:
     assert result.returncode == 0
     examples = result.stdout.rpartition("Examples:")[2].split("\n")
     assert [line for line in examples if line.startswith(f"    headrace {command}")]
-    assert "--config" not in "".join(examples), "an example names a file that an installed Headrace lacks"
+    named = re.findall(r"--config (\S+)", "".join(examples))
+    assert set(named) <= set(recipes()), "an example names a file that an installed Headrace lacks"
 
 
 def test_version() -> None:
@@ -56,7 +59,17 @@ def test_an_unknown_key_in_the_file_names_file_and_nearest_key(tmp_path: Path) -
     (tmp_path / "fleet.toml").write_text("[sampling]\nnum_env = 3\n")
     result = headrace("up", "--config", "fleet.toml", cwd=tmp_path)
     assert_one_sentence(result, ExitCode.CONFIG, "sampling.num_env: unknown key", "sampling.num_envs", "fleet.toml")
-    assert_one_sentence(headrace("up", "--config", "nope.toml", cwd=tmp_path), ExitCode.CONFIG, "cannot be read")
+    assert_one_sentence(headrace("up", "--config", "nope.toml", cwd=tmp_path), ExitCode.CONFIG, "cartpole,")
+
+
+@pytest.mark.parametrize("recipe", recipes())
+def test_a_recipe_runs_by_its_name(recipe: str, tmp_path: Path) -> None:
+    """Its env is built, and its policy trained or at least sampled with."""
+    result = headrace("up", "--config", recipe, "--until-steps", "1000", "--run-dir", "run", "--json", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    summary = orjson.loads(result.stdout)
+    assert summary["goal_reached"]
+    assert summary["steps"] >= 1000
 
 
 def test_a_run_to_resume_and_a_run_directory_do_not_go_together(tmp_path: Path) -> None:

@@ -52,6 +52,18 @@ def test_print_config_is_a_config_file_that_means_the_same(monkeypatch: pytest.M
     assert describe_origin(path, origins) == f"{path} + 1 from the environment + 3 flags"
 
 
+def test_a_flag_reaches_into_a_table_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[module]\nconfig = {hidden = [8], activation = "relu"}\n')
+    sets = ["module.config.hidden=[32]", "sampling.env_config.a.b=true", "sampling.env_config.a.c=x"]
+    config, origins = resolve(path, sets, {})
+    assert config.module.config == {"hidden": [32], "activation": "relu"}
+    assert config.sampling.env_config == {"a": {"b": True, "c": "x"}}
+    assert origins["module.config"] == "flag"
+    with pytest.raises(ConfigError, match=r"unknown key; did you mean learner\.gamma"):
+        resolve(path, ["learner.gamma.x=1"], {})
+
+
 def test_print_config_shows_no_password() -> None:
     config, origins = resolve(None, ["redis.url=redis://:secret@127.0.0.1:6379/0"], {})
     text = print_config(config, origins)

@@ -34,9 +34,11 @@ class PolicyModule(Protocol):
     - optional "actions_for_env", nested the same way: what the env gets instead
     - "logp", "values", "action_dist_inputs", or any other column (rows, ...)
 
-    `forward_train({"obs": ...})` returns what a learner needs. A module may also have `numpy_act()`. It returns a
-    function that does the same as `forward_exploration` and `forward_inference` on arrays, and reads the parameters in
-    place. The returned function gets no "t", so a module that reads "t" must not have `numpy_act`.
+    The fleet's own learner also needs `forward_train({"obs": ...})`, `logp` and `entropy`. Workers do not call them.
+
+    A module may have `numpy_act()`. It returns a function that does the same as `forward_exploration` and
+    `forward_inference` on arrays, and reads the parameters in place. The returned function gets no "t", so a module
+    that reads "t" must not have `numpy_act`.
 
     A module may have `torch_inference(batch)`. It returns "actions", and "actions_for_env" if there are any, as
     `forward_inference` does, by torch operations alone. An export is made of it, or else of `forward_inference`.
@@ -55,7 +57,6 @@ class PolicyModule(Protocol):
 
     def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]: ...
     def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]: ...
-    def forward_train(self, batch: dict[str, Any]) -> dict[str, Any]: ...
 
 
 @runtime_checkable
@@ -90,7 +91,7 @@ def build_module(module: str | Callable[..., Any], spaces: Spaces, module_config
     if not isinstance(built, torch.nn.Module) or not isinstance(built, PolicyModule):
         raise ModuleError(
             f"module {module!r} gave a {type(built).__name__}; it must be a torch.nn.Module with noise_size, "
-            "noise_kind, forward_exploration, forward_inference and forward_train"
+            "noise_kind, forward_exploration and forward_inference"
         )
     return built
 

@@ -7,10 +7,7 @@ Prints {"env_steps", "mean_return", "lag"} as JSON. The settings are those of rl
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import tempfile
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
+from own_fleet import own_fleet
 from sb3_ppo import LENGTH, LIMIT_STEPS, NUM_ENVS, make_model
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import RolloutBuffer
@@ -50,10 +48,6 @@ class Sb3Module(nn.Module):
         """Take the likeliest action."""
         with torch.no_grad():
             return {"actions": self.policy.get_distribution(batch["obs"]).distribution.logits.argmax(1)}
-
-    def forward_train(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Raise, since SB3 trains its own policy object."""
-        raise NotImplementedError
 
 
 def build(spaces: Any) -> Sb3Module:
@@ -118,19 +112,8 @@ def main() -> None:
     """Start a fleet, train, and end it."""
     seed, goal = int(sys.argv[1]), float(sys.argv[2])
     torch.set_num_threads(1)
-    here = Path(__file__).resolve().parent
-    environment = os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "headrace", "up", "--env", "CartPole-v1", "--workers", "2", "-q"]
-        command += ["--num-envs", str(NUM_ENVS), "--seed", str(seed), "--run-dir", folder]
-        for setting in ("learner.enabled=false", f"sampling.rollout_fragment_length={LENGTH}"):
-            command += ["--set", setting]
-        command += ["--set", f"module.build={Path(__file__).stem}:build"]
-        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as fleet:
-            try:
-                print(json.dumps(train(Path(folder), seed, goal)))
-            finally:
-                fleet.terminate()
+    with own_fleet("CartPole-v1", f"{Path(__file__).stem}:build", seed, num_envs=NUM_ENVS, length=LENGTH) as run_dir:
+        print(json.dumps(train(run_dir, seed, goal)))
 
 
 if __name__ == "__main__":

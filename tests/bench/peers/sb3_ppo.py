@@ -1,6 +1,7 @@
-"""Stable-Baselines3's PPO on CartPole-v1 with the settings of rl-zoo3, until a mean return of 100 episodes.
+"""Stable-Baselines3's PPO with the settings of rl-zoo3, until a mean return of 100 episodes.
 
-python tests/bench/peers/sb3_ppo.py SEED RETURN. Prints {"env_steps", "mean_return"} as JSON.
+python tests/bench/peers/sb3_ppo.py SEED RETURN [CartPole-v1 | Pendulum-v1]. Prints
+{"env_steps", "mean_return"} as JSON.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class Enough(BaseCallback):
 
     @property
     def mean_return(self) -> float:
-        """Return the mean return of the newest 100 episodes, or 0 before that many have ended."""
+        """Return the mean return of the newest 100 episodes, or -inf before that many have ended."""
         newest = [episode["r"] for episode in self.model.ep_info_buffer or ()]
-        return float(np.mean(newest)) if len(newest) == 100 else 0.0
+        return float(np.mean(newest)) if len(newest) == 100 else -np.inf
 
     def _on_step(self) -> bool:
         return self.mean_return < self.goal
@@ -60,11 +61,28 @@ def make_model(seed: int) -> PPO:
     )
 
 
+def make_pendulum_model(seed: int) -> PPO:
+    """Build PPO with the settings of rl-zoo3 for Pendulum-v1."""
+    return PPO(
+        "MlpPolicy",
+        make_vec_env("Pendulum-v1", n_envs=4, seed=seed),
+        n_steps=1024,
+        gae_lambda=0.95,
+        gamma=0.9,
+        n_epochs=10,
+        learning_rate=0.001,
+        use_sde=True,
+        sde_sample_freq=4,
+        seed=seed,
+        device="cpu",
+    )
+
+
 def main() -> None:
     """Train and print the result."""
     seed, goal = int(sys.argv[1]), float(sys.argv[2])
     torch.set_num_threads(2)
-    model = make_model(seed)
+    model = make_pendulum_model(seed) if sys.argv[3:] == ["Pendulum-v1"] else make_model(seed)
     enough = Enough(goal)
     model.learn(LIMIT_STEPS, callback=enough)
     print(json.dumps({"env_steps": model.num_timesteps, "mean_return": enough.mean_return}))
