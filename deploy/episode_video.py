@@ -49,8 +49,17 @@ class EpisodeVideo:
         creator = find_creator(env)
 
         def create(context: EnvContext) -> Any:
-            shown = {**context, "render_mode": "rgb_array"}
-            return creator(context.with_config(shown) if context.vector_index == 0 else context)
+            if context.vector_index != 0:
+                return creator(context)
+            try:
+                return creator(context.with_config({**context, "render_mode": "rgb_array"}))
+            except TypeError as error:
+                if "render_mode" not in str(error):
+                    raise
+                raise EnvError(
+                    f"{_KEY}: the env cannot be built with render_mode ({error}); its constructor or creator should "
+                    'take render_mode = "rgb_array" and show the env by it'
+                ) from error
 
         return create
 

@@ -51,7 +51,7 @@ def evaluate(config: Path | None, sets: Sets, flags: Flags, options: EvaluateOpt
     video = EpisodeVideo(options.render, options.render_episodes) if options.render is not None else None
     policy = resolve_policy(options.run, config, sets, flags, which=options.which)
     log.info(
-        "headrace %s evaluates %s on %s, %d episodes, explore %s; config: %s",
+        "headrace %s evaluates %s on %s, episodes: %d, explore %s; config: %s",
         version("headrace"),
         policy.saved.source,
         policy.config.sampling.env,

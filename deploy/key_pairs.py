@@ -57,12 +57,16 @@ def _write_new(path: Path, text: str, mode: int) -> None:
 def what_to_copy(folder: Path) -> str:
     """Return, for people, which files each machine needs."""
     clients = [role for role in ROLES if role not in (BROKER, "supervisor")]
-    lines = [f"  a {role}'s machine: {role}.secret {server_of(role)}.public" for role in clients]
+    lines = [
+        f"  {'an' if role[0] in 'aeiou' else 'a'} {role}'s machine: {role}.secret {server_of(role)}.public"
+        for role in clients
+    ]
     return "\n".join(
         (
             f"made in {folder}: {', '.join(ROLES)}",
             "",
-            f"Where the broker runs, with `headrace up` or alone, all of it stays:  --set keys.dir={folder}",
+            "The broker's machine keeps all of it. Start `headrace up` there, or `headrace broker`, with",
+            f"  --set keys.dir={folder}",
             "Other machines get a part of it:",
             *lines,
             "as in",

@@ -103,8 +103,8 @@ class ProgressView:
 
 
 def name_restarts(restarts: Mapping[str, int]) -> str:
-    """Return the number of restarts of each role, in words."""
-    return ", ".join(f"{role} {count}" for role, count in restarts.items() if count) or "none"
+    """Return how many restarts each role had, in words."""
+    return ", ".join(f"{count} ({role})" for role, count in restarts.items() if count) or "none"
 
 
 def weights_lag(snapshot: Snapshot) -> int:

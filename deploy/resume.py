@@ -118,7 +118,8 @@ def existing_run(run: Path) -> Path:
     for path in (run, RUNS / run):
         if (path / "settings.json").exists():
             return path
-    raise RunDirError(str(run), "there is no run to resume in it, as it has no settings.json")
+    missing = "no settings.json in it" if run.is_dir() or (RUNS / run).is_dir() else "no such folder"
+    raise RunDirError(str(run), f"there is {missing}, so no run to go on with", "name another run with --resume")
 
 
 def write_settings(config: FleetConfig) -> bytes:

@@ -247,10 +247,14 @@ def _of_run_dir(folder: Path) -> SavedPolicy:
     fleet = read_fleet_file(folder / "fleet.json")
     if not fleet.redis_url:
         raise CheckpointError(str(path), "there is none, and the fleet has no Redis", _ADVICE)
-    return _of_redis(fleet.redis_url, fleet.fleet_id)
+    advice = (
+        f"there is no {NEWEST_FILE} in {folder}, as with a learner of your own, so only Redis has the weights: "
+        f"while it evaluates, keep the fleet running by headrace up --resume {folder}"
+    )
+    return _of_redis(fleet.redis_url, fleet.fleet_id, advice)
 
 
-def _of_redis(url: str, fleet_id: str) -> SavedPolicy:
+def _of_redis(url: str, fleet_id: str, advice: str = "start it, or correct its address") -> SavedPolicy:
     shown = without_password(url)
     if not fleet_id:
         raise ConfigError("name the fleet whose policy to serve: Redis may have several fleets", key="--fleet-id")
@@ -258,7 +262,7 @@ def _of_redis(url: str, fleet_id: str) -> SavedPolicy:
     try:
         stored = RedisWeights(client, fleet_id).load()
     except REDIS_FAILURES as error:
-        raise RedisUnavailableError(shown, in_words(error), _READ_TIMEOUT_S) from error
+        raise RedisUnavailableError(shown, in_words(error), _READ_TIMEOUT_S, advice) from error
     finally:
         client.close()
     source = f"fleet {fleet_id} in {shown}"

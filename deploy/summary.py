@@ -102,7 +102,7 @@ def print_summary(summary: Summary, stream: TextIO) -> None:
     table = Table(title=f"fleet {summary.fleet_id}", title_justify="left", show_header=False)
     mean = RunNumbers(0, 0, summary.mean_return, summary.episodes_window, summary.mean_returns).show_mean_return()
     for what, value in (
-        ("goal", "reached" if summary.goal_reached else "not reached"),
+        ("goal", _goal_in_words(summary)),
         ("time", f"{summary.seconds:.1f} s"),
         ("env steps", f"{summary.env_steps:,} ({summary.env_steps_per_s:,.0f}/s)"),
         ("episodes", f"{summary.episodes:,} ({summary.episodes_per_s:,.1f}/s)"),
@@ -117,6 +117,12 @@ def print_summary(summary: Summary, stream: TextIO) -> None:
     else:
         console.print(ledger_table(summary.ledger))
         console.print(verdict(summary.ledger))
+
+
+def _goal_in_words(summary: Summary) -> str:
+    if summary.goal_reached:
+        return "reached"
+    return "not reached" if summary.failure else "none reached; a signal ended the run"
 
 
 def ledger_table(ledger: FleetLedger) -> Table:

@@ -247,7 +247,9 @@ class Supervisor:
             service.state = ServiceState.FENCED
             log.warning("%s: %s; the newer learner has the fleet now", name, record.sentence or "fenced")
         elif record is not None and _is_final(record, service):
-            sentence = record.sentence or f"ended with {end}; its log is {child.log_path}"
+            sentence = record.sentence or f"ended with {end}"
+            if not record.sentence or returncode == ExitCode.ENV_RESTART_BUDGET:
+                sentence += f"; its log is {child.log_path}"
             self._fail(service, ProcessFailedError(name, ExitCode(returncode), sentence))
         else:
             log.warning("%s (pid %d) ended with %s%s", name, child.pid, end, _because(child) if returncode > 0 else "")

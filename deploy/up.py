@@ -99,11 +99,12 @@ def _announce(fleet: Fleet, options: UpOptions, earlier: EarlierRun | None, chan
         return
     endpoints = ", ".join(f"{name} {endpoint}" for name, endpoint in fleet.endpoints.items())
     log.info(
-        "headrace %s up: fleet %s in %s, %d workers on %s; %s; config: %s",
+        "headrace %s up: fleet %s in %s, %d %s on %s; %s; config: %s",
         version("headrace"),
         fleet.fleet_id,
         fleet.run_dir.path,
         fleet.config.fleet.workers,
+        "worker" if fleet.config.fleet.workers == 1 else "workers",
         fleet.config.sampling.env,
         endpoints,
         options.config_origin,

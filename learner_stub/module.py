@@ -47,7 +47,10 @@ def build_module(section: ModuleSection, spaces: Spaces, where: str = "module") 
     module = build_frozen_module(section, spaces, where)
     missing = [name for name in ("forward_train", "logp", "entropy") if not hasattr(module, name)]
     if missing:
-        raise ModuleError(f"module {section.build!r} has no {', '.join(missing)}, which the reference learner calls")
+        raise ModuleError(
+            f"module {section.build!r} has no {', '.join(missing)}; the reference learner calls "
+            'forward_train({"obs": ...}), logp(dist_inputs, actions) and entropy(dist_inputs)'
+        )
     return cast(TrainableModule, module)
 
 

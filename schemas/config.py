@@ -195,7 +195,7 @@ class RedisSection(ConfigSection):
 
     url: str = Field(
         default="",
-        description="redis://[:password@]host:port/db; empty: the fleet starts its own server in the run directory",
+        description="address, redis://[:password@]host:port/db; empty: the fleet starts its own in the run directory",
     )
 
 

@@ -21,6 +21,12 @@ from headrace.schemas.nearest_names import nearest_name
 
 ENV_PREFIX = "HEADRACE_"
 
+_AS_JSON = {
+    "dict_type": """a table, as JSON such as '{"key": 1}'""",
+    "list_type": """a list, as JSON such as '["a", "b"]'""",
+}
+"""What text should be instead, by pydantic's name of the error."""
+
 Origins = dict[str, str]
 """Dotted key -> origin of its value, for keys that are not at their default."""
 
@@ -59,6 +65,9 @@ def build_config(values: Mapping[str, Any], origins: Mapping[str, str] | None = 
             raise ConfigError(f"unknown key{_nearest(key)}", key=key, source=source) from error
         if first["type"] == "value_error":
             raise ConfigError(str(first["ctx"]["error"]), key=key, source=source) from error
+        if isinstance(first["input"], str) and first["type"] in _AS_JSON:
+            said = f"should be {_AS_JSON[first['type']]}, got {first['input']!r:.80}"
+            raise ConfigError(said, key=key, source=source) from error
         said = first["msg"].replace("Input should", "should").replace("String should", "should")
         raise ConfigError(f"{said}, got {first['input']!r:.80}", key=key, source=source) from error
     for section, content in config.model_dump().items():
@@ -98,7 +107,8 @@ def known_keys() -> dict[str, Any]:
 
 def _nearest(key: str) -> str:
     known = list(known_keys()) if "." in key else list(FleetConfig.model_fields)
-    near = nearest_name(key, known, cutoff=0.5)
+    elsewhere = [name for name in known if "." in key and name.partition(".")[2] == key.partition(".")[2]]
+    near = nearest_name(key, elsewhere or known, cutoff=0.0 if elsewhere else 0.5)
     return f"; did you mean {near}?" if near else "; `headrace up --print-config` lists all keys"
 
 
@@ -111,7 +121,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8-sig")
         tree = orjson.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", source=str(path)) from error
+        raise ConfigError(f"the file cannot be read: {error.strerror}", source=str(path)) from error
     except (tomllib.TOMLDecodeError, orjson.JSONDecodeError, UnicodeDecodeError) as error:
         language = "JSON" if path.suffix == ".json" else "TOML"
         raise ConfigError(f"is not {language}: {error}", source=str(path)) from error

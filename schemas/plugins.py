@@ -22,7 +22,9 @@ def load_object(path: str, key: str) -> Any:
     try:
         value: Any = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(f"module {module_name!r} cannot be imported ({error}); check PYTHONPATH", key=key) from error
+        raise ConfigError(
+            f"module {module_name!r} cannot be imported ({error}); check PYTHONPATH and the folder you run in", key=key
+        ) from error
     for part in attribute.split("."):
         if not hasattr(value, part):
             raise ConfigError(f"module {module_name!r} has no {attribute!r}", key=key)

@@ -44,16 +44,22 @@ class UnreachableError(HeadraceError):
 
 
 class RedisUnavailableError(UnreachableError):
-    """Redis did not answer, or refuses writes. `endpoint` is its URL without the password."""
+    """Redis did not answer, or refuses writes. `endpoint` is its URL without the password, `advice` what to do."""
 
     exit_code = ExitCode.REDIS_UNAVAILABLE
 
-    def __init__(self, url: str, reason: str, deadline_s: float = 0.25) -> None:
+    def __init__(
+        self,
+        url: str,
+        reason: str,
+        deadline_s: float = 0.25,
+        advice: str = "start it, correct --redis-url, or leave it out",
+    ) -> None:
         self.endpoint = re.sub(r"//[^/@]*@", "//***@", url)
         self.deadline_s = deadline_s
         HeadraceError.__init__(
             self,
-            f"Redis at {self.endpoint} cannot be used: {reason}; start it, correct --redis-url, or leave it out",
+            f"Redis at {self.endpoint} cannot be used: {reason}; {advice}",
         )
 
 
@@ -98,13 +104,13 @@ class PortInUseError(HeadraceError):
 
 
 class RunDirError(HeadraceError):
-    """The run directory at `path` cannot be used."""
+    """The run directory at `path` cannot be used. `advice` says what to do."""
 
     exit_code = ExitCode.RUN_DIR
 
-    def __init__(self, path: str, reason: str) -> None:
+    def __init__(self, path: str, reason: str, advice: str = "choose another with --run-dir") -> None:
         self.path = path
-        super().__init__(f"run directory {path} cannot be used: {reason}; choose another with --run-dir")
+        super().__init__(f"run directory {path} cannot be used: {reason}; {advice}")
 
 
 class CheckpointError(HeadraceError):

@@ -171,8 +171,12 @@ def test_a_port_in_use(tmp_path: Path) -> None:
     ("arguments", "code", "parts"),
     [
         (("--env", "NoSuchEnv-v0"), ExitCode.ENV, ("NoSuchEnv-v0", "cannot be found", "package.module:make_env")),
-        (("--env", "no_such_module:make"), ExitCode.ENV, ("no_such_module", "cannot be found")),
-        (("--env", "user:without_spaces"), ExitCode.ENV, ("observation space", "got NoneType")),
+        (("--env", "no_such_module:make"), ExitCode.ENV, ("no_such_module", "check PYTHONPATH")),
+        (
+            ("--env", "user:without_spaces"),
+            ExitCode.ENV,
+            ("observation space", "got None, as if the env did not set it"),
+        ),
         (("--env", "user:leaves"), ExitCode.ENV, ("called sys.exit(3)", "raise an exception instead")),
         (("--env", "user:two_lines"), ExitCode.ENV, ("no licence for the simulator", "check env and env_config")),
         (

@@ -163,6 +163,20 @@ def test_an_env_without_pictures_is_told_at_its_first_episode(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+class Undrawn(Counting):
+    """A counting env whose constructor takes no render_mode."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+
+@pytest.mark.usefixtures("ffmpeg")
+def test_an_env_that_takes_no_render_mode_is_told_to_take_it(tmp_path: Path) -> None:
+    words = "--render: the env cannot be built with render_mode .*its constructor or creator should take render_mode"
+    with pytest.raises(EnvError, match=words), EpisodeVideo(tmp_path / "out.mp4") as video:
+        played(config_of(f"{__name__}:Undrawn"), PlaySettings(episodes=2), video)
+
+
 @pytest.mark.usefixtures("ffmpeg")
 def test_what_a_video_lacks_is_said_before_anything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"should end with \.mp4"):

@@ -86,7 +86,7 @@ def test_without_a_terminal_progress_is_a_line_every_few_seconds() -> None:
     for part in (
         "env steps 1,000 (8,200/s)",
         "mean return 480.0 over 100 of 475",
-        "restarts worker 1",
+        "restarts 1 (worker)",
         "weights 2/3 (lag 0)",
     ):
         assert part in line

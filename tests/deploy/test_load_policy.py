@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from headrace.deploy import load_policy
-from headrace.schemas.errors import CheckpointError, ConfigError, ExitCode, ModuleError
+from headrace.deploy.fleet_file import FleetFile
+from headrace.schemas.errors import CheckpointError, ConfigError, ExitCode, ModuleError, RedisUnavailableError
 from support.fleets.saved_runs import best_action, save_run, save_run_of_two
 from support.fleets.serving_process import cart_spaces
 
@@ -71,6 +72,14 @@ def test_what_is_not_there_or_does_not_fit_is_said(tmp_path: Path) -> None:
         load_policy(tmp_path, which="first")  # type: ignore[arg-type]
     with pytest.raises(ModuleError, match=r"of another policy than headrace\.workers\.modules:actor_critic"):
         load_policy(tmp_path, settings={"module.config": {"hidden": [8]}})
+
+
+def test_a_run_of_a_learner_of_ones_own_says_where_its_weights_are(tmp_path: Path) -> None:
+    FleetFile(fleet_id="mine", redis_url="redis://:secret@127.0.0.1:1/0").write(tmp_path / "fleet.json")
+    with pytest.raises(RedisUnavailableError, match=f"there is no learner.checkpoint in {tmp_path}") as caught:
+        load_policy(tmp_path, settings={"sampling.env": "CartPole-v1"})
+    assert f"headrace up --resume {tmp_path}" in str(caught.value)
+    assert "secret" not in str(caught.value)
 
 
 def test_the_command_exports_a_file_and_says_what_is_in_it(tmp_path: Path) -> None:

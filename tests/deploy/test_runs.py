@@ -63,6 +63,8 @@ def test_a_run_is_found_again_refused_to_others_and_resumed(tmp_path: Path) -> N
     assert changed.returncode == ExitCode.RUN_DIR
     assert f"learner.learning_rate: 0.001 -> 0.0003); go on with the new ones by --resume {run}" in changed.stderr
     assert "started: pid" not in other.stderr + changed.stderr
+    nowhere = headrace(tmp_path, "up", "--resume", "runs/nowhere")
+    assert "there is no such folder, so no run to go on with; name another run with --resume" in nowhere.stderr
 
     again = headrace(tmp_path, "up", "--resume", run.name, *rate, "--until-steps", str(UNTIL), "--json")
     second = summary_of(again)

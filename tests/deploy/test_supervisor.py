@@ -69,7 +69,7 @@ def test_a_crash_loop_ends_in_a_typed_error_that_shows_the_log(nursery: Nursery)
     assert nursery.supervisor.gone()
 
 
-@pytest.mark.parametrize("code", [ExitCode.CONFIG, ExitCode.ENV, ExitCode.MODULE, ExitCode.WRONG_FLEET])
+@pytest.mark.parametrize("code", [ExitCode.CONFIG, ExitCode.ENV, ExitCode.ENV_RESTART_BUDGET, ExitCode.WRONG_FLEET])
 def test_an_error_no_restart_can_cure_ends_the_fleet_with_its_own_code_and_sentence(
     nursery: Nursery, code: ExitCode
 ) -> None:
@@ -77,7 +77,8 @@ def test_an_error_no_restart_can_cure_ends_the_fleet_with_its_own_code_and_sente
     nursery.until(lambda: nursery.supervisor.failure is not None)
     error = nursery.supervisor.failure
     assert isinstance(error, ProcessFailedError)
-    assert (str(error), error.exit_code) == ("child: no such thing", code)
+    log = f"; its log is {nursery.logs / 'child.log'}" if code is ExitCode.ENV_RESTART_BUDGET else ""
+    assert (str(error), error.exit_code) == (f"child: no such thing{log}", code)
     assert service.restarts == 0
 
 

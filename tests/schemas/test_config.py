@@ -83,6 +83,7 @@ def test_environment_variables_are_read_as_their_fields_want(name: str, text: st
         ),
         ("[sampling]\nnum_envs_per_env_runner = 2", r"unknown key; did you mean sampling.num_envs\?"),
         ("[learner]\nlr = 0.1", r"learner.lr: unknown key; did you mean learner.learning_rate\?"),
+        ("[sampling]\ngamma = 0.9", r"sampling.gamma: unknown key; did you mean learner.gamma\?"),
         ("[samplng]\nnum_envs = 2", r"samplng: unknown key; did you mean sampling\?"),
         ("[samplng]", r"samplng: unknown key; did you mean sampling\?"),
         ("[zzz]\nqqq = 1", "zzz: unknown key; `headrace up --print-config` lists all keys"),
@@ -135,6 +136,15 @@ def test_unknown_keys_of_flags_and_environment_are_named_with_their_origin() -> 
         load_config(flags={"worker.window_batch": 3}, environ={})
     with pytest.raises(ConfigError, match=r"worker.window: .*\(from environment HEADRACE_WORKER__WINDOW\)"):
         load_config(environ={"HEADRACE_WORKER__WINDOW": "3"})
+
+
+def test_text_in_place_of_a_table_or_a_list_is_told_to_be_json() -> None:
+    with pytest.raises(
+        ConfigError, match=r"module.config: should be a table, as JSON .*got '{hidden = 16}' \(from flag"
+    ):
+        load_config(flags={"module.config": "{hidden = 16}"}, environ={})
+    with pytest.raises(ConfigError, match=r"sampling.callbacks: should be a list, as JSON .*got 'goals:Goals'"):
+        load_config(environ={"HEADRACE_SAMPLING__CALLBACKS": "goals:Goals"})
 
 
 def test_sections_cannot_be_changed_once_built() -> None:

@@ -188,8 +188,14 @@ def test_class_that_takes_keywords_gets_the_config_items() -> None:
 
 @pytest.mark.parametrize("env", ["NoSuchEnv-v0", "nowhere:NoSuchEnv-v0", "nowhere:make_env", "support.envs.toy:absent"])
 def test_unknown_env_says_what_may_be_given(env: str) -> None:
-    with pytest.raises(UnknownEnvError, match=r"package\.module:make_env"):
+    with pytest.raises(UnknownEnvError, match=r"package\.module:make_env") as caught:
         runner(env)
+    assert ("check PYTHONPATH" in str(caught.value)) == env.startswith("nowhere")
+
+
+def test_a_file_in_place_of_a_module_is_told_the_module() -> None:
+    with pytest.raises(UnknownEnvError, match="write 'nowhere:make_env'"):
+        runner("nowhere.py:make_env")
 
 
 def test_an_env_that_is_already_built_is_no_import_path() -> None:

@@ -78,7 +78,10 @@ def take_apart(answer: Any, error: Exception) -> EnvContractError:
     """Return what is wrong with an answer of `step` that raised `error` when it was read."""
     if isinstance(error, EnvContractError):
         return error
-    return EnvContractError("answer of step", brief(answer, 120), "(obs, reward, terminated, truncated, info)")
+    count = f"{len(answer)} values, " if isinstance(answer, tuple) else ""
+    return EnvContractError(
+        "answer of step", f"{count}{brief(answer, 120)}", "(obs, reward, terminated, truncated, info)"
+    )
 
 
 def take_reset_apart(answer: Any) -> tuple[Any, dict[str, Any]]:

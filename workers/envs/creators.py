@@ -95,7 +95,7 @@ def _import(env: str, module: str, attribute: str) -> Callable[..., Any]:
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise UnknownEnvError(env, f"{error}{_hint(env)}") from error
+        raise UnknownEnvError(env, f"{error}{_hint(env)}{_where_to_look(error, module, attribute)}") from error
     if not callable(found):
         what = "an env that is already built" if hasattr(found, "reset") else "not callable"
         raise UnknownEnvError(env, f"{attribute}, a {type(found).__name__}, is {what}")
@@ -110,7 +110,8 @@ def gym_spec(env_id: str) -> EnvSpec:
             import_module(module)
         return gym.spec(own_id if colon else env_id)
     except (gym.error.Error, ImportError, ValueError) as error:
-        raise UnknownEnvError(env_id, f"{error}{_hint(env_id)}") from error
+        where = _where_to_look(error, module, own_id) if colon else ""
+        raise UnknownEnvError(env_id, f"{error}{_hint(env_id)}{where}") from error
 
 
 def _hint(env_id: str) -> str:
@@ -122,6 +123,15 @@ def _hint(env_id: str) -> str:
     hints = [] if find_spec(package) else [f"`pip install 'headrace[{_EXTRA}]'` installs {package}"]
     hints += [] if colon else [f"{package} registers this id, so write '{package}:{env_id}'"]
     return "".join(f"; {hint}" for hint in hints)
+
+
+def _where_to_look(error: Exception, module: str, attribute: str) -> str:
+    """Return how to name a module that was not found, or where it is looked for; empty for another error."""
+    if not isinstance(error, ModuleNotFoundError):
+        return ""
+    if module.endswith(".py"):
+        return f"; write '{module.removesuffix('.py')}:{attribute}'"
+    return "; check PYTHONPATH and the folder you run in"
 
 
 def _of_gym_id(env_id: str) -> EnvCreator:

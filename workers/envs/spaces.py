@@ -73,7 +73,7 @@ def convert(space: Any, where: str) -> Space:
     kind = type(space).__name__
     advice = _WRAPPERS.get(kind, "wrap the env to give one of them")
     expected = f"Box, Discrete, MultiDiscrete, MultiBinary, or Dict or Tuple of these ({advice})"
-    raise EnvContractError(where, kind, expected)
+    raise EnvContractError(where, "None, as if the env did not set it" if space is None else kind, expected)
 
 
 def _dtype(space: gym.Space[Any], where: str) -> str:
