@@ -10,6 +10,11 @@ from headrace.deploy.redis_view import FleetView, LearnerRowView, Snapshot
 from headrace.schemas.errors import RedisUnavailableError
 
 INTERVAL_S = 0.5
+"""Longest pause between two reads."""
+
+_SHORTEST_INTERVAL_S = 0.1
+_SHARE = 10
+"""A pause is so many times as long as the read before it, within its bounds: news of a goal should not be late."""
 MOST_ROWS = 10_000
 """Rows of the learner that are kept until they are taken."""
 
@@ -64,5 +69,7 @@ class SnapshotPoller:
         self._thread.join(5.0)
 
     def _run(self) -> None:
-        while not self._closing.wait(INTERVAL_S):
+        began = time.monotonic()
+        while not self._closing.wait(min(INTERVAL_S, max(_SHORTEST_INTERVAL_S, _SHARE * (time.monotonic() - began)))):
+            began = time.monotonic()
             self.read()

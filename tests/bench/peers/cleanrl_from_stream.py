@@ -21,7 +21,7 @@ from headrace.learner_stub import EpisodeStream, WeightPublisher, advantages
 from headrace.workers.modules import actor_critic
 
 NUM_ENVS, LENGTH = 4, 128
-LEARNING_RATE, TOTAL_STEPS = 2.5e-4, 500_000
+LEARNING_RATE, TOTAL_STEPS = 2.5e-4, 1_000_000
 GAMMA, GAE_LAMBDA, CLIP, ENTROPY, VALUE = 0.99, 0.95, 0.2, 0.01, 0.5
 EPOCHS, MINIBATCHES = 4, 4
 
