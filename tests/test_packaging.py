@@ -84,6 +84,7 @@ def test_the_wheel_holds_every_module_and_data_file(root: Path, wheel: Path, pro
         {"py.typed"} | {f"{name}/py.typed" for name in FOLDERS} | {"deploy/fleet.toml", "workers/serving/protocol.md"}
     )
     wanted |= {"py.typed", "deploy/clients/http_client.c", "deploy/clients/http_client.mjs"}
+    wanted |= {path.relative_to(root).as_posix() for path in (root / "deploy" / "recipes").glob("*.toml")}
     wanted = {path.removeprefix("deploy/root_package/") for path in wanted}
     with zipfile.ZipFile(wheel) as archive:
         held = {name.removeprefix("headrace/") for name in archive.namelist() if name.startswith("headrace/")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,19 @@ def test_sigterm_drains_and_closes_the_books(broker: BrokerThread, tmp_path: Pat
     assert row.totals.open == 0
     assert row.totals.stepped == row.settled.committed[0] + sum(row.totals.discarded.values())
     assert add_up(broker.rows()).balance() == 0
+
+
+@pytest.mark.chaos
+def test_sigterm_ends_a_worker_that_waits_for_a_broker(tmp_path: Path) -> None:
+    """What listens there takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        mute.settimeout(100.0)
+        endpoint = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
+        with worker_process(tmp_path, endpoint, 0, 1, AT_RANDOM) as worker:
+            connection, _ = mute.accept()
+            with connection:
+                worker.signal(signal.SIGTERM)
+                assert worker.wait(30.0) == 0, worker.log.read_text()
 
 
 @pytest.mark.chaos

@@ -6,13 +6,14 @@ Only the sampling thread uses them, between two polls of the envs. A pump costs 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 
 import zmq
 
 from headrace.schemas import sockets
-from headrace.schemas.errors import DecodeError, refusal
+from headrace.schemas.errors import DecodeError, HeadraceError, refusal
 from headrace.schemas.handshakes import CLIENT_EVENTS, Handshakes
 from headrace.schemas.keys import ClientKeys
 from headrace.schemas.messages import Ack, Fenced, Message, Reject, WorkerWelcome, read
@@ -26,6 +27,10 @@ log = logging.getLogger(__name__)
 _SAY_WAITING_S = 10.0
 _CONTROL: dict[MessageKind, type[Message]] = {m.KIND: m for m in (WorkerWelcome, Ack, Fenced, Reject)}
 _CAPS = WireLimits(payload_bytes=1 << 30)
+
+
+class StoppedError(HeadraceError):
+    """The worker was told to stop before it got what it waited for."""
 
 
 class BrokerLink:
@@ -64,17 +69,20 @@ class BrokerLink:
         if ready:
             self._send()
 
-    def join(self, timeout_s: float) -> None:
+    def join(self, timeout_s: float, stopping: threading.Event | None = None) -> None:
         """Wait for the broker's WELCOME, and log now and then that it has not come.
 
-        Raises `UnreachableError`, or the error of the broker's refusal.
+        Raises `UnreachableError`, the error of the broker's refusal, or `StoppedError` once `stopping` is set.
         """
         waited_s = 0.0
+        stopping = stopping or threading.Event()
         while waited_s < timeout_s and self.session.state is SessionState.JOINING:
             if waited_s:
                 log.info("no broker answers at %s for %.0f s (at most %.0f s)", self.endpoint, waited_s, timeout_s)
             slice_s = min(_SAY_WAITING_S, timeout_s - waited_s)
-            self.wait_until(lambda: self.session.state is SessionState.ACTIVE, slice_s)
+            self.wait_until(lambda: self.session.state is SessionState.ACTIVE or stopping.is_set(), slice_s)
+            if stopping.is_set() and self.session.state is SessionState.JOINING:
+                raise StoppedError(f"stopped while waiting for the broker at {self.endpoint}")
             waited_s += slice_s
         self.raise_refusal()
         if self.session.state is not SessionState.ACTIVE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,14 @@ class Membership:
         slot: int | None,
         incarnation: int,
         recorder_dir: Path,
+        stopping: threading.Event | None = None,
     ) -> None:
         """Get a place from the broker, waiting for it `worker.connect_timeout_s` at most.
 
-        The recorder is recorder_dir/worker-{slot}-{incarnation}.rec. Raises `KeysError`, `UnreachableError`, or the
-        error of the broker's refusal.
+        The recorder is recorder_dir/worker-{slot}-{incarnation}.rec. Raises `KeysError`, `UnreachableError`, the error
+        of the broker's refusal, or `StoppedError` when `stopping` is set before the broker answers.
         """
+        self._stopping = stopping
         self.fleet_id = fleet_id
         self.session = _session(config, fleet_id, slot, incarnation)
         self.weights = WeightsReceiver(fleet_id)
@@ -52,7 +55,7 @@ class Membership:
         self._told = (self.session.settled, self.session.accepted)
         """The settled and accepted batches that the recorder shows."""
         try:
-            self.link.join(self._connect_timeout_s)
+            self.link.join(self._connect_timeout_s, self._stopping)
             self.slot, self.incarnation = self.session.slot or 0, self.session.incarnation
             recorder_dir.mkdir(parents=True, exist_ok=True)
             name = f"worker-{self.slot}-{self.incarnation}.rec"
@@ -74,7 +77,7 @@ class Membership:
         """
         self.session.introduce(spaces=module_spaces_to_json(spaces), **built)
         self.recorder.touch()
-        self.link.join(self._connect_timeout_s)
+        self.link.join(self._connect_timeout_s, self._stopping)
 
     def pump(self, wait_s: float = 0.0) -> None:
         """Pump the link, and record what the broker has accepted.

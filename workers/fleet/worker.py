@@ -17,7 +17,6 @@ from headrace.schemas.errors import (
     ConnectorError,
     EnvError,
     FencedError,
-    HeadraceError,
     ModuleError,
     NoEnvHostError,
     StateError,
@@ -26,6 +25,7 @@ from headrace.schemas.ledger import Discard, Drop
 from headrace.schemas.logged_metrics import MOST_METRICS, LoggedMetric, fitting_metrics
 from headrace.schemas.messages import tellable_shapes
 from headrace.schemas.stop_event import stop_event
+from headrace.workers.fleet.link import StoppedError
 from headrace.workers.fleet.membership import Membership
 from headrace.workers.fleet.session import SessionState
 from headrace.workers.fleet.shipping import Shipper
@@ -55,17 +55,20 @@ def run_worker(
 
     The recorder is recorder_dir/worker-{slot}-{incarnation}.rec, once the broker has assigned both.
     """
-    with (
-        stop_event() as stopping,
-        closing(Membership(config, endpoint, fleet_id, slot, incarnation, recorder_dir)) as membership,
-    ):
+    with stop_event() as stopping:
         try:
-            runner = build_runner(config, membership, stopping)
-        except StoppedError:
-            membership.leave()
+            membership = Membership(config, endpoint, fleet_id, slot, incarnation, recorder_dir, stopping)
+        except StoppedError as stopped:
+            log.info("%s", stopped)
             return
-        with runner:
-            _work(Worker(config, membership, runner), stopping)
+        with closing(membership):
+            try:
+                runner = build_runner(config, membership, stopping)
+            except StoppedError:
+                membership.leave()
+                return
+            with runner:
+                _work(Worker(config, membership, runner), stopping)
 
 
 def _work(worker: Worker, stopping: threading.Event) -> None:
@@ -76,16 +79,14 @@ def _work(worker: Worker, stopping: threading.Event) -> None:
             if worker.wait_for_room(stopping):
                 worker.ship(worker.sample(stopping))
         worker.drain()
+    except StoppedError:
+        worker.drain()
     except FencedError:
         worker.give_up(Discard.FENCED)
         raise
     except (EnvError, NoEnvHostError, CallbackError, PolicyMappingError):
         worker.drain()
         raise
-
-
-class StoppedError(HeadraceError):
-    """The worker was told to stop before its fragment was full."""
 
 
 def build_runner(config: FleetConfig, membership: Membership, stopping: threading.Event) -> EnvRunner[Any]:
