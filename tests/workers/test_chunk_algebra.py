@@ -94,7 +94,7 @@ def test_a_slice_is_a_view_with_the_return_up_to_its_end() -> None:
 def test_a_slice_without_a_step_or_with_a_stride_is_refused(bad: slice) -> None:
     with pytest.raises(ChunkError, match="no contiguous run of steps"):
         WHOLE[bad]
-    with pytest.raises(TypeError, match="takes a slice, .* not 3"):
+    with pytest.raises(TypeError, match=r"takes a slice, .* not 3"):
         WHOLE[3]  # type: ignore[index]
 
 
