@@ -67,7 +67,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """What one minibatch of n steps adds to the loss and to the metrics.
+    """The parts of the loss on one minibatch of n steps, and the figures that metrics are made of.
 
     - policy_loss, value_loss, entropy: means over the steps; scalars, with gradients.
     - ratio: float32 (n,), of the policy in training to the behaviour policy.

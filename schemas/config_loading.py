@@ -25,7 +25,7 @@ _AS_JSON = {
     "dict_type": """a table, as JSON such as '{"key": 1}'""",
     "list_type": """a list, as JSON such as '["a", "b"]'""",
 }
-"""What text should be instead, by pydantic's name of the error."""
+"""Form of a value that text cannot give, by pydantic's name of the error."""
 
 Origins = dict[str, str]
 """Dotted key -> origin of its value, for keys that are not at their default."""

@@ -22,7 +22,7 @@ from headrace.deploy.options import recipes
 
 LIMIT_S = 1200.0
 WIDTH, HEIGHT, GAP, COLUMNS = 220, 130, 50, 3
-"""Of one plot, in pixels, and how many stand beside one another."""
+"""Size of one plot and the gap around it, in pixels; number of plots in a row."""
 
 
 @dataclass(frozen=True, slots=True)

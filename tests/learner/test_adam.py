@@ -33,7 +33,7 @@ def _learn(net: nn.Module, optimizer: Adam | torch.optim.Adam, first: int, last:
 @pytest.mark.parametrize("large", [0, 8, 1 << 15])
 @pytest.mark.parametrize("lr", [0.1, 3e-4])
 def test_steps_are_those_of_torch_to_the_bit(lr: float, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether all parameters move alone, some do, or none."""
+    """The same steps come out when all parameters move alone, when some do, and when none does."""
     monkeypatch.setattr(adam, "_LARGE", large)
     ours, theirs = _net(), _net()
     _learn(ours, Adam(ours.parameters(), lr=lr, eps=1e-5), 0, 40)

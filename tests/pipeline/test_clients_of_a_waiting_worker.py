@@ -23,7 +23,7 @@ SEEN = np.zeros(4, np.float32)
 
 
 def _heartbeat_over_http(port: int) -> Any:
-    """What the answer to a heartbeat says."""
+    """Return the answer to a heartbeat, parsed."""
     told: Any = None
     for method, path in (("PUT", ""), ("POST", "/heartbeat")):
         url = f"http://127.0.0.1:{port}/v1/sessions/other{path}"

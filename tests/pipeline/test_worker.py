@@ -162,7 +162,7 @@ def test_sigterm_drains_and_closes_the_books(broker: BrokerThread, tmp_path: Pat
 
 @pytest.mark.chaos
 def test_sigterm_ends_a_worker_that_waits_for_a_broker(tmp_path: Path) -> None:
-    """What listens there takes connections and never answers."""
+    """A server at the address takes connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
         mute.settimeout(100.0)
         endpoint = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
