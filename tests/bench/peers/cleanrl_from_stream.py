@@ -6,15 +6,13 @@ python tests/bench/peers/cleanrl_from_stream.py SEED RETURN. Starts a fleet of t
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import deque
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from own_fleet import own_fleet
+from own_fleet import run
 from torch import nn
 
 from headrace.learner_stub import EpisodeStream, WeightPublisher, advantages
@@ -79,14 +77,5 @@ def train(run_dir: Path, seed: int, goal: float) -> dict[str, Any]:
     return {"env_steps": steps, "mean_return": float(np.mean(newest)), "lag": float(np.mean([x.mean() for x in lags]))}
 
 
-def main() -> None:
-    """Start a fleet, train, and end it."""
-    seed, goal = int(sys.argv[1]), float(sys.argv[2])
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    with own_fleet("CartPole-v1", f"{Path(__file__).stem}:build", seed, num_envs=NUM_ENVS, length=LENGTH) as run_dir:
-        print(json.dumps(train(run_dir, seed, goal)))
-
-
 if __name__ == "__main__":
-    main()
+    run(__file__, train, "CartPole-v1", num_envs=NUM_ENVS, length=LENGTH)

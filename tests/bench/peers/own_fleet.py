@@ -1,39 +1,37 @@
-"""A fleet without a learner, for the scripts here that bring one of their own."""
+"""The main program of the scripts here that bring a learner of their own: a fleet without one, and their training."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import torch
+
+Train = Callable[[Path, int, float], dict[str, Any]]
+"""(run directory, seed, goal) -> the result to print."""
 
 
-@contextmanager
-def own_fleet(
-    env: str, module: str, seed: int, *, num_envs: int, length: int, sets: tuple[str, ...] = ()
-) -> Iterator[Path]:
-    """Start `headrace up`, yield its run directory, and end it.
+def run(script: str, train: Train, env: str, *, num_envs: int, length: int) -> None:
+    """Start `headrace up` with the module `build` of `script`, train by `SEED RETURN` of the command line, end it.
 
-    Each of two workers ships `length` steps of `num_envs` envs at a time. `module`: "file:build", of a file here.
+    Each of two workers ships `length` steps of `num_envs` envs at a time.
     """
-    here = Path(__file__).resolve().parent
-    environment = os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    seed, goal, file = int(sys.argv[1]), float(sys.argv[2]), Path(script).resolve()
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    environment = os.environ | {"PYTHONPATH": f"{file.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "headrace", "up", "--env", env, "--workers", "2", "-q", "--seed", str(seed)]
-        command += ["--num-envs", str(num_envs), "--run-dir", folder]
-        settings = (
-            "learner.enabled=false",
-            f"sampling.rollout_fragment_length={length}",
-            f"module.build={module}",
-            *sets,
-        )
-        for setting in settings:
-            command += ["--set", setting]
+        command += ["--num-envs", str(num_envs), "--run-dir", folder, "--set", "learner.enabled=false"]
+        command += ["--set", f"sampling.rollout_fragment_length={length}", "--set", f"module.build={file.stem}:build"]
         with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as fleet:
             try:
-                yield Path(folder)
+                print(json.dumps(train(Path(folder), seed, goal)))
             finally:
                 fleet.terminate()

@@ -6,8 +6,6 @@ Prints {"env_steps", "mean_return", "lag"} as JSON. The settings are those of rl
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from own_fleet import own_fleet
+from own_fleet import run
 from sb3_ppo import LENGTH, LIMIT_STEPS, NUM_ENVS, make_model
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import RolloutBuffer
@@ -108,13 +106,5 @@ def train(run_dir: Path, seed: int, goal: float) -> dict[str, Any]:
     return {"env_steps": steps, "mean_return": float(np.mean(newest)), "lag": float(np.mean(lags))}
 
 
-def main() -> None:
-    """Start a fleet, train, and end it."""
-    seed, goal = int(sys.argv[1]), float(sys.argv[2])
-    torch.set_num_threads(1)
-    with own_fleet("CartPole-v1", f"{Path(__file__).stem}:build", seed, num_envs=NUM_ENVS, length=LENGTH) as run_dir:
-        print(json.dumps(train(run_dir, seed, goal)))
-
-
 if __name__ == "__main__":
-    main()
+    run(__file__, train, "CartPole-v1", num_envs=NUM_ENVS, length=LENGTH)

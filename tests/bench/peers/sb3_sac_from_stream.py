@@ -6,15 +6,13 @@ Prints {"env_steps", "mean_return", "lag"} as JSON. The mean is that of the newe
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import deque
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from own_fleet import own_fleet
+from own_fleet import run
 from stable_baselines3 import SAC
 from stable_baselines3.common.logger import configure
 from torch import nn
@@ -93,13 +91,5 @@ def train(run_dir: Path, seed: int, goal: float) -> dict[str, Any]:
     return {"env_steps": steps, "mean_return": float(np.mean(newest)), "lag": float(np.mean(lags))}
 
 
-def main() -> None:
-    """Start a fleet, train, and end it."""
-    seed, goal = int(sys.argv[1]), float(sys.argv[2])
-    torch.set_num_threads(1)
-    with own_fleet("Pendulum-v1", f"{Path(__file__).stem}:build", seed, num_envs=1, length=LENGTH) as run_dir:
-        print(json.dumps(train(run_dir, seed, goal)))
-
-
 if __name__ == "__main__":
-    main()
+    run(__file__, train, "Pendulum-v1", num_envs=1, length=LENGTH)
