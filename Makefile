@@ -8,10 +8,11 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help install run check test lint format docs bench golden wheel clean distclean
+MINUTES ?= 10
+.PHONY: help install run check test fuzz lint format docs bench bench-quick compare golden wheel clean distclean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(READY) ## make .venv with everything in it
 
@@ -37,6 +38,9 @@ check: $(READY) ## the tests that kill no processes and take no time (under two 
 test: $(READY) ## all tests
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
+fuzz: $(READY) ## lie for MINUTES=10 to broker, learner, worker, env hosts, policy server, and readers of run files and Redis
+	$(BIN)/python tests/fuzz/run.py $(MINUTES)
+
 lint: $(READY) ## format, lint, types, spelling and layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -55,6 +59,12 @@ docs: $(READY) ## build docs/_build/html, with every warning an error
 
 bench: $(READY) ## measure against the limits, side by side; writes bench-results/
 	$(BIN)/python tests/bench/run.py
+
+bench-quick: $(READY) ## the same with short turns and few rounds
+	$(BIN)/python tests/bench/run.py --quick
+
+compare: $(READY) ## measure beside other libraries, in environments of their own; long; some: PEERS="sb3 gymnasium"
+	$(BIN)/python tests/bench/compare.py $(PEERS)
 
 golden: $(READY) ## add to tests/golden/ what a new kind of message or space, or a new case of sampling needs
 	$(BIN)/python tests/golden/golden_samples.py

@@ -9,6 +9,7 @@ from headrace.broker.batch_store import BatchStore
 from headrace.broker.limits import BrokerLimits
 from headrace.broker.outbox import Outbox
 from headrace.broker.source import Source
+from headrace.schemas.bounds import MOST_COUNT
 from headrace.schemas.messages import Ack
 
 _MOST_CREDIT = 1024
@@ -58,8 +59,9 @@ class Acknowledgements:
         return Ack(
             slot=source.slot,
             incarnation=source.incarnation,
-            accepted=source.accepted,
+            accepted=source.acknowledged,
             settled=source.settled,
+            dropped=dict(source.dropped),
             credit=credit,
             window_steps=self.window_steps(source, workers),
             synchronous=self._store.rounds.known,
@@ -73,8 +75,8 @@ class Acknowledgements:
 
     def steps_share(self, workers: int) -> int | None:
         """Return one worker's share of the env steps that the fleet may still take; None when there is no bound."""
-        most = self._limits.max_env_steps
-        return None if most is None else -(-max(0, most - self._store.steps) // max(1, workers))
+        most = self._store.max_env_steps
+        return None if most is None else min(-(-max(0, most - self._store.steps) // max(1, workers)), MOST_COUNT)
 
     def _waiting_for(self, source: Source, credit: int) -> str:
         if credit <= source.accepted:
@@ -94,12 +96,16 @@ class Acknowledgements:
         """Return the highest batch that this worker, one of `workers`, may send.
 
         It is the worker's share of the room left. While the broker holds none of its batches the worker may send one in
-        any case, so that a batch larger than a share gets through too.
+        any case, so that a batch larger than a share gets through too. With `drop_oldest` there is always room, once
+        the broker may drop.
         """
         if source.ended:
             return source.accepted
-        if self._limits.overflow == "drop_oldest":
+        if self._limits.overflow == "drop_oldest" and self._store.is_reconciled:
             return source.accepted + _MOST_CREDIT
-        room = max(0, self._limits.max_held_bytes - self._store.nbytes)
-        batches = room // max(1, workers) // (source.batch_bytes or self._limits.max_batch_bytes)
+        limits, share = self._limits, max(1, workers)
+        room = max(0, limits.max_held_bytes - self._store.nbytes - self._store.log_backlog)
+        batches = room // share // (source.batch_bytes or limits.max_batch_bytes)
+        if limits.max_held_batches is not None:
+            batches = min(batches, max(0, limits.max_held_batches - self._store.batches) // share)
         return source.accepted + max(min(batches, _MOST_CREDIT), 0 if source.held else 1)

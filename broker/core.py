@@ -19,13 +19,21 @@ from typing import Any
 
 from headrace.broker.acknowledgements import Acknowledgements
 from headrace.broker.batch_store import BatchStore
+from headrace.broker.claims import Claims
+from headrace.broker.folding import Folding
+from headrace.broker.learner_measures import LearnerMeasures
 from headrace.broker.learner_sessions import LearnerSessions
 from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.outbox import Outbox, Send
-from headrace.broker.source import Peer, Source
+from headrace.broker.refusals import Refusals
+from headrace.broker.slot_owners import SlotOwners
+from headrace.broker.source import Peer, Source, StoredBatch
 from headrace.broker.worker_sessions import WorkerSessions
 from headrace.schemas.batch import BatchHeader
-from headrace.schemas.ledger import Discard, LedgerRow
+from headrace.schemas.errors import DecodeError
+from headrace.schemas.folded_lives import FoldedLives
+from headrace.schemas.key_files import PeerKey
+from headrace.schemas.ledger import Discard, LedgerRow, Settled
 from headrace.schemas.messages import (
     Bye,
     Commit,
@@ -35,6 +43,7 @@ from headrace.schemas.messages import (
     LearnerRows,
     Message,
     Obituary,
+    Reject,
     Skip,
     SupervisorHello,
     Version,
@@ -55,17 +64,26 @@ class BrokerCore:
     def __init__(self, fleet_id: str, limits: BrokerLimits, state: BrokerState | None = None, now: float = 0.0) -> None:
         self.state = state or BrokerState()
         self.store = BatchStore(limits)
+        self.store.folded = self.state.folded
         self._outbox = Outbox()
         self._learners = LearnerSessions(fleet_id, self.state, self.store, self._outbox)
         self._acks = Acknowledgements(limits, self.store, self._outbox, self._learners.waits_for)
-        self._workers = WorkerSessions(fleet_id, limits, self.state, self.store, self._outbox, self._acks)
+        self._owners = SlotOwners(limits, self.state)
+        self._folding = Folding(self.store)
+        self._workers = WorkerSessions(
+            fleet_id, limits, self.state, self.store, self._outbox, self._acks, self._owners, self._folding.is_final
+        )
+        self._claims = Claims(self.state, self.store, self._workers.peers, self._workers.supervisors, now)
         self._heartbeat_interval_s = limits.heartbeat_interval_s
         self._started = now
         self._next_heartbeat = now
-        self._handlers: dict[type, Callable[[Peer, Any, float], None]] = {
+        self._was_exhausted = False
+        self._introductions: dict[type, Callable[[Peer, Any, float, str | None], None]] = {
             WorkerHello: self._on_worker_hello,
             LearnerHello: self._on_learner_hello,
             SupervisorHello: self._workers.on_supervisor_hello,
+        }
+        self._handlers: dict[type, Callable[[Peer, Any, float], None]] = {
             Heartbeat: self._on_heartbeat,
             Bye: self._workers.on_bye,
             Obituary: self._workers.on_obituary,
@@ -75,17 +93,56 @@ class BrokerCore:
 
     # -- what comes in ------------------------------------------------------------------------------------------------
 
-    def receive(self, peer: Peer, message: Message, now: float) -> None:
-        """Handle a control message. Refuse a message of a kind that brokers do not take."""
-        handler = self._handlers.get(type(message))
-        if handler is None:
+    def receive(self, peer: Peer, message: Message, now: float, key: PeerKey | None = None) -> None:
+        """Handle a control message. Refuse one of a kind that brokers do not take, or with a claim that cannot be.
+
+        `key`: of a HELLO, the key that its peer has shown; None where no keys are in use.
+        """
+        introduce, handler = self._introductions.get(type(message)), self._handlers.get(type(message))
+        try:
+            self._owners.judge(message, key)
+            self._claims.judge(peer, message, now)
+        except DecodeError as error:
+            self._refuse(peer, message, error)
+            return
+        if introduce is not None:
+            introduce(peer, message, now, key.group if key is not None else None)
+        elif handler is not None:
+            handler(peer, message, now)
+        else:
             self._outbox.reject(peer, "unexpected_kind", f"{type(message).__name__} is not for a broker")
             return
-        handler(peer, message, now)
         self._learners.deliver()
+        self._tell_exhausted()
+
+    def expel(self, peer: Peer, code: str, detail: str) -> None:
+        """End the session of a peer, and tell it why. What it has delivered stays."""
+        self._outbox.reject(peer, code, detail)
+        self._workers.expel(peer)
+        self._learners.expel(peer)
+
+    def _refuse(self, peer: Peer, message: Message, error: DecodeError) -> None:
+        """Count and log a claim that cannot be, and tell its sender if that waits for an answer."""
+        self.refusals.note(self.name_of(peer), f"{error.reason} {type(message).__name__}", error.detail)
+        if isinstance(message, WorkerHello | LearnerHello | SupervisorHello):
+            self._outbox.reject(peer, error.reason, error.detail)
+        elif isinstance(message, Obituary | Bye):
+            self._outbox.send(peer, Reject(code=error.reason, detail=error.detail, fatal=False))
+        elif isinstance(message, Skip):
+            self._outbox.send(peer, Reject(code=error.reason, detail=error.detail, fatal=False, seq=message.batch.seq))
+
+    def gone(self, peer: Peer) -> None:
+        """Note that a peer's connection is closed. It says HELLO when it is back."""
+        self._learners.on_gone(peer)
 
     def receive_batch(self, peer: Peer, header: BatchHeader, frames: list[Buffer], nbytes: int, now: float) -> bool:
         """Handle a BATCH of `nbytes` in all. Return whether it was accepted, which happens once for each batch id."""
+        try:
+            self._claims.batch(peer, header, nbytes, now)
+        except DecodeError as error:
+            self.refusals.note(self.name_of(peer), f"{error.reason} batch", error.detail)
+            self._outbox.send(peer, Reject(code=error.reason, detail=error.detail, fatal=False, seq=header.seq))
+            return False
         accepted = self._workers.on_batch(peer, header, frames, nbytes, now)
         if accepted:
             self._learners.deliver()
@@ -97,8 +154,7 @@ class BrokerCore:
 
     def published(self, version: Version, now: float) -> None:
         """Note that the relay has taken this version."""
-        self.store.weights = max(self.weights, version)
-        self.store.drop_stale()
+        self.store.publish(version)
         self._advance_round(now)
 
     def _advance_round(self, now: float) -> None:
@@ -122,15 +178,17 @@ class BrokerCore:
 
         Call it several times a heartbeat interval.
         """
-        if now > self._started + RECONCILE_WAIT_S:
+        if now > self._started + RECONCILE_WAIT_S and not self.store.is_reconciled:
             self.store.is_reconciled = True
+            self.store.drop_stale()
+        self.store.drop_overdue(now)
         self._workers.tick(now)
         self._advance_round(now)
         self._learners.deliver()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_interval_s
             self._workers.mark_all_changed()
-            self._learners.send_status(self.live(), self._workers.spaces)
+            self._send_status()
 
     def restore(
         self,
@@ -138,20 +196,87 @@ class BrokerCore:
         incarnations: Mapping[int, int],
         epoch: int,
         counters: Mapping[int, Counters] | None = None,
+        folded: Mapping[int, FoldedLives] | None = None,
     ) -> None:
         """Take over what Redis remembers of earlier brokers of this fleet. Newer knowledge stays."""
+        self._forget(self._folding.adopt(folded or {}))
         for row in rows:
+            if self.store.is_folded(row.slot, row.incarnation):
+                continue  # the earlier broker wrote the sum to its file, and not yet to Redis
             source = self.store.source(row.slot, row.incarnation)
+            self.store.prove(source, row.totals)
+            if why := source.dispute(row.settled):
+                self.refusals.note("Redis", "implausible row", f"slot {row.slot} incarnation {row.incarnation}: {why}")
+                continue
             source.made_before = max(source.made_before, row.totals.steps_of_envs)
             self.store.merge_settled(source, row.settled)
             if row.closed and row.held == (0, 0) and not source.closed and not source.held:
                 source.totals, source.closed, source.restored = row.totals, True, row
-                source.end_reason = source.end_reason or Discard.WORKER_KILLED
+                source.end_reason, source.end_taken = source.end_reason or Discard.WORKER_KILLED, row.end_taken
+            elif source.restored is not None and row.closed and row.settled.seq > source.restored.settled.seq:
+                source.restored = row  # Redis knows more than the file
         for slot, incarnation in incarnations.items():
             self.state.incarnations[slot] = max(self.state.incarnations.get(slot, 0), incarnation)
         for slot, known in (counters or {}).items():
             self.state.counters[slot] = larger(known, self.state.counters.get(slot, {}))
+        self._claims.remember(incarnations, epoch)
         self._learners.raise_epoch((epoch, 0), self._workers.spaces)
+
+    # -- finished lives -----------------------------------------------------------------------------------------------
+
+    def stored(self, rows: Iterable[LedgerRow], *, durable: bool = True) -> None:
+        """Note closed rows that Redis has, so that their lives may fold. Not `durable`: there is no Redis."""
+        self._folding.stored(rows, durable=durable)
+
+    def fold(self, bytes_of: Mapping[tuple[int, int], int]) -> list[Source]:
+        """Fold finished lives into those of their slot, some at a time. Return their sources, forgotten here."""
+        gone = self._folding.fold(bytes_of)
+        self._forget(gone)
+        return gone
+
+    def take_folded(self) -> dict[int, FoldedLives]:
+        """Return the folded lives, by slot, that have changed since the last call; at first all."""
+        return self._folding.take_news()
+
+    def _forget(self, sources: Iterable[Source]) -> None:
+        for source in sources:
+            self._workers.forget_peer(source)
+            self._learners.forget(source)
+
+    def take_changed(self) -> list[Source]:
+        """Return the sources that have changed since the last call."""
+        unreported, self.store.unreported = self.store.unreported, set()
+        return [self.store.sources[key] for key in unreported if key in self.store.sources]
+
+    # -- the log ------------------------------------------------------------------------------------------------------
+
+    def recover(self, header: BatchHeader, frames: list[Buffer], nbytes: int, now: float) -> None:
+        """Take a batch that an earlier broker logged. Call it before any peer is heard, in the order of the log."""
+        if self.store.is_folded(header.slot, header.incarnation):
+            return
+        version = (header.learner_epoch, header.weights_seq)
+        held = StoredBatch(header.seq, header.steps, header.chunks, nbytes, frames, 0, now, version)
+        self.store.recover(self.store.source(header.slot, header.incarnation), held, header.totals)
+        self._remember_life(header.slot, header.incarnation)
+
+    def recover_note(self, settled: Mapping[tuple[int, int], Settled], spaces: dict[str, Any]) -> None:
+        """Take what an earlier broker logged as settled, and the spaces of its workers."""
+        self._workers.recover_spaces(spaces)
+        for key, told in settled.items():
+            if self.store.is_folded(*key):
+                continue
+            self.store.merge_settled(self.store.source(*key), told)
+            self._remember_life(*key)
+
+    def _remember_life(self, slot: int, incarnation: int) -> None:
+        self.state.incarnations[slot] = max(self.state.incarnations.get(slot, 0), incarnation)
+
+    def logged(self, key: tuple[int, int], seq: int) -> None:
+        """Note that the log has written a batch, or lets it go: its worker may hear that it is accepted."""
+        source = self.store.sources.get(key)
+        if source is not None:
+            source.note_logged(seq)
+            self.store.note_changed(source)
 
     # -- what goes out, and what others may read ----------------------------------------------------------------------
 
@@ -166,9 +291,57 @@ class BrokerCore:
         return self._acks.due_at
 
     @property
+    def refusals(self) -> Refusals:
+        """Return the count of what peers said and this broker refused."""
+        return self.store.refusals
+
+    def name_of(self, peer: Peer) -> str:
+        """Return a name of this peer for people."""
+        source = self._workers.peers.get(peer)
+        if source is not None:
+            return f"worker {source.slot} (incarnation {source.incarnation}, pid {source.pid} on {source.host!r})"
+        return self._learners.name_of(peer) or self._workers.name_of(peer) or f"unknown peer {peer[1:].hex()}"
+
+    def knows(self, peer: Peer) -> bool:
+        """Return whether this peer has introduced itself, and its HELLO was accepted."""
+        known = peer in self._workers.peers or peer in self._workers.supervisors
+        return known or bool(self._learners.name_of(peer))
+
+    @property
+    def has_learner(self) -> bool:
+        """Return whether a learner's stream is connected, as far as is known."""
+        return self._learners.lease is not None and self._learners.lease.stream is not None
+
+    @property
+    def learner_version(self) -> str:
+        """Return the version of Headrace of the learner that holds the lease; "" where it is not known."""
+        return self._learners.lease.headrace_version if self._learners.lease is not None else ""
+
+    @property
+    def learner_measures(self) -> LearnerMeasures:
+        """Return what learners have measured of themselves."""
+        return self._learners.measures
+
+    @property
+    def granted_epoch(self) -> int:
+        """Return the epoch of the learner that holds the lease if this broker gave it out; else 0."""
+        lease = self._learners.lease
+        return lease.epoch if lease is not None and lease.granted else 0
+
+    @property
+    def committed_at(self) -> float | None:
+        """Return when the learner that holds the lease last settled a batch, or came; None before the first came."""
+        return self._learners.lease.committed_at if self._learners.lease is not None else None
+
+    @property
     def weights(self) -> Version:
         """Return the newest published version."""
         return self.store.weights
+
+    @property
+    def spaces(self) -> dict[str, Any]:
+        """Return the spaces of the workers' envs; empty until one has told them."""
+        return self._workers.spaces
 
     @property
     def sources(self) -> dict[tuple[int, int], Source]:
@@ -179,26 +352,54 @@ class BrokerCore:
         """Return the books of every incarnation known, each as of one consistent moment."""
         return self.store.rows()
 
+    @property
+    def last_close_at(self) -> float:
+        """Return when the books of all lost lives are closed that a newer one has followed; inf without any."""
+        return self._workers.last_close_at
+
     def live(self) -> list[Source]:
         """Return the sources with a connection."""
         return list(self._workers.peers.values())
+
+    def group_of(self, slot: int) -> str | None:
+        """Return the group of keys that has a slot; None without keys."""
+        return self._owners.owner(slot) if self.state.owners else None
 
     def next_seq(self, peer: Peer) -> int:
         """Return the sequence number of the batch expected next from this worker; 0 for a peer that is not a worker."""
         source = self._workers.peers.get(peer)
         return source.accepted + 1 if source is not None else 0
 
+    def _send_status(self) -> None:
+        self._learners.send_status(self.live(), self._workers.heeded(), self._workers.spaces)
+
+    def _tell_exhausted(self) -> None:
+        """Tell the learner at once when the last worker has left and the last batch is settled: it may be stopping."""
+        exhausted = not self._workers.peers and not self.store.held_batches()
+        if exhausted and not self._was_exhausted:
+            self._send_status()
+        self._was_exhausted = exhausted
+
     # -- messages that concern workers and learners ------------------------------------------------------------------
 
-    def _on_worker_hello(self, peer: Peer, hello: WorkerHello, now: float) -> None:
-        knew_spaces = bool(self._workers.spaces)
-        self._workers.on_hello(peer, hello, now)
-        self._learners.raise_epoch(hello.weights, self._workers.spaces)
-        if self._workers.spaces and not knew_spaces:
-            self._learners.send_status(self.live(), self._workers.spaces)
+    def _on_worker_hello(self, peer: Peer, hello: WorkerHello, now: float, group: str | None) -> None:
+        try:
+            self._workers.check_spaces(hello)
+        except DecodeError as error:
+            self._workers.refuse_life(peer, hello)
+            detail = f"{error.detail}; give this worker and its broker the same version of headrace"
+            self._refuse(peer, hello, DecodeError(error.reason, detail))
+            return
+        if self._learners.lease is None:
+            self._workers.forget_unused_spaces()
+        known = self._workers.spaces
+        self._workers.on_hello(peer, hello, now, group)
+        self._raise_epoch(peer, hello.weights)
+        if self._workers.spaces is not known:
+            self._send_status()
 
-    def _on_learner_hello(self, peer: Peer, hello: LearnerHello, now: float) -> None:
-        self._learners.on_hello(peer, hello, self._workers.spaces)
+    def _on_learner_hello(self, peer: Peer, hello: LearnerHello, now: float, _: str | None) -> None:
+        self._learners.on_hello(peer, hello, self._workers.spaces, now)
         self._workers.close_dead(now)
 
     def _on_heartbeat(self, peer: Peer, beat: Heartbeat, now: float) -> None:
@@ -206,5 +407,12 @@ class BrokerCore:
         refused = source.refused if source is not None else None
         self._workers.on_heartbeat(peer, beat, now)
         if source is not None and source.refused is not None and source.refused != refused:
-            self._learners.send_status(self.live(), self._workers.spaces)
-        self._learners.raise_epoch(beat.weights, self._workers.spaces)
+            self._send_status()
+        self._raise_epoch(peer, beat.weights)
+
+    def _raise_epoch(self, peer: Peer, version: Version) -> None:
+        """Hear of an epoch from a worker that may have weights of an earlier broker."""
+        source = self._workers.peers.get(peer)
+        may_know = source is not None and (not source.native or self.weights == (0, 0))
+        if source is not None and may_know and self._workers.heeds(source):
+            self._learners.raise_epoch(version, self._workers.spaces)

@@ -89,6 +89,12 @@ class DeliveryQueue:
         if lane is not None and lane.drop_settled():
             self._find_head(lane)
 
+    def forget(self, source: Source) -> None:
+        """Take out all news of a source."""
+        lane = self._lanes.pop(source.key, None)
+        if lane is not None:
+            lane.news.clear()
+
     # -- the heads of the lanes ---------------------------------------------------------------------------------------
 
     def _find_head(self, lane: _Lane) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from headrace.broker.batch_store import BatchStore
+from headrace.broker.learner_measures import LearnerMeasures
 from headrace.broker.lease import LearnerLease
 from headrace.broker.limits import BrokerState
 from headrace.broker.outbox import Outbox
 from headrace.broker.source import Peer, Source, StoredBatch
-from headrace.schemas.ledger import Drop
+from headrace.schemas.counted_warnings import CountedWarnings
+from headrace.schemas.errors import DecodeError
+from headrace.schemas.ledger import Discard, Drop
 from headrace.schemas.messages import (
     Commit,
     Fenced,
@@ -25,6 +29,10 @@ from headrace.schemas.messages import (
     Status,
     Version,
 )
+from headrace.schemas.tokens import digest_of, same_token
+from headrace.schemas.wire import Buffer, decompressed
+
+log = logging.getLogger(__name__)
 
 RESEND_S = 5.0
 """Seconds that a batch may be under way before the broker asks the learner for a HELLO, to compare their state."""
@@ -42,7 +50,9 @@ class LearnerSessions:
         self._state = state
         self._store = store
         self._outbox = outbox
+        self._warnings = CountedWarnings(log)
         self._weight_shapes: ModuleShapes = {}
+        self.measures = LearnerMeasures(store.refusals)
         self._newest_row: Version = (0, 0)
         """(epoch, number) of the newest row that `new_rows` returned."""
         self.rows_stored: Version = (0, 0)
@@ -50,7 +60,7 @@ class LearnerSessions:
 
     # -- the lease ----------------------------------------------------------------------------------------------------
 
-    def on_hello(self, peer: Peer, hello: LearnerHello, spaces: dict[str, Any]) -> None:
+    def on_hello(self, peer: Peer, hello: LearnerHello, spaces: dict[str, Any], now: float) -> None:
         """Handle the HELLO of a stream or publisher.
 
         A learner that holds the lease gets it again, a new learner gets a new one, and an old learner is fenced.
@@ -59,10 +69,13 @@ class LearnerSessions:
             detail = f"this broker serves fleet {self._fleet_id!r}, not {hello.fleet_id!r}; check the endpoint"
             self._outbox.reject(peer, "wrong_fleet", detail)
             return
-        learner = self._lease_for(hello)
+        holder, learner = self.lease, self._lease_for(hello)
         if learner is None:
             self._fence(peer)
             return
+        if learner is not holder:
+            self.measures.begin(now, is_new=learner.granted)
+        learner.headrace_version = hello.headrace_version
         if hello.channel == "publisher":
             learner.attach_publisher(peer)
         else:
@@ -71,6 +84,22 @@ class LearnerSessions:
             self._store.rounds.ask(hello.synchronous, hello.steps_per_update)
             self._store.reconcile(hello.position, hello.held)
         self._send_welcome(peer, learner, spaces)
+        if hello.channel == "stream":
+            self._end_folded(peer, hello)
+
+    def _end_folded(self, peer: Peer, hello: LearnerHello) -> None:
+        """Tell a learner of the end of folded lives that it knows. It may have been away when they ended."""
+        known = {(place.slot, place.incarnation) for place in hello.position}
+        known |= {(int(slot), int(incarnation)) for slot, incarnation in (name.split("/") for name in hello.held)}
+        for slot, incarnation in sorted(known):
+            if self._store.is_folded(slot, incarnation):
+                self._outbox.send(peer, _folded_end(slot, incarnation))
+
+    def forget(self, source: Source) -> None:
+        """Forget what the learner was told of a source whose life was folded. The learner may forget it too."""
+        if self.lease is not None:
+            self.lease.told.pop(source.key, None)
+            self._outbox.send(self.lease.stream, _folded_end(*source.key))
 
     def _lease_for(self, hello: LearnerHello) -> LearnerLease | None:
         """Return the lease for a learner, or None for an old one. The newest wins.
@@ -78,20 +107,34 @@ class LearnerSessions:
         A learner that claims an epoch is the newest if the broker never gave out a higher one.
         """
         holder, state = self.lease, self._state
-        if holder is not None and holder.token == hello.token:
+        if holder is not None and same_token(holder.token, hello.token):
             holder.epoch = state.epoch = max(holder.epoch, hello.epoch)
             return holder
-        taken = hello.epoch == state.epoch and state.learner_token not in ("", hello.token)
-        if hello.epoch and (hello.epoch < state.epoch or taken):
+        own = digest_of(hello.token)
+        if state.learner_token and same_token(state.learner_token, own):
+            # It had the lease under a broker before this one, whose answer may not have reached this connection.
+            granted, state.epoch = False, max(state.epoch, hello.epoch)
+        elif hello.epoch and (hello.epoch < state.epoch or (hello.epoch == state.epoch and state.learner_token)):
             return None
-        state.epoch = hello.epoch or max(state.epoch, self._store.weights[0]) + 1
-        state.learner_token = hello.token
+        else:
+            granted, state.epoch = not hello.epoch, hello.epoch or max(state.epoch, self._store.weights[0]) + 1
+        state.learner_token = own
         if holder is not None:
             self._fence(holder.stream)
             self._fence(holder.publisher)
-        self._store.forget_ends()
-        self.lease = LearnerLease(hello.token, state.epoch, granted=not hello.epoch)
+        self.lease = LearnerLease(hello.token, state.epoch, granted=granted)
         return self.lease
+
+    def on_gone(self, peer: Peer) -> None:
+        """Note that a connection is closed. The lease stays until another learner comes."""
+        if self.lease is not None and peer == self.lease.stream:
+            self.lease.stream = None
+
+    def expel(self, peer: Peer) -> None:
+        """Forget a connection that the broker ends."""
+        self.on_gone(peer)
+        if self.lease is not None and peer == self.lease.publisher:
+            self.lease.publisher = None
 
     def _fence(self, peer: Peer | None) -> None:
         detail = f"a newer learner (epoch {self._state.epoch}) has taken over; this one must stop"
@@ -114,8 +157,11 @@ class LearnerSessions:
         A broker that lost its state may give out an epoch that was used before. Workers would ignore such a learner's
         weights as old, so its lease gets a higher epoch.
         """
-        self._state.epoch = max(self._state.epoch, version[0])
         learner = self.lease
+        if version[0] > self._state.epoch:
+            self._state.epoch = version[0]
+            if learner is None:
+                self._state.learner_token = ""  # the last learner that is known is not the one with this epoch
         if learner is None or version <= self._store.weights:
             return
         if version[0] > learner.epoch or (learner.granted and version[0] == learner.epoch):
@@ -127,7 +173,7 @@ class LearnerSessions:
         """Return whether weights of this version, from this peer, are the lease holder's. Otherwise tell the peer."""
         learner = self.lease
         if learner is None or peer != learner.publisher:
-            self._reject_stale_peer(peer, version[0])
+            self._outbox.ask_hello(peer)
             return False
         if version[0] != learner.epoch:
             self._send_welcome(peer, learner, spaces)
@@ -138,7 +184,7 @@ class LearnerSessions:
         """Return the rows of a message that came for the first time; none of a peer that is not the lease holder."""
         learner = self.lease
         if learner is None or peer != learner.publisher:
-            self._reject_stale_peer(peer, message.epoch)
+            self._outbox.ask_hello(peer)
             return []
         new = []
         for row in message.rows:
@@ -147,24 +193,20 @@ class LearnerSessions:
                 new.append(row)
         return new
 
-    def _reject_stale_peer(self, peer: Peer, epoch: int) -> None:
-        """Fence a peer that does not speak for the lease holder if its epoch is over; else ask it for a HELLO."""
-        if self.lease is not None and epoch < self.lease.epoch:
-            self._fence(peer)
-        else:
-            self._outbox.ask_hello(peer)
-
     # -- commits ------------------------------------------------------------------------------------------------------
 
     def on_commit(self, peer: Peer, commit: Commit, now: float) -> None:
         """Settle what the learner has settled, and give it credit for the batches it handed to its user."""
         learner = self.lease
         if learner is None or peer != learner.stream:
-            self._reject_stale_peer(peer, commit.epoch)
+            self._outbox.ask_hello(peer)
             return
-        for position in commit.position:
-            self._store.merge_settled(self._store.source(position.slot, position.incarnation), position.settled)
+        settles = [self._store.learn_position(position) for position in commit.position]
+        if any(settles) or learner.committed_at is None:
+            learner.committed_at = now
         learner.take_consumed(commit.consumed_batches)
+        if commit.figures is not None:
+            self.measures.take(commit.figures, len(self._store.sources), now)
         self._limit_window(commit.window_steps)
         if now < learner.next_check:
             return
@@ -198,7 +240,16 @@ class LearnerSessions:
             else:
                 held.mark_given()
                 learner.sent(held.nbytes)
-                self._outbox.send(learner.stream, held.frames)
+                self._outbox.send(learner.stream, held.frames if learner.reads_all else self._readable(held.frames))
+
+    def _readable(self, frames: list[Buffer]) -> list[Buffer]:
+        """Return a batch without compression; as it is if that fails, so that the learner finds it poison."""
+        try:
+            return decompressed(frames)
+        except DecodeError as error:
+            text = f"a batch for a learner that reads no lz4 cannot be unpacked: {error.detail}"
+            self._warnings.warn(b"", error.reason, text)
+            return frames
 
     def _announce(self, source: Source, learner: LearnerLease, seq: int) -> None:
         """Tell the learner, before `seq` of a source, what became of batches that were settled without it, if any."""
@@ -207,10 +258,10 @@ class LearnerSessions:
             self._outbox.send(learner.stream, start)
         learner.told[source.key] = seq
 
-    def send_status(self, workers: list[Source], spaces: dict[str, Any]) -> None:
-        """Send the heartbeat to the learner."""
+    def send_status(self, workers: list[Source], heeded: list[Source], spaces: dict[str, Any]) -> None:
+        """Send the heartbeat to the learner. It believes what those `heeded` tell of weights."""
         learner = self.lease
-        self._weight_shapes = next((source.weight_shapes for source in workers if source.weight_shapes), {})
+        self._weight_shapes = next((source.weight_shapes for source in heeded if source.weight_shapes), {})
         if learner is None:
             return
         status = Status(
@@ -223,7 +274,7 @@ class LearnerSessions:
             rows_stored=self.rows_stored,
             waiting_for=self._store.rounds.waiting_for() if self._store.rounds.active else "",
             refused=max(
-                (source.refused for source in workers if source.refused), key=lambda told: told.version, default=None
+                (source.refused for source in heeded if source.refused), key=lambda told: told.version, default=None
             ),
         )
         for peer in learner.connections():
@@ -241,13 +292,28 @@ class LearnerSessions:
         learner.shapes_told[peer] = shapes
         return shapes
 
+    def name_of(self, peer: Peer) -> str:
+        """Return the name of a peer that is a connection of the learner; "" for any other."""
+        lease = self.lease
+        return f"the learner (epoch {lease.epoch})" if lease is not None and peer in lease.connections() else ""
+
     def waits_for(self) -> str:
         """Return which peer a worker without credit waits for: "learner" or "broker"."""
         return "learner" if self.lease is None or not self.lease.has_room() else "broker"
 
 
 def _source_end(source: Source) -> SourceEnd:
-    return SourceEnd(slot=source.slot, incarnation=source.incarnation, seq=source.accepted, reason=source.end_reason)
+    return SourceEnd(
+        slot=source.slot,
+        incarnation=source.incarnation,
+        seq=source.accepted,
+        reason=source.end_reason,
+        open_episodes=source.open_episodes,
+    )
+
+
+def _folded_end(slot: int, incarnation: int) -> SourceEnd:
+    return SourceEnd(slot=slot, incarnation=incarnation, seq=0, reason=Discard.WORKER_KILLED)
 
 
 def _source_gap(source: Source, held: StoredBatch) -> SourceGap:

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from headrace.broker.source import Peer
+from headrace.schemas.compression import readable_encodings
 from headrace.schemas.messages import LearnerHello, ModuleShapes
 
 
@@ -25,10 +26,16 @@ class LearnerLease:
     consumed: int = 0
     behind_since: float | None = None
     next_check: float = 0.0
+    committed_at: float | None = None
+    """Time of the last commit that settled a batch; of the learner's first word before that."""
     told: dict[tuple[int, int], int] = field(default_factory=dict)
     """The last batch of each source that the learner was told of on this connection."""
     shapes_told: dict[Peer, ModuleShapes] = field(default_factory=dict)
     """The shapes of the weights that each connection was last told of."""
+    reads_all: bool = False
+    """True if it reads every encoding of arrays that this broker takes from workers."""
+    headrace_version: str = ""
+    """As the learner tells it; "" if it does not."""
     granted: bool = False
     """True when this broker gave out the epoch; False when the learner claimed it."""
 
@@ -40,6 +47,7 @@ class LearnerLease:
         self._forget_shapes_told(self.stream)
         self.stream = peer
         self.window_batches, self.window_bytes = hello.window_batches, hello.window_bytes
+        self.reads_all = set(readable_encodings()) <= set(hello.encodings)
         self.outstanding.clear()
         self.outstanding_bytes = 0
         self.consumed = hello.received_batches

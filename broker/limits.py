@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from headrace.schemas.folded_lives import FoldedLives
 from headrace.schemas.runner_counters import Counters
 
 Overflow = Literal["block", "drop_oldest", "drop_stale"]
@@ -16,16 +17,25 @@ class BrokerLimits:
 
     max_batch_bytes: int = 128 << 20
     max_held_bytes: int = 1 << 30
+    max_held_batches: int | None = None
+    max_held_age_s: float | None = None
     overflow: Overflow = "block"
-    max_staleness: int = 8
+    max_staleness: int | None = None
     lease_s: float = 10.0
     heartbeat_interval_s: float = 1.0
     weights_endpoint: str = ""
     max_env_steps: int | None = None
     """Env steps of the fleet's whole life after which workers begin no fragment; None: no bound."""
     synchronous: bool = False
+    ack_after_log: bool = False
+    """True if batches are acknowledged once the log has them: it is on, and workers forget what is acknowledged."""
     workers: int = 0
     """Workers that the config starts, for which the first round of synchronous sampling waits."""
+    brokers: int = 1
+    index: int = 0
+    """Which of the fleet's brokers this one is: it has the slots that are `index` modulo `brokers`."""
+    group: str = ""
+    """The group of the keys of those workers and of their supervisor."""
 
 
 @dataclass(slots=True)
@@ -34,7 +44,12 @@ class BrokerState:
 
     epoch: int = 0
     learner_token: str = ""
+    """Digest of the token of the learner of `epoch`; the token itself is on no disk and not in Redis."""
     incarnations: dict[int, int] = field(default_factory=dict)
     """Highest incarnation ever given out, by slot."""
+    owners: dict[int, str] = field(default_factory=dict)
+    """The group of keys that has each slot, as far as a worker with a key has joined there."""
     counters: dict[int, Counters] = field(default_factory=dict, compare=False)
     """Lifetime counters of the runner in each slot. Redis alone keeps them: no promise depends on the newest."""
+    folded: dict[int, FoldedLives] = field(default_factory=dict, compare=False)
+    """The folded lives of each slot. They have a file of their own (`books_file.py`)."""

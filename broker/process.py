@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import platform
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import zmq
 
+from headrace.broker.books_file import BooksFile
 from headrace.broker.core import BrokerCore
+from headrace.broker.keyed_peers import KeyedPeers
 from headrace.broker.limits import BrokerLimits, BrokerState
+from headrace.broker.logged_batches import LoggedBatches, warn_of_log
 from headrace.broker.metrics import FleetMetrics
 from headrace.broker.outbox import Send
 from headrace.broker.redis_rows import ReceivedRow
+from headrace.broker.rendezvous_file import RendezvousFile
+from headrace.broker.report import LIVE_S
 from headrace.broker.reporter import RedisReporter
+from headrace.broker.slot_owners import revocation
 from headrace.broker.sockets import BrokerSockets, Socket, receive, send
 from headrace.broker.state_file import read_broker_file, write_broker_file
 from headrace.broker.weights_relay import WeightsRelay
+from headrace.broker.worker_ports import WorkerPorts
+from headrace.schemas.advertised import advertised, host_to_advertise
 from headrace.schemas.batch import read_batch_header
-from headrace.schemas.config import BrokerSection, FleetConfig
+from headrace.schemas.config import REDIS_BYTES_PER_HOUR, BrokerSection, FleetConfig
 from headrace.schemas.errors import ConfigError, DecodeError
-from headrace.schemas.keys import BrokerKeys, read_broker_keys
+from headrace.schemas.headrace_version import headrace_version
+from headrace.schemas.key_files import fingerprint
+from headrace.schemas.keys import BROKER, BrokerKeys, read_broker_keys
+from headrace.schemas.loopback_token import ServerToken, server_token
+from headrace.schemas.message_base import MOST_DETAIL
 from headrace.schemas.messages import (
     Bye,
     Commit,
@@ -35,13 +50,18 @@ from headrace.schemas.messages import (
     Reject,
     Skip,
     WeightsAck,
+    WeightsHeader,
     WeightsPull,
     read,
     read_hello,
 )
+from headrace.schemas.port_watch import source_of
+from headrace.schemas.rendezvous import Published
+from headrace.schemas.run_files import rendezvous_path
+from headrace.schemas.shared_weights import SharedWeights
 from headrace.schemas.stop_event import stop_event
 from headrace.schemas.weights import read_weights
-from headrace.schemas.wire import MessageKind, WireLimits, decode, decode_header
+from headrace.schemas.wire import Buffer, MessageKind, WireLimits, decode, decode_header
 
 log = logging.getLogger(__name__)
 
@@ -49,35 +69,80 @@ _CONTROL: dict[MessageKind, type[Message]] = {m.KIND: m for m in (Heartbeat, Bye
 _BURST = 256
 """Messages taken from one socket before the others get their turn."""
 
+_LIVE_REPORTS = 20
+"""Reports that may fail before what lives looks gone in Redis."""
+
+_LONGEST_ENV = 200
+
 _TICK_S = 0.05
 _SAVED_WAIT_S = 1.0
 
 
 def run_broker(
-    config: FleetConfig, *, fleet_id: str, run_dir: Path, redis_url: str | None, max_env_steps: int | None = None
+    config: FleetConfig,
+    *,
+    fleet_id: str,
+    run_dir: Path,
+    redis_url: str | None,
+    max_env_steps: int | None = None,
+    alive: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until SIGTERM.
 
-    Workers begin no fragment once the fleet has taken `max_env_steps` in its whole life. Raises `PortInUseError`,
-    `RunDirError`, `ConfigError` or `KeysError` before it serves.
+    Workers begin no fragment once the fleet has taken `max_env_steps` in its whole life. `alive` is called in each turn
+    of the loop, as a sign of life. Raises `PortInUseError`, `RunDirError`, `ConfigError` or `KeysError` before it
+    serves.
     """
-    keys = read_broker_keys(Path(config.keys.dir)) if config.keys.dir else None
-    broker = Broker(
-        config.broker,
-        fleet_id,
-        run_dir,
-        redis_url,
-        keys,
-        synchronous=config.sampling.synchronous,
-        workers=config.fleet.workers,
-        max_env_steps=max_env_steps,
-    )
-    with stop_event() as stopping:
+    token = server_token(run_dir, asked=config.asks_token())  # workers' ports ask for it too
+    own = None if config.broker.transport == "ipc" else token
+    keys = read_broker_keys(Path(config.keys.dir)) if config.keys.dir else own
+    with stop_event() as stopping:  # before the broker's file says that it serves
+        broker = Broker(
+            config.broker,
+            fleet_id,
+            run_dir,
+            redis_url,
+            keys,
+            synchronous=config.sampling.synchronous,
+            workers=config.fleet.workers,
+            max_env_steps=max_env_steps,
+            weights_per_hour=config.redis.bytes_per_hour // 2,
+            group=config.keys.group,
+            env=config.sampling.env,
+            until_return=config.fleet.until_return,
+        )
+        rendezvous = None
         try:
+            rendezvous = _publish(config, run_dir, broker, keys)
+            ports = WorkerPorts(rendezvous, keys.known if isinstance(keys, BrokerKeys) else None)
             while not stopping.is_set():
+                alive()
                 broker.step()
-        finally:
-            broker.close()
+                ports.follow(broker.core, time.monotonic())
+        except BaseException:
+            broker.close(in_order=False)
+            if rendezvous is not None:
+                rendezvous.close(stopped=False)
+            raise
+        broker.close()
+        rendezvous.close(stopped=True)
+
+
+def _publish(
+    config: FleetConfig, run_dir: Path, broker: Broker, keys: BrokerKeys | ServerToken | None
+) -> RendezvousFile:
+    """Publish the broker's addresses, those that peers on other machines can reach."""
+    path = rendezvous_path(config.fleet.rendezvous, run_dir)
+    host = host_to_advertise(config.broker.host, config.broker.advertise)
+    published = Published(
+        fleet_id=broker.fleet_id,
+        host=platform.node(),
+        epoch=time.time_ns() // 1_000_000,
+        endpoints=advertised(broker.sockets.endpoints.model_dump(), host),
+        keys={BROKER: fingerprint(keys.public)} if isinstance(keys, BrokerKeys) else {},
+    )
+    log.info("peers find it by %s: %s", path, published.endpoints)
+    return RendezvousFile(path, published)
 
 
 class Broker:
@@ -89,11 +154,15 @@ class Broker:
         fleet_id: str,
         run_dir: Path,
         redis_url: str | None,
-        keys: BrokerKeys | None = None,
+        keys: BrokerKeys | ServerToken | None = None,
         *,
         synchronous: bool = False,
         workers: int = 0,
         max_env_steps: int | None = None,
+        weights_per_hour: int = REDIS_BYTES_PER_HOUR // 2,
+        group: str = "",
+        env: str = "",
+        until_return: float | None = None,
     ) -> None:
         before = read_broker_file(run_dir)
         if before is not None and before.fleet_id != fleet_id:
@@ -101,26 +170,55 @@ class Broker:
         self.config = config
         self.run_dir = run_dir
         self.fleet_id = fleet_id
-        self.sockets = BrokerSockets(config, before.endpoints if before else None, keys)
+        self.sockets = BrokerSockets(config, run_dir, before.endpoints if before else None, keys)
+        self._keyed = (
+            KeyedPeers(self.sockets.auth, keys, self.sockets.watches) if isinstance(keys, BrokerKeys) else None
+        )
         self.relay = WeightsRelay()
+        self._shared = SharedWeights(fleet_id)
         self.metrics = FleetMetrics()
         limits = BrokerLimits(
             max_batch_bytes=config.max_batch_bytes,
             max_held_bytes=config.max_held_bytes,
+            max_held_batches=config.max_held_batches,
+            max_held_age_s=config.max_held_age_s,
             overflow=config.overflow,
-            max_staleness=config.max_staleness,
+            max_staleness=config.staleness_bound(),
             lease_s=config.lease_s,
             heartbeat_interval_s=config.heartbeat_interval_s,
             weights_endpoint=self.sockets.endpoints.weights,
             synchronous=synchronous,
+            ack_after_log=config.log and config.ack == "broker",
             workers=workers,
             max_env_steps=max_env_steps,
+            brokers=config.count,
+            index=config.index or 0,
+            group=group,
         )
-        state = before.state() if before else BrokerState()
-        self.core = BrokerCore(fleet_id, limits, state, time.monotonic())
-        self.reporter = RedisReporter(redis_url, fleet_id) if redis_url else None
-        self._restored = self.reporter is None or self._restore(_SAVED_WAIT_S)
+        self._goal = (
+            math.inf if until_return is None else until_return,
+            math.inf if max_env_steps is None else max_env_steps,
+        )
+        """Mean return and env steps that end the run."""
+        self._goal_reported = False
         self._limits = WireLimits(payload_bytes=config.max_batch_bytes)
+        state = before.state() if before else BrokerState()
+        books_file = BooksFile(run_dir, fleet_id)
+        ended = books_file.read()
+        state.folded.update(ended.folded)
+        self.core = BrokerCore(fleet_id, limits, state, time.monotonic())
+        self.core.restore(ended.rows, {}, 0)
+        self._bytes_of_ended = {key: {"accepted_bytes_total": count} for key, count in ended.bytes_of().items()}
+        self.metrics.continue_from(self._bytes_of_ended)
+        self.log = LoggedBatches(config, run_dir, self.core, self._limits) if config.log else None
+        if not config.log:
+            warn_of_log(run_dir)
+        live_s = max(LIVE_S, _LIVE_REPORTS * config.report_interval_s)
+        self.reporter = (
+            RedisReporter(redis_url, fleet_id, books_file, live_s, weights_per_hour, _about(env)) if redis_url else None
+        )
+        self._restored = self.reporter is None or self._restore(_SAVED_WAIT_S)
+        self.metrics.note_start(self.core.state.incarnations)
         self._written: BrokerState | None = None
         self._next_report = 0.0
         self._next_tick = 0.0
@@ -128,8 +226,11 @@ class Broker:
         own = (self.sockets.workers, self.sockets.learners, self.sockets.weights)
         for socket in (*own, *self.sockets.auth.sockets):
             self._poller.register(socket, zmq.POLLIN)
+        if self.log is not None:
+            self._poller.register(self.log.wakes, zmq.POLLIN)
         self._write_state()
-        how = "with keys" if keys is not None else "without keys"
+        without = "to this user alone" if config.transport == "ipc" else "without keys"
+        how = {BrokerKeys: "with keys", ServerToken: "with a token"}.get(type(keys), without)
         log.info("serving fleet %s %s: %s", fleet_id, how, self.sockets.endpoints.model_dump())
 
     def step(self) -> None:
@@ -144,34 +245,77 @@ class Broker:
             self._answer_subscribers()
         self.sockets.auth.handle_ready(ready)
         now = time.monotonic()
+        if self.log is not None:
+            self.log.follow(now)
         if now >= self._next_tick:
             self._next_tick = now + _TICK_S
             self.core.tick(now)
+            if self._keyed is not None:
+                for peer, key in self._keyed.take_revoked():
+                    self.metrics.note_revoked(key.name)
+                    self.core.expel(peer, *revocation(key))
+            if not self._goal_reported and self._is_at_goal():
+                self._goal_reported, self._next_report = True, now  # the supervisor waits for this report
         self._flush(now)
         if now >= self._next_report:
             self._next_report = now + self.config.report_interval_s
             self._report(now)
 
-    def close(self) -> None:
-        """Send what is due, report a last time, and close the sockets."""
+    def _is_at_goal(self) -> bool:
+        mean_return, env_steps = self._goal
+        if self.core.store.steps >= env_steps:
+            return True
+        return mean_return < math.inf and self.metrics.mean_return() >= mean_return
+
+    def close(self, *, in_order: bool = True) -> None:
+        """Send what is due, report a last time, and close the log and the sockets.
+
+        The last report says when the broker ended, unless it does not stop in order.
+        """
+        if self.log is not None:
+            self.log.close()
         self._flush()
-        self._report(time.monotonic())
+        self._report(time.monotonic(), ended_unix_s=time.time() if in_order else None)
         if self.reporter is not None:
             self.reporter.close(2.0)
+        self._shared.close()
         self.sockets.close()
 
     # -- taking messages ----------------------------------------------------------------------------------------------
 
     def _drain(self, socket: Socket) -> None:
+        watch = self.sockets.watches[socket]
         for _ in range(_BURST):
             frames = receive(socket)
             if frames is None:
+                watch.emptied()
                 return
-            peer = frames[0].bytes
+            peer, refused = frames[0].bytes, self.core.refusals.total
+            fd = source_of(frames[-1])
+            account = watch.heard(fd, sum(map(len, frames)))
             try:
-                self._take(socket, peer, frames[1:])
+                if account.known or self._may_speak(socket, peer, frames[-1]):
+                    self._take(socket, peer, frames[1:])
             except DecodeError as error:
                 self._refuse(socket, peer, error)
+            except Exception as error:  # noqa: BLE001  one peer's message must not end the process of all
+                self._note_failure(_tag(socket, self.sockets.learners, peer), error)
+            if self.core.refusals.total != refused:
+                watch.refused(fd, account)
+            if not account.known:
+                account.known = self.core.knows(_tag(socket, self.sockets.learners, peer))
+                if not account.known:
+                    watch.strange(fd, account)
+
+    def _may_speak(self, socket: Socket, peer: bytes, frame: zmq.Frame) -> bool:
+        """Return whether a peer that has not introduced itself may. One whose key is revoked is told so, and ends."""
+        key = self._keyed.introduce(socket, _tag(socket, self.sockets.learners, peer), frame) if self._keyed else None
+        if key is None or not key.revoked:
+            return True
+        code, detail = revocation(key)
+        self.core.refusals.note("a stranger", code, detail)
+        self._send(socket, peer, Reject(code=code, detail=detail).frames())
+        return False
 
     def _take(self, socket: Socket, peer: bytes, frames: list[zmq.Frame]) -> None:
         now = time.monotonic()
@@ -183,18 +327,20 @@ class Broker:
         elif kind is MessageKind.LEARNER_ROWS and socket is self.sockets.learners:
             self._take_rows(peer, read(LearnerRows, header))
         elif kind is MessageKind.WEIGHTS_PULL:
-            self._send(socket, peer, self.relay.part(read(WeightsPull, header)))
+            self._send_weights(socket, peer, read(WeightsPull, header))
         elif kind is MessageKind.HELLO:
-            self._take_hello(socket, peer, read_hello(header), now)
+            self._take_hello(socket, peer, read_hello(header), frames[-1], now)
         elif kind in _CONTROL:
             self.core.receive(_tag(socket, self.sockets.learners, peer), read(_CONTROL[kind], header), now)
         else:
             raise DecodeError("unexpected_kind", f"{kind.name} is not for a broker")
 
-    def _take_hello(self, socket: Socket, peer: bytes, hello: Message, now: float) -> None:
+    def _take_hello(self, socket: Socket, peer: bytes, hello: Message, frame: zmq.Frame, now: float) -> None:
         """Handle a HELLO. One at the other role's port would never succeed, so tell its sender the right endpoint."""
         if isinstance(hello, LearnerHello) is (socket is self.sockets.learners):
-            self.core.receive(_tag(socket, self.sockets.learners, peer), hello, now)
+            tagged = _tag(socket, self.sockets.learners, peer)
+            key = self._keyed.introduce(socket, tagged, frame) if self._keyed is not None else None
+            self.core.receive(tagged, hello, now, key)
             return
         at, right = ("learner", "worker") if socket is self.sockets.learners else ("worker", "learner")
         endpoint = getattr(self.sockets.endpoints, right)
@@ -205,7 +351,9 @@ class Broker:
         typed = read_batch_header(header)
         nbytes = sum(len(frame) for frame in frames)
         if self.core.receive_batch(_WORKER + peer, typed, frames, nbytes, now):  # type: ignore[arg-type]
-            self.metrics.observe(typed, nbytes, now)
+            self.metrics.observe(typed, nbytes, now, self.core.weights)
+            if self.log is not None:
+                self.log.append(typed, [frame.buffer for frame in frames], nbytes)
 
     def _take_weights(self, peer: bytes, frames: list[zmq.Frame]) -> None:
         """Keep a version from the publisher, broadcast it, and acknowledge it. An older one is only acknowledged."""
@@ -213,12 +361,20 @@ class Broker:
         header, _ = read_weights(message)
         if not self.core.may_publish(_LEARNER + peer, header.version):
             return
-        if self.relay.offer(header, [frame.buffer for frame in frames]):
-            self.core.published(header.version, time.monotonic())
+        if self._keep_weights(header, [frame.buffer for frame in frames]):
             self._broadcast()
             if self.reporter is not None:
-                self.reporter.offer_weights(header.version, [bytes(frame) for frame in self.relay.frames()])
+                self.reporter.offer_weights(header.version, self.relay.frames())
         self._send(self.sockets.learners, peer, WeightsAck(version=header.version).frames())
+
+    def _keep_weights(self, header: WeightsHeader, frames: list[Buffer]) -> bool:
+        """Keep a checked version if it is newer, a large one also where this machine's workers map it."""
+        if not self.relay.offer(header, frames):
+            return False
+        if self.relay.is_large:
+            self._shared.write(header, frames)
+        self.core.published(header.version, time.monotonic())
+        return True
 
     def _take_rows(self, peer: bytes, message: LearnerRows) -> None:
         """Hand the learner's new rows to the reporter.
@@ -241,9 +397,16 @@ class Broker:
         tagged = _tag(socket, self.sockets.learners, peer)
         seq = self.core.next_seq(tagged)
         code = error.reason if error.reason == "version_mismatch" else "decode_error"
-        log.warning("refused a message: %s", error)
+        self.core.refusals.note(self.core.name_of(tagged), error.reason, error.detail)
         reject = Reject(code=code, detail=str(error), fatal=code == "version_mismatch" or seq == 0, seq=seq)
         self._send(socket, peer, reject.frames())
+
+    def _note_failure(self, tagged: bytes, error: Exception) -> None:
+        """Count a message on which a handler failed. That is a bug of ours: log where, once for each kind of error."""
+        kind = f"{type(error).__name__} in the broker"
+        if not any(known == kind for _, known in self.core.refusals.counts):
+            log.error("a message was dropped: the broker failed on it", exc_info=error)
+        self.core.refusals.note(self.core.name_of(tagged), kind, str(error)[:MOST_DETAIL])
 
     def _answer_subscribers(self) -> None:
         """Broadcast the last version for late subscribers.
@@ -253,9 +416,12 @@ class Broker:
         greeted = False
         for _ in range(_BURST):
             try:
-                greeted |= self.sockets.weights.recv(zmq.NOBLOCK).startswith(b"\1")
+                frame = self.sockets.weights.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
+            if frame.bytes.startswith(b"\1"):
+                key = self._keyed.introduce(self.sockets.weights, b"", frame) if self._keyed is not None else None
+                greeted |= key is None or not key.revoked
         if greeted:
             self._broadcast()
 
@@ -279,6 +445,15 @@ class Broker:
             send(socket, [peer, *frames])
         except zmq.ZMQError as error:
             log.debug("peer %s has gone: %s", peer.hex(), error)
+            if error.errno == errno.EHOSTUNREACH:
+                self.core.gone(_tag(socket, self.sockets.learners, peer))
+
+    def _send_weights(self, socket: Socket, peer: bytes, pull: WeightsPull) -> None:
+        """Answer a peer that pulls weights. With keys it must have a session, which ends where its key is revoked."""
+        if self._keyed is None or self.core.knows(_tag(socket, self.sockets.learners, peer)):
+            self._send(socket, peer, self.relay.part(pull))
+        else:
+            self._send(socket, peer, Reject(code="unknown_peer", detail="say HELLO first", fatal=False).frames())
 
     def _broadcast(self) -> None:
         frames = self.relay.broadcast()
@@ -289,16 +464,23 @@ class Broker:
 
     def _write_state(self) -> None:
         write_broker_file(self.run_dir, self.fleet_id, self.sockets.endpoints, self.core.state)
-        self._written = replace(self.core.state, incarnations=dict(self.core.state.incarnations))
+        state = self.core.state
+        self._written = replace(state, incarnations=dict(state.incarnations), owners=dict(state.owners))
 
-    def _report(self, now: float) -> None:
+    def _report(self, now: float, ended_unix_s: float | None = None) -> None:
         if self.reporter is None:
+            rows = [source.ledger_row() for source in self.core.take_changed() if source.closed]
+            self.core.stored((row for row in rows if row is not None), durable=False)
+            self.metrics.forget(self.core.fold(self.metrics.bytes_of))
             return
         if not self._restored:
             self._restored = self._restore(0.0)
-        report = self.metrics.report(self.core, now)
+        if self._restored:
+            self.core.stored(self.reporter.take_closed_rows())
+            self.metrics.forget(self.core.fold(self.metrics.bytes_of))
+        report = replace(self.metrics.report(self.core, now), ended_unix_s=ended_unix_s)
         if not self._restored:  # what runners counted before is not known yet, and must not be written over
-            report = replace(report, runner_state={}, metric_sums=None)
+            report = replace(report, runner_state={}, metric_sums=None, env_errors=None)
         self.reporter.offer(report)
         self.core.rows_stored(self.reporter.rows_stored)
 
@@ -307,18 +489,25 @@ class Broker:
         saved = self.reporter.take_saved(wait_s=wait_s) if self.reporter else None
         if saved is None:
             return False
-        self.core.restore(saved.rows.values(), saved.incarnations, saved.lease_epoch, saved.runner_state)
-        self.metrics.continue_from(saved.counters)
+        self.core.restore(saved.rows.values(), saved.incarnations, saved.lease_epoch, saved.runner_state, saved.folded)
+        known, is_folded = self._bytes_of_ended, self.core.store.is_folded
+        news = {key: own for key, own in saved.counters.items() if key not in known and key[1] and not is_folded(*key)}
+        self.metrics.continue_from(news)
         self.metrics.workers.go_on_from(saved.metric_sums)
+        self.metrics.env_errors.go_on_from(saved.env_errors)
         if saved.weights is not None:
             try:
                 header, _ = read_weights(decode(saved.weights.frames))
             except DecodeError as error:
                 log.warning("the weights in Redis are not usable: %s", error)
             else:
-                if self.relay.offer(header, list(saved.weights.frames)):
-                    self.core.published(header.version, time.monotonic())
+                self._keep_weights(header, list(saved.weights.frames))
         return True
+
+
+def _about(env: str) -> dict[str, str]:
+    """Return what the key `fleet` says of the fleet."""
+    return {"env": env[:_LONGEST_ENV], "version": headrace_version()}
 
 
 _WORKER = b"w"

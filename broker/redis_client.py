@@ -6,24 +6,50 @@ its writes are harmless to repeat, and decides (see `redis_scripts.py`).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
+from redis.connection import AbstractConnection
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    ExecAbortError,
+    NoPermissionError,
+    OutOfMemoryError,
+    RedisError,
+    ResponseError,
+)
 from redis.retry import Retry
 
+from headrace.broker.redis_tls import tls_problem
 from headrace.schemas.errors import RedisUnavailableError
 from headrace.schemas.redis_keys import without_password
+from headrace.schemas.redis_url import NOT_A_URL
 
 TIMEOUT_S = 0.25
+START_IT = "start it, correct --redis-url, or leave it out"
+MAKE_USERS = "make users with the rights that a fleet needs: headrace keys redis --fleet-id ID"
+
+# A user with least rights may not tell Redis the name of the library, which the library does at each connection.
+_SAYS_NO_NAME: dict[str, Any] = (
+    {"driver_info": None}
+    if "driver_info" in inspect.signature(AbstractConnection.__init__).parameters
+    else {"lib_name": None, "lib_version": None}
+)
 
 REDIS_FAILURES = (RedisError, OSError)
 """Errors that any call may raise while Redis is away or refuses: no connection, time out, LOADING, NOAUTH, READONLY,
 OOM.
 """
+
+_HANDSHAKE_S = 1.0
+"""Least time that a TLS handshake may take. It has several messages."""
+_NO_CONNECTION = (redis.ConnectionError, redis.TimeoutError)
 
 
 def connect(url: str, timeout_s: float = TIMEOUT_S) -> redis.Redis:
@@ -32,17 +58,55 @@ def connect(url: str, timeout_s: float = TIMEOUT_S) -> redis.Redis:
     Raises `RedisUnavailableError` for a URL that cannot be understood.
     """
     try:
-        return redis.Redis.from_url(
-            url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0), protocol=2
+        parts = urlsplit(url)
+        if "@" in parts.path + parts.query + parts.fragment:
+            raise ValueError("a password that is cut where it should be escaped")
+        by_tls = parts.scheme == "rediss"
+        client = redis.Redis.from_url(
+            url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=max(timeout_s, _HANDSHAKE_S) if by_tls else timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+            **_SAYS_NO_NAME,
+            **(_tls_options(parts.query) if by_tls else {}),
         )
-    except (ValueError, TypeError) as error:
-        raise RedisUnavailableError(without_password(url), f"it is not a Redis URL ({error})") from error
+        pool: Any = client.connection_pool
+        pool.connection_class(**pool.connection_kwargs)  # refuses unknown parameters now, not at the first call
+    except (ValueError, TypeError, RedisError):
+        # Their texts may have parts of the password, so they are not even kept as the cause.
+        raise RedisUnavailableError(without_password(url), f"it is not a Redis URL, {NOT_A_URL}") from None
+    return client
+
+
+def _tls_options(query: str) -> dict[str, Any]:
+    """Return what the library should do by TLS where the URL says nothing else."""
+    given = parse_qs(query)
+    if "ssl_keyfile" in given and "ssl_certfile" not in given:
+        raise ValueError("a key without its certificate")
+    options: dict[str, Any] = {"ssl_password": ""}  # without one OpenSSL would ask for it at the terminal
+    if given.get("ssl_cert_reqs") != ["none"]:
+        options["ssl_check_hostname"] = True  # older versions of the library did not check it
+    return options
 
 
 def in_words(error: BaseException) -> str:
     """Return one line that says why Redis did not do what was asked."""
     text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return text[:200]
+
+
+def unusable(url: str, error: BaseException, timeout_s: float, advice: str = START_IT) -> RedisUnavailableError:
+    """Return the error that says why the Redis at `url`, whose call has raised `error`, cannot be used.
+
+    Where no connection came about, looks for the reason in TLS, which may take `timeout_s` a few times.
+    """
+    reason = in_words(error)
+    if isinstance(error, NoPermissionError):
+        advice = MAKE_USERS
+    elif isinstance(error, _NO_CONNECTION) and not isinstance(error, AuthenticationError | BusyLoadingError):
+        reason, advice = tls_problem(url, timeout_s) or (reason, advice)
+    return RedisUnavailableError(without_password(url), reason, timeout_s, advice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +119,17 @@ class RedisReader:
         """Return all fields of a hash; empty when there is none."""
         return dict(self._do("HGETALL", key))
 
+    def fields(self, key: str) -> list[bytes]:
+        """Return the names of all fields of a hash."""
+        return list(self._do("HKEYS", key))
+
     def field(self, key: str, field: str) -> bytes | None:
-        """Return one field of a hash."""
-        return _bytes(self._do("HGET", key, field))
+        """Return one field of a hash; None too for a key that is no hash."""
+        return self._bytes("HGET", key, field)
 
     def text(self, key: str) -> bytes | None:
-        """Return the value of a string key."""
-        return _bytes(self._do("GET", key))
+        """Return the value of a string key; None too for a key that is no string."""
+        return self._bytes("GET", key)
 
     def lengths(self, key: str, fields: Sequence[str]) -> list[int]:
         """Return the bytes in each of these fields of a hash, without fetching them; 0 for one that is absent."""
@@ -72,8 +140,16 @@ class RedisReader:
 
     def entries(self, key: str, after: str, most: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
         """Return up to `most` entries of a stream with ids above `after`; none for a key that is no stream."""
+        return self._entries("XRANGE", key, f"({after}", "+", "COUNT", str(most))
+
+    def newest_entry(self, key: str) -> tuple[bytes, dict[bytes, bytes]] | None:
+        """Return the newest entry of a stream; None if it has none, and for a key that is no stream."""
+        found = self._entries("XREVRANGE", key, "+", "-", "COUNT", "1")
+        return found[0] if found else None
+
+    def _entries(self, *command: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
         try:
-            found: Any = self.client.xrange(key, min=f"({after}", count=most)
+            found = self._do(*command)
         except ResponseError as error:
             if str(error).startswith("WRONGTYPE"):
                 return []
@@ -83,22 +159,43 @@ class RedisReader:
     def hashes_at_once(self, keys: Mapping[str, str]) -> tuple[dict[str, dict[bytes, bytes]], list[str]]:
         """Read several hashes as of one moment (MULTI). Return them by the names that `keys` gives them.
 
+        A Redis that is out of memory takes no MULTI. It takes no writes either, so the hashes do not change meanwhile.
         A key that is not a hash counts as empty, and has a sentence in the second list.
         """
-        with self.client.pipeline(transaction=True) as pipe:
-            for key in keys.values():
-                pipe.hgetall(key)
-            answers = dict(zip(keys, pipe.execute(raise_on_error=False), strict=True))
+        try:
+            answers = self._hashes(keys, together=True)
+        except (ExecAbortError, OutOfMemoryError):
+            answers = self._hashes(keys, together=False)
         wrong = {name: answer for name, answer in answers.items() if not isinstance(answer, dict)}
         for answer in wrong.values():
             if not str(answer).startswith("WRONGTYPE"):
                 raise answer
         return answers | {name: {} for name in wrong}, [f"{name}: is not a hash" for name in wrong]
 
+    def _hashes(self, keys: Mapping[str, str], *, together: bool) -> dict[str, Any]:
+        with self.client.pipeline(transaction=together) as pipe:
+            for key in keys.values():
+                pipe.hgetall(key)
+            return dict(zip(keys, pipe.execute(raise_on_error=False), strict=True))
+
+    def foreign(self, expected: Mapping[str, str]) -> list[str]:
+        """Return a sentence for each of these keys that is there with another type than `expected` says."""
+        with self.client.pipeline(transaction=False) as pipe:
+            for key in expected:
+                pipe.type(key)
+            types = dict(zip(expected, (found.decode() for found in pipe.execute()), strict=True))
+        wrong = {key: found for key, found in types.items() if found not in ("none", expected[key])}
+        return [f"{key} is a {found}, not a {expected[key]}" for key, found in wrong.items()]
+
+    def _bytes(self, *command: str) -> bytes | None:
+        try:
+            value = self._do(*command)
+        except ResponseError as error:
+            if str(error).startswith("WRONGTYPE"):
+                return None
+            raise
+        return value if isinstance(value, bytes) else None
+
     def _do(self, *command: str) -> Any:
         execute: Any = self.client.execute_command
         return execute(*command)
-
-
-def _bytes(value: Any) -> bytes | None:
-    return value if isinstance(value, bytes) else None

@@ -15,8 +15,12 @@ import orjson
 from pydantic import ValidationError
 
 from headrace.broker.worker_metrics import PAST
+from headrace.schemas.bounds import MOST_EPOCH, MOST_LIVES
+from headrace.schemas.env_errors import EnvErrorRow
+from headrace.schemas.folded_lives import FoldedLives
 from headrace.schemas.ledger import LedgerRow
 from headrace.schemas.logged_metrics import LoggedMetric, SumsOfLife, is_metric_name
+from headrace.schemas.process_state import ProcessState
 from headrace.schemas.redis_keys import source_name
 from headrace.schemas.runner_counters import Counters, read_counters
 
@@ -39,6 +43,10 @@ class HashParser:
         """Parse the ledger, by (slot, incarnation)."""
         return self._parse("ledger", raw, _source, _row)
 
+    def folded(self, raw: Hash) -> dict[int, FoldedLives]:
+        """Parse the folded lives, by slot."""
+        return self._parse("folded", raw, _slot, FoldedLives.model_validate_json)
+
     def totals(self, raw: Hash) -> dict[str, int]:
         """Parse lifetime counters by name."""
         return self._parse("totals", raw, str, _count)
@@ -58,9 +66,13 @@ class HashParser:
         """Parse the newest state of the worker in each slot."""
         return self._parse("workers", raw, _slot, _object)
 
+    def processes(self, raw: Hash) -> dict[str, ProcessState]:
+        """Parse the states of the supervisor's processes, by name."""
+        return self._parse("processes", raw, str, ProcessState.model_validate_json)
+
     def incarnations(self, raw: Hash) -> dict[int, int]:
         """Parse the highest incarnation given out in each slot."""
-        return self._parse("incarnations", raw, _slot, _count)
+        return self._parse("incarnations", raw, _slot, _incarnation)
 
     def runner_state(self, raw: Hash) -> dict[int, Counters]:
         """Parse the lifetime counters of the runner in each slot."""
@@ -74,14 +86,26 @@ class HashParser:
         """Parse the sums that callbacks have logged, by slot as text, and of earlier lives under "past"."""
         return self._parse("metric_sums", raw, _slot_or_past, SumsOfLife.model_validate_json)
 
+    def env_errors(self, raw: Hash) -> dict[str, EnvErrorRow]:
+        """Parse the groups of failures of envs, by fingerprint."""
+        return self._parse("errors", raw, str, _env_error)
+
     def policies(self, raw: Hash) -> dict[str, dict[str, float]]:
         """Parse the returns of each policy's agents, by module id."""
         return self._parse("policies", raw, str, _numbers)
 
+    def policy_quantiles(self, raw: Hash) -> dict[str, dict[str, float]]:
+        """Parse the quantiles of the returns of each policy's agents, by module id; empty where they are not told."""
+        return self._parse("policies", raw, str, _quantiles)
+
     def lease(self, raw: Hash) -> dict[str, Any]:
-        """Parse the learner's lease: epoch and since_unix_s are numbers, the rest text. Empty when there is none."""
+        """Parse the learner's lease; empty when there is none.
+
+        epoch, since_unix_s, connected and committed_unix_s are numbers, the rest is text.
+        """
         lease: dict[str, Any] = self._parse("lease", raw, str, str)
-        for name, read in (("epoch", _count), ("since_unix_s", finite)):
+        moments = dict.fromkeys(("since_unix_s", "connected", "committed_unix_s"), finite)
+        for name, read in {"epoch": _epoch, **moments}.items():
             if name in lease:
                 kept = self._parse("lease", {name.encode(): lease.pop(name).encode()}, str, read)
                 lease.update(kept)
@@ -106,6 +130,12 @@ class HashParser:
 def _named(field_name: str, value: V) -> V:
     if isinstance(value, LedgerRow) and field_name != source_name(value.slot, value.incarnation):
         raise ValueError("a row of another incarnation")
+    if isinstance(value, EnvErrorRow) and field_name != value.fingerprint:
+        raise ValueError("a group of another name")
+    if isinstance(value, FoldedLives) and field_name != str(value.row.slot):
+        raise ValueError("the lives of another slot")
+    if isinstance(value, ProcessState) and field_name != value.name:
+        raise ValueError("the state of another process")
     return value
 
 
@@ -113,14 +143,21 @@ def _row(text: str) -> LedgerRow:
     return LedgerRow.model_validate_json(text)
 
 
+def _env_error(text: str) -> EnvErrorRow:
+    row = EnvErrorRow.model_validate_json(text)
+    for source in row.lives:
+        _source(source)
+    return row
+
+
 def _source(text: str) -> SourceKey:
     slot, incarnation = text.split("/")
-    return _slot(slot), _count(incarnation)
+    return _slot(slot), _incarnation(incarnation)
 
 
 def _source_counter(text: str) -> tuple[int, int, str]:
     slot, incarnation, name = text.split("/", 2)
-    return _slot(slot), _count(incarnation), name
+    return _slot(slot), _incarnation(incarnation), name
 
 
 def _count(text: str) -> int:
@@ -129,7 +166,21 @@ def _count(text: str) -> int:
     return int(text)
 
 
-_slot = _count
+def _slot(text: str) -> int:
+    return _bounded(text, MOST_LIVES)
+
+
+_incarnation = _slot
+
+
+def _epoch(text: str) -> int:
+    return _bounded(text, MOST_EPOCH)
+
+
+def _bounded(text: str, most: int) -> int:
+    if (value := _count(text)) > most:
+        raise ValueError(f"above {most}")
+    return value
 
 
 def finite(text: str) -> float:
@@ -158,4 +209,11 @@ def _slot_or_past(text: str) -> str:
 
 
 def _numbers(text: str) -> dict[str, float]:
-    return {name: finite(str(value)) for name, value in _object(text).items()}
+    return {name: finite(str(value)) for name, value in _object(text).items() if name != "quantiles"}
+
+
+def _quantiles(text: str) -> dict[str, float]:
+    told = _object(text).get("quantiles", {})
+    if not isinstance(told, dict):
+        raise ValueError("no values by quantile")
+    return {name: finite(str(value)) for name, value in told.items()}

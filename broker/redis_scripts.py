@@ -1,9 +1,12 @@
 """The two Lua scripts that write to Redis. Both are harmless when they run twice, late or out of order.
 
-MERGE writes one report. A source's counters are cumulative. `sources` keeps the values already merged, and the script
-adds only a positive difference to `totals`. So a repeated or late call adds nothing, and after Redis lost its newest
-writes the next report restores them. A ledger row is replaced only by one that knows no less. The counters of a source
-wait with its row, so rows and totals always belong to the same moment.
+MERGE writes one part of a report. A source's counters are cumulative. `sources` keeps the values already merged, and
+the script adds only a positive difference to `totals`. So a repeated or late call adds nothing, and after Redis lost
+its newest writes the next report restores them. A ledger row is replaced only by one that knows no less. The counters
+of a source wait with its row, so rows and totals always belong to the same moment.
+
+Folded lives are cumulative too. The call that writes them removes the rows of the lives in them and moves their
+counters in `sources`, so `totals` stay. A row of a life that is folded is not written again.
 
 FLIP makes a blob of weights the current one, unless a newer version is.
 """
@@ -11,15 +14,48 @@ FLIP makes a blob of weights the current one, unless a newer version is.
 from __future__ import annotations
 
 MERGE = """
--- KEYS as named below; ARGV[1]: JSON of the report (see report.py: _as_json). Returns the counters it had to skip.
-local FLEET, LEDGER, TOTALS, SOURCES, GAUGES, WORKERS, LEASE, INCARNATIONS, RUNNER_STATE, EVENTS, METRICS, METRIC_SUMS,
-  POLICIES = unpack(KEYS)
+-- KEYS as named below; ARGV[1]: JSON of the report (see report.py: _as_json); from ARGV[2] on, the type of each key.
+-- Returns the counters it had to skip, and the rows that Redis has newer ones of; 'other' where the last part that
+-- Redis got is not the one that the broker thinks.
+local FLEET, LEDGER, FOLDED, TOTALS, SOURCES, GAUGES, WORKERS, LEASE, INCARNATIONS, RUNNER_STATE, EVENTS, METRICS,
+  METRIC_SUMS, POLICIES, ERRORS, HISTORY_5S, HISTORY_60S = unpack(KEYS)
 local report = cjson.decode(ARGV[1])
 local skipped = {}
 
+-- A key of another type would stop the script in its middle.
+for i, key in ipairs(KEYS) do
+  local found, wanted = redis.call('TYPE', key).ok, ARGV[i + 1]
+  if found ~= 'none' and found ~= wanted then
+    return redis.error_reply('WRONGTYPE ' .. key .. ' is a ' .. found .. ', not a ' .. wanted .. '; delete that key')
+  end
+end
+
+local contract = redis.call('HGET', FLEET, 'contract_version')
+if contract and contract ~= report.fleet.contract_version then
+  return redis.error_reply('CONTRACT this fleet is kept by contract ' .. contract .. ', not ' ..
+    report.fleet.contract_version .. '; remove it with: headrace redis forget ' .. report.fleet.fleet_id)
+end
+
+if report.after ~= '' and redis.call('HGET', FLEET, 'written') ~= report.after then return 'other' end
+
+local newer = {}
+
+-- Sets all fields of a table at once. Lua takes some thousand arguments at most.
+local function set(key, fields)
+  local args = {}
+  for field, value in pairs(fields) do
+    args[#args + 1], args[#args + 2] = field, value
+    if #args >= 1000 then
+      redis.call('HSET', key, unpack(args))
+      args = {}
+    end
+  end
+  if #args > 0 then redis.call('HSET', key, unpack(args)) end
+end
+
 local function replace(key, fields)
   redis.call('DEL', key)
-  for field, value in pairs(fields) do redis.call('HSET', key, field, value) end
+  set(key, fields)
 end
 
 -- What a row knows: batches cut, batches settled, steps and chunks accepted; nil for a value that is no row. For a
@@ -48,52 +84,181 @@ local function knows_less(new, stored)
   return false
 end
 
-local function merge_counters(source, counters)
-  for name, value in pairs(counters) do
-    local field = source .. '/' .. name
-    local before = tonumber(redis.call('HGET', SOURCES, field) or '0')
+local totals, added, sources = {}, {}, {}
+
+-- Whether a counter of the fleet can be added to. What is added, and counters of sources, are written at the end.
+local function is_count(name)
+  if totals[name] == nil then
     local total = redis.call('HGET', TOTALS, name) or '0'
-    if not before or not string.match(total, '^%d+$') then
-      skipped[#skipped + 1] = field
+    totals[name] = string.match(total, '^%d+$') ~= nil and tonumber(total)
+  end
+  return totals[name] ~= false
+end
+
+local function merge_counters(source, counters)
+  local names, fields = {}, {}
+  for name in pairs(counters) do
+    names[#names + 1], fields[#fields + 1] = name, source .. '/' .. name
+  end
+  if #names == 0 then return end
+  local stored = redis.call('HMGET', SOURCES, unpack(fields))
+  for i, name in ipairs(names) do
+    local before, value = tonumber(stored[i] or '0'), counters[name]
+    if not before or not is_count(name) then
+      skipped[#skipped + 1] = fields[i]
     elseif value > before then
-      redis.call('HINCRBY', TOTALS, name, string.format('%.0f', value - before))
-      redis.call('HSET', SOURCES, field, string.format('%.0f', value))
+      added[name] = (added[name] or 0) + value - before
+      sources[fields[i]] = string.format('%.0f', value)
     end
   end
 end
 
 -- The first write: when Redis refuses writes (OOM, MISCONF, READONLY), it refuses here, and nothing is half done.
-for field, value in pairs(report.fleet) do redis.call('HSET', FLEET, field, value) end
+set(FLEET, report.fleet)
+if not report.fleet.ended_unix_s then redis.call('HDEL', FLEET, 'ended_unix_s') end
 
+local function lives_of(text)
+  local ok, known = pcall(cjson.decode, text or '')
+  if not ok or type(known) ~= 'table' or type(known.highest) ~= 'number' or type(known.missing) ~= 'table' then
+    return 0, 0, {}
+  end
+  local count = known.highest
+  for _, gap in ipairs(known.missing) do count = count - (gap[2] - gap[1] + 1) end
+  return known.highest, count, known.missing
+end
+
+-- Moves the counters of a folded life to those of all folded lives of its slot, and removes its row.
+local function move(source, folded)
+  local fields, moved = {}, {}
+  for i, name in ipairs(report.counter_names) do fields[i] = source .. '/' .. name end
+  if #fields > 0 then
+    local values = redis.call('HMGET', SOURCES, unpack(fields))
+    for i, name in ipairs(report.counter_names) do
+      local value = tonumber(values[i] or '0')
+      if value and value > 0 then
+        local field = folded .. '/' .. name
+        local before = tonumber(redis.call('HGET', SOURCES, field) or '0') or 0
+        moved[field] = string.format('%.0f', before + value)
+      end
+    end
+    redis.call('HDEL', SOURCES, unpack(fields))
+    set(SOURCES, moved)
+  end
+  redis.call('HDEL', LEDGER, source)
+end
+
+for slot, lives in pairs(report.folded) do
+  local highest, count = lives_of(redis.call('HGET', FOLDED, slot) or nil)
+  if highest > lives.highest or count > lives.lives then
+    newer[#newer + 1] = slot .. '/0'
+  else
+    for _, incarnation in ipairs(lives.rows) do
+      move(string.format('%s/%.0f', slot, incarnation), slot .. '/0')
+    end
+    redis.call('HSET', FOLDED, slot, lives.text)
+    merge_counters(slot .. '/0', lives.counters)
+  end
+end
+
+local folded = {}
+local function is_folded(source)
+  local slot, incarnation = string.match(source, '^(%d+)/(%d+)$')
+  if not slot then return false end
+  if not folded[slot] then folded[slot] = {lives_of(redis.call('HGET', FOLDED, slot) or nil)} end
+  local highest, missing = folded[slot][1], folded[slot][3]
+  incarnation = tonumber(incarnation)
+  for _, gap in ipairs(missing) do
+    if gap[1] <= incarnation and incarnation <= gap[2] then return false end
+  end
+  return incarnation <= highest
+end
+
+local rows = {}
 for source, text in pairs(report.rows) do
   local stored = redis.call('HGET', LEDGER, source)
   if stored == text then
-    report.row_counters[source] = nil  -- merged when this row was written: most rows of an old fleet never change
-  elseif stored and knows_less(cjson.decode(text), stored) then
+    report.row_counters[source] = nil  -- merged when this row was written
+  elseif is_folded(source) or (stored and knows_less(cjson.decode(text), stored)) then
     report.row_counters[source] = nil
     report.counters[source] = nil
+    newer[#newer + 1] = source
   else
-    redis.call('HSET', LEDGER, source, text)
+    rows[source] = text
   end
 end
+set(LEDGER, rows)
 for source, counters in pairs(report.row_counters) do merge_counters(source, counters) end
-for source, counters in pairs(report.counters) do merge_counters(source, counters) end
+for source, counters in pairs(report.counters) do
+  if not is_folded(source) then merge_counters(source, counters) end
+end
+local sums = {}
+for name, more in pairs(added) do
+  local sum = totals[name] + more
+  if sum < 2^53 then
+    sums[name] = string.format('%.0f', sum)
+  else
+    redis.call('HINCRBY', TOTALS, name, string.format('%.0f', more))
+  end
+end
+set(TOTALS, sums)
+set(SOURCES, sources)
 
-replace(GAUGES, report.gauges)
-replace(WORKERS, report.workers)
-replace(POLICIES, report.policies)
+-- A number with six digits; a whole one as it is.
+local function short(text)
+  local number = tonumber(text)
+  if number == math.floor(number) and math.abs(number) < 2^53 then return string.format('%.0f', number) end
+  return string.format('%.6g', number)
+end
+
+-- Adds the gauges and totals of this moment to a stream, unless it has those of this interval.
+local function keep(key, interval_ms, most)
+  local at = math.floor(report.unix_ms / interval_ms) * interval_ms
+  local newest = redis.call('XREVRANGE', key, '+', '-', 'COUNT', 1)[1]
+  local ahead_ms = newest and tonumber(string.match(newest[1], '^%d+')) - at
+  if ahead_ms and ahead_ms >= 0 and ahead_ms < most * interval_ms then return end
+  if ahead_ms and ahead_ms > 0 then redis.call('DEL', key) end  -- no time that could come soon: a clock was wrong
+  local fields = {}
+  for name, value in pairs(report.gauges) do
+    if not string.find(name, 'unix_s$') then fields[#fields + 1], fields[#fields + 2] = name, short(value) end
+  end
+  local counters = redis.call('HGETALL', TOTALS)
+  for i = 1, #counters, 2 do
+    if not string.find(counters[i], '{module=', 1, true) then
+      fields[#fields + 1], fields[#fields + 2] = counters[i], counters[i + 1]
+    end
+  end
+  if #fields > 0 and #fields <= 1000 then
+    redis.call('XADD', key, 'MAXLEN', most, string.format('%.0f-0', at), unpack(fields))
+  end
+end
+
+if report.gauges then
+  replace(GAUGES, report.gauges)
+  replace(POLICIES, report.policies)
+  keep(HISTORY_5S, unpack(report.rings[1]))
+  keep(HISTORY_60S, unpack(report.rings[2]))
+end
+if report.clears_workers then redis.call('DEL', WORKERS) end
+set(WORKERS, report.workers)
+for _, slot in ipairs(report.workers_gone) do redis.call('HDEL', WORKERS, slot) end
+redis.call('PEXPIRE', GAUGES, report.live_ms)
+redis.call('PEXPIRE', WORKERS, report.live_ms)
 if report.metric_sums then  -- known
   replace(METRICS, report.metrics)
   replace(METRIC_SUMS, report.metric_sums)
 end
 local held = tonumber(redis.call('HGET', LEASE, 'epoch') or '0') or 0
+if held >= 2^40 then held = 0 end  -- MOST_EPOCH of bounds.py: an older broker without bounds wrote it
 if report.lease.epoch and tonumber(report.lease.epoch) >= held then replace(LEASE, report.lease) end
 for slot, incarnation in pairs(report.incarnations) do
   local highest = tonumber(redis.call('HGET', INCARNATIONS, slot) or '0') or 0
+  if highest > 999999999 then highest = 0 end  -- MOST_LIVES
   if incarnation > highest then redis.call('HSET', INCARNATIONS, slot, string.format('%.0f', incarnation)) end
 end
 
-for slot, text in pairs(report.runner_state) do redis.call('HSET', RUNNER_STATE, slot, text) end
+set(RUNNER_STATE, report.runner_state)
+set(ERRORS, report.env_errors)
+for _, name in ipairs(report.env_errors_gone) do redis.call('HDEL', ERRORS, name) end
 
 local seen = 0
 if redis.call('HGET', FLEET, 'event_source') == report.event_source then
@@ -106,7 +271,7 @@ for _, event in ipairs(report.events) do
   end
 end
 redis.call('HSET', FLEET, 'event_source', report.event_source, 'event_number', string.format('%.0f', seen))
-return skipped
+return {skipped, newer}
 """
 
 FLIP = """

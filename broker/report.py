@@ -1,4 +1,4 @@
-"""The broker's full state for Redis, and the one script call that merges it there."""
+"""The broker's state for Redis, and the script call that merges a part of it there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,15 +16,20 @@ import redis
 from headrace.broker.redis_parser import SourceKey
 from headrace.broker.redis_scripts import MERGE
 from headrace.schemas import redis_keys as keys
+from headrace.schemas.folded_lives import FoldedLives
 from headrace.schemas.ledger import LedgerRow
 from headrace.schemas.logged_metrics import LoggedMetric, SumsOfLife
 from headrace.schemas.runner_counters import Counters
 
 log = logging.getLogger(__name__)
 
+LIVE_S = 15.0
+"""Seconds after which gauges and workers' states expire in Redis if no broker reports."""
+
 _WRITTEN = (
     keys.FLEET,
     keys.LEDGER,
+    keys.FOLDED,
     keys.TOTALS,
     keys.SOURCES,
     keys.GAUGES,
@@ -36,68 +41,138 @@ _WRITTEN = (
     keys.METRICS,
     keys.METRIC_SUMS,
     keys.POLICIES,
+    keys.ERRORS,
+    *(key for key, _, _ in keys.RINGS),
 )
+_RINGS = [[seconds * 1000, most] for _, seconds, most in keys.RINGS]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The broker's full state for Redis. Do not change its contents after `offer`.
+    """The changes of the broker's state since the last report. Do not change its contents after `offer`.
 
-    - rows: all ledger rows, also those of dead incarnations. Their counters (`redis_keys.row_counters`) are reported
-      with them.
-    - counters: further cumulative counters by (slot, incarnation), such as bytes_total. A counter that the row has too
-      is taken from the row.
-    - workers and runner_state, by slot, and lease: go to Redis as JSON and text.
-    - policies, metrics, metric_sums: go to Redis as JSON by module id, name and slot. metric_sums None: those of
-      earlier lives are not known yet, so metrics and sums in Redis stay.
+    - rows: ledger rows that changed, also those of dead incarnations. Their counters (`redis_keys.row_counters`) are
+      reported with them.
+    - counters: further cumulative counters by (slot, incarnation), such as accepted_bytes_total. A counter that the row
+      has too is taken from the row.
+    - folded: by slot, the folded lives that changed. Rows of lives in them are removed from Redis.
+    - workers: states that changed, by slot; they go to Redis as JSON. workers_gone: slots without a worker.
+    - incarnations and runner_state, by slot, and lease: all of them.
+    - policies, metrics, metric_sums: all of them, by module id, name and slot. metric_sums None: those of earlier lives
+      are not known yet, so metrics and sums in Redis stay.
+    - env_errors: all groups of failures of envs, by fingerprint. None: those in Redis are not known yet, and stay.
     - events: news since the last report, each a flat dict.
+    - ended_unix_s: the time at which the broker stops in order, in its last report; else None.
     """
 
     rows: list[LedgerRow] = field(default_factory=list)
     counters: Mapping[SourceKey, Mapping[str, int]] = field(default_factory=dict)
+    folded: Mapping[int, FoldedLives] = field(default_factory=dict)
     gauges: Mapping[str, float] = field(default_factory=dict)
     workers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    workers_gone: Collection[int] = ()
     lease: Mapping[str, Any] = field(default_factory=dict)
     incarnations: Mapping[int, int] = field(default_factory=dict)
     runner_state: Mapping[int, Counters] = field(default_factory=dict)
-    policies: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    policies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     metrics: Mapping[str, LoggedMetric] = field(default_factory=dict)
     metric_sums: Mapping[str, SumsOfLife] | None = None
+    env_errors: Mapping[str, Mapping[str, Any]] | None = None
     events: Sequence[Mapping[str, Any]] = ()
+    ended_unix_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a report, small enough that Redis stops for some milliseconds only.
+
+    - is_first: it has what a report always has: gauges, lease, policies, metrics and events.
+    - clears_workers: no worker's state in Redis stays, but those in this part.
+    - lives: by slot, lives in `folded` whose rows Redis may still have.
+    - env_errors_gone: groups that were summed up with others.
+    - counters: names of all counters that Redis may have of these lives.
+    """
+
+    report: Report
+    is_first: bool = True
+    clears_workers: bool = True
+    lives: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    counters: Sequence[str] = ()
+    env_errors_gone: Sequence[str] = ()
 
 
 class MergeScript:
-    """Sends a report by the MERGE script. The same report may be sent any number of times."""
+    """Sends the parts of reports by the MERGE script. The same part may be sent any number of times.
 
-    def __init__(self, client: redis.Redis, fleet_id: str) -> None:
+    about: further fields of `fleet`.
+    """
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        fleet_id: str,
+        live_s: float = LIVE_S,
+        clock: Callable[[], float] = time.time,
+        about: Mapping[str, str] | None = None,
+    ) -> None:
+        self._clock = clock
         self._script = client.register_script(MERGE)
         self._keys = [keys.key_name(fleet_id, key) for key in _WRITTEN]
+        self._types = [key.type for key in _WRITTEN]
         self._skipped: set[bytes] = set()
         self._fleet = {
+            **(about or {}),
             "contract_version": str(keys.CONTRACT_VERSION),
             "fleet_id": fleet_id,
-            "started_unix_s": f"{time.time():.3f}",
+            "started_unix_s": f"{clock():.3f}",
         }
-        self._event_source = secrets.token_hex(8)
+        self._live_ms = int(1000 * live_s)
+        self._source = secrets.token_hex(8)
+        self._number = 0
+        self._newest = ""
 
-    def __call__(self, report: Report, events: list[tuple[int, list[str]]], failures: int) -> None:
-        """Merge a report into Redis. May raise `REDIS_FAILURES`."""
-        fleet = {**self._fleet, "reported_unix_s": f"{time.time():.3f}"}
+    def __call__(
+        self, part: Part, events: list[tuple[int, list[str]]], failures: int, *, after_last: bool = False
+    ) -> set[str] | None:
+        """Merge a part into Redis. Return the rows that Redis has newer ones of. May raise `REDIS_FAILURES`.
+
+        after_last: write only where the last part that was sent here is the last that Redis got; else return None.
+        """
+        self._number += 1
+        now = self._clock()
+        written = f"{self._source}/{self._number}"
+        ended = part.report.ended_unix_s
         body = {
-            **_as_json(report),
-            "fleet": fleet,
-            "event_source": self._event_source,
+            **_as_json(part),
+            "fleet": {
+                **self._fleet,
+                "reported_unix_s": f"{now:.3f}",
+                "written": written,
+                **({} if ended is None else {"ended_unix_s": f"{ended:.3f}"}),
+            },
+            "after": self._newest if after_last else "",
+            "live_ms": self._live_ms,
+            "unix_ms": round(1000 * now),
+            "rings": _RINGS,
+            "event_source": self._source,
             "events": [{"number": number, "fields": fields} for number, fields in events],
         }
-        body["gauges"]["redis_failures"] = str(failures)
-        answer: Any = self._script(keys=self._keys, args=[orjson.dumps(body)])
-        for name in set(answer) - self._skipped:
+        if part.is_first:
+            body["gauges"]["redis_failures"] = str(failures)
+        answer: Any = self._script(keys=self._keys, args=[orjson.dumps(body), *self._types])
+        if answer == b"other":
+            return None
+        self._newest = written
+        skipped, newer = answer
+        for name in set(skipped) - self._skipped:
             log.error("counter %s in Redis is not a number and is left as it is; the audit will name it", name.decode())
             self._skipped.add(name)
+        return {name.decode() for name in newer}
 
 
-def _as_json(report: Report) -> dict[str, Any]:
-    """Return the parts of a report as the MERGE script reads them: integers to compare, all else as text to store."""
+def _as_json(part: Part) -> dict[str, Any]:
+    """Return a part of a report as the MERGE script reads it: integers to compare, all else as text to store."""
+    report = part.report
     rows = {keys.source_name(row.slot, row.incarnation): row for row in report.rows}
     from_rows = {source: keys.row_counters(row) for source, row in rows.items()}
     further: dict[str, dict[str, int]] = {}
@@ -105,18 +180,43 @@ def _as_json(report: Report) -> dict[str, Any]:
         source = keys.source_name(slot, incarnation)
         said_by_row = from_rows.get(source, {})
         further[source] = {name: value for name, value in counters.items() if name not in said_by_row}
-    sums = {} if report.metric_sums is None else {"metric_sums": _json_of(report.metric_sums)}
-    return sums | {
+    body: dict[str, Any] = {
         "rows": {source: row.model_dump_json() for source, row in rows.items()},
         "row_counters": from_rows,
         "counters": further,
-        "gauges": {name: repr(float(value)) for name, value in report.gauges.items() if math.isfinite(value)},
+        "folded": {str(slot): _folded_json(lives, part.lives.get(slot, ())) for slot, lives in report.folded.items()},
+        "counter_names": list(part.counters),
         "workers": {str(slot): orjson.dumps(state).decode() for slot, state in report.workers.items()},
-        "lease": {name: str(value) for name, value in report.lease.items()},
+        "workers_gone": [str(slot) for slot in report.workers_gone],
+        "clears_workers": part.clears_workers,
         "incarnations": {str(slot): incarnation for slot, incarnation in report.incarnations.items()},
-        "policies": {module_id: orjson.dumps(returns).decode() for module_id, returns in report.policies.items()},
-        "metrics": _json_of(report.metrics),
         "runner_state": {str(slot): orjson.dumps(counters).decode() for slot, counters in report.runner_state.items()},
+        "env_errors": {name: orjson.dumps(row).decode() for name, row in (report.env_errors or {}).items()},
+        "env_errors_gone": list(part.env_errors_gone),
+        "lease": {},
+    }
+    if not part.is_first:
+        return body
+    sums = {} if report.metric_sums is None else {"metric_sums": _json_of(report.metric_sums)}
+    return (
+        body
+        | sums
+        | {
+            "gauges": {name: repr(float(value)) for name, value in report.gauges.items() if math.isfinite(value)},
+            "lease": {name: str(value) for name, value in report.lease.items()},
+            "policies": {module_id: orjson.dumps(returns).decode() for module_id, returns in report.policies.items()},
+            "metrics": _json_of(report.metrics),
+        }
+    )
+
+
+def _folded_json(lives: FoldedLives, rows: Sequence[int]) -> dict[str, Any]:
+    return {
+        "text": lives.model_dump_json(),
+        "highest": lives.highest,
+        "lives": lives.lives,
+        "rows": list(rows),
+        "counters": keys.folded_counters(lives),
     }
 
 

@@ -1,12 +1,13 @@
 """The broker's reports to Redis: one thread, and a mailbox for the newest report, so that no caller waits.
 
-    broker loop  ── offer(report) ──▶ [newest report]  ─┐
+    broker loop  ── offer(report) ──▶ [what changed]   ─┐
                  ── offer_weights ──▶ [newest weights] ─┼─▶ reporter thread ── one script call ──▶ Redis
                  ── offer_rows ─────▶ [learners' rows] ─┤
                  ◀── take_saved ───── [what stood there]┘      250 ms a call, no retries by the client
 
-A report is the full cumulative state, so a lost one costs nothing: the next one says it all. In the same way Redis gets
-back newest writes that it lost. Sampling and delivery never depend on any of this.
+A report says what changed. The thread keeps the full cumulative state, and sends what this Redis has not confirmed, in
+parts. After a failure, and where Redis has lost or got something meanwhile, it sends everything. All values are
+cumulative, so a repeated part adds nothing. Sampling and delivery never depend on any of this.
 """
 
 from __future__ import annotations
@@ -16,14 +17,22 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from headrace.broker.redis_client import REDIS_FAILURES, connect, in_words
+from redis.exceptions import RedisError
+
+from headrace.broker.books_file import BooksFile
+from headrace.broker.mirror import Mirror
+from headrace.broker.redis_blob import ByteBudget, StoredBlob
+from headrace.broker.redis_client import REDIS_FAILURES, RedisReader, connect, in_words
+from headrace.broker.redis_parser import SourceKey
 from headrace.broker.redis_rows import ReceivedRow, RedisRows
-from headrace.broker.redis_weights import LARGEST_BYTES, RedisWeights, StoredWeights
-from headrace.broker.report import MergeScript, Report
+from headrace.broker.redis_weights import LARGEST_BYTES, weights_in
+from headrace.broker.report import LIVE_S, MergeScript, Part, Report
 from headrace.broker.saved_state import SavedState, read_saved_state
 from headrace.schemas import redis_keys as keys
+from headrace.schemas.config import REDIS_BYTES_PER_HOUR
+from headrace.schemas.ledger import LedgerRow
 from headrace.schemas.messages import Version
 from headrace.schemas.wire import Buffer
 
@@ -33,6 +42,8 @@ FIRST_BACKOFF_S = 0.05
 LONGEST_BACKOFF_S = 1.0
 WEIGHTS_INTERVAL_S = 1.0
 MOST_EVENTS = 1000
+_MOST_OTHERS = 3
+"""Times in one visit that Redis may have something else than what was sent last."""
 MOST_ROWS = 1000
 """Most rows of the learner that may wait for Redis. Beyond it the oldest are dropped, unless the learner sends them
 again.
@@ -43,21 +54,39 @@ class RedisReporter:
     """Reports to the Redis at `url`. Any thread may call it; every method but `close` returns at once.
 
     While Redis is away or refuses writes, the reporter counts attempts in `failures` and repeats them after at most a
-    second. It logs the outage once. Raises `RedisUnavailableError` for a URL that cannot be understood, and nothing
+    second. It logs the outage once. `weights_per_hour` bounds the bytes of weights that it writes in an hour. `about`:
+    further fields of the key `fleet`. Raises `RedisUnavailableError` for a URL that cannot be understood, and nothing
     afterwards.
     """
 
-    def __init__(self, url: str, fleet_id: str) -> None:
+    def __init__(
+        self,
+        url: str,
+        fleet_id: str,
+        books_file: BooksFile | None = None,
+        live_s: float = LIVE_S,
+        weights_per_hour: int = REDIS_BYTES_PER_HOUR // 2,
+        about: Mapping[str, str] | None = None,
+    ) -> None:
         self._url = keys.without_password(url)
         self._client = connect(url)
         self._fleet_id = fleet_id
-        self._merge = MergeScript(self._client, fleet_id)
-        self._shelf = RedisWeights(self._client, fleet_id)
+        self._merge = MergeScript(self._client, fleet_id, live_s, about=about)
+        self._mirror = Mirror()
+        self._books_file = books_file
+        self._file_failed = False
+        self._shelf = weights_in(self._client, fleet_id)
+        self._budget = ByteBudget(weights_per_hour)
         self._row_log = RedisRows(self._client, fleet_id)
         self._news = threading.Condition()
         # All of the following is shared, and read or written under `_news` only.
-        self._report: Report | None = None
-        self._weights: StoredWeights | None = None
+        self._offered: list[Report] = []
+        self._is_behind = False
+        """True while Redis lacks something that was offered."""
+        self._closed_rows: list[LedgerRow] = []
+        self._weights: StoredBlob | None = None
+        self._told_too_large = False
+        self._told_foreign = False
         self._events: deque[tuple[int, list[str]]] = deque(maxlen=MOST_EVENTS)
         self._event_number = 0
         self._rows: deque[ReceivedRow] = deque(maxlen=MOST_ROWS)
@@ -68,7 +97,7 @@ class RedisReporter:
         self._away_since: float | None = None
         self._backoff_s = FIRST_BACKOFF_S
         self._not_before = 0.0
-        self._weights_not_before = 0.0
+        self._weights_not_before = self._budget.due
         self._closing_at = math.inf
         self._thread = threading.Thread(target=self._run, name="redis-reporter", daemon=True)
         self._thread.start()
@@ -86,36 +115,50 @@ class RedisReporter:
             return self._saved_read and self._away_since is None
 
     def offer(self, report: Report) -> None:
-        """Hand over the newest state. Never waits.
-
-        It replaces a report that was not sent yet, whose events are kept.
-        """
+        """Hand over what changed. Never waits."""
         with self._news:
             for event in report.events:
                 if fields := [str(part) for item in event.items() for part in item]:
                     self._event_number += 1
                     self._events.append((self._event_number, fields))
-            self._report = report
+            self._offered.append(report)
             self._news.notify_all()
+
+    def take_closed_rows(self) -> list[LedgerRow]:
+        """Return the rows of ended lives that Redis has since the last call."""
+        with self._news:
+            closed, self._closed_rows = self._closed_rows, []
+            return closed
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether Redis has everything that was offered so far, but weights and rows of learners."""
+        with self._news:
+            return not self._offered and not self._is_behind
 
     def offer_weights(self, version: Version, frames: Sequence[Buffer]) -> None:
         """Hand over the newest WEIGHTS message for a broker that starts later. Never waits.
 
-        The reporter writes at most one version a second, the newest. It skips more than 64 MiB with one line in the
-        log. Frames that are not bytes are copied.
+        The reporter writes at most one version a second, the newest, and large ones less often, as its budget says. It
+        skips more than 64 MiB, and says so once. Frames that are not bytes are copied.
         """
+        if math.isinf(self._budget.due):
+            return
         size = sum(memoryview(frame).nbytes for frame in frames)
         if size > LARGEST_BYTES:
-            log.warning(
-                "weights %s are not kept in Redis: they have %d bytes, and the limit is %d",
-                version,
-                size,
-                LARGEST_BYTES,
-            )
+            if not self._told_too_large:
+                log.warning(
+                    "weights are not kept in Redis: version %s has %d bytes, and the limit is %d; a broker that starts "
+                    "again gets them from the learner",
+                    version,
+                    size,
+                    LARGEST_BYTES,
+                )
+            self._told_too_large = True
             return
         with self._news:
             if self._weights is None or version > self._weights.version:
-                self._weights = StoredWeights(version, [_as_bytes(frame) for frame in frames])
+                self._weights = StoredBlob(version, [_as_bytes(frame) for frame in frames])
                 self._news.notify_all()
 
     def offer_rows(self, rows: Sequence[ReceivedRow]) -> None:
@@ -150,7 +193,7 @@ class RedisReporter:
             self._news.notify_all()
         self._thread.join(deadline_s + 2.0)
         with self._news:
-            return self._report is None and self._weights is None and not self._rows
+            return not self._offered and not self._is_behind and self._weights is None and not self._rows
 
     # From here on: the reporter thread.
 
@@ -180,7 +223,7 @@ class RedisReporter:
     def _next_due(self) -> float:
         closing = not math.isinf(self._closing_at)
         due = math.inf
-        if self._report is not None or self._rows or not (self._saved_read or closing):
+        if self._offered or self._is_behind or self._rows or not (self._saved_read or closing):
             due = self._not_before
         if self._weights is not None:
             due = min(due, self._not_before if closing else max(self._not_before, self._weights_not_before))
@@ -189,18 +232,23 @@ class RedisReporter:
     def _visit(self) -> None:
         """Do what is due. Reads what stands in Redis before the first write, so that nothing of it is lost."""
         with self._news:
-            saved_read, report, events = self._saved_read, self._report, list(self._events)
+            saved_read, events = self._saved_read, list(self._events)
+            offered, self._offered = self._offered, []
+            self._is_behind = self._is_behind or bool(offered)
             closing, now = not math.isinf(self._closing_at), time.monotonic()
             weights = self._weights if closing or now >= self._weights_not_before else None
             failures, rows = self._failures, list(self._rows)
+        for report in offered:
+            self._mirror.take(report)
+        self._write_ended()
         if not saved_read:
             saved = read_saved_state(self._client, self._fleet_id)
+            self._mirror.know_counters(name for counters in saved.counters.values() for name in counters)
             with self._news:
                 self._saved, self._saved_read = saved, True
                 self._news.notify_all()
-        if report is not None:
-            self._merge(report, events, failures)
-            self._forget_sent(report, events)
+        if self._is_behind:
+            self._send_report(events, failures)
         if rows:
             self._append(rows)
         if weights is not None:
@@ -213,21 +261,72 @@ class RedisReporter:
             while self._rows and self._rows[0].version <= self._rows_stored:
                 self._rows.popleft()
 
-    def _forget_sent(self, report: Report, events: list[tuple[int, list[str]]]) -> None:
+    def _send_report(self, events: list[tuple[int, list[str]]], failures: int) -> None:
+        """Send part by part what Redis lacks."""
+        if self._mirror.is_whole:
+            self._find_folded_rows()
+        others = 0
+        while (part := self._mirror.next_part()) is not None:
+            sent = events if part.is_first else []
+            newer = self._merge(part, sent, failures, after_last=not (self._mirror.is_whole and part.is_first))
+            if newer is None:
+                others += 1
+                if others > _MOST_OTHERS:
+                    raise RedisError("another broker reports to the keys of this fleet")
+                log.info("Redis at %s has lost or got something meanwhile; all is reported to it again", self._url)
+                self._mirror.forget_confirmed()
+                self._find_folded_rows()
+                continue
+            self._mirror.confirm(part)
+            self._note_sent(part, sent, newer)
+        self._mirror.is_whole = False
         with self._news:
-            if self._report is report:
-                self._report = None
+            self._is_behind = False
+
+    def _write_ended(self) -> None:
+        """Write the books of ended lives to the file, before Redis gets them, and also while it is away."""
+        if not self._mirror.has_new_ends or self._books_file is None:
+            return
+        try:
+            self._books_file.write(self._mirror.ended())
+            self._mirror.has_new_ends = self._file_failed = False
+        except OSError as error:
+            if not self._file_failed:
+                log.error("books.json cannot be written (%s): only Redis has the books of ended lives", error)
+            self._file_failed = True
+
+    def _find_folded_rows(self) -> None:
+        """Find rows in Redis whose lives are folded, and counters there: it may have lost the newest writes."""
+        ledger, sources = (keys.key_name(self._fleet_id, key) for key in (keys.LEDGER, keys.SOURCES))
+        found = [(_life(name), name) for name in RedisReader(self._client).fields(ledger)]
+        self._mirror.remove_folded([life for life, _ in found if life is not None])
+        if self._mirror.lacks_folded:
+            names = (name.split(b"/", 2)[2:] for name in RedisReader(self._client).fields(sources))
+            self._mirror.know_counters({last[0].decode(errors="replace") for last in names if last})
+
+    def _note_sent(self, part: Part, events: list[tuple[int, list[str]]], newer: set[str]) -> None:
+        names = ((row, keys.source_name(row.slot, row.incarnation)) for row in part.report.rows if row.closed)
+        closed = [row for row, name in names if name not in newer]
+        with self._news:
+            self._closed_rows += closed
             while events and self._events and self._events[0][0] <= events[-1][0]:
                 self._events.popleft()
 
-    def _store(self, weights: StoredWeights) -> None:
-        answer = self._shelf.store(weights.version, weights.frames)
+    def _store(self, weights: StoredBlob) -> None:
+        answer = self._shelf.store(
+            weights.version, weights.frames, spend=lambda nbytes: self._budget.spend(nbytes, time.monotonic())
+        )
         with self._news:
-            self._weights_not_before = time.monotonic() + WEIGHTS_INTERVAL_S
-            if self._weights is weights and answer in ("flipped", "older"):
+            self._weights_not_before = max(time.monotonic() + WEIGHTS_INTERVAL_S, self._budget.due)
+            if self._weights is weights and answer in ("flipped", "older", "foreign"):
                 self._weights = None
+        if answer == "foreign" and not self._told_foreign:
+            self._told_foreign = True
+            name = keys.key_name(self._fleet_id, keys.WEIGHTS_CURRENT)
+            log.error("%s in Redis is no string: the weights are not kept there; delete that key", name)
 
     def _note_absence(self, error: BaseException) -> None:
+        self._mirror.forget_confirmed()
         with self._news:
             self._failures += 1
             first = self._away_since is None
@@ -246,6 +345,11 @@ class RedisReporter:
         if away_since is not None:
             away_s = time.monotonic() - away_since
             log.info("Redis at %s is back after %.1f s (%d failures so far)", self._url, away_s, failures)
+
+
+def _life(name: bytes) -> SourceKey | None:
+    slot, _, incarnation = name.partition(b"/")
+    return (int(slot), int(incarnation)) if slot.isdigit() and incarnation.isdigit() else None
 
 
 def _as_bytes(frame: Buffer) -> bytes:

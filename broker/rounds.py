@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from headrace.broker.source import Source, StoredBatch
+from headrace.schemas.bounds import MOST_COUNT
 from headrace.schemas.messages import Version
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,8 @@ class Rounds:
         """Version of the weights of this round."""
         self._configured = configured
         self._workers = workers
-        self._max_env_steps = math.inf if max_env_steps is None else max_env_steps
+        self.max_env_steps = math.inf if max_env_steps is None else max_env_steps
+        """Env steps of the fleet after which no round begins."""
         self._lease_s = lease_s
         self._steps = 0
         """Steps of a round; 0 for one cut of each worker."""
@@ -102,7 +104,7 @@ class Rounds:
         self._members.update(dict.fromkeys(ready, now))
         if self._shares:
             return self._pass_on_lost_shares(ready, now)
-        if made >= self._max_env_steps:
+        if made >= self.max_env_steps:
             return False
         if self._began is None:
             self._began = now
@@ -119,7 +121,7 @@ class Rounds:
         for slot, share in _divide(steps, ready).items():
             self._shares[slot] = _Share(share, seen=ready[slot].steps, seen_at=now)
         # Frozen for the round: what others have made meanwhile depends on timing, and a module's schedule may use it.
-        self._elsewhere = {source.key: made - source.counted for source in ready.values()}
+        self._elsewhere = {source.key: min(made - source.counted, MOST_COUNT) for source in ready.values()}
         self._find_first_open()
 
     def _awaited(self, live: list[Source], ready: dict[int, Source], now: float) -> str:
@@ -205,7 +207,7 @@ class Rounds:
 
     def steps_elsewhere(self, source: Source, made: int) -> int:
         """Return the env steps of all other lives: at the time of the round's plan, or now if there are no rounds."""
-        now = made - source.counted
+        now = min(made - source.counted, MOST_COUNT)
         return self._elsewhere.get(source.key, now) if self.active else now
 
     @property

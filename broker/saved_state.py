@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 import redis
 
+from headrace.broker.redis_blob import StoredBlob
 from headrace.broker.redis_client import RedisReader
 from headrace.broker.redis_parser import HashParser, SourceKey
-from headrace.broker.redis_weights import RedisWeights, StoredWeights
+from headrace.broker.redis_weights import weights_in
 from headrace.schemas import redis_keys as keys
+from headrace.schemas.env_errors import EnvErrorRow
+from headrace.schemas.folded_lives import FoldedLives
 from headrace.schemas.ledger import LedgerRow
 from headrace.schemas.logged_metrics import SumsOfLife
 from headrace.schemas.runner_counters import Counters
@@ -23,27 +26,40 @@ class SavedState:
     """The state in Redis when the reporter first reached it. Its form is checked; the frames are not decoded yet."""
 
     rows: dict[SourceKey, LedgerRow]
+    folded: dict[int, FoldedLives]
     counters: dict[SourceKey, dict[str, int]]
     incarnations: dict[int, int]
     runner_state: dict[int, Counters]
     lease_epoch: int
     metric_sums: dict[str, SumsOfLife]
-    weights: StoredWeights | None
+    env_errors: dict[str, EnvErrorRow]
+    weights: StoredBlob | None
 
 
 def read_saved_state(client: redis.Redis, fleet_id: str) -> SavedState:
     """Read what stands in Redis for this fleet. Log and leave out what cannot be read. May raise `REDIS_FAILURES`."""
-    wanted = (keys.LEDGER, keys.SOURCES, keys.INCARNATIONS, keys.LEASE, keys.RUNNER_STATE, keys.METRIC_SUMS)
+    wanted = (
+        keys.LEDGER,
+        keys.FOLDED,
+        keys.SOURCES,
+        keys.INCARNATIONS,
+        keys.LEASE,
+        keys.RUNNER_STATE,
+        keys.METRIC_SUMS,
+        keys.ERRORS,
+    )
     raw, wrong = RedisReader(client).hashes_at_once({key.name: keys.key_name(fleet_id, key) for key in wanted})
     values = HashParser(garbage=wrong)
     saved = SavedState(
         rows=values.rows(raw["ledger"]),
+        folded=values.folded(raw["folded"]),
         counters=values.sources(raw["sources"]),
         incarnations=values.incarnations(raw["incarnations"]),
         runner_state=values.runner_state(raw["runner_state"]),
         lease_epoch=values.lease(raw["lease"]).get("epoch", 0),
         metric_sums=values.metric_sums(raw["metric_sums"]),
-        weights=RedisWeights(client, fleet_id).load(),
+        env_errors=values.env_errors(raw["errors"]),
+        weights=weights_in(client, fleet_id).load(),
     )
     for sentence in values.garbage:
         log.error("left out a value in Redis: %s", sentence)

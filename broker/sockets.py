@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -12,75 +14,120 @@ from headrace.broker.state_file import Endpoints
 from headrace.broker.zap_auth import ZapAuthenticator
 from headrace.schemas import sockets
 from headrace.schemas.config import BrokerSection, is_loopback
-from headrace.schemas.errors import ConfigError, PortInUseError
+from headrace.schemas.errors import ConfigError, PortInUseError, SocketFolderError
 from headrace.schemas.keys import BrokerKeys
-from headrace.schemas.ports import quiet_ports
+from headrace.schemas.loopback_token import ServerToken
+from headrace.schemas.port_listing import PortListing
+from headrace.schemas.port_watch import WATCH_EVENTS, PortBounds, PortWatch, connection_limit
+from headrace.schemas.ports import ports_to_try
+from headrace.schemas.socket_folder import endpoint_of, lock_socket_folder, make_socket_folder
+from headrace.schemas.wire_limits import DEFAULT_LIMITS
 
 log = logging.getLogger(__name__)
 
 Socket = zmq.Socket[bytes]
+
+_SUBSCRIPTION_BYTES = 16 << 10
+"""The most that a subscriber may send. A worker's subscription has five bytes."""
+_MOST_FRAMES = DEFAULT_LIMITS.frames + 1
+"""Frames of a message that are kept, the peer's route among them. A decoder refuses one with more."""
 
 
 class BrokerSockets:
     """The bound sockets, their endpoints, and the authenticator of their peers.
 
     Raises `PortInUseError`. Raises `ConfigError` for a host that is not this machine's, or one open to others without
-    keys.
+    keys. Raises `SocketFolderError` where Unix sockets cannot be bound for this user alone.
     """
 
-    def __init__(self, config: BrokerSection, before: Endpoints | None, keys: BrokerKeys | None) -> None:
-        _check_host(config, keys)
+    def __init__(
+        self,
+        config: BrokerSection,
+        run_dir: Path,
+        before: Endpoints | None,
+        keys: BrokerKeys | ServerToken | None,
+    ) -> None:
+        self._folder = make_socket_folder(run_dir) if config.transport == "ipc" else None
+        if self._folder is None:
+            _check_host(config, keys)
+        self._lock = lock_socket_folder(self._folder) if self._folder is not None else None
         self._context = zmq.Context()
         self.auth = ZapAuthenticator(self._context, keys)
-        max_frame = config.max_batch_bytes + (1 << 20)
-        limits = {"MAXMSGSIZE": max_frame}
+        self.watches: dict[Socket, PortWatch] = {}
+        """The watch over the connections of each socket."""
+        places = connection_limit(config.max_connections, ports=3)
+        batches = PortBounds(places, config.max_batch_bytes + (1 << 20), config.max_held_bytes)
+        versions = PortBounds(places, DEFAULT_LIMITS.payload_bytes + (1 << 20), config.max_held_bytes)
+        listeners = PortBounds(places, _SUBSCRIPTION_BYTES, admits_all=True)
         try:
-            self.workers, worker = self._bind(config, "worker", config.worker_port, before, limits)
-            self.learners, learner = self._bind(config, "learner", config.learner_port, before, {})
-            self.weights, weights = self._bind(config, "weights", config.weights_port, before, {})
+            self.workers, worker = self._bind(config, "worker", before, batches)
+            self.learners, learner = self._bind(config, "learner", before, versions)
+            self.weights, weights = self._bind(config, "weights", before, listeners)
         except BaseException:
+            self._end_watches()
             self._context.destroy(linger=0)
+            self._unlock()
             raise
         self.endpoints = Endpoints(worker=worker, learner=learner, weights=weights)
+        listed = keys.word if isinstance(keys, ServerToken) else ""
+        self._listing = PortListing((worker, learner, weights) if listed else (), listed)
 
     def _bind(
-        self, config: BrokerSection, role: str, port: int, before: Endpoints | None, limits: dict[str, int]
+        self, config: BrokerSection, role: str, before: Endpoints | None, bounds: PortBounds
     ) -> tuple[Socket, str]:
-        """Bind one socket: to its configured port, else to the one it had before, else to a free one."""
+        """Bind one socket: to its place in the folder of Unix sockets, or to a port."""
         kind, options = (zmq.XPUB, sockets.XPUB) if role == "weights" else (zmq.ROUTER, sockets.ROUTER)
         socket = self._context.socket(kind)
-        for name, value in (options | limits | {"IPV6": int(":" in config.host)}).items():
+        waiting = {"SNDHWM": sockets.MOST_WAITING} if role == "worker" else {}
+        # Unix sockets are for this user alone, even if the folder is opened to others later.
+        family = {"IPV6": int(":" in config.host)} if self._folder is None else {"IPC_FILTER_UID": os.geteuid()}
+        limits = waiting | {"MAXMSGSIZE": bounds.message_bytes} | family
+        for name, value in (options | limits).items():
             socket.setsockopt(getattr(zmq, name), value)
-        self.auth.guard(socket, role)
-        address = f"tcp://{_bracketed(config.host)}"
-        if port == 0 and before is not None:
-            port = int(getattr(before, role).rpartition(":")[2])
-        candidates = [port] if port else [*quiet_ports(), "*"]
-        for candidate in candidates:
-            endpoint = f"{address}:{candidate}"
-            try:
-                socket.bind(endpoint)
-                break
-            except zmq.ZMQError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise ConfigError(f"{config.host!r} cannot be bound: {error}", key="broker.host") from error
+        on_failure = self.auth.guard(socket, role)
+        self.watches[socket] = PortWatch(role, socket.get_monitor_socket(WATCH_EVENTS), bounds, on_failure)
+        if self._folder is not None:
+            _bind_in_folder(socket, self._folder, role)
         else:
-            raise PortInUseError(endpoint)
+            _bind_to_port(socket, config, role, before)
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def close(self) -> None:
         """Close all sockets; messages already sent have half a second to leave."""
+        self._listing.remove()
+        self._end_watches()
         self._context.destroy(linger=500)
+        if self._folder is not None:
+            for role in Endpoints.model_fields:
+                (self._folder / role).unlink(missing_ok=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        """Give the folder of Unix sockets back, once none of them is bound."""
+        if self._lock is not None:
+            os.close(self._lock)
+
+    def _end_watches(self) -> None:
+        for socket, watch in self.watches.items():
+            socket.disable_monitor()
+            watch.close()
+        self.watches.clear()
 
 
 def receive(socket: Socket) -> list[zmq.Frame] | None:
-    """Return the next message, its frames without a copy; None if there is none."""
+    """Return the next message, its frames without a copy; None if there is none.
+
+    Of a message with more frames than any decoder takes, the rest is read and dropped.
+    """
     try:
         frames = [socket.recv(sockets.DONTWAIT, copy=False)]
     except zmq.Again:
         return None
-    while frames[-1].more:
-        frames.append(socket.recv(sockets.DONTWAIT, copy=False))
+    last = frames[0]
+    while last.more:
+        last = socket.recv(sockets.DONTWAIT, copy=False)
+        if len(frames) <= _MOST_FRAMES:
+            frames.append(last)
     return frames
 
 
@@ -91,13 +138,41 @@ def send(socket: Socket, frames: list[Any]) -> None:
     socket.send(frames[-1], sockets.DONTWAIT, copy=False)
 
 
+def _bind_in_folder(socket: Socket, folder: Path, role: str) -> None:
+    """Bind a Unix socket. It takes the place of one that a dead broker has left."""
+    try:
+        socket.bind(endpoint_of(folder, role))
+    except zmq.ZMQError as error:
+        reason = f"no socket can be made in it ({error}); name a run directory on another disk, or set"
+        raise SocketFolderError(str(folder), f"{reason} broker.transport = 'tcp'") from error
+
+
+def _bind_to_port(socket: Socket, config: BrokerSection, role: str, before: Endpoints | None) -> None:
+    """Bind to the configured port, else to the one it had before, else to a free one."""
+    endpoint, earlier = "", getattr(before, role, "")
+    port_before = int(earlier.rpartition(":")[2]) if earlier.startswith("tcp:") else 0
+    for port in ports_to_try(getattr(config, f"{role}_port") or port_before):
+        endpoint = f"tcp://{_bracketed(config.host)}:{port}"
+        try:
+            socket.bind(endpoint)
+            return
+        except zmq.ZMQError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise ConfigError(f"{config.host!r} cannot be bound: {error}", key="broker.host") from error
+    raise PortInUseError(endpoint)
+
+
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
-def _check_host(config: BrokerSection, keys: BrokerKeys | None) -> None:
+def _check_host(config: BrokerSection, keys: BrokerKeys | ServerToken | None) -> None:
     """Refuse a host off loopback without keys unless `allow_insecure` is set: any machine could connect and listen."""
-    if keys is not None or is_loopback(config.host):
+    if keys is not None:
+        return
+    if is_loopback(config.host):
+        if config.allow_insecure:
+            log.warning("every user of this machine is served without a token, since broker.allow_insecure = true")
         return
     if not config.allow_insecure:
         raise ConfigError(

@@ -7,13 +7,17 @@ Redis after a restart of the broker. The longer history always wins.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from headrace.broker.worker_figures import WorkerFigures
 from headrace.schemas.ledger import Count, Drop, LedgerRow, Settled, WorkerTotals, plus
 from headrace.schemas.logged_metrics import LoggedMetrics
-from headrace.schemas.messages import HeldBatch, ModuleShapes, Version, WeightsRefusal
+from headrace.schemas.messages import HeldBatch, ModuleShapes, Version, WeightsRefusal, WorkerHello
+from headrace.schemas.open_episodes import OpenEpisodes
 from headrace.schemas.wire import Buffer
+from headrace.schemas.worker_figures import Ports
 
 Peer = bytes
 """The routing id of one connection; a reconnect is another peer."""
@@ -62,21 +66,33 @@ class Source:
     held: dict[int, StoredBatch] = field(default_factory=dict)
     with_learner: dict[int, HeldBatch] = field(default_factory=dict)
     """Batches that the learner has, and that this broker (restarted since) has not yet accepted."""
+    logged: dict[int, tuple[StoredBatch, WorkerTotals]] = field(default_factory=dict)
+    """Batches that an earlier broker logged, with the totals as of each. They are accepted once their turn comes."""
+    unlogged: deque[int] = field(default_factory=deque)
+    """Accepted batches that the log has not written yet, where acknowledgements wait for it."""
     totals: WorkerTotals = field(default_factory=WorkerTotals)
     """The worker's totals as of batch `accepted`; older only between a restart and the next batch."""
+    dropped: dict[str, list[int]] = field(default_factory=dict)
+    """Batches that the broker has dropped and that are not settled yet: numbers by reason."""
     left: dict[int, HeldBatch] = field(default_factory=dict)
     """Batches that a closed incarnation left behind and no broker accepted."""
     left_reason: str = ""
     end_reason: str = ""
     end_due: bool = False
-    """True if the present learner must be told of the end, again after each reconnect."""
+    """True if a learner must be told of the end, again after each reconnect, until its user has taken it."""
+    end_taken: bool = False
+    """True once a learner's user has taken the end, whichever broker it told so."""
+    open_episodes: OpenEpisodes | None = None
+    """Episodes that the worker left open, until a learner's user has taken the end."""
     closed: bool = False
     silent_until: float = 0.0
     host: str = ""
     pid: int = 0
     """Process id on `host`; the worker reports both."""
+    headrace_version: str = ""
+    """As the worker tells it; "" if it does not."""
     weights: Version = (0, 0)
-    """The newest weights that its worker is known to act with: from a heartbeat or a batch."""
+    """The newest weights that its worker is known to act with: from a HELLO, a heartbeat or a batch."""
     blocked: str = ""
     metrics: LoggedMetrics = field(default_factory=dict)
     """Metrics that callbacks have logged, as of the worker's last heartbeat."""
@@ -89,6 +105,18 @@ class Source:
     """Shapes of the weights that its worker loads, by module and name."""
     refused: WeightsRefusal | None = None
     """The newest weights that its worker could not load."""
+    env_failures: int = 0
+    """Failures of its envs, as of the worker's last heartbeat."""
+    env_failure: str = ""
+    """The newest of them in words."""
+    env_failed_at: float = 0.0
+    """Time at which the broker heard of it."""
+    env_silence_s: float = 0.0
+    """Seconds for which none of its envs had answered, as of the worker's last heartbeat."""
+    ports: Ports | None = None
+    """Where env hosts and clients reach its worker, as of the worker's last heartbeat."""
+    figures: WorkerFigures = field(default_factory=WorkerFigures)
+    """Figures that its worker measures of itself. People read them; the broker decides nothing by them."""
     batch_bytes: int = 0
     """Bytes of the largest recent batch, from which credit is computed; 0 before the first one."""
     told: int = 0
@@ -96,6 +124,16 @@ class Source:
     row: LedgerRow | None = None
     restored: LedgerRow | None = None
     """The final books, when an earlier broker closed them."""
+    met_at: float | None = None
+    """Time at which its worker first joined this broker; None for a life known only from others."""
+    native: bool = False
+    """True if the life began with this broker, which has seen all of it."""
+    brought: int = 0
+    """The largest counter of the life when its worker joined."""
+    counters_met: dict[str, int] = field(default_factory=dict)
+    """Lifetime counters of its slot when its worker joined, by `flat_counters`."""
+    cut: WorkerTotals = field(default_factory=WorkerTotals)
+    """The totals with the highest number of a batch that its worker, its recorder or Redis told."""
     made_before: int = 0
     """Env steps that earlier brokers knew of, from Redis. Live workers report theirs again; they are the same steps."""
     counted: int = 0
@@ -116,6 +154,56 @@ class Source:
         """Return the env steps of this life, by the newest totals that this broker or an earlier one got."""
         return max(self.totals.steps_of_envs, self.made_before)
 
+    @property
+    def acknowledged(self) -> int:
+        """Return the number up to which the worker may be told that batches are accepted."""
+        return max(self.settled.seq, self.unlogged[0] - 1) if self.unlogged else self.accepted
+
+    def note_logged(self, seq: int) -> None:
+        """Note that the log has written the batches up to `seq`, or lets them go."""
+        while self.unlogged and self.unlogged[0] <= seq:
+            self.unlogged.popleft()
+
+    def is_over(self, seq: int) -> bool:
+        """Return whether batch `seq` is settled, or can no longer be accepted."""
+        return seq <= self.settled.seq or (self.closed and seq > self.accepted)
+
+    def meet(self, hello: WorkerHello, counters: dict[str, int], now: float) -> None:
+        """Note that the worker has joined this broker for the first time, and with what."""
+        if self.met_at is None:
+            self.met_at, self.counters_met = now, counters
+            self.brought = max(hello.totals.largest, self.made_before)
+            before = self.brought or hello.totals.seq or self.accepted or self.cut.seq
+            self.native = not before and hello.weights == (0, 0)
+
+    def take_totals(self, totals: WorkerTotals) -> None:
+        """Take newer totals as of batch `accepted`. Equal ones leave the row as it is."""
+        if totals.__dict__ != self.totals.__dict__:
+            self.totals = totals
+
+    def know_cut(self, totals: WorkerTotals) -> None:
+        """Note how many batches the worker has cut. No batch after them can be settled, or with a learner."""
+        if totals.seq >= self.cut.seq:
+            self.cut = totals
+
+    def dispute(self, settled: Settled) -> str:
+        """Return why a learner cannot have settled this; "" if it can."""
+        total, shipped = settled.total(), (self.cut.shipped, self.cut.shipped_chunks)
+        if settled.seq <= self.settled.seq:
+            return ""
+        if settled.seq > (self.accepted if self.native else self.cut.seq):
+            return f"batch {settled.seq} is settled; {self.cut.seq} are cut and {self.accepted} accepted"
+        if settled.seq <= self.accepted:
+            known = self.settled.total()
+            for held in self.held.values():  # in order of seq
+                if held.seq > settled.seq:
+                    break
+                known = plus(known, held.count)
+            return f"{total} settled by batch {settled.seq}, not {known}" if total != known else ""
+        if total[0] > shipped[0] or total[1] > shipped[1] or (settled.seq == self.cut.seq and total != shipped):
+            return f"{total} settled by batch {settled.seq}; {shipped} are shipped by batch {self.cut.seq}"
+        return ""
+
     def progress(self) -> int:
         """Return a number that grows by one with each batch accepted and with each settled."""
         return self.accepted + self.settled.seq
@@ -123,12 +211,13 @@ class Source:
     def accept(self, held: StoredBatch, totals: WorkerTotals) -> None:
         """Take batch `accepted + 1`."""
         known = self.with_learner.pop(held.seq, None)
-        if known is not None:
+        if known is not None and (known.steps, known.chunks) == held.count:
             held.mark_given()
         self.accepted = held.seq
         self.accepted_count = plus(self.accepted_count, held.count)
         self.held[held.seq] = held
         self.totals = totals
+        self.know_cut(totals)
         self.weights = max(self.weights, held.weights)  # news between two heartbeats, for the lag that people see
         self.batch_bytes = max(held.nbytes, self.batch_bytes * 15 // 16)
 
@@ -141,7 +230,7 @@ class Source:
             gone.append(self.held.pop(seq))
         for seq in [seq for seq in self.with_learner if seq <= settled.seq]:
             del self.with_learner[seq]
-        self.settled = settled
+        self._settle(settled)
         for seq in [seq for seq in self.left if seq <= settled.seq]:
             del self.left[seq]
         if settled.seq > self.accepted:
@@ -152,13 +241,29 @@ class Source:
         """Settle dropped batches that are first in line; this needs no learner's commit."""
         gone = []
         while (held := self.held.get(self.settled.seq + 1)) is not None and held.dropped and not held.with_learner:
-            self.settled = self.settled.add((0, 0), {held.dropped: held.count})
+            self._settle(self.settled.add((0, 0), {held.dropped: held.count}))
             gone.append(self.held.pop(held.seq))
         return gone
 
-    def adopt_with_learner(self, now: float) -> None:
-        """Accept, without their bytes, the next batches in line that only the learner has: their worker is gone."""
+    def drop(self, held: StoredBatch, reason: str) -> None:
+        """Decide that the learner does not get a batch. Its worker is told, and need not keep its bytes."""
+        held.dropped = reason
+        self.dropped.setdefault(reason, []).append(held.seq)
+
+    def _settle(self, settled: Settled) -> None:
+        self.settled = settled
+        if self.dropped:
+            later = {reason: [seq for seq in seqs if seq > settled.seq] for reason, seqs in self.dropped.items()}
+            self.dropped = {reason: seqs for reason, seqs in later.items() if seqs}
+
+    def adopt_with_learner(self, now: float, left: Mapping[int, HeldBatch] | None = None) -> None:
+        """Accept, without their bytes, the next batches in line that only the learner has: their worker is gone.
+
+        `left` are the batches that the worker left behind by number, where that is known: the learner's must be equal.
+        """
         while (known := self.with_learner.get(self.accepted + 1)) is not None:
+            if left is not None and left.get(known.seq) != known:
+                return
             self.accept(StoredBatch(known.seq, known.steps, known.chunks, 0, None, 0, now), self.totals)
 
     def close(self, totals: WorkerTotals, window: list[HeldBatch], reason: str) -> None:
@@ -178,6 +283,16 @@ class Source:
         self.closed = True
         self.peer = None
 
+    def rest_of(self, totals: WorkerTotals) -> list[HeldBatch]:
+        """Return the batches cut by `totals` and not accepted here as one, for a life whose recorder is lost too.
+
+        An earlier broker had accepted them. Only their sum is known.
+        """
+        if totals.seq <= self.accepted:
+            return []
+        steps, chunks = totals.shipped - self.accepted_count[0], totals.shipped_chunks - self.accepted_count[1]
+        return [HeldBatch(seq=totals.seq, steps=steps, chunks=chunks)] if steps >= 0 and chunks > 0 else []
+
     def lost(self) -> dict[str, Count]:
         """Return batches cut and never accepted, by name; known once the incarnation is closed."""
         total: Count = (0, 0)
@@ -188,12 +303,14 @@ class Source:
     def ledger_row(self) -> LedgerRow | None:
         """Return the books as of the last moment at which the worker's totals covered exactly the batches accepted."""
         if self.restored is not None:
-            return self.restored
+            return self.restored.model_copy(update={"end_taken": self.end_taken})
         if self.closed or self.totals.seq == self.accepted:
             held: Count = (0, 0)
             for batch in self.held.values():
                 held = plus(held, batch.count)
-            self.row = LedgerRow(
+            if self._is_in_row(held):
+                return self.row
+            self.row = LedgerRow.model_construct(  # its parts are checked, and thousands are made in a report
                 slot=self.slot,
                 incarnation=self.incarnation,
                 totals=self.totals,
@@ -202,8 +319,17 @@ class Source:
                 settled=self.settled,
                 lost=self.lost(),
                 closed=self.closed,
+                end_taken=self.end_taken,
             )
         return self.row
+
+    def _is_in_row(self, held: Count) -> bool:
+        row = self.row
+        if row is None or row.totals is not self.totals or row.settled is not self.settled:
+            return False
+        return (
+            row.accepted == self.accepted_count and row.held == held and row.closed == self.closed and not self.closed
+        )
 
     def waiting(self) -> Iterator[StoredBatch]:
         """Return the held batches that the learner was not told of yet, in order."""

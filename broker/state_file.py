@@ -6,6 +6,7 @@ twice, with Redis or without.
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -13,7 +14,12 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headrace.broker.limits import BrokerState
-from headrace.schemas.errors import RunDirError
+from headrace.schemas.bounds import MOST_EPOCH, MOST_LIVES
+from headrace.schemas.errors import RunDirError, write_error
+from headrace.schemas.key_files import is_group
+from headrace.schemas.run_files import replace_private
+
+log = logging.getLogger(__name__)
 
 
 class Endpoints(BaseModel):
@@ -35,10 +41,11 @@ class BrokerFile(BaseModel):
     epoch: int = 0
     learner_token: str = ""
     incarnations: dict[int, int] = {}
+    owners: dict[int, str] = {}
 
     def state(self) -> BrokerState:
         """Return the part of it from which the broker's core goes on."""
-        return BrokerState(self.epoch, self.learner_token, dict(self.incarnations))
+        return BrokerState(self.epoch, self.learner_token, dict(self.incarnations), dict(self.owners))
 
 
 def file_path(run_dir: Path) -> Path:
@@ -49,16 +56,33 @@ def file_path(run_dir: Path) -> Path:
 def read_broker_file(run_dir: Path) -> BrokerFile | None:
     """Read what an earlier broker of this run directory left; None without one.
 
-    Raises `RunDirError` for a damaged file.
+    A number out of bounds, which a broker took from a peer before it judged numbers, is logged and left out. Raises
+    `RunDirError` for a damaged file.
     """
     path = file_path(run_dir)
     try:
-        return BrokerFile.model_validate(orjson.loads(path.read_bytes()))
+        return _without_impossible(BrokerFile.model_validate(orjson.loads(path.read_bytes())))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, ValidationError) as error:
         reason = f"{path.name} is damaged ({type(error).__name__}); remove it only if no worker of the fleet lives"
         raise RunDirError(str(run_dir), reason) from error
+
+
+def _without_impossible(file: BrokerFile) -> BrokerFile:
+    known = {slot: n for slot, n in file.incarnations.items() if 0 <= slot <= MOST_LIVES and 0 <= n <= MOST_LIVES}
+    wrong = [f"incarnation {n} of slot {slot}" for slot, n in file.incarnations.items() if slot not in known]
+    owners = {slot: group for slot, group in file.owners.items() if 0 <= slot <= MOST_LIVES and is_group(group)}
+    wrong += [f"owner {group!r} of slot {slot}" for slot, group in file.owners.items() if slot not in owners]
+    update: dict[str, object] = {"incarnations": known, "owners": owners}
+    if not 0 <= file.epoch <= MOST_EPOCH:
+        wrong.append(f"learner epoch {file.epoch}")
+        update |= {"epoch": 0, "learner_token": ""}
+    for what in wrong:
+        log.error(
+            "broker.json: %s is out of bounds and ignored; numbering goes on from what Redis and peers know", what
+        )
+    return file.model_copy(update=update)
 
 
 def write_broker_file(run_dir: Path, fleet_id: str, endpoints: Endpoints, state: BrokerState) -> None:
@@ -70,12 +94,10 @@ def write_broker_file(run_dir: Path, fleet_id: str, endpoints: Endpoints, state:
         epoch=state.epoch,
         learner_token=state.learner_token,
         incarnations=state.incarnations,
+        owners=state.owners,
     )
     path = file_path(run_dir)
-    beside = path.with_suffix(".new")
     try:
-        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(orjson.dumps(content.model_dump(mode="json"), option=orjson.OPT_NON_STR_KEYS))
-        beside.replace(path)
+        replace_private(path, orjson.dumps(content.model_dump(mode="json"), option=orjson.OPT_NON_STR_KEYS))
     except OSError as error:
-        raise RunDirError(str(run_dir), error.strerror or str(error)) from error
+        raise write_error(str(path), error, "the broker's state") from error

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
+from headrace.schemas.bounds import MOST_COUNT
 from headrace.schemas.logged_metrics import LoggedMetric, LoggedMetrics, SumsOfLife
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ def _sums(metrics: LoggedMetrics) -> dict[str, float]:
 def _merge(metrics: Sequence[LoggedMetric]) -> LoggedMetric | None:
     reduce = metrics[0].reduce
     same = [metric for metric in metrics if metric.reduce == reduce]
-    count = min(sum(metric.count for metric in same), (1 << 63) - 1)
+    count = min(sum(metric.count for metric in same), MOST_COUNT)
     if reduce == "sum":
         return LoggedMetric(reduce=reduce, value=_sum(metric.value for metric in same), count=count)
     if reduce == "mean":

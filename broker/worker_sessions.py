@@ -2,35 +2,67 @@
 
 from __future__ import annotations
 
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from headrace.broker.acknowledgements import Acknowledgements
 from headrace.broker.batch_store import BatchStore
+from headrace.broker.claims import flat_counters
 from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.outbox import Outbox
+from headrace.broker.slot_owners import OTHER_GROUP, SlotOwners, of_group
 from headrace.broker.source import Peer, Source, StoredBatch
+from headrace.broker.waiting_ends import WaitingEnds
 from headrace.schemas.batch import BatchHeader
+from headrace.schemas.compression import readable_encodings
+from headrace.schemas.errors import DecodeError
 from headrace.schemas.ledger import Discard
 from headrace.schemas.messages import (
+    Ack,
     Bye,
     Fenced,
     Heartbeat,
     LastWords,
     Obituary,
+    Reject,
     Skip,
     SupervisorHello,
     WorkerHello,
     WorkerWelcome,
     tellable_shapes,
 )
-from headrace.schemas.module_spaces import told_by_module
+from headrace.schemas.module_spaces import module_spaces_from_json, told_by_module
 from headrace.schemas.runner_counters import Counters, larger
+from headrace.schemas.tokens import same_token
 from headrace.schemas.wire import Buffer
+
+log = logging.getLogger(__name__)
 
 FIRST_ASSIGNED_SLOT = 1000
 """Slots below this belong to supervisors, which name them. A worker that names none gets one from here on."""
 
+UNHEARD_S = 60.0
+"""Seconds after the lease of a life that a newer one has followed, until which its supervisor may tell of its end.
+
+A supervisor kills a silent worker after `supervisor.zombie_grace_s`, and then tells.
+"""
+
+_LOOK_S = 1.0
+_FORGET_SUPERVISOR_S = 600.0
 _LONGEST_HOST = 64
+_MOST_SUPERVISORS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Supervisor:
+    heard: float
+    """Time at which it last said HELLO, as it does with every obituary."""
+    group: str | None
+    """The group of its key; None without keys."""
 
 
 class WorkerSessions:
@@ -44,59 +76,86 @@ class WorkerSessions:
         store: BatchStore,
         outbox: Outbox,
         acks: Acknowledgements,
+        owners: SlotOwners,
+        is_final: Callable[[Source], bool],
     ) -> None:
         self.fleet_id = fleet_id
+        self._is_final = is_final
         self.spaces: dict[str, Any] = {}
+        self._spaces_are_own = False
+        """True once a worker of the fleet's own group has told them."""
         self.peers: dict[Peer, Source] = {}
         self._limits = limits
         self._state = state
         self._store = store
         self._outbox = outbox
         self._acks = acks
-        self._obituaries: dict[tuple[int, int], tuple[Peer, LastWords]] = {}
-        self._supervisors: set[Peer] = set()
+        self._owners = owners
+        self._ends = WaitingEnds()
+        self.supervisors: dict[Peer, _Supervisor] = {}
+        self.last_close_at = math.inf
+        """Time at which the books of all lost lives are closed that a newer one has followed; inf without any."""
+        self._next_look = 0.0
+        self._began = math.inf
+        """Time of the first tick."""
 
     # -- joining ------------------------------------------------------------------------------------------------------
 
-    def on_hello(self, peer: Peer, hello: WorkerHello, now: float) -> None:
-        """Handle a worker's HELLO: give it its slot and incarnation, if they are still its own."""
+    def on_hello(self, peer: Peer, hello: WorkerHello, now: float, group: str | None) -> None:
+        """Handle a worker's HELLO: give it its slot and incarnation, if they are still its own.
+
+        The slot it names is one that its `group` may have.
+        """
         if not self._same_fleet(peer, hello.fleet_id):
             return
-        if not self._same_spaces(peer, hello):
-            self._refuse_life(peer, hello)
+        if hello.slot is not None and self._store.is_folded(hello.slot, hello.incarnation):
+            self._fence_folded(peer, hello.slot, hello.incarnation)
             return
-        source = self._place(hello)
+        if not self._same_spaces(peer, hello, group):
+            self.refuse_life(peer, hello)
+            return
+        source = self._place(hello, now, group)
         slot, highest = source.slot, self._state.incarnations.get(source.slot, 0)
-        self._store.merge_settled(source, hello.settled)
-        if source.incarnation < highest or source.ended:
-            self._fence(peer, source)
-            return
-        if source.token not in ("", hello.token):
+        if source.token and not same_token(source.token, hello.token) and not source.ended:
             detail = f"slot {slot} incarnation {source.incarnation} already belongs to another process"
             self._outbox.reject(peer, "slot_taken", detail)
             return
+        if source.incarnation < highest or source.ended:
+            self._fence(peer, source)
+            return
+        source.meet(hello, flat_counters(self._state.counters.get(slot, {})), now)
+        self._store.merge_settled(source, hello.settled)
+        self._store.prove(source, hello.totals)
         source.token = hello.token
         self._supersede(slot, source.incarnation, now)
+        self._owners.take(slot, group)
         self._state.incarnations[slot] = source.incarnation
         self._attach(peer, source, hello, now)
         self._outbox.send(peer, self._welcome(source))
 
-    def _place(self, hello: WorkerHello) -> Source:
+    def _place(self, hello: WorkerHello, now: float, group: str | None) -> Source:
         """Return the source that a HELLO asks for.
 
         A HELLO that names none, repeated because the answer was slow, gets the same source again.
         """
         if not hello.incarnation:
-            given = next((source for source in self.peers.values() if source.token == hello.token), None)
-            if given is not None:
+            given = next((source for source in self.peers.values() if same_token(source.token, hello.token)), None)
+            if given is not None and self._owners.may_join(given.slot, group):
                 return given
-        slot = hello.slot if hello.slot is not None else self._free_slot()
+        slot = hello.slot if hello.slot is not None else self._free_slot(group, now)
         return self._store.source(slot, hello.incarnation or self._state.incarnations.get(slot, 0) + 1)
 
-    def on_supervisor_hello(self, peer: Peer, hello: SupervisorHello, now: float) -> None:
-        """Note a supervisor, which may report deaths from now on. Refuse one of another fleet; ours gets no answer."""
+    def on_supervisor_hello(self, peer: Peer, hello: SupervisorHello, now: float, group: str | None) -> None:
+        """Note a supervisor, which may report deaths from now on. Refuse one of another fleet; ours gets no answer.
+
+        Once the fleet's own drains it, workers pause.
+        """
         if self._same_fleet(peer, hello.fleet_id):
-            self._supervisors.add(peer)
+            if len(self.supervisors) >= _MOST_SUPERVISORS and peer not in self.supervisors:
+                del self.supervisors[min(self.supervisors, key=lambda known: self.supervisors[known].heard)]
+            self.supervisors[peer] = _Supervisor(now, group)
+            if hello.draining and group in (None, self._owners.own_group):
+                self._store.end_sampling()
 
     def _same_fleet(self, peer: Peer, fleet_id: str) -> bool:
         if fleet_id != self.fleet_id:
@@ -104,10 +163,32 @@ class WorkerSessions:
             self._outbox.reject(peer, "wrong_fleet", detail)
         return fleet_id == self.fleet_id
 
-    def _same_spaces(self, peer: Peer, hello: WorkerHello) -> bool:
+    def check_spaces(self, hello: WorkerHello) -> None:
+        """Raise `DecodeError` if no learner could read the spaces that a worker tells."""
+        if hello.spaces and told_by_module(hello.spaces) != self.spaces:
+            module_spaces_from_json(hello.spaces)
+
+    def recover_spaces(self, told: dict[str, Any]) -> None:
+        """Take the spaces that an earlier broker logged, if they can be read. Earlier versions logged any."""
+        try:
+            if told and not self.spaces:
+                module_spaces_from_json(told)
+                self.spaces, self._spaces_are_own = told, self._owners.own_has_joined()
+        except DecodeError as error:
+            log.warning("broker log: its spaces cannot be read and are ignored: %s", error.detail)
+
+    def forget_unused_spaces(self) -> None:
+        """Forget the spaces of workers that are gone and left no batch. Call it only while no learner knows them."""
+        if self._store.held_batches():
+            return
+        if not any(s.introduced and (s.peer is not None or s.accepted) for s in self._store.sources.values()):
+            self.spaces = {}
+
+    def _same_spaces(self, peer: Peer, hello: WorkerHello, group: str | None) -> bool:
         told = told_by_module(hello.spaces)
-        self.spaces = self.spaces or told
-        if told and told != self.spaces:
+        if told and self._may_tell_spaces(group):
+            self._tell_spaces(told, group)
+        if told and self.spaces and told != self.spaces:
             detail = (
                 "this worker's observation or action space differs from the fleet's; give every worker the same env "
                 "and env_config, or start a fleet of its own for the other env"
@@ -116,42 +197,81 @@ class WorkerSessions:
             return False
         return True
 
-    def _refuse_life(self, peer: Peer, hello: WorkerHello) -> None:
+    def _may_tell_spaces(self, group: str | None) -> bool:
+        """Return whether a worker of this group tells the fleet's spaces: the first to tell, the fleet's own first.
+
+        Other groups tell them only as long as no worker of the fleet's own group has ever joined.
+        """
+        if group is None:
+            return not self.spaces
+        if group != self._owners.own_group:
+            return not self.spaces and not self._owners.own_has_joined()
+        return not self.spaces or not self._spaces_are_own
+
+    def _tell_spaces(self, told: dict[str, Any], group: str | None) -> None:
+        before, self.spaces, self._spaces_are_own = self.spaces, told, group == self._owners.own_group
+        if group is not None and told != before:
+            for peer in [peer for peer, source in self.peers.items() if source.introduced]:
+                self.expel(peer)
+                self._outbox.ask_hello(peer, "say HELLO again: the fleet's spaces are known now")
+
+    def refuse_life(self, peer: Peer, hello: WorkerHello) -> None:
         """Close the books of a worker that joined and is refused now that its envs are known. It has taken no step."""
         source = self.peers.get(peer)
-        if source is not None and source.token == hello.token and not source.accepted:
+        if source is not None and same_token(source.token, hello.token) and not source.accepted:
             self.forget_peer(source)
             source.close(source.totals, [], Discard.SHUTDOWN)
             self._store.end(source, Discard.SHUTDOWN)
 
-    def _free_slot(self) -> int:
-        taken = {source.slot for source in self.peers.values()}
-        slots = range(FIRST_ASSIGNED_SLOT, FIRST_ASSIGNED_SLOT + len(taken) + 1)
-        return next(slot for slot in slots if slot not in taken)
+    def _free_slot(self, group: str | None, now: float) -> int:
+        taken = {source.slot for source in self.peers.values()} | self._awaited(now)
+        brokers = self._limits.brokers
+        first = max(FIRST_ASSIGNED_SLOT, self._limits.workers)
+        slots = count(first + (self._limits.index - first) % brokers, brokers)
+        return next(slot for slot in slots if slot not in taken and self._owners.may_join(slot, group))
+
+    def _awaited(self, now: float) -> set[int]:
+        """Return the slots whose workers may be on their way to this broker, which has just started.
+
+        Another worker in such a slot would end the one that has it.
+        """
+        if now > self._began + self._limits.lease_s:
+            return set()
+        newest = self._state.incarnations.items()
+        return {slot for slot, incarnation in newest if not self._store.has_ended(slot, incarnation)}
 
     def _supersede(self, slot: int, incarnation: int, now: float) -> None:
         """Fence every older life of this slot: none of its later batches counts."""
-        for source in self._store.sources.values():
-            if source.slot == slot and source.incarnation < incarnation and not source.ended:
-                source.adopt_with_learner(now)
+        for source in self._store.by_slot.get(slot, {}).values():
+            if source.incarnation < incarnation and not source.ended:
+                self._store.take_left(source, now)
                 if source.peer is not None:
                     self._fence(source.peer, source)
                     self.forget_peer(source)
-                self._store.end(source, Discard.FENCED)
+                self._store.fence(source)
+                if source.met_at is None:
+                    source.silent_until = now
 
     def _fence(self, peer: Peer, source: Source) -> None:
         detail = f"slot {source.slot} has a newer incarnation than {source.incarnation}; this one must stop"
         self._outbox.send(peer, Fenced(detail=detail, accepted=source.accepted, settled=source.settled))
 
+    def _fence_folded(self, peer: Peer, slot: int, incarnation: int) -> None:
+        detail = f"incarnation {incarnation} of slot {slot} has ended, and its books are closed; this one must stop"
+        self._outbox.send(peer, Fenced(detail=detail))
+
     def _attach(self, peer: Peer, source: Source, hello: WorkerHello, now: float) -> None:
         self.forget_peer(source)
+        self._store.unreported.add(source.key)
         source.peer = peer
         self.peers[peer] = source
         source.host, source.pid = hello.host[:_LONGEST_HOST], hello.pid
+        source.headrace_version = hello.headrace_version
         source.silent_until = now + self._limits.lease_s + hello.silence_s
         source.introduced = bool(hello.spaces)
         source.num_envs, source.cut_steps = max(1, hello.num_envs), max(1, hello.cut_steps)
         source.weight_shapes = tellable_shapes(hello.weight_shapes)
+        source.weights = max(source.weights, hello.weights)
         if hello.totals.seq == source.accepted:
             source.totals = hello.totals
 
@@ -159,14 +279,37 @@ class WorkerSessions:
         """Forget this source's connection; send nothing to it any more."""
         if source.peer is not None:
             self.peers.pop(source.peer, None)
+            self._store.unreported.add(source.key)
             source.peer = None
+
+    def expel(self, peer: Peer) -> None:
+        """Forget a connection that the broker ends, of a worker or a supervisor."""
+        self.supervisors.pop(peer, None)
+        source = self.peers.get(peer)
+        if source is not None:
+            self.forget_peer(source)
+
+    def heeded(self) -> list[Source]:
+        """Return the connected workers whose word about weights counts: the fleet's own.
+
+        They are all of them without keys, or where no worker of the fleet's own group has ever joined.
+        """
+        workers = list(self.peers.values())
+        if not self._state.owners or not self._owners.own_has_joined():
+            return workers
+        return [source for source in workers if self._owners.owner(source.slot) == self._owners.own_group]
+
+    def heeds(self, source: Source) -> bool:
+        """Return whether a connected worker is one of those `heeded`."""
+        is_own = not self._state.owners or self._owners.owner(source.slot) == self._owners.own_group
+        return is_own or not self._owners.own_has_joined()
 
     def _welcome(self, source: Source) -> WorkerWelcome:
         return WorkerWelcome(
             fleet_id=self.fleet_id,
             slot=source.slot,
             incarnation=source.incarnation,
-            accepted=source.accepted,
+            accepted=source.acknowledged,
             settled=source.settled,
             credit=self._acks.credit(source, len(self.peers)),
             window_steps=self._acks.window_steps(source, len(self.peers)),
@@ -180,6 +323,7 @@ class WorkerSessions:
             steps_elsewhere=self._store.rounds.steps_elsewhere(source, self._store.steps),
             steps_share=self._acks.steps_share(len(self.peers)),
             counters=self._state.counters.get(source.slot, {}),
+            encodings=readable_encodings(),
         )
 
     # -- working ------------------------------------------------------------------------------------------------------
@@ -188,7 +332,10 @@ class WorkerSessions:
         """Accept a batch if it is the next one of a live incarnation. Return whether it was accepted."""
         version = (header.learner_epoch, header.weights_seq)
         held = StoredBatch(header.seq, header.steps, header.chunks, nbytes, frames, 0, now, version)
-        return self._accept(peer, header, held, now)
+        accepted = self._accept(peer, header, held, now)
+        if accepted and self._limits.ack_after_log:
+            self._store.source(header.slot, header.incarnation).unlogged.append(header.seq)
+        return accepted
 
     def on_skip(self, peer: Peer, skip: Skip, now: float) -> None:
         """Accept, in place of a batch, the message that the batch exists no more."""
@@ -200,11 +347,12 @@ class WorkerSessions:
         source = self._source_of(peer, told.slot, told.incarnation)
         if source is None:
             return False
-        self._store.changed.add(source.key)
+        self._store.note_changed(source)
         if held.seq != source.accepted + 1:
             return False
         source.silent_until = now + self._limits.lease_s
         self._store.accept(source, held, told.totals)
+        source.figures.stepped(source.steps, now)
         return True
 
     def on_heartbeat(self, peer: Peer, beat: Heartbeat, now: float) -> None:
@@ -214,13 +362,19 @@ class WorkerSessions:
             return
         source.silent_until = now + self._limits.lease_s
         source.weights, source.blocked = beat.weights, beat.blocked
+        source.ports = beat.ports
+        source.figures.take(beat, now)
         source.refused = beat.refused and beat.refused.model_copy(update={"slot": source.slot})
         source.metrics = beat.metrics or source.metrics
+        if beat.env_failures > source.env_failures:
+            source.env_failures, source.env_failure, source.env_failed_at = beat.env_failures, beat.env_failure, now
+        source.env_silence_s = beat.env_silence_s
+        source.know_cut(beat.totals)
         if beat.totals.seq == source.accepted:
-            source.totals = beat.totals
+            source.take_totals(beat.totals)
             self._store.rounds.learn(source, beat.weights, beat.round_steps)
         self._keep_counters(source.slot, beat.counters)
-        self._store.changed.add(source.key)
+        self._store.note_changed(source)
 
     def _keep_counters(self, slot: int, counters: Counters) -> None:
         """Keep the counters of the slot's runner; a worker that is still building its envs sends none."""
@@ -235,6 +389,8 @@ class WorkerSessions:
         known = self._store.sources.get((slot, incarnation))
         if known is not None and known.ended:
             self._fence(peer, known)
+        elif self._store.is_folded(slot, incarnation):
+            self._fence_folded(peer, slot, incarnation)
         else:
             self._outbox.ask_hello(peer)
         return None
@@ -246,11 +402,18 @@ class WorkerSessions:
 
         Only the worker can say so, or repeat it when it missed the answer.
         """
+        if self._store.is_folded(bye.slot, bye.incarnation):
+            self._acknowledge_folded(peer, bye)
+            return
         known = self._store.sources.get((bye.slot, bye.incarnation))
-        if (known is not None and known.closed) or self._source_of(peer, bye.slot, bye.incarnation) is not None:
+        if known is not None and known.closed:
+            # Any peer may say this, so nothing of it is taken over.
+            self._outbox.send(peer, self._acks.ack(known, len(self.peers)))
+        elif (source := self._source_of(peer, bye.slot, bye.incarnation)) is not None:
             self._keep_counters(bye.slot, bye.counters)
-            if known is not None:
-                known.metrics = bye.metrics or known.metrics
+            source.metrics = bye.metrics or source.metrics
+            for group in bye.env_errors:
+                source.figures.note_env_error(group)
             self._close_books(peer, bye, now)
 
     def on_obituary(self, peer: Peer, obituary: Obituary, now: float) -> None:
@@ -259,39 +422,144 @@ class WorkerSessions:
         The learner may hold batches of it that this broker never saw, so the books stay open until the learner was
         heard.
         """
-        if peer not in self._supervisors:
+        supervisor = self.supervisors.get(peer)
+        if supervisor is None:
             self._outbox.ask_hello(peer, "say HELLO first: this may be another fleet's broker")
             return
-        self._obituaries[(obituary.slot, obituary.incarnation)] = (peer, obituary)
-        self.close_dead(now)
+        if not self._owners.may_tell_of(obituary.slot, supervisor.group):
+            self._refuse_obituary(peer, obituary)
+            return
+        if self._ends.add(peer, obituary, supervisor.group):
+            self.close_dead(now)
+        else:
+            detail = "too many ends of workers wait for the first learner; say it again later"
+            self._store.refusals.note("a supervisor", "too_many_ends", detail)
+            self._outbox.send(peer, Reject(code="too_many_ends", detail=detail, fatal=False))
+
+    def _refuse_obituary(self, peer: Peer, obituary: Obituary) -> None:
+        owner = of_group(self._owners.owner(obituary.slot))
+        detail = f"slot {obituary.slot} belongs to workers {owner}; only a supervisor of that group tells of their ends"
+        self._store.refusals.note("a supervisor", OTHER_GROUP, detail)
+        self._outbox.send(peer, Reject(code=OTHER_GROUP, detail=detail, fatal=False))
 
     def close_dead(self, now: float) -> None:
         """Close the books of all workers reported dead, once the learner has said which batches it has."""
-        if self._obituaries and self._store.is_reconciled:
-            for peer, words in self._obituaries.values():
+        if self._ends and self._store.is_reconciled:
+            for peer, words in self._ends.take_all():
                 self._close_books(peer, words, now)
-            self._obituaries.clear()
 
-    def _close_books(self, peer: Peer, words: LastWords, now: float) -> None:
-        """Close an incarnation's books with what it left behind. A repeated message is only acknowledged again."""
+    def _close_books(self, peer: Peer | None, words: LastWords, now: float) -> None:
+        """Close an incarnation's books with what it left behind. A repeated message is only acknowledged again.
+
+        Where an earlier broker closed them, and no learner has taken the end, the learner of this one is told of it.
+        """
+        if self._store.is_folded(words.slot, words.incarnation):
+            self._acknowledge_folded(peer, words)
+            return
         source = self._store.source(words.slot, words.incarnation)
         if not source.closed:
             self._store.merge_settled(source, words.settled)
-            source.adopt_with_learner(now)
+            self._store.prove(source, words.totals)
+            self._store.take_left(source, now, {batch.seq: batch for batch in words.window})
             self.forget_peer(source)
-            source.close(words.totals, words.window, words.reason)
+            # A recorder may be older than the log where the machine lost its power.
+            totals = source.totals if source.totals.seq > words.totals.seq else words.totals
+            source.close(totals, words.window or source.rest_of(totals), words.reason)
+            source.open_episodes = words.open_episodes
             highest = self._state.incarnations.get(words.slot, 0)
             self._state.incarnations[words.slot] = max(highest, words.incarnation)
             self._store.end(source, words.reason)
-        self._outbox.send(peer, self._acks.ack(source, len(self.peers)))
+        elif source.restored is not None and not source.end_taken:
+            source.open_episodes = source.open_episodes or words.open_episodes
+            self._store.end(source, words.reason)
+        final = self._is_final(source)
+        self._outbox.send(peer, self._acks.ack(source, len(self.peers)).model_copy(update={"final": final}))
+
+    def _acknowledge_folded(self, peer: Peer | None, words: LastWords) -> None:
+        """Acknowledge the end of a life that was folded: all of it is in the books already."""
+        seq = words.totals.seq
+        ack = Ack(
+            slot=words.slot,
+            incarnation=words.incarnation,
+            accepted=seq,
+            settled=words.settled,
+            credit=seq,
+            closed=True,
+            final=True,
+        )
+        self._outbox.send(peer, ack)
+
+    def name_of(self, peer: Peer) -> str:
+        """Return the name of a peer that is a supervisor; "" for any other."""
+        return "a supervisor" if peer in self.supervisors else ""
 
     # -- telling ------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
         """Forget the connections of workers whose lease ran out."""
+        self._began = min(self._began, now)
         for source in [source for source in self.peers.values() if now > source.silent_until]:
             self.forget_peer(source)
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_S
+            self._note_unheard(now)
+            self._forget_silent_supervisors(now)
         self.close_dead(now)
+
+    def _note_unheard(self, now: float) -> None:
+        """Note the end of lives that a newer one of their slot has followed, and of whose end no supervisor has told.
+
+        Their machine was lost, with their recorder. What they made since they last spoke is not known to anyone.
+        So are lives that this broker knows only from Redis, unless a learner claims more of one than Redis knows.
+        """
+        last = 0.0
+        for source in self._store.sources.values():
+            if source.ended and not source.closed and now > source.silent_until + UNHEARD_S:
+                self._store.end(source, source.end_reason)
+            if source.restored is not None and not source.end_due and now > self._began + UNHEARD_S:
+                self._store.take_end(source)  # no supervisor has told of it, so nobody knows what it left open
+            closes_at = self._closes_at(source)
+            if now > closes_at:
+                if source.met_at is None:
+                    source.take_totals(source.cut)
+                log.warning(
+                    "worker %d (incarnation %d, %s) was lost, and no supervisor has told of its end: its "
+                    "books are closed with the %d steps that it had told of",
+                    *source.key,
+                    "known from Redis" if source.met_at is None else f"pid {source.pid} on {source.host!r}",
+                    source.totals.stepped,
+                )
+                words = Obituary(
+                    slot=source.slot,
+                    incarnation=source.incarnation,
+                    totals=source.totals,
+                    settled=source.settled,
+                    reason=Discard.WORKER_KILLED,
+                )
+                self._ends.note(words)
+            elif closes_at < math.inf:
+                last = max(last, closes_at)
+        self.last_close_at = last or math.inf
+
+    def _closes_at(self, source: Source) -> float:
+        """Return when the books of a life are closed if no supervisor tells of its end; inf for a life that may go on.
+
+        A life that a newer one of its slot has followed goes on no more.
+        """
+        newest = self._state.incarnations.get(source.slot, 0)
+        if source.closed or source.peer is not None or source.incarnation >= newest or source.key in self._ends:
+            return math.inf
+        silent_until = source.silent_until
+        if source.met_at is None:
+            if not source.cut.stepped or self._store.is_claimed(source):
+                return math.inf
+            silent_until = max(silent_until, self._began)
+        return silent_until + UNHEARD_S
+
+    def _forget_silent_supervisors(self, now: float) -> None:
+        """Forget connections that are long silent. One that lives says HELLO again with its next obituary."""
+        for peer in [peer for peer, one in self.supervisors.items() if now > one.heard + _FORGET_SUPERVISOR_S]:
+            del self.supervisors[peer]
 
     def mark_all_changed(self) -> None:
         """Mark every worker's source as changed, so that each gets the cumulative state."""

@@ -6,13 +6,17 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from headrace.deploy.child import Child, describe_end
 from headrace.deploy.child_commands import check_start
+from headrace.deploy.child_environment import child_environment
 from headrace.deploy.event_loop import EventLoop
 from headrace.deploy.fleet_errors import StartCheckError
+from headrace.deploy.fleet_file import read_fleet_file
+from headrace.deploy.fork_server import ForkServer
 from headrace.deploy.free_ports import check_ports
+from headrace.deploy.ray.cluster import check_cluster
 from headrace.deploy.redis_server import check_url, find_server
 from headrace.deploy.resume import write_settings
 from headrace.deploy.run_dir import RunDir, write_private
@@ -29,22 +33,32 @@ _START_S = 60.0
 """Seconds that the process may take in addition to its env."""
 
 
-def check_before_start(config: FleetConfig, run_dir: RunDir, signals: StopSignals) -> None:
-    """Check ports and Redis here, and the rest in a process. Returns early when a stop signal comes.
+def check_before_start(config: FleetConfig, run_dir: RunDir, signals: StopSignals, fork_server: ForkServer) -> None:
+    """Check ports, Redis and Ray here, and the rest in a process. Returns early when a stop signal comes.
 
-    Raises `PortInUseError`, `ConfigError`, `RedisUnavailableError`, or `StartCheckError` with the sentence and the exit
-    code that a worker or the learner would end with.
+    Waits until `fork_server` is ready.
+
+    Raises `PortInUseError`, `ConfigError`, `RedisUnavailableError`, `RayClusterError`, or `StartCheckError` with the
+    sentence and the exit code that a worker or the learner would end with.
     """
     check_ports(config)
+    if config.ray.workers:
+        check_cluster(config.ray.address)
     if config.redis.url:
-        check_url(config.redis.url)
+        known = read_fleet_file(run_dir.fleet_json).fleet_id if run_dir.fleet_json.exists() else ""
+        check_url(config.redis.url, config.fleet.fleet_id or known)
     else:
         find_server()
+    _await_fork_server(fork_server, signals)
+    if signals.count:
+        return
     config_json = run_dir.logs / "check.json"
     write_private(config_json, write_settings(config))
-    child = Child(check_start(config_json), run_dir.logs / "check.log")
+    child = Child(
+        check_start(config_json), run_dir.logs / "check.log", env=child_environment(1), fork_server=fork_server
+    )
     limit_s = config.sampling.env_construct_timeout_s + _START_S
-    took_s = _wait(child, limit_s, signals)
+    took_s = _await_end(child, limit_s, signals)
     returncode = child.reap()
     config_json.unlink(missing_ok=True)
     if not returncode or signals.count:
@@ -58,26 +72,60 @@ def check_before_start(config: FleetConfig, run_dir: RunDir, signals: StopSignal
     raise _error(child, returncode)
 
 
-def _wait(child: Child, limit_s: float, signals: StopSignals) -> float:
+def _await_fork_server(fork_server: ForkServer, signals: StopSignals) -> None:
+    """Wait until it can fork or has ended, or until a stop signal comes. It is ended after 60 s."""
+
+    def decided() -> bool:
+        return fork_server.is_ready or fork_server.has_ended
+
+    def what() -> str:
+        return "importing torch"
+
+    if not _turn_until(decided, fork_server.fd, fork_server.take_news, _START_S, signals, what):
+        fork_server.close()
+
+
+def _await_end(child: Child, limit_s: float, signals: StopSignals) -> float:
     """Wait until the process has ended, and return how long that took, in seconds.
 
     It is killed at its deadline, or when a stop signal comes.
     """
-    loop, began = EventLoop(), time.monotonic()
+    began = time.monotonic()
     ended: list[int] = []
-    loop.watch(child.pidfd, lambda: ended.append(child.pid))
+
+    def note() -> None:
+        ended.append(child.pid)
+
+    def has_ended() -> bool:
+        return bool(ended)
+
+    if not _turn_until(has_ended, child.pidfd, note, limit_s, signals, lambda: _step(child)):
+        child.send(signal.SIGKILL)
+    return time.monotonic() - began
+
+
+def _turn_until(
+    done: Callable[[], bool],
+    fd: int,
+    note: Callable[[], None],
+    limit_s: float,
+    signals: StopSignals,
+    what: Callable[[], str],
+) -> bool:
+    """Wait until `done`, and call `note` when `fd` is readable. Return False at the deadline or after a stop signal."""
+    loop, began = EventLoop(), time.monotonic()
+    loop.watch(fd, note)
     loop.watch(signals.fd, signals.clear)
     next_word = began + SAY_WAITING_S
-    while not ended:
+    while not done():
         loop.turn(0.2)
         now = time.monotonic()
         if now >= next_word:
             next_word += SAY_WAITING_S
-            log.info("still %s (%.0f s; given up after %.0f s)", _step(child), now - began, limit_s)
+            log.info("still %s (%.0f s; given up after %.0f s)", what(), now - began, limit_s)
         if signals.count or now - began > limit_s:
-            child.send(signal.SIGKILL)
-    loop.forget(child.pidfd)
-    return time.monotonic() - began
+            return done()
+    return True
 
 
 def _error(child: Child, returncode: int) -> StartCheckError:

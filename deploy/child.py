@@ -6,16 +6,18 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from headrace.deploy import parent_death
 from headrace.deploy.exit_record import VARIABLE, ExitRecord, take_exit_record
+from headrace.deploy.fork_server import ForkServer
 from headrace.deploy.liveness_file import VARIABLE as LIVENESS_VARIABLE
-from headrace.schemas.errors import ExitCode, RunDirError
+from headrace.deploy.log_rotation import rotated_path, was_rotated_since
+from headrace.deploy.parent_death import bound_to_us
+from headrace.schemas.errors import ExitCode, write_error
+from headrace.schemas.run_files import opener
 from headrace.schemas.signal_names import signal_name
 
 _TAIL_BYTES = 16 * 1024
@@ -27,6 +29,8 @@ class Child:
 
     It dies with the thread that started it (`death_signal`). Signals go through its pidfd and so can never reach
     another process that was given the same pid. stdout and stderr are appended to `log_path`; stdin is empty.
+
+    `fork_server` forks it where it can; otherwise it is executed.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class Child:
         incarnation: int = 1,
         env: Mapping[str, str] | None = None,
         death_signal: signal.Signals = signal.SIGKILL,
+        fork_server: ForkServer | None = None,
     ) -> None:
         self.log_path = log_path
         self.incarnation = incarnation
@@ -45,21 +50,25 @@ class Child:
         """The file that the process touches while it lives, if its role does so."""
         self.exit_record: ExitRecord | None = None
         """The exit record, once the process was reaped. None when the process did not announce this end itself."""
-        launcher = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), str(int(death_signal))]
+        environment = os.environ if env is None else env
         with _open(log_path) as log:
             self._log_start = log.tell()
-            self._process = subprocess.Popen(
-                [*launcher, *argv],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**(os.environ if env is None else env), **self._places()},
-                start_new_session=True,
-            )
-        self.pid = self._process.pid
+            forked = fork_server and fork_server.fork(argv, environment, self._places(), log, death_signal)
+            self._process = None if forked else self._execute([*bound_to_us(death_signal), *argv], environment, log)
+        self.pid = self._process.pid if self._process is not None else forked or 0
         self.pidfd = os.pidfd_open(self.pid)
         self.started_unix = time.time()
         self.started = time.monotonic()
+
+    def _execute(self, command: list[str], environment: Mapping[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**environment, **self._places()},
+            start_new_session=True,
+        )
 
     def _places(self) -> dict[str, str]:
         return {VARIABLE: str(self._exit_record_path.absolute()), LIVENESS_VARIABLE: str(self.liveness_path.absolute())}
@@ -85,7 +94,7 @@ class Child:
         )  # not reaped yet, so the group is surely still its own
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        returncode = self._process.wait()
+        returncode = self._process.wait() if self._process is not None else _wait(self.pid)
         os.close(self.pidfd)
         self.pidfd = -1
         self.liveness_path.unlink(missing_ok=True)
@@ -95,14 +104,12 @@ class Child:
 
     def log_lines(self, count: int) -> list[str]:
         """Return the last lines that this very process wrote, at most `count`, without blank ones."""
-        try:
-            with self.log_path.open("rb") as log:
-                size = log.seek(0, os.SEEK_END)
-                log.seek(max(self._log_start, size - _TAIL_BYTES))
-                lines = log.read().decode(errors="replace").splitlines()
-                return [line for line in lines if line.strip()][-count:]
-        except FileNotFoundError:  # the run directory was removed
-            return []
+        if was_rotated_since(self.log_path, self.started_unix):
+            text = _tail(rotated_path(self.log_path), 0) + _tail(self.log_path, 0)
+        else:
+            text = _tail(self.log_path, self._log_start)
+        lines = text[-_TAIL_BYTES:].decode(errors="replace").splitlines()
+        return [line for line in lines if line.strip()][-count:]
 
     def last_error(self) -> str | None:
         """Return the sentence after `error: ` with which our commands end, on one line; None when there is none."""
@@ -113,11 +120,26 @@ class Child:
         return " ".join(" ".join(lines[starts[-1] :]).removeprefix("error: ").split())[:_SENTENCE]
 
 
+def _wait(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _tail(path: Path, start: int) -> bytes:
+    """Return the end of the file, of what stands behind `start`; nothing where there is no file."""
+    try:
+        with path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(start, size - _TAIL_BYTES))
+            return log.read(_TAIL_BYTES)
+    except FileNotFoundError:  # the run directory was removed
+        return b""
+
+
 def _open(log_path: Path) -> BinaryIO:
     try:
-        return log_path.open("ab")
+        return open(log_path, "ab", opener=opener)
     except OSError as error:
-        raise RunDirError(str(log_path.parent), error.strerror or str(error)) from error
+        raise write_error(str(log_path.parent), error) from error
 
 
 def describe_end(returncode: int) -> str:

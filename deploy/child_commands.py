@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from headrace.deploy.child_environment import child_environment
 from headrace.deploy.output import chosen_output
 from headrace.deploy.supervisor import ProcessSpec, Role
 from headrace.schemas.config import FleetConfig
-from headrace.schemas.config_loading import ENV_PREFIX
-
-_BLAS_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def check_start(config_json: Path) -> list[str]:
@@ -29,8 +27,9 @@ def broker(config_json: Path, run_dir: Path, fleet_id: str, max_env_steps: int |
 def worker(
     config: FleetConfig, config_json: Path, run_dir: Path, endpoint: str, fleet_id: str, slot: int
 ) -> ProcessSpec:
-    """Return how to start the worker of one slot."""
+    """Return how to start the worker of one slot. The supervisor ends it, so it need not end with the fleet."""
     argv = _headrace("worker", config_json, "--run-dir", str(run_dir), "--endpoint", endpoint, "--fleet-id", fleet_id)
+    argv += ["--set", "worker.ends_with_fleet=false"]
     return ProcessSpec(
         f"worker-{slot}",
         Role.WORKER,
@@ -39,6 +38,24 @@ def worker(
         env=child_environment(config.sampling.torch_threads),
         has_port=config.sampling.env_placement == "remote",
     )
+
+
+def group_worker(config_json: Path, folder: Path, options: Sequence[str]) -> list[str]:
+    """Return the command of a worker of a group, which keeps its files in `folder`. `options` name the fleet."""
+    return _headrace("worker", config_json, "--run-dir", str(folder), *options)
+
+
+def worker_of_group(
+    config: FleetConfig, name: str, command: Sequence[str], slot: Callable[[], int | None]
+) -> ProcessSpec:
+    """Return how to start a worker whose slot the broker gives. `slot` returns that of its earlier life, if any."""
+
+    def argv(_: int) -> list[str]:
+        known = slot()
+        return [*command, *([] if known is None else ["--slot", str(known)])]
+
+    environment, has_port = child_environment(config.sampling.torch_threads), config.sampling.env_placement == "remote"
+    return ProcessSpec(name, Role.WORKER, argv, env=environment, has_port=has_port)
 
 
 def env_host(config_json: Path, address: str, num_envs: int, fleet_id: str, number: int) -> ProcessSpec:
@@ -61,15 +78,19 @@ def evaluator(config: FleetConfig, config_json: Path, run_dir: Path) -> ProcessS
     return ProcessSpec("evaluator", Role.EVALUATOR, lambda _: argv, env=environment, optional=True)
 
 
-def child_environment(threads: int) -> dict[str, str]:
-    """Return our environment with BLAS pinned to `threads`, and without `HEADRACE_SECTION__KEY`.
-
-    The resolved config has those variables already. If children read them again, they would override the flags of `up`.
-    """
-    kept = {k: v for k, v in os.environ.items() if not (k.startswith(ENV_PREFIX) and "__" in k)}
-    return {**dict.fromkeys(_BLAS_THREADS, str(threads)), **kept}
+def ray_workers(config_json: Path, run_dir: Path, endpoint: str, fleet_id: str) -> ProcessSpec:
+    """Return how to start the process that keeps workers on a Ray cluster, as many as ray.json in `run_dir` says."""
+    argv = _headrace("ray", config_json, "--run-dir", str(run_dir), "--endpoint", endpoint, "--fleet-id", fleet_id)
+    return ProcessSpec("ray", Role.RAY, lambda _: [*argv[:4], "workers", *argv[4:]], env=child_environment(1))
 
 
-def _headrace(command: str, config_json: Path, *arguments: str) -> list[str]:
+def dashboard(run_dir: Path, port: int) -> ProcessSpec:
+    """Return how to start the live page of the run. The fleet goes on without it."""
+    argv = _headrace("dashboard", None, "--run-dir", str(run_dir), "--listen", f"127.0.0.1:{port}")
+    return ProcessSpec("dashboard", Role.DASHBOARD, lambda _: argv, env=child_environment(1), optional=True)
+
+
+def _headrace(command: str, config_json: Path | None, *arguments: str) -> list[str]:
     output = ["--log-format", "json", *(["--verbose"] if chosen_output().verbose else [])]
-    return [sys.executable, "-m", "headrace.deploy", command, "--config", str(config_json), *arguments, *output]
+    config = ["--config", str(config_json)] if config_json is not None else []
+    return [sys.executable, "-m", "headrace.deploy", command, *config, *arguments, *output]

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -15,8 +16,9 @@ from typing import Any
 import orjson
 import typer
 
+from headrace.deploy.joining import Flags, Sets
 from headrace.deploy.logs import Identity, set_up_logging
-from headrace.deploy.roles import Flags, Sets, no_exit_from
+from headrace.deploy.roles import no_exit_from
 from headrace.deploy.saved_policy import ResolvedPolicy, Which, resolve_policy, resolve_settings
 from headrace.deploy.std_streams import ignore_closed_reader
 from headrace.schemas.errors import ConfigError, ConnectorError, EnvError, ExitCode, ModuleError, RunDirError
@@ -40,6 +42,7 @@ class EvaluateOptions:
     render: Path | None = None
     render_episodes: int = 1
     as_json: bool = False
+    allow: Sequence[str] = ()
 
 
 def evaluate(config: Path | None, sets: Sets, flags: Flags, options: EvaluateOptions) -> None:
@@ -49,7 +52,7 @@ def evaluate(config: Path | None, sets: Sets, flags: Flags, options: EvaluateOpt
     from headrace.deploy.evaluation import in_words
 
     video = EpisodeVideo(options.render, options.render_episodes) if options.render is not None else None
-    policy = resolve_policy(options.run, config, sets, flags, which=options.which)
+    policy = resolve_policy(options.run, config, sets, flags, which=options.which, allow=options.allow)
     log.info(
         "headrace %s evaluates %s on %s, episodes: %d, explore %s; config: %s",
         version("headrace"),
@@ -100,7 +103,7 @@ def watch(config: Path | None, sets: Sets, flags: Flags, options: EvaluateOption
     run_dir = Path(options.run)
     if not run_dir.is_dir():
         raise RunDirError(options.run, "there is no such folder; --watch needs the run directory of a fleet")
-    resolved, origin = resolve_settings(options.run, config, sets, flags)
+    resolved, origin = resolve_settings(options.run, config, sets, flags, options.allow)
     set_up_logging(Identity(resolved.fleet.fleet_id, "evaluator"))
     if not resolved.learner.evaluate_every_steps:
         raise ConfigError(

@@ -8,8 +8,35 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from headrace.schemas.errors import RunDirError
+from headrace.schemas.bounds import Natural
+from headrace.schemas.errors import write_error
+from headrace.schemas.run_files import opener
+
+_MODEL = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, strict=True)
+
+
+class _Spread(BaseModel):
+    model_config = _MODEL
+    mean: float
+    std: float
+    min: float
+    max: float
+
+
+class _Line(BaseModel):
+    """The parts of an evaluation that its readers use."""
+
+    model_config = _MODEL
+    unix_s: float
+    learner_epoch: Natural
+    steps: Natural
+    episodes: Natural
+    best: bool = False
+    earned: _Spread = Field(alias="return")
+    length: _Spread
+    return_by_policy: dict[str, _Spread] = {}
 
 
 class EvaluationLog:
@@ -24,13 +51,13 @@ class EvaluationLog:
     def append(self, told: dict[str, Any]) -> None:
         """Append one evaluation, in one write. Raises `RunDirError`."""
         try:
-            with self.path.open("ab", buffering=0) as file:
+            with open(self.path, "ab", buffering=0, opener=opener) as file:
                 if file.tell() and not self._ends_with_a_line():
                     file.write(b"\n")  # a writer was killed within its line
                 file.write(orjson.dumps(told) + b"\n")
                 os.fsync(file.fileno())
         except OSError as error:
-            raise RunDirError(str(self.path), error.strerror or str(error)) from error
+            raise write_error(str(self.path), error, "an evaluation") from error
 
     def _ends_with_a_line(self) -> bool:
         with self.path.open("rb") as file:
@@ -58,8 +85,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     """Return the evaluation on a line; None for a line that is torn, or no evaluation."""
     try:
         told: Any = orjson.loads(line)
-        float(told["return"]["mean"]), float(told["return"]["std"]), int(told["steps"]), int(told["episodes"])
-    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+        _Line.model_validate(told)
+    except (orjson.JSONDecodeError, ValidationError):
         return None
     return told  # type: ignore[no-any-return]
 

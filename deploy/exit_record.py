@@ -13,8 +13,14 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
+from headrace.schemas.run_files import replace_private
+
 VARIABLE = "HEADRACE_EXIT_RECORD"
 """Environment variable with the path of the file."""
+
+_BYTES = 8192
+_SENTENCE = 1000
+"""Characters of a sentence; as JSON each has six bytes at most."""
 
 
 class ExitRecord(BaseModel):
@@ -29,24 +35,31 @@ class ExitRecord(BaseModel):
 def exit_record_path() -> Path | None:
     """Return the path at which the supervisor looks for our record; None without one.
 
-    Takes the variable out of the environment: processes that we start must not write our record.
+    Takes the variable out of the environment: processes that we start must not write our record. Writes spaces there,
+    so that a record has its room on the disk.
     """
-    place = os.environ.pop(VARIABLE, "")
-    return Path(place) if place else None
+    place = Path(os.environ.pop(VARIABLE, "") or os.devnull)
+    if place == Path(os.devnull):
+        return None
+    with contextlib.suppress(OSError):
+        replace_private(place, b" " * _BYTES)
+    return place
 
 
 def write_exit_record(place: Path | None, exit_code: int, sentence: str = "") -> None:
-    """Write the record. On a full disk it is not written, and the supervisor starts this process again."""
+    """Write the record over the spaces that are there: this needs no room on a full disk."""
     if place is not None:
-        with contextlib.suppress(OSError):
-            place.write_text(ExitRecord(pid=os.getpid(), exit_code=exit_code, sentence=sentence).model_dump_json())
+        record = ExitRecord(pid=os.getpid(), exit_code=exit_code, sentence=sentence[:_SENTENCE])
+        with contextlib.suppress(OSError), place.open("r+b") as file:
+            file.write(record.model_dump_json().encode().ljust(_BYTES))
 
 
 def take_exit_record(place: Path, pid: int) -> ExitRecord | None:
     """Read and remove the record of process `pid`. None when there is none that can be read."""
     try:
-        record = ExitRecord.model_validate_json(place.read_bytes())
+        content = place.read_bytes()
         place.unlink()
+        record = ExitRecord.model_validate_json(content)
     except (OSError, ValidationError):
         return None
     return record if record.pid == pid else None

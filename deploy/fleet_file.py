@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import orjson
@@ -28,6 +30,9 @@ class ProcessEntry(BaseModel):
     """Unix time, s."""
     restarts: int = 0
     state: str = "running"
+    last_words: str = ""
+    """Text on how its life before this one ended."""
+    recent_deaths: int = 0
 
 
 class WaitingEntry(BaseModel):
@@ -39,6 +44,10 @@ class WaitingEntry(BaseModel):
     slot: int | None = None
     restarts: int = 0
     state: str = "restarting"
+    last_words: str = ""
+    """Text on how its last life ended."""
+    recent_deaths: int = 0
+    """Deaths that count towards `supervisor.max_restarts_per_window`, as of the last one."""
 
 
 class FleetFile(BaseModel):
@@ -89,6 +98,24 @@ def read_addresses(run_dir: Path) -> tuple[str, dict[str, str]]:
         return broker.fleet_id, broker.endpoints
     fleet = read_fleet_file(run_dir / "fleet.json")
     return fleet.fleet_id, fleet.endpoints
+
+
+@contextmanager
+def told_as_starting(run_dir: RunDir) -> Iterator[None]:
+    """Say in fleet.json, during the check before a start, that a run that has stopped starts again.
+
+    Its learners and workers elsewhere wait for it then. A check that fails takes it back.
+    """
+    before = read_fleet_file(run_dir.fleet_json) if run_dir.fleet_json.exists() else None
+    if before is None or before.state != "stopped":
+        yield
+        return
+    before.model_copy(update={"state": "starting", "endpoints": {}}).write(run_dir.fleet_json)
+    try:
+        yield
+    except BaseException:
+        before.write(run_dir.fleet_json)
+        raise
 
 
 class _BrokerFile(BaseModel):

@@ -11,6 +11,7 @@ from headrace.deploy.fleet_file import FleetFile, ProcessEntry, WaitingEntry, co
 from headrace.deploy.run_dir import RunDir
 from headrace.deploy.supervisor import Service, ServiceState
 from headrace.schemas.errors import RunDirError
+from headrace.schemas.process_state import MOST_WORDS
 
 log = logging.getLogger("headrace.supervisor")
 
@@ -56,9 +57,12 @@ class FleetRecord:
             self._numbers_due = time.monotonic() + NUMBERS_INTERVAL_S
             self.note()
 
-    def next_incarnation(self, name: str) -> int:
-        """Count one more life of `name`, on disk first, so that no number is given twice. Raises `RunDirError`."""
-        number = self.content.incarnations.get(name, 0) + 1
+    def next_incarnation(self, name: str, above: int = 0) -> int:
+        """Count one more life of `name`, on disk first, so that no number is given twice. Raises `RunDirError`.
+
+        The number is above `above`.
+        """
+        number = max(self.content.incarnations.get(name, 0), above) + 1
         self.content = self.content.model_copy(update={"incarnations": {**self.content.incarnations, name: number}})
         self.content.write(self._path)
         return number
@@ -86,6 +90,8 @@ def _living(service: Service) -> list[ProcessEntry]:
             started=child.started_unix,
             restarts=service.restarts,
             state=state,
+            last_words=service.last_words[:MOST_WORDS],
+            recent_deaths=service.policy.deaths_in_window,
         )
         for child, state in children
     ]
@@ -98,4 +104,6 @@ def _waiting(service: Service) -> WaitingEntry:
         slot=service.spec.slot,
         restarts=service.restarts,
         state=service.state.value,
+        last_words=service.last_words[:MOST_WORDS],
+        recent_deaths=service.policy.deaths_in_window,
     )

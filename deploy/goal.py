@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from headrace.broker.books_file import EndedLives
 from headrace.deploy.recorders import recorders_in
 from headrace.deploy.redis_view import Snapshot
 from headrace.schemas.config import FleetSection
@@ -15,7 +16,7 @@ from headrace.schemas.recorder import read_recorder
 EPISODES_NEEDED = 100
 """Number of episodes over which a mean return must be taken to count as reached."""
 
-_STEPS = "env_steps_sampled_total"
+_STEPS = "env_steps_total"
 
 
 @dataclass(frozen=True)
@@ -70,17 +71,27 @@ def show_return(value: float) -> str:
     return f"{value:.{min(max(decimals, 1), 8)}f}"
 
 
-def steps_at_start(snapshot: Snapshot | None, recorders: Path) -> int:
+def steps_at_start(snapshot: Snapshot, ended: EndedLives, recorders: Path) -> int:
     """Return the env steps of all earlier runs in a run directory, before this one starts anything.
 
-    A worker that was killed with its broker may have taken steps that Redis was not told. Its recorder has them.
+    `snapshot` is what Redis knows. An empty Redis lacks the lives in `ended`, those of books.json. A worker that was
+    killed with its broker may have taken steps that neither has. Its recorder has them.
     """
-    told = snapshot.sources if snapshot is not None else {}
-    steps = snapshot.totals.get(_STEPS, 0) if snapshot is not None else 0
+    told = {life: counts.get(_STEPS, 0) for life, counts in snapshot.sources.items()}
+    steps = snapshot.totals.get(_STEPS, 0)
+    rows = {(row.slot, row.incarnation): row for row in ended.rows}
+    for life, row in rows.items():
+        if not snapshot.is_folded(life):
+            steps += max(0, row.totals.steps_of_envs - told.get(life, 0))
+    for slot, lives in ended.folded.items():
+        known = sum(count for life, count in told.items() if life[0] == slot and life[1] in lives)
+        known += snapshot.folded[slot].row.totals.steps_of_envs if slot in snapshot.folded else 0
+        steps += max(0, lives.row.totals.steps_of_envs - known)
     for life, path in recorders_in(recorders):
         reading = read_recorder(path)
-        if reading is not None:
-            steps += max(0, reading.totals.steps_of_envs - told.get(life, {}).get(_STEPS, 0))
+        is_folded = snapshot.is_folded(life) or (life[0] in ended.folded and life[1] in ended.folded[life[0]])
+        if reading is not None and life not in rows and not is_folded:
+            steps += max(0, reading.totals.steps_of_envs - told.get(life, 0))
     return steps
 
 

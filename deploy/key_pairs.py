@@ -1,24 +1,27 @@
-"""Key pairs for all roles of a fleet: making them, telling which machine needs which, and checking them."""
+"""Key pairs of a fleet: making them, telling which machine needs which, revoking, listing and checking them."""
 
 from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import zmq
 
 from headrace.schemas.errors import KeysError
-from headrace.schemas.keys import (
-    BROKER,
-    ROLES,
-    TOKEN_FILE,
+from headrace.schemas.key_files import (
+    PeerKey,
+    group_rule,
+    is_group,
+    is_revoked_by,
     key_file,
-    read_broker_keys,
-    read_client_keys,
+    key_name,
     read_key_file,
-    server_of,
+    read_public_key,
 )
+from headrace.schemas.keys import BROKER, ROLES, TOKEN_FILE, read_broker_keys, read_client_keys, server_of
 
 
 def make_keys(folder: Path, *, force: bool = False) -> None:
@@ -27,8 +30,7 @@ def make_keys(folder: Path, *, force: bool = False) -> None:
     Raises `KeysError`, also for keys that exist already, unless `force`: then all are replaced, and those on other
     machines become useless.
     """
-    if not zmq.has("curve"):
-        raise KeysError(str(folder), "this libzmq has no CURVE; pip install --upgrade --force-reinstall pyzmq")
+    _check_curve(folder)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if (mode := folder.stat().st_mode & 0o777) & 0o077:
@@ -37,21 +39,170 @@ def make_keys(folder: Path, *, force: bool = False) -> None:
         there = [path.name for path in paths if path.exists()]
         if there and not force:
             raise KeysError(str(folder / there[0]), "it is there already; --force replaces it and all others")
-        for path in paths:
+        of_groups = [path for half in ("secret", "public", "revoked") for path in folder.glob(f"*.{half}")]
+        for path in [*paths, *(of_groups if force else [])]:
             path.unlink(missing_ok=True)
         for role in ROLES:
-            public, secret = zmq.curve_keypair()
-            _write_new(folder / f"{role}.secret", key_file(role, public, secret), 0o600)
-            _write_new(folder / f"{role}.public", key_file(role, public), 0o644)
+            _make_pair(folder, role, "")
         _write_new(folder / TOKEN_FILE, f"{secrets.token_urlsafe(32)}\n", 0o600)
     except OSError as error:
         raise KeysError(str(error.filename or folder), f"it cannot be written: {error.strerror}") from error
+
+
+def add_key(folder: Path, role: str, group: str) -> PeerKey:
+    """Make a key pair of one more group, or one in place of a revoked pair. Raises `KeysError`."""
+    _check_curve(folder)
+    name = _checked_name(folder, role, group)
+    server = folder / f"{server_of(role)}.public"
+    if not server.exists():
+        raise KeysError(str(server), f"there is no such file; headrace keys init --dir {folder} makes the first keys")
+    for half in ("secret", "public"):
+        if (path := folder / f"{name}.{half}").exists():
+            raise KeysError(str(path), "it is there already; headrace keys revoke ends the use of a key")
+    try:
+        return _make_pair(folder, role, group)
+    except OSError as error:
+        raise KeysError(str(error.filename or folder), f"it cannot be written: {error.strerror}") from error
+
+
+def revoke_key(folder: Path, role: str, group: str) -> tuple[PeerKey, Path]:
+    """Revoke the key of a role and group for good. Return it, and the file that says so.
+
+    That file stays, so that a copy of the old public key that comes back is refused too. It stands before anything is
+    removed, whatever ends this process or the machine. Raises `KeysError`.
+    """
+    name = _checked_name(folder, role, group)
+    path = folder / f"{name}.public"
+    if not path.exists():
+        raise KeysError(str(path), _why_not_there(folder, name, role))
+    key = read_public_key(path)
+    revoked = folder / f"{name}.{key.fingerprint}.revoked"
+    try:
+        _replace(revoked, key_file(role, key.public, group=group))
+        path.unlink()
+        secret = folder / f"{name}.secret"
+        if secret.exists() and read_key_file(secret)["public"].encode() == key.public:
+            secret.unlink()
+    except OSError as error:
+        raise KeysError(str(error.filename or folder), f"it cannot be written: {error.strerror}") from error
+    return key, revoked
+
+
+def _why_not_there(folder: Path, name: str, role: str) -> str:
+    """Say why there is no valid key of this name, and what to do."""
+    if any(key.revoked and key.name == name for key in _keys_in(folder)):
+        return f"the {name} key is revoked already; headrace keys list --dir {folder} shows all keys"
+    valid = sorted(key.name for key in _keys_in(folder) if key.role == role and not key.revoked)
+    found = f"the {role} keys there are {', '.join(valid[:8])}" if valid else f"there is no {role} key"
+    return f"there is no such key; {found}; headrace keys list --dir {folder} shows all keys"
+
+
+def _keys_in(folder: Path) -> list[PeerKey]:
+    """Return the keys whose public half can be read; one that was revoked as such."""
+    found: dict[bytes, PeerKey] = {}
+    unread = set()
+    for path in [*sorted(folder.glob("*.public")), *sorted(folder.glob("*.revoked"))]:
+        try:
+            key = read_public_key(path)
+            found[key.public] = key
+        except KeysError:
+            unread |= {path.stem} if path.suffix == ".revoked" else set()
+    return [replace(key, revoked=key.revoked or is_revoked_by(unread, key)) for key in found.values()]
+
+
+def listed_keys(folder: Path) -> list[dict[str, str]]:
+    """Return role, group, fingerprint, state and public key of each key in `folder`. Raises `KeysError`.
+
+    The state is "valid", "revoked", or "damaged", of a public half that cannot be read.
+    """
+    rows = []
+    for error in wrong_files(folder):
+        path = Path(error.path)
+        role, _, group = path.stem.partition(".")
+        if path.suffix != ".secret":
+            rows.append({"role": role, "group": group, "fingerprint": "", "state": "damaged", "public": ""})
+    for key in _keys_in(folder):
+        state = "revoked" if key.revoked else "valid"
+        own = {"role": key.role, "group": key.group, "fingerprint": key.fingerprint}
+        rows.append({**own, "state": state, "public": key.public.decode()})
+    return sorted(rows, key=lambda row: (row["role"], row["group"], row["state"]))
+
+
+def wrong_files(folder: Path) -> list[KeysError]:
+    """Return what is wrong with each key file that cannot be used. Raises `KeysError` without a folder."""
+    if not folder.is_dir():
+        raise KeysError(str(folder), f"there is no such folder; headrace keys init --dir {folder}")
+    checks: dict[str, Callable[[Path], object]] = {
+        ".public": read_public_key,
+        ".revoked": read_public_key,
+        ".secret": _check_pair,
+    }
+    wrong = []
+    for path in sorted(path for path in folder.iterdir() if path.suffix in checks):
+        try:
+            checks[path.suffix](path)
+        except KeysError as error:
+            wrong.append(error)
+    return wrong
+
+
+def _checked_name(folder: Path, role: str, group: str) -> str:
+    roles = [known for known in ROLES if known != BROKER]
+    if role not in roles:
+        raise KeysError(str(folder), f"{role!r} is no role with groups; they are {', '.join(roles)}")
+    if not is_group(group):
+        raise KeysError(str(folder), f"{group!r} is no name of a group; {group_rule()}")
+    return key_name(role, group)
+
+
+def _check_curve(folder: Path) -> None:
+    if not zmq.has("curve"):
+        raise KeysError(str(folder), "this libzmq has no CURVE; pip install --upgrade --force-reinstall pyzmq")
+
+
+def _make_pair(folder: Path, role: str, group: str) -> PeerKey:
+    """Make both files. The public one, which a running broker looks for, comes last and at once."""
+    public, secret = zmq.curve_keypair()
+    name = key_name(role, group)
+    _write_new(folder / f"{name}.secret", key_file(role, public, secret, group), 0o600)
+    _write_new(folder / f"{name}.public", key_file(role, public, group=group), 0o644)
+    return PeerKey(role, group, public)
 
 
 def _write_new(path: Path, text: str, mode: int) -> None:
     """Create a file with `mode` from the start. A link at its path is not followed."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
         file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file that all may read, in one step, and wait until it and its name are on the disk."""
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        _write_new(aside, text, 0o644)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def where_to_copy(folder: Path, key: PeerKey) -> str:
+    """Return, for people, what to do with a new key."""
+    files = f"{{{key.name}.secret,{server_of(key.role)}.public}}"
+    article = "an" if key.role[0] in "aeiou" else "a"
+    return "\n".join(
+        (
+            f"made in {folder}: {key.name}, {key.fingerprint}",
+            f"A broker that runs with this folder admits it within seconds. For {article} {key.role}'s machine:",
+            f"  ssh HOST mkdir -m 700 keys && scp -p {folder}/{files} HOST:keys/",
+        )
+    )
 
 
 def what_to_copy(folder: Path) -> str:
@@ -82,16 +233,17 @@ def sound_roles(folder: Path) -> list[str]:
     """Return the roles that this machine can take with the keys in `folder`. Raises `KeysError` for an unsound key."""
     if not folder.is_dir():
         raise KeysError(str(folder), f"there is no such folder; headrace keys init --dir {folder}")
-    roles = sorted(path.stem for path in folder.glob("*.secret"))
-    if not roles:
+    names = sorted(path.stem for path in folder.glob("*.secret"))
+    if not names:
         raise KeysError(str(folder), "it has no .secret file; copy those that this machine needs")
-    for role in roles:
-        _check_pair(folder / f"{role}.secret")
+    for name in names:
+        role, _, group = name.partition(".")
+        _check_pair(folder / f"{name}.secret")
         if role == BROKER:
             read_broker_keys(folder)
         else:
-            read_client_keys(folder, role)
-    return roles
+            read_client_keys(folder, role, group)
+    return names
 
 
 def _check_pair(path: Path) -> None:

@@ -1,4 +1,7 @@
-"""The liveness file of a process without a recorder. Its loop touches the file; its supervisor names the path."""
+"""The liveness file of a process without a recorder. Its loop touches the file; its supervisor names the path.
+
+A service manager is a supervisor too, which hears of each touch by its socket.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,13 @@ import os
 import time
 from pathlib import Path
 
+from headrace.deploy.service_manager import service_manager
+
 VARIABLE = "HEADRACE_LIVENESS_FILE"
 """Environment variable with the path of the file. The file's time is the last sign of life."""
+
+FIRST_SIGN_S = 60.0
+"""Seconds that a new process has before its first sign of life: torch and the user's env take time to import."""
 
 _EVERY_S = 0.5
 
@@ -29,8 +37,14 @@ class LivenessFile:
         place = os.environ.pop(VARIABLE, "")
         return cls(Path(place) if place else None)
 
+    @property
+    def is_watched(self) -> bool:
+        """Return whether a supervisor watches this process, and has started it."""
+        return self._place is not None
+
     def touch(self) -> None:
         """Touch the file, at most twice a second; cheap enough for every turn of a loop."""
+        service_manager().turn()
         now = time.monotonic()
         if self._place is None or now < self._next:
             return

@@ -11,6 +11,7 @@ import orjson
 import typer
 
 from headrace.deploy.run_dir import newest_run
+from headrace.deploy.several_brokers import at_broker
 from headrace.deploy.std_streams import ignore_closed_reader
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.config_loading import Origins, load_config
@@ -30,8 +31,11 @@ def config_file(path: Path | None) -> Path | None:
 
     Raises `ConfigError` when there is neither.
     """
-    if path is None or (path.exists() and not path.is_dir()):
-        return path
+    try:
+        if path is None or (path.exists() and not path.is_dir()):
+            return path
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", key="--config") from error
     if path.name in recipes() and path == Path(path.name):
         return RECIPES / f"{path.name}.toml"
     raise ConfigError(f"{path} is neither a file nor a recipe; the recipes are {', '.join(recipes())}", key="--config")
@@ -64,10 +68,33 @@ Env = Annotated[str | None, typer.Option("--env", help="gymnasium id, or package
 NumEnvs = Annotated[int | None, typer.Option("--num-envs", help="Environments in each worker.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Root of all seeds; without it every run differs.")]
 Endpoint = Annotated[
-    str | None, typer.Option("--endpoint", help="tcp://HOST:PORT of the broker; default: from --run-dir.")
+    str | None,
+    typer.Option("--endpoint", help="tcp://HOST:PORT or ipc:///PATH of the broker; default: from --run-dir."),
+]
+RendezvousPlace = Annotated[
+    str | None,
+    typer.Option(
+        "--rendezvous",
+        metavar="PATH|URL|dns://NAME",
+        help="Where the fleet's broker publishes its addresses: a file, a URL, or the name of its machine.",
+    ),
 ]
 FleetId = Annotated[str | None, typer.Option("--fleet-id", help="Name of the fleet; default: from --run-dir.")]
-RedisUrl = Annotated[str | None, typer.Option("--redis-url", help="redis://...; without it the fleet starts its own.")]
+Allow = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow",
+        metavar="PACKAGE:[NAME]",
+        help="Build this, though only a file beside the checkpoint names it: my_pkg:make_env, or all of my_pkg: "
+        "may be repeated.",
+    ),
+]
+RedisUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--redis-url", help="redis://..., rediss://..., or a file that has it; without it the fleet starts its own."
+    ),
+]
 
 
 def resolve(config: Path | None, sets: Iterable[str] | None, flags: Mapping[str, Any]) -> tuple[FleetConfig, Origins]:
@@ -76,7 +103,7 @@ def resolve(config: Path | None, sets: Iterable[str] | None, flags: Mapping[str,
     Raises `ConfigError`.
     """
     given = {key: value for key, value in flags.items() if value is not None}
-    return load_config(config, {**_parse_sets(sets or ()), **given})
+    return load_config(config, {**parse_sets(sets or ()), **given})
 
 
 def chosen_run(config: FleetConfig) -> Path:
@@ -90,6 +117,26 @@ def chosen_run(config: FleetConfig) -> Path:
     with ignore_closed_reader(sys.stderr):
         print(f"run directory: {run}, the newest in {run.parent}/", file=sys.stderr, flush=True)  # noqa: T201
     return run
+
+
+def named_fleet(config: FleetConfig) -> tuple[str, str] | None:
+    """Return (Redis URL, fleet id) of the fleet that the settings name, if they name both.
+
+    So a fleet without `headrace up`, whose roles another engine starts, is found by its fleet.toml alone.
+    """
+    return (config.redis.url, config.fleet.fleet_id) if config.redis.url and config.fleet.fleet_id else None
+
+
+def resolve_each(config: Path | None, flags: Mapping[str, Any]) -> list[FleetConfig]:
+    """Return the configuration as the processes of each broker have it; of all brokers, or that of broker.index.
+
+    Raises the errors of `resolve` and `at_broker`.
+    """
+    asked, _ = resolve(config, None, flags)
+    if asked.broker.count == 1:
+        return [asked]
+    chosen = range(asked.broker.count) if asked.broker.index is None else [asked.broker.index]
+    return [resolve(config, None, {**flags, **at_broker(asked, index)})[0] for index in chosen]
 
 
 def describe_origin(config: Path | None, origins: Origins) -> str:
@@ -107,7 +154,7 @@ def examples(*lines: str) -> str:
     return "Examples:\n\n\b\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def _parse_sets(sets: Iterable[str]) -> dict[str, Any]:
+def parse_sets(sets: Iterable[str]) -> dict[str, Any]:
     """Parse ["sampling.num_envs=8"] as {"sampling.num_envs": 8}; a value is JSON if it parses as JSON, else text."""
     found: dict[str, Any] = {}
     for text in sets:

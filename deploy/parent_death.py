@@ -12,14 +12,19 @@ import os
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1
 CANNOT_RUN = 127
+
+
+def bound_to_us(death_signal: signal.Signals) -> list[str]:
+    """Return the words before a command that bind its process to the life of this thread."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(death_signal))]
 
 
 def main(arguments: list[str]) -> None:
     """Bind this process to its parent's life and become the command. Does not return."""
     parent, death_signal, *command = arguments
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
     if os.getppid() != int(parent):  # the parent died before the line above took effect
         sys.exit(CANNOT_RUN)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and an ignored signal stays ignored over exec

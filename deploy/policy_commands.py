@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.deploy.options import AsJson, ConfigPath, Env, FleetId, Sets, examples
+from headrace.deploy.options import Allow, AsJson, ConfigPath, Env, FleetId, Sets, examples
 from headrace.deploy.output import with_output_options
 
 app = typer.Typer()
@@ -63,6 +63,7 @@ def evaluate(
     fleet_id: FleetId = None,
     config: ConfigPath = None,
     sets: Sets = None,
+    allow: Allow = None,
     as_json: AsJson = False,
 ) -> None:
     """Play whole episodes with a trained policy, and print returns and lengths.
@@ -83,6 +84,7 @@ def evaluate(
         render=render,
         render_episodes=render_episodes,
         as_json=as_json,
+        allow=allow or (),
     )
     flags = {"sampling.env": env, "fleet.fleet_id": fleet_id}
     (watch_run if watch else evaluate_policy)(config, sets, flags, options)
@@ -110,6 +112,7 @@ def export(
     fleet_id: FleetId = None,
     config: ConfigPath = None,
     sets: Sets = None,
+    allow: Allow = None,
 ) -> None:
     """Write a trained policy to a file for other programs: observations in, the best actions out.
 
@@ -118,4 +121,4 @@ def export(
     from headrace.deploy.export import export as export_policy
 
     flags = {"sampling.env": env, "fleet.fleet_id": fleet_id}
-    export_policy(config, sets, flags, run=run, which=checkpoint.value, to=to, module_id=module_id)
+    export_policy(config, sets, flags, run=run, which=checkpoint.value, to=to, module_id=module_id, allow=allow or ())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import gymnasium as gym
@@ -25,31 +27,55 @@ from headrace.workers.policy.policies import Policies
 ByModule = dict[str, Spaces]
 
 
+@dataclass(frozen=True, slots=True)
+class BuiltEnv:
+    """An env that was built, and its spaces."""
+
+    env: Any
+    by_module: ByModule
+    by_agent: Mapping[Any, Spaces]
+    """Spaces by agent; empty where there is only one."""
+
+    @property
+    def own(self) -> Spaces:
+        """Return the spaces of the only agent."""
+        return self.by_module[DEFAULT_MODULE_ID]
+
+
+@contextmanager
+def built_env(config: EnvRunnerConfig) -> Iterator[BuiltEnv]:
+    """Build the env of `config`, and close it at the end. Raises `EnvError` and `ConfigError`."""
+    creator, context = find_creator(config.env), EnvContext(config.env_config)
+    with naming_what_failed(config, 0):
+        made = creator(context)
+        try:
+            yield _adapted(config, made, context)
+        finally:
+            close_envs([made] if hasattr(made, "close") else [], config.env_close_timeout_s)
+
+
 def spaces_of_env(config: EnvRunnerConfig) -> tuple[ByModule, list[Any]]:
     """Build the env of `config` to read its spaces, and close it. Return (spaces by module, its possible agents).
 
     With one agent there are no ids of agents. Raises `EnvError` and `ConfigError`.
     """
-    creator, context = find_creator(config.env), EnvContext(config.env_config)
-    with naming_what_failed(config, 0):
-        env = creator(context)
-        try:
-            if not config.is_multi_agent:
-                return {DEFAULT_MODULE_ID: _spaces_of_one(env, context)}, []
-            own = env if isinstance(env, ExternalMultiAgentEnv) else build_multi_agent_env(lambda _: env, context)
-            by_agent = spaces_by_agent(gym_spaces_of(own))
-        finally:
-            close_envs([env] if hasattr(env, "close") else [], config.env_close_timeout_s)
-    return Policies.of(config).spaces(by_agent), list(by_agent)
+    with built_env(config) as built:
+        return built.by_module, list(built.by_agent)
 
 
-def _spaces_of_one(env: Any, context: EnvContext) -> Spaces:
-    if isinstance(env, gym.vector.VectorEnv):
-        return spaces_of_vector(env)
-    if not isinstance(env, ExternalEnv | VectorEnv):
-        built = env
-        env = build_env(lambda _: built, context)
-    return spaces_of(env)
+def _adapted(config: EnvRunnerConfig, made: Any, context: EnvContext) -> BuiltEnv:
+    """Return what a creator gave, as workers use it."""
+    env: Any = made
+    if config.is_multi_agent:
+        if not isinstance(made, ExternalMultiAgentEnv):
+            env = build_multi_agent_env(lambda _: made, context)
+        by_agent = spaces_by_agent(gym_spaces_of(env))
+        return BuiltEnv(env, Policies.of(config).spaces(by_agent), by_agent)
+    if isinstance(made, gym.vector.VectorEnv):
+        return BuiltEnv(made, {DEFAULT_MODULE_ID: spaces_of_vector(made)}, {})
+    if not isinstance(made, ExternalEnv | VectorEnv):
+        env = build_env(lambda _: made, context)
+    return BuiltEnv(env, {DEFAULT_MODULE_ID: spaces_of(env)}, {})
 
 
 def given_spaces(config: EnvRunnerConfig, given: Any) -> tuple[ByModule, list[Any]]:

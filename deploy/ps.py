@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from rich.table import Table
 
 from headrace.deploy.fleet_file import FleetFile
-from headrace.deploy.redis_view import FleetView
+from headrace.deploy.proc_stat import is_alive
+from headrace.deploy.progress import name_revoked
+from headrace.deploy.redis_view import FleetView, Snapshot
+from headrace.deploy.told_versions import told_versions
 from headrace.schemas.errors import RedisUnavailableError
+from headrace.schemas.printable import one_line
+from headrace.schemas.redis_keys import revoked_sessions
 
 Row = dict[str, Any]
+NONE_REVOKED: Mapping[str, int] = MappingProxyType({})
 
 
 def processes(fleet: FleetFile, now: float) -> list[Row]:
@@ -24,16 +31,20 @@ def processes(fleet: FleetFile, now: float) -> list[Row]:
     return living + waiting
 
 
-def workers_elsewhere(fleet: FleetFile) -> list[Row]:
-    """Return a row for each worker that this fleet's supervisor has not started, as the broker reports to Redis.
+def reported(fleet: FleetFile) -> Snapshot:
+    """Return the fleet's state in Redis. It is empty where nothing of the fleet lives any more.
 
-    Raises `RedisUnavailableError`. There are none where nothing of the fleet lives any more.
+    Raises `RedisUnavailableError`.
     """
     if not fleet.redis_url or not is_alive(fleet.supervisor_pid):
-        return []
-    own = {entry.slot for entry in fleet.processes} | {entry.slot for entry in fleet.waiting}
+        return Snapshot()
     with FleetView(fleet.redis_url, fleet.fleet_id) as view:
-        workers = view.read().workers
+        return view.read()
+
+
+def workers_elsewhere(fleet: FleetFile, seen: Snapshot) -> list[Row]:
+    """Return a row for each worker in the fleet's `seen` state that this fleet's supervisor has not started."""
+    own = {entry.slot for entry in fleet.processes} | {entry.slot for entry in fleet.waiting}
     return [
         {
             "name": f"worker-{slot}",
@@ -46,46 +57,62 @@ def workers_elsewhere(fleet: FleetFile) -> list[Row]:
             "state": "connected",
             "alive": True,
         }
-        for slot, state in sorted(workers.items())
+        for slot, state in sorted(seen.workers.items())
         if slot not in own
     ]
 
 
 def all_processes(fleet: FleetFile, now: float) -> tuple[list[Row], str]:
-    """Return a row for each process of the fleet and each worker from elsewhere, and what could not be read."""
+    """Return a row for each process of the fleet and each worker from elsewhere, and what could not be read.
+
+    `headrace_version` of a row is the version of Headrace that the process tells; None where none is known.
+    """
     try:
-        return processes(fleet, now) + workers_elsewhere(fleet), ""
+        seen, missing = reported(fleet), ""
     except RedisUnavailableError as error:
-        return processes(fleet, now), f"workers from elsewhere are not shown: {error}"
+        seen, missing = Snapshot(), f"versions and workers from elsewhere are not shown: {error}"
+    told = told_versions(seen)
+    rows = processes(fleet, now) + workers_elsewhere(fleet, seen)
+    return [{**row, "headrace_version": told.get(row["name"]) or None} for row in rows], missing
 
 
-def is_alive(pid: int) -> bool:
-    """Return whether a process of that pid runs. One that has ended and is not yet reaped does not."""
+def sessions_revoked(fleet: FleetFile) -> dict[str, int]:
+    """Return how many sessions have ended because their key was revoked, by key; empty where Redis is away."""
+    if not fleet.redis_url or not is_alive(fleet.supervisor_pid):
+        return {}
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return False
-    return state not in ("Z", "X")
+        with FleetView(fleet.redis_url, fleet.fleet_id) as view:
+            return revoked_sessions(view.gauges())
+    except RedisUnavailableError:
+        return {}
 
 
-def table(fleet: FleetFile, rows: list[Row], missing: str = "") -> Table:
-    """Return a table for people of the `rows` that `all_processes` gave, and of what is `missing` in them."""
+def table(fleet: FleetFile, rows: list[Row], missing: str = "", revoked: Mapping[str, int] = NONE_REVOKED) -> Table:
+    """Return a table for people of the `rows` that `all_processes` gave, and of what is `missing` in them.
+
+    `revoked` is what `sessions_revoked` gave.
+    """
     alive = is_alive(fleet.supervisor_pid)
     supervisor = f"supervisor pid {fleet.supervisor_pid}" if alive else "no supervisor lives"
     title = f"fleet {fleet.fleet_id}: {fleet.state}, {supervisor}"
-    result = Table("name", "role", "inc.", "pid", "age", "restarts", "state", title=title, title_justify="left")
+    result = Table(
+        "name", "role", "inc.", "pid", "age", "restarts", "version", "state", title=title, title_justify="left"
+    )
     ports = [f"{name} {where}" for name, where in fleet.endpoints.items() if name.startswith("envs-")]
     notes = [f"env hosts connect to {', '.join(ports)}"] if ports else []
+    if revoked:
+        notes.append(f"revoked keys: {name_revoked(revoked)}; headrace keys list shows the keys")
     result.caption, result.caption_justify = "\n".join(filter(None, [*notes, missing])) or None, "left"
     for row in rows:
         age = f"{row['age_s']:.0f} s" if "age_s" in row else "-"
-        cells = (row["name"], row["role"], row["incarnation"], row["pid"], age, row["restarts"], _state(row))
+        counts = (row["incarnation"], row["pid"], age, row["restarts"], row.get("headrace_version"))
+        cells = (row["name"], row["role"], *counts, _state(row))
         result.add_row(*("-" if cell is None else str(cell) for cell in cells))
     return result
 
 
 def _state(row: Row) -> str:
     if "host" in row:
-        return f"{row['state']}, on {row['host'] or 'another machine'}"
+        return f"{row['state']}, on {one_line(str(row['host'])) or 'another machine'}"
     state: str = row["state"]
     return state if row["alive"] or row["pid"] is None else f"{state}, but gone"

@@ -6,6 +6,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from headrace.schemas.ledger import LedgerRow
+from headrace.schemas.recorder import Reading
+
 _NAME = re.compile(r"worker-(\d{1,9})-([1-9]\d{0,8})\.rec")
 
 Life = tuple[int, int]
@@ -23,3 +26,19 @@ def recorders_in(folder: Path) -> Iterator[tuple[Life, Path]]:
         match = _NAME.fullmatch(path.name)
         if match is not None and path.is_file():
             yield (int(match[1]), int(match[2])), path
+
+
+def covers(row: LedgerRow, reading: Reading | None) -> bool:
+    """Return whether a ledger row is closed and knows all steps and batches of the life's recorder."""
+    seq, stepped = (reading.totals.seq, reading.totals.stepped) if reading is not None else (0, 0)
+    return row.closed and row.totals.seq >= seq and row.totals.stepped >= stepped
+
+
+def is_written_to(recorder: Path, pid: int) -> bool:
+    """Return whether the writer lives: it has the file mapped, unlike another process that was given its pid."""
+    try:
+        return str(recorder.resolve()) in Path(f"/proc/{pid}/maps").read_text()
+    except PermissionError:
+        return True
+    except OSError:
+        return False

@@ -19,13 +19,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import orjson
 
-from headrace.broker.redis_client import REDIS_FAILURES, connect, in_words
-from headrace.schemas.errors import ConfigError, RedisUnavailableError, RunDirError
+from headrace.broker.redis_client import MAKE_USERS, REDIS_FAILURES, RedisReader, connect, in_words, unusable
+from headrace.broker.redis_commands import Lacking, lacking_rights
+from headrace.schemas.errors import ConfigError, RedisContractError, RedisUnavailableError, RunDirError, write_error
 from headrace.schemas.ports import quiet_ports
-from headrace.schemas.redis_keys import without_password
+from headrace.schemas.redis_keys import CONTRACT_VERSION, FLEET, key_name, other_contract, without_password
+from headrace.schemas.run_files import replace_private
 
 READY_S = 10.0
 CHECK_TIMEOUT_S = 2.0
@@ -42,7 +45,9 @@ save ""
 appendonly yes
 appendfsync everysec
 maxmemory-policy noeviction
+stream-node-max-bytes 16384
 """
+"""An entry of the history has some kilobytes of names. A node of a stream keeps them once, and has 4 KiB by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +93,9 @@ def prepare_redis(run_dir: Path) -> RedisLaunch:
         directory.chmod(0o700)
         port, password = _port_and_password(directory / "server.json")
         config = _CONFIG.format(port=port, password=password, directory=_quoted(directory))
-        _write_private(directory / "server.conf", config.encode())
+        replace_private(directory / "server.conf", config.encode())
     except OSError as error:
-        raise RunDirError(str(run_dir), f"{error.strerror or error}") from error
+        raise write_error(str(run_dir), error) from error
     return RedisLaunch([program, str(directory / "server.conf")], _url(port, password), port)
 
 
@@ -109,22 +114,39 @@ def wait_ready(url: str, deadline_s: float = READY_S) -> None:
             time.sleep(_POLL_S)
 
 
-def check_url(url: str) -> None:
+def check_url(url: str, fleet_id: str = "") -> None:
     """Refuse a server that no fleet can use: it does not answer, refuses us or our writes, or would evict our counters.
 
-    Raises `RedisUnavailableError` with a sentence that says which. Takes a few seconds at most.
+    All that it writes is among the keys of the fleet, so a user who may write no others passes. Raises
+    `RedisUnavailableError` with a sentence that says which. Takes a few seconds at most.
     """
     shown = without_password(url)
     with contextlib.closing(connect(url, CHECK_TIMEOUT_S)) as client:
         try:
-            client.ping()
-            policy = client.info("memory").get("maxmemory_policy", "noeviction")
-            client.set(f"headrace:check:{secrets.token_hex(4)}", "may this fleet write?", px=1000)
+            lacking = lacking_rights(client, fleet_id or "check")
+            policy = "" if lacking else client.info("memory").get("maxmemory_policy", "noeviction")
+            contract = None if lacking else RedisReader(client).field(key_name(fleet_id, FLEET), "contract_version")
         except REDIS_FAILURES as error:
-            raise RedisUnavailableError(shown, in_words(error), CHECK_TIMEOUT_S) from error
+            raise unusable(url, error, CHECK_TIMEOUT_S) from error
+    if lacking:
+        raise _lacks_rights(url, lacking, fleet_id)
+    if seen := other_contract(contract):
+        raise RedisContractError(shown, fleet_id, seen, CONTRACT_VERSION)
     if policy != "noeviction":
         reason = f"its maxmemory-policy {policy} may evict counters and weights (set it to noeviction)"
         raise RedisUnavailableError(shown, reason, CHECK_TIMEOUT_S)
+
+
+def _lacks_rights(url: str, lacking: Lacking, fleet_id: str) -> RedisUnavailableError:
+    user = urlsplit(url).username or "default"
+    lacks = [f"run {', '.join(lacking.commands)}"] if lacking.commands else []
+    lacks += [f"use the keys headrace:{{{fleet_id or 'ANY_ID'}}}:*"] if lacking.keys else []
+    advice = MAKE_USERS.replace(" ID", f" {fleet_id}") if fleet_id else MAKE_USERS
+    if not fleet_id:
+        advice = f"name the fleet whose keys it may use: --set fleet.fleet_id=ID; or {advice}"
+    return RedisUnavailableError(
+        without_password(url), f"its user {user} may not {' nor '.join(lacks)}", CHECK_TIMEOUT_S, advice
+    )
 
 
 @contextlib.contextmanager
@@ -154,12 +176,14 @@ def _port_and_password(path: Path) -> tuple[int, str]:
             return port, password
         if _answers(_url(port, password)):
             raise RunDirError(
-                str(path.parent), f"the Redis server of an earlier fleet still runs there, on port {port}"
+                str(path.parent),
+                f"a Redis server of this run still runs there, on port {port}; "
+                "end `headrace top` or `headrace dashboard` of this run, if one is open",
             )
     else:
         password = secrets.token_hex(24)
     port = _free_port()
-    _write_private(path, orjson.dumps({"port": port, "password": password}))
+    replace_private(path, orjson.dumps({"port": port, "password": password}))
     return port, password
 
 
@@ -172,15 +196,6 @@ def _read_private(path: Path) -> tuple[int, str] | None:
     if not isinstance(port, int) or not isinstance(password, str) or not password.isalnum() or not 0 < port < 65536:
         return None
     return port, password
-
-
-def _write_private(path: Path, content: bytes) -> None:
-    """Replace the file in one step; only its owner may read it, from its first byte on."""
-    fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
-    fresh.unlink(missing_ok=True)
-    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
-    fresh.replace(path)
 
 
 def _url(port: int, password: str) -> str:

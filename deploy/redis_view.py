@@ -7,13 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
+from redis.exceptions import NoPermissionError
 
 from headrace.broker.redis_client import REDIS_FAILURES, RedisReader, connect, in_words
 from headrace.broker.redis_parser import HashParser, SourceKey, finite
 from headrace.schemas import redis_keys as keys
-from headrace.schemas.errors import RedisUnavailableError
+from headrace.schemas.env_errors import EnvErrorRow
+from headrace.schemas.errors import RedisContractError, RedisUnavailableError
+from headrace.schemas.folded_lives import FoldedLives
 from headrace.schemas.ledger import FleetLedger, LedgerRow, add_up
 from headrace.schemas.logged_metrics import LoggedMetric, RowValues
+from headrace.schemas.process_state import ProcessState
 
 READ_TIMEOUT_S = 2.0
 
@@ -22,6 +26,7 @@ _ROW_VALUES: TypeAdapter[dict[str, float]] = TypeAdapter(RowValues, config=Confi
 _READ = (
     keys.FLEET,
     keys.LEDGER,
+    keys.FOLDED,
     keys.TOTALS,
     keys.SOURCES,
     keys.GAUGES,
@@ -30,21 +35,29 @@ _READ = (
     keys.INCARNATIONS,
     keys.METRICS,
     keys.POLICIES,
+    keys.ERRORS,
+    keys.PROCESSES,
 )
 
+_OF_ONE_NAME = tuple(key for key in keys.TABLE if "{" not in key.name)
+
 MOST_ROWS_AT_ONCE = 500
+MOST_EVENTS = 1000
+_LONGEST_TEXT = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """The state of a fleet at one moment. It is empty before the broker's first report.
 
-    `rows` and `sources` are by (slot, incarnation), `workers` and `incarnations` by slot. `garbage` has a sentence for
-    each value in Redis that could not be read and is therefore missing here.
+    `rows` and `sources` are by (slot, incarnation), `folded`, `workers` and `incarnations` by slot. `garbage` has a
+    sentence for each value in Redis that could not be read and is therefore missing here.
     """
 
     fleet_id: str = ""
     rows: Mapping[SourceKey, LedgerRow] = field(default_factory=dict)
+    folded: Mapping[int, FoldedLives] = field(default_factory=dict)
+    """Older lives of each slot, which have no rows of their own any more."""
     fleet: FleetLedger = field(default_factory=FleetLedger)
     gauges: Mapping[str, float] = field(default_factory=dict)
     totals: Mapping[str, int] = field(default_factory=dict)
@@ -54,11 +67,26 @@ class Snapshot:
     incarnations: Mapping[int, int] = field(default_factory=dict)
     metrics: Mapping[str, LoggedMetric] = field(default_factory=dict)
     """Metrics that callbacks have logged, by name, merged over all workers."""
+    errors: Mapping[str, EnvErrorRow] = field(default_factory=dict)
+    """Failures of envs in groups, by fingerprint."""
     policies: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Statistics of the returns by module id; empty in envs of one agent."""
+    processes: Mapping[str, ProcessState] = field(default_factory=dict)
+    """The supervisor's processes by name; empty where none has told of them for half a minute."""
+    policy_quantiles: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Quantiles of the same returns, by module id and by "0.05" and so on."""
+    env: str = ""
+    """`sampling.env`, and `version` of Headrace, at the broker; "" where it does not tell."""
+    version: str = ""
     reported_unix_s: float | None = None
     """Unix time (s) of the broker's last report, by the broker's clock; None before the first."""
+    ended_unix_s: float | None = None
+    """The same of the last report of a broker that stopped in order; None while one runs, and where it died."""
     garbage: tuple[str, ...] = ()
+
+    def is_folded(self, life: SourceKey) -> bool:
+        """Return whether this life has ended and its row was added to the folded lives of its slot."""
+        return life[0] in self.folded and life[1] in self.folded[life[0]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +109,16 @@ class LearnerRowView:
         return (self.epoch, self.number)
 
 
+@dataclass(frozen=True, slots=True)
+class EventView:
+    """An event of the fleet, such as a worker that joined. `identity` is its id in the stream."""
+
+    identity: str
+    unix_s: float
+    kind: str
+    fields: Mapping[str, str]
+
+
 class FleetView:
     """Reads one fleet's keys. It may be kept and read again; one thread at a time."""
 
@@ -90,17 +128,24 @@ class FleetView:
         self._reader = RedisReader(connect(url, READ_TIMEOUT_S))
 
     def read(self) -> Snapshot:
-        """Read the fleet as it is now. Waits some seconds at most. Raises `RedisUnavailableError`."""
+        """Read the fleet as it is now. Waits some seconds at most.
+
+        Raises `RedisUnavailableError`, or `RedisContractError` of its kind.
+        """
         try:
-            raw, wrong = self._reader.hashes_at_once({key.name: keys.key_name(self._fleet_id, key) for key in _READ})
+            raw, _ = self._reader.hashes_at_once({key.name: keys.key_name(self._fleet_id, key) for key in _READ})
+            wrong = self._reader.foreign({keys.key_name(self._fleet_id, key): key.type for key in _OF_ONE_NAME})
         except REDIS_FAILURES as error:
             raise RedisUnavailableError(self._url, in_words(error), READ_TIMEOUT_S) from error
+        if seen := keys.other_contract(raw["fleet"].get(b"contract_version")):
+            raise RedisContractError(self._url, self._fleet_id, seen, keys.CONTRACT_VERSION)
         values = HashParser(garbage=wrong)
-        rows = values.rows(raw["ledger"])
+        rows, folded = values.rows(raw["ledger"]), values.folded(raw["folded"])
         return Snapshot(
             fleet_id=self._fleet_id,
             rows=rows,
-            fleet=add_up(rows),
+            folded=folded,
+            fleet=add_up(rows | {(slot, 0): lives.row for slot, lives in folded.items()}),
             gauges=values.gauges(raw["gauges"]),
             totals=values.totals(raw["totals"]),
             sources=values.sources(raw["sources"]),
@@ -108,10 +153,27 @@ class FleetView:
             lease=values.lease(raw["lease"]),
             incarnations=values.incarnations(raw["incarnations"]),
             metrics=values.metrics(raw["metrics"]),
+            errors=values.env_errors(raw["errors"]),
             policies=values.policies(raw["policies"]),
+            processes=values.processes(raw["processes"]),
+            policy_quantiles=values.policy_quantiles(raw["policies"]),
+            env=_text(raw["fleet"].get(b"env")),
+            version=_text(raw["fleet"].get(b"version")),
             reported_unix_s=values.moment("fleet", raw["fleet"].get(b"reported_unix_s")),
+            ended_unix_s=values.moment("fleet", raw["fleet"].get(b"ended_unix_s")),
             garbage=tuple(values.garbage),
         )
+
+    def gauges(self) -> dict[str, float]:
+        """Return the newest values by name. Raises `RedisUnavailableError`."""
+        return HashParser().gauges(self._hash(keys.GAUGES))
+
+    def _hash(self, key: keys.Key) -> Mapping[bytes, bytes]:
+        try:
+            raw, _ = self._reader.hashes_at_once({key.name: keys.key_name(self._fleet_id, key)})
+        except REDIS_FAILURES as error:
+            raise RedisUnavailableError(self._url, in_words(error), READ_TIMEOUT_S) from error
+        return raw[key.name]
 
     def learner_rows(self, after: tuple[int, int] = (0, 0)) -> list[LearnerRowView]:
         """Return the rows of learners after (epoch, number), the oldest first, 500 at most.
@@ -125,6 +187,54 @@ class FleetView:
             raise RedisUnavailableError(self._url, in_words(error), READ_TIMEOUT_S) from error
         return [_learner_row(*entry) for entry in entries]
 
+    def newest_learner_row(self) -> LearnerRowView | None:
+        """Return the newest row of learners; None without one. Waits as `learner_rows`, and raises what it raises."""
+        key = keys.key_name(self._fleet_id, keys.LEARNER_ROWS)
+        try:
+            entry = self._reader.newest_entry(key)
+        except REDIS_FAILURES as error:
+            raise RedisUnavailableError(self._url, in_words(error), READ_TIMEOUT_S) from error
+        return None if entry is None else _learner_row(*entry)
+
+    def history(self, interval_s: int, after_unix_s: float = 0.0) -> list[tuple[float, dict[str, float]]]:
+        """Return (unix s, gauges and totals by name) of each entry after a time, the oldest first.
+
+        `interval_s` is one of those in `redis_keys.RINGS`. A value that is no finite number is left out. Waits some
+        seconds at most. Raises `RedisUnavailableError`.
+        """
+        key, _, most = next(ring for ring in keys.RINGS if ring[1] == interval_s)
+        try:
+            after = f"{max(0, round(1000 * after_unix_s))}-0"
+            entries = self._reader.entries(keys.key_name(self._fleet_id, key), after, most)
+        except REDIS_FAILURES as error:
+            raise RedisUnavailableError(self._url, in_words(error), READ_TIMEOUT_S) from error
+        return [(int(identity.split(b"-")[0]) / 1000, HashParser().gauges(fields)) for identity, fields in entries]
+
+    def events(self, after: str = "0-0") -> list[EventView]:
+        """Return the events after the one of this identity, the oldest first, 1,000 at most.
+
+        Waits some seconds at most. Raises `RedisUnavailableError`.
+        """
+        key = keys.key_name(self._fleet_id, keys.EVENTS)
+        try:
+            entries = self._reader.entries(key, after, MOST_EVENTS)
+        except REDIS_FAILURES as error:
+            raise RedisUnavailableError(self._url, in_words(error), READ_TIMEOUT_S) from error
+        return [_event(*entry) for entry in entries]
+
+    def server_info(self) -> dict[str, Any] | None:
+        """Return what INFO of the server says, by name; None where this user may not ask.
+
+        Waits some seconds at most. Raises `RedisUnavailableError`.
+        """
+        try:
+            found: Any = self._reader.client.info()
+        except NoPermissionError:
+            return None
+        except REDIS_FAILURES as error:
+            raise RedisUnavailableError(self._url, in_words(error), READ_TIMEOUT_S) from error
+        return dict(found)
+
     def close(self) -> None:
         """Close the connection."""
         self._reader.client.close()
@@ -134,6 +244,16 @@ class FleetView:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _text(value: bytes | None) -> str:
+    return (value or b"").decode(errors="replace")[:_LONGEST_TEXT]
+
+
+def _event(identity: bytes, fields: Mapping[bytes, bytes]) -> EventView:
+    text = {_text(name): _text(value) for name, value in fields.items()}
+    at = int(identity.split(b"-")[0]) / 1000  # Redis itself makes sure of this form
+    return EventView(identity.decode(), at, text.get("event", ""), text)
 
 
 def _learner_row(identity: bytes, fields: Mapping[bytes, bytes]) -> LearnerRowView:

@@ -7,6 +7,9 @@ from collections import deque
 
 from headrace.schemas.config import SupervisorSection
 
+LONG_LIFE = 10
+"""A process that lived for so many times the first pause, and had not died before, starts again without one."""
+
 
 class RestartPolicy:
     """Decides when one process is started again.
@@ -29,6 +32,8 @@ class RestartPolicy:
             self._deaths.popleft()
         if len(self._deaths) > self._section.max_restarts_per_window:
             return None
+        if len(self._deaths) == 1 and lived_s >= LONG_LIFE * self._section.restart_backoff_s:
+            return 0.0
         exponent = min(len(self._deaths) - 1, 30)
         full = min(self._section.restart_backoff_max_s, self._section.restart_backoff_s * 2.0**exponent)
         return full * self._rng.uniform(0.5, 1.0)

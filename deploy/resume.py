@@ -23,6 +23,7 @@ from headrace.deploy.saved_policy import NEWEST_FILE
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.config_loading import known_keys
 from headrace.schemas.errors import RunDirError
+from headrace.schemas.wire import DEFAULT_LIMITS, is_deeper
 
 FIXED = frozenset(
     (
@@ -128,18 +129,27 @@ def write_settings(config: FleetConfig) -> bytes:
     return orjson.dumps(config.model_copy(update={"fleet": fleet}).model_dump(mode="json"), option=orjson.OPT_INDENT_2)
 
 
-def read_facts(checkpoint: Path) -> str | None:
-    """Return, in words, how far a learner had come; None if its checkpoint does not say."""
+def read_told(checkpoint: Path) -> dict[str, Any] | None:
+    """Return what a checkpoint says of its learner: epoch, position and state; None if it does not say."""
     try:
         with checkpoint.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = orjson.loads(file.read(length) if length <= _LONGEST_HEADER else b"")
         told = orjson.loads(header["__metadata__"]["headrace"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return told if isinstance(told, dict) else None
+
+
+def read_facts(checkpoint: Path) -> str | None:
+    """Return, in words, how far a learner had come; None if its checkpoint does not say."""
+    told = read_told(checkpoint) or {}
+    try:
         epoch, state = told["epoch"], told["state"]
         parts = list(state["modules"].values()) if isinstance(state.get("modules"), dict) else [state]
         updates = max(int(part.get("updates", 0)) for part in parts)
         steps = sum(int(part.get("steps", 0)) for part in parts)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
     return f"update {updates:,} of learner epoch {epoch}, trained on {steps:,} steps"
 
@@ -151,7 +161,11 @@ def _read_settings(run_dir: RunDir) -> Mapping[str, Any]:
         found = orjson.loads(run_dir.settings_json.read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
         raise RunDirError(str(run_dir.path), f"its settings.json cannot be read ({error})") from error
-    return found if isinstance(found, dict) else {}
+    sections = found.values() if isinstance(found, dict) else [None]
+    if not all(isinstance(section, dict) for section in sections) or is_deeper(found, DEFAULT_LIMITS.header_depth):
+        reason = "its settings.json is damaged: it is no table of sections"
+        raise RunDirError(str(run_dir.path), reason, "remove it to go on with the settings of now")
+    return found  # type: ignore[no-any-return]
 
 
 def _changed(before: Mapping[str, Any], config: FleetConfig) -> Iterator[tuple[str, str]]:

@@ -2,13 +2,22 @@
 
 DIR/fleet.json       the processes (`fleet_file.py`); 0600, since the Redis URL has a password
 DIR/settings.json    the configuration as it was asked for, with which `--resume` goes on; 0600 too
+DIR/.*.seal          the seals of config.json and settings.json (`seal.py`)
 DIR/config.json      the resolved configuration that the children read; 0600, for the same reason
 DIR/broker.json      the broker's own: its endpoints, and its state for a restart
+DIR/books.json       the books of ended lives of workers, for an empty Redis (`books_file.py`)
+DIR/token            what the broker on loopback asks of its peers (`schemas/loopback_token.py`); 0600
+DIR/ipc/             the broker's Unix sockets, if it has them (`schemas/socket_folder.py`); 0700
 DIR/lock             held while a supervisor lives
 DIR/logs/            one file a process name, lives appended
-DIR/recorders/       worker-SLOT-INCARNATION.rec, each until its obituary is acknowledged
+DIR/recorders/       worker-SLOT-INCARNATION.rec, each until Redis has the final books of that life and a learner has
+                     taken its end; beside it the log of its open episodes, .episodes
+DIR/rendezvous.json  where the broker publishes its addresses (`schemas/rendezvous.py`)
+DIR/workers.json     the number of workers that `headrace scale` asked for (`scale.py`)
 DIR/metrics.jsonl    what the run logged, a row a line (`run_rows.py`); further runs in the directory append
 DIR/metrics.csv      the same
+DIR/health/          a file for each process, for `headrace health` (`health_file.py`)
+DIR/summary.json     what the run was and how it ended, for a report of it (`run_facts.py`); 0600
 DIR/redis/           the embedded server's data
 DIR/learner.checkpoint    the learner's newest checkpoint, DIR/best.checkpoint the best one so far
 DIR/evaluations.jsonl     the evaluations of checkpoints, a line each (`evaluation_log.py`)
@@ -25,11 +34,13 @@ from pathlib import Path
 from types import TracebackType
 
 from headrace.deploy.fleet_errors import NoRunError
-from headrace.schemas.errors import RunDirError
+from headrace.schemas.errors import RunDirError, write_error
+from headrace.schemas.run_files import open_own, replace_private
 
 RUNS = Path("runs")
 """Folder for runs that are given no directory."""
 _LONGEST_NAME = 60
+_ROOT = 0
 
 
 def new_run_dir(env: str) -> Path:
@@ -81,13 +92,23 @@ class RunDir:
 
     def __enter__(self) -> RunDir:
         try:
+            self._check_owner()
             self.logs.mkdir(parents=True, exist_ok=True)
             self.recorders.mkdir(exist_ok=True)
-            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            self._lock = open_own(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
             self._take_lock(self._lock)
         except OSError as error:
-            raise RunDirError(str(self.path), error.strerror or str(error)) from error
+            raise write_error(str(self.path), error) from error
         return self
+
+    def _check_owner(self) -> None:
+        """Raise `RunDirError` where another user owns the directory, who could replace all that is written there."""
+        if self._is_new:
+            return
+        owner, own = self.path.stat().st_uid, os.geteuid()
+        if owner not in (own, _ROOT):
+            reason = f"it belongs to user {owner}, and this is user {own}"
+            raise RunDirError(str(self.path), reason, f"name a new folder with --run-dir, or chown it to user {own}")
 
     def _take_lock(self, lock: int) -> None:
         try:
@@ -113,13 +134,24 @@ class RunDir:
             self.remove_unless_used()
 
 
+def is_locked(run_dir: Path) -> bool:
+    """Return whether a supervisor lives in the directory."""
+    try:
+        lock = open_own(run_dir / "lock", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
 def write_private(path: Path, content: bytes) -> None:
     """Replace the file at `path` in one step, readable by its owner alone. Raises `RunDirError`."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        aside.replace(path)
+        replace_private(path, content)
     except OSError as error:
-        raise RunDirError(str(path), error.strerror or str(error)) from error
+        raise write_error(str(path), error) from error

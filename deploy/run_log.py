@@ -35,6 +35,8 @@ class RunLog:
         self._next_fleet_row = 0.0
         self._logged_report = self._began_unix_s
         """Unix time (s) of the last broker report that was logged. Reports from before this run count as logged."""
+        self._gauges: Mapping[str, float] = {}
+        """The gauges of the fleet's last row."""
         self._newest = _newest_learner_row(JsonlFile(run.run_dir / "metrics.jsonl"))
         self.close_s = CLOSE_S
         """Seconds that all loggers together may take to end."""
@@ -66,7 +68,8 @@ class RunLog:
         if snapshot.reported_unix_s > self._logged_report:
             self._logged_report = snapshot.reported_unix_s
             self._next_fleet_row = now + self._interval_s
-            self._offer(fleet_row(snapshot, restarts, time.time(), now - self._began))
+            self._offer(fleet_row(snapshot, restarts, time.time(), now - self._began, self._gauges))
+            self._gauges = snapshot.gauges
 
     def _offer(self, row: Row) -> None:
         step = int(row["env_steps"])

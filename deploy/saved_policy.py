@@ -2,21 +2,23 @@
 
 The settings name code that is built: env, module, connectors. The one place that decides which settings are believed is
 `resolve_settings`: those beside the checkpoint, unless the caller names another file, and over them the caller's own.
+`named_code.py` says which code a file beside the checkpoint may name.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from numpy.typing import NDArray
 
-from headrace.broker.redis_client import REDIS_FAILURES, connect, in_words
-from headrace.broker.redis_weights import RedisWeights
+from headrace.broker.redis_client import REDIS_FAILURES, connect, unusable
+from headrace.broker.redis_weights import weights_in
 from headrace.deploy.fleet_file import read_fleet_file
+from headrace.deploy.named_code import resolve_found
 from headrace.deploy.options import describe_origin, resolve
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import (
@@ -26,11 +28,11 @@ from headrace.schemas.errors import (
     DecodeError,
     HeadraceError,
     ModuleError,
-    RedisUnavailableError,
 )
 from headrace.schemas.messages import Version
 from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.redis_keys import without_password
+from headrace.schemas.redis_url import read_redis_url
 from headrace.schemas.weights import read_weights, split_modules
 from headrace.schemas.wire import decode
 
@@ -90,6 +92,7 @@ def load_policy(
     spaces: Any = None,
     fleet_id: str = "",
     seed: int | None = None,
+    allow: Sequence[str] = (),
 ) -> TrainedPolicy:
     """Load a trained policy from a run directory, a checkpoint file, or Redis ("redis://HOST:PORT" with `fleet_id`).
 
@@ -102,13 +105,15 @@ def load_policy(
     - spaces: the gymnasium spaces (observation, action) of the env, or a mapping of such pairs by module id. Without
       them the env is built once, to read them.
     - seed: of sampled actions.
+    - allow: code that a config.json may name, as "my_pkg:make_env", or "my_pkg:" for all that this package defines.
 
-    The config names code that is built here: env, module, connectors. Load only a run whose config you trust.
+    The config names code that is built here: env, module, connectors. What a config.json names is built if it is
+    Headrace's own, if your own `headrace up` wrote that file, or if you allow or name it.
 
     Raises `CheckpointError`, `RunDirError`, `RedisUnavailableError`, `ConfigError`, `EnvError`, `ModuleError` and
     `ConnectorError`.
     """
-    found = resolve_policy(str(run), Path(config) if config else None, (), settings or {}, fleet_id, which)
+    found = resolve_policy(str(run), Path(config) if config else None, (), settings or {}, fleet_id, which, allow)
     return build_policy(found, spaces, seed)
 
 
@@ -136,23 +141,34 @@ def resolve_policy(
     flags: Mapping[str, Any],
     fleet_id: str = "",
     which: Which = "newest",
+    allow: Iterable[str] | None = None,
 ) -> ResolvedPolicy:
     """Find the policy at `where`, and the settings to build it by. See the module's own sentence about trust.
 
     Raises as `find_policy` does, and `ConfigError` for settings that do not name the policies that are there.
     """
-    resolved, origin = resolve_settings(where, config, sets, flags)
+    resolved, origin = resolve_settings(where, config, sets, flags, allow)
     saved = find_policy(where, fleet_id or resolved.fleet.fleet_id, which)
     _check_policies(saved, resolved)
     return ResolvedPolicy(saved, resolved, origin)
 
 
 def resolve_settings(
-    where: str, config: Path | None, sets: Iterable[str] | None, flags: Mapping[str, Any]
+    where: str,
+    config: Path | None,
+    sets: Iterable[str] | None,
+    flags: Mapping[str, Any],
+    allow: Iterable[str] | None = None,
 ) -> tuple[FleetConfig, str]:
-    """Return the settings for the policy at `where`, and their origin in words. Raises `ConfigError`."""
-    config = config or _config_beside(where)
-    resolved, origins = resolve(config, sets, flags)
+    """Return the settings for the policy at `where`, and their origin in words.
+
+    Raises `ConfigError`, and `ForeignCodeError` for code that a file beside the policy names and `allow` does not.
+    """
+    if config is None:
+        config = _config_beside(where)
+        resolved, origins = resolve_found(config, sets, flags, allow or ())
+    else:
+        resolved, origins = resolve(config, sets, flags)
     return resolved, describe_origin(config, origins)
 
 
@@ -164,10 +180,11 @@ def find_policy(where: str, fleet_id: str, which: Which = "newest") -> SavedPoli
     """
     if which not in _FILES:
         raise ConfigError(f"should be one of {', '.join(_FILES)}, got {which!r:.80}", key="which")
+    where = _address(where)
     in_dir = "://" not in where and Path(where).is_dir()
     path = Path(where) / _FILES[which] if in_dir else Path(where)
     if which == "best" and not in_dir:
-        raise CheckpointError(where, "only a run directory has a best checkpoint", _ADVICE)
+        raise CheckpointError(without_password(where), "only a run directory has a best checkpoint", _ADVICE)
     if which == "best" and not path.exists():
         reason = "there is none yet: it is kept from the first evaluation on, or from 100 episodes on"
         raise CheckpointError(str(path), reason, "train longer, or take the newest")
@@ -180,9 +197,19 @@ def find_policy(where: str, fleet_id: str, which: Which = "newest") -> SavedPoli
     return found
 
 
+def _address(where: str) -> str:
+    """Return the URL of Redis in the file of that name; `where` itself if it is no such file."""
+    if not where.endswith(".url"):
+        return where
+    try:
+        return read_redis_url(where)
+    except ValueError as error:
+        raise ConfigError(str(error), key=where) from None
+
+
 def _config_beside(where: str) -> Path | None:
     """Return the configuration beside the checkpoint at `where`, which `headrace up` writes; None without one."""
-    if "://" in where:
+    if "://" in _address(where):
         return None
     path = Path(where)
     config = (path if path.is_dir() else path.parent) / "config.json"
@@ -217,9 +244,9 @@ def _of_file(path: Path) -> SavedPolicy:
         raise CheckpointError(error.path, error.reason, _ADVICE) from error
     if saved is None:
         raise CheckpointError(str(path), "there is none", _ADVICE)
-    version = saved.epoch, counts_of(saved.state).updates
-    source = f"{path} (update {version[1]} of learner epoch {version[0]})"
-    return SavedPolicy(published_arrays(saved.arrays), version, source)
+    counts = counts_of(saved.state)
+    source = f"{path} (update {counts.updates} of learner epoch {saved.epoch}, {counts.steps:,} steps)"
+    return SavedPolicy(published_arrays(saved.arrays), (saved.epoch, counts.updates), source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +275,8 @@ def _of_run_dir(folder: Path) -> SavedPolicy:
     if not fleet.redis_url:
         raise CheckpointError(str(path), "there is none, and the fleet has no Redis", _ADVICE)
     advice = (
-        f"there is no {NEWEST_FILE} in {folder}, as with a learner of your own, so only Redis has the weights: "
+        f"there is no {NEWEST_FILE} in {folder}, which a learner of your own saves by save_policy, so only Redis has "
+        "the weights: "
         f"while it evaluates, keep the fleet running by headrace up --resume {folder}"
     )
     return _of_redis(fleet.redis_url, fleet.fleet_id, advice)
@@ -260,9 +288,9 @@ def _of_redis(url: str, fleet_id: str, advice: str = "start it, or correct its a
         raise ConfigError("name the fleet whose policy to serve: Redis may have several fleets", key="--fleet-id")
     client = connect(url, _READ_TIMEOUT_S)
     try:
-        stored = RedisWeights(client, fleet_id).load()
+        stored = weights_in(client, fleet_id).load()
     except REDIS_FAILURES as error:
-        raise RedisUnavailableError(shown, in_words(error), _READ_TIMEOUT_S, advice) from error
+        raise unusable(url, error, _READ_TIMEOUT_S, advice) from error
     finally:
         client.close()
     source = f"fleet {fleet_id} in {shown}"

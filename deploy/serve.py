@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from headrace.deploy.joining import Flags, Sets
 from headrace.deploy.logs import Identity, set_up_logging
 from headrace.deploy.options import chosen_run, resolve
-from headrace.deploy.roles import Flags, Sets, no_exit_from
+from headrace.deploy.roles import no_exit_from
 from headrace.deploy.saved_policy import ResolvedPolicy, resolve_policy
+from headrace.deploy.service_manager import service_manager
 from headrace.deploy.std_streams import ignore_closed_reader
 from headrace.schemas.errors import ConnectorError, EnvError, ModuleError
 from headrace.schemas.stop_event import stop_event
@@ -21,7 +24,9 @@ from headrace.schemas.stop_event import stop_event
 log = logging.getLogger("headrace.deploy")
 
 
-def serve(config: Path | None, sets: Sets, flags: Flags, *, checkpoint: str | None, as_json: bool) -> None:
+def serve(
+    config: Path | None, sets: Sets, flags: Flags, *, checkpoint: str | None, allow: Sequence[str], as_json: bool
+) -> None:
     """Serve the policy at `checkpoint` until SIGTERM or Ctrl-C; then let episodes end, and print their results.
 
     None is the newest run. Settings are those beside the checkpoint, unless another file is named.
@@ -29,7 +34,7 @@ def serve(config: Path | None, sets: Sets, flags: Flags, *, checkpoint: str | No
     if checkpoint is None:
         checkpoint = str(chosen_run(resolve(config, sets, flags)[0]))
     set_up_logging(Identity(str(flags.get("fleet.fleet_id") or ""), "serve"))
-    policy = resolve_policy(checkpoint, config, sets, flags)
+    policy = resolve_policy(checkpoint, config, sets, flags, allow=allow)
     with no_exit_from(EnvError, "the env or the module"):
         told = _serve(policy)
     with ignore_closed_reader(sys.stdout):
@@ -55,7 +60,7 @@ def _serve(policy: ResolvedPolicy) -> dict[str, Any]:
             policy.origin,
         )
         with stop_event() as stopping:
-            server.serve(stopping)
+            server.serve(stopping, service_manager().turn)
     finally:
         server.close()
     return {"source": saved.source, "weights": saved.version, **server.sums.as_json()}

@@ -1,4 +1,4 @@
-"""The check before a start: it builds what the config names, once, in a process of its own, before anything starts.
+"""The check before a start: it builds and tries what the config names, once, in a process of its own.
 
 The supervisor starts that process by `check_process.py`. It reads the steps that are announced here, and the error with
 which the process ends. Quick checks of common mistakes come first. torch takes a second or two, so it is imported last,
@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.deploy.policy_spaces import spaces_of_env
+from headrace.deploy.env_trial import try_env
+from headrace.deploy.policy_spaces import built_env
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import ConfigError, ModuleError
 from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
@@ -59,8 +60,10 @@ def check_start(config: FleetConfig, say: Say) -> None:
     if not envs_are_here or not config.fleet.check_env:
         return
     say(f"building one env of {config.sampling.env!r}")
-    by_module, _ = spaces_of_env(runner)
-    spaces = dict(_connected(policies, by_module, config.sampling.num_envs))
+    with built_env(runner) as built:
+        say(f"resetting and stepping that env of {config.sampling.env!r} once")
+        try_env(runner, built)
+    spaces = dict(_connected(policies, built.by_module, config.sampling.num_envs))
     if not all(policy.is_ours for policy in policies.values()):
         say("building the modules of " + ", ".join(sorted({repr(policy.build) for policy in policies.values()})))
         _check_modules(config, runner, policies, spaces)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TextIO
+
+from headrace.schemas.errors.fleet import NO_ROOM
+
+_terminal = threading.RLock()
 
 
 def open_std_streams() -> None:
@@ -28,10 +33,27 @@ def open_std_streams() -> None:
 
 @contextmanager
 def ignore_closed_reader(stream: TextIO) -> Iterator[None]:
-    """Discard all further output within the block once the reader of `stream` has gone (`| head`)."""
+    """Discard all further output within the block once the reader of `stream` has gone (`| head`).
+
+    On a full disk, only what cannot be written is discarded. One thread at a time writes to a terminal: a live table
+    erases what it has drawn, and where two threads draw it erases lines of the log.
+    """
     try:
-        yield
+        with _terminal if stream.isatty() else nullcontext():
+            yield
     except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        _send_nowhere(stream)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        kept = os.dup(stream.fileno())
+        _send_nowhere(stream)
+        stream.flush()  # else the next line, or the end of this process, would try the same text again
+        os.dup2(kept, stream.fileno())
+        os.close(kept)
+
+
+def _send_nowhere(stream: TextIO) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

@@ -14,7 +14,8 @@ CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class StopSignals:
     """Counts stop signals while the `with` block runs; the main thread only.
 
-    `fd` becomes readable with each signal, so that a poll ends at once; `clear` empties it.
+    `fd` becomes readable with each signal, so that a poll ends at once; `clear` empties it. A SIGHUP that was inherited
+    as ignored stays ignored, as `nohup` wants it.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         self._fd_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, self._on_signal) for number in CAUGHT}
+        caught = [number for number in CAUGHT if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._on_signal) for number in caught}
         return self
 
     def __exit__(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TextIO
 
 import orjson
@@ -11,6 +14,8 @@ from rich.table import Table
 
 from headrace.deploy.goal import RunNumbers
 from headrace.deploy.progress import name_restarts
+from headrace.deploy.saved_policy import NEWEST_FILE
+from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.ledger import FleetLedger
 
@@ -39,15 +44,17 @@ class Summary:
     """The fleet's ledger; None if Redis could not be read at the end."""
     failure: HeadraceError | None = None
     """The error that ended the run; None when its goal or a signal ended it."""
+    problems: Sequence[str] = ()
+    """The audit's sentences about the ledger; empty when it adds up."""
 
     @property
     def balanced(self) -> bool | None:
         """Return whether the ledger adds up; None without one."""
-        return None if self.ledger is None else self.ledger.balance() == 0
+        return None if self.ledger is None else self.ledger.balance() == 0 and not self.problems
 
     def as_json(self) -> bytes:
         """Return one JSON object on one line."""
-        facts = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("ledger", "failure")}
+        facts = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("ledger", "failure", "problems")}
         facts["rates"] = {key: facts.pop(key) for key in ("env_steps_per_s", "episodes_per_s")}
         facts["ledger"] = self.ledger.model_dump() if self.ledger else None
         facts["balanced"] = self.balanced
@@ -68,6 +75,7 @@ def summarise(
     weights_seq: int,
     ledger: FleetLedger | None,
     failure: HeadraceError | None,
+    problems: Sequence[str] = (),
 ) -> Summary:
     """Summarise a run that went from `start` to `end`.
 
@@ -93,6 +101,7 @@ def summarise(
         weights_seq=weights_seq,
         ledger=ledger,
         failure=failure,
+        problems=problems,
     )
 
 
@@ -113,10 +122,19 @@ def print_summary(summary: Summary, stream: TextIO) -> None:
         table.add_row(what, value)
     console.print(table)
     if summary.ledger is None:
-        console.print("ledger: not known, since Redis did not answer at the end")
+        console.print("ledger: not known, since Redis was not started, or did not answer at the end")
     else:
         console.print(ledger_table(summary.ledger))
-        console.print(verdict(summary.ledger))
+        console.print(verdict(summary))
+
+
+def next_command(summary: Summary, config: FleetConfig) -> str:
+    """Return the command that plays the run's policy; empty where there is no checkpoint, or clients drive episodes."""
+    run = Path(summary.run_dir)
+    if config.serving.enabled or not (run / NEWEST_FILE).exists():
+        return ""
+    here = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
+    return f"headrace evaluate {shlex.quote(str(here))}"
 
 
 def _goal_in_words(summary: Summary) -> str:
@@ -138,8 +156,11 @@ def ledger_table(ledger: FleetLedger) -> Table:
     return table
 
 
-def verdict(ledger: FleetLedger) -> str:
+def verdict(summary: Summary) -> str:
     """Return one line that says whether the ledger adds up."""
-    if ledger.balance() == 0:
+    if summary.balanced:
         return "the ledger adds up: stepped = committed + queued + dropped + discarded"
-    return f"the ledger does NOT add up: {ledger.balance():+,} steps; `headrace audit` names the row"
+    if summary.problems:
+        return f"the ledger is NOT right: {summary.problems[0]} (`headrace audit` names all that is wrong)"
+    off = summary.ledger.balance() if summary.ledger is not None else 0
+    return f"the ledger does NOT add up: {off:+,} steps; `headrace audit` names the row"

@@ -3,18 +3,19 @@
     STARTING/RUNNING ── dies ──▶ RESTARTING ── pause ──▶ RUNNING
           │  │                        └── budget spent ──▶ FAILED (CrashLoopError)
           │  └── error that a restart cannot cure, by its exit record ──▶ FAILED (ProcessFailedError)
+          ├── fenced by a newer learner ──▶ FENCED ── that one has left ──▶ RUNNING
           ├── silent ──▶ replaced at once; the old process lives on as a zombie and is killed later
           └── stop() ──▶ STOPPING ── ends, or is killed after stop_timeout_s ──▶ STOPPED
 
 Everything happens in the thread that turns the loop. It must be the main thread, since children die with the thread
-that started them. `watchdog.py` watches workers and env hosts for silence. A broker or learner that hangs is not
-noticed here.
+that started them. `watchdog.py` notices processes that live and do nothing, and has them replaced here.
 """
 
 from __future__ import annotations
 
 import logging
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -27,11 +28,16 @@ from headrace.deploy.child import Child, describe_end
 from headrace.deploy.event_loop import EventLoop, Timer
 from headrace.deploy.exit_record import ExitRecord
 from headrace.deploy.fleet_errors import ProcessFailedError
+from headrace.deploy.fork_server import ForkServer
 from headrace.deploy.restarts import RestartPolicy
 from headrace.schemas.config import SupervisorSection
-from headrace.schemas.errors import CrashLoopError, ExitCode, HeadraceError
+from headrace.schemas.errors import CrashLoopError, DiskFullError, ExitCode, HeadraceError
+from headrace.schemas.stop_event import sigterm_blocked
 
 log = logging.getLogger("headrace.supervisor")
+
+_LEAST_ROOM = 64 << 10
+"""Bytes; a disk with less counts as full. Systems give the last bytes to some writers only."""
 
 INCURABLE = frozenset(
     (
@@ -59,6 +65,9 @@ class Role(StrEnum):
     LEARNER = "learner"
     ENV_HOST = "env-host"
     EVALUATOR = "evaluator"
+    DASHBOARD = "dashboard"
+    RAY = "ray"
+    """The process that keeps workers on a Ray cluster."""
 
 
 class ServiceState(StrEnum):
@@ -133,6 +142,7 @@ class Supervisor:
         logs: Path,
         observer: Observer,
         rng: random.Random | None = None,
+        fork_server: ForkServer | None = None,
     ) -> None:
         self.services: dict[str, Service] = {}
         self.failure: HeadraceError | None = None
@@ -141,6 +151,7 @@ class Supervisor:
         self._logs = logs
         self._observer = observer
         self._rng = rng or random.Random()
+        self._fork_server = fork_server
 
     def start(self, spec: ProcessSpec) -> Service:
         """Start a process and keep it alive from now on."""
@@ -166,19 +177,35 @@ class Supervisor:
         service.child = None
         self._restart(service, time.monotonic() - zombie.started)
 
+    def bring_back(self, service: Service, why: str) -> None:
+        """Start a learner again that a newer one had fenced, and that has left."""
+        if service.state is ServiceState.FENCED:
+            log.warning("%s starts again: %s", service.spec.name, why)
+            service.restarts += 1
+            self._spawn(service)
+
     def stop(self, *roles: Role) -> None:
-        """Send SIGTERM to every process of `roles`; kill those that still run after `stop_timeout_s`."""
+        """Send the stop signal to every process of `roles`; kill those that still run after `stop_timeout_s`."""
         for service in self._of(roles):
-            self._cancel(service)
-            if service.child is not None:
-                service.state = ServiceState.STOPPING
-                service.child.send(signal.SIGTERM)
-                service.timer = self._loop.call_later(self._section.stop_timeout_s, self._killer(service))
-            elif service.state not in OVER:
-                service.state = ServiceState.STOPPED
-            for zombie in service.zombies:
-                zombie.send(signal.SIGKILL)
+            self.stop_one(service)
         self._observer.changed()
+
+    def stop_one(self, service: Service) -> None:
+        """Send the stop signal to one process, and kill it if it still runs after `stop_timeout_s`."""
+        self._cancel(service)
+        if service.child is not None:
+            service.state = ServiceState.STOPPING
+            service.child.send(signal.Signals[self._section.stop_signal])
+            service.timer = self._loop.call_later(self._section.stop_timeout_s, self._killer(service))
+        elif service.state not in OVER:
+            service.state = ServiceState.STOPPED
+        for zombie in service.zombies:
+            zombie.send(signal.SIGKILL)
+
+    def start_again(self, service: Service) -> None:
+        """Start a process that was stopped."""
+        if service.state is ServiceState.STOPPED:
+            self._spawn(service)
 
     def kill(self) -> None:
         """Kill every child at once and restart none."""
@@ -188,6 +215,11 @@ class Supervisor:
             for child in (service.child, *service.zombies):
                 if child is not None:
                     child.send(signal.SIGKILL)
+
+    def end_fork_server(self) -> None:
+        """End the fork server. What starts from now on imports torch itself."""
+        if self._fork_server is not None:
+            self._fork_server.end()
 
     def gone(self, *roles: Role) -> bool:
         """Return whether no process of `roles` (none given: of any) lives or will start."""
@@ -210,13 +242,15 @@ class Supervisor:
     def _spawn(self, service: Service) -> None:
         spec = service.spec
         incarnation = self._observer.next_incarnation(spec.name)
-        child = Child(
-            spec.command(incarnation),
-            self._logs / f"{spec.name}.log",
-            incarnation=incarnation,
-            env=spec.env,
-            death_signal=spec.death_signal,
-        )
+        with sigterm_blocked(self._section.blocks_sigterm):
+            child = Child(
+                spec.command(incarnation),
+                self._logs / f"{spec.name}.log",
+                incarnation=incarnation,
+                env=spec.env,
+                death_signal=spec.death_signal,
+                fork_server=self._fork_server,
+            )
         service.child, service.state, service.timer = child, ServiceState.RUNNING, None
         self._loop.watch(child.pidfd, lambda: self._on_end(service, child))
         log.info("%s started: pid %d, incarnation %d", spec.name, child.pid, incarnation)
@@ -236,7 +270,8 @@ class Supervisor:
 
     def _after_end(self, service: Service, child: Child, returncode: int) -> None:
         name, end, record = service.spec.name, describe_end(returncode), child.exit_record
-        if record is None and returncode in INCURABLE:
+        is_full = record is None and bool(returncode) and _has_no_room(self._logs)
+        if record is None and returncode in INCURABLE and not is_full:
             end += ", which it did not announce: an env or module of yours ended it"
         service.last_words = end + _because(child)
         if service.state is ServiceState.STOPPING:
@@ -251,6 +286,8 @@ class Supervisor:
             if not record.sentence or returncode == ExitCode.ENV_RESTART_BUDGET:
                 sentence += f"; its log is {child.log_path}"
             self._fail(service, ProcessFailedError(name, ExitCode(returncode), sentence))
+        elif is_full:
+            self._fail(service, DiskFullError(str(self._logs), f"what {name} keeps (it ended with {end})"))
         else:
             log.warning("%s (pid %d) ended with %s%s", name, child.pid, end, _because(child) if returncode > 0 else "")
             self._restart(service, time.monotonic() - child.started, child, end)
@@ -284,9 +321,9 @@ class Supervisor:
     def _killer(self, service: Service) -> Callable[[], None]:
         def kill() -> None:
             if service.child is not None:
-                log.warning(
-                    "%s ignored SIGTERM for %g s and is killed", service.spec.name, self._section.stop_timeout_s
-                )
+                section = self._section
+                ignored = "%s ignored %s for %g s and is killed"
+                log.warning(ignored, service.spec.name, section.stop_signal, section.stop_timeout_s)
                 service.child.send(signal.SIGKILL)
 
         return kill
@@ -300,6 +337,14 @@ class Supervisor:
 def _is_final(record: ExitRecord, service: Service) -> bool:
     """Return whether the next life would end in the same way. A port that was free before will be free again."""
     return record.exit_code in INCURABLE or (record.exit_code == ExitCode.PORT_IN_USE and service.restarts == 0)
+
+
+def _has_no_room(folder: Path) -> bool:
+    """Return whether the disk of `folder` is full. It is not where the folder was removed."""
+    try:
+        return shutil.disk_usage(folder).free < _LEAST_ROOM
+    except OSError:
+        return False
 
 
 def _because(child: Child) -> str:

@@ -10,19 +10,31 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
+from headrace.deploy.audit import audit
 from headrace.deploy.check_process import check_before_start
+from headrace.deploy.child_environment import child_environment
+from headrace.deploy.doctor.limits import Needs, warn_of_limits
+from headrace.deploy.evidence import contradictions, read_evidence
 from headrace.deploy.fleet import Fleet
 from headrace.deploy.fleet_errors import DrainCutShortError, GoalTimeoutError
+from headrace.deploy.fleet_file import told_as_starting
+from headrace.deploy.fork_server import early_or_new
 from headrace.deploy.goal import Goal, RunNumbers
+from headrace.deploy.log_rotation import LogRotation
 from headrace.deploy.logs import Identity, set_up_logging
+from headrace.deploy.monitoring.connecting import how_to_connect
+from headrace.deploy.monitoring.findings import awaited
 from headrace.deploy.progress import ProgressDisplay, ProgressView
+from headrace.deploy.redis_view import Snapshot
 from headrace.deploy.resume import EarlierRun
 from headrace.deploy.run_dir import RunDir, new_run_dir
+from headrace.deploy.run_facts import RunFacts
 from headrace.deploy.run_log import HURRIED_CLOSE_S, RunLog, run_info
+from headrace.deploy.service_manager import service_manager
+from headrace.deploy.several_brokers import check_one_broker
 from headrace.deploy.stop_signals import StopSignals
 from headrace.deploy.summary import Summary, summarise
-from headrace.deploy.waiting import awaited, how_to_connect
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.config import FleetConfig, is_loopback
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.redis_keys import without_password
 
@@ -58,30 +70,39 @@ class RunOutcome:
 def up(config: FleetConfig, options: UpOptions) -> Summary:
     """Run a fleet until its goal, its timeout, a failure or a signal; drain it; return its summary.
 
-    Raises only errors of the run directory and of keys (`RunDirError`, `OtherSettingsError`, `KeysError`); later errors
-    are in the summary.
+    Raises only errors of the settings, the run directory and keys (`ConfigError`, `RunDirError`, `OtherSettingsError`,
+    `KeysError`); later errors are in the summary.
     """
+    check_one_broker(config, "headrace up")
     path = Path(config.fleet.run_dir) if config.fleet.run_dir else new_run_dir(config.sampling.env)
-    with RunDir(path) as run_dir, StopSignals() as signals:
+    with RunDir(path) as run_dir, StopSignals() as signals, early_or_new(child_environment(1)) as fork_server:
         earlier = EarlierRun.of(run_dir)
         changes = earlier.check(config, resume=options.resume) if earlier is not None else []
         set_up_logging(Identity(config.fleet.fleet_id, "supervisor"))
+        warn_of_limits(Needs.of_fleet(config))
         log.info("checking env, modules and ports before anything starts")
         outcome = RunOutcome(began=time.monotonic())
         try:
-            check_before_start(config, run_dir, signals)
+            with told_as_starting(run_dir):
+                check_before_start(config, run_dir, signals, fork_server)
         except HeadraceError as error:
             run_dir.remove_unless_used()
             outcome.failure, outcome.seconds = error, time.monotonic() - outcome.began
             return _nothing_started(config, run_dir, outcome)
         origin = str(options.config_path.absolute()) if options.config_path else None
-        with Fleet(config, run_dir, signals, origin) as fleet:
+        with Fleet(config, run_dir, signals, origin, fork_server) as fleet:
             set_up_logging(Identity(fleet.fleet_id, "supervisor"), file=run_dir.logs / "supervisor.log")
-            with RunLog(config, run_info(config, fleet.fleet_id, run_dir.path)) as run_log:
+            facts = RunFacts(run_dir.path)
+            service_manager().follow(fleet.loop)
+            with (
+                LogRotation(run_dir.logs, config.logging.max_file_bytes),
+                RunLog(config, run_info(config, fleet.fleet_id, run_dir.path)) as run_log,
+            ):
                 try:
                     fleet.start()
                     outcome.start = fleet.numbers_before
                     _announce(fleet, options, earlier, changes)
+                    service_manager().ready()
                     with ProgressDisplay(sys.stderr if options.json else sys.stdout) as progress:
                         _run(fleet, outcome, progress, run_log)
                 except HeadraceError as error:
@@ -90,14 +111,17 @@ def up(config: FleetConfig, options: UpOptions) -> Summary:
                 _drain(fleet, outcome, run_log)
                 _log_rows(fleet, run_log, last=True)
             outcome.failure = outcome.failure or fleet.supervisor.failure
-            return _summarise(fleet, outcome)
+            summary = _summarise(fleet, outcome)
+            errors = fleet.snapshot.errors.values() if fleet.snapshot else ()
+            facts.finish(summary, fleet.supervisor.services.values(), errors)
+            return summary
 
 
 def _announce(fleet: Fleet, options: UpOptions, earlier: EarlierRun | None, changes: list[str]) -> None:
     """Log what was started, from where it goes on, what others may start, and when it ends."""
     if fleet.stop_asked:
         return
-    endpoints = ", ".join(f"{name} {endpoint}" for name, endpoint in fleet.endpoints.items())
+    endpoints = ", ".join(f"{name} {at}" for name, at in fleet.endpoints.items() if name != "dashboard")
     log.info(
         "headrace %s up: fleet %s in %s, %d %s on %s; %s; config: %s",
         version("headrace"),
@@ -114,8 +138,13 @@ def _announce(fleet: Fleet, options: UpOptions, earlier: EarlierRun | None, chan
         log.info("%s", earlier.in_words(before.steps, before.episodes, without_password(fleet.config.redis.url)))
         for change in changes:
             log.info("changed for this run: %s", change)
-    for line in how_to_connect(fleet):
+    if page := fleet.endpoints.get("dashboard"):
+        log.info("dashboard: %s", page)
+    for line in how_to_connect(fleet.config, fleet.endpoints, fleet.run_dir.path, fleet.fleet_id):
         log.info("%s", line)
+    if fleet.config.broker.allow_insecure and not fleet.config.keys.dir:
+        who = "every user of this machine" if is_loopback(fleet.config.broker.host) else "every machine that reaches it"
+        log.warning("this fleet serves %s without keys or token, since broker.allow_insecure = true", who)
     log.info("it runs %s", Goal.of(fleet.config.fleet).in_words(fleet.numbers_before))
 
 
@@ -144,14 +173,16 @@ def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: 
         view = ProgressView.of(fleet.snapshot, seconds, goal, restarts, fleet.redis_age_s, evaluation)
         view = replace(view, steps_before=outcome.start.steps)
         if progress.is_due and standstill.lasts and not reached:
-            view = replace(view, waiting=awaited(fleet))
+            view = replace(view, waiting=awaited(fleet.facts()))
         progress.show(view, last=reached)
+        service_manager().status(view.in_one_line)
         if reached:
             outcome.at_goal = now
             log.info("goal reached after %.1f s (%s); draining", seconds, _where(now))
             return
         if goal.late(seconds):
-            raise GoalTimeoutError(goal.timeout_s or seconds, _where(now))
+            waiting = awaited(fleet.facts()) if standstill.lasts else ""
+            raise GoalTimeoutError(goal.timeout_s or seconds, _where(now), waiting)
     log.info("draining after a signal; another one stops at once")
 
 
@@ -181,6 +212,7 @@ def _where(now: RunNumbers) -> str:
 
 
 def _drain(fleet: Fleet, outcome: RunOutcome, run_log: RunLog) -> None:
+    service_manager().stopping()
     try:
         fleet.drain()
     except DrainCutShortError as error:
@@ -216,4 +248,13 @@ def _summarise(fleet: Fleet, outcome: RunOutcome) -> Summary:
         weights_seq=int(snapshot.gauges.get("weights_seq", 0)) if snapshot else 0,
         ledger=snapshot.fleet if snapshot else None,
         failure=outcome.failure,
+        problems=_problems(fleet, snapshot) if snapshot else (),
     )
+
+
+def _problems(fleet: Fleet, snapshot: Snapshot) -> list[str]:
+    """Return what the audit finds. A fleet that ended before its broker reported has no ledger to be wrong."""
+    evidence = read_evidence(fleet.run_dir.path, fleet.fleet_id)
+    if snapshot.reported_unix_s is None:
+        return [*snapshot.garbage, *contradictions(evidence, snapshot)]
+    return audit(snapshot, evidence)

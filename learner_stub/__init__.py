@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headrace.learner_stub.connector_merger import ConnectorMerger as ConnectorMerger
     from headrace.learner_stub.gae import advantages as advantages
+    from headrace.learner_stub.learner_state import LearnerState as LearnerState
+    from headrace.learner_stub.policy_file import save_policy as save_policy
     from headrace.learner_stub.publisher import WeightPublisher as WeightPublisher
     from headrace.learner_stub.stream import EpisodeStream as EpisodeStream
     from headrace.learner_stub.tensors import to_torch as to_torch
@@ -19,13 +21,24 @@ if TYPE_CHECKING:
 _HOMES = {
     "ConnectorMerger": "headrace.learner_stub.connector_merger",
     "EpisodeStream": "headrace.learner_stub.stream",
+    "LearnerState": "headrace.learner_stub.learner_state",
     "WeightPublisher": "headrace.learner_stub.publisher",
     "advantages": "headrace.learner_stub.gae",
+    "save_policy": "headrace.learner_stub.policy_file",
     "to_torch": "headrace.learner_stub.tensors",
     "vtrace": "headrace.learner_stub.v_trace",
 }
 
-__all__ = ["ConnectorMerger", "EpisodeStream", "WeightPublisher", "advantages", "to_torch", "vtrace"]
+__all__ = [
+    "ConnectorMerger",
+    "EpisodeStream",
+    "LearnerState",
+    "WeightPublisher",
+    "advantages",
+    "save_policy",
+    "to_torch",
+    "vtrace",
+]
 
 
 def __getattr__(name: str) -> Any:

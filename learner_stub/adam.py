@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headrace.learner_stub.module import ClosedForm
+
 _DECAY, _DECAY_OF_SQUARES = 0.9, 0.999
 
 _LARGE = 1 << 15
@@ -34,11 +36,16 @@ class Adam:
     Creating one of torch's own optimizers imports torch's compiler: a second of a learner's start, and 74 MB.
 
     Small parameters move together as one vector, since each operation on a small tensor costs more than its numbers.
+
+    - lr: the learning rate, which may change between steps.
+    - vectors: parameters and gradients, if they are parts of one vector each already. Nothing is copied then.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float, eps: float) -> None:
-        self._parameters = list(parameters)
-        self._lr, self._eps = lr, eps
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], lr: float, eps: float, vectors: ClosedForm | None = None
+    ) -> None:
+        self._parameters, self._vectors = list(parameters), vectors
+        self.lr, self._eps = lr, eps
         self._steps: dict[int, int] = {}
         """Number of steps of each parameter that has had a gradient, by the parameter's place."""
         self._means: dict[int, Tensor] = {}
@@ -69,7 +76,7 @@ class Adam:
             steps = self._steps.setdefault(place, 0)
             self._means.setdefault(place, torch.zeros_like(parameter))
             self._squares.setdefault(place, torch.zeros_like(parameter))
-            alone = place if parameter.numel() > _LARGE else -1
+            alone = place if parameter.numel() > _LARGE and self._vectors is None else -1
             together.setdefault((steps, parameter.dtype, parameter.device, alone), []).append(place)
         self._groups = [self._joined(group) for group in together.values()]
         self._grouped = places
@@ -82,18 +89,24 @@ class Adam:
         return _Group(places, parameters, mean, squares)
 
     def _move(self, group: _Group) -> None:
+        if self._vectors is not None and self._vectors.values.shape == group.mean.shape:
+            self._advance(group, self._vectors.values, self._vectors.gradient)
+            return
         gradient = _join([parameter.grad for parameter in group.parameters if parameter.grad is not None])
         values = _join([parameter.data for parameter in group.parameters])
+        self._advance(group, values, gradient)
+        if len(group.parameters) > 1:
+            for parameter, part in zip(group.parameters, _parts(values, group.parameters), strict=True):
+                parameter.copy_(part)
+
+    def _advance(self, group: _Group, values: Tensor, gradient: Tensor) -> None:
         steps = self._steps[group.places[0]] + 1
         group.mean.lerp_(gradient, 1 - _DECAY)
         group.squares.mul_(_DECAY_OF_SQUARES).addcmul_(gradient, gradient, value=1 - _DECAY_OF_SQUARES)
         # The divisors correct for both means having begun at zero.
         unbiased, unbiased_squares = 1 - _DECAY**steps, 1 - _DECAY_OF_SQUARES**steps
         deviation = (group.squares.sqrt() / unbiased_squares**0.5).add_(self._eps)
-        values.addcdiv_(group.mean, deviation, value=-self._lr / unbiased)
-        if len(group.parameters) > 1:
-            for parameter, part in zip(group.parameters, _parts(values, group.parameters), strict=True):
-                parameter.copy_(part)
+        values.addcdiv_(group.mean, deviation, value=-self.lr / unbiased)
         self._steps.update(dict.fromkeys(group.places, steps))
 
     def state_dict(self) -> dict[str, Any]:

@@ -3,8 +3,12 @@
 It is a safetensors file with a checksum (`schemas/safetensors.py`):
 
     arrays      "module/..." weights, "optimizer/..." moments, "connectors/..." what connectors have learnt; of several
-                modules, each name begins with "modules/MODULE_ID/"
-    metadata    "headrace": JSON of epoch, position in the stream, and state (counters, newest returns)
+                modules, each name begins with "modules/MODULE_ID/"; "own/..." of a learner of one's own
+    metadata    "headrace": JSON of epoch, saves (how many saves there were, over all epochs), position in the stream,
+                and state (counters, newest returns)
+
+Of two checkpoints of a fleet the one with the higher (epoch, saves) is newer. The supervisor keeps a copy of the newest
+one in Redis (`deploy/checkpoint_copy.py`).
 
 A new checkpoint is written beside the old one, flushed to disk, and moved into its place. The old one is kept as
 `<name>.previous`. So a `kill -9` at any moment leaves at least one whole file.
@@ -21,22 +25,26 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from headrace.schemas.errors import CheckpointError, DecodeError, FencedError, RunDirError
+from headrace.schemas.bounds import MOST_EPOCH, MOST_WEIGHTS_SEQ
+from headrace.schemas.errors import CheckpointError, DecodeError, FencedError, write_error
 from headrace.schemas.manifest import Buffer
+from headrace.schemas.run_files import opener
 from headrace.schemas.safetensors import decode_safetensors, encode_safetensors
 from headrace.schemas.weights import CONNECTORS, join_modules, split_modules
 
 log = logging.getLogger("headrace.learner")
 
+CHECKPOINT_FILE = "learner.checkpoint"
+"""Name of the newest checkpoint in a run directory."""
 _HEADER = "headrace"
 """The entry of the file's metadata."""
 _FORMER_MAGIC = b"HDRCCKPT"
-_MODULE = "module/"
+MODULE = "module/"
 """Prefix of the names of a module's weights, which stand beside those of its optimizer."""
+OWN = "own/"
+"""Prefix of the names of arrays that only a learner of one's own knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +55,14 @@ class Checkpoint:
     - position: from `EpisodeStream.position()`, including all batches that were trained on.
     - state: plain JSON values (counters, learning rate).
     - arrays: module and optimizer tensors by name.
+    - saves: its number among all saves of the run; `save_checkpoint` counts. 0: of a file that does not say.
     """
 
     epoch: int
     position: list[dict[str, Any]]
     state: dict[str, Any] = field(default_factory=dict)
     arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    saves: int = 0
 
 
 def previous_path(path: Path) -> Path:
@@ -69,24 +79,42 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, *, claim: bool = False) 
     `claim` writes in any case, and removes half-written files of killed learners. A learner that starts uses it to take
     over any checkpoint, even from a fleet whose epochs were lost.
     """
+    before = _whole(path) or (_whole(previous_path(path)) if claim else None)
     if claim:
         for orphan in path.parent.glob(f"{path.name}.*.new"):
             orphan.unlink(missing_ok=True)
-    else:
-        _refuse_if_newer(path, checkpoint.epoch)
-    header = {"epoch": checkpoint.epoch, "position": checkpoint.position, "state": checkpoint.state}
+    elif before is not None and before.epoch > checkpoint.epoch:
+        raise FencedError(
+            "fenced",
+            f"{path} was written by learner epoch {before.epoch}; this learner, epoch {checkpoint.epoch}, stops",
+        )
+    saves = 1 + (before.saves if before is not None else 0)
+    header = {"epoch": checkpoint.epoch, "saves": saves, "position": checkpoint.position, "state": checkpoint.state}
     parts = encode_safetensors(checkpoint.arrays, {_HEADER: orjson.dumps(header).decode()})
     # The name has the pid, since a learner that was replaced may be at this very line too.
     fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         _write(fresh, parts)
         if path.exists():
-            path.replace(previous_path(path))
+            keep_as_previous(path)
         fresh.replace(path)
         _sync_folder(path.parent)
     except OSError as error:
         fresh.unlink(missing_ok=True)
-        raise RunDirError(str(path.parent), f"the checkpoint cannot be written ({error.strerror})") from error
+        raise write_error(str(path.parent), error, "the checkpoint") from error
+
+
+def keep_as_previous(path: Path) -> None:
+    """Let the checkpoint at `path` be the previous one too. It stays at `path`, where others may read it meanwhile."""
+    link = path.with_name(f"{path.name}.{os.getpid()}.previous.new")
+    link.unlink(missing_ok=True)
+    try:
+        os.link(path, link)
+    except OSError:  # a file system without links: there is none at `path` until the new one is
+        path.replace(previous_path(path))
+        return
+    link.replace(previous_path(path))
+    link.unlink(missing_ok=True)  # a rename does nothing where both are the same file, after a kill at this line
 
 
 def hold_checkpoint(path: Path, at: Path) -> Checkpoint | None:
@@ -106,7 +134,7 @@ def hold_checkpoint(path: Path, at: Path) -> Checkpoint | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise RunDirError(str(at.parent), f"the checkpoint cannot be kept ({error.strerror})") from error
+        raise write_error(str(at.parent), error, "a copy of the checkpoint") from error
 
 
 def keep_best(held: Path, best: Path) -> None:
@@ -115,7 +143,7 @@ def keep_best(held: Path, best: Path) -> None:
         held.replace(best)
         _sync_folder(best.parent)
     except OSError as error:
-        raise RunDirError(str(best.parent), f"the best checkpoint cannot be kept ({error.strerror})") from error
+        raise write_error(str(best.parent), error, "the best checkpoint") from error
 
 
 def load_checkpoint(path: Path) -> Checkpoint | None:
@@ -125,8 +153,8 @@ def load_checkpoint(path: Path) -> Checkpoint | None:
     """
     previous = previous_path(path)
     if not path.exists():
-        # The learner was killed between the two moves of a save: the previous one is whole, and no newer one was ever
-        # in use.
+        # The learner was killed between the two moves of a save, on a file system without links: the previous one is
+        # whole, and no newer one was ever in use.
         return _read(previous) if previous.exists() else None
     try:
         return _read(path)
@@ -137,74 +165,60 @@ def load_checkpoint(path: Path) -> Checkpoint | None:
         return _read(previous)
 
 
-def training_arrays(module: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-    """Return both state dicts' tensors as arrays by name, sharing their memory.
-
-    Hyperparameters are not kept: they are the config's.
-    """
-    tensors = {f"{_MODULE}{name}": tensor for name, tensor in module.items()}
-    for index, moments in optimizer["state"].items():
-        tensors |= {f"optimizer/{index}/{name}": tensor for name, tensor in moments.items()}
-    return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
-
-
-def training_tensors(arrays: Mapping[str, NDArray[Any]]) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
-    """Return (module state dict, optimizer's "state") from `training_arrays`, in memory of their own."""
-    module: dict[str, Tensor] = {}
-    optimizer: dict[int, dict[str, Tensor]] = {}
-    for name, array in arrays.items():
-        part, _, rest = name.partition("/")
-        tensor = torch.from_numpy(array.copy())  # a file's arrays are read-only, and torch warns of those
-        if part == "module":
-            module[rest] = tensor
-        else:
-            index, _, moment = rest.partition("/")
-            optimizer.setdefault(int(index), {})[moment] = tensor
-    return module, optimizer
-
-
 def published_arrays(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """Return the arrays with which a checkpoint's policy acts: weights and connector state, as they were published."""
+    arrays = {name: array for name, array in arrays.items() if not name.startswith(OWN)}
     by_module = split_modules(arrays)
     if by_module is not None:
         return join_modules({module_id: published_arrays(own) for module_id, own in by_module.items()})
-    kept = {name: array for name, array in arrays.items() if name.startswith((_MODULE, CONNECTORS))}
-    return {name.removeprefix(_MODULE): array for name, array in kept.items()}
+    kept = {name: array for name, array in arrays.items() if name.startswith((MODULE, CONNECTORS))}
+    return {name.removeprefix(MODULE): array for name, array in kept.items()}
+
+
+def stored_arrays(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Return published arrays under the names that a checkpoint gives them: the reverse of `published_arrays`."""
+    by_module = split_modules(arrays)
+    if by_module is not None:
+        return join_modules({module_id: stored_arrays(own) for module_id, own in by_module.items()})
+    return {name if name.startswith(CONNECTORS) else f"{MODULE}{name}": array for name, array in arrays.items()}
 
 
 def _write(path: Path, parts: list[Buffer]) -> None:
-    with path.open("wb") as file:
+    with open(path, "wb", opener=opener) as file:
         file.writelines(parts)
         file.flush()
         os.fsync(file.fileno())
 
 
 def _read(path: Path) -> Checkpoint:
-    data = path.read_bytes()
+    return decode_checkpoint(path.read_bytes(), str(path))
+
+
+def decode_checkpoint(data: bytes, path: str) -> Checkpoint:
+    """Return the checkpoint in the bytes of a file, from `path`. Raises `CheckpointError` for any that is not whole."""
     if data.startswith(_FORMER_MAGIC):
-        raise CheckpointError(str(path), "it is of an earlier Headrace, whose checkpoints this one cannot read")
+        raise CheckpointError(path, "it is of an earlier Headrace, whose checkpoints this one cannot read")
     try:
         arrays, metadata = decode_safetensors(data)
         header = orjson.loads(metadata[_HEADER])
         epoch, position, state = (header[key] for key in ("epoch", "position", "state"))
     except DecodeError as error:
-        raise CheckpointError(str(path), error.detail) from error
+        raise CheckpointError(path, error.detail) from error
     except (KeyError, TypeError, orjson.JSONDecodeError) as error:
-        raise CheckpointError(str(path), "it is a whole safetensors file, but no learner's checkpoint") from error
-    if not isinstance(epoch, int) or not isinstance(position, list) or not isinstance(state, dict):
-        raise CheckpointError(str(path), "it is a whole safetensors file, but no learner's checkpoint")
-    return Checkpoint(epoch, position, state, arrays)
+        raise CheckpointError(path, "it is a whole safetensors file, but no learner's checkpoint") from error
+    saves = header.get("saves", 0)
+    numbers = type(epoch) is int and type(saves) is int and 0 <= epoch <= MOST_EPOCH and 0 <= saves <= MOST_WEIGHTS_SEQ
+    if not numbers or not isinstance(position, list) or not isinstance(state, dict):
+        raise CheckpointError(path, "it is a whole safetensors file, but no learner's checkpoint")
+    return Checkpoint(epoch, position, state, arrays, saves)
 
 
-def _refuse_if_newer(path: Path, epoch: int) -> None:
+def _whole(path: Path) -> Checkpoint | None:
+    """Return the checkpoint at `path`; None where there is none, or one that is damaged and so holds no work."""
     try:
-        written = _read(path).epoch
+        return _read(path)
     except (FileNotFoundError, CheckpointError):
-        return  # the file is not whole, so there is no work to undo
-    if written > epoch:
-        raise FencedError(
-            "fenced", f"{path} was written by learner epoch {written}; this learner, epoch {epoch}, stops"
-        )
+        return None
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The shared parts of a learner's stream and publisher: one token for each process and broker, sockets, joint pumping.
+"""The shared parts of a learner's stream and publisher: one token for each process and fleet, sockets, joint pumping.
 
 To pump a connection is to receive what has arrived and to send what is due.
 """
@@ -9,20 +9,24 @@ import math
 import os
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Protocol
 
 import zmq
 
+from headrace.learner_stub.time_spent import NOT_MEASURED, TimeSpent
 from headrace.schemas import sockets
 from headrace.schemas.errors import KeysRefusedError, UnreachableError
 from headrace.schemas.handshakes import CLIENT_EVENTS, Handshakes
-from headrace.schemas.keys import ClientKeys
-from headrace.schemas.messages import Version
+from headrace.schemas.keys import PeerKeys
+from headrace.schemas.messages import LearnerWelcome, ModuleShapes, Status, Version
 from headrace.schemas.wire import Buffer
 
 _TOKENS: dict[tuple[int, str], str] = {}
 _STREAMING: set[str] = set()
-_PUBLISHED: dict[str, Version] = {}
+_PUBLISHED: dict[str, Sequence[Version]] = {}
+_WEIGHT_SHAPES: dict[str, ModuleShapes] = {}
+_TIME_SPENT: dict[str, TimeSpent] = {}
 _PUMPED: weakref.WeakSet[Pumpable] = weakref.WeakSet()
 
 
@@ -35,34 +39,47 @@ class Pumpable(Protocol):
         """Receive what has arrived and send what is due, without waiting."""
 
 
-def process_token(endpoint: str) -> str:
-    """Return the token by which the broker at `endpoint` knows this process. Stream and publisher share it."""
-    return _TOKENS.setdefault((os.getpid(), endpoint), os.urandom(8).hex())
+def process_token(endpoints: Sequence[str]) -> str:
+    """Return the token by which the brokers at `endpoints` know this process. Stream and publisher share it.
+
+    An endpoint that is not known yet is "".
+    """
+    keys = [(os.getpid(), endpoint) for endpoint in endpoints if endpoint]
+    token = next((_TOKENS[key] for key in keys if key in _TOKENS), None) or os.urandom(8).hex()
+    for key in keys:
+        _TOKENS.setdefault(key, token)
+    return token
 
 
-def stream_token(endpoint: str) -> str:
+def stream_token(endpoints: Sequence[str]) -> str:
     """Return a stream's token: that of this process, or a new one when another stream of it is open.
 
     The newer one wins.
     """
-    if process_token(endpoint) in _STREAMING:
-        del _TOKENS[(os.getpid(), endpoint)]
-    token = process_token(endpoint)
+    token = process_token(endpoints)
+    if token in _STREAMING:
+        _forget_endpoints(token)
+        token = process_token(endpoints)
     _STREAMING.add(token)
     return token
 
 
-def forget_token(endpoint: str, token: str) -> None:
-    """Forget the token of a closed stream, so that the next connection to `endpoint` is a new learner."""
+def forget_token(token: str) -> None:
+    """Forget the token of a closed stream, so that the next connection to its brokers is a new learner."""
     _STREAMING.discard(token)
-    _PUBLISHED.pop(token, None)
-    if _TOKENS.get((os.getpid(), endpoint)) == token:
-        del _TOKENS[(os.getpid(), endpoint)]
+    _TIME_SPENT.pop(token, None)
+    forget_published(token)
+    _forget_endpoints(token)
+
+
+def _forget_endpoints(token: str) -> None:
+    for key in [key for key, known in _TOKENS.items() if known == token]:
+        del _TOKENS[key]
 
 
 def move_token(token: str, before: str, after: str) -> None:
     """Note that the broker of the learner with `token` has moved to another endpoint."""
-    if _TOKENS.get((os.getpid(), before)) == token:
+    if before and _TOKENS.get((os.getpid(), before)) == token:
         del _TOKENS[(os.getpid(), before)]
     _TOKENS[(os.getpid(), after)] = token
 
@@ -74,20 +91,45 @@ def pump_together(member: Pumpable) -> None:
             other.pump()
 
 
-def note_published(token: str, version: Version) -> None:
-    """Note the newest version that the learner with `token` published."""
-    _PUBLISHED[token] = version
+def note_published(token: str, versions: Sequence[Version]) -> None:
+    """Note the newest version that the learner with `token` published, as each of its brokers names it."""
+    _PUBLISHED[token] = versions
+
+
+def note_weight_shapes(token: str, message: LearnerWelcome | Status) -> None:
+    """Note which shapes workers load, if `message` tells. Stream and publisher then know them at the same moment."""
+    if message.weight_shapes:
+        _WEIGHT_SHAPES[token] = message.weight_shapes
+
+
+def weight_shapes(token: str) -> ModuleShapes:
+    """Return the shapes of the weights that workers load; empty while the learner with `token` knows none."""
+    return _WEIGHT_SHAPES.get(token, {})
 
 
 def forget_published(token: str) -> None:
-    """Forget the version that `token` published if no stream is open: the next fleet may count from 1 again."""
+    """Forget what `token` published and its shapes if no stream is open: the next fleet may be another one."""
     if token not in _STREAMING:
         _PUBLISHED.pop(token, None)
+        _WEIGHT_SHAPES.pop(token, None)
 
 
-def newest_published(token: str) -> Version:
-    """Return the newest version that the learner with `token` published; (0, 0) before the first."""
-    return _PUBLISHED.get(token, (0, 0))
+def newest_published(token: str, broker: int = 0) -> Version:
+    """Return the newest version that the learner with `token` published to a broker; (0, 0) before the first."""
+    published = _PUBLISHED.get(token, ())
+    return published[broker] if broker < len(published) else (0, 0)
+
+
+def measure_time(token: str) -> TimeSpent:
+    """Begin to measure the time of the learner with `token`, whose stream opens in this thread."""
+    spent = _TIME_SPENT[token] = TimeSpent()
+    spent.start()
+    return spent
+
+
+def time_spent(token: str) -> TimeSpent:
+    """Return the time of the learner with `token`; one that measures nothing while no stream of it is open."""
+    return _TIME_SPENT.get(token, NOT_MEASURED)
 
 
 def enroll(member: Pumpable) -> None:
@@ -103,13 +145,12 @@ def leave(member: Pumpable) -> None:
 class LearnerSocket:
     """A DEALER to the broker's learner endpoint. Raises `KeysRefusedError` when the broker does not let it in."""
 
-    def __init__(self, endpoint: str, keys: ClientKeys | None) -> None:
+    def __init__(self, endpoint: str, keys: PeerKeys | None) -> None:
+        self._handshakes = Handshakes(endpoint, "learner", keys)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        options = sockets.DEALER | (keys.options() if keys is not None else {})
-        for name, value in options.items():
+        for name, value in {**sockets.DEALER, **self._handshakes.options()}.items():
             self._socket.setsockopt(getattr(zmq, name), value)
-        self._handshakes = Handshakes(endpoint, keys)
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(CLIENT_EVENTS)
         self._socket.connect(endpoint)
 
@@ -121,14 +162,11 @@ class LearnerSocket:
             return False
         return True
 
-    def receive(self, wait_s: float = 0.0) -> list[memoryview] | None:
-        """Return the frames of the next message; None if none comes in time.
+    def receive(self) -> list[memoryview] | None:
+        """Return the frames of the next message; None if there is none.
 
         Frames are read-only views that keep the message's memory.
         """
-        if wait_s > 0 and not self._socket.poll(math.ceil(wait_s * 1000)):
-            self._observe_handshakes()
-            return None
         try:
             frame = self._socket.recv(sockets.DONTWAIT, copy=False)
         except zmq.Again:
@@ -140,17 +178,30 @@ class LearnerSocket:
             frames.append(frame.buffer)
         return frames
 
+    def watch(self, poller: zmq.Poller) -> None:
+        """Let a poller wait for the next message."""
+        poller.register(self._socket, zmq.POLLIN)
+
     def why_silent(self, deadline_s: float) -> KeysRefusedError | UnreachableError:
         """Return the error for a broker that has not answered within `deadline_s`."""
         return self._handshakes.why_silent(deadline_s)
 
     def _observe_handshakes(self) -> None:
         while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
-            self._handshakes.observe(self._monitor.recv_multipart())
+            if self._handshakes.observe(self._monitor.recv_multipart()):
+                self._handshakes.connect_again(self._socket)
 
     def close(self, deadline_s: float = 0.5) -> None:
         """Close the socket; messages already sent have `deadline_s` to leave."""
         self._context.destroy(linger=int(deadline_s * 1000))
+
+
+def await_any(waiting: Sequence[LearnerSocket], wait_s: float) -> None:
+    """Wait until one of these sockets has a message, at most `wait_s`."""
+    poller = zmq.Poller()
+    for socket in waiting:
+        socket.watch(poller)
+    poller.poll(math.ceil(wait_s * 1000))
 
 
 def now() -> float:

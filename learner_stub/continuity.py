@@ -8,19 +8,33 @@ among themselves; those of another module of the same cut may come before or aft
 
 Where a batch is missing, the next chunk of each place shows whether an episode lost a part. Such an episode is ended by
 a marker, and its later chunks are left out. A place without a further chunk is ended with its source.
+
+A learner that began after a source knows only the places from which chunks have come since. Of the others it is told
+when the source ends (`schemas/open_episodes.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.chunk import CHUNK_TABLE, ChunkEnd
+from headrace.schemas.errors import DecodeError
 from headrace.schemas.ledger import Count
+from headrace.schemas.manifest import ALLOWED_DTYPES
+from headrace.schemas.messages import SourceEnd
+from headrace.schemas.open_episodes import in_order, is_open, stops
+from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves
+
+MOST_PLACES = 1 << 20
+"""Envs of one source times its agents, for each of which a row is kept. A batch may name an env of any index."""
+MOST_PLAYERS = 1 << 16
+"""Agents of one source, each of a module: their numbers are uint16 in the table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +47,15 @@ class FilteredBatch:
 
 
 class SourceEpisodes:
-    """The episodes of one source (slot, incarnation) that are open at the learner. Each batch is of one module."""
+    """The episodes of one source (slot, incarnation) that are open at the learner. Each batch is of one module.
 
-    def __init__(self) -> None:
+    `take` raises `DecodeError` for a batch that names more places than a source may have, and changes nothing then.
+
+    is_whole: True if the first batch of the source came to this learner, so that no chunk came before.
+    """
+
+    def __init__(self, *, is_whole: bool = True) -> None:
+        self._is_whole = is_whole
         self.gap_reason = ""
         """Reason for which batches of this source are missing; "" while none are."""
         self._open = np.zeros((0, 1), CHUNK_TABLE)
@@ -44,6 +64,8 @@ class SourceEpisodes:
         """(agent, module) -> column of `_open`."""
         self._broken: dict[tuple[int, int], tuple[int, int]] = {}
         """By env and player: the episode that a marker has ended there. Further chunks of it may still arrive."""
+        self._told: list[np.void] = []
+        """Episodes in other places that were open when the source ended, in the form of `_open`."""
         self._templates: dict[str, ChunkBatch] = {}
         """By module: a batch of no chunks with its spaces and columns, from which markers are made."""
 
@@ -60,7 +82,7 @@ class SourceEpisodes:
             return
         rows = self._rows(batch)
         # Chunks of one place stand in order, and numpy keeps the last of repeated indices.
-        ordered = rows[_in_order(rows)] if rows["length"].min() == 0 else rows
+        ordered = rows[in_order(rows)] if rows["length"].min() == 0 else rows
         self._open[ordered["env_index"], ordered["agent"]] = ordered
 
     def filter(self, batch: ChunkBatch) -> FilteredBatch:
@@ -68,7 +90,7 @@ class SourceEpisodes:
         rows = self._rows(batch)
         keep = np.ones(len(batch), np.bool_)
         aborted: list[np.void] = []
-        for i in _in_order(rows):
+        for i in in_order(rows):
             row = rows[i]
             keep[i] = self._continues(row, int(batch.table["t_start"][i]), aborted)
             if keep[i]:
@@ -78,6 +100,34 @@ class SourceEpisodes:
         markers = self._markers(batch.modules[0], aborted, self.gap_reason) if aborted else None
         return FilteredBatch(kept, markers, left_out)
 
+    def learn(self, end: SourceEnd, spaces: Mapping[str, Spaces]) -> None:
+        """Take over which episodes were open at the end of a source that began before this learner.
+
+        `spaces` are those of all modules. Raises `DecodeError` for what contradicts itself.
+        """
+        told = end.open_episodes
+        if self._is_whole or told is None:
+            return
+        for row in told.after(end.seq):
+            newest = row["chunk"].copy()
+            agent, module_id = told.agents[newest["agent"]], told.modules[newest["module"]]
+            if module_id not in spaces or self._knows(int(newest["env_index"]), (agent, module_id)):
+                continue
+            if module_id not in self._templates:
+                columns = told.columns.get(module_id, {})
+                self._templates[module_id] = _template(end, module_id, spaces[module_id], columns)
+            self._check_places(0, [(agent, module_id)])
+            newest["agent"] = self._players.setdefault((agent, module_id), len(self._players))
+            self._told.append(newest)
+
+    def _knows(self, env_index: int, player: tuple[str, str]) -> bool:
+        """Return whether a chunk came from this place."""
+        column = self._players.get(player, self._open.shape[1])
+        if (env_index, column) in self._broken:
+            return True
+        inside = env_index < self._open.shape[0] and column < self._open.shape[1]
+        return inside and _episode(self._open[env_index, column]) != (0, 0)
+
     def end(self, reason: str) -> list[ChunkBatch]:
         """End all open episodes, since no more batches come from this source.
 
@@ -85,24 +135,34 @@ class SourceEpisodes:
         """
         by_module: dict[str, list[np.void]] = {}
         modules = [module_id for _, module_id in self._players]
-        for row in self._open.reshape(-1):
-            if _is_open(row):
-                by_module.setdefault(modules[row["agent"]], []).append(row)
-        self._open = np.zeros((0, 1), CHUNK_TABLE)
+        known = self._open[(self._open["length"] > 0) & (self._open["end"] == ChunkEnd.ONGOING)]
+        for row in (*known, *filter(is_open, self._told)):
+            by_module.setdefault(modules[row["agent"]], []).append(row)
+        self._open, self._told = np.zeros((0, 1), CHUNK_TABLE), []
         return [self._markers(module_id, rows, reason) for module_id, rows in by_module.items()]
 
     def _rows(self, batch: ChunkBatch) -> NDArray[np.void]:
         """Return the batch's table in the form of `_open`, which is made wide enough for it."""
         (module_id,) = batch.modules
+        envs = int(batch.table["env_index"].max(initial=0)) + 1
+        self._check_places(envs, [(agent, module_id) for agent in batch.agents])
         if module_id not in self._templates:
             self._templates[module_id] = _empty(batch)
         rows = batch.table.copy()
         players = [self._players.setdefault((agent, module_id), len(self._players)) for agent in batch.agents]
         if players != list(range(len(players))):
             rows["agent"] = np.array(players, np.uint16)[rows["agent"]]
-        rows["t_start"] = _stops(batch)
-        self._grow(int(rows["env_index"].max(initial=0)) + 1)
+        rows["t_start"] = stops(batch.table, batch.columns.get("env_t"))
+        self._grow(envs)
         return rows
+
+    def _check_places(self, envs: int, players: Sequence[tuple[str, str]]) -> None:
+        """Raise `DecodeError` for a batch with which this source would have more places than any worker has."""
+        count = len(self._players) + sum(player not in self._players for player in players)
+        places = max(envs, self._open.shape[0]) * count
+        if places > MOST_PLACES or count > MOST_PLAYERS:
+            detail = f"{envs} envs and {count} agents by name; {MOST_PLACES} places and {MOST_PLAYERS} agents at most"
+            raise DecodeError("bad_table", detail)
 
     def _grow(self, envs: int) -> None:
         players = len(self._players)
@@ -116,7 +176,7 @@ class SourceEpisodes:
         """Return whether a chunk continues what the learner has; abort an open episode there that cannot go on."""
         place, episode = (int(row["env_index"]), int(row["agent"])), _episode(row)
         last = self._open[place]
-        if _is_open(last):
+        if is_open(last):
             if _episode(last) == episode and row["chunk_index"] == last["chunk_index"] + 1:
                 return True
             aborted.append(last.copy())
@@ -151,32 +211,28 @@ def _empty(batch: ChunkBatch) -> ChunkBatch:
     return replace(batch, table=table, columns=columns, infos={}, seq=0, order=None, connector_update={})
 
 
-def _stops(batch: ChunkBatch) -> NDArray[np.int64]:
-    """Return the env step after each chunk's last; an agent that pauses has fewer steps than its env."""
-    table, env_t = batch.table, batch.columns.get("env_t")
-    stops: NDArray[np.int64] = table["t_start"] + table["length"]
-    if env_t is not None and len(env_t):
-        has_steps = table["length"] > 0
-        stops[has_steps] = env_t[batch.offsets[1:][has_steps] - 1] + 1
-    return stops
-
-
-def _in_order(table: NDArray[np.void]) -> NDArray[np.intp]:
-    """Return rows in the order of events in each env.
-
-    A worker writes end markers last, but they end episodes of earlier batches, and other episodes have begun in their
-    place since.
-    """
-    return np.argsort(table["length"] > 0, kind="stable")
+def _template(end: SourceEnd, module_id: str, spaces: Spaces, told: Mapping[str, Any]) -> ChunkBatch:
+    """Return a batch of no chunks with the columns that the worker told of, and those that its spaces ask for."""
+    forms = {name: (dtype, tuple(shape)) for name, (dtype, shape) in told.items() if not name.startswith("_")}
+    if strange := sorted({dtype for dtype, _ in forms.values()} - ALLOWED_DTYPES):
+        raise DecodeError("bad_dtype", f"columns of module {module_id!r:.100} have the dtypes {strange!r:.200}")
+    columns = {name: np.empty((0, *shape), dtype) for name, (dtype, shape) in forms.items()}
+    for leaf_name, leaf in (*leaves(spaces.observation, "obs"), *leaves(spaces.action, "actions")):
+        columns[leaf_name] = np.empty((0, *leaf_shape(leaf)), column_dtype(leaf))
+    columns |= {"rewards": np.empty(0), "weights_seq": np.empty(0, np.int64)}
+    return ChunkBatch(
+        table=np.empty(0, CHUNK_TABLE),
+        columns=columns,
+        observation_space=spaces.observation,
+        action_space=spaces.action,
+        modules=(module_id,),
+        slot=end.slot,
+        incarnation=end.incarnation,
+    )
 
 
 def _episode(row: np.void) -> tuple[int, int]:
     return int(row["id_high"]), int(row["id_low"])
-
-
-def _is_open(row: np.void) -> bool:
-    """Return whether the learner has chunks of this episode and not its end."""
-    return bool(row["length"] and row["end"] == ChunkEnd.ONGOING)
 
 
 def _just_before(row: np.void, begins: int) -> np.void:

@@ -1,115 +1,116 @@
-"""Finds a learner's fleet and notices its end, by its run directory and the broker's answers."""
+"""Finds a learner's fleet by its run directory, or by its rendezvous."""
 
 from __future__ import annotations
 
-import logging
 import os
-import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from headrace.schemas.errors import UnreachableError
+from headrace.schemas.errors import ConfigError, UnreachableError
+from headrace.schemas.fleet_address import AddressSource, FirstOf, RunDirAddresses, await_address
+from headrace.schemas.fleet_place import broker_fleet_id
 from headrace.schemas.keys import DIR_VARIABLE
+from headrace.schemas.messages import SourcePosition, read
+from headrace.schemas.rendezvous import RENDEZVOUS_VARIABLE, Rendezvous
+from headrace.schemas.run_files import read_object
 
-log = logging.getLogger("headrace.learner")
-
-STOPPED_WAIT_S = 10.0
-"""Seconds that a stopped fleet may take to start again before a stream ends."""
-
-_LOOK_S = 0.5
-_SAY_WAITING_S = 10.0
-_LARGEST_FILE = 16 << 20
+Where = str | Path | None
+"""A run directory or a rendezvous; None: the rendezvous in the environment."""
 
 
-class FleetPlace:
-    """The address of one fleet's broker, which changes when `headrace up` starts again.
+def address_sources(
+    run_dir: str | Path | None, rendezvous: Where | AddressSource | Sequence[AddressSource], count: int
+) -> Sequence[AddressSource | None]:
+    """Return where each of `count` brokers is found, as a stream or publisher was told; None for one that stays.
 
-    - run_dir: the fleet's run directory, if it is on this machine.
-    - patience_s: how long the broker may be silent before the fleet counts as ended; None: it never does.
+    Raises `ConfigError` for a rendezvous that is none, and for another number of them.
     """
-
-    def __init__(self, endpoint: str, run_dir: Path | None, patience_s: float | None) -> None:
-        self.endpoint = endpoint
-        self.ended = ""
-        """Reason for which the fleet counts as ended; "" while it does not."""
-        self._run_dir = run_dir
-        self._patience_s = patience_s
-        self._was_present = False
-        self._gone_since: float | None = None
-        self._look_at = 0.0
-        self._say_at = 0.0
-
-    def observe(self, present: bool, now: float) -> str | None:
-        """Note whether the broker answers. Return its new address if it has moved, which is `endpoint` from then on."""
-        if present:
-            if self._gone_since is not None and self._was_present:
-                log.info("the broker at %s answers", self.endpoint)
-            self._was_present, self._gone_since, self.ended = True, None, ""
-            return None
-        if self._gone_since is None:
-            self._gone_since, self._say_at = now, now + _SAY_WAITING_S
-        if now < self._look_at:
-            return None
-        self._look_at = now + _LOOK_S
-        moved = learner_endpoint(self._run_dir) if self._run_dir is not None else None
-        if moved is not None and moved != self.endpoint:
-            log.info("the broker has moved from %s to %s", self.endpoint, moved)
-            self.endpoint = moved
-            return moved
-        if self._was_present and self._patience_s is not None:
-            self._judge(now - self._gone_since, self._patience_s, now)
-        return None
-
-    def _judge(self, gone_s: float, patience_s: float, now: float) -> None:
-        stopped = self._run_dir is not None and _json(self._run_dir / "fleet.json").get("state") == "stopped"
-        wait_s = min(STOPPED_WAIT_S, patience_s) if stopped else patience_s
-        what = f"the fleet in {self._run_dir} was stopped" if stopped else f"no word from the broker at {self.endpoint}"
-        if gone_s >= wait_s and not self.ended:
-            self.ended = f"{what}, {gone_s:.0f} s ago"
-            log.warning("the stream ends: %s", self.ended)
-        elif now >= self._say_at and not self.ended:
-            self._say_at = now + _SAY_WAITING_S
-            log.warning("%s for %.0f s; the stream ends after %g s", what, gone_s, wait_s)
+    if isinstance(rendezvous, Sequence) and not isinstance(rendezvous, str):
+        if len(rendezvous) != count:
+            raise ConfigError(f"there are {len(rendezvous)} for {count} endpoints", key="rendezvous")
+        return rendezvous
+    if isinstance(rendezvous, str | Path):
+        return [Rendezvous(str(rendezvous)), *[None] * (count - 1)]
+    if rendezvous is not None or run_dir is None:
+        return [rendezvous, *[None] * (count - 1)]
+    return [RunDirAddresses(Path(run_dir)), *[None] * (count - 1)]
 
 
-def await_endpoint(run_dir: str | Path, timeout_s: float) -> str:
-    """Return the address for learners of the fleet in `run_dir`. Wait for its broker to write it.
+def as_list(endpoint: str | Sequence[str]) -> list[str]:
+    """Return the endpoints of all brokers. Raises `ConfigError` for none."""
+    endpoints = [endpoint] if isinstance(endpoint, str) else list(endpoint)
+    if not endpoints:
+        raise ConfigError("an empty list names no broker; give the address of each", key="endpoint")
+    return endpoints
+
+
+def by_broker(position: Sequence[dict[str, Any]], fleet_id: str, count: int) -> list[tuple[str, list[SourcePosition]]]:
+    """Return for each of `count` brokers its fleet id, as far as it is known, and its part of a position.
+
+    Raises `ConfigError` where a part is of several fleets: the position is of another number of brokers.
+    """
+    known = [(read(SourcePosition, place), str(place.get("fleet_id", ""))) for place in position]
+    parts: list[tuple[str, list[SourcePosition]]] = []
+    for number in range(count):
+        own = [(place, of) for place, of in known if place.slot % count == number]
+        fleets = sorted({of for _, of in own if of})
+        if len(fleets) > 1:
+            detail = f"it is of the fleets {fleets}, not of {count} brokers; give the endpoint of each, in order"
+            raise ConfigError(detail, key="position")
+        expected = broker_fleet_id(fleet_id, number, count) or (fleets[0] if fleets else "")
+        parts.append((expected, [place for place, _ in own]))
+    return parts
+
+
+def find_fleet(
+    where: Where | Sequence[Where], connect_timeout_s: float, options: Mapping[str, Any]
+) -> tuple[str | list[str], dict[str, Any]]:
+    """Return the address for learners of a fleet, once its broker serves, and the options of who connects there.
+
+    `where` is a run directory, or a rendezvous: a file or URL, whose name ends in .json unless the file is there
+    already. None: the rendezvous in HEADRACE_FLEET__RENDEZVOUS. Of a fleet of several brokers it is a list, and so are
+    the addresses; those of brokers that do not serve are "".
+    Keys are those in the config of the run, unless `options` has others. Raises `UnreachableError` when no broker
+    serves within `connect_timeout_s`, and `ConfigError` for no such place.
+    """
+    several = isinstance(where, Sequence) and not isinstance(where, str)
+    places = list(where) if isinstance(where, Sequence) and not isinstance(where, str) else [where]
+    sources = [_source_at(place) for place in places]
+    if not sources:
+        raise ConfigError("an empty list names no fleet; give a run directory or a rendezvous for each broker")
+    await_address(FirstOf(sources), "learner", connect_timeout_s)
+    endpoints = [source.find("learner") for source in sources]
+    if not any(endpoints):
+        raise UnreachableError("broker", f"any address: {sources[0].problem}", connect_timeout_s)
+    found: dict[str, Any] = {"rendezvous": sources if several else sources[0]}
+    if isinstance(sources[0], RunDirAddresses):
+        found["keys"] = keys_folder(sources[0].path)
+        found["run_dir"] = sources[0].path
+    return endpoints if several else endpoints[0], {**found, "connect_timeout_s": connect_timeout_s, **options}
+
+
+def _source_at(where: Where) -> AddressSource:
+    where = os.environ.get(RENDEZVOUS_VARIABLE, "") if where is None else where
+    if not where:
+        raise ConfigError(f"give a run directory or a rendezvous, or set {RENDEZVOUS_VARIABLE}")
+    named = os.environ.get(RENDEZVOUS_VARIABLE)
+    if str(where) == named or "://" in str(where) or Path(where).suffix == ".json" or Path(where).is_file():
+        return Rendezvous(str(where))
+    return RunDirAddresses(Path(where))
+
+
+def await_start(run_dir: Path, timeout_s: float) -> None:
+    """Wait until the fleet in `run_dir` runs: not before its start, nor after it has stopped.
 
     Raises `UnreachableError` when that takes longer than `timeout_s`.
     """
-    deadline, say_at = time.monotonic() + timeout_s, time.monotonic() + _SAY_WAITING_S
-    while (endpoint := learner_endpoint(Path(run_dir))) is None:
-        now = time.monotonic()
-        if now > deadline:
-            raise UnreachableError("broker", f"any address in {Path(run_dir) / 'broker.json'}", timeout_s)
-        if now > say_at:
-            say_at += _SAY_WAITING_S
-            log.warning("waiting for a fleet in %s: start it with `headrace up --run-dir %s`", run_dir, run_dir)
-        time.sleep(0.1)
-    return endpoint
-
-
-def learner_endpoint(run_dir: Path) -> str | None:
-    """Return the address for learners in the broker's file, or None while there is none."""
-    endpoints = _json(run_dir / "broker.json").get("endpoints")
-    endpoint = endpoints.get("learner") if isinstance(endpoints, dict) else None
-    return endpoint if isinstance(endpoint, str) and endpoint and not endpoint.endswith(":0") else None
+    if not await_address(RunDirAddresses(run_dir, running=True), "learner", timeout_s):
+        raise UnreachableError("fleet", f"{run_dir}, which has stopped or has not begun", timeout_s)
 
 
 def keys_folder(run_dir: str | Path) -> str | None:
     """Return the folder of keys in the config of the fleet in `run_dir`; None: as the environment says, or none."""
-    section = _json(Path(run_dir) / "config.json").get("keys")
+    section = read_object(Path(run_dir) / "config.json").get("keys")
     folder = section.get("dir") if isinstance(section, dict) and DIR_VARIABLE not in os.environ else None
     return folder if isinstance(folder, str) and folder else None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """Return the object in a file that is replaced in one step; empty where there is none."""
-    try:
-        with path.open("rb") as file:
-            content = orjson.loads(file.read(_LARGEST_FILE))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

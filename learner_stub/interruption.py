@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from headrace.schemas.errors import HeadraceError
@@ -34,18 +35,32 @@ class NoInterruption:
         return False
 
 
+def do_nothing() -> None:
+    """Do nothing."""
+
+
 class StopDeadline:
     """Lets updates go on for a while after the stop signal.
 
     - short_s: seconds after which an update ends with the training steps that are done.
     - last_s: seconds after which no update begins its training steps, and no update that must be `whole` goes on.
+    - alive: called whenever it is asked.
     """
 
-    def __init__(self, stopping: threading.Event, short_s: float, last_s: float, *, whole: bool) -> None:
+    def __init__(
+        self,
+        stopping: threading.Event,
+        short_s: float,
+        last_s: float,
+        *,
+        whole: bool,
+        alive: Callable[[], None] = do_nothing,
+    ) -> None:
         self._stopping = stopping
         self._short_s = short_s
         self._last_s = last_s
         self._whole = whole
+        self._alive = alive
         self._began: float | None = None
 
     @property
@@ -66,6 +81,7 @@ class StopDeadline:
         return self._stopped_for() >= self._short_s
 
     def _stopped_for(self) -> float:
+        self._alive()
         if not self._stopping.is_set():
             return -1.0
         if self._began is None:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
 
 from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.lag_buckets import LAG_BOUNDS, LAG_BUCKETS
 
 log = logging.getLogger("headrace.learner")
 
 _BATCHES = 32
+_BOUNDS = np.array(LAG_BOUNDS)
 
 
 class LagMonitor:
-    """The lag of the newest batches. Batches sampled without the present learner's weights do not count.
+    """The lag of the batches that are handed out, in the mean of the newest and in counts of all.
+
+    Batches sampled without the present learner's weights do not count in the mean.
 
     - warn_lag: mean lag of a batch above which it counts as late; None: no batch is late.
     """
@@ -23,16 +30,25 @@ class LagMonitor:
         self._warn_lag = warn_lag
         self._recent: deque[tuple[int, int]] = deque(maxlen=_BATCHES)
         """(sum of the lag of all steps, steps) of each batch."""
+        self._counts = np.zeros(LAG_BUCKETS, np.int64)
 
     @property
-    def mean(self) -> float:
-        """Return the mean lag of the newest steps; 0.0 before the first."""
-        steps = sum(steps for _, steps in self._recent)
-        return sum(lag for lag, _ in self._recent) / steps if steps else 0.0
+    def recent(self) -> tuple[int, int]:
+        """Return the sum of the lag of the newest steps, and their number."""
+        return sum(lag for lag, _ in self._recent), sum(steps for _, steps in self._recent)
+
+    @property
+    def counts(self) -> list[int]:
+        """Return the steps in each bucket of `lag_buckets.py`, since the stream opened."""
+        counts: list[int] = self._counts.tolist()
+        return counts
 
     def observe(self, batch: ChunkBatch, update_steps: int) -> None:
         """Count a batch that is handed out. Log a warning for the first late one, which names `update_steps`."""
-        if not batch.steps or batch.learner_epoch != batch.newest[0]:
+        if not batch.steps:
+            return
+        self._counts += np.bincount(np.searchsorted(_BOUNDS, batch.lag), minlength=LAG_BUCKETS)
+        if batch.learner_epoch != batch.newest[0]:
             return
         total = int(batch.lag.sum())
         self._recent.append((total, batch.steps))
@@ -51,3 +67,10 @@ class LagMonitor:
                 self._warn_lag,
                 update_steps,
             )
+
+
+def mean_lag(monitors: Iterable[LagMonitor]) -> float:
+    """Return the mean lag of the newest steps of all these monitors; 0.0 before the first."""
+    recent = [monitor.recent for monitor in monitors]
+    steps = sum(steps for _, steps in recent)
+    return sum(lag for lag, _ in recent) / steps if steps else 0.0

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from headrace.learner_stub.checkpoint import training_arrays, training_tensors
 from headrace.learner_stub.connector_merger import ConnectorMerger
 from headrace.learner_stub.interruption import Interruption
 from headrace.learner_stub.ppo import NO_INTERRUPTION, Metrics
+from headrace.learner_stub.training_arrays import training_arrays, training_tensors
 from headrace.learner_stub.training_stats import TrainingStats
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.errors import ModuleError

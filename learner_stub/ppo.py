@@ -21,21 +21,28 @@ its checkpoint and gets the same batches takes the same steps, to the bit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from headrace.learner_stub.adam import Adam
-from headrace.learner_stub.checkpoint import training_arrays, training_tensors
 from headrace.learner_stub.gae import advantages
+from headrace.learner_stub.gradient_steps import (
+    AutogradSteps,
+    ClosedFormSteps,
+    GradientSteps,
+    LossTerms,
+    Objective,
+    Targets,
+)
 from headrace.learner_stub.interruption import Interruption, NoInterruption
-from headrace.learner_stub.minibatches import Minibatch, Minibatches, minibatches_for, take
-from headrace.learner_stub.module import TrainableModule, check_answer
+from headrace.learner_stub.minibatches import Minibatches, minibatches_for
+from headrace.learner_stub.module import TrainableModule, check_answer, make_closed_form
 from headrace.learner_stub.rollout import Rollout, join
+from headrace.learner_stub.training_arrays import training_arrays, training_tensors
 from headrace.learner_stub.training_stats import TrainingStats
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.config import LearnerSection
@@ -49,46 +56,16 @@ NO_INTERRUPTION = NoInterruption()
 Metrics = dict[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """The targets of one update, fixed before its first step; float32 (N,) each.
-
-    - advantages: of mean 0 and deviation 1.
-    - returns: what values should have been.
-    - logp: of the policy before the update.
-    """
-
-    advantages: Tensor
-    returns: Tensor
-    logp: Tensor
-    value_scale: float
-    explained_variance: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Terms:
-    """The parts of the loss on one minibatch of n steps, and the figures that metrics are made of.
-
-    - policy_loss, value_loss, entropy: means over the steps; scalars, with gradients.
-    - ratio: float32 (n,), of the policy in training to the behaviour policy.
-    - moved: float32 (n,), how far the log-probs have moved since the update began.
-    """
-
-    policy_loss: Tensor
-    value_loss: Tensor
-    entropy: Tensor
-    ratio: Tensor
-    moved: Tensor
-
-
 class PPO:
     """A module, its optimizer and the stats of its batches. No I/O, no clock, no random state."""
 
     def __init__(self, module: TrainableModule, settings: LearnerSection) -> None:
         self.module = module
         self.settings = settings
-        self.optimizer = Adam(module.parameters(), lr=settings.learning_rate, eps=1e-5)
+        self._closed_form = make_closed_form(module)
+        self.optimizer = Adam(module.parameters(), lr=settings.learning_rate, eps=1e-5, vectors=self._closed_form)
         self.stats = TrainingStats()
+        self._clip = settings.clip
 
     def weights(self) -> dict[str, Tensor]:
         """Return the module's state dict; its tensors are the live ones."""
@@ -100,17 +77,25 @@ class PPO:
         `interruption` is asked between minibatches, and may end the update early. Raises `ModuleError` when module or
         batches lack what PPO needs, and `AbandonedUpdateError`.
         """
+        self._anneal()
         self.stats.count(batches)
         metrics: Metrics = self.stats.metrics()
         rollout = join(batches)
         if rollout is not None:
             feed = minibatches_for(self.module, rollout)
             targets = self._targets(rollout, feed, interruption)
-            metrics["learning_rate"] = self.settings.learning_rate
+            metrics["learning_rate"] = self.optimizer.lr
             metrics["explained_variance"] = targets.explained_variance
             metrics["behaviour_kl"] = float((rollout.logp - targets.logp).mean())
-            metrics |= self._optimize(rollout, feed, targets, interruption)
+            metrics |= self._optimize(self._gradient_steps(rollout, targets, feed), interruption)
         return metrics
+
+    def _anneal(self) -> None:
+        """Set the learning rate and the clip for the steps trained on so far."""
+        s = self.settings
+        passed = min(1.0, self.stats.steps / s.anneal_steps) if s.anneal_steps else 0.0
+        left = 1.0 - passed * (1.0 - s.anneal_to)
+        self.optimizer.lr, self._clip = s.learning_rate * left, s.clip * left
 
     def _targets(self, rollout: Rollout, feed: Minibatches, interruption: Interruption = NO_INTERRUPTION) -> Targets:
         dist_inputs, all_values = self._forward(feed, interruption)
@@ -146,63 +131,43 @@ class PPO:
         dist_inputs, values = zip(*answers, strict=True)
         return torch.cat(dist_inputs), torch.cat(values).double().numpy()
 
-    def _optimize(self, rollout: Rollout, feed: Minibatches, targets: Targets, interruption: Interruption) -> Metrics:
+    def _optimize(self, steps: GradientSteps, interruption: Interruption) -> Metrics:
         """Pass over the steps in shuffled minibatches, until the policy has moved by more than `target_kl`."""
         s = self.settings
         random = np.random.default_rng((s.seed, self.stats.updates))
-        parameters = list(self.module.parameters())
-        metrics: Metrics = {}
-        for epoch in range(1, s.epochs + 1):
-            seen: list[_Terms] = []
-            ended = False
-            for minibatch in feed.shuffled(random, s.minibatch_size):
-                terms = self._terms(rollout, targets, minibatch)
-                loss = s.value_coefficient * terms.value_loss + terms.policy_loss
-                if s.entropy_coefficient:
-                    loss = loss - s.entropy_coefficient * terms.entropy
-                self.optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
-                nn.utils.clip_grad_norm_(parameters, s.max_grad_norm)
+        epoch, ended = 0, False
+        seen: list[LossTerms] = []
+        while epoch < s.epochs and not ended:
+            epoch, seen = epoch + 1, []
+            for terms in steps.epoch(random):
                 self.optimizer.step()
                 seen.append(terms)
                 if ended := interruption.ends_update():
                     break
-            metrics = self._measure(seen) | {"epochs": epoch}
-            if ended or metrics["kl"] > s.target_kl:
-                break
-        return metrics
+            ended = ended or _divergence(seen) > s.target_kl
+        return self._measure(seen) | {"epochs": epoch}
 
-    def _terms(self, rollout: Rollout, targets: Targets, minibatch: Minibatch) -> _Terms:
-        """Return the parts of the loss on one minibatch. The policy's is the clipped objective of equation 9, negated.
+    def _gradient_steps(self, rollout: Rollout, targets: Targets, feed: Minibatches) -> GradientSteps:
+        objective = Objective(self.settings, self._clip, rollout, targets)
+        if self._closed_form is None:
+            return AutogradSteps(self.module, self.optimizer, feed, objective)
+        return ClosedFormSteps(self._closed_form, objective)
 
-        The entropy has a gradient only where the loss counts it.
-        """
-        s, steps = self.settings, minibatch.steps
-        answer = self.module.forward_train(minibatch.batch)
-        dist_inputs, values = (answer[name][minibatch.answers] for name in ("action_dist_inputs", "values"))
-        logp = self.module.logp(dist_inputs, take(rollout.actions, steps))
-        ratio = torch.exp(logp - rollout.logp[steps])
-        advantage = targets.advantages[steps]
-        gain = torch.minimum(ratio * advantage, ratio.clamp(1 - s.clip, 1 + s.clip) * advantage).mean()
-        value_loss = (values - targets.returns[steps]).square().mean() * targets.value_scale
-        entropy = self.module.entropy(dist_inputs if s.entropy_coefficient else dist_inputs.detach()).mean()
-        return _Terms(-gain, value_loss, entropy, ratio.detach(), logp.detach() - targets.logp[steps])
-
-    def _measure(self, seen: Sequence[_Terms]) -> Metrics:
+    @torch.no_grad()
+    def _measure(self, seen: Sequence[LossTerms]) -> Metrics:
         """Return the metrics of one epoch: means of the losses over minibatches, and of the rest over steps."""
         s = self.settings
-        with torch.no_grad():
-            losses = torch.stack([torch.stack((t.policy_loss, t.value_loss, t.entropy)) for t in seen]).mean(0)
-            ratio, moved = torch.cat([t.ratio for t in seen]), torch.cat([t.moved for t in seen])
-            policy_loss, value_loss, entropy = losses.tolist()
-            return {
-                "loss": policy_loss + s.value_coefficient * value_loss - s.entropy_coefficient * entropy,
-                "policy_loss": policy_loss,
-                "value_loss": value_loss,
-                "entropy": entropy,
-                "kl": (moved.exp() - 1 - moved).mean().item(),  # never negative, and of low variance
-                "clip_fraction": ((ratio - 1).abs() > s.clip).float().mean().item(),
-            }
+        losses = torch.stack([torch.stack((t.policy_loss, t.value_loss, t.entropy)) for t in seen]).mean(0)
+        policy_loss, value_loss, entropy = losses.tolist()
+        ratio = torch.cat([t.ratio for t in seen])
+        return {
+            "loss": policy_loss + s.value_coefficient * value_loss - s.entropy_coefficient * entropy,
+            "policy_loss": policy_loss,
+            "value_loss": value_loss,
+            "entropy": entropy,
+            "kl": _divergence(seen),
+            "clip_fraction": ((ratio - 1).abs() > self._clip).float().mean().item(),
+        }
 
     def get_state(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """Return (plain JSON values, arrays by name) for a checkpoint. The arrays are live: write them at once."""
@@ -217,6 +182,12 @@ class PPO:
         self.module.load_state_dict(module)
         self.optimizer.load_state_dict({"state": moments})
         self.stats.set_state(state)
+
+
+def _divergence(seen: Sequence[LossTerms]) -> float:
+    """Return an estimate of the mean divergence since the update began: never negative, and of low variance."""
+    moved = torch.cat([terms.moved for terms in seen])
+    return (moved.exp() - 1 - moved).mean().item()
 
 
 def _float32(array: NDArray[np.float64]) -> Tensor:

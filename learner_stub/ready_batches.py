@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headrace.learner_stub.continuity import SourceEpisodes
 from headrace.learner_stub.module_readers import ModuleReaders
@@ -13,7 +14,9 @@ from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.batch_reader import UnreadBatch
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.ledger import Count, Drop
-from headrace.schemas.messages import Version
+from headrace.schemas.messages import SourceEnd, Version
+
+log = logging.getLogger("headrace.learner")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +42,19 @@ class ReadyBatches:
         self._session = session
         self._episodes: dict[SourceKey, SourceEpisodes] = {}
         self._ready: deque[_Ready] = deque()
+        self._ends: list[Arrival] = []
+        """Ends that wait for the spaces, of which their markers are made. A new broker may not know them yet."""
 
     def __len__(self) -> int:
         return len(self._ready)
 
-    def hand_out(self) -> ChunkBatch:
-        """Return the next batch; there must be one."""
+    def hand_out(self, newest: Version = (0, 0)) -> ChunkBatch:
+        """Return the next batch; there must be one. `newest` is as of `open`, now: markers may have gone out before."""
         ready = self._ready.popleft()
         if ready.settles:
             self._session.settle(ready.arrival, ready.committed, ready.dropped)
-        return ready.batch
+        batch = ready.batch
+        return replace(batch, newest=newest) if batch.steps and newest > batch.newest else batch
 
     def open(self, arrival: Arrival, newest: Version = (0, 0)) -> None:
         """Turn an arrival into batches to hand out: possibly none, or markers only.
@@ -56,26 +62,47 @@ class ReadyBatches:
         `newest` is the newest version of the weights, from which their lag counts.
         """
         if arrival.kind is ArrivalKind.END:
-            ended = self._episodes.pop(arrival.key, None)
-            self._ready.extend(_Ready(markers, arrival) for markers in (ended.end(arrival.reason) if ended else ()))
+            self._end(arrival)
             return
-        episodes = self._episodes.setdefault(arrival.key, SourceEpisodes())
+        while self._ends and self._session.spaces:
+            self._end(self._ends.pop(0))
+        episodes = self._episodes.get(arrival.key)
+        if episodes is None:
+            is_whole = arrival.batch is not None and arrival.batch.seq == 1
+            episodes = self._episodes[arrival.key] = SourceEpisodes(is_whole=is_whole)
         if arrival.kind is ArrivalKind.BATCH:
             self._open_batch(arrival, episodes, newest)
         else:
             self._leave_out(arrival, episodes, arrival.reason, arrival.lost)
 
+    def _end(self, arrival: Arrival) -> None:
+        """Hand out a marker for each episode that is open at the end of a source. The end settles with the last one."""
+        assert isinstance(arrival.content, SourceEnd)
+        if not self._session.spaces:
+            self._ends.append(arrival)
+            return
+        self.modules.learn(self._session.spaces)
+        episodes = self._episodes.pop(arrival.key, None) or SourceEpisodes(is_whole=False)
+        try:
+            episodes.learn(arrival.content, self.modules.spaces)
+        except DecodeError as error:
+            log.warning("worker %d (incarnation %d): open episodes cannot be read: %s", *arrival.key, error)
+        markers = episodes.end(arrival.reason)
+        self._ready.extend(_Ready(batch, arrival, settles=batch is markers[-1]) for batch in markers)
+        if not markers:
+            self._session.settle(arrival, (0, 0), {})
+
     def _open_batch(self, arrival: Arrival, episodes: SourceEpisodes, newest: Version) -> None:
         assert isinstance(arrival.content, UnreadBatch)
         assert arrival.batch is not None
-        self.modules.learn(self._session.spaces)
         try:
+            self.modules.learn(self._session.spaces)
             batch = self.modules.read(arrival.content, newest)
+            sifted = episodes.take(batch)
         except DecodeError:
             lost = {Drop.POISON.value: (arrival.batch.steps, arrival.batch.chunks)}
             self._leave_out(arrival, episodes, Drop.POISON.value, lost)
             return
-        sifted = episodes.take(batch)
         committed, dropped = (sifted.batch.steps, len(sifted.batch)), {}
         if sifted.left_out != (0, 0):
             dropped = {Drop.GAP.value: sifted.left_out}

@@ -16,11 +16,16 @@ from typing import Any
 
 from headrace.learner_stub.source_progress import Arrival, ArrivalKind, SourceKey, SourceProgress, growth, position_of
 from headrace.schemas.batch import BatchHeader
+from headrace.schemas.bounds import MOST_COUNT
+from headrace.schemas.compression import readable_encodings
+from headrace.schemas.errors import DecodeError
+from headrace.schemas.headrace_version import headrace_version
 from headrace.schemas.ledger import Count
 from headrace.schemas.messages import (
     Commit,
     Fenced,
     HeldBatch,
+    LearnerFigures,
     LearnerHello,
     LearnerWelcome,
     Message,
@@ -32,8 +37,15 @@ from headrace.schemas.messages import (
     Status,
     Version,
 )
+from headrace.schemas.module_spaces import module_spaces_from_json
 
 log = logging.getLogger("headrace.learner")
+
+_MOST_SETTLED = MOST_COUNT // 2
+"""Batches are added to what the broker says is settled; the sum has to stay a count too."""
+
+_FIGURES_S = 0.25
+"""Figures of the learner go with a commit at this interval, and with each that is urgent."""
 
 
 class LearnerSessionState(Enum):
@@ -54,6 +66,8 @@ class StreamLimits:
     steps_per_update: int = 0
     """Steps of an update, as in `LearnerHello`."""
     retry_s: float = 1.0
+    connect_retry_s: float = 0.02
+    """While there is no connection: short, since no message is sent, and not 0, since the caller waits as long."""
     heartbeat_s: float = 0.5
     silence_s: float = 5.0
     gather_s: float = 0.002
@@ -78,6 +92,8 @@ class LearnerSession:
         self.published: Version = (0, 0)
         """The newest weights at the broker, as far as it told."""
         self.refusal: tuple[str, str] | None = None
+        self.exhausted = False
+        """True while the broker's newest message says that no worker is left, and no batch held."""
         self.arrivals: deque[Arrival] = deque()
         self.redelivered = 0
         self.received_batches = 0
@@ -85,6 +101,9 @@ class LearnerSession:
         self.window_steps: int | None = None
         """Steps to have under way in the whole fleet; see `LearnerHello.window_steps`."""
         self._window_told: int | None = None
+        self.figures: Callable[[], LearnerFigures] | None = None
+        """Returns what the learner measures of itself."""
+        self._figures_due = 0.0
         self._sources: dict[SourceKey, SourceProgress] = {}
         self._changed: set[SourceKey] = set()
         self._to_tell: set[SourceKey] = set()
@@ -95,6 +114,7 @@ class LearnerSession:
         self._heard = 0.0
         for place in position or []:
             known = SourceProgress(place.settled.seq, place.settled, place.settled)
+            known.ended = known.end_taken = known.end_committed = place.ended
             self._sources[(place.slot, place.incarnation)] = known
         self._handlers: dict[type, Callable[[Any], None]] = {
             LearnerWelcome: self._on_welcome,
@@ -107,8 +127,9 @@ class LearnerSession:
         }
 
     def receive(self, message: Message, now: float) -> None:
-        """Take any control message from the broker."""
+        """Take any control message from the broker. Raises `DecodeError` for a claim that cannot be true."""
         self._heard = now
+        self.exhausted = isinstance(message, Status) and not message.workers and not message.held_batches
         handler = self._handlers.get(type(message))
         if handler is not None and self.state is not LearnerSessionState.STOPPED:
             handler(message)
@@ -116,6 +137,7 @@ class LearnerSession:
     def receive_batch(self, header: BatchHeader, content: object, now: float) -> None:
         """Take a BATCH whose `content` `take` gives back. Keep the next batch of its source; ignore earlier ones."""
         self._heard = now
+        self.exhausted = False
         if self.state is not LearnerSessionState.ACTIVE:
             return
         self.received_batches += 1
@@ -143,8 +165,11 @@ class LearnerSession:
         return arrival
 
     def settle(self, arrival: Arrival, committed: Count, dropped: dict[str, Count]) -> None:
-        """Record what the user's stream made of a batch it took; counted at the next `commit`."""
+        """Record what the stream made of a batch, or that the user took an end; counted at the next `commit`."""
         source = self._sources[arrival.key]
+        if arrival.kind is ArrivalKind.END:
+            source.end_taken = True
+            self._changed.add(arrival.key)
         if arrival.batch is None or arrival.batch.seq != source.taken.seq + 1:
             return
         source.taken = source.taken.add(committed, dropped)
@@ -152,20 +177,26 @@ class LearnerSession:
 
     def position(self) -> list[SourcePosition]:
         """Return everything taken so far, as if committed, for the learner's own checkpoint."""
-        return [position_of(key, source.taken) for key, source in self._sources.items() if source.taken.seq]
+        return [
+            position_of(key, source.taken, ended=source.end_taken)
+            for key, source in self._sources.items()
+            if source.taken.seq or source.end_taken
+        ]
 
     def commit(self, now: float, *, at_once: bool = True) -> None:
         """Settle everything taken so far, and tell the broker: now, or soon, by a call of `commit` or `tick`."""
         self._gathered += self.uncommitted()
         for key in self._changed:
             source = self._sources[key]
-            source.committed = source.taken
+            source.committed, source.end_committed = source.taken, source.end_taken
             while source.in_hand and source.in_hand[0].seq <= source.committed.seq:
                 source.in_hand.popleft()
         self._to_tell |= self._changed
         self._changed.clear()
         if self.state is LearnerSessionState.ACTIVE and not at_once:
             self._next_send = min(self._next_send, now + self.limits.gather_s)
+        if at_once:
+            self._figures_due = 0.0
         if at_once or now >= self._next_send or self._gathered >= self.limits.gather_batches:
             self._send_commit(now)
 
@@ -176,8 +207,9 @@ class LearnerSession:
             self._next_send = 0.0
 
     def uncommitted(self) -> int:
-        """Return the number of batches that the user has taken and not yet committed."""
-        return sum(self._sources[key].taken.seq - self._sources[key].committed.seq for key in self._changed)
+        """Return the number of batches and ends that the user has taken and not yet committed."""
+        changed = [self._sources[key] for key in self._changed]
+        return sum(s.taken.seq - s.committed.seq + (s.end_taken and not s.end_committed) for s in changed)
 
     def idle_s(self, now: float) -> float:
         """Return the seconds until something is due if nothing arrives."""
@@ -199,21 +231,21 @@ class LearnerSession:
         out, self._outbox = self._outbox, []
         return out
 
-    def not_sent(self) -> None:
-        """Note that there was no connection for a message. Without a WELCOME so far, try a HELLO again at once."""
+    def not_sent(self, now: float) -> None:
+        """Note that there was no connection for a message. Without a WELCOME so far, try a HELLO again soon."""
         if self.state is LearnerSessionState.JOINING:
-            self._next_send = 0.0
+            self._next_send = now + self.limits.connect_retry_s
 
     def _say_hello(self, now: float) -> None:
         self._next_send = now + self.limits.retry_s
-        committed = ((key, source.committed) for key, source in self._sources.items())
+        known = ((k, s) for k, s in self._sources.items() if s.committed.seq or s.end_committed)
         self._outbox.append(
             LearnerHello(
                 fleet_id=self.fleet_id,
                 token=self.token,
                 channel="stream",
                 epoch=self.epoch,
-                position=[position_of(key, settled) for key, settled in committed if settled.seq],
+                position=[position_of(key, source.committed, ended=source.end_committed) for key, source in known],
                 held={f"{k[0]}/{k[1]}": list(s.in_hand) for k, s in self._sources.items() if s.in_hand},
                 received_batches=self.received_batches,
                 window_batches=self.limits.window_batches,
@@ -221,6 +253,8 @@ class LearnerSession:
                 window_steps=self.window_steps,
                 synchronous=self.limits.synchronous,
                 steps_per_update=self.limits.steps_per_update,
+                headrace_version=headrace_version(),
+                encodings=readable_encodings(),
             )
         )
 
@@ -232,18 +266,28 @@ class LearnerSession:
         self._outbox.append(
             Commit(
                 epoch=self.epoch,
-                position=[position_of(key, self._sources[key].committed) for key in self._to_tell],
+                position=[
+                    position_of(key, self._sources[key].committed, ended=self._sources[key].end_committed)
+                    for key in self._to_tell
+                ],
                 in_hand=sum(len(source.in_hand) for source in self._sources.values()),
                 consumed_batches=self.consumed_batches,
                 waiting=waiting,
                 window_steps=self.window_steps,
+                figures=self._take_figures(now),
             )
         )
         self._window_told = self.window_steps
 
+    def _take_figures(self, now: float) -> LearnerFigures | None:
+        if self.figures is None or now < self._figures_due:
+            return None
+        self._figures_due = now + _FIGURES_S
+        return self.figures()
+
     def _on_welcome(self, welcome: LearnerWelcome) -> None:
         self.fleet_id, self.epoch = welcome.fleet_id, welcome.epoch
-        self.spaces = welcome.spaces or self.spaces
+        self._learn_spaces(welcome.spaces)
         self.published = max(self.published, welcome.published)
         if self.state is LearnerSessionState.JOINING:
             self.state = LearnerSessionState.ACTIVE
@@ -251,14 +295,28 @@ class LearnerSession:
 
     def _on_status(self, status: Status) -> None:
         self.status = status
+        self.epoch = max(self.epoch, status.epoch)  # the WELCOME that told so may be lost
         self.published = max(self.published, status.published)
-        self.spaces = status.spaces or self.spaces
+        self._learn_spaces(status.spaces)
+
+    def _learn_spaces(self, told: dict[str, Any]) -> None:
+        """Take the spaces that the broker passes on, unless no batch could be read with them. They never change."""
+        if not told or self.spaces:
+            return
+        try:
+            module_spaces_from_json(told)
+        except DecodeError as error:
+            log.warning("the broker tells spaces that cannot be read, which are ignored: %s", error)
+        else:
+            self.spaces = told
 
     def _on_start(self, start: SourceStart) -> None:
         """Skip the batches up to `start.settled.seq`, which will not come.
 
         Dropped ones leave a hole in their episodes.
         """
+        if max(start.settled.seq, *start.settled.total()) > _MOST_SETTLED:
+            raise DecodeError("implausible", f"{start.settled.total()} steps and chunks are settled of one worker")
         key = (start.slot, start.incarnation)
         source = self._sources.setdefault(key, SourceProgress())
         if start.settled.seq <= source.received:
@@ -286,9 +344,16 @@ class LearnerSession:
     def _on_end(self, end: SourceEnd) -> None:
         key = (end.slot, end.incarnation)
         source = self._sources.setdefault(key, SourceProgress())
-        if not source.ended and end.seq <= source.received:
+        if source.end_committed and not end.seq and not source.in_hand:
+            # The life is folded at the broker, which needs no position of it any more.
+            del self._sources[key]
+            self._to_tell.discard(key)
+            self._changed.discard(key)
+        elif source.end_committed:
+            self._to_tell.add(key)
+        elif not source.ended and end.seq <= source.received:
             source.ended = True
-            self.arrivals.append(Arrival(ArrivalKind.END, key, None, None, end.reason))
+            self.arrivals.append(Arrival(ArrivalKind.END, key, None, end, end.reason))
 
     def _on_fenced(self, fenced: Fenced) -> None:
         self.state, self.refusal = LearnerSessionState.STOPPED, ("fenced", fenced.detail)

@@ -29,7 +29,7 @@ class Arrival:
     key: SourceKey
     batch: HeldBatch | None = None
     content: object = None
-    """For a batch: what the caller of `receive_batch` handed in."""
+    """For a batch: what the caller of `receive_batch` handed in. For an end: the message."""
     reason: str = ""
     lost: dict[str, Count] = field(default_factory=dict)
     """For a hole: (steps, chunks) by reason."""
@@ -47,11 +47,15 @@ class SourceProgress:
     in_hand: deque[HeldBatch] = field(default_factory=deque)
     """Batches received and not committed."""
     ended: bool = False
+    """True once the end of the source has arrived."""
+    end_taken: bool = False
+    """True once the user has taken it."""
+    end_committed: bool = False
 
 
-def position_of(key: SourceKey, settled: Settled) -> SourcePosition:
-    """Return the position of a learner that settled `settled` of that source."""
-    return SourcePosition(slot=key[0], incarnation=key[1], settled=settled)
+def position_of(key: SourceKey, settled: Settled, *, ended: bool) -> SourcePosition:
+    """Return the position of a learner that settled `settled` of that source, and its end if `ended`."""
+    return SourcePosition(slot=key[0], incarnation=key[1], settled=settled, ended=ended)
 
 
 def growth(before: dict[str, Count], after: dict[str, Count]) -> dict[str, Count]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from headrace.learner_stub.session import LearnerSession, LearnerSessionState
 from headrace.schemas.errors import WindowStalledError
+from headrace.schemas.messages import Status
 
 STARVED_S = 3.0
 """Two heartbeats, after which the broker's word on the workers is newer than all that they were told."""
@@ -21,8 +23,8 @@ log = logging.getLogger("headrace.learner")
 class StallDetector:
     """Measures how long a stream has waited for a batch, and whether one can come at all."""
 
-    def __init__(self, session: LearnerSession) -> None:
-        self._session = session
+    def __init__(self, sessions: Sequence[LearnerSession]) -> None:
+        self._sessions = sessions
         self._waited_s = self._hinted_s = 0.0
 
     def reset(self) -> None:
@@ -35,15 +37,15 @@ class StallDetector:
         if self._waited_s // _SAY_WAITING_S > before // _SAY_WAITING_S:
             log.info("no batch for %.0f s: %s", self._waited_s, self._whom())
         if self._waited_s > STALLED_S and self._all_wait:
-            raise WindowStalledError(self._session.uncommitted(), self._waited_s)
+            raise WindowStalledError(self._uncommitted(), self._waited_s)
 
     def take_hint(self) -> bool:
         """Return whether a larger window may end this wait: some worker waits for a commit. True once a second."""
-        status = self._session.status
-        if self._waited_s < self._hinted_s + _HINT_S or status is None or not status.workers_blocked:
+        blocked = any(session.status is not None and session.status.workers_blocked for session in self._sessions)
+        if self._waited_s < self._hinted_s + _HINT_S or not blocked:
             return False
         self._hinted_s = self._waited_s
-        return self._session.uncommitted() > 0
+        return self._uncommitted() > 0
 
     @property
     def starved(self) -> bool:
@@ -51,18 +53,28 @@ class StallDetector:
         return self._waited_s >= STARVED_S and self._all_wait
 
     def _whom(self) -> str:
-        """Return what the broker last said of the workers, in words."""
-        status = self._session.status
-        if self._session.state is not LearnerSessionState.ACTIVE or status is None:
+        """Return what the brokers that answer last said of the workers, in words."""
+        told = self._told()
+        workers, blocked = sum(status.workers for status in told), sum(status.workers_blocked for status in told)
+        if not told:
             return "waiting for the broker"
-        if not status.workers:
+        if not workers:
             return "waiting for a first worker"
-        round_ = f"; the round of synchronous sampling waits for {status.waiting_for}" if status.waiting_for else ""
-        return f"of {status.workers} workers {status.workers_blocked} wait for this learner{round_}"
+        waiting_for = told[0].waiting_for
+        round_ = f"; the round of synchronous sampling waits for {waiting_for}" if waiting_for else ""
+        return f"of {workers} workers {blocked} wait for this learner{round_}"
 
     @property
     def _all_wait(self) -> bool:
-        """Return whether, by the broker's last status, every worker's window is full and a commit would make room."""
-        status = self._session.status
-        blocked = status is not None and 0 < status.workers == status.workers_blocked
-        return blocked and self._session.state is LearnerSessionState.ACTIVE and self._session.uncommitted() > 0
+        """Return whether, by the brokers' last word, every worker's window is full and a commit would make room."""
+        told = self._told()
+        workers, blocked = sum(status.workers for status in told), sum(status.workers_blocked for status in told)
+        return 0 < workers == blocked and self._uncommitted() > 0
+
+    def _told(self) -> list[Status]:
+        """Return the last status of each broker that answers."""
+        active = [session for session in self._sessions if session.state is LearnerSessionState.ACTIVE]
+        return [session.status for session in active if session.status is not None]
+
+    def _uncommitted(self) -> int:
+        return sum(session.uncommitted() for session in self._sessions)

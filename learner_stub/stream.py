@@ -22,43 +22,36 @@ from types import TracebackType
 from typing import Any, Self
 
 from headrace.learner_stub import connection
-from headrace.learner_stub.fleet_place import FleetPlace, await_endpoint, keys_folder
-from headrace.learner_stub.lag import LagMonitor
-from headrace.learner_stub.ready_batches import ReadyBatches
-from headrace.learner_stub.session import LearnerSession, LearnerSessionState, StreamLimits
+from headrace.learner_stub.broker_link import BrokerLink, await_message
+from headrace.learner_stub.broker_stream import BrokerStream
+from headrace.learner_stub.fleet_place import Where, address_sources, as_list, by_broker, find_fleet
+from headrace.learner_stub.lag import mean_lag
+from headrace.learner_stub.session import LearnerSessionState, StreamLimits
 from headrace.learner_stub.stall_detector import StallDetector
 from headrace.learner_stub.update_size import UpdateSize
-from headrace.schemas.batch import ChunkBatch, read_batch_header
-from headrace.schemas.batch_reader import UnreadBatch
-from headrace.schemas.errors import DecodeError, UnreachableError, refusal
-from headrace.schemas.keys import ClientKeys, client_keys
+from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.errors import ConfigError, UnreachableError, refusal
+from headrace.schemas.fleet_address import AddressSource
+from headrace.schemas.fleet_place import FleetPlace
+from headrace.schemas.keys import PeerKeys, client_keys
 from headrace.schemas.learner_messages import MOST_WINDOW_STEPS
-from headrace.schemas.messages import (
-    Fenced,
-    LearnerWelcome,
-    Message,
-    Reject,
-    SourceEnd,
-    SourceGap,
-    SourcePosition,
-    SourceStart,
-    Status,
-    Version,
-    read,
-)
+from headrace.schemas.messages import Version
 from headrace.schemas.spaces import Spaces
-from headrace.schemas.wire import MessageKind, decode_header
 
 log = logging.getLogger("headrace.learner")
 
-_CONTROL: dict[MessageKind, type[Message]] = {
-    m.KIND: m for m in (LearnerWelcome, Status, SourceStart, SourceGap, SourceEnd, Fenced, Reject)
-}
-_MAX_PUMPED = 256
+STOPPED_WAIT_S = 10.0
+"""Seconds that a stopped fleet may take to start again before a stream ends."""
+
+_OTHER_BROKERS_S = 5.0
+"""Seconds that a stream waits, once one of several brokers has answered, for the others to answer too."""
 
 
 class EpisodeStream:
     """Batches of chunks from the broker at `endpoint`, each handed out once and in order per episode.
+
+    A fleet of several brokers has a list of endpoints, in the order of `broker.index`. Their batches come in turn as
+    one stream with one position. A broker that is gone costs its workers' share until it is back.
 
     - position: the result of `position()` in an earlier process.
     - window_batches, window_bytes: how much the broker may send ahead of what was handed out.
@@ -72,11 +65,14 @@ class EpisodeStream:
     - warn_lag: mean lag of a batch, in versions, above which it is late. The first late one is logged. None: no batch
       is late.
     - batch_timeout_s: how long a loop over the stream waits for a batch before it ends. None: for ever.
-    - silence_timeout_s: how long the broker may be silent before the fleet counts as ended. One that was stopped, as
+    - silence_timeout_s: how long all brokers may be silent before the fleet counts as ended. One that was stopped, as
       its run directory says, counts as ended after 10 s.
     - run_dir: the fleet's run directory, where the stream finds the broker after a restart of `headrace up`; see `of`.
-    - keys: a folder with learner.secret and broker.public. None: the folder in the environment's HEADRACE_KEYS__DIR, or
-      no keys. "" is no keys.
+    - rendezvous: the file or URL where the fleet's broker publishes its addresses, as another such place; with several
+      brokers a list, and an endpoint that is not known yet is "".
+    - keys: a folder with learner.secret and broker.public, or the run directory of a fleet on this machine, which has
+      its token. None: the folder in the environment's HEADRACE_KEYS__DIR, or no keys. "" is no keys. Without keys, the
+      stream finds the token of a fleet on this machine by itself, if the same user has started it.
 
     Once open it has further attributes:
 
@@ -91,13 +87,16 @@ class EpisodeStream:
         FencedError: a newer learner has taken over; later calls raise it too.
         UnreachableError: no broker answers within `connect_timeout_s`.
         WrongFleetError: `fleet_id`, or the fleet of `position`, is not the broker's.
+        ConfigError: `position` is of another number of brokers than there are endpoints.
+        RefusedError: the workers of two brokers have different envs.
         KeysError: the keys cannot be used.
         KeysRefusedError: the broker does not let them in.
+        SocketFolderError: `endpoint` is a Unix socket in a folder that is not this user's alone.
     """
 
     def __init__(
         self,
-        endpoint: str,
+        endpoint: str | Sequence[str],
         *,
         position: Sequence[dict[str, Any]] | None = None,
         window_batches: int = 64,
@@ -110,48 +109,64 @@ class EpisodeStream:
         connect_timeout_s: float = 60.0,
         batch_timeout_s: float | None = None,
         silence_timeout_s: float = 60.0,
-        keys: str | Path | ClientKeys | None = None,
+        keys: str | Path | PeerKeys | None = None,
         run_dir: str | Path | None = None,
+        rendezvous: Where | AddressSource | Sequence[AddressSource] = None,
     ) -> None:
         if steps_per_update is not None and not 0 < steps_per_update <= MOST_WINDOW_STEPS // 2:
             raise ValueError(f"steps_per_update = {steps_per_update} is no number of steps; give one above 0, or None")
-        self._keys = client_keys(keys, "learner")
-        self._place = FleetPlace(endpoint, Path(run_dir) if run_dir is not None else None, silence_timeout_s)
+        endpoints = as_list(endpoint)
+        if synchronous and len(endpoints) > 1:
+            raise ConfigError(f"synchronous sampling has one broker, got {len(endpoints)} endpoints", key="synchronous")
+        peer_keys = client_keys(keys, "learner", run_dir)
         self._batch_timeout_s = batch_timeout_s
         self.auto_commit = auto_commit
         self.delivered = 0
         limits = StreamLimits(
-            window_batches=window_batches,
-            window_bytes=window_bytes,
+            window_batches=-(-window_batches // len(endpoints)),
+            window_bytes=-(-window_bytes // len(endpoints)),
             synchronous=synchronous,
             steps_per_update=steps_per_update or 0,
         )
-        places = [read(SourcePosition, place) for place in position or []]
-        fleet_id = fleet_id or next((str(place.get("fleet_id", "")) for place in position or []), "")
-        self.token = connection.stream_token(endpoint)
-        self._session = LearnerSession(self.token, limits, fleet_id=fleet_id, position=places)
-        self._ready = ReadyBatches(self._session)
+        places = by_broker(position or [], fleet_id, len(endpoints))
+        self.token = connection.stream_token(endpoints)
+        self._brokers: list[BrokerStream] = []
+        self._agreeing = 0
+        """How many brokers have told spaces, the same ones."""
+        self._turn = 0
+        """The broker whose batch is handed out next, if it has one."""
+        sources = address_sources(run_dir, rendezvous, len(endpoints))
+        for number, (address, source) in enumerate(zip(endpoints, sources, strict=True)):
+            place = FleetPlace(
+                address,
+                "learner",
+                source,
+                patience_s=silence_timeout_s,
+                stopped_patience_s=min(STOPPED_WAIT_S, silence_timeout_s),
+            )
+            link = BrokerLink(place, peer_keys, self.token, number)
+            self._brokers.append(BrokerStream(link, limits, *places[number], warn_lag))
+        self._time = connection.measure_time(self.token)
         self._updates = UpdateSize(steps_per_update, auto_commit=auto_commit)
-        self._published: Version = (0, 0)
-        """The newest version that this process published, as of the last look."""
-        self._lag = LagMonitor(warn_lag)
-        self._session.want_window(self._updates.window_steps())
-        self._stall = StallDetector(self._session)
-        self._socket = connection.LearnerSocket(endpoint, self._keys)
+        self._published = self._newest_published()
+        """The newest version that this process published to each broker, as of the last look."""
+        self._stall = StallDetector([broker.session for broker in self._brokers])
+        self._want_window()
         connection.enroll(self)
         self._join(connect_timeout_s)
 
     @classmethod
-    def of(cls, run_dir: str | Path, *, connect_timeout_s: float = 60.0, **options: Any) -> Self:
-        """Return a stream of the fleet in `run_dir`, which `headrace up` may start later, and start again.
+    def of(cls, where: Where | Sequence[Where] = None, *, connect_timeout_s: float = 60.0, **options: Any) -> Self:
+        """Return a stream of the fleet whose run directory or rendezvous is `where`.
 
-        Waits up to `connect_timeout_s` for its broker, and follows it to other ports. Keys are those in the config of
-        the fleet, unless `options` or the environment name others. `options` are those of the constructor, whose errors
-        it raises.
+        `headrace up` may start it later, and start it again. A rendezvous is a file NAME.json or http(s)://...; None is
+        the one in the environment's HEADRACE_FLEET__RENDEZVOUS. A fleet of several brokers has a list, in the order of
+        `broker.index`. Waits up to `connect_timeout_s` for its broker, or one of them, and follows it to other
+        addresses. Keys are those in the config of the run, unless `options` or the environment name
+        others. `options` are those of the constructor, whose errors it raises.
         """
-        options = {"keys": keys_folder(run_dir), **options}
-        endpoint = await_endpoint(run_dir, connect_timeout_s)
-        return cls(endpoint, run_dir=run_dir, connect_timeout_s=connect_timeout_s, **options)
+        endpoint, found = find_fleet(where, connect_timeout_s, options)
+        return cls(endpoint, **found)
 
     # -- what a learner calls -----------------------------------------------------------------------------------------
 
@@ -170,39 +185,49 @@ class EpisodeStream:
 
     def next(self, timeout_s: float) -> ChunkBatch | None:
         """Return the next batch, or None after `timeout_s` seconds without one."""
+        self._time.follow()
+        with self._time.part("decode"):
+            return self._next(timeout_s)
+
+    def _next(self, timeout_s: float) -> ChunkBatch | None:
         if self.auto_commit:
             self._commit(at_once=False)
         deadline = connection.now() + timeout_s
         while True:
-            if self._ready:
-                return self._hand_out()
-            arrival = self._session.take()
-            if arrival is not None:
-                self._stall.reset()
-                self._ready.open(arrival, max(self._session.published, connection.newest_published(self.token)))
-                continue
+            broker = self._next_broker()
+            if broker is not None:
+                return self._hand_out(broker)
             left = deadline - connection.now()
             if left <= 0:
                 self._stall.add_wait(timeout_s)
                 if self._stall.take_hint():
                     self._updates.widen()
-                    self._session.want_window(self._updates.window_steps())
+                    self._want_window()
                 return None
             self.pump(min(left, 0.1))
 
-    def _hand_out(self) -> ChunkBatch:
+    def _next_broker(self) -> BrokerStream | None:
+        """Return a broker of which a batch is ready, each in turn; None if there is none."""
+        for broker in (*self._brokers[self._turn :], *self._brokers[: self._turn]):
+            if broker.open_next():
+                self._turn = (self._brokers.index(broker) + 1) % len(self._brokers)
+                return broker
+        return None
+
+    def _hand_out(self, broker: BrokerStream) -> ChunkBatch:
+        self._stall.reset()
         self._note_published()
-        batch = self._ready.hand_out()
+        batch = broker.hand_out()
         self.delivered += 1
         self._updates.take(batch.steps)
-        self._lag.observe(batch, self._updates.steps)
-        self._session.want_window(self._updates.window_steps())
+        broker.lag.observe(batch, self._updates.steps)
+        self._want_window()
         return batch
 
     def commit(self) -> None:
         """Settle every batch handed out so far: workers and broker may then forget it."""
         self._note_published()
-        if connection.newest_published(self.token) == (0, 0) and not self.auto_commit:
+        if not any(seq for _, seq in self._published) and not self.auto_commit:
             self._end_update()
         self._commit(at_once=True)
 
@@ -211,8 +236,7 @@ class EpisodeStream:
 
         The result is plain values for the learner's own checkpoint.
         """
-        fleet = {"fleet_id": self._session.fleet_id}
-        return [fleet | place.model_dump(mode="json") for place in self._session.position()]
+        return [place for broker in self._brokers for place in broker.position()]
 
     def spaces(self, module_id: str | None = None, *, timeout_s: float = 300.0) -> Spaces:
         """Return the observation and action space of a module, or of the only one there is.
@@ -220,7 +244,7 @@ class EpisodeStream:
         Waits as `module_spaces` does. Raises its errors, and `WhichModuleError`, naming the modules.
         """
         self.module_spaces(timeout_s=timeout_s)
-        return self._ready.modules.spaces_of(module_id)
+        return self._telling[0].ready.modules.spaces_of(module_id)
 
     def module_spaces(self, *, timeout_s: float = 300.0) -> dict[str, Spaces]:
         """Return module id -> the spaces of its chunks. Waits for the first worker to tell them.
@@ -228,25 +252,32 @@ class EpisodeStream:
         Raises `UnreachableError` when none does in time.
         """
         deadline = connection.now() + timeout_s
-        while not self._session.spaces:
+        while not self._telling:
             if connection.now() > deadline:
                 raise UnreachableError("worker", self.endpoint, timeout_s)
             self.pump(0.1)
-        self._ready.modules.learn(self._session.spaces)
-        return dict(self._ready.modules.spaces)
+        modules = self._telling[0].ready.modules
+        modules.learn(self._telling[0].session.spaces)
+        return dict(modules.spaces)
+
+    @property
+    def _telling(self) -> list[BrokerStream]:
+        """Return the brokers that have told the spaces of the modules."""
+        return [broker for broker in self._brokers if broker.session.spaces]
 
     @property
     def endpoint(self) -> str:
-        """Return the broker's address."""
-        return self._place.endpoint
+        """Return the broker's address; those of several brokers with commas between them."""
+        return ", ".join(broker.link.name for broker in self._brokers)
 
     @property
     def ended(self) -> str:
-        """Return why the fleet counts as ended: it was stopped, or its broker is silent; "" while it does not.
+        """Return why the fleet counts as ended: it was stopped, or all its brokers are silent; "" while it does not.
 
         A loop over the stream ends then. A fleet that is back is not ended any more.
         """
-        return self._place.ended
+        reasons = [str(broker.link.place.ended or "") for broker in self._brokers if broker.session.epoch]
+        return "; ".join(reasons) if all(reasons) else ""
 
     @property
     def starved(self) -> bool:
@@ -258,40 +289,46 @@ class EpisodeStream:
         return self._stall.starved
 
     @property
+    def exhausted(self) -> bool:
+        """Return whether every broker has told last that it has no worker and holds no batch: none comes soon."""
+        return all(broker.session.exhausted for broker in self._brokers)
+
+    @property
     def lag(self) -> float:
         """Return the mean lag of the newest steps handed out, in versions of the weights."""
-        return self._lag.mean
+        return mean_lag(broker.lag for broker in self._brokers)
 
     @property
     def late_batches(self) -> int:
         """Return the number of batches whose mean lag was above `warn_lag`."""
-        return self._lag.late_batches
+        return sum(broker.lag.late_batches for broker in self._brokers)
 
     @property
     def epoch(self) -> int:
-        """Return the learner epoch of this process's lease."""
-        return self._session.epoch
+        """Return the learner epoch of this process's lease, the largest of several brokers."""
+        return max(broker.session.epoch for broker in self._brokers)
 
     @property
     def pending(self) -> int:
         """Return the number of batches received and not handed out."""
-        return len(self._session.arrivals) + len(self._ready)
+        return sum(broker.pending for broker in self._brokers)
 
     @property
     def dropped(self) -> Counter[str]:
         """Return the steps by reason that never reached this learner, of the sources it has seen."""
-        return self._ready.dropped
+        return sum((broker.ready.dropped for broker in self._brokers), Counter())
 
     @property
     def redelivered(self) -> int:
         """Return the number of repeated batches that were ignored."""
-        return self._session.redelivered
+        return sum(broker.session.redelivered for broker in self._brokers)
 
     def close(self) -> None:
         """Close the connection. Batches handed out and not committed go to the next learner again."""
         connection.leave(self)
-        connection.forget_token(self.endpoint, self.token)
-        self._socket.close()
+        connection.forget_token(self.token)
+        for broker in self._brokers:
+            broker.close()
 
     def __enter__(self) -> Self:
         return self
@@ -309,76 +346,86 @@ class EpisodeStream:
         """Take what has arrived and send what is due, waiting up to `wait_s` for something to arrive."""
         self._note_published()
         # First take what came while the user trained: the session then judges how long the broker has been silent.
-        self._take_all(0.0)
-        self._session.tick(connection.now(), waiting=wait_s > 0)
-        self._flush()
+        for broker in self._brokers:
+            broker.pump(waiting=wait_s > 0)
         if wait_s > 0:
-            self._take_all(min(wait_s, self._session.idle_s(connection.now())))
-            self._session.tick(connection.now())
-            self._flush()
-        if self._session.refusal is not None:
-            raise refusal(*self._session.refusal)
-        self._follow_broker()
+            self._await(wait_s)
+            for broker in self._brokers:
+                broker.pump()
+        for broker in self._brokers:
+            if broker.session.refusal is not None:
+                raise refusal(*broker.session.refusal)
+        self._check_spaces()
+        self._follow_brokers()
         connection.pump_together(self)
 
-    def _follow_broker(self) -> None:
-        """Connect to the broker's new address if it has one."""
-        before = self.endpoint
-        moved = self._place.observe(self._session.state is LearnerSessionState.ACTIVE, connection.now())
-        if moved is not None:
-            connection.move_token(self.token, before, moved)
-            self._socket.close(0.0)
-            self._socket = connection.LearnerSocket(moved, self._keys)
-            self._session.not_sent()
+    def _check_spaces(self) -> None:
+        """Raise `RefusedError` where the workers of two brokers have different envs."""
+        told = self._telling
+        if len(told) == self._agreeing:
+            return
+        for broker in told[1:]:
+            if broker.session.spaces != told[0].session.spaces:
+                at = f"the workers of the brokers at {told[0].link.name} and {broker.link.name}"
+                raise refusal("spaces_differ", f"{at} have different spaces; give all the same env and env_config")
+        self._agreeing = len(told)
+
+    def _await(self, wait_s: float) -> None:
+        """Wait until something arrives from a broker, or is due for one."""
+        now = connection.now()
+        idle_s = min(wait_s, *(broker.session.idle_s(now) for broker in self._brokers))
+        if idle_s > 0:
+            with self._time.part("wait"):
+                await_message([broker.link for broker in self._brokers], idle_s)
+
+    def _follow_brokers(self) -> None:
+        """Connect to the new addresses of brokers that have moved."""
+        had_ended = self.ended
+        for broker in self._brokers:
+            broker.follow()
+        if self.ended and not had_ended:
+            log.warning("the stream ends: %s", self.ended)
 
     def _note_published(self) -> None:
         """End the update if this process has published a version since the last look."""
-        newest = connection.newest_published(self.token)
-        if newest > self._published:
+        newest = self._newest_published()
+        if newest != self._published:
             self._published = newest
             self._end_update()
 
+    def _newest_published(self) -> list[Version]:
+        return [broker.published for broker in self._brokers]
+
     def _end_update(self) -> None:
         self._updates.end()
-        self._session.want_window(self._updates.window_steps())
+        self._want_window()
 
-    def _take_all(self, wait_s: float) -> None:
-        for _ in range(_MAX_PUMPED):
-            frames = self._socket.receive(wait_s)
-            if frames is None:
-                break
-            wait_s = 0.0
-            self._receive(frames)
+    def _want_window(self) -> None:
+        """Tell the brokers that answer how many steps to have under way, to each its share."""
+        steps = self._updates.window_steps()
+        share = steps and -(-steps // (sum(broker.is_active for broker in self._brokers) or len(self._brokers)))
+        for broker in self._brokers:
+            broker.session.want_window(share)
 
     def _join(self, timeout_s: float) -> None:
-        deadline = connection.now() + timeout_s
+        deadline, had_first = connection.now() + timeout_s, False
         try:
-            while self._session.state is LearnerSessionState.JOINING:
+            while any(broker.session.state is LearnerSessionState.JOINING for broker in self._brokers):
+                if not had_first and any(broker.is_active for broker in self._brokers):
+                    had_first, deadline = True, min(deadline, connection.now() + _OTHER_BROKERS_S)
                 if connection.now() > deadline:
-                    raise self._socket.why_silent(timeout_s)
+                    if had_first:
+                        log.warning("going on without %s: the others of %s answer", self._missing(), self.endpoint)
+                        break
+                    raise self._brokers[0].link.why_silent(timeout_s)
                 self.pump(0.05)
         except BaseException:
             self.close()
             raise
 
+    def _missing(self) -> str:
+        return ", ".join(broker.link.name for broker in self._brokers if not broker.is_active)
+
     def _commit(self, *, at_once: bool) -> None:
-        if self._session.uncommitted():
-            self._session.commit(connection.now(), at_once=at_once)
-            self._flush()
-
-    def _flush(self) -> None:
-        for message in self._session.take_outbox():
-            if not self._socket.send(message.frames()):
-                self._session.not_sent()
-
-    def _receive(self, frames: list[memoryview]) -> None:
-        try:
-            kind, header = decode_header(frames)
-            if kind is MessageKind.BATCH:
-                unread = UnreadBatch(read_batch_header(header), header, frames)
-                self._session.receive_batch(unread.header, unread, connection.now())
-            elif kind in _CONTROL:
-                self._session.receive(read(_CONTROL[kind], header), connection.now())
-        except DecodeError as error:
-            if error.reason == "version_mismatch":
-                raise refusal(error.reason, f"broker at {self.endpoint}: {error.detail}") from error
+        for broker in self._brokers:
+            broker.commit(at_once=at_once)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from headrace.learner_stub.best_checkpoint import BestCheckpoint
-from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from headrace.learner_stub.interruption import AbandonedUpdateError, StopDeadline
+from headrace.learner_stub.checkpoint import CHECKPOINT_FILE, Checkpoint, load_checkpoint, save_checkpoint
+from headrace.learner_stub.interruption import AbandonedUpdateError, StopDeadline, do_nothing
 from headrace.learner_stub.policies import LearnerPolicies
 from headrace.learner_stub.policy_builder import build_policies
 from headrace.learner_stub.ppo import Metrics
@@ -26,23 +26,28 @@ from headrace.learner_stub.stream import EpisodeStream
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import CheckpointError, ConnectorError, UnreachableError
+from headrace.schemas.fleet_address import AddressSource
+from headrace.schemas.fleet_place import broker_fleet_id
 from headrace.schemas.keys import client_keys
 from headrace.schemas.spaces import Spaces
 from headrace.schemas.stop_event import stop_event
 
 log = logging.getLogger("headrace.learner")
 
-CHECKPOINT_FILE = "learner.checkpoint"
-
 _LOG_INTERVAL_S = 1.0
 _WAIT_S = 0.2
-"""Seconds of one wait for a batch; a stop signal is noticed after it."""
+"""Seconds of one wait for a batch. A learner that is stopped waits as long for a last one."""
+_LOOK_S = 0.02
+"""Interval at which such a wait looks for a stop signal, and whether no batch is left to come."""
 
 _SHORT_S, _FINISH_S = 5.0, 10.0
 """Seconds after a stop signal for which an update goes on, and for which further, short ones may begin while batches
 come.
 """
 _SAY_WAITING_S = 10.0
+_FROM_THE_START = (
+    "to train from the start move it away and start with --set redis.bytes_per_hour=0, as Redis may have a copy"
+)
 
 
 class BatchStream(Protocol):
@@ -55,6 +60,10 @@ class BatchStream(Protocol):
     @property
     def starved(self) -> bool:
         """Return whether no batch can come before a commit."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Return whether no worker is left, and the broker holds no batch."""
 
     def next(self, timeout_s: float) -> ChunkBatch | None:
         """Return the next batch, or None after `timeout_s` seconds."""
@@ -86,6 +95,8 @@ def train(
     best: BestCheckpoint | None = None,
     *,
     synchronous: bool = False,
+    alive: Callable[[], None] = do_nothing,
+    on_batch: Callable[[], None] = do_nothing,
 ) -> None:
     """Train update after update until `stopping` is set. Returns with all it trained on checkpointed and committed.
 
@@ -97,13 +108,17 @@ def train(
     A kill at any line loses nothing: steps that are not yet in the checkpoint are not committed either and come again.
     Steps in it but not committed are known by its position and not trained on twice.
 
-    `best` keeps the best checkpoint by the mean return in training.
+    `best` keeps the best checkpoint by the mean return in training. `alive` is called between the parts of an update
+    and while it waits, as a sign of life, and `on_batch` for each batch that has come.
     """
     save_checkpoint(checkpoint, _snapshot(policies, stream), claim=True)
     weights.publish(policies.weights())
     progress = ProgressLog()
-    deadline = StopDeadline(stopping, _SHORT_S, _FINISH_S, whole=synchronous)
-    while not deadline.has_passed and (batches := gather(stream, steps_per_update, stopping, whole=synchronous)):
+    deadline = StopDeadline(stopping, _SHORT_S, _FINISH_S, whole=synchronous, alive=alive)
+    while not deadline.has_passed:
+        batches = gather(stream, steps_per_update, stopping, alive, whole=synchronous, on_batch=on_batch)
+        if not batches:
+            return
         metrics = policies.update(batches, deadline) | staleness(batches)
         save_checkpoint(checkpoint, _snapshot(policies, stream))
         stream.commit()
@@ -116,7 +131,15 @@ def train(
             return
 
 
-def gather(stream: BatchStream, steps: int, stopping: threading.Event, *, whole: bool = False) -> list[ChunkBatch]:
+def gather(
+    stream: BatchStream,
+    steps: int,
+    stopping: threading.Event,
+    alive: Callable[[], None] = do_nothing,
+    *,
+    whole: bool = False,
+    on_batch: Callable[[], None] = do_nothing,
+) -> list[ChunkBatch]:
     """Gather batches of `steps` steps or more together, the last one whole.
 
     Blocks until then, or, once `stopping` is set, until nothing more comes. Returns fewer steps where workers have no
@@ -129,8 +152,10 @@ def gather(stream: BatchStream, steps: int, stopping: threading.Event, *, whole:
     batches: list[ChunkBatch] = []
     missing = steps
     while missing > 0:
-        batch = stream.next(timeout_s=_WAIT_S)
+        alive()
+        batch = _next(stream, stopping)
         if batch is not None:
+            on_batch()
             batches.append(batch)
             missing -= batch.steps
         elif stopping.is_set():
@@ -139,6 +164,16 @@ def gather(stream: BatchStream, steps: int, stopping: threading.Event, *, whole:
             log.warning("every worker waits for a commit: an update on %d steps instead of %d", steps - missing, steps)
             break
     return batches
+
+
+def _next(stream: BatchStream, stopping: threading.Event) -> ChunkBatch | None:
+    """Return the next batch, or None after `_WAIT_S`. None at once if the learner is stopped and no batch can come."""
+    deadline = time.monotonic() + _WAIT_S
+    while True:
+        batch = stream.next(timeout_s=_LOOK_S)
+        left = not (stopping.is_set() and stream.exhausted)
+        if batch is not None or not left or time.monotonic() >= deadline:
+            return batch
 
 
 def staleness(batches: Sequence[ChunkBatch]) -> Metrics:
@@ -168,10 +203,19 @@ class ProgressLog:
             log.info("%s", " ".join(f"{name}={value:.4g}" for name, value in metrics.items()))
 
 
-def run_learner(config: FleetConfig, *, endpoint: str, run_dir: Path) -> None:
+def run_learner(
+    config: FleetConfig,
+    *,
+    endpoint: str | Sequence[str],
+    run_dir: Path,
+    alive: Callable[[], None] = do_nothing,
+    on_batch: Callable[[], None] = do_nothing,
+    source: AddressSource | Sequence[AddressSource] | None = None,
+) -> None:
     """Run the learner process: go on from the checkpoint in `run_dir`, or begin.
 
-    Returns after SIGTERM; main thread only.
+    Returns after SIGTERM; main thread only. `alive` is called often, as a sign of life, and `on_batch` for each batch.
+    `source` says where the broker moves to. Several brokers have a list of both.
 
     Raises `ConfigError` and `ModuleError` for the modules, `ConnectorError` for their connectors, `CheckpointError`,
     `FencedError` when another learner takes over, and the errors of `EpisodeStream` about the broker.
@@ -181,8 +225,9 @@ def run_learner(config: FleetConfig, *, endpoint: str, run_dir: Path) -> None:
     fleet_id = config.fleet.fleet_id
     path = run_dir / CHECKPOINT_FILE
     saved = load_checkpoint(path)
-    position = _position_in(fleet_id, saved)
-    keys = client_keys(config.keys.dir, "learner") or ""
+    brokers = 1 if isinstance(endpoint, str) else len(endpoint)
+    position = _position_in({broker_fleet_id(fleet_id, index, brokers) for index in range(brokers)}, saved)
+    keys = client_keys(config.keys.dir, "learner", run_dir, config.keys.group) or ""
     with (
         stop_event() as stopping,
         EpisodeStream(
@@ -193,10 +238,11 @@ def run_learner(config: FleetConfig, *, endpoint: str, run_dir: Path) -> None:
             synchronous=config.sampling.synchronous,
             fleet_id=fleet_id,
             keys=keys,
+            rendezvous=source,
         ) as stream,
-        WeightPublisher(endpoint, fleet_id=fleet_id, keys=keys) as weights,
+        WeightPublisher(endpoint, fleet_id=fleet_id, keys=keys, rendezvous=source) as weights,
     ):
-        spaces = _first_spaces(stream, stopping)
+        spaces = _first_spaces(stream, stopping, alive)
         if spaces is None:
             return
         policies = build_policies(config, spaces)
@@ -205,20 +251,31 @@ def run_learner(config: FleetConfig, *, endpoint: str, run_dir: Path) -> None:
         best = None if config.learner.evaluate_every_steps else BestCheckpoint(path, stream.epoch)
         steps, synchronous = config.learner.steps_per_update, config.sampling.synchronous
         try:
-            train(policies, steps, stream, weights, path, stopping, best, synchronous=synchronous)
+            train(
+                policies,
+                steps,
+                stream,
+                weights,
+                path,
+                stopping,
+                best,
+                synchronous=synchronous,
+                alive=alive,
+                on_batch=on_batch,
+            )
         except AbandonedUpdateError as error:
             log.warning("%s; its steps stay uncommitted, and the checkpoint is that of the update before", error)
             return
     log.info("stopped after update %d, trained on %d steps", policies.updates, policies.steps)
 
 
-def _position_in(fleet_id: str, saved: Checkpoint | None) -> list[dict[str, Any]]:
-    """Return the stream's position in the checkpoint, if it is of this fleet.
+def _position_in(fleet_ids: set[str], saved: Checkpoint | None) -> list[dict[str, Any]]:
+    """Return the stream's position in the checkpoint, if it is of this fleet, whose brokers have these ids.
 
     In another fleet the same numbers mean other batches.
     """
     position = saved.position if saved else []
-    if fleet_id and any(place.get("fleet_id", fleet_id) != fleet_id for place in position):
+    if fleet_ids != {""} and any(place.get("fleet_id") not in (None, *fleet_ids) for place in position):
         log.warning(
             "the checkpoint was written in another fleet: going on with its model, and training on all batches here"
         )
@@ -226,10 +283,13 @@ def _position_in(fleet_id: str, saved: Checkpoint | None) -> list[dict[str, Any]
     return position
 
 
-def _first_spaces(stream: EpisodeStream, stopping: threading.Event) -> dict[str, Spaces] | None:
+def _first_spaces(
+    stream: EpisodeStream, stopping: threading.Event, alive: Callable[[], None]
+) -> dict[str, Spaces] | None:
     """Wait for the spaces of the fleet's modules, however long the first worker takes. None once `stopping` is set."""
     next_word = time.monotonic()
     while not stopping.is_set():
+        alive()
         if time.monotonic() >= next_word:
             next_word += _SAY_WAITING_S
             log.info("waiting for the first worker at %s", stream.endpoint)
@@ -244,5 +304,5 @@ def _resume(policies: LearnerPolicies, saved: Checkpoint, path: Path) -> None:
     try:
         policies.set_state(saved.state, saved.arrays)
     except (ConnectorError, KeyError, RuntimeError, ValueError) as error:
-        raise CheckpointError(str(path), f"it does not fit the modules ({error})") from error
+        raise CheckpointError(str(path), f"it does not fit the modules ({error})", _FROM_THE_START) from error
     log.info("going on from %s: update %d, %d steps", path, policies.updates, policies.steps)

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from headrace.schemas.batch_views import TimeMajor, Transitions, time_major, transitions
+from headrace.schemas.bounds import BatchCount, EpochOrNone, IncarnationOrNone, Natural, Slot, WeightsSeq
 from headrace.schemas.chunk import (
     DEFAULT_AGENT,
     EXPLORE,
@@ -36,7 +37,7 @@ from headrace.schemas.chunk import (
     format_episode_id,
 )
 from headrace.schemas.errors import DecodeError, EncodeError, InfosTooLargeError
-from headrace.schemas.ledger import Natural, WorkerTotals
+from headrace.schemas.ledger import WorkerTotals
 from headrace.schemas.lookback import LOOKBACK, Lookback
 from headrace.schemas.spaces import Space, nest
 from headrace.schemas.wire import DEFAULT_LIMITS, Buffer, MessageKind, encode
@@ -57,6 +58,9 @@ is what the policy would have given it, or NaN. Such a step is not a sample of t
 """
 
 
+MOST_ABORTED = 1000
+"""Aborted episodes that one batch tells of at most, the newest."""
+
 CONNECTOR_UPDATE = "_connectors/"
 """Prefix on the wire of the arrays of `ChunkBatch.connector_update`."""
 
@@ -74,13 +78,13 @@ class BatchHeader(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
     fleet_id: str
-    slot: Natural
-    incarnation: Natural
+    slot: Slot
+    incarnation: IncarnationOrNone
     seq: Natural
-    steps: Natural = Field(lt=1 << 32)
-    chunks: Natural = Field(lt=1 << 32)
-    learner_epoch: Natural = 0
-    weights_seq: Natural = 0
+    steps: BatchCount
+    chunks: BatchCount
+    learner_epoch: EpochOrNone = 0
+    weights_seq: WeightsSeq = 0
     weights_digest: str = ""
     agents: list[str] = [DEFAULT_AGENT]
     modules: list[str] = ["default_policy"]
@@ -90,6 +94,10 @@ class BatchHeader(BaseModel):
     agent_returns: list[float] = []
     """The return of each agent whose episode ended in this batch, which is of one module; empty in an env of one agent,
     where it would be that of the episode.
+    """
+    aborted: Annotated[list[Annotated[tuple[float, Natural], Strict(False)]], Field(max_length=MOST_ABORTED)] = []
+    """(return, length) of episodes that ended before their end since the last batch: their env failed, the client was
+    lost, or the worker leaves.
     """
     totals: WorkerTotals
     """The worker's running totals right after it cut this batch."""
@@ -299,8 +307,8 @@ def _running(counts: NDArray[Any]) -> NDArray[np.int64]:
     return sums
 
 
-def encode_batch(batch: ChunkBatch, header: BatchHeader) -> list[Buffer]:
-    """Return the frames of a BATCH message. Large arrays are not copied.
+def encode_batch(batch: ChunkBatch, header: BatchHeader, *, compressed: bool = False) -> list[Buffer]:
+    """Return the frames of a BATCH message. Large arrays are not copied. `compressed` is as of `wire.encode`.
 
     Raises `EncodeError` as `encode` does, and for infos that are not JSON. Raises `InfosTooLargeError` for too many
     bytes of infos.
@@ -311,8 +319,8 @@ def encode_batch(batch: ChunkBatch, header: BatchHeader) -> list[Buffer]:
     if batch.infos:
         arrays["_infos"] = np.frombuffer(_dump_infos(batch.infos), np.uint8)
     arrays |= {CONNECTOR_UPDATE + name: array for name, array in batch.connector_update.items()}
-    absent = None if header.agent_returns else {"agent_returns"}  # most batches have none, and need not say so
-    return encode(MessageKind.BATCH, header.model_dump(exclude=absent), arrays)
+    absent = {name for name in ("agent_returns", "aborted") if not getattr(header, name)}  # as most batches
+    return encode(MessageKind.BATCH, header.model_dump(exclude=absent or None), arrays, compressed=compressed)
 
 
 def _dump_infos(infos: Infos) -> bytes:

@@ -12,15 +12,21 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from headrace.schemas.bounds import WINDOW
 from headrace.schemas.config_section import ConfigSection
-from headrace.schemas.recorder import WINDOW
+from headrace.schemas.key_files import group_rule, is_group
+from headrace.schemas.loopback_token import token_path
+from headrace.schemas.redis_url import read_redis_url
 from headrace.schemas.sampling_settings import SamplingSettings
 from headrace.schemas.serving_settings import ServingSection
+from headrace.schemas.slurm_settings import SlurmSection
 
 LEAST_WINDOW = 4
 _HIGHEST_PORT = 65_535
 DEFAULT_WINDOW = 16
 """Batches in a worker's window when the learner's need, or the length of batches, is not known."""
+
+_DEFAULT_STALENESS = 8
 
 
 class FleetSection(ConfigSection):
@@ -45,7 +51,8 @@ class FleetSection(ConfigSection):
     )
     check_env: bool = Field(
         default=True,
-        description="build one env in a process of its own before anything starts; false: only look up what is named",
+        description="build, reset and step one env in a process of its own before anything starts; false: only look up "
+        "what is named",
     )
     until_return: float | None = Field(
         default=None, description="stop when the mean return of the last 100 episodes reaches this"
@@ -60,6 +67,18 @@ class FleetSection(ConfigSection):
     )
     fleet_id: str = Field(
         default="", pattern=r"^[A-Za-z0-9_.-]*$", description="name of the fleet; empty makes one per run directory"
+    )
+    rendezvous: str = Field(
+        default="",
+        max_length=4096,
+        description="where the broker publishes its addresses, and peers on other machines find them: a file; for "
+        "peers also http(s)://..., or dns://NAME with the ports of [broker]; empty: rendezvous.json of run_dir; with "
+        "several brokers {broker} in it stands for the index of each",
+    )
+    scratch_dir: str = Field(
+        default="",
+        description="folder on a disk of this machine for recorders and logs of `headrace worker --count`, which go to "
+        "the run directory at its end; empty: the run directory itself",
     )
 
 
@@ -95,35 +114,108 @@ class WorkerSection(ConfigSection):
     random_actions_before_weights: bool = Field(
         default=False, description="sample at random until the first weights arrive"
     )
-    connect_timeout_s: float = Field(default=60.0, gt=0, description="how long to wait for a broker's first answer")
+    connect_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="how long to wait for a broker; a supervisor's own worker: for its first answer only",
+    )
     drain_timeout_s: float = Field(default=10.0, gt=0, description="how long SIGTERM waits for batches to be accepted")
+    advertise: str = Field(
+        default="",
+        max_length=180,
+        pattern=r"^[^\s/@]*$",
+        description="name or address by which env hosts and clients reach this worker; empty: the address that it "
+        "binds for them, or this machine's name where that is a wildcard",
+    )
+    compression: Literal["auto", "lz4", "none"] = Field(
+        default="auto",
+        description="compress batches: auto, on the way to a broker on another machine; lz4, always; none, never; it "
+        "needs `pip install headrace[lz4]` here and at the broker, which unpacks them for a learner without it",
+    )
+    ends_with_fleet: bool = Field(
+        default=False,
+        description="a worker that `up` has not started ends, with exit code 0, once the fleet has reached its goal or "
+        "is stopped; false: it waits for the next fleet at the same address",
+    )
 
 
 class BrokerSection(ConfigSection):
     """The broker's endpoints and limits."""
 
+    transport: Literal["tcp", "ipc"] = Field(
+        default="tcp",
+        description="tcp: the three ports below; ipc: Unix sockets in a folder of mode 0700, for processes of this "
+        "user on this machine, without a token",
+    )
     host: str = Field(default="127.0.0.1", description="address to bind; off loopback needs [keys]")
+    advertise: str = Field(
+        default="",
+        max_length=255,
+        pattern=r"^[^\s/@]*$",
+        description="name or address by which peers reach the broker; empty: host, or this machine's name where host "
+        "is 0.0.0.0 or ::",
+    )
+    count: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="brokers of the fleet, of which each is started alone and has the workers whose slot modulo count "
+        "is its index; one learner consumes all",
+    )
+    index: int | None = Field(
+        default=None,
+        ge=0,
+        le=63,
+        description="which broker this one is, or which one workers without a slot join; absent: by their machine",
+    )
     worker_port: int = Field(default=0, ge=0, le=65535, description="port for workers; 0 takes a free one")
     learner_port: int = Field(default=0, ge=0, le=65535, description="port for learners; 0 takes a free one")
     weights_port: int = Field(default=0, ge=0, le=65535, description="port that relays weights; 0 takes a free one")
     allow_insecure: bool = Field(
-        default=False, description="serve other machines without keys and unencrypted; every start warns"
+        default=False,
+        description="serve other machines without keys and unencrypted, and every user of this one without a token; "
+        "every start warns",
     )
     max_batch_bytes: int = Field(default=128 << 20, ge=1 << 16, description="largest batch accepted")
     max_held_bytes: int = Field(
-        default=1 << 30, ge=1 << 20, description="bytes held until committed; workers wait beyond that"
+        default=1 << 30, ge=1 << 20, description="bytes held until committed; beyond that, see overflow"
+    )
+    max_held_batches: int | None = Field(
+        default=None, ge=1, description="batches held until committed; beyond that, see overflow; absent: no bound"
+    )
+    max_held_age_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="with overflow drop_oldest: how long a batch may wait for the learner; absent: no bound",
+    )
+    max_connections: int = Field(
+        default=4096,
+        ge=1,
+        description="connections at each port; beyond that the one that is silent for longest is closed",
     )
     overflow: Literal["block", "drop_oldest", "drop_stale"] = Field(
         default="block",
-        description="what happens when max_held_bytes are held: wait, or drop the oldest or the stale batches",
+        description="what happens beyond max_held_bytes and max_held_batches: workers wait (block), or the oldest "
+        "batches that no learner was given are dropped; drop_stale waits too, with max_staleness = 8",
     )
-    max_staleness: int = Field(
-        default=8,
+    max_staleness: int | None = Field(
+        default=None,
         ge=1,
-        description="with overflow drop_stale: how many weights versions behind the newest a batch may be",
+        description="the largest lag in weights versions with which a batch may go to the learner; older ones are "
+        "dropped as stale, on arrival and in the queue; absent: no bound, or 8 with overflow drop_stale",
     )
     ack: Literal["learner", "broker"] = Field(
         default="learner", description="whose acknowledgement lets a worker forget a batch"
+    )
+    log: bool = Field(
+        default=False,
+        description="keep accepted batches on disk, in broker-log of the run directory, until they are settled",
+    )
+    log_max_bytes: int = Field(default=4 << 30, ge=1 << 20, description="bytes of that log, at most")
+    log_when_full: Literal["stop", "go_on"] = Field(
+        default="stop",
+        description="what the broker does where the log, or its disk, is full: end with an error, or warn and "
+        "acknowledge batches without the log until there is room",
     )
     lease_s: float = Field(default=10.0, gt=0, description="silence after which a worker counts as lost")
     heartbeat_interval_s: float = Field(default=1.0, gt=0, description="time between two heartbeats of a peer")
@@ -135,15 +227,48 @@ class BrokerSection(ConfigSection):
             raise ValueError(
                 f"lease_s = {self.lease_s} must be at least twice heartbeat_interval_s = {self.heartbeat_interval_s}"
             )
+        if self.max_held_age_s is not None and self.overflow != "drop_oldest":
+            raise ValueError(
+                f"max_held_age_s = {self.max_held_age_s} drops the oldest batches, and overflow = {self.overflow!r} "
+                "does not; set overflow = 'drop_oldest', or leave max_held_age_s out"
+            )
+        if self.log and (self.overflow == "drop_oldest" or self.staleness_bound() is not None):
+            raise ValueError(
+                f"log = true keeps every batch for the learner; overflow = {self.overflow!r} and max_staleness = "
+                f"{self.max_staleness} drop some, which the next broker would deliver; leave one of them out"
+            )
+        if self.index is not None and self.index >= self.count:
+            raise ValueError(f"index = {self.index} is none of count = {self.count} brokers, which begin at 0")
         if self.max_batch_bytes > self.max_held_bytes:
             raise ValueError(f"max_batch_bytes = {self.max_batch_bytes} exceeds max_held_bytes = {self.max_held_bytes}")
         ports = [port for port in (self.worker_port, self.learner_port, self.weights_port) if port]
+        if self.transport == "ipc":
+            self._check_ipc(ports)
         if len(set(ports)) < len(ports):
             raise ValueError(
                 f"worker_port = {self.worker_port}, learner_port = {self.learner_port} and weights_port = "
                 f"{self.weights_port} must differ (0 takes a free one)"
             )
         return self
+
+    def _check_ipc(self, ports: list[int]) -> None:
+        """Raise ValueError for settings of tcp."""
+        if not is_loopback(self.host):
+            raise ValueError(
+                f"transport = 'ipc' serves this machine alone, and host = {self.host!r} serves others; leave one out"
+            )
+        if ports:
+            raise ValueError(f"transport = 'ipc' has no ports, and {ports} are configured; leave one of them out")
+        if self.allow_insecure:
+            raise ValueError(
+                "transport = 'ipc' serves one user alone, and allow_insecure = true lets others in; leave one out"
+            )
+
+    def staleness_bound(self) -> int | None:
+        """Return how many versions behind the newest a batch may be; None for any number."""
+        return (
+            _DEFAULT_STALENESS if self.max_staleness is None and self.overflow == "drop_stale" else self.max_staleness
+        )
 
 
 def is_loopback(host: str) -> bool:
@@ -165,6 +290,15 @@ class LearnerSection(ConfigSection):
     epochs: int = Field(default=10, gt=0, description="passes over the steps of one update, at most")
     minibatch_size: int = Field(default=256, gt=0, description="steps of one gradient step")
     learning_rate: float = Field(default=1e-3, gt=0, description="learning rate of Adam")
+    anneal_steps: int | None = Field(
+        default=None,
+        gt=0,
+        description="agent steps over which learning_rate and clip fall in a line to anneal_to of their values; "
+        "absent: they stay",
+    )
+    anneal_to: float = Field(
+        default=0.0, ge=0, le=1, description="share of learning_rate and clip that is left after anneal_steps"
+    )
     gamma: float = Field(default=0.98, gt=0, le=1, description="discount of rewards, for each step")
     gae_lambda: float = Field(default=0.9, ge=0, le=1, description="lambda of generalised advantage estimation")
     clip: float = Field(default=0.2, gt=0, description="bound of PPO's ratio: it is clipped to 1 - clip and 1 + clip")
@@ -190,13 +324,29 @@ class LearnerSection(ConfigSection):
     torch_threads: int = Field(default=1, gt=0, description="threads that torch may use in the learner")
 
 
+REDIS_BYTES_PER_HOUR = 2 << 30
+
+
 class RedisSection(ConfigSection):
     """The Redis that the fleet reports to."""
 
     url: str = Field(
         default="",
-        description="address, redis://[:password@]host:port/db; empty: the fleet starts its own in the run directory",
+        description="address, redis://[user:password@]host:port/db, or rediss:// for TLS; or the path of a file of "
+        "mode 0600 that has it; empty: the fleet starts its own in the run directory",
     )
+    bytes_per_hour: int = Field(
+        default=REDIS_BYTES_PER_HOUR,
+        ge=0,
+        le=1 << 48,
+        description="bytes that copies of checkpoints and weights may write to Redis in an hour, half each; large ones "
+        "are written less often; 0: Redis has no copies, and a start takes none from it",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _read_file(cls, url: str) -> str:
+        return read_redis_url(url)
 
 
 class KeysSection(ConfigSection):
@@ -204,8 +354,21 @@ class KeysSection(ConfigSection):
 
     dir: str = Field(
         default="",
-        description="folder that `headrace keys init` made, or a copy of this machine's part; empty: no keys",
+        description="folder that `headrace keys init` made, or a copy of this machine's part; for peers on the same "
+        "machine also a run directory, or a copy of its token; empty: no keys",
     )
+    group: str = Field(
+        default="",
+        description="group of this machine's keys; empty: that of the only key of its role in the folder, or among "
+        "several the default group; for `up` and the broker, the group of the fleet's own workers",
+    )
+
+    @field_validator("group")
+    @classmethod
+    def _named(cls, group: str) -> str:
+        if not is_group(group):
+            raise ValueError(f"{group!r} is no name of a group; {group_rule()}")
+        return group
 
     @field_validator("dir")
     @classmethod
@@ -214,11 +377,34 @@ class KeysSection(ConfigSection):
         return str(Path(folder).expanduser().absolute()) if folder else ""
 
 
+MOST_WORKERS_ON_RAY = 10_000
+
+
+class RaySection(ConfigSection):
+    """Workers that `up` keeps on a Ray cluster (extra ray)."""
+
+    address: str = Field(
+        default="auto",
+        min_length=1,
+        description="the cluster: HOST:PORT of its head, or auto: that of RAY_ADDRESS, else the one on this machine",
+    )
+    workers: int = Field(
+        default=0,
+        ge=0,
+        le=MOST_WORKERS_ON_RAY,
+        description="workers that `up` keeps there, each in an actor of its own",
+    )
+    cpus_per_worker: float = Field(default=1.0, gt=0, description="CPUs that Ray sets aside for a worker, num_cpus")
+
+
 class SupervisorSection(ConfigSection):
     """Settings of the supervisor, by which `up` keeps its processes alive."""
 
     restart_backoff_s: float = Field(
-        default=0.2, gt=0, description="pause before the first restart; it doubles each time, with jitter"
+        default=0.2,
+        gt=0,
+        description="pause before the first restart, if the process lived less than ten times as long; "
+        "it doubles each time, with jitter",
     )
     restart_backoff_max_s: float = Field(default=10.0, gt=0, description="longest pause before a restart")
     max_restarts_per_window: int = Field(
@@ -228,7 +414,22 @@ class SupervisorSection(ConfigSection):
     zombie_grace_s: float = Field(
         default=30.0, gt=0, description="how long a silent worker that was replaced may live on, to find itself fenced"
     )
+    hung_after_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="how long the learner may take for one minibatch before it counts as hung and is replaced",
+    )
     stop_timeout_s: float = Field(default=20.0, gt=0, description="how long a draining process has before it is killed")
+    stop_signal: Literal["SIGTERM", "SIGINT"] = Field(
+        default="SIGTERM",
+        description="what tells a process of the fleet to drain; with SIGINT they take no notice of SIGTERM, for "
+        "managers that send it to each process of a job, as Slurm's scancel does",
+    )
+
+    @property
+    def blocks_sigterm(self) -> bool:
+        """Return whether the supervisor starts its processes with SIGTERM blocked."""
+        return self.stop_signal != "SIGTERM"
 
 
 class LoggingSection(ConfigSection):
@@ -243,6 +444,23 @@ class LoggingSection(ConfigSection):
     loggers: list[str] = Field(
         default=[], description='loggers of your own, each as "package.module:Class", which is called with a RunInfo'
     )
+    max_file_bytes: int = Field(
+        default=16 << 20,
+        ge=1 << 16,
+        description="size at which a file in run_dir/logs is moved to one that ends in .1, in place of the one before",
+    )
+
+
+class DashboardSection(ConfigSection):
+    """Settings of the live page that `up` serves to browsers on this machine."""
+
+    enabled: bool = Field(default=True, description="`up` serves the page and prints its address")
+    port: int = Field(
+        default=0,
+        ge=0,
+        le=_HIGHEST_PORT,
+        description="of the page, on 127.0.0.1; 0: a free one, which `up` names at its start and in fleet.json",
+    )
 
 
 class FleetConfig(ConfigSection):
@@ -256,9 +474,21 @@ class FleetConfig(ConfigSection):
     learner: LearnerSection = LearnerSection()
     redis: RedisSection = RedisSection()
     keys: KeysSection = KeysSection()
+    ray: RaySection = RaySection()
     supervisor: SupervisorSection = SupervisorSection()
     serving: ServingSection = ServingSection()
     logging: LoggingSection = LoggingSection()
+    dashboard: DashboardSection = DashboardSection()
+    slurm: SlurmSection = SlurmSection()
+
+    def asks_token(self) -> bool:
+        """Return whether the broker asks for the token of the run directory."""
+        return is_loopback(self.broker.host) and not (self.keys.dir or self.broker.allow_insecure)
+
+    def token_dir(self) -> str:
+        """Return the run directory for whose token a worker's ports ask; "" for none."""
+        run_dir = self.fleet.run_dir
+        return run_dir if run_dir and self.asks_token() and token_path(Path(run_dir)).exists() else ""
 
     @model_validator(mode="after")
     def _check(self) -> FleetConfig:
@@ -267,6 +497,11 @@ class FleetConfig(ConfigSection):
             raise ValueError(
                 f"broker.host = {host!r} serves other machines: it needs keys.dir (`headrace keys init` makes keys), "
                 "or 127.0.0.1, or broker.allow_insecure = true on a network you trust"
+            )
+        if self.sampling.synchronous and self.broker.count > 1:
+            raise ValueError(
+                f"sampling.synchronous = true has one broker, and broker.count = {self.broker.count}; leave one of "
+                "them out"
             )
         self._check_env_hosts()
         self.serving.check_slots(self.fleet.workers)

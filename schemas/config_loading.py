@@ -16,10 +16,9 @@ import orjson
 from pydantic import ValidationError
 
 from headrace.schemas.config import FleetConfig
+from headrace.schemas.env_prefix import ENV_PREFIX
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.nearest_names import nearest_name
-
-ENV_PREFIX = "HEADRACE_"
 
 _AS_JSON = {
     "dict_type": """a table, as JSON such as '{"key": 1}'""",
@@ -42,7 +41,7 @@ def load_config(
     origins: Origins = {}
     if path is not None:
         _merge(values, origins, _read_file(path), str(path))
-    for key, value in _from_environment(os.environ if environ is None else environ).items():
+    for key, value in values_of_environment(environ).items():
         _set(values, origins, key, value, f"environment {ENV_PREFIX}{key.replace('.', '__').upper()}")
     for key, value in (flags or {}).items():
         if value is not None:
@@ -69,7 +68,8 @@ def build_config(values: Mapping[str, Any], origins: Mapping[str, str] | None = 
             said = f"should be {_AS_JSON[first['type']]}, got {first['input']!r:.80}"
             raise ConfigError(said, key=key, source=source) from error
         said = first["msg"].replace("Input should", "should").replace("String should", "should")
-        raise ConfigError(f"{said}, got {first['input']!r:.80}", key=key, source=source) from error
+        got = "" if key == "redis.url" else f", got {first['input']!r:.80}"  # it may have a password
+        raise ConfigError(f"{said}{got}", key=key, source=source) from error
     for section, content in config.model_dump().items():
         for key, value in content.items():
             if (odd := _beyond_json(value)) is not None:
@@ -155,10 +155,10 @@ def _set(values: dict[str, Any], origins: Origins, dotted: str, value: Any, sour
     origins[dotted] = source
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Read HEADRACE_SAMPLING__NUM_ENVS=8 as {"sampling.num_envs": "8"}."""
+def values_of_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Read HEADRACE_SAMPLING__NUM_ENVS=8 as {"sampling.num_envs": "8"}; None: from this process's environment."""
     found = {}
-    for name, text in environ.items():
+    for name, text in (os.environ if environ is None else environ).items():
         section, double, key = name.removeprefix(ENV_PREFIX).lower().partition("__")
         if name.startswith(ENV_PREFIX) and double:
             found[f"{section}.{key}"] = parse_text(text)

@@ -17,7 +17,7 @@ class ConfigSection(BaseModel):
     The docstring of each section ends with its fields: type, default, meaning. So `help` shows them.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:

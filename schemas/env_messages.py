@@ -21,8 +21,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
-from headrace.schemas.ledger import Natural
-from headrace.schemas.messages import Message, Positive
+from headrace.schemas.bounds import Natural, Pid, Positive
+from headrace.schemas.headrace_version import HeadraceVersion
+from headrace.schemas.messages import Message
 from headrace.schemas.wire import MessageKind
 
 MOST_ENVS = 65_536
@@ -55,7 +56,8 @@ class EnvHostHello(Message):
     """Spaces of each of its envs, as `schemas/spaces.py` writes them."""
     env: str = ""
     host: str = ""
-    pid: Natural = 0
+    pid: Pid = 0
+    headrace_version: HeadraceVersion = ""
 
 
 class EnvHostWelcome(Message):
@@ -67,7 +69,7 @@ class EnvHostWelcome(Message):
     num_envs: Positive
     """Number of envs of the worker, wherever they are."""
     lease_s: float = Field(gt=0)
-    heartbeat_interval_s: float = Field(gt=0)
+    heartbeat_interval_s: float = Field(ge=0.001, le=60)
 
 
 class EnvHeartbeat(Message):

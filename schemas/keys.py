@@ -1,25 +1,24 @@
-"""Key files: CURVE key pairs, each of one role on the fleet's sockets.
+"""Key files of a fleet: CURVE key pairs, each of one role and one group on the fleet's sockets.
 
-    DIR/ROLE.secret     role, public, secret, checksum; mode 0600: a peer that has it is of that role
-    DIR/ROLE.public     role, public, checksum
+    DIR/ROLE.secret, DIR/ROLE.GROUP.secret     a peer that has it is of that role and group
+    DIR/ROLE.public, DIR/ROLE.GROUP.public     whom a server lets in
 
-Both are TOML. Keys are 40 characters of Z85. The checksum covers everything before it, so that a damaged file is not
-taken for a stranger's. The broker needs broker.secret and the .public of every role that it lets in. Each other peer
-needs its own .secret and broker.public. `headrace keys init` makes them. Data only: schemas do not import zmq.
+`key_files.py` describes the files. The broker needs broker.secret and a .public of every role that it lets in. Each
+other peer needs its own .secret and broker.public. `headrace keys init` makes those of the default group, `headrace
+keys add` others. Data only: schemas do not import zmq.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import xxhash
-
 from headrace.schemas.errors import KeysError
+from headrace.schemas.key_files import PeerKey, fingerprint, group_rule, is_group, key_name, read_key_file
+from headrace.schemas.known_keys import KnownKeys
+from headrace.schemas.loopback_token import LoopbackToken, has_secret, read_named_token, token_of_run, token_path
 
 BROKER = "broker"
 ADMITTED: Mapping[str, tuple[str, ...]] = {
@@ -35,13 +34,13 @@ ENV_HOST, ENV_PORT = "env-host", "envs"
 CLIENT, CLIENT_PORT = "client", "clients"
 """The role of clients for which a worker's policy acts, and the ZAP domain of the worker's port for them."""
 
-ROLES = (BROKER, *sorted({role for roles in ADMITTED.values() for role in roles} | {ENV_HOST, CLIENT}))
+ROLES_AT: Mapping[str, tuple[str, ...]] = {**ADMITTED, ENV_PORT: (ENV_HOST,), CLIENT_PORT: (CLIENT,)}
+"""`ADMITTED`, with the ports of workers."""
+
+ROLES = (BROKER, *sorted({role for roles in ROLES_AT.values() for role in roles}))
 TOKEN_FILE = "http.token"
 """In the same folder: one word, which HTTP clients of a policy server show; mode 0600."""
-DIR_VARIABLE = "HEADRACE_KEYS__DIR"
-
-_Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
-_LARGEST_FILE = 4096
+DIR_VARIABLE, GROUP_VARIABLE = "HEADRACE_KEYS__DIR", "HEADRACE_KEYS__GROUP"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +55,7 @@ class ClientKeys:
     secret: bytes = field(repr=False)
     broker: bytes
     folder: Path
+    group: str = ""
 
     def options(self) -> dict[str, bytes]:
         """Return the socket options to set before connecting, by their ZeroMQ names."""
@@ -64,10 +64,26 @@ class ClientKeys:
 
 @dataclass(frozen=True, slots=True)
 class BrokerKeys:
-    """The broker's own secret, and the role of each public key it knows; all in Z85."""
+    """A server's own secret, in Z85, and the keys of its peers."""
 
     secret: bytes = field(repr=False)
-    roles: Mapping[bytes, str]
+    known: KnownKeys
+    public: bytes = b""
+    """The server's own public key, where it is published; else empty."""
+
+    @property
+    def roles(self) -> Mapping[bytes, str]:
+        """Return the role of each public key that is let in, in Z85."""
+        return self.known.roles
+
+    def judge(self, port: str, public: bytes) -> tuple[PeerKey | None, str]:
+        """Return what is known of the key that a peer shows at `port`, and why it is refused; "" if it is let in."""
+        key = self.known.find(public)
+        if key is None:
+            return None, "an unknown key"
+        if key.revoked:
+            return key, "a revoked key"
+        return key, "" if key.role in ROLES_AT[port] else f"a {key.role} key"
 
     def options(self, port: str) -> dict[str, bytes | int]:
         """Return options of the socket that serves `port`, a key of `ADMITTED`.
@@ -83,44 +99,118 @@ class BrokerKeys:
         }
 
 
-def read_env_port_keys(folder: Path) -> BrokerKeys:
-    """Read the keys with which a worker serves its env hosts: its own secret, and their public key.
+def read_env_port_keys(folder: Path, group: str | None = None) -> BrokerKeys:
+    """Read the keys with which a worker serves its env hosts: its own secret, and their public keys.
 
     Raises `KeysError`.
     """
-    own, host = read_key_file(folder / "worker.secret"), read_key_file(folder / f"{ENV_HOST}.public")
-    return BrokerKeys(own["secret"].encode(), {host["public"].encode(): ENV_HOST})
+    return BrokerKeys(_own(folder, "worker", group)["secret"].encode(), KnownKeys(folder, (ENV_HOST,)))
 
 
-def read_client_port_keys(folder: Path) -> BrokerKeys:
-    """Read the keys with which a worker serves clients of its policy: its secret, and their public key.
+def read_client_port_keys(folder: Path, group: str | None = None) -> BrokerKeys:
+    """Read the keys with which a worker serves clients of its policy: its secret, and their public keys.
 
     Raises `KeysError`.
     """
-    own, client = read_key_file(folder / "worker.secret"), read_key_file(folder / f"{CLIENT}.public")
-    return BrokerKeys(own["secret"].encode(), {client["public"].encode(): CLIENT})
+    return BrokerKeys(_own(folder, "worker", group)["secret"].encode(), KnownKeys(folder, (CLIENT,)))
 
 
-def client_keys(keys: ClientKeys | str | os.PathLike[str] | None, role: str) -> ClientKeys | None:
+PeerKeys = ClientKeys | LoopbackToken
+"""The keys that a peer shows to a server, or on loopback the token of the run."""
+
+
+def client_keys(
+    keys: PeerKeys | str | os.PathLike[str] | None,
+    role: str,
+    run_dir: str | os.PathLike[str] | None = None,
+    group: str | None = None,
+) -> PeerKeys | None:
     """Return the keys of `role` in a folder, or those given.
 
-    None: the folder in the environment's HEADRACE_KEYS__DIR, or no keys without one. "" is no keys. Raises `KeysError`.
+    The folder may be a run directory, and in place of a folder a token's file may be named: then it is the token.
+    None: the folder in the environment's HEADRACE_KEYS__DIR. Without one, and with "": the token of the run in
+    `run_dir`, or None where its servers ask for none. `group` is as in `read_client_keys`. Raises `KeysError`.
     """
-    if keys is None:
-        keys = os.environ.get(DIR_VARIABLE, "")
-    if isinstance(keys, ClientKeys):
+    if isinstance(keys, ClientKeys | LoopbackToken):
         return keys
-    folder = os.fspath(keys)
-    return read_client_keys(Path(folder).expanduser(), role) if folder else None
+    folder = keys_folder(keys)
+    if folder is None:
+        return token_of_run(Path(run_dir), role) if run_dir else None
+    try:
+        return _keys_in(folder, role, group)
+    except OSError as error:
+        remedy = f"give it to the user that runs this: chown -R USER {folder}"
+        raise KeysError(str(folder), f"user {os.geteuid()} cannot read it: {error.strerror}; {remedy}") from error
 
 
-def read_client_keys(folder: Path, role: str) -> ClientKeys:
-    """Read the keys of `role`.
+def _keys_in(place: Path, role: str, group: str | None) -> PeerKeys:
+    if place.is_file():
+        return read_named_token(place, role)
+    if token_path(place).exists() and not has_secret(place, role):
+        return read_named_token(token_path(place), role)
+    return read_client_keys(place, role, group)
 
-    Raises `KeysError` for a file that is missing, damaged, or a secret that others may read.
+
+def check_fingerprint(keys: PeerKeys | None, role: str, published: str, where: str) -> None:
+    """Raise `KeysError` unless these keys expect the broker whose key has the fingerprint `published`.
+
+    "" is a broker without keys, which nothing is asked of here. `where` is the rendezvous that has it.
     """
-    own, broker = read_key_file(folder / f"{role}.secret"), read_key_file(folder / f"{server_of(role)}.public")
-    return ClientKeys(role, own["public"].encode(), own["secret"].encode(), broker["public"].encode(), folder)
+    if published and not isinstance(keys, ClientKeys):
+        copy = f"copy {role}.secret and broker.public to this machine, and name their folder in keys.dir"
+        raise KeysError(where, f"its fleet asks for keys, and this process has none; {copy}")
+    if published and isinstance(keys, ClientKeys) and fingerprint(keys.broker) != published:
+        found = f"it is of another broker (fingerprint {fingerprint(keys.broker)}, and {where} has {published:.16})"
+        raise KeysError(str(keys.folder / "broker.public"), f"{found}; copy it again from the fleet's folder of keys")
+
+
+def expected_key(keys: PeerKeys | None) -> str:
+    """Return the fingerprint of the server's key that a peer with these keys expects; "" without keys."""
+    return fingerprint(keys.broker) if isinstance(keys, ClientKeys) else ""
+
+
+def keys_folder(named: str | os.PathLike[str] | None) -> Path | None:
+    """Return the folder of keys that is named; with None, the one in the environment. "" is no folder."""
+    folder = os.fspath(named) if named is not None else os.environ.get(DIR_VARIABLE, "")
+    return Path(folder).expanduser() if folder else None
+
+
+def read_client_keys(folder: Path, role: str, group: str | None = None) -> ClientKeys:
+    """Read the keys of `role` and `group`.
+
+    None: the group in the environment's HEADRACE_KEYS__GROUP, or "". "": the only key of the role, or among several
+    that of the default group. Raises `KeysError` for a file that is missing, damaged, or a secret that others may read.
+    """
+    own = _own(folder, role, group)
+    server = read_key_file(_server_file(folder, role, own["group"]))
+    public, secret = own["public"].encode(), own["secret"].encode()
+    return ClientKeys(role, public, secret, server["public"].encode(), folder, own["group"])
+
+
+def _own(folder: Path, role: str, group: str | None) -> dict[str, str]:
+    group = os.environ.get(GROUP_VARIABLE, "") if group is None else group
+    if not is_group(group):
+        raise KeysError(str(folder), f"keys.group: {group!r} is no name of a group; {group_rule()}")
+    path = folder / f"{key_name(role, group)}.secret" if group else _only(folder, role, "secret")
+    return read_key_file(path)
+
+
+def _only(folder: Path, role: str, half: str) -> Path:
+    """Return the path of the role's only file of this half; among several, or without any, the default group's."""
+    default, others = folder / f"{role}.{half}", sorted(folder.glob(f"{role}.*.{half}"))
+    if default.exists() or not others:
+        return default
+    if len(others) > 1:
+        names = ", ".join(path.name for path in others[:8])
+        raise KeysError(str(folder), f"it has {names}; say by keys.group which group this peer is of")
+    return others[0]
+
+
+def _server_file(folder: Path, role: str, group: str) -> Path:
+    """Return the path of the public key of the server for this peer; a worker of the same group before others."""
+    server = server_of(role)
+    own = folder / f"{key_name(server, group)}.public"
+    return own if own.exists() else _only(folder, server, "public")
 
 
 def server_of(role: str) -> str:
@@ -131,49 +221,5 @@ def server_of(role: str) -> str:
 def read_broker_keys(folder: Path) -> BrokerKeys:
     """Read the broker's keys and those of all roles that it lets in. Raises `KeysError`."""
     own = read_key_file(folder / f"{BROKER}.secret")
-    known = (read_key_file(folder / f"{role}.public") for role in ROLES if role != BROKER)
-    return BrokerKeys(own["secret"].encode(), {file["public"].encode(): file["role"] for file in known})
-
-
-def key_file(role: str, public: bytes, secret: bytes | None = None) -> str:
-    """Return the text of ROLE.secret, or, without the secret, of ROLE.public."""
-    values = {"role": role, "public": public.decode()}
-    title = f"# Headrace: the public key of role {role}, for its peers.\n"
-    if secret is not None:
-        values["secret"] = secret.decode()
-        title = f"# Headrace: SECRET key of role {role}. A peer with this file is a {role} of the fleet.\n"
-    values["checksum"] = _checksum(values)
-    return title + "".join(f'{name} = "{value}"\n' for name, value in values.items())
-
-
-def read_key_file(path: Path) -> dict[str, str]:
-    """Read role, public and, of a .secret, secret. Raises `KeysError`."""
-    kinds = ("role", "public", "secret", "checksum") if path.suffix == ".secret" else ("role", "public", "checksum")
-    try:
-        with path.open("rb") as file:
-            if path.suffix == ".secret" and (mode := os.fstat(file.fileno()).st_mode & 0o777) & 0o077:
-                raise KeysError(str(path), f"others may read it (mode {mode:04o}); chmod 600 {path}")
-            found = tomllib.loads(file.read(_LARGEST_FILE).decode())
-    except FileNotFoundError as error:
-        remedy = "copy it from where the fleet's keys were made, or make new ones: headrace keys init --dir"
-        raise KeysError(str(path), f"there is no such file; {remedy} {path.parent}") from error
-    except OSError as error:
-        raise KeysError(str(path), f"it cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise _damaged(path, "is not TOML") from error
-    if sorted(found) != sorted(kinds) or not all(isinstance(value, str) for value in found.values()):
-        raise _damaged(path, f"should hold {', '.join(kinds)}, holds {', '.join(found) or 'nothing'}")
-    if found.pop("checksum") != _checksum(found) or not all(_Z85.fullmatch(found[half]) for half in kinds[1:-1]):
-        raise _damaged(path, "its checksum is that of other content")
-    if found["role"] != path.stem:
-        raise KeysError(str(path), f"it is the key of a {found['role']}, under another name; copy the right one")
-    return found
-
-
-def _damaged(path: Path, seen: str) -> KeysError:
-    return KeysError(str(path), f"it is damaged: {seen}; copy it again from where the fleet's keys were made")
-
-
-def _checksum(values: Mapping[str, str]) -> str:
-    content = "\n".join(values[name] for name in ("role", "public", "secret") if name in values)
-    return xxhash.xxh3_64_hexdigest(content.encode())
+    known = KnownKeys(folder, [role for role in ROLES if role != BROKER])
+    return BrokerKeys(own["secret"].encode(), known, own["public"].encode())

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, Strict
 
-from headrace.schemas.ledger import Natural, Settled
+from headrace.schemas.bounds import Bytes, Epoch, EpochOrNone, Incarnation, Natural, Pid, Positive, Slot, WeightsSeq
+from headrace.schemas.compression import Encodings
+from headrace.schemas.headrace_version import HeadraceVersion
+from headrace.schemas.lag_buckets import LagCounts
+from headrace.schemas.ledger import Settled
 from headrace.schemas.logged_metrics import RowValues
 from headrace.schemas.message_base import (
     HeldBatch,
     Message,
     ModuleShapes,
-    Positive,
     SourcePosition,
     Version,
     WeightsRefusal,
 )
+from headrace.schemas.open_episodes import OpenEpisodes
 from headrace.schemas.wire import MessageKind
 
 MOST_ROWS = 32
@@ -32,6 +36,17 @@ WindowSteps = Annotated[int, Field(ge=0, le=MOST_WINDOW_STEPS)] | None
 """
 
 
+LEARNER_PARTS = ("wait", "decode", "train", "publish")
+"""The parts of a learner's time (`learner_stub/time_spent.py`)."""
+
+MOST_SECONDS = 1e10
+"""More than three centuries."""
+
+TimeOfParts = Annotated[
+    dict[Annotated[str, Field(max_length=20)], Annotated[float, Field(ge=0, le=MOST_SECONDS)]], Field(max_length=16)
+]
+
+
 class LearnerHello(Message):
     """Connects or reconnects a learner's stream or publisher. Both of one process bear the same token."""
 
@@ -41,15 +56,15 @@ class LearnerHello(Message):
     """Empty: any fleet that this broker serves."""
     token: str
     channel: Literal["stream", "publisher"]
-    epoch: Natural = 0
+    epoch: EpochOrNone = 0
     """The epoch this process already holds; 0 asks for one."""
     position: list[SourcePosition] = []
-    held: dict[Annotated[str, Field(pattern=r"^[0-9]{1,18}/[0-9]{1,18}$")], list[HeldBatch]] = {}
+    held: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}/[0-9]{1,9}$")], list[HeldBatch]] = {}
     """Batches received and not yet committed, by "slot/incarnation"."""
     received_batches: Natural = 0
     """Batches that ever reached this process, repeated ones too. The broker counts the learner's credit from it."""
     window_batches: Positive = 64
-    window_bytes: Positive = 256 << 20
+    window_bytes: Annotated[Bytes, Field(ge=1)] = 256 << 20
     window_steps: WindowSteps = None
     synchronous: bool = False
     """Workers are to ship an update with each version of the weights, and wait for the next one. The broker's config
@@ -58,7 +73,10 @@ class LearnerHello(Message):
     steps_per_update: Annotated[int, Field(ge=0, le=MOST_WINDOW_STEPS)] = 0
     """Steps of an update, for synchronous sampling; 0: one cut of each worker."""
     host: str = ""
-    pid: Natural = 0
+    pid: Pid = 0
+    headrace_version: HeadraceVersion = ""
+    encodings: Encodings = []
+    """Encodings of a batch's arrays that this learner reads. It is given others without compression."""
 
 
 class LearnerWelcome(Message):
@@ -66,18 +84,29 @@ class LearnerWelcome(Message):
 
     KIND = MessageKind.WELCOME
     fleet_id: str
-    epoch: Positive
+    epoch: Epoch
     spaces: dict[str, Any] = {}
     published: Version = (0, 0)
     weight_shapes: ModuleShapes = {}
     """Shapes of the weights that workers load, once one has told them."""
 
 
+class LearnerFigures(BaseModel):
+    """Figures that a learner measures of itself, cumulative since it opened its stream."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+    time_spent: TimeOfParts = {}
+    """Seconds of its thread by part: those of `LEARNER_PARTS`, which add up to all of its time."""
+    consumed_lag: LagCounts = []
+    """Agent steps handed to its user, by their lag at that moment (`lag_buckets.py`)."""
+
+
 class Commit(Message):
     """Learner to broker, cumulative: its position at each source that changed since the stream began."""
 
     KIND = MessageKind.COMMIT
-    epoch: Positive
+    LEFT_OUT = frozenset(("figures",))
+    epoch: Epoch
     position: list[SourcePosition] = []
     in_hand: Natural = 0
     """Batches and gaps received and not committed."""
@@ -85,6 +114,8 @@ class Commit(Message):
     """Number of batches, of all ever received, that the learner's user has been given."""
     waiting: bool = False
     window_steps: WindowSteps = None
+    figures: LearnerFigures | None = None
+    """Some times a second; None says that they are as before."""
 
 
 class LearnerRow(BaseModel):
@@ -94,10 +125,10 @@ class LearnerRow(BaseModel):
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
-    epoch: Positive
+    epoch: Epoch
     number: Positive
     """Microseconds since 1970 by the learner's clock, raised where needed so that it rises from row to row."""
-    weights_seq: Natural = 0
+    weights_seq: WeightsSeq = 0
     """Sequence number of the newest weights that the learner had published."""
     values: RowValues
 
@@ -106,7 +137,7 @@ class LearnerRows(Message):
     """Publisher to broker: rows that the broker has not stored yet, as far as the publisher knows."""
 
     KIND = MessageKind.LEARNER_ROWS
-    epoch: Positive
+    epoch: Epoch
     rows: Annotated[list[LearnerRow], Field(max_length=MOST_ROWS)]
 
 
@@ -114,13 +145,13 @@ class Status(Message):
     """Broker to learner: the heartbeat, with the fleet's state."""
 
     KIND = MessageKind.STATUS
-    epoch: Positive
+    epoch: Epoch
     held_batches: Natural = 0
     workers: Natural = 0
     workers_blocked: Natural = 0
     spaces: dict[str, Any] = {}
     published: Version = (0, 0)
-    rows_stored: Version = (0, 0)
+    rows_stored: Annotated[tuple[EpochOrNone, Natural], Strict(False)] = (0, 0)
     """(epoch, number) of the newest row of a learner that is in Redis. Rows up to it need not be sent again."""
     waiting_for: str = ""
     """In synchronous sampling: the peer that the round waits for, the learner or some workers."""
@@ -137,8 +168,8 @@ class SourceStart(Message):
     """
 
     KIND = MessageKind.SOURCE_START
-    slot: Natural
-    incarnation: Positive
+    slot: Slot
+    incarnation: Incarnation
     settled: Settled
 
 
@@ -146,17 +177,23 @@ class SourceGap(Message):
     """Broker to learner, in place of batch `batch.seq`, which was dropped."""
 
     KIND = MessageKind.SOURCE_GAP
-    slot: Natural
-    incarnation: Positive
+    slot: Slot
+    incarnation: Incarnation
     batch: HeldBatch
     reason: str
 
 
 class SourceEnd(Message):
-    """Broker to learner: batch `seq` was the last of this incarnation; the learner aborts its open episodes."""
+    """Broker to learner: batch `seq` was the last of this incarnation; the learner aborts its open episodes.
+
+    It comes again after a reconnect until a position says that the learner's user has taken it. With `seq` 0 it comes
+    once more when the broker has folded this life: the learner may forget it too.
+    """
 
     KIND = MessageKind.SOURCE_END
-    slot: Natural
-    incarnation: Positive
+    slot: Slot
+    incarnation: Incarnation
     seq: Natural
     reason: str
+    open_episodes: OpenEpisodes | None = None
+    """Episodes that were open, for a learner that began after this incarnation; None where nobody told of them."""

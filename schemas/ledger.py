@@ -21,12 +21,11 @@ from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, Strict
+from pydantic import BaseModel, ConfigDict, Strict
+
+from headrace.schemas.bounds import IncarnationOrNone, Natural, OpenSteps, Slot
 
 _MODEL = ConfigDict(strict=True, frozen=True, extra="ignore")
-
-Natural = Annotated[int, Field(ge=0, lt=1 << 63)]
-"""A count; it fits the recorder's words and numpy's int64 wherever a peer's number is taken over."""
 
 Count = Annotated[tuple[Natural, Natural], Strict(False)]
 """(steps, chunks). Not strict, since JSON has only lists; the two integers are strict."""
@@ -80,7 +79,7 @@ class WorkerTotals(BaseModel):
     model_config = _MODEL
     seq: Natural = 0
     stepped: Natural = 0
-    open: Natural = 0
+    open: OpenSteps = 0
     shipped: Natural = 0
     shipped_chunks: Natural = 0
     discarded: dict[str, Natural] = {}
@@ -100,6 +99,13 @@ class WorkerTotals(BaseModel):
     def steps_of_envs(self) -> int:
         """Return `env_steps`; where that is not known, `stepped`, since every step is then an env's."""
         return self.stepped if self.env_steps is None else self.env_steps
+
+    @property
+    def largest(self) -> int:
+        """Return the largest counter of all; `discarded` and what is `open` are part of `stepped`."""
+        chunks = sum(count[1] for count in self.dropped.values())
+        events = (self.episodes, self.env_failures, self.env_rebuilds)
+        return max(self.stepped, self.steps_of_envs, self.shipped_chunks, chunks, *events)
 
 
 class Settled(BaseModel):
@@ -134,8 +140,8 @@ class LedgerRow(BaseModel):
     """The books of one incarnation, as the broker reports them to Redis in one write, in (steps, chunks) pairs."""
 
     model_config = _MODEL
-    slot: Natural
-    incarnation: Natural
+    slot: Slot
+    incarnation: IncarnationOrNone
     totals: WorkerTotals
     accepted: Count
     held: Count
@@ -143,10 +149,12 @@ class LedgerRow(BaseModel):
     lost: dict[str, Count] = {}
     """Shipped but never accepted, by name: as the recorder of a dead worker holds them, or as a fenced worker told."""
     closed: bool = False
+    end_taken: bool = False
+    """True once a learner's user has taken the end: no episode of this life lacks its marker."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield one sentence for each equation that does not hold."""
-        name = f"slot {self.slot} incarnation {self.incarnation}"
+    def problems(self, name: str = "") -> Iterator[str]:
+        """Yield one sentence for each equation that does not hold. `name` says in it what the row is about."""
+        name = name or f"slot {self.slot} incarnation {self.incarnation}"
         t = self.totals
         discarded, dropped = sum(t.discarded.values()), _sum(t.dropped)
         if t.stepped != t.open + discarded + dropped[0] + t.shipped:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.schemas.ledger import Natural
+from headrace.schemas.bounds import IncarnationOrNone, Natural
 
 MOST_METRICS = 64
 """Most metrics of callbacks that one worker reports."""
@@ -47,7 +47,7 @@ class SumsOfLife(BaseModel):
     """The sums that callbacks logged in one life of a slot. Incarnation 0: those of all lives that are over."""
 
     model_config = _MODEL
-    incarnation: Natural = 0
+    incarnation: IncarnationOrNone = 0
     sums: dict[MetricName, float] = {}
 
 

@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
+from headrace.schemas.bounds import BatchCount, EpochOrNone, IncarnationOrNone, Natural, Positive, Slot, WeightsSeq
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.ledger import Natural, Settled
+from headrace.schemas.ledger import Settled
 from headrace.schemas.wire import DEFAULT_LIMITS, Buffer, MessageKind, encode
 
-Positive = Annotated[Natural, Field(gt=0)]
-Version = Annotated[tuple[Natural, Natural], Strict(False)]
+Version = Annotated[tuple[EpochOrNone, WeightsSeq], Strict(False)]
 """(learner_epoch, seq) of weights, ordered as a pair; (0, 0) means no weights yet."""
 
 M = TypeVar("M", bound=BaseModel)
@@ -22,6 +22,7 @@ MOST_NAME = 200
 _MOST_NAMES = 1 << 16
 """Most characters of all names of tensors in one message together."""
 MOST_DETAIL = 1000
+MOST_SHORT_DETAIL = 200
 
 
 class Message(BaseModel):
@@ -29,19 +30,24 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
     KIND: ClassVar[MessageKind]
+    LEFT_OUT: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are not on the wire while they are empty."""
 
     def frames(self) -> list[Buffer]:
         """Return the message as ZeroMQ frames."""
-        return encode(self.KIND, self.model_dump())
+        empty = {name for name in self.LEFT_OUT if not getattr(self, name)}
+        return encode(self.KIND, self.model_dump(exclude=empty or None))
 
 
 class SourcePosition(BaseModel):
     """A learner's progress with one incarnation: it has trained on all batches up to `seq` that it was given."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
-    slot: Natural
-    incarnation: Natural
+    slot: Slot
+    incarnation: IncarnationOrNone
     settled: Settled
+    ended: bool = False
+    """True once its user has taken the markers of the episodes that were open at the end of this incarnation."""
 
 
 class HeldBatch(BaseModel):
@@ -49,8 +55,8 @@ class HeldBatch(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
     seq: Positive
-    steps: Natural
-    chunks: Natural
+    steps: BatchCount
+    chunks: BatchCount
 
 
 class WeightsRefusal(BaseModel):
@@ -58,7 +64,7 @@ class WeightsRefusal(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
     version: Version
-    slot: Natural = 0
+    slot: Slot = 0
     detail: Annotated[str, Field(max_length=MOST_DETAIL)]
 
 

@@ -26,6 +26,7 @@ from typing import Any
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.learner_messages import (
     Commit,
+    LearnerFigures,
     LearnerHello,
     LearnerRow,
     LearnerRows,
@@ -40,7 +41,6 @@ from headrace.schemas.message_base import (
     HeldBatch,
     Message,
     ModuleShapes,
-    Positive,
     Reject,
     SourcePosition,
     Version,
@@ -70,6 +70,7 @@ __all__ = [
     "Heartbeat",
     "HeldBatch",
     "LastWords",
+    "LearnerFigures",
     "LearnerHello",
     "LearnerRow",
     "LearnerRows",
@@ -77,7 +78,6 @@ __all__ = [
     "Message",
     "ModuleShapes",
     "Obituary",
-    "Positive",
     "Reject",
     "Skip",
     "SourceEnd",

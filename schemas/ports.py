@@ -32,3 +32,12 @@ def ephemeral_range() -> tuple[int, int]:
     except (OSError, ValueError):
         return 0, HIGHEST
     return low, high
+
+
+def ports_to_try(port: int) -> Iterator[int | str]:
+    """Yield the ports at which to bind, one after another; for 0 quiet ones, then "*", with which libzmq takes any."""
+    if port:
+        yield port
+        return
+    yield from quiet_ports()
+    yield "*"

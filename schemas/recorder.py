@@ -25,25 +25,28 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from headrace.schemas.errors import RunDirError
+from headrace.schemas.bounds import WINDOW
+from headrace.schemas.errors import write_error
 from headrace.schemas.ledger import Count, Discard, Drop, Settled, WorkerTotals, plus
 from headrace.schemas.messages import HeldBatch
+from headrace.schemas.recorder_file import (
+    AREA,
+    COMMITS,
+    HEADER,
+    LAYOUT,
+    MAGIC,
+    RING,
+    SILENT_UNTIL_NS,
+    STEPPED_NS,
+    UPDATED_NS,
+    newest_area,
+    read_words,
+)
+from headrace.schemas.run_files import opener
 
-WINDOW = 1024
-"""The most batches a worker may keep unsettled."""
-
-_MAGIC = 0x4452_4F43_4552_5248
-_LAYOUT = 2
-_KNOWN_LAYOUTS = (1, 2)
-"""Layout 1, of the previous minor version, has no env steps."""
-_COMMITS = 5
-_HEADER = 8
-_AREA = 128
-_RING = _HEADER + 2 * _AREA
-_SIZE = 8 * (_RING + 3 * WINDOW)
-
-_UPDATED_NS, _SEQ, _STEPPED, _OPEN, _SHIPPED, _SHIPPED_CHUNKS, _EPISODES, _FAILURES, _REBUILDS, _SETTLED_SEQ = range(10)
-_COMMITTED, _SILENT_UNTIL_NS, _ACCEPTED, _ENV_STEPS = 10, 12, 13, 14
+_WORDS = RING + 3 * WINDOW
+_SEQ, _STEPPED, _OPEN, _SHIPPED, _SHIPPED_CHUNKS, _EPISODES, _FAILURES, _REBUILDS, _SETTLED_SEQ = range(1, 10)
+_COMMITTED, _ACCEPTED, _ENV_STEPS = 10, 13, 14
 _DISCARDED = 16
 _DROPPED = _DISCARDED + 16
 _SETTLED_DROPPED = _DROPPED + 32
@@ -57,47 +60,47 @@ class Recorder:
     def __init__(self, path: Path, slot: int, incarnation: int) -> None:
         self.path = path
         try:
-            with path.open("w+b") as file:
-                os.posix_fallocate(file.fileno(), 0, _SIZE)  # with a sparse file, a full disk would mean SIGBUS
-                self._map = mmap.mmap(file.fileno(), _SIZE)
+            with open(path, "w+b", opener=opener) as file:
+                os.posix_fallocate(file.fileno(), 0, 8 * _WORDS)  # with a sparse file, a full disk would mean SIGBUS
+                self._map = mmap.mmap(file.fileno(), 8 * _WORDS)
         except OSError as error:
-            raise RunDirError(str(path), error.strerror or str(error)) from error
+            raise write_error(str(path), error, "the recorder") from error
         self._words = memoryview(self._map).cast("q")
-        self._areas = [self._words[_HEADER + i * _AREA : _HEADER + (i + 1) * _AREA] for i in (0, 1)]
-        self._values = array("q", bytes(8 * _AREA))
+        self._areas = [self._words[HEADER + i * AREA : HEADER + (i + 1) * AREA] for i in (0, 1)]
+        self._values = array("q", bytes(8 * AREA))
         self._commits = 0
         self._commit()
-        for i, word in enumerate((_LAYOUT, slot, incarnation, os.getpid()), start=1):
+        for i, word in enumerate((LAYOUT, slot, incarnation, os.getpid()), start=1):
             self._words[i] = word
-        self._words[0] = _MAGIC
+        self._words[0] = MAGIC
 
     def step(self, stepped: int, open_steps: int, env_steps: int, discarded: Mapping[str, int]) -> None:
         """Record progress between two batches: the hot path's update. It also ends an announced silence."""
         v = self._values
-        v[_STEPPED], v[_OPEN], v[_ENV_STEPS], v[_SILENT_UNTIL_NS] = stepped, open_steps, env_steps, 0
+        v[_OPEN], v[_ENV_STEPS], v[SILENT_UNTIL_NS] = open_steps, env_steps, 0
         for reason, steps in discarded.items():
             v[_DISCARDED + _DISCARDS[reason]] = steps
-        self._commit()
+        self._commit(stepped)
 
     def touch(self, silence_s: float = 0.0) -> None:
         """Record that the process is alive, and how long it may be silent beyond its lease from now on."""
-        self._values[_SILENT_UNTIL_NS] = time.monotonic_ns() + int(silence_s * 1e9)
+        self._values[SILENT_UNTIL_NS] = time.monotonic_ns() + int(silence_s * 1e9)
         self._commit()
 
     def totals(self, totals: WorkerTotals, batch: HeldBatch | None = None) -> None:
         """Record all totals and, with `batch`, that it was cut. Call it before the batch is sent."""
         if batch is not None:
-            at = _RING + 3 * (batch.seq % WINDOW)
+            at = RING + 3 * (batch.seq % WINDOW)
             self._words[at], self._words[at + 1], self._words[at + 2] = batch.seq, batch.steps, batch.chunks
         v = self._values
-        v[_SEQ], v[_STEPPED], v[_OPEN] = totals.seq, totals.stepped, totals.open
+        v[_SEQ], v[_OPEN] = totals.seq, totals.open
         v[_SHIPPED], v[_SHIPPED_CHUNKS] = totals.shipped, totals.shipped_chunks
         v[_ENV_STEPS] = totals.steps_of_envs
         v[_EPISODES], v[_FAILURES], v[_REBUILDS] = totals.episodes, totals.env_failures, totals.env_rebuilds
         for reason, steps in totals.discarded.items():
             v[_DISCARDED + _DISCARDS[reason]] = steps
         self._counts(_DROPPED, totals.dropped)
-        self._commit()
+        self._commit(totals.stepped)
 
     def settled(self, settled: Settled, accepted: int) -> None:
         """Record what the broker last said became of this incarnation's batches."""
@@ -124,11 +127,15 @@ class Recorder:
         at = base + 2 * _DROPS[Drop.OTHER]
         self._values[at], self._values[at + 1] = other
 
-    def _commit(self) -> None:
-        self._values[_UPDATED_NS] = time.monotonic_ns()
+    def _commit(self, stepped: int | None = None) -> None:
+        """Show the values to readers. `stepped`: the new number of steps, where it may have grown."""
+        v = self._values
+        v[UPDATED_NS] = time.monotonic_ns()
+        if stepped is not None and stepped != v[_STEPPED]:
+            v[_STEPPED], v[STEPPED_NS] = stepped, v[UPDATED_NS]
         self._commits += 1
         self._areas[self._commits & 1][:] = self._values
-        self._words[_COMMITS] = self._commits
+        self._words[COMMITS] = self._commits
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +160,8 @@ def read_recorder(path: Path) -> Reading | None:
     None when there is no file, when its writer died before the first commit, and for a file that is not a recorder of a
     known layout. Raises nothing but OSError for a file it may not read.
     """
-    words = _snapshot(path)
-    if words is None or words[0] != _MAGIC or words[1] not in _KNOWN_LAYOUTS:
+    words = read_words(path, _WORDS)
+    if words is None:
         return None
     try:
         return _reading(words)
@@ -162,27 +169,17 @@ def read_recorder(path: Path) -> Reading | None:
         return None
 
 
-def _snapshot(path: Path) -> memoryview | None:
-    """Copy the file's words as of one commit.
-
-    A writer that never pauses is read as it is, after a hundred attempts.
-    """
+def is_unborn(path: Path) -> bool:
+    """Return whether the writer of this file has recorded nothing yet, or died before it did."""
     try:
-        with path.open("rb", buffering=0) as file:
-            for _ in range(100):
-                words = os.pread(file.fileno(), _SIZE, 0)
-                if len(words) != _SIZE:
-                    return None
-                if os.pread(file.fileno(), 8, 8 * _COMMITS) == words[8 * _COMMITS : 8 * _COMMITS + 8]:
-                    break
-            return memoryview(words).cast("q")
+        with path.open("rb") as file:
+            return not any(file.read(8))
     except FileNotFoundError:
-        return None
+        return True
 
 
 def _reading(words: memoryview) -> Reading:
-    start = _HEADER + (words[_COMMITS] & 1) * _AREA
-    v = words[start : start + _AREA]
+    v = newest_area(words)
     totals = WorkerTotals(
         seq=v[_SEQ],
         stepped=v[_STEPPED],
@@ -207,8 +204,8 @@ def _reading(words: memoryview) -> Reading:
         slot=words[2],
         incarnation=words[3],
         pid=words[4],
-        updated_ns=v[_UPDATED_NS],
-        silent_until_ns=v[_SILENT_UNTIL_NS],
+        updated_ns=v[UPDATED_NS],
+        silent_until_ns=v[SILENT_UNTIL_NS],
         accepted=v[_ACCEPTED],
         totals=totals,
         settled=settled,
@@ -222,7 +219,7 @@ def _read_counts(values: memoryview, base: int) -> dict[str, Count]:
 
 
 def _read_batch(words: memoryview, seq: int) -> HeldBatch | None:
-    at = _RING + 3 * (seq % WINDOW)
+    at = RING + 3 * (seq % WINDOW)
     if words[at] != seq:
         return None
     return HeldBatch(seq=seq, steps=words[at + 1], chunks=words[at + 2])

@@ -11,7 +11,7 @@ from typing import Annotated
 import orjson
 from pydantic import AfterValidator, TypeAdapter, ValidationError
 
-from headrace.schemas.ledger import Natural
+from headrace.schemas.bounds import Natural
 
 LARGEST_BYTES = 16 << 10
 """The most bytes that the counters of one runner may have as JSON."""

@@ -135,7 +135,8 @@ class SamplingSettings(ConfigSection):
     )
     env_hosts_allow_insecure: bool = Field(
         default=False,
-        description="remote envs: listen for other machines without keys and unencrypted; every start warns",
+        description="remote envs: listen for other machines without keys, or for every user of this one; "
+        "every start warns",
     )
     env_hosts_lease_s: Seconds = Field(
         default=10.0, ge=1, description="silence after which an env host counts as lost, and its episodes with it"

@@ -38,8 +38,14 @@ class ServingSection(ConfigSection):
         default="",
         description="file, readable by its owner only, with the token HTTP clients show; empty: http.token of keys.dir",
     )
+    http_hosts: list[str] = Field(
+        default=[],
+        description="names by which HTTP clients may call a server that wants no token, as in the URL; addresses, "
+        "localhost and serving.host always count",
+    )
     allow_insecure: bool = Field(
-        default=False, description="serve other machines without keys or token; every start warns"
+        default=False,
+        description="serve other machines without keys or token, or all users of this one; every start warns",
     )
     lease_s: float = Field(default=30.0, ge=0.2, description="silence after which a client's episodes are aborted")
     max_sessions: int = Field(default=1024, ge=1, description="clients that may have a session at once")

@@ -15,6 +15,11 @@ of its own, which takes turns of the interpreter lock from the thread that sampl
 cheaper.
 """
 
+MOST_WAITING = 1 << 16
+"""Messages that wait for a peer that does not read, where each is repeated in time: acknowledgements, orders, answers.
+Later ones are dropped.
+"""
+
 COMMON: dict[str, int] = {
     "LINGER": 0,
     "HEARTBEAT_IVL": 2_000,

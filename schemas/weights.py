@@ -11,9 +11,12 @@ from numpy.typing import NDArray
 
 from headrace.schemas.errors import DecodeError, WeightsMismatchError, WhichModuleError
 from headrace.schemas.messages import Version, WeightsHeader, read
-from headrace.schemas.wire import Buffer, MessageKind, WireMessage, encode
+from headrace.schemas.wire import DEFAULT_LIMITS, Buffer, MessageKind, WireMessage, encode
 
 Arrays = Mapping[str, NDArray[Any]]
+
+MOST_WEIGHTS_BYTES = DEFAULT_LIMITS.payload_bytes + 2 * DEFAULT_LIMITS.header_bytes
+"""Bytes of one version's message at most."""
 
 MODULES = "modules/"
 """Prefix of "module id/name", for arrays of one of several modules."""
@@ -86,9 +89,12 @@ def weights_digest(arrays: Arrays) -> str:
     return hasher.hexdigest()
 
 
-def encode_weights(fleet_id: str, version: Version, arrays: Arrays) -> list[Buffer]:
-    """Return the frames of a WEIGHTS message. Raises `EncodeError` for a dtype that may not go on the wire."""
-    header = WeightsHeader(fleet_id=fleet_id, version=version, digest=weights_digest(arrays))
+def encode_weights(fleet_id: str, version: Version, arrays: Arrays, digest: str = "") -> list[Buffer]:
+    """Return the frames of a WEIGHTS message. `digest` is that of the arrays, where it is known already.
+
+    Raises `EncodeError` for a dtype that may not go on the wire.
+    """
+    header = WeightsHeader(fleet_id=fleet_id, version=version, digest=digest or weights_digest(arrays))
     return encode(MessageKind.WEIGHTS, header.model_dump(), arrays)
 
 

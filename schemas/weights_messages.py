@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from headrace.schemas.ledger import Natural
+from headrace.schemas.bounds import Bytes
 from headrace.schemas.message_base import Message, Version
 from headrace.schemas.wire import MessageKind
 
@@ -29,11 +29,15 @@ class WeightsHeader(Message):
     """blake2b-128 over names, dtypes, shapes and bytes of the tensors, in hexadecimal."""
 
 
+PIECE_BYTES = 1 << 20
+"""The length of piece that workers ask for. A broker encodes pieces of this length once for all workers."""
+
+
 class WeightsPull(Message):
     """Worker to broker: send `length` bytes from `offset` of the newest version's blob."""
 
     KIND = MessageKind.WEIGHTS_PULL
-    offset: Natural
+    offset: Bytes
     length: int = Field(ge=1, le=4 << 20)
     version: Version = (0, 0)
     """The version being pulled; at offset 0 any version, and the newest comes."""
@@ -48,5 +52,5 @@ class WeightsPart(Message):
 
     KIND = MessageKind.WEIGHTS_PART
     version: Version
-    offset: Natural
-    frame_sizes: list[Natural] = []
+    offset: Bytes
+    frame_sizes: list[Bytes] = []

@@ -6,6 +6,7 @@
                          "payload": {"checksum": xxh3_64 over frames 2.. in order,
                                      "sizes": [bytes of frame 2, ...],
                                      "arrays": [[name, dtype, shape, frame, byte offset], ...]}
+                    and "encoding" with "raw_sizes" if they are compressed (`compression.py`)
     frame 2…  raw        C-contiguous little-endian buffers. Arrays of 64 KiB and more have a frame of their own and are
                          sent without a copy; smaller ones are joined in one frame, each at a multiple of 64 bytes.
 
@@ -33,6 +34,7 @@ import orjson
 import xxhash
 from numpy.typing import NDArray
 
+from headrace.schemas.compression import LZ4, compress, decompress
 from headrace.schemas.errors import DecodeError, EncodeError
 from headrace.schemas.manifest import ALLOWED_DTYPES, OWN_FRAME_BYTES, Buffer, pack, view
 from headrace.schemas.wire_limits import DEFAULT_LIMITS, WireLimits
@@ -52,15 +54,17 @@ __all__ = [
     "decode",
     "decode_arrays",
     "decode_header",
+    "decompressed",
     "encode",
     "encode_packed",
+    "is_compressed",
     "is_deeper",
     "read_tag",
 ]
 
 MAGIC = b"HDRC"
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
 
 _TAG = struct.Struct("<4sBBBBQ")
 _TAG_BYTES = _TAG.size
@@ -113,9 +117,15 @@ class WireMessage:
 
 
 def encode(
-    kind: MessageKind, header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]] | None = None
+    kind: MessageKind,
+    header: Mapping[str, Any],
+    arrays: Mapping[str, NDArray[Any]] | None = None,
+    *,
+    compressed: bool = False,
 ) -> list[Buffer]:
     """Return the frames of one message. Large arrays are not copied: do not write to them until the message is settled.
+
+    `compressed`: compress its arrays by lz4, which must be installed, and which the receiver must read.
 
     Raises `EncodeError` for a dtype outside the allow-list (object arrays above all), a header that JSON cannot carry,
     and a message that no receiver takes (`DEFAULT_LIMITS`). The sender must compare the payload's size with what the
@@ -125,18 +135,46 @@ def encode(
         return _seal(kind, header, [])
     if len(arrays) > DEFAULT_LIMITS.arrays:
         raise EncodeError(f"{kind.name} has {len(arrays)} arrays; {DEFAULT_LIMITS.arrays} are allowed")
-    return encode_packed(kind, header, *pack(arrays))
+    frames, manifest = pack(arrays)
+    if compressed:
+        smaller, raw_sizes = compress(frames)
+        if any(raw_sizes):
+            return encode_packed(kind, header, smaller, manifest, {"encoding": LZ4, "raw_sizes": raw_sizes})
+    return encode_packed(kind, header, frames, manifest)
 
 
 def encode_packed(
-    kind: MessageKind, header: Mapping[str, Any], frames: list[Buffer], manifest: list[list[Any]]
+    kind: MessageKind,
+    header: Mapping[str, Any],
+    frames: list[Buffer],
+    manifest: list[list[Any]],
+    encoding: Mapping[str, Any] | None = None,
 ) -> list[Buffer]:
     """Return the frames of a message whose arrays already lie in `frames`, as the manifest says.
 
-    Raises as `encode` does.
+    `encoding`: fields that say how the frames are compressed. Raises as `encode` does.
     """
-    payload = {"checksum": _checksum(frames), "sizes": [len(f) for f in frames], "arrays": manifest}
+    payload = {"checksum": _checksum(frames), "sizes": [len(f) for f in frames], "arrays": manifest, **(encoding or {})}
     return _seal(kind, {**header, "payload": payload}, frames)
+
+
+def is_compressed(header: Mapping[str, Any]) -> bool:
+    """Return whether a message whose header `decode_header` gave has compressed arrays."""
+    payload = header.get("payload")
+    return payload is not None and payload.get("encoding") is not None
+
+
+def decompressed(frames: Sequence[Buffer], limits: WireLimits = DEFAULT_LIMITS) -> list[Buffer]:
+    """Return a message without compression, for a receiver that does not read it. Raises `DecodeError`."""
+    kind, header = decode_header(frames, limits)
+    if not is_compressed(header):
+        return list(frames)
+    payload = header.pop("payload")
+    check_payload(payload, frames)
+    manifest = payload.get("arrays")
+    if not isinstance(manifest, list):
+        raise DecodeError("bad_manifest", "manifest is not a list")
+    return encode_packed(kind, header, decompress(payload, frames[2:], limits), manifest)
 
 
 def _checksum(payload: Sequence[Buffer]) -> int:
@@ -249,6 +287,8 @@ def decode_arrays(
     if payload is None:
         return {}
     check_payload(payload, frames)
+    if is_compressed(header):
+        frames = [*frames[:2], *decompress(payload, frames[2:], limits)]
     manifest = payload.get("arrays")
     if not isinstance(manifest, list) or len(manifest) > limits.arrays:
         raise DecodeError("bad_manifest", f"manifest is not a list of at most {limits.arrays} arrays")

@@ -5,18 +5,28 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from support import ports
 from support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
 
+# A busy machine may draw an example slowly, and that is no failure.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
+
 # A shell starts its background jobs with Ctrl-C ignored, and programs hand that on to their children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Tests start many processes of Headrace. Each of them would compile all modules, if none may keep what it has compiled.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @pytest.fixture
@@ -40,6 +50,14 @@ def child_processes_find_support() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def seals_stay_out_of_the_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the key by which `headrace up` seals its settings files in a folder of this session."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Fails the session when a child process still runs or a new file stands in the repository at its end."""
     before = _untracked()
@@ -47,6 +65,26 @@ def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     wait_until(lambda: not _children(), f"the end of child processes {_children()}", 30.0)
     left = _untracked() - before
     assert not left, f"tests left files in the repository: {sorted(left)[:10]}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fleets_have_no_dashboard() -> Iterator[None]:
+    """Start no dashboard in each of the many fleets of tests. Those that are about it ask for it by --dashboard."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HEADRACE_DASHBOARD__ENABLED", "false")
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Say with each failure what the threads of this process do, those of libraries too; see proc(5)."""
+    report = yield
+    if report.failed:
+        threads = sorted(Path("/proc/self/task").iterdir())
+        what = ("comm", "wchan", "syscall")
+        lines = [" ".join([thread.name, *(_read(thread / name).strip() for name in what)]) for thread in threads]
+        report.sections.append(("Threads", "\n".join(lines)))
+    return report
 
 
 def _children() -> list[str]:

@@ -32,7 +32,12 @@ class EnvRunnerConfig(SamplingSettings):
     num_envs: int = Field(default=1, ge=1, le=65_536, description="environments stepped together by one runner")
     env_hosts_keys: str | None = Field(
         default=None,
-        description="folder of the keys for the port of env hosts; None: the folder of HEADRACE_KEYS__DIR; '': no keys",
+        description="folder of the keys for the port of env hosts, or the run directory for whose token it asks; "
+        "None: the folder of HEADRACE_KEYS__DIR; '': no keys",
+    )
+    env_hosts_keys_group: str | None = Field(
+        default=None,
+        description="group of the worker's key at that port, as in keys.group; None: that of HEADRACE_KEYS__GROUP",
     )
     num_workers: int = Field(
         default=1,
@@ -90,7 +95,8 @@ def runner_config(config: FleetConfig) -> EnvRunnerConfig:
     return EnvRunnerConfig(
         **config.sampling.model_dump(),
         num_workers=config.fleet.workers,
-        env_hosts_keys=config.keys.dir,
+        env_hosts_keys=config.keys.dir or config.token_dir(),
+        env_hosts_keys_group=config.keys.group,
         module=config.module.build,
         module_config=config.module.config,
     )

@@ -1,6 +1,7 @@
 """A simulator that asks a policy server for actions: CartPole, for a number of episodes or until the server is gone.
 
     python -m headrace.deploy.clients.cartpole tcp://HOST:PORT [GAMES]            by ZeroMQ, with Headrace's client
+    python -m headrace.deploy.clients.cartpole DIR/rendezvous.json [GAMES]        the same, with any worker of a fleet
     python -m headrace.deploy.clients.cartpole http://HOST:PORT [GAMES] [TOKEN]   by HTTP, with the standard library
 
 GAMES are played at once, each in a thread. Every few seconds a line says how they go. Of Headrace it uses only the
@@ -81,8 +82,11 @@ def play(games: Games, tally: Tally) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Play until there are enough episodes, or one of the games cannot go on."""
     asked = _parser().parse_args(arguments)
-    if asked.endpoint.startswith("http"):
-        players: list[Games] = [ByHttp(PolicyServer(asked.endpoint, asked.token)) for _ in range(asked.games)]
+    if asked.endpoint.endswith(".json"):
+        shared = PolicyClient.of(asked.endpoint, timeout_s=PATIENCE_S)
+        players: list[Games] = [ByZmq(shared) for _ in range(asked.games)]
+    elif asked.endpoint.startswith("http"):
+        players = [ByHttp(PolicyServer(asked.endpoint, asked.token)) for _ in range(asked.games)]
     else:
         client = PolicyClient(asked.endpoint, timeout_s=PATIENCE_S)
         players = [ByZmq(client) for _ in range(asked.games)]
@@ -110,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m headrace.deploy.clients.cartpole", description="Play CartPole with a policy server's actions."
     )
-    parser.add_argument("endpoint", help="tcp://HOST:PORT for ZeroMQ, http://HOST:PORT for HTTP")
+    parser.add_argument("endpoint", help="tcp://HOST:PORT for ZeroMQ, http://HOST:PORT for HTTP, a rendezvous")
     parser.add_argument("games", nargs="?", type=int, default=1, help="games played at once (default: 1)")
     parser.add_argument("token", nargs="?", help="token of the HTTP server, if it wants one")
     parser.add_argument("--episodes", type=int, help="end after so many; without it, play until the server is gone")

@@ -19,6 +19,7 @@ from typing import Protocol
 import orjson
 
 from headrace.deploy.loggers.protocol import Row
+from headrace.schemas.run_files import open_own, opener
 
 log = logging.getLogger("headrace.supervisor")
 
@@ -165,11 +166,11 @@ class CsvFile:
         """Write a copy with a wider header beside the file, and replace the file by it in one step."""
         aside = self.path.with_name(f".{self.path.name}.new")
         try:
-            with aside.open("w", encoding="utf-8", newline="") as file:
+            with open(aside, "w", encoding="utf-8", newline="", opener=opener) as file:
                 out = csv.writer(file, lineterminator="\n")
                 out.writerow(columns)
                 if self._columns:
-                    with self.path.open(encoding="utf-8", newline="") as old:
+                    with self.path.open(encoding="utf-8", errors="replace", newline="") as old:
                         lines = csv.reader(old)
                         next(lines)
                         out.writerows([*line, *[""] * (len(columns) - len(line))] for line in lines)
@@ -200,7 +201,7 @@ def _count_lines(path: Path) -> int:
 
 def _header_of(path: Path) -> list[str]:
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8", errors="replace", newline="") as file:
             return next(csv.reader(file), [])
     except FileNotFoundError:
         return []
@@ -214,7 +215,7 @@ def _lines(rows: Iterable[Sequence[float | int | str]]) -> bytes:
 
 def _append(path: Path, data: bytes) -> None:
     """Append all of `data`, or nothing. Raises `OSError`."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         before = os.fstat(descriptor).st_size
         try:
@@ -231,7 +232,7 @@ def _append(path: Path, data: bytes) -> None:
 def _cut_torn_line(path: Path) -> None:
     """Remove the text after the last newline: a machine that went down may have left half a line."""
     try:
-        with path.open("r+b") as file:
+        with open(path, "r+b", opener=opener) as file:
             end = file.seek(0, os.SEEK_END)
             at = end
             while at:

@@ -1,5 +1,5 @@
 """Entry point of `python -m headrace`, the `headrace` command."""
 
-from headrace.deploy.cli import main
+from headrace.deploy.entry import main
 
 main()

@@ -15,8 +15,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from headrace.schemas.config import FleetConfig
-from headrace.schemas.config_loading import ENV_PREFIX
 from headrace.schemas.config_section import FIELDS, meaning_of
+from headrace.schemas.env_prefix import ENV_PREFIX
 from headrace.schemas.sampling_settings import PolicySettings
 from headrace.workers.config import EnvRunnerConfig
 

@@ -36,13 +36,18 @@
     │   ├── WrongFleetError         the peer belongs to another fleet
     │   ├── VersionMismatchError    the peer speaks another protocol version
     │   ├── FencedError             a newer incarnation or a newer learner has taken this one's place
-    │   └── KeysRefusedError        the broker did not let this peer in: their keys do not match
+    │   ├── KeysRefusedError        the broker did not let this peer in: their keys do not match
+    │   └── KeyNotAllowedError      the peer's key is revoked, or of another role or group
     ├── UnreachableError        a server did not answer within its deadline
+    │   ├── RendezvousError         a rendezvous names no fleet that runs
     │   ├── RedisUnavailableError   Redis did not answer, or refuses writes
+    │   │   └── RedisContractError      it has the fleet's keys by another version of the contract
     │   ├── WorkerWaitsError        a policy server lives, but its worker took no step in time
     │   └── NoEnvHostError          no env host was at a worker's port for too long
     ├── PortInUseError          an endpoint is taken
     ├── RunDirError             the run directory cannot be used
+    │   ├── DiskFullError           no room is left on its disk
+    │   └── SocketFolderError       the folder of Unix sockets is not for this user alone
     ├── CheckpointError         a learner's checkpoint is torn or corrupt
     ├── CrashLoopError          a process of the fleet kept dying until its restart budget was spent
     ├── WindowStalledError      the learner holds every batch uncommitted and waits for more
@@ -69,15 +74,20 @@ from headrace.schemas.errors.fleet import (
     CheckpointError,
     ConfigError,
     CrashLoopError,
+    DiskFullError,
     KeysError,
     LedgerError,
     NoEnvHostError,
     PortInUseError,
+    RedisContractError,
     RedisUnavailableError,
+    RendezvousError,
     RunDirError,
+    SocketFolderError,
     UnreachableError,
     WindowStalledError,
     WorkerWaitsError,
+    write_error,
 )
 from headrace.schemas.errors.root import ExitCode, HeadraceError
 from headrace.schemas.errors.runners import (
@@ -100,6 +110,7 @@ from headrace.schemas.errors.wire import (
     EncodeError,
     FencedError,
     InfosTooLargeError,
+    KeyNotAllowedError,
     KeysRefusedError,
     RefusedError,
     VersionMismatchError,
@@ -117,6 +128,7 @@ __all__ = [
     "ConnectorError",
     "CrashLoopError",
     "DecodeError",
+    "DiskFullError",
     "EncodeError",
     "EnvContractError",
     "EnvCrashError",
@@ -131,6 +143,7 @@ __all__ = [
     "FencedError",
     "HeadraceError",
     "InfosTooLargeError",
+    "KeyNotAllowedError",
     "KeysError",
     "KeysRefusedError",
     "LedgerError",
@@ -139,12 +152,15 @@ __all__ = [
     "NoEnvHostError",
     "PolicyCallError",
     "PortInUseError",
+    "RedisContractError",
     "RedisUnavailableError",
     "RefusedError",
     "RefusedWeightsError",
+    "RendezvousError",
     "RunDirError",
     "RunnerBusyError",
     "RunnerStoppedError",
+    "SocketFolderError",
     "StateError",
     "UnknownEnvError",
     "UnreachableError",
@@ -156,4 +172,5 @@ __all__ = [
     "WorkerWaitsError",
     "WrongFleetError",
     "refusal",
+    "write_error",
 ]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import re
 
 from headrace.schemas.errors.root import ExitCode, HeadraceError
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""Numbers of the errors of a full disk and of a used-up quota."""
 
 
 class ConfigError(HeadraceError):
@@ -38,9 +42,18 @@ class UnreachableError(HeadraceError):
     def __init__(self, what: str, endpoint: str, deadline_s: float) -> None:
         self.endpoint = endpoint
         self.deadline_s = deadline_s
-        super().__init__(
-            f"no {what} answers at {endpoint} after {deadline_s:g} s; check that it runs and the address is right"
-        )
+        where = " on this machine" if endpoint.startswith("ipc:") else ""
+        advice = f"check that it runs{where} and the address is right"
+        super().__init__(f"no {what} answers at {endpoint} after {deadline_s:g} s; {advice}")
+
+
+class RendezvousError(UnreachableError):
+    """The rendezvous at `endpoint` names no fleet that runs, for the reason `problem`."""
+
+    def __init__(self, endpoint: str, problem: str) -> None:
+        self.endpoint = endpoint
+        self.problem = problem
+        HeadraceError.__init__(self, f"no fleet is found: {problem}; start the fleet, or correct --rendezvous")
 
 
 class RedisUnavailableError(UnreachableError):
@@ -55,12 +68,26 @@ class RedisUnavailableError(UnreachableError):
         deadline_s: float = 0.25,
         advice: str = "start it, correct --redis-url, or leave it out",
     ) -> None:
-        self.endpoint = re.sub(r"//[^/@]*@", "//***@", url)
+        self.endpoint = re.sub(r"//.*@", "//***@", url, flags=re.DOTALL)
         self.deadline_s = deadline_s
+        self.reason = reason
         HeadraceError.__init__(
             self,
             f"Redis at {self.endpoint} cannot be used: {reason}; {advice}",
         )
+
+
+class RedisContractError(RedisUnavailableError):
+    """Redis has the fleet's keys by another version of the contract than this Headrace reads and writes."""
+
+    exit_code = ExitCode.VERSION_MISMATCH
+
+    def __init__(self, url: str, fleet_id: str, seen: str, known: int) -> None:
+        self.fleet_id = fleet_id
+        self.seen = seen
+        reason = f"it has fleet {fleet_id!r} by contract {seen[:20]!r}, and this Headrace knows contract {known} alone"
+        advice = f"use the version that wrote it, or remove it with `headrace redis forget {fleet_id}`"
+        super().__init__(url, reason, advice=advice)
 
 
 class WorkerWaitsError(UnreachableError):
@@ -98,9 +125,8 @@ class PortInUseError(HeadraceError):
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
-        super().__init__(
-            f"{endpoint} is already in use; stop the process that holds it, or choose another port (0 takes a free one)"
-        )
+        other = "run directory" if endpoint.startswith("ipc:") else "port (0 takes a free one)"
+        super().__init__(f"{endpoint} is already in use; stop the process that holds it, or choose another {other}")
 
 
 class RunDirError(HeadraceError):
@@ -111,6 +137,35 @@ class RunDirError(HeadraceError):
     def __init__(self, path: str, reason: str, advice: str = "choose another with --run-dir") -> None:
         self.path = path
         super().__init__(f"run directory {path} cannot be used: {reason}; {advice}")
+
+
+class DiskFullError(RunDirError):
+    """A file at `path` cannot be written: the disk has no room left, or the user no quota."""
+
+    def __init__(self, path: str, what: str = "") -> None:
+        self.path = path
+        HeadraceError.__init__(
+            self,
+            f"the disk is full: {what or 'a file'} cannot be written at {path}; free some space there (or raise your "
+            "quota), then go on with headrace up --resume RUN",
+        )
+
+
+class SocketFolderError(RunDirError):
+    """The folder of Unix sockets at `path` cannot be used, as others could use it too. `reason` says what to do."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        self.path = path
+        self.reason = reason
+        HeadraceError.__init__(self, f"the folder of Unix sockets {path} cannot be used: {reason}")
+
+
+def write_error(path: str, error: OSError, what: str = "") -> RunDirError:
+    """Return the error for `what`, which could not be written at `path` because of `error`."""
+    if error.errno in NO_ROOM:
+        return DiskFullError(path, what)
+    reason = error.strerror or str(error)
+    return RunDirError(path, f"{what} cannot be written ({reason})" if what else reason)
 
 
 class CheckpointError(HeadraceError):

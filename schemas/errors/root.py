@@ -28,6 +28,8 @@ class ExitCode(IntEnum):
     TIMEOUT = 17
     CALLBACK = 18
     KEYS = 19
+    CHAOS = 20
+    FINDINGS = 21
     LEDGER = 1
 
 

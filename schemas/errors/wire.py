@@ -78,10 +78,19 @@ class KeysRefusedError(RefusedError):
         super().__init__("keys", f"the {server} at {endpoint} {detail}")
 
 
+class KeyNotAllowedError(RefusedError):
+    """The broker ended this peer's session because of its key: it is revoked, or of another role or group."""
+
+    exit_code = ExitCode.KEYS
+
+
 REFUSALS: dict[str, type[RefusedError]] = {
     "wrong_fleet": WrongFleetError,
     "version_mismatch": VersionMismatchError,
     "fenced": FencedError,
+    "key_revoked": KeyNotAllowedError,
+    "wrong_role": KeyNotAllowedError,
+    "other_group": KeyNotAllowedError,
 }
 
 

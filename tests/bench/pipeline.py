@@ -51,11 +51,11 @@ def measure(seconds: float, rounds: int, widths: tuple[int, ...] = WIDTHS) -> li
 class Fleet:
     """Workers, broker, and the stream here. `pids` by role."""
 
-    def __init__(self, width: int, processes: Processes) -> None:
-        config = fleet_config(width)
+    def __init__(self, width: int, processes: Processes, workers: int = WORKERS, module: str = "") -> None:
+        config = fleet_config(width, module)
         broker, endpoints = processes.start_broker(config)
         self.pids = {"broker": broker}
-        for slot in range(WORKERS):
+        for slot in range(workers):
             pid = processes.start(_work, config, endpoints.worker, slot, processes.folder)
             self.pids[f"worker {slot}"] = pid
         self._stream = EpisodeStream(endpoints.learner)
@@ -88,10 +88,16 @@ class Fleet:
         self._stream.close()
 
 
-def fleet_config(width: int) -> FleetConfig:
-    """Return the default config for one's own learner, with `width` envs."""
+def fleet_config(width: int, module: str = "") -> FleetConfig:
+    """Return the config for one's own learner, with `width` envs and windows as long as the bare sockets' queues.
+
+    `module` builds the policy, if it is not the default one.
+    By default the window grows with all that was read since the last version, and this learner publishes only one.
+    """
     sampling = {"env": limits.ENV, "num_envs": width, "rollout_fragment_length": HORIZON, "seed": 0}
-    return build_config({"sampling": sampling, "learner": {"enabled": False}})
+    policy = {"module": {"build": module}} if module else {}
+    own = {"sampling": sampling, "learner": {"enabled": False}, "worker": {"window_batches": QUEUE}}
+    return build_config({**own, **policy})
 
 
 def _work(config: FleetConfig, endpoint: str, slot: int, folder: Any) -> None:
@@ -108,7 +114,6 @@ class Proxied:
     """
 
     def __init__(self, width: int, processes: Processes) -> None:
-        self._steps = width * HORIZON
         self._context = zmq.Context()
         self._pull = _short(self._context, zmq.PULL)
         self._pull.rcvtimeo = 60_000
@@ -126,8 +131,8 @@ class Proxied:
 
     def take(self) -> int:
         """Return the number of steps in the next message."""
-        self._pull.recv_multipart(copy=False)
-        return self._steps
+        steps, *_ = self._pull.recv_multipart(copy=False)
+        return int(steps.bytes)
 
     def end(self) -> None:
         """Stop the samplers and empty all queues."""
@@ -169,4 +174,5 @@ def _sample(turn: Any, endpoint: str, width: int, seed: int) -> None:
         record = limits.arrays(width, HORIZON)
         for t in range(HORIZON):
             obs = limits.record_step(env, policy, obs, record, t)
-        push.send_multipart([np.ascontiguousarray(array) for array in record.values()], copy=False)
+        steps = width * HORIZON - limits.ends_in(record)
+        push.send_multipart([b"%d" % steps, *map(np.ascontiguousarray, record.values())], copy=False)

@@ -47,11 +47,11 @@ class Processes:
         self._all.append(process)
         return int(process.pid)
 
-    def start_broker(self, config: FleetConfig) -> tuple[int, Endpoints]:
+    def start_broker(self, config: FleetConfig, redis_url: str | None = None) -> tuple[int, Endpoints]:
         """Start a broker and wait until it serves; return (pid, endpoints)."""
         run_dir = self.folder / f"broker-{len(self._all)}"
         run_dir.mkdir()
-        pid = self.start(_serve, config, run_dir)
+        pid = self.start(_serve, config, run_dir, redis_url)
         deadline = time.monotonic() + _START_S
         while not file_path(run_dir).exists():
             if time.monotonic() > deadline:
@@ -89,5 +89,5 @@ def _quietly(target: Callable[..., None], *args: Any) -> None:
     target(*args)
 
 
-def _serve(config: FleetConfig, run_dir: Path) -> None:
-    run_broker(config, fleet_id=FLEET_ID, run_dir=run_dir, redis_url=None)
+def _serve(config: FleetConfig, run_dir: Path, redis_url: str | None) -> None:
+    run_broker(config, fleet_id=FLEET_ID, run_dir=run_dir, redis_url=redis_url)

@@ -8,12 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 if not __package__:  # started as a script: start again as a module, so that child processes find `bench` too
     os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -21,7 +19,24 @@ if not __package__:  # started as a script: start again as a module, so that chi
     )
     os.execv(sys.executable, [sys.executable, "-m", "bench.run", *sys.argv[1:]])
 
-from bench import double_buffering, env_processes, multi_agent, pipeline, sampler, serving, startup, transport, waiting
+from bench import (
+    books,
+    compression,
+    double_buffering,
+    env_processes,
+    learner,
+    multi_agent,
+    observations,
+    pipeline,
+    sampler,
+    serving,
+    sessions,
+    startup,
+    transport,
+    waiting,
+    weights,
+)
+from bench.machine import machine
 from bench.processes import ONE_THREAD, SPAWN
 from bench.table import Row, show
 
@@ -31,13 +46,19 @@ BENCHES = [
     "sampler",
     "native",
     "multi_agent",
+    "observations",
     "processes",
     "halves",
     "pipeline",
     "transport",
+    "compression",
+    "weights",
     "serving",
     "waiting",
     "startup",
+    "books",
+    "sessions",
+    "learner",
 ]
 
 
@@ -49,13 +70,19 @@ def main() -> None:
         "sampler": _sampler,
         "native": _native,
         "multi_agent": _multi_agent,
+        "observations": _observations,
         "processes": lambda quick: env_processes.measure(*((0.5, 3) if quick else (2.0, 7))),
         "halves": lambda quick: double_buffering.measure(*((1.0, 2) if quick else (2.0, 5))),
         "pipeline": lambda quick: pipeline.measure(*((2.0, 3) if quick else (4.0, 7))),
         "transport": lambda quick: transport.measure(*((1.0, 3) if quick else (2.0, 7))),
+        "compression": lambda quick: compression.measure(3 if quick else 7),
+        "weights": lambda quick: weights.measure(*((1.0, 3) if quick else (2.0, 5))),
         "serving": lambda quick: serving.measure(*((1.0, 3) if quick else (2.0, 7))),
         "waiting": lambda quick: waiting.measure(*((2.0, 3) if quick else (4.0, 5))),
         "startup": lambda quick: startup.measure(3 if quick else 7),
+        "books": lambda quick: books.measure(100 if quick else 1000),
+        "learner": lambda quick: learner.measure(*((1.0, 3) if quick else (2.0, 7))),
+        "sessions": lambda quick: sessions.measure(*((20, 2.0) if quick else (200, 5.0))),
     }
     rows: list[Row] = []
     for name in args.only or benches:
@@ -64,7 +91,7 @@ def main() -> None:
     show(rows)
     path = args.json or Path("bench-results") / f"{datetime.now(UTC):%Y-%m-%d-%H%M%S}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": _machine(), "rows": [row.as_json() for row in rows]}, indent=2) + "\n")
+    path.write_text(json.dumps({"machine": machine(), "rows": [row.as_json() for row in rows]}, indent=2) + "\n")
     print(f"written to {path}")
 
 
@@ -80,7 +107,7 @@ def _sampler(quick: bool) -> list[Row]:
     """Run the sampler's bench on one core, in a process of its own."""
     seconds, rounds = (0.2, 3) if quick else (0.5, 7)
     with SPAWN.Pool(1, initializer=_pin) as pool:
-        return [_sampler_row("sampler", row) for row in pool.apply(sampler.measure, (WIDTHS, seconds, rounds))]
+        return pool.apply(sampler.measure, (WIDTHS, seconds, rounds))
 
 
 def _native(quick: bool) -> list[Row]:
@@ -89,7 +116,7 @@ def _native(quick: bool) -> list[Row]:
     with SPAWN.Pool(1, initializer=_pin) as pool:
         native = pool.apply(sampler.measure_native, (NATIVE_WIDTHS, seconds, rounds))
         envpool = pool.apply(sampler.measure_envpool, (NATIVE_WIDTHS[:1], seconds, rounds))
-    return [_sampler_row("native", row) for row in native] + [_sampler_row("envpool", row) for row in envpool]
+    return native + envpool
 
 
 def _multi_agent(quick: bool) -> list[Row]:
@@ -99,32 +126,15 @@ def _multi_agent(quick: bool) -> list[Row]:
         return pool.apply(multi_agent.measure, (WIDTHS, seconds, rounds))
 
 
+def _observations(quick: bool) -> list[Row]:
+    """Run the bench of large observations on one core, in a process of its own."""
+    seconds, rounds = (0.2, 3) if quick else (0.5, 7)
+    with SPAWN.Pool(1, initializer=_pin) as pool:
+        return pool.apply(observations.measure, (seconds, rounds))
+
+
 def _pin() -> None:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-
-
-def _sampler_row(bench: str, row: dict[str, Any]) -> Row:
-    return Row(
-        bench,
-        f"{row['num_envs']} envs, one core",
-        row["loop"],
-        "env steps/s",
-        row["env_steps_per_s"],
-        row["ratio"],
-        row["ratio_low"],
-        row["ratio_high"],
-        mark=row["mark"],
-    )
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "cores": os.cpu_count(),
-        "load_average_1m": os.getloadavg()[0],
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "unix_s": datetime.now(UTC).timestamp(),
-    }
 
 
 if __name__ == "__main__":

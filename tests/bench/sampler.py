@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import statistics
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,28 +16,37 @@ from typing import Any
 import torch
 
 from bench import limits
+from bench.table import Row, rows_of, show
+from bench.turns import loops_in_turns
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 
-MARKS = {1: 0.8, 8: 0.9, 64: 0.95}
+MARKS = {1: 2.2, 8: 1.4, 64: 1.03}
 """The target: our sampler's least ratio to limit 2, by number of envs."""
-NATIVE_MARKS = {64: 0.7, 512: 0.7}
+LONG_MARKS = {1: 2.4, 8: 1.75, 64: 1.4}
+"""The same where episodes last 500 steps."""
+NATIVE_MARKS = {64: 0.9, 512: 0.75}
 """The targets for CartPole's own vector, relative to limit 4, and for EnvPool, relative to a bare loop of it."""
 
 
 class Headrace:
     """`sample_fragment` with all counters, as a worker process calls it between two batches."""
 
-    def __init__(self, width: int, **settings: Any) -> None:
-        settings = {"env": limits.ENV, "seed": 0, **settings}
-        config = EnvRunnerConfig(num_envs=width, rollout_fragment_length=limits.HORIZON, **settings)
+    def __init__(self, width: int, *, balanced: bool = False, random_actions: bool = False, **settings: Any) -> None:
+        self._random_actions = random_actions
+        settings = {"env": limits.ENV, "seed": 0, "rollout_fragment_length": limits.HORIZON, **settings}
+        config = EnvRunnerConfig(num_envs=width, **settings)
         self._runner = SingleAgentEnvRunner(config)
+        self.module: Any = self._runner.module
+        if balanced:
+            module = self.module
+            limits.balance(module.trunk[0], module.trunk[2], module.head)
 
     def run(self, seconds: float) -> float:
         """Sample for `seconds`; return env steps per second."""
         steps = 0
         start = time.perf_counter()
         while True:
-            steps += self._runner.sample_fragment().steps
+            steps += self._runner.sample_fragment(random_actions=self._random_actions).steps
             elapsed = time.perf_counter() - start
             if elapsed >= seconds:
                 return steps / elapsed
@@ -48,8 +56,8 @@ class Headrace:
         self._runner.stop()
 
 
-def measure(widths: list[int], seconds: float, rounds: int) -> list[dict[str, Any]]:
-    """Return a row for each loop and width: median rate and median ratio to limit 2 in the same round, with spread."""
+def measure(widths: list[int], seconds: float, rounds: int) -> list[Row]:
+    """Return a row for each loop and width: of short episodes by an untrained policy, and of episodes of 500 steps."""
     _be_a_worker()
     rows = []
     for width in widths:
@@ -60,22 +68,25 @@ def measure(widths: list[int], seconds: float, rounds: int) -> list[dict[str, An
             "limit 5": limits.limit_5(width),
             "headrace": Headrace(width),
         }
-        rows += _compare(loops, "limit 2", MARKS, width, seconds, rounds)
+        rows += _rows("sampler", f"{width} envs, one core", loops, "limit 2", MARKS.get(width), seconds, rounds)
+        loops = {"limit 2": limits.limit_2(width, balanced=True), "headrace": Headrace(width, balanced=True)}
+        case = f"{width} envs, one core, episodes of 500"
+        rows += _rows("sampler", case, loops, "limit 2", LONG_MARKS.get(width), seconds, rounds)
     return rows
 
 
-def measure_native(widths: list[int], seconds: float, rounds: int) -> list[dict[str, Any]]:
+def measure_native(widths: list[int], seconds: float, rounds: int) -> list[Row]:
     """Return rows of CartPole's own vector beside limit 4."""
     _be_a_worker()
     rows = []
     for width in widths:
         ours = Headrace(width, gym_env_vectorize_mode="vector_entry_point")
         loops = {"limit 4": limits.limit_4(width), "headrace": ours}
-        rows += _compare(loops, "limit 4", NATIVE_MARKS, width, seconds, rounds)
+        rows += _rows("native", f"{width} envs, one core", loops, "limit 4", NATIVE_MARKS.get(width), seconds, rounds)
     return rows
 
 
-def measure_envpool(widths: list[int], seconds: float, rounds: int) -> list[dict[str, Any]]:
+def measure_envpool(widths: list[int], seconds: float, rounds: int) -> list[Row]:
     """Return rows of EnvPool beside a bare loop of it; none where it is not installed."""
     _be_a_worker()
     if find_spec("envpool") is None:
@@ -84,7 +95,7 @@ def measure_envpool(widths: list[int], seconds: float, rounds: int) -> list[dict
     for width in widths:
         ours = Headrace(width, env=lambda context: limits.make_envpool(context.num_envs))
         loops = {"envpool": limits.envpool_loop(width), "headrace": ours}
-        rows += _compare(loops, "envpool", NATIVE_MARKS, width, seconds, rounds)
+        rows += _rows("envpool", f"{width} envs, one core", loops, "envpool", NATIVE_MARKS.get(width), seconds, rounds)
     return rows
 
 
@@ -94,37 +105,11 @@ def _be_a_worker() -> None:
     gc.freeze()
 
 
-def _compare(
-    loops: dict[str, Any], limit: str, marks: dict[int, float], width: int, seconds: float, rounds: int
-) -> list[dict[str, Any]]:
-    for loop in loops.values():
-        loop.run(seconds / 4)
-    rates = [{name: loop.run(seconds) for name, loop in loops.items()} for _ in range(rounds)]
-    rows = []
-    for name in loops:
-        ratios = [r[name] / r[limit] for r in rates]
-        rows.append(
-            {
-                "loop": name,
-                "num_envs": width,
-                "env_steps_per_s": statistics.median(r[name] for r in rates),
-                "ratio": statistics.median(ratios),
-                "ratio_low": min(ratios),
-                "ratio_high": max(ratios),
-                "mark": marks.get(width) if name == "headrace" else None,
-            }
-        )
-    return rows
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    """Print the rows as a table."""
-    print(f"{'envs':>5} {'loop':<10} {'env steps/s':>12} {'to limit':>11}  {'low..high':<12} mark")
-    for row in rows:
-        spread = f"{row['ratio_low']:.2f}..{row['ratio_high']:.2f}"
-        mark = "" if row["mark"] is None else f">= {row['mark']:.2f}"
-        rate, ratio = f"{row['env_steps_per_s']:,.0f}", f"{row['ratio']:.2f}"
-        print(f"{row['num_envs']:>5} {row['loop']:<10} {rate:>12} {ratio:>11}  {spread:<12} {mark}")
+def _rows(
+    bench: str, case: str, loops: dict[str, Any], limit: str, mark: float | None, seconds: float, rounds: int
+) -> list[Row]:
+    marks = {} if mark is None else {"headrace": mark}
+    return rows_of(bench, case, "env steps/s", loops_in_turns(loops, seconds, rounds), limit, marks)
 
 
 def main() -> None:
@@ -138,7 +123,7 @@ def main() -> None:
     rows = measure(args.widths, args.seconds, args.rounds)
     show(rows)
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=2))
+        args.json.write_text(json.dumps([row.as_json() for row in rows], indent=2))
 
 
 if __name__ == "__main__":

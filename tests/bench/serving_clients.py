@@ -17,7 +17,7 @@ from headrace.schemas.wire import MessageKind, decode, encode
 
 OBSERVATION = np.full(4, 0.01, np.float32)
 AHEAD, MOST_AHEAD = 40_000, 10_000
-"""How many messages of all clients, and of one, are encoded ahead."""
+"""Number of messages of all clients, and of one, that are encoded ahead."""
 KIND_BYTE = 6
 """Of frame 0, as `schemas/wire.py` draws it."""
 _BODY = b'{"observation": [0.01, 0.01, 0.01, 0.01], "reward": 1.0}'
@@ -164,7 +164,7 @@ def _connect(port: int) -> socket.socket:
 
 
 def _request(path: str, body: bytes) -> bytes:
-    head = f"PUT {path} HTTP/1.1\r\nHost: x\r\nHeadrace-Client: t\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"PUT {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nHeadrace-Client: t\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 

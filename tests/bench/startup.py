@@ -1,4 +1,5 @@
-"""What it costs to start a fleet: from `headrace up` to first weights and first env steps, and to the end for mistakes.
+"""Time of starts, restarts and ends: from `headrace up` to first weights and first env steps, to the end for mistakes,
+from the death of a worker to its successor's first step, and from the last step of a run to the end of the command.
 
 The limit is a Python that imports torch and gymnasium and ends: a worker and the learner do at least that.
 
@@ -7,6 +8,8 @@ PYTHONPATH=tests python -m bench.run --only startup
 
 from __future__ import annotations
 
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -18,8 +21,10 @@ from pathlib import Path
 
 from bench.table import Row
 from headrace.deploy.fleet_file import read_fleet_file
+from headrace.deploy.recorders import recorder_path
 from headrace.deploy.redis_view import FleetView, Snapshot
 from headrace.schemas.errors import RedisUnavailableError, RunDirError
+from headrace.schemas.recorder import read_recorder
 
 MISTAKE_S = 3.0
 """The longest that a mistake may take to be named."""
@@ -29,7 +34,10 @@ _MISTAKES = {
     "a misspelt env id": ("--env", "CartPol-v1"),
     "a misspelt module": ("--set", "module.build=headrace.workers.modules:actor_critc"),
 }
-_REPORTS = ("--set", "broker.report_interval_s=0.02")
+_STEPS = 4096
+_LIFE_S = 3.0
+_OFTEN = ("--set", "broker.report_interval_s=0.02")
+"""Reports at which a moment is seen at once. The end of a run is timed with the usual ones."""
 
 
 def measure(rounds: int) -> list[Row]:
@@ -48,18 +56,50 @@ def measure(rounds: int) -> list[Row]:
 
 def _turn() -> dict[str, float]:
     times = {"imports of torch and gymnasium": _ends([sys.executable, "-c", _IMPORTS])}
-    with _fleet() as moments:
+    with _fleet() as (run_dir, moments):
         times |= {f"to {what}": took for what, took in moments.items()}
-    with _fleet("--no-check-env") as moments:
+        times["a killed worker to its next life's steps"] = restart(run_dir)
+    with _fleet("--no-check-env") as (_, moments):
         times |= {f"to {what}, no env built before": took for what, took in moments.items()}
+    times["last step of a run to exit"] = goal_to_exit()
     for mistake, arguments in _MISTAKES.items():
         with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
             times[mistake] = _ends(_up(Path(folder) / "run", *arguments))
     return times
 
 
+def restart(run_dir: Path) -> float:
+    """Kill worker 0 once it has lived so long that no pause follows; return the seconds until its next life's steps."""
+    victim = next(process for process in read_fleet_file(run_dir / "fleet.json").processes if process.slot == 0)
+    after = recorder_path(run_dir / "recorders", 0, victim.incarnation + 1)
+    time.sleep(max(0.0, victim.started + _LIFE_S - time.time()))
+    began = time.perf_counter()
+    os.kill(victim.pid, signal.SIGKILL)
+    while (reading := read_recorder(after)) is None or not reading.totals.stepped:
+        _check_deadline(began)
+        time.sleep(0.002)
+    return time.perf_counter() - began
+
+
+def goal_to_exit() -> float:
+    """Return the seconds from the last step of a run of two updates to the end of the command."""
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
+        recorders = Path(folder) / "run" / "recorders"
+        command, silent = _up(recorders.parent, "--until-steps", str(_STEPS)), subprocess.DEVNULL
+        began = moved = time.perf_counter()
+        most = 0
+        with subprocess.Popen(command, stdout=silent, stderr=silent) as process:
+            while process.poll() is None:
+                _check_deadline(began)
+                readings = [read_recorder(path) for path in recorders.glob("*.rec")]
+                if (steps := sum(reading.totals.stepped for reading in readings if reading is not None)) > most:
+                    most, moved = steps, time.perf_counter()
+                time.sleep(0.002)
+        return time.perf_counter() - moved
+
+
 def _up(run_dir: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "headrace.deploy", "up", "--run-dir", str(run_dir), *_REPORTS, *arguments]
+    return [sys.executable, "-m", "headrace.deploy", "up", "--run-dir", str(run_dir), *arguments]
 
 
 def _ends(command: list[str]) -> float:
@@ -69,15 +109,15 @@ def _ends(command: list[str]) -> float:
 
 
 @contextmanager
-def _fleet(*arguments: str) -> Iterator[Mapping[str, float]]:
-    """Start a fleet, yield when what came first in it, and stop it."""
+def _fleet(*arguments: str) -> Iterator[tuple[Path, Mapping[str, float]]]:
+    """Start a fleet, yield its run directory and when what came first in it, and stop it."""
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         run_dir = Path(folder) / "run"
         began = time.perf_counter()
         silent = subprocess.DEVNULL
-        with subprocess.Popen(_up(run_dir, *arguments), stdout=silent, stderr=silent) as process:
+        with subprocess.Popen(_up(run_dir, *_OFTEN, *arguments), stdout=silent, stderr=silent) as process:
             try:
-                yield _moments(run_dir, began)
+                yield run_dir, _moments(run_dir, began)
             finally:
                 process.terminate()
 
@@ -85,7 +125,7 @@ def _fleet(*arguments: str) -> Iterator[Mapping[str, float]]:
 def _moments(run_dir: Path, began: float) -> Mapping[str, float]:
     awaited: dict[str, Callable[[Snapshot], object]] = {
         "first weights": lambda snapshot: snapshot.gauges.get("weights_seq"),
-        "first env steps": lambda snapshot: snapshot.totals.get("env_steps_sampled_total"),
+        "first env steps": lambda snapshot: snapshot.totals.get("env_steps_total"),
     }
     moments: dict[str, float] = {}
     url, fleet_id = _books(run_dir, began)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -39,13 +40,17 @@ _EPISODE = re.compile(r"global_step=(\d+), episodic_return=\[?([0-9.]+)")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One command's result. `seconds` runs from the start of the process to the goal."""
+    """One command's result. `seconds` runs from the start of the process to the goal.
+
+    `cpu_s` is the processor time of the command and its children, which holds on a busy machine too.
+    """
 
     arm: str
     seed: int
     seconds: float
     env_steps: int
     mean_return: float
+    cpu_s: float
 
 
 def of_headrace(env: str) -> Callable[[int], Run]:
@@ -55,9 +60,10 @@ def of_headrace(env: str) -> Callable[[int], Run]:
         with tempfile.TemporaryDirectory() as folder:
             command = ["up", "--config", RECIPES[env], "--seed", str(seed), "--set", f"learner.seed={seed}"]
             command += ["--until-return", str(GOALS[env]), "--timeout-s", str(LIMIT_S), "--run-dir", folder, "--json"]
-            start = time.monotonic()
+            start, spent = time.monotonic(), _children_s()
             found = _last_json([sys.executable, "-m", "headrace.deploy", *command])
-            return Run("headrace", seed, time.monotonic() - start, found["steps"], found["mean_return"])
+            elapsed = time.monotonic() - start
+            return Run("headrace", seed, elapsed, found["steps"], found["mean_return"], _children_s() - spent)
 
     return run
 
@@ -66,9 +72,10 @@ def of_peer(arm: str, python: str, env: str) -> Callable[[int], Run]:
     """Return a function that trains by a script of `peers/`, started by `python`."""
 
     def run(seed: int) -> Run:
-        start = time.monotonic()
+        start, spent = time.monotonic(), _children_s()
         found = _last_json([python, str(PEERS / f"{arm}_ppo.py"), str(seed), str(GOALS[env]), env])
-        return Run(arm, seed, time.monotonic() - start, found["env_steps"], found["mean_return"])
+        elapsed = time.monotonic() - start
+        return Run(arm, seed, elapsed, found["env_steps"], found["mean_return"], _children_s() - spent)
 
     return run
 
@@ -77,7 +84,7 @@ def of_cleanrl(python: str, script: str) -> Callable[[int], Run]:
     """Return a function that runs CleanRL's `ppo.py` and ends it at the goal."""
 
     def run(seed: int) -> Run:
-        start, newest = time.monotonic(), deque[float](maxlen=100)
+        start, spent, newest = time.monotonic(), _children_s(), deque[float](maxlen=100)
         command = [python, "-u", script, "--seed", str(seed), "--total-timesteps", "1000000", "--no-cuda"]
         with tempfile.TemporaryDirectory() as folder:
             process = subprocess.Popen(
@@ -97,7 +104,8 @@ def of_cleanrl(python: str, script: str) -> Callable[[int], Run]:
             finally:
                 process.kill()
                 process.wait()
-            return Run("cleanrl", seed, time.monotonic() - start, steps, statistics.mean(newest))
+            elapsed = time.monotonic() - start
+            return Run("cleanrl", seed, elapsed, steps, statistics.mean(newest), _children_s() - spent)
 
     return run
 
@@ -108,23 +116,25 @@ def measure(seeds: int, arms: dict[str, Callable[[int], Run]]) -> list[Run]:
     for seed in range(1, seeds + 1):
         for arm, train in arms.items():
             run = train(seed)
-            print(f"seed {seed}: {arm} {run.seconds:.1f} s, {run.env_steps:,} env steps", file=sys.stderr, flush=True)
+            figures = f"{run.seconds:.1f} s, {run.cpu_s:.1f} cpu-s, {run.env_steps:,} env steps"
+            print(f"seed {seed}: {arm} {figures}", file=sys.stderr, flush=True)
             runs.append(run)
     return runs
 
 
 def show(runs: list[Run]) -> None:
-    """Print medians, spreads, and ratios to sb3 where there is one."""
+    """Print medians, spreads, and where there is sb3 the ratio of the seconds to its own."""
     arms = list(dict.fromkeys(run.arm for run in runs))
     median = {arm: statistics.median(run.seconds for run in runs if run.arm == arm) for arm in arms}
     base = median.get("sb3")
-    print(f"{'arm':<10} {'seconds':>8}  {'low..high':<14} {'env steps':>10}  {'low..high':<20} ratio of seconds to sb3")
+    print(f"{'arm':<10} {'seconds':>8}  {'low..high':<14} {'cpu-s':>6} {'env steps':>10}  {'low..high':<20} to sb3")
     for arm in arms:
         own = [run for run in runs if run.arm == arm]
         seconds, steps = [run.seconds for run in own], [run.env_steps for run in own]
+        cpu_s = statistics.median(run.cpu_s for run in own)
         ratio = f"{median[arm] / base:.2f}" if base else ""
         print(
-            f"{arm:<10} {median[arm]:>8.1f}  {f'{min(seconds):.1f}..{max(seconds):.1f}':<14} "
+            f"{arm:<10} {median[arm]:>8.1f}  {f'{min(seconds):.1f}..{max(seconds):.1f}':<14} {cpu_s:>6.1f} "
             f"{statistics.median(steps):>10,.0f}  {f'{min(steps):,}..{max(steps):,}':<20} {ratio}"
         )
 
@@ -152,6 +162,12 @@ def main() -> None:
     show(runs)
     if args.json:
         args.json.write_text(json.dumps([asdict(run) for run in runs], indent=2) + "\n")
+
+
+def _children_s() -> float:
+    """Return the processor time of all children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _has(python: str, package: str) -> bool:

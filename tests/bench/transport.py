@@ -1,8 +1,9 @@
 """Transport alone: prebuilt batches from one producer through one broker to one consumer, each a process.
 
 `headrace` is the worker's own shipping (encode, checksum, recorder, window), the broker, and `EpisodeStream` with
-automatic commits. `forwarding` is a bare loop in Python that passes the very same frames on, without any promise.
-Both over tcp loopback, with the same chunks in a message.
+automatic commits, with the run directory's token; `curve` is the same with keys, so that each message is encrypted
+twice and decrypted twice. `forwarding` is a bare loop in Python that passes the very same frames on, without any
+promise. All over tcp loopback, with the same chunks in a message.
 
 PYTHONPATH=tests python -m bench.run --only transport
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ import zmq
 from bench.processes import FLEET_ID, SPAWN, Processes, until_terminated
 from bench.table import Row, rows_of
 from bench.turns import in_turns
+from headrace.deploy.key_pairs import make_keys
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.chunk import CHUNK_TABLE
@@ -36,7 +39,7 @@ from headrace.workers.metrics.totals import RunnerTotals
 
 STEPS = 64
 DISTINCT = 4
-"""How many different batches are sent in a cycle."""
+"""Number of different batches that are sent in a cycle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +94,13 @@ def measure(seconds: float, rounds: int, loads: tuple[Load, ...] = LOADS) -> lis
     """Measure both arms in turns, load by load."""
     rows = []
     for load in loads:
-        with Processes() as processes, Headrace(load, processes) as headrace, Forwarding(load, processes) as bare:
-            turns = in_turns({"forwarding": bare, "headrace": headrace}, seconds, rounds)
+        with (
+            Processes() as processes,
+            Headrace(load, processes) as headrace,
+            Headrace(load, processes, made_keys(processes.folder)) as curve,
+            Forwarding(load, processes) as bare,
+        ):
+            turns = in_turns({"forwarding": bare, "headrace": headrace, "curve": curve}, seconds, rounds)
         marks = {"headrace": load.mark} if load.mark is not None else {}
         rows += rows_of("transport", load.case, "chunks/s", turns, "forwarding", marks)
     return rows
@@ -104,12 +112,13 @@ def measure(seconds: float, rounds: int, loads: tuple[Load, ...] = LOADS) -> lis
 class Headrace:
     """A worker that ships prebuilt batches, a broker, and the stream here."""
 
-    def __init__(self, load: Load, processes: Processes) -> None:
-        config = build_config({"learner": {"enabled": False}, "worker": {"window_batches": load.window}})
+    def __init__(self, load: Load, processes: Processes, keys: str = "") -> None:
+        settings = {"learner": {"enabled": False}, "worker": {"window_batches": load.window}, "keys": {"dir": keys}}
+        config = build_config(settings)
         broker, endpoints = processes.start_broker(config)
         worker = processes.start(_ship, config, endpoints.worker, load, processes.folder)
         self.pids = {"broker": broker, "worker": worker}
-        self._stream = EpisodeStream(endpoints.learner)
+        self._stream = EpisodeStream(endpoints.learner, keys=keys or None)
         self._stream.spaces()
 
     def begin(self) -> None:
@@ -124,13 +133,19 @@ class Headrace:
         return len(batch)
 
     def end(self) -> None:
-        """See `begin`."""
+        """Do nothing, as `begin` does."""
 
     def __enter__(self) -> Headrace:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stream.close()
+
+
+def made_keys(folder: Path) -> str:
+    """Make keys in a folder below `folder`; return it."""
+    make_keys(folder / "keys")
+    return str(folder / "keys")
 
 
 def _ship(config: FleetConfig, endpoint: str, load: Load, folder: Any) -> None:
@@ -149,6 +164,8 @@ class PrebuiltRunner:
     """Takes the sampler's place and returns a few batches in a cycle."""
 
     weights_version = (1, 1)
+    envs_lost = 0
+    env_hosts = None
     callbacks = CallbackList((), dict)
     config = EnvRunnerConfig()
 
@@ -179,6 +196,12 @@ class PrebuiltRunner:
     def get_counters(self) -> dict[str, Any]:
         return {}
 
+    def time_by_part(self) -> dict[str, float]:
+        return {}
+
+    def get_logged_metrics(self) -> dict[str, Any]:
+        return {}
+
 
 # -- with none --------------------------------------------------------------------------------------------------------
 
@@ -205,7 +228,7 @@ class Forwarding:
         return self._chunks
 
     def end(self) -> None:
-        """See `begin`."""
+        """Do nothing, as `begin` does."""
 
     def __enter__(self) -> Forwarding:
         return self

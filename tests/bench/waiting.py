@@ -1,4 +1,4 @@
-"""What it costs to wait: the share of a core that a sampler uses while its slow envs step, wherever they live.
+"""Cost of waiting: the share of a core that a sampler uses while its slow envs step, wherever they live.
 
 A busy machine makes shares larger, though they are of processor time: its cores come back from others with cold caches.
 

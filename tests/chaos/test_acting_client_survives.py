@@ -16,7 +16,7 @@ from headrace.workers import EnvRunnerConfig
 from headrace.workers.serving.acting import ActingClient
 from support.fleets.running_fleet import RunningFleet
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.chaos
 
 FLEET = ("--env", "CartPole-v1", "--workers", "1", "--num-envs", "4", "--serve", "--until-steps", "10000000")
 SETTINGS = ("--set", "serving.client_inference=true", "--set", "learner.steps_per_update=256")

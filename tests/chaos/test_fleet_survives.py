@@ -42,6 +42,33 @@ def test_a_kill_of_any_role_is_survived_and_named(tmp_path: Path, role: str) -> 
         assert result["ledger"]["dropped"] == {}, "only a worker's death may lose anything"
 
 
+@pytest.mark.parametrize("role", ["broker", "learner", "redis"])
+def test_a_role_that_is_stopped_is_replaced(tmp_path: Path, role: str) -> None:
+    arguments = ("--until-steps", "40000", "--set", "broker.lease_s=1.5", "--set", "broker.heartbeat_interval_s=0.3")
+    with RunningFleet(tmp_path, *SMALL, *arguments) as fleet:
+        fleet.wait_until(lambda: fleet.steps() > 3_000, "training has begun")
+        stopped = fleet.send(signal.SIGSTOP, role)
+        fleet.wait_until(lambda: fleet.pid(role) not in (None, stopped), f"a new {role}")
+        result = fleet.finish()
+    assert_goal_and_books(fleet, result)
+    assert result["restarts"] == {"worker": 0, "broker": 0, "learner": 0, "redis": 0} | {role: 1}
+    assert f"{role} (pid {stopped}) has been s" in result["stderr"]
+
+
+def test_the_fleets_own_learner_is_back_after_another_came_and_left(tmp_path: Path) -> None:
+    arguments = ("--until-steps", "40000", "--set", "broker.lease_s=1.5", "--set", "broker.heartbeat_interval_s=0.3")
+    with RunningFleet(tmp_path, *SMALL, *arguments) as fleet:
+        fleet.wait_until(lambda: fleet.steps() > 3_000, "training has begun")
+        with EpisodeStream(fleet.endpoint("learner")) as other:
+            fleet.wait_until(lambda: fleet.pid("learner") is None, "the fleet's own learner has ended")
+            assert other.next(timeout_s=60.0) is not None
+        fleet.wait_until(lambda: fleet.pid("learner"), "the fleet's own learner is back")
+        result = fleet.finish()
+    assert_goal_and_books(fleet, result)
+    assert result["restarts"]["learner"] == 1
+    assert "learner starts again: no learner was connected for" in result["stderr"]
+
+
 def test_every_role_killed_one_after_another(tmp_path: Path) -> None:
     with RunningFleet(tmp_path, *SMALL, "--until-steps", "60000", "--set", "learner.epochs=1") as fleet:
         reached = 5_000
@@ -51,7 +78,7 @@ def test_every_role_killed_one_after_another(tmp_path: Path) -> None:
             reached += 5_000
         result = fleet.finish()
     assert_goal_and_books(fleet, result)
-    assert result["restarts"] == {"worker": 1, "broker": 2, "learner": 1, "redis": 1}
+    assert result["restarts"] == {"worker": 1, "broker": 2, "learner": 1, "redis": 1}, result["stderr"]
     assert set(result["ledger"]["dropped"]) <= {"worker_killed", "broker_lost"}
 
 
@@ -131,7 +158,7 @@ def test_three_of_eight_envs_that_fail_all_the_time_cost_only_their_own_steps(tm
 
 def test_an_env_that_always_fails_ends_in_a_typed_error(tmp_path: Path) -> None:
     with RunningFleet(
-        tmp_path, *ALONE, "--env", "support.envs.fleet:always_failing", "--until-steps", "40000"
+        tmp_path, *ALONE, "--env", "support.envs.fleet:always_failing", "--until-steps", "40000", "--no-check-env"
     ) as fleet:
         result = fleet.finish()
     assert result["returncode"] == 13, result["stderr"]

@@ -1,4 +1,4 @@
-"""What stands still goes on, and what an earlier fleet left in its run directory is named by the next one."""
+"""A process that stood still goes on, and a fleet names the batches that an earlier one left in its run directory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.chaos
 
 SETTINGS = ("broker.lease_s=1.5", "broker.heartbeat_interval_s=0.3", "learner.epochs=1")
 SMALL = ("--workers", "2", "--num-envs", "8", *(word for setting in SETTINGS for word in ("--set", setting)))
-HANG_S = 5.0
-"""More than three leases."""
+HANG_S = 1.0
+"""Less than a lease. A process that stands still for longer is replaced."""
 
 
 @pytest.mark.parametrize("role", ["broker", "learner"])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import threading
+from collections import defaultdict
 from pathlib import Path
 
+import orjson
 import pytest
 
 from headrace.learner_stub import EpisodeStream
@@ -92,3 +97,66 @@ def test_a_kill_costs_two_modules_no_more_than_one(tmp_path: Path, role: str, sl
     assert lost <= ({"worker_killed", "shutdown"} if role == "worker" else {"shutdown"})
     if role == "worker":
         assert "worker_killed" in consumer.markers
+
+
+RECORD = """
+import os, sys
+from pathlib import Path
+import orjson
+from headrace.learner_stub import EpisodeStream
+
+path = Path(sys.argv[2])
+whole, _, torn = path.read_bytes().rpartition(b"\\n") if path.exists() else (b"", b"", b"")
+if torn:
+    os.truncate(path, len(whole) + 1)
+position = orjson.loads(whole.splitlines()[-1])["position"] if whole else None
+with open(path, "ab", buffering=0) as record, EpisodeStream.of(sys.argv[1], position=position) as stream:
+    for batch in stream:
+        chunks = [[c.episode_id, c.agent_id, c.chunk_index, c.end.name] for c in batch]
+        record.write(orjson.dumps({"chunks": chunks, "position": stream.position()}) + b"\\n")
+"""
+"""A learner whose record is its memory: chunks and position are written together, and committed with the next batch."""
+
+
+@pytest.mark.parametrize("others", [("worker",), ("worker", "broker")])
+def test_every_episode_has_its_end_though_worker_and_learner_die_together(
+    tmp_path: Path, others: tuple[str, ...]
+) -> None:
+    record = tmp_path / "record"
+
+    def start_learner() -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", RECORD, str(tmp_path / "run"), str(record)])
+
+    with RunningFleet(tmp_path / "run", *TWO_CARTS) as fleet:
+        learner = start_learner()
+        try:
+            for _ in range(3):
+                before = record.stat().st_size if record.exists() else 0
+                fleet.wait_until(lambda: record.exists() and record.stat().st_size > before + 20_000, "more on record")  # noqa: B023
+                pids = {role: fleet.pid(role, 0 if role == "worker" else None) for role in others}
+                for pid in (learner.pid, *pids.values()):
+                    assert pid is not None
+                    os.kill(pid, signal.SIGKILL)
+                learner.wait(100)
+                learner = start_learner()
+                for role, pid in pids.items():
+                    slot = 0 if role == "worker" else None
+                    fleet.wait_until(lambda: fleet.pid(role, slot) not in (None, pid), f"the next {role}")  # noqa: B023
+            before = record.stat().st_size
+            fleet.wait_until(lambda: record.stat().st_size > before + 20_000, "progress after the last")
+            fleet.terminate()
+            result = fleet.finish()
+            learner.wait(100)
+        finally:
+            learner.kill()
+            learner.wait(100)
+    assert (result["returncode"], result["balanced"]) == (0, True), result["stderr"]
+    assert fleet.audit().returncode == 0
+    chunks: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    for line in record.read_bytes().splitlines():
+        for episode, agent, index, end in orjson.loads(line)["chunks"]:
+            chunks[f"{episode} {agent}"].append((index, end))
+    for name, seen in chunks.items():
+        assert [index for index, _ in seen] == list(range(len(seen))), f"{name} is not whole: {seen}"
+        assert [end != "ONGOING" for _, end in seen] == [False] * (len(seen) - 1) + [True], f"{name}: {seen}"
+    assert "ABORTED" in {end for seen in chunks.values() for _, end in seen}

@@ -21,9 +21,10 @@ import zmq
 
 from headrace.deploy.options import resolve
 from headrace.schemas.errors import ConfigError, ExitCode
+from headrace.schemas.handshakes import Handshakes
 from headrace.schemas.messages import Reject, SupervisorHello, read
 from headrace.schemas.ports import ephemeral_range
-from headrace.schemas.wire import PROTOCOL_MAJOR, MessageKind, decode_header
+from headrace.schemas.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR, MessageKind, decode_header
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.processes
@@ -124,6 +125,9 @@ def test_it_is_one_sentence_of_the_command_too() -> None:
         ("[sampling]\nenv_config = {x = nan}", ("sampling.env_config", "finite", "bad.toml")),
         ("[sampling]\nenv_config = {day = 2026-01-01}", ("sampling.env_config", "got a date", "bad.toml")),
         ("[broker]\nworker_port = 5701\nlearner_port = 5701", ("worker_port = 5701", "must differ")),
+        ('[broker]\ntransport = "ipc"\nworker_port = 5701', ("has no ports, and [5701] are configured",)),
+        ('[broker]\ntransport = "ipc"\nhost = "10.0.0.1"', ("serves this machine alone", "'10.0.0.1'")),
+        ('[broker]\ntransport = "ipc"\nallow_insecure = true', ("lets others in",)),
         ("[fleet", ("is not TOML", "bad.toml")),
     ],
 )
@@ -226,6 +230,8 @@ def of_another_major(frames: list[bytes]) -> list[bytes]:
 def test_a_peer_of_another_protocol_version_is_refused_by_the_broker(broker: ServingBroker) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.linger = 0
+        for name, value in Handshakes(broker.endpoint("worker"), "supervisor", None).options().items():
+            peer.setsockopt(getattr(zmq, name), value)
         peer.connect(broker.endpoint("worker"))
         hello = SupervisorHello(fleet_id=FLEET, token="0" * 16)
         peer.send_multipart(of_another_major([bytes(frame) for frame in hello.frames()]))
@@ -234,7 +240,7 @@ def test_a_peer_of_another_protocol_version_is_refused_by_the_broker(broker: Ser
     assert kind is MessageKind.REJECT
     reject = read(Reject, header)
     assert (reject.code, reject.fatal) == ("version_mismatch", True)
-    assert f"{PROTOCOL_MAJOR + 1}.0" in reject.detail
+    assert f"{PROTOCOL_MAJOR + 1}.{PROTOCOL_MINOR}" in reject.detail
 
 
 @pytest.mark.parametrize("role", ["worker", "learner"])
@@ -249,7 +255,9 @@ def test_a_broker_of_another_protocol_version_ends_a_peer(tmp_path: Path, role: 
             old.send_multipart([old.recv_multipart()[0], *answer])
             _, words = process.communicate(timeout=200)
     result = subprocess.CompletedProcess(process.args, process.returncode, "", words)
-    assert_one_sentence(result, ExitCode.VERSION_MISMATCH, f"{PROTOCOL_MAJOR + 1}.0", f"{PROTOCOL_MAJOR}.x")
+    assert_one_sentence(
+        result, ExitCode.VERSION_MISMATCH, f"{PROTOCOL_MAJOR + 1}.{PROTOCOL_MINOR}", f"{PROTOCOL_MAJOR}.x"
+    )
 
 
 def test_a_free_port_is_none_that_an_outgoing_connection_may_get(broker: ServingBroker) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headrace.deploy.child import Child, describe_end
-from headrace.deploy.ps import is_alive
+from headrace.deploy.proc_stat import is_alive
 from headrace.schemas.errors import RunDirError
 from support.waiting import wait_until
 

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
 
 from headrace.deploy.fleet_file import FleetFile, ProcessEntry
 from headrace.deploy.options import recipes
+from headrace.deploy.stop_signals import StopSignals
 from headrace.schemas.errors import ExitCode
 
 pytestmark = pytest.mark.processes
 
-COMMANDS = ("up", "worker", "broker", "learner", "env-host", "ps", "audit", "doctor", "evaluate", "export")
+COMMANDS = (
+    *("up", "worker", "broker", "learner", "env-host", "ps", "audit", "doctor", "evaluate", "export", "chaos"),
+    *("report", "top", "why", "health", "scale", "ray up", "ray workers", "ray scale"),
+)
 
 
 def headrace(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -39,7 +45,7 @@ def assert_one_sentence(result: subprocess.CompletedProcess[str], code: ExitCode
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_ends_with_examples_that_can_be_pasted(command: str) -> None:
-    result = headrace(command, "--help")
+    result = headrace(*command.split(), "--help")
     assert result.returncode == 0
     examples = result.stdout.rpartition("Examples:")[2].split("\n")
     assert [line for line in examples if line.startswith(f"    headrace {command}")]
@@ -93,6 +99,42 @@ def test_no_access_to_the_run_directory(tmp_path: Path) -> None:
         assert_one_sentence(
             headrace("up", "--run-dir", place), ExitCode.RUN_DIR, place, "choose another with --run-dir"
         )
+
+
+@pytest.mark.parametrize("inherited", [signal.default_int_handler, signal.SIG_IGN], ids=["default", "ignored"])
+def test_ctrl_c_in_the_midst_of_the_imports_ends_a_command_quietly(tmp_path: Path, inherited: Any) -> None:
+    """Also where it was inherited as ignored, as in a script's background."""
+    (tmp_path / "typer.py").write_text("import signal\nprint('importing', flush=True)\nsignal.pause()\n")
+    before = signal.signal(signal.SIGINT, inherited)
+    try:
+        started = subprocess.Popen(
+            [sys.executable, "-m", "headrace.deploy", "ps"],
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with started as command:
+        assert command.stdout is not None
+        assert command.stdout.readline() == b"importing\n"
+        command.send_signal(signal.SIGINT)
+        _, errors = command.communicate(timeout=100)
+    assert (command.returncode, errors) == (130, b"")
+
+
+def test_a_hangup_that_is_ignored_stays_ignored() -> None:
+    """As `nohup` asks for it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert signals.last == signal.SIGTERM
+            assert signals.count == 1
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_redis_that_does_not_answer(tmp_path: Path, free_port: int) -> None:
@@ -170,3 +212,25 @@ def test_doctor_says_when_redis_does_not_answer(tmp_path: Path, free_port: int) 
     assert result.returncode == 1
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("fail  redis server")]
     assert line.endswith("start it, correct --redis-url, or leave it out"), "the whole sentence is shown"
+
+
+def test_a_config_that_cannot_be_looked_at(tmp_path: Path) -> None:
+    result = headrace("up", "--config", "a" * 300, cwd=tmp_path)
+    assert result.returncode == ExitCode.CONFIG
+    assert "cannot be read: File name too long" in result.stderr
+
+
+def test_settings_without_a_fleet_are_nothing_to_export(tmp_path: Path) -> None:
+    (tmp_path / "fleet.toml").write_text('[redis]\nurl = "redis://127.0.0.1:1/0"\n')
+    result = headrace("exporter", "--config", "fleet.toml", cwd=tmp_path)
+    assert result.returncode == ExitCode.CONFIG
+    assert "fleet.toml names no fleet to export: it needs redis.url and fleet.fleet_id" in result.stderr
+
+
+@pytest.mark.parametrize("command", [["audit", "--strict"], ["why"]])
+def test_a_fleet_without_up_is_found_by_its_settings(command: list[str], tmp_path: Path) -> None:
+    """Other engines start its roles, so it has no fleet.json; here its Redis is away, which is said of that Redis."""
+    (tmp_path / "fleet.toml").write_text('[fleet]\nfleet_id = "demo"\n[redis]\nurl = "redis://127.0.0.1:1/0"\n')
+    result = headrace(*command, "--config", "fleet.toml", cwd=tmp_path, HEADRACE_FLEET__RUN_DIR=str(tmp_path))
+    assert result.returncode in (ExitCode.REDIS_UNAVAILABLE, ExitCode.FINDINGS)
+    assert "127.0.0.1:1" in result.stdout + result.stderr

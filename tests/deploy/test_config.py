@@ -10,7 +10,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.deploy.child_commands import child_environment
+from headrace.deploy.child_environment import child_environment
 from headrace.deploy.config_print import print_config, to_toml
 from headrace.deploy.options import describe_origin, resolve
 from headrace.schemas.config import FleetConfig
@@ -37,6 +37,7 @@ def test_the_sample_file_shows_every_option_with_a_comment() -> None:
 
 def test_print_config_is_a_config_file_that_means_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HEADRACE_BROKER__LEASE_S", "7.5")
+    monkeypatch.delenv("HEADRACE_DASHBOARD__ENABLED")  # which is set for all tests
     path = tmp_path / "mine.toml"
     path.write_text('[sampling]\nenv_config = {size = 3, "odd key" = [1, "a\\"b"]}\n')
     config, origins = resolve(path, ["learner.gamma=0.9", "fleet.fleet_id=abc"], {"sampling.num_envs": 4})

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from headrace.deploy.doctor import Verdict, examine
+from headrace.deploy.doctor.check import Verdict
+from headrace.deploy.doctor.examination import examine
 from headrace.deploy.env_ports import env_endpoints, own_env_hosts, with_env_ports
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.config_loading import build_config

@@ -87,13 +87,15 @@ def test_checkpoints_are_evaluated_as_steps_go_by_and_the_best_one_stays(tmp_pat
 def test_a_line_that_was_torn_is_left_out_and_the_next_one_is_whole(tmp_path: Path) -> None:
     log, reader = EvaluationLog(tmp_path), EvaluationLog(tmp_path)
     assert (reader.take_new(), reader.newest) == ([], None)
-    told = {"steps": 10, "episodes": 2, "return": {"mean": 3.0, "std": 0.5}, "best": True}
+    spread = {"mean": 3.0, "std": 0.5, "min": 2.5, "max": 3.5}
+    told = {"unix_s": 1.5, "learner_epoch": 1, "steps": 10, "episodes": 2, "return": spread, "length": spread}
+    told["best"] = True
     log.append(told)
     assert (reader.take_new(), reader.take_new(), reader.newest) == ([told], [], told)
     with log.path.open("ab") as file:
         file.write(b'{"steps": 20, "ret')
     assert reader.take_new() == []
-    later = {**told, "steps": 30, "return": {"mean": 2.0, "std": 0.0}}
+    later = {**told, "steps": 30, "return": {**spread, "mean": 2.0}}
     log.append(later)
     assert (reader.take_new(), reader.newest) == ([later], later)
     assert EvaluationLog(tmp_path).take_new() == [told, later]

@@ -13,6 +13,7 @@ from headrace.deploy.audit import find_books
 from headrace.deploy.redis_server import serving
 from headrace.deploy.redis_view import FleetView
 from headrace.schemas.errors import ExitCode
+from headrace.schemas.redis_keys import labelled
 
 pytestmark = pytest.mark.slow
 
@@ -37,10 +38,12 @@ def test_env_steps_and_steps_of_agents_and_modules_are_counted_apart(tmp_path: P
     url, fleet_id = find_books(tmp_path)
     with serving(tmp_path, url), FleetView(url, fleet_id) as view:
         totals = view.read().totals
-    assert totals["env_steps_sampled_total"] == found["env_steps"]
-    assert totals["agent_steps_sampled_total"] == found["steps"] == found["ledger"]["stepped"]
-    by_module = {name: totals[f"module_steps_{name}_total"] for name in ("short", "long")}
-    assert sum(by_module.values()) == totals["env_steps_total"]
+    assert totals["env_steps_total"] == found["env_steps"]
+    assert totals["agent_steps_total"] == found["steps"] == found["ledger"]["stepped"]
+    by_module = {
+        name: totals[labelled("accepted_module_agent_steps_total", "module", name)] for name in ("short", "long")
+    }
+    assert sum(by_module.values()) == totals["accepted_agent_steps_total"]
     assert min(by_module.values()) > 0
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -12,11 +14,18 @@ import orjson
 import pytest
 
 from headrace.deploy import key_pairs
-from headrace.deploy.doctor import examine
-from headrace.deploy.key_pairs import make_keys, sound_roles
+from headrace.deploy.doctor.examination import examine
+from headrace.deploy.fleet_file import FleetFile
+from headrace.deploy.goal import Goal
+from headrace.deploy.key_pairs import add_key, listed_keys, make_keys, revoke_key, sound_roles
+from headrace.deploy.progress import ProgressView
+from headrace.deploy.ps import table
+from headrace.deploy.redis_view import Snapshot
 from headrace.schemas.config import BrokerSection, FleetConfig, KeysSection
 from headrace.schemas.errors import ExitCode, KeysError
-from headrace.schemas.keys import ROLES, read_broker_keys, read_client_keys, read_key_file
+from headrace.schemas.key_files import read_key_file
+from headrace.schemas.keys import ROLES, read_broker_keys, read_client_keys
+from headrace.schemas.redis_keys import SESSIONS_REVOKED, labelled
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.processes
@@ -107,6 +116,174 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     result = headrace("keys", "init", "--dir", "file/keys", cwd=tmp_path)
     assert result.returncode == ExitCode.KEYS
     assert result.stderr.startswith("error: keys: file/keys cannot be used: it cannot be written: Not a directory")
+
+
+def test_a_group_has_keys_of_its_own_which_are_listed_and_revoked(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    make_keys(keys)
+    added = headrace("keys", "add", "worker", "--group", "gpu", cwd=tmp_path)
+    assert added.returncode == 0, added.stderr
+    assert "{worker.gpu.secret,broker.public} HOST:keys/" in added.stdout
+    assert (mode(keys / "worker.gpu.secret"), mode(keys / "worker.gpu.public")) == (0o600, 0o644)
+    again = headrace("keys", "add", "worker", "--group", "gpu", cwd=tmp_path)
+    assert again.returncode == ExitCode.KEYS
+    assert "worker.gpu.secret cannot be used: it is there already" in again.stderr
+    (key,) = (row for row in listed(tmp_path) if row["group"] == "gpu")
+    assert (key["role"], key["state"], len(key["fingerprint"])) == ("worker", "valid", 16)
+    assert read_broker_keys(keys).roles[key["public"].encode()] == "worker"
+    assert sound_roles(keys) == sorted([*ROLES, "worker.gpu"])
+    revoked = headrace("keys", "revoke", "worker", "--group", "gpu", cwd=tmp_path)
+    assert revoked.returncode == 0, revoked.stderr
+    assert [row for row in listed(tmp_path) if row["group"] == "gpu"] == [{**key, "state": "revoked"}]
+    assert key["public"].encode() not in read_broker_keys(keys).roles
+    assert not list(keys.glob("worker.gpu.[ps]*")), "nothing of it is left to be used"
+    assert headrace("keys", "add", "worker", "--group", "gpu", cwd=tmp_path).returncode == 0
+    assert [row["state"] for row in listed(tmp_path) if row["group"] == "gpu"] == ["revoked", "valid"]
+    table = headrace("keys", "list", cwd=tmp_path).stdout
+    assert table.count("gpu") == 2
+    assert "revoked" in table
+
+
+def listed(folder: Path) -> list[dict[str, str]]:
+    result = headrace("keys", "list", "--json", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    rows: list[dict[str, str]] = orjson.loads(result.stdout)["keys"]
+    return rows
+
+
+def test_the_list_ends_with_an_error_that_names_the_files_which_cannot_be_used(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    make_keys(keys)
+    secret = keys / "worker.secret"
+    secret.write_text(secret.read_text()[:60])
+    (keys / "learner.secret").chmod(0o644)
+    result = headrace("keys", "list", cwd=tmp_path)
+    assert result.returncode == ExitCode.KEYS
+    assert "supervisor" in result.stdout, "all keys are shown before"
+    assert "learner.secret cannot be used: others may read it" in result.stderr
+    assert "nor can worker.secret" in result.stderr
+    result = headrace("keys", "list", "--json", cwd=tmp_path)
+    assert result.returncode == ExitCode.KEYS
+    assert len(orjson.loads(result.stdout)["problems"]) == 2
+
+
+def test_a_key_that_is_not_there_cannot_be_revoked(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    make_keys(keys)
+    add_key(keys, "worker", "gpu")
+    result = headrace("keys", "revoke", "worker", "--group", "none", cwd=tmp_path)
+    assert result.returncode == ExitCode.KEYS
+    assert "there is no such key; the worker keys there are worker, worker.gpu; headrace keys list" in result.stderr
+    revoke_key(keys, "worker", "gpu")
+    with pytest.raises(KeysError, match=r"the worker\.gpu key is revoked already"):
+        revoke_key(keys, "worker", "gpu")
+
+
+@pytest.mark.parametrize("left", ["", "role = ", None], ids=["empty", "cut", "unreadable"])
+def test_a_file_of_a_revoked_key_that_is_damaged_revokes_the_key_of_its_name(
+    tmp_path: Path, left: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a crash or a full disk may leave it beside the public key."""
+    make_keys(tmp_path)
+    key = add_key(tmp_path, "worker", "gpu")
+    known = read_broker_keys(tmp_path).known
+    damaged = tmp_path / f"worker.gpu.{key.fingerprint}.revoked"
+    damaged.write_bytes(b"\xff" if left is None else left.encode())
+    known.look(0.0)
+    for judged in (known, read_broker_keys(tmp_path).known):
+        assert key.public not in judged.roles
+        assert sorted(judged.roles.values()) == sorted(set(ROLES) - {"broker"}), "no other key is revoked"
+    assert f"{damaged} cannot be used: it is damaged" in caplog.text
+    assert "the key that its name says counts as revoked" in caplog.text
+    (row,) = (row for row in listed_keys(tmp_path) if row["public"] == key.public.decode())
+    assert row["state"] == "revoked"
+
+
+def test_a_revocation_that_is_interrupted_leaves_no_part_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_keys(tmp_path)
+    key = add_key(tmp_path, "worker", "gpu")
+
+    def full(descriptor: int) -> None:
+        assert not list(tmp_path.glob("[!.]*.revoked")), "its name stands before it is on the disk"
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(key_pairs.os, "fsync", full)
+        with pytest.raises(KeysError, match="it cannot be written: No space left"):
+            revoke_key(tmp_path, "worker", "gpu")
+    assert not [path for path in tmp_path.iterdir() if ".revoked" in path.name]
+    assert key.public in read_broker_keys(tmp_path).roles
+    revoke_key(tmp_path, "worker", "gpu")
+    assert key.public not in read_broker_keys(tmp_path).roles
+
+
+def test_people_see_that_a_revoked_key_ended_sessions() -> None:
+    ended = {"worker.gpu": 2.0, "learner": 1.0}
+    snapshot = Snapshot(gauges={labelled(SESSIONS_REVOKED, "key", key): count for key, count in ended.items()})
+    rows = dict(ProgressView.of(snapshot, 1.0, Goal(), {}, 0.0).rows())
+    assert rows["revoked keys"] == "3 sessions ended (learner, worker.gpu)"
+    assert "revoked keys" not in dict(ProgressView.of(Snapshot(), 1.0, Goal(), {}, 0.0).rows())
+    fleet = FleetFile(fleet_id="f", state="running", supervisor_pid=0)
+    assert "1 session ended (worker.gpu)" in str(table(fleet, [], "", {"worker.gpu": 1}).caption)
+
+
+@pytest.mark.parametrize(
+    ("role", "group", "words"),
+    [
+        ("broker", "gpu", "'broker' is no role with groups; they are client"),
+        ("worker", "../gpu", "'../gpu' is no name of a group; give up to 32"),
+        ("worker", "", r"worker\.secret cannot be used: it is there already"),
+    ],
+)
+def test_a_key_that_cannot_be_is_not_made(tmp_path: Path, role: str, group: str, words: str) -> None:
+    make_keys(tmp_path / "keys")
+    with pytest.raises(KeysError, match=words):
+        add_key(tmp_path / "keys", role, group)
+
+
+def test_a_peer_takes_the_only_key_of_its_role_or_that_of_the_group_it_names(tmp_path: Path) -> None:
+    keys, part = tmp_path / "keys", tmp_path / "part"
+    make_keys(keys)
+    for group in ("gpu", "cpu"):
+        add_key(keys, "worker", group)
+    assert read_client_keys(keys, "worker", "").group == ""
+    assert read_client_keys(keys, "worker", "cpu").group == "cpu"
+    part.mkdir()
+    for name in ("worker.gpu.secret", "broker.public"):
+        shutil.copy2(keys / name, part)
+    assert read_client_keys(part, "worker", "").group == "gpu"
+    with pytest.raises(KeysError, match=r"worker\.cpu\.secret cannot be used: there is no such file"):
+        read_client_keys(part, "worker", "cpu")
+    shutil.copy2(keys / "worker.cpu.secret", part)
+    with pytest.raises(KeysError, match=r"worker\.cpu\.secret, worker\.gpu\.secret; say by keys\.group which"):
+        read_client_keys(part, "worker", "")
+
+
+def test_a_folder_of_keys_that_changes_takes_none_away_that_it_did_not_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_keys(tmp_path)
+    caplog.set_level("INFO")
+    known = read_broker_keys(tmp_path).known
+    before = known.roles
+    whole = (tmp_path / "client.public").read_text()
+    (tmp_path / "client.public").write_text(whole[:60])
+    (tmp_path / "learner.gone.public").symlink_to(tmp_path / "nowhere")
+    known.look(0.0)
+    assert known.roles == before
+    assert "client.public cannot be used: it is damaged" in caplog.text
+    tmp_path.rename(tmp_path.with_suffix(".away"))
+    known.look(0.0)
+    assert (known.roles, known.changes) == (before, 0)
+    tmp_path.with_suffix(".away").rename(tmp_path)
+    add_key(tmp_path, "client", "lab")
+    (tmp_path / "env-host.public").unlink()
+    known.look(0.0)
+    assert sorted(known.roles.values()) == ["client", "client", "learner", "supervisor", "worker"]
+    assert "the client.lab key" in caplog.text
+    assert "is admitted no more: its file is gone" in caplog.text
 
 
 def test_help_ends_with_examples_that_can_be_pasted(tmp_path: Path) -> None:

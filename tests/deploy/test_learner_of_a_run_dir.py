@@ -7,17 +7,19 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import orjson
 import pytest
 
-from headrace.learner_stub import fleet_place
-from headrace.learner_stub.fleet_place import FleetPlace, await_endpoint, keys_folder
+from headrace.deploy import load_policy
+from headrace.learner_stub import EpisodeStream
+from headrace.learner_stub.fleet_place import await_start, find_fleet, keys_folder
 from headrace.schemas.errors import UnreachableError
 from support.fleets.running_fleet import RunningFleet
 
 LEARNER = """
 import logging, sys
-from headrace.learner_stub import EpisodeStream, WeightPublisher
+from headrace.learner_stub import EpisodeStream, WeightPublisher, save_policy
 from headrace.workers.modules import actor_critic
 
 logging.basicConfig(level="INFO", stream=sys.stderr)
@@ -27,6 +29,7 @@ with EpisodeStream.of(sys.argv[1], connect_timeout_s=150.0) as stream, WeightPub
     for batch in stream:
         print(stream.endpoint, batch.incarnation, flush=True)
         weights.publish(module.state_dict())
+    save_policy(sys.argv[1], module.state_dict(), updates=weights.seq, epoch=stream.epoch)
 print("the loop has ended", flush=True)
 """
 
@@ -57,7 +60,16 @@ def test_it_waits_for_the_fleet_finds_it_on_other_ports_and_ends_with_it(tmp_pat
     assert heard.read_text().splitlines()[-1] == "the loop has ended"
     said = (tmp_path / "words").read_text()
     assert f"the broker has moved from {seen[0]} to {seen[1]}" in said
-    assert f"the stream ends: the fleet in {run_dir} was stopped" in said
+    start = f"start it with `headrace up --resume {run_dir}`"
+    assert f"the stream ends: run directory {run_dir} cannot be used: its run has stopped; {start}" in said
+
+    evaluate = [sys.executable, "-m", "headrace.deploy", "evaluate", str(run_dir), "--episodes", "3", "--json"]
+    played = subprocess.run(evaluate, capture_output=True, text=True, check=False, timeout=200)
+    assert played.returncode == 0, played.stderr
+    assert orjson.loads(played.stdout)["episodes"] == 3
+    policy = load_policy(run_dir)
+    assert policy.act(np.zeros(4, np.float32)) in (0, 1)
+    assert policy.version[1] > 2
 
 
 def _write(run_dir: Path, name: str, content: object) -> None:
@@ -69,41 +81,28 @@ def _broker(run_dir: Path, endpoint: str) -> None:
 
 
 def test_a_fleet_that_does_not_start_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UnreachableError, match=r"broker\.json"):
-        await_endpoint(tmp_path, 0.2)
+    with pytest.raises(UnreachableError, match="has no broker yet: start it with `headrace up --run-dir"):
+        find_fleet(tmp_path, 0.2, {})
     _broker(tmp_path, "tcp://127.0.0.1:0")
     with pytest.raises(UnreachableError):
-        await_endpoint(tmp_path, 0.2)
+        find_fleet(tmp_path, 0.2, {})
     _broker(tmp_path, "tcp://127.0.0.1:9")
-    assert await_endpoint(str(tmp_path), 0.2) == "tcp://127.0.0.1:9"
-
-
-def test_a_broker_that_is_silent_for_long_ends_the_stream_until_it_is_back(tmp_path: Path) -> None:
-    place = FleetPlace("tcp://a:1", None, patience_s=60.0)
-    assert place.observe(False, 0.0) is None
-    place.observe(False, 500.0)
-    assert not place.ended, "it was never there: connecting has a deadline of its own"
-    place.observe(True, 501.0)
-    for second in range(502, 562):
-        place.observe(False, float(second))
-    assert not place.ended
-    place.observe(False, 562.0)
-    assert "no word from the broker at tcp://a:1, 60 s ago" in place.ended
-    place.observe(True, 563.0)
-    assert not place.ended
-
-
-def test_a_fleet_that_was_stopped_ends_it_sooner_and_one_that_moved_is_followed(tmp_path: Path) -> None:
-    _broker(tmp_path, "tcp://a:1")
+    assert find_fleet(str(tmp_path), 0.2, {})[0] == "tcp://127.0.0.1:9"
     _write(tmp_path, "fleet.json", {"state": "stopped"})
-    place = FleetPlace("tcp://a:1", tmp_path, patience_s=60.0)
-    place.observe(True, 0.0)
-    place.observe(False, 1.0)
-    place.observe(False, 1.0 + fleet_place.STOPPED_WAIT_S)
-    assert "was stopped" in place.ended
-    _broker(tmp_path, "tcp://a:2")
-    assert place.observe(False, 12.0) == "tcp://a:2"
-    assert place.endpoint == "tcp://a:2"
+    assert find_fleet(str(tmp_path), 0.2, {})[0] == "tcp://127.0.0.1:9"
+    with pytest.raises(UnreachableError, match="has stopped or has not begun"):
+        await_start(tmp_path, 0.2)
+
+
+def test_a_run_that_has_stopped_is_said_while_it_is_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _broker(tmp_path, "tcp://127.0.0.1:9")
+    _write(tmp_path, "fleet.json", {"state": "stopped"})
+    with pytest.raises(UnreachableError):
+        EpisodeStream.of(tmp_path, connect_timeout_s=0.3)
+    said = f"the run in {tmp_path} has stopped: start it with `headrace up --resume {tmp_path}`; waiting for it"
+    assert len([message for message in caplog.messages if message.startswith(said)]) == 1
 
 
 def test_keys_are_those_of_the_fleets_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,17 @@ import pytest
 
 from headrace.deploy import load_policy
 from headrace.deploy.fleet_file import FleetFile
-from headrace.schemas.errors import CheckpointError, ConfigError, ExitCode, ModuleError, RedisUnavailableError
-from support.fleets.saved_runs import best_action, save_run, save_run_of_two
+from headrace.learner_stub import save_policy
+from headrace.schemas.errors import (
+    CheckpointError,
+    ConfigError,
+    EncodeError,
+    ExitCode,
+    FencedError,
+    ModuleError,
+    RedisUnavailableError,
+)
+from support.fleets.saved_runs import arrays_of, best_action, save_run, save_run_of_two
 from support.fleets.serving_process import cart_spaces
 
 SEEN = np.random.default_rng(0).uniform(-0.3, 0.3, (30, 4)).astype(np.float32)
@@ -29,6 +38,10 @@ def test_a_run_a_file_and_the_best_one_are_found(tmp_path: Path) -> None:
     ):
         assert policy.version == (2, updates)
         assert f"update {updates} of learner epoch 2" in policy.source
+        assert repr(policy) == (
+            "TrainedPolicy(env='CartPole-v1', module='headrace.workers.modules:actor_critic', "
+            f"weights={policy.source!r})"
+        )
         assert [policy.act(seen) for seen in SEEN] == [best_action(own, seen) for seen in SEEN]
         assert policy.act(SEEN).tolist() == [best_action(own, seen) for seen in SEEN]
         assert policy.module.state_dict().keys() == own.state_dict().keys()
@@ -58,6 +71,31 @@ def test_with_spaces_no_env_is_needed(tmp_path: Path) -> None:
         load_policy(tmp_path, spaces={"short": spaces})
     with pytest.raises(ConfigError, match=r"should be \(observation space, action space\), got 3"):
         load_policy(tmp_path, spaces=3)
+
+
+def test_a_learner_of_ones_own_saves_what_it_publishes(tmp_path: Path) -> None:
+    module = save_run(tmp_path)
+    (tmp_path / "learner.checkpoint").unlink()
+    learnt = {name: array for name, array in arrays_of(module).items() if name.startswith("connectors/")}
+    for updates in (3, 4):
+        save_policy(tmp_path, {**module.state_dict(), **learnt}, updates=updates, steps=640)
+    policy = load_policy(tmp_path)
+    assert policy.act(SEEN).tolist() == [best_action(module, seen) for seen in SEEN]
+    assert "update 4 of learner epoch 1, 640 steps" in policy.source
+    save_policy(str(tmp_path), module.state_dict(), epoch=3)
+    with pytest.raises(FencedError, match="was written by learner epoch 3"):
+        save_policy(tmp_path, module.state_dict(), epoch=2)
+    with pytest.raises(EncodeError, match="cannot be published or saved"):
+        save_policy(tmp_path, {})
+
+    two = tmp_path / "two"
+    two.mkdir()
+    modules = save_run_of_two(two)
+    doubled = {name: {n: 2 * t for n, t in own.state_dict().items()} for name, own in modules.items()}
+    save_policy(two, doubled)
+    saved = load_policy(two).modules
+    for name, own in doubled.items():
+        assert all((saved[name].state_dict()[part] == tensor).all() for part, tensor in own.items())
 
 
 def test_what_is_not_there_or_does_not_fit_is_said(tmp_path: Path) -> None:

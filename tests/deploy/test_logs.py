@@ -9,8 +9,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.deploy import output
-from headrace.deploy.logs import Identity, Readable, set_up_logging
+from headrace.deploy import logs, output
+from headrace.deploy.logs import Identity, Readable, RepeatedWarnings, set_up_logging
 from headrace.deploy.output import LogFormat, Output
 
 
@@ -65,3 +65,38 @@ def test_more_and_less_is_logged_as_asked(
         logging.getLogger("headrace.x").log(level, "detail")
     assert capsys.readouterr().err.count("detail") == seen
     assert (tmp_path / "log").read_text().count("detail") == max(seen, 2)
+
+
+def test_a_storm_of_warnings_is_ten_lines_and_a_count(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(logs, "RepeatedWarnings", lambda: RepeatedWarnings(lambda: now[0]))
+    set_up_logging(Identity("f", "worker"), file=tmp_path / "log")
+    log = logging.getLogger("headrace.worker")
+
+    def storm(count: int) -> list[str]:
+        for number in range(count):
+            log.error("env %d failed (%s)", number % 64, "diverged")
+            log.info("episode %d", number)
+        log.warning("%s", "another thing")
+        return capsys.readouterr().err.splitlines()
+
+    first = storm(1000)
+    assert sum("failed" in line for line in first) == 10
+    assert sum("episode" in line for line in first) == 1000
+    now[0] += 10.0
+    second = storm(2)
+    assert [line.partition(" ERROR ")[2] for line in second if "failed" in line] == [
+        "env 39 failed (diverged) (990 like it were left out)",
+        "env 0 failed (diverged)",
+        "env 1 failed (diverged)",
+    ]
+    for number in range(30):
+        log.warning("%s: %s", f"peer {number}", "refused")
+    assert len(capsys.readouterr().err.splitlines()) == 30, "the words are another's"
+    storm(20)
+    for handler in logging.getLogger("headrace").handlers:
+        handler.close()
+    assert "failed (diverged) (12 like it were left out)" in capsys.readouterr().err
+    assert (tmp_path / "log").read_text().count("failed") == 1022, "the file has all"

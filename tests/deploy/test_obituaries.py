@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,8 @@ import zmq
 from headrace.deploy.event_loop import EventLoop
 from headrace.deploy.exit_record import ExitRecord
 from headrace.deploy.obituary_sender import ObituarySender, reason_of, write_obituary
-from headrace.schemas.ledger import Settled, WorkerTotals
+from headrace.schemas.folded_lives import FoldedLives
+from headrace.schemas.ledger import LedgerRow, Settled, WorkerTotals
 from headrace.schemas.messages import Ack, HeldBatch, Obituary, read, read_hello
 from headrace.schemas.ports import quiet_ports
 from headrace.schemas.recorder import Recorder
@@ -48,6 +50,8 @@ class Registrar:
         self.accepted = 0
         self.settled = Settled()
         self.taken: list[Obituary] = []
+        self.drains = 0
+        """Number of times that it was told of a drain."""
         self.socket = zmq.Context.instance().socket(zmq.ROUTER)
         self.socket.set(zmq.LINGER, 0)
         bind(self.socket, port)
@@ -58,7 +62,9 @@ class Registrar:
         peer, *frames = self.socket.recv_multipart()
         kind, header = decode_header(frames)
         if kind is MessageKind.HELLO:
-            assert read_hello(header).model_dump()["fleet_id"] == FLEET
+            hello = read_hello(header).model_dump()
+            assert hello["fleet_id"] == FLEET
+            self.drains += hello["draining"]
             return
         obituary = read(Obituary, header)
         self.taken.append(obituary)
@@ -101,6 +107,18 @@ def leave_a_recorder(recorders: Path, slot: int, incarnation: int) -> Path:
     return path
 
 
+def test_a_broker_hears_of_the_drain_also_one_that_starts_during_it(loop: EventLoop, tmp_path: Path) -> None:
+    first = Registrar(loop)
+    obituaries = ObituarySender(loop, first.endpoint, FLEET, tmp_path)
+    obituaries.pause_workers()
+    assert loop.turn_until(lambda: first.drains > 0, DEADLINE_S)
+    first.close()
+    later = Registrar(loop, int(first.endpoint.rpartition(":")[2]))
+    assert loop.turn_until(lambda: later.drains > 0, DEADLINE_S)
+    obituaries.close()
+    later.close()
+
+
 def test_an_obituary_says_what_the_recorder_holds(
     loop: EventLoop, registrar: Registrar, obituaries: ObituarySender, tmp_path: Path
 ) -> None:
@@ -111,45 +129,76 @@ def test_an_obituary_says_what_the_recorder_holds(
     assert (taken.slot, taken.incarnation, taken.reason) == (3, 2, "worker_killed")
     assert (taken.totals.stepped, taken.totals.open) == (30, 10)
     assert taken.window == [HeldBatch(seq=1, steps=20, chunks=2)]
-    assert not path.exists()
+    assert path.exists(), "what a broker knows dies with it"
 
 
 def test_a_worker_that_died_before_its_first_step_left_nothing(tmp_path: Path) -> None:
     assert write_obituary(tmp_path, 0, 1, "worker_killed").totals == WorkerTotals()
 
 
-def test_it_is_repeated_until_acknowledged_and_the_recorder_kept_so_long(
+def test_it_is_repeated_until_acknowledged(
     loop: EventLoop, registrar: Registrar, obituaries: ObituarySender, tmp_path: Path
 ) -> None:
-    path = leave_a_recorder(tmp_path, 0, 1)
+    leave_a_recorder(tmp_path, 0, 1)
     registrar.answer = False
     obituaries.send(write_obituary(tmp_path, 0, 1, "worker_killed"))
     assert loop.turn_until(lambda: len(registrar.taken) >= 3, DEADLINE_S)
-    assert path.exists()
     registrar.answer, registrar.closed = True, False
     seen = len(registrar.taken)
     assert loop.turn_until(lambda: len(registrar.taken) > seen, DEADLINE_S)
     assert not obituaries.all_acknowledged(), "an Ack that does not close the books is not the answer"
     registrar.closed = True
     assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
-    assert not path.exists()
 
 
-def test_a_recorder_is_kept_until_all_that_was_accepted_is_settled(
-    loop: EventLoop, registrar: Registrar, obituaries: ObituarySender, tmp_path: Path
+def test_a_recorder_is_kept_until_redis_has_its_final_books_and_a_learner_its_end(
+    obituaries: ObituarySender, tmp_path: Path
 ) -> None:
     path = leave_a_recorder(tmp_path, 0, 1)
-    registrar.accepted = 1
     obituaries.send(write_obituary(tmp_path, 0, 1, "shutdown"))
-    assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
-    assert path.exists(), "only the broker's memory and this file know of batch 1"
-    registrar.settled = Settled(seq=1, committed=(20, 2))
-    obituaries.resend(unsettled_only=True)
-    assert not obituaries.all_acknowledged()
-    assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
+    totals = WorkerTotals(seq=1, stepped=30, discarded={"shutdown": 10}, shipped=20, shipped_chunks=2)
+    settled = Settled(seq=1, committed=(20, 2))
+    final = LedgerRow(
+        slot=0,
+        incarnation=1,
+        totals=totals,
+        accepted=(20, 2),
+        held=(0, 0),
+        settled=settled,
+        closed=True,
+        end_taken=True,
+    )
+    before = totals.model_copy(update={"stepped": 29})
+    for other in ({"closed": False}, {"held": (20, 2)}, {"totals": before}, {"end_taken": False}):
+        obituaries.delete_stored({(0, 1): final.model_copy(update=other)})
+        assert path.exists(), other
+    obituaries.delete_stored({(1, 1): final})
+    assert path.exists()
+    obituaries.delete_stored({(0, 1): final})
     assert not path.exists()
-    obituaries.resend(unsettled_only=True)
-    assert obituaries.all_acknowledged()
+
+
+def test_a_folded_life_has_no_recorder_and_no_later_broker_is_told_of_it(loop: EventLoop, tmp_path: Path) -> None:
+    first = Registrar(loop)
+    obituaries = ObituarySender(loop, first.endpoint, FLEET, tmp_path)
+    paths = [leave_a_recorder(tmp_path, 0, life) for life in (1, 2)]
+    for life in (1, 2):
+        obituaries.send(write_obituary(tmp_path, 0, life, "shutdown"))
+    assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
+    totals = WorkerTotals(seq=1, stepped=30, discarded={"shutdown": 10}, shipped=20, shipped_chunks=2)
+    settled = Settled(seq=1, committed=(20, 2))
+    row = LedgerRow(slot=0, incarnation=0, totals=totals, accepted=(20, 2), held=(0, 0), settled=settled, closed=True)
+    too_few = row.model_copy(update={"totals": totals.model_copy(update={"stepped": 29})})
+    obituaries.delete_stored({}, {0: FoldedLives(highest=1, row=too_few)})
+    assert paths[0].exists()
+    obituaries.delete_stored({}, {0: FoldedLives(highest=1, row=row)})
+    assert [path.exists() for path in paths] == [False, True]
+    seen = len(first.taken)
+    obituaries.resend()
+    assert loop.turn_until(lambda: len(first.taken) > seen and obituaries.all_acknowledged(), DEADLINE_S)
+    assert {obituary.incarnation for obituary in first.taken[seen:]} == {2}
+    obituaries.close()
+    first.close()
 
 
 def test_a_broker_that_was_started_again_is_told_everything_again_and_what_its_predecessor_knew(
@@ -191,9 +240,13 @@ def test_what_is_no_recorder_is_left_alone(loop: EventLoop, obituaries: Obituary
     for name in ("worker-0-0.rec", f"worker-{'9' * 30}-1.rec", "worker-x-1.rec"):
         (tmp_path / name).write_bytes(b"garbage")
     (tmp_path / "worker-0-5.rec").mkdir()
+    other_layout = leave_a_recorder(tmp_path, 0, 6)
+    with other_layout.open("r+b") as file:
+        file.seek(8)
+        file.write(b"\x63")
     obituaries.send_left_over()
-    assert obituaries.all_acknowledged()
-    assert len(list(tmp_path.iterdir())) == 4
+    assert obituaries.all_acknowledged(), "a recorder that cannot be read is not one of a life without steps"
+    assert len(list(tmp_path.iterdir())) == 5
 
 
 def test_a_broker_that_comes_back_on_its_port_is_told(loop: EventLoop, tmp_path: Path) -> None:
@@ -211,7 +264,7 @@ def test_a_broker_that_comes_back_on_its_port_is_told(loop: EventLoop, tmp_path:
 def test_what_an_earlier_supervisor_left_untold_is_told(
     loop: EventLoop, registrar: Registrar, obituaries: ObituarySender, tmp_path: Path
 ) -> None:
-    """Not so for a recorder whose writer still lives (this very process)."""
+    """Not so for a recorder whose writer still lives (this very process), until that has ended."""
     script = f"""
 import pathlib
 from headrace.schemas.recorder import Recorder
@@ -219,14 +272,19 @@ Recorder(pathlib.Path({str(tmp_path / "worker-1-4.rec")!r}), 1, 4).close()
 """
     subprocess.run([sys.executable, "-c", script], check=True)
     alive = Recorder(tmp_path / "worker-0-7.rec", 0, 7)
-    recycled = leave_a_recorder(tmp_path, 2, 1)
+    leave_a_recorder(tmp_path, 2, 1)  # its pid is that of a living process (this one), which does not write to it
     (tmp_path / "something else").touch()
     obituaries.send_left_over()
     assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
     assert [(o.slot, o.incarnation) for o in registrar.taken] == [(1, 4), (2, 1)]
-    assert alive.path.exists()
-    assert not recycled.exists(), "its pid is that of a living process (this one), which does not write to it"
     alive.close()
+    leave_a_recorder(tmp_path, 3, 1)  # of another machine that shares the folder: its writer was never seen here
+    obituaries.send_ended(own=[(0, 7)])
+    assert obituaries.all_acknowledged()
+    obituaries.send_ended(own=[])
+    assert not obituaries.all_acknowledged()
+    assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
+    assert [(o.slot, o.incarnation) for o in registrar.taken[2:]] == [(0, 7)], "it has ended since"
 
 
 def test_garbage_from_the_broker_is_survived(
@@ -246,6 +304,19 @@ def test_garbage_from_the_broker_is_survived(
     loop.watch(registrar.socket, receive)
     obituaries.send(write_obituary(tmp_path, 0, 1, "worker_killed"))
     assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
+
+
+def test_a_sender_that_ends_together_with_its_broker_stops_no_later_one(loop: EventLoop, tmp_path: Path) -> None:
+    """libzmq tells a socket's monitor of a connection's end, and waits for ever if the monitor is closed just then."""
+    for _ in range(200):
+        registrar = Registrar(loop)
+        obituaries = ObituarySender(loop, registrar.endpoint, FLEET, tmp_path)
+        assert loop.turn_until(lambda of=obituaries: of._handshakes.connected, DEADLINE_S)  # type: ignore[misc]
+        loop.forget(registrar.socket)
+        end = threading.Thread(target=registrar.socket.close)
+        end.start()
+        obituaries.close()
+        end.join()
 
 
 def test_reasons() -> None:

@@ -12,7 +12,10 @@ from pathlib import Path
 
 import orjson
 import pytest
+import typer
+from command_reference import commands
 
+from headrace.deploy.cli import app
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.processes
@@ -50,6 +53,15 @@ def test_more_and_less_together_are_refused() -> None:
     ended = subprocess.run([*HEADRACE, "doctor", "-v", "-q"], capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert "give --verbose or --quiet, not both" in ended.stderr
+
+
+def test_every_command_has_the_options_of_output() -> None:
+    for name, command in commands(typer.main.get_command(app)):
+        if name == "headrace ray up":
+            assert command.context_settings["ignore_unknown_options"], "it hands them on to `headrace up`"
+            continue
+        own = {option for parameter in command.params for option in parameter.opts}
+        assert own >= {"-v", "-q", "--log-format", "--no-color"}, name
 
 
 def test_a_shell_completes_commands_and_options() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from headrace.deploy.restarts import RestartPolicy
 from headrace.schemas.config import SupervisorSection
 
@@ -19,6 +21,16 @@ def test_pauses_double_up_to_the_longest_and_are_jittered() -> None:
         assert pause is not None
         assert full / 2 <= pause <= full
     assert len(set(pauses)) == len(pauses)
+
+
+def test_a_first_death_after_a_long_life_is_followed_by_a_new_life_at_once() -> None:
+    policy = RestartPolicy(SECTION, random.Random(1))
+    pauses = [policy.after_death(lived_s) for lived_s in (10.0, 10.0, 51.0, 61.0)]
+    assert pauses[0] == 0.0
+    assert pauses[1] is not None
+    assert 1.0 <= pauses[1] <= 2.0, "two deaths in one window are no accident"
+    assert pauses[2:] == [pytest.approx(1.5, abs=0.5), 0.0]
+    assert RestartPolicy(SECTION, random.Random(1)).after_death(9.9) != 0.0
 
 
 def test_the_budget_is_spent_by_short_lives_however_long_the_pauses() -> None:

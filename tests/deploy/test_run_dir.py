@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
+from headrace.deploy.child import Child
+from headrace.deploy.evaluation_log import EvaluationLog
 from headrace.deploy.fleet_file import read_addresses, read_fleet_file
 from headrace.deploy.fleet_record import FleetRecord
-from headrace.deploy.run_dir import RunDir
+from headrace.deploy.loggers.row_files import JsonlFile
+from headrace.deploy.run_dir import RunDir, write_private
 from headrace.deploy.supervisor import Role
 from headrace.schemas.errors import ExitCode, RunDirError
+from headrace.schemas.recorder import Recorder
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import Nursery
@@ -127,3 +131,48 @@ def test_a_broker_that_was_started_alone_is_found_too(tmp_path: Path) -> None:
     broker = {"pid": 1, "fleet_id": "f", "endpoints": {"worker": "tcp://127.0.0.1:1"}}
     (tmp_path / "broker.json").write_bytes(orjson.dumps(broker))
     assert read_addresses(tmp_path) == ("f", {"worker": "tcp://127.0.0.1:1"})
+
+
+def test_a_link_in_the_run_directory_is_not_written_through(tmp_path: Path) -> None:
+    """Another user's link would send our output to a file of our own."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    run = tmp_path / "run"
+    with RunDir(run) as run_dir:
+        for name in ("logs/worker-0.log", "recorders/worker-0-1.rec", "metrics.jsonl", "evaluations.jsonl"):
+            (run / name).symlink_to(precious)
+        (run / f".settings.json.{os.getpid()}").symlink_to(precious)
+        write_private(run_dir.settings_json, b"{}")
+        writers = (
+            lambda: Child(["true"], run / "logs" / "worker-0.log"),
+            lambda: Recorder(run / "recorders" / "worker-0-1.rec", 0, 1),
+            lambda: JsonlFile(run / "metrics.jsonl").append([{}]),
+            lambda: EvaluationLog(run).append({}),
+        )
+        for write in writers:
+            with pytest.raises((RunDirError, OSError), match=r"(?i)symbolic link"):
+                write()
+    (run / "lock").unlink()
+    (run / "lock").symlink_to(precious)
+    with pytest.raises(RunDirError, match=r"(?i)symbolic link"), RunDir(run):
+        pass
+    assert precious.read_text() == "mine"
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o277])
+def test_private_files_are_private_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_private(tmp_path / "fleet.json", b"{}")
+        write_private(tmp_path / "fleet.json", b"{}")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "fleet.json").stat().st_mode) == 0o600
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder away")
+def test_another_users_run_directory_is_refused(tmp_path: Path) -> None:
+    os.chown(tmp_path, 4242, -1)
+    with pytest.raises(RunDirError, match=r"belongs to user 4242, and this is user 0; name a new"), RunDir(tmp_path):
+        pass
+    assert not (tmp_path / "lock").exists()

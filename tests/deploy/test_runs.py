@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,7 +17,7 @@ import orjson
 import pytest
 
 from headrace.deploy.fleet_errors import OtherSettingsError
-from headrace.deploy.fleet_file import FleetFile
+from headrace.deploy.fleet_file import FleetFile, read_addresses
 from headrace.deploy.resume import EarlierRun, write_settings
 from headrace.deploy.run_dir import RunDir, file_name_of, new_run_dir
 from headrace.schemas.config_loading import build_config
@@ -45,7 +46,9 @@ def summary_of(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_run_is_found_again_refused_to_others_and_resumed(tmp_path: Path) -> None:
-    first = summary_of(headrace(tmp_path, "up", "--until-steps", str(UNTIL), "--json"))
+    asked = headrace(tmp_path, "up", "--until-steps", str(UNTIL), "--json")
+    first = summary_of(asked)
+    assert "headrace evaluate" not in asked.stdout + asked.stderr
     assert UNTIL <= first["env_steps"] < UNTIL + 2 * FRAGMENT
     (run,) = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"CartPole-v1-\d{8}-\d{6}", run.name)
@@ -139,7 +142,7 @@ class Terminal:
 
     def says(self, pattern: str) -> re.Match[str]:
         """The first match of `pattern`, once it has been printed."""
-        found = wait_until(lambda: re.search(pattern, "".join(self._lines)), f"a line with {pattern!r}")
+        found = wait_until(lambda: re.search(pattern, "".join(self._lines)), f"a line with {pattern!r}", pause_s=0.05)
         assert found is not None
         return found
 
@@ -179,8 +182,35 @@ def test_whom_a_fleet_waits_for_can_be_started_by_what_it_prints(tmp_path: Path)
             (elsewhere,) = [row for row in rows if row["role"] == "worker"]
             assert (elsewhere["name"], elsewhere["alive"]) == ("worker-1000", True)
             assert elsewhere["host"]
+            assert elsewhere["headrace_version"] == version("headrace")
             with pasted(tmp_path, learner):
                 assert process.wait(200) == 0
+        play = terminal.says(r"play its policy: headrace (evaluate run)")[1]
+        played = headrace(tmp_path, *play.split(), "--episodes", "1")
+        assert played.returncode == 0, played.stderr
+
+
+@pytest.mark.slow
+def test_a_worker_of_a_run_that_has_stopped_says_so_and_joins_each_resumed_one(tmp_path: Path) -> None:
+    summary_of(headrace(tmp_path, "up", "--run-dir", "run", "--workers", "1", "--until-steps", "600", "--json"))
+    brief = headrace(tmp_path, "worker", "--run-dir", "run", "--set", "worker.connect_timeout_s=0.1")
+    assert brief.returncode == ExitCode.RUN_DIR
+    assert "its run has stopped; start it with `headrace up --resume run`" in brief.stderr
+    words = tmp_path / "words"
+    asked = command("worker", "--run-dir", "run", "--set", "worker.drain_timeout_s=1")  # it ends where no broker is
+    with words.open("wb") as lines, subprocess.Popen(asked, cwd=tmp_path, stderr=lines) as worker:
+        try:
+            stopped = "the run in run has stopped: start it with `headrace up --resume run`; waiting for it"
+            wait_until(lambda: stopped in words.read_text(), "the sentence of the worker")
+            summary_of(headrace(tmp_path, "up", "--resume", "run", "--workers", "0", "--until-steps", "600", "--json"))
+            assert "as slot 1000" in words.read_text()
+            before = read_addresses(tmp_path / "run")[1]["worker"]
+            summary_of(headrace(tmp_path, "up", "--resume", "run", "--workers", "0", "--until-steps", "600", "--json"))
+            after = read_addresses(tmp_path / "run")[1]["worker"]
+            assert f"the broker has moved from {before} to {after}" in words.read_text()
+            assert words.read_text().count("as slot 1000") == 1, "the same life goes on"
+        finally:
+            worker.terminate()
 
 
 @pytest.mark.slow

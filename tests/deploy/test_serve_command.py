@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 from headrace.deploy.cli import app
 from headrace.deploy.clients import http_client
 from headrace.deploy.saved_policy import find_policy
-from headrace.learner_stub.checkpoint import Checkpoint, save_checkpoint, training_arrays
+from headrace.learner_stub.checkpoint import Checkpoint, save_checkpoint
+from headrace.learner_stub.training_arrays import training_arrays
 from headrace.schemas.episode_errors import EpisodesClosedError
 from headrace.schemas.errors import CheckpointError, ConfigError, ExitCode, ModuleError, PortInUseError
 from headrace.schemas.weights import CONNECTORS, join_modules

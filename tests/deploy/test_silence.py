@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headrace.deploy.liveness_file import seconds_silent
-from headrace.deploy.ps import is_alive
+from headrace.deploy.proc_stat import is_alive
 from headrace.deploy.supervisor import ProcessSpec, Role
-from headrace.deploy.watchdog import FleetWatchdog, why_silent
+from headrace.deploy.watchdog import FleetWatchdog, recorders_by_slot, why_silent
 from headrace.schemas.ledger import Settled, WorkerTotals
 from headrace.schemas.recorder import Reading
 
@@ -71,7 +71,9 @@ def test_a_stopped_worker_is_replaced_and_an_active_one_is_not(nursery: Nursery,
         slot=0,
     )
     service = nursery.supervisor.start(spec)
-    watch = FleetWatchdog(nursery.loop, nursery.supervisor, tmp_path, lease_s=1.0, connect_timeout_s=1.0)
+    watch = FleetWatchdog(
+        nursery.loop, nursery.supervisor, recorders_by_slot(tmp_path), lease_s=1.0, connect_timeout_s=1.0
+    )
     nursery.until(lambda: (tmp_path / "worker-0-1.rec").exists())
     assert not nursery.loop.turn_until(lambda: service.restarts > 0, 1.5), "replaced although it was active"
     assert service.child is not None
@@ -97,7 +99,14 @@ while True:
 def test_an_env_host_that_turns_no_more_is_killed_and_replaced(nursery: Nursery, tmp_path: Path) -> None:
     argv = [sys.executable, "-c", TURNING, "turns"]
     service = nursery.supervisor.start(ProcessSpec("env-host-0", Role.ENV_HOST, lambda _: argv))
-    watch = FleetWatchdog(nursery.loop, nursery.supervisor, tmp_path, 0.4, connect_timeout_s=1.0, host_lease_s=2.0)
+    watch = FleetWatchdog(
+        nursery.loop,
+        nursery.supervisor,
+        recorders_by_slot(tmp_path),
+        0.4,
+        connect_timeout_s=1.0,
+        limits_s={Role.ENV_HOST: 2.0},
+    )
     stopped = service.child
     assert stopped is not None
     nursery.until(lambda: seconds_silent(stopped.liveness_path) is not None)
@@ -113,6 +122,48 @@ def test_an_env_host_is_not_judged_before_its_envs_can_be_had(nursery: Nursery, 
     """Its first env may take its time, for which there is a deadline of its own."""
     argv = [sys.executable, "-c", TURNING, "builds"]
     service = nursery.supervisor.start(ProcessSpec("env-host-0", Role.ENV_HOST, lambda _: argv))
-    watch = FleetWatchdog(nursery.loop, nursery.supervisor, tmp_path, 0.4, connect_timeout_s=1.0, host_lease_s=0.1)
+    watch = FleetWatchdog(
+        nursery.loop,
+        nursery.supervisor,
+        recorders_by_slot(tmp_path),
+        0.4,
+        connect_timeout_s=1.0,
+        limits_s={Role.ENV_HOST: 0.1},
+    )
     assert not nursery.loop.turn_until(lambda: service.restarts > 0, 0.8)
+    watch.stop()
+
+
+@pytest.mark.parametrize("role", [Role.BROKER, Role.LEARNER, Role.REDIS])
+def test_a_process_that_is_stopped_for_long_is_killed_and_replaced(
+    nursery: Nursery, tmp_path: Path, role: Role
+) -> None:
+    """Whether or not it ever gave a sign of life, and not before the time of a lease has passed."""
+    service = nursery.start("import signal; print('up', flush=True); signal.pause()", role=role)
+    watch = FleetWatchdog(
+        nursery.loop, nursery.supervisor, recorders_by_slot(tmp_path), lease_s=1.0, connect_timeout_s=1.0
+    )
+    nursery.until(lambda: nursery.says("child", "up"))
+    stopped = service.child
+    assert stopped is not None
+    stopped.send(signal.SIGSTOP)
+    assert not nursery.loop.turn_until(lambda: service.restarts > 0, 0.8)
+    stopped.send(signal.SIGCONT)
+    assert not nursery.loop.turn_until(lambda: service.restarts > 0, 1.5), "replaced although it went on"
+    stopped.send(signal.SIGSTOP)
+    nursery.until(lambda: nursery.says("child", "up", times=2))
+    watch.stop()
+    assert not is_alive(stopped.pid)
+    assert service.restarts == 1
+
+
+@pytest.mark.parametrize("role", [Role.BROKER, Role.LEARNER])
+def test_a_process_that_hangs_is_killed_and_replaced(nursery: Nursery, tmp_path: Path, role: Role) -> None:
+    argv = [sys.executable, "-c", TURNING.replace("while True:", "for _ in range(9):") + "\nwhile True: pass", "turns"]
+    service = nursery.supervisor.start(ProcessSpec("child", role, lambda _: argv))
+    limits = {role: 1.0}
+    watch = FleetWatchdog(
+        nursery.loop, nursery.supervisor, recorders_by_slot(tmp_path), 0.4, connect_timeout_s=1.0, limits_s=limits
+    )
+    nursery.until(lambda: service.restarts == 1 and not service.zombies)
     watch.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import gymnasium as gym
 import pytest
 
 from headrace.deploy import check_process
+from headrace.deploy.child_environment import child_environment
+from headrace.deploy.fork_server import ForkServer
 from headrace.deploy.run_dir import RunDir
 from headrace.deploy.start_check import check_start
 from headrace.deploy.stop_signals import StopSignals
@@ -25,7 +28,10 @@ import os
 import threading
 
 import gymnasium as gym
+import numpy as np
 import torch
+
+from headrace.workers import MultiAgentEnv
 
 
 class Bare(torch.nn.Module):
@@ -65,6 +71,59 @@ def narrow(spaces):
     return module
 
 
+class Faulty(gym.Env):
+    observation_space = gym.spaces.Box(-1.0, 1.0, (3,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, fault=""):
+        self.fault = fault
+
+    def reset(self, *, seed=None, options=None):
+        if self.fault == "reset":
+            raise RuntimeError("the scene is missing")
+        return np.zeros(4 if self.fault == "shape" else 3, np.float32), {}
+
+    def step(self, action):
+        if self.fault == "step":
+            raise RuntimeError("no such joint")
+        kind = np.float64 if self.fault == "dtype" else np.float32
+        answer = np.zeros(3, kind), 0.0, False, False, {}
+        return answer[:4] if self.fault == "answer" else answer
+
+
+class Masked(Faulty):
+    """It takes no action but one that its mask shows as legal."""
+
+    observation_space = gym.spaces.Dict(obs=Faulty.observation_space, action_mask=gym.spaces.MultiBinary(50))
+    action_space = gym.spaces.Discrete(50)
+
+    def reset(self, *, seed=None, options=None):
+        mask = np.zeros(50, np.int8)
+        mask[7] = 1
+        return {"obs": np.zeros(3, np.float32), "action_mask": mask}, {}
+
+    def step(self, action):
+        assert action == 7
+        return self.reset()[0], 0.0, False, False, {}
+
+
+class Pair(MultiAgentEnv):
+    possible_agents = ["left", "right"]
+    observation_spaces = dict.fromkeys(possible_agents, Faulty.observation_space)
+    action_spaces = dict.fromkeys(possible_agents, Faulty.action_space)
+
+    def reset(self, *, seed=None, options=None):
+        return {"left": np.zeros(3, np.float32)}, {}
+
+    def step(self, actions):
+        assert list(actions) == ["left"]
+        return {"right": np.zeros(5, np.float32)}, {}, {}, {}, {}
+
+
+def two_of_a_kind(context):
+    return gym.vector.SyncVectorEnv([lambda: Faulty(**context)] * 2)
+
+
 def broken(context):
     raise RuntimeError("no licence for the simulator")
 
@@ -93,6 +152,11 @@ def up(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         (("--set", "module.build=nowhere:build"), ExitCode.MODULE, ("'nowhere:build' cannot be found",)),
         (("--set", "module.build=user:bare"), ExitCode.MODULE, ("user:bare", "has no logp, entropy", "learner")),
         (("--env", "user:broken"), ExitCode.ENV, ("user:broken", "RuntimeError: no licence for the simulator")),
+        (
+            ("--env", "user:Faulty", "--set", "sampling.env_config.fault=shape"),
+            ExitCode.ENV,
+            ("'user:Faulty' failed at its first reset", "should be float32 (3,), got float32 (4,)", "--no-check-env"),
+        ),
         (("--env", "user:crashing"), ExitCode.ENV, ("building one env of 'user:crashing'", "SIGABRT")),
     ],
 )
@@ -148,6 +212,31 @@ def test_a_module_must_give_what_the_learner_asks_for() -> None:
     check_start(own_learner, lambda step: None)  # whose needs are its own affair
 
 
+@pytest.mark.usefixtures("user_code")
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("reset", "at its first reset: RuntimeError: the scene is missing; correct the env"),
+        ("step", "at its first step: RuntimeError: no such joint; correct the env"),
+        ("dtype", r"at its first step: observation should be float32 \(3,\), got float64 \(3,\)"),
+        ("answer", "at its first step: answer of step should be .*, got 4 values"),
+    ],
+)
+def test_an_env_is_reset_and_stepped_once(fault: str, said: str) -> None:
+    sampling = {"env": "user:Faulty", "env_config": {"fault": fault}}
+    assert re.search(f"env 'user:Faulty' failed {said}", mistake(sampling=sampling))
+
+
+@pytest.mark.usefixtures("user_code")
+def test_masks_agents_and_vectors_are_tried_as_they_are_used() -> None:
+    check_start(config(sampling={"env": "user:Masked"}), lambda step: None)
+    pair = {"env": "user:Pair", "policies": {"one": {}}}
+    assert "first step: observation of agent 'right' should be float32 (3,), got float32 (5,)" in mistake(sampling=pair)
+    vector = {"env": "user:two_of_a_kind", "num_envs": 2}
+    check_start(config(sampling=vector), lambda step: None)
+    assert "first step: RuntimeError: no such joint" in mistake(sampling={**vector, "env_config": {"fault": "step"}})
+
+
 def test_names_that_mean_nothing_are_named() -> None:
     assert "has no 'MeanStdd'" in mistake(sampling={"env_to_module": ["headrace.workers.connectors:MeanStdd"]})
     assert "nowhere" in mistake(sampling={"callbacks": ["nowhere:Callback"]})
@@ -198,10 +287,15 @@ def test_an_env_that_takes_its_time_is_said_and_given_up_at_its_deadline(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(check_process, "SAY_WAITING_S", 0.3)
     slow = config(sampling={"env": "user:slow", "env_construct_timeout_s": 0.1})
-    with RunDir(tmp_path / "run") as run_dir, StopSignals() as signals, caplog.at_level(logging.INFO, "headrace"):
-        check_process.check_before_start(slow, run_dir, signals)
+    with (
+        RunDir(tmp_path / "run") as run_dir,
+        StopSignals() as signals,
+        ForkServer(child_environment(1)) as fork_server,
+        caplog.at_level(logging.INFO, "headrace"),
+    ):
+        check_process.check_before_start(slow, run_dir, signals, fork_server)
         assert "still building one env of 'user:slow'" in caplog.text
         monkeypatch.setattr(check_process, "_START_S", 0.0)
         with pytest.raises(HeadraceError, match=r"took longer than sampling\.env_construct_timeout_s = 0\.1") as caught:
-            check_process.check_before_start(slow, run_dir, signals)
+            check_process.check_before_start(slow, run_dir, signals, fork_server)
     assert caught.value.exit_code == EnvError.exit_code

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headrace.deploy.fleet_errors import ProcessFailedError
-from headrace.deploy.ps import is_alive
+from headrace.deploy.proc_stat import is_alive
 from headrace.deploy.supervisor import INCURABLE, ProcessSpec, Role, ServiceState
 from headrace.schemas.config import SupervisorSection
 from headrace.schemas.errors import CrashLoopError, ExitCode

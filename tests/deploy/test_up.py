@@ -14,7 +14,8 @@ import pytest
 
 from headrace.deploy import child_commands
 from headrace.deploy.fleet_file import FleetFile, read_fleet_file
-from headrace.deploy.ps import is_alive
+from headrace.deploy.log_rotation import rotated_path
+from headrace.deploy.proc_stat import is_alive
 from headrace.deploy.summary import Summary
 from headrace.deploy.supervisor import ProcessSpec, Role
 from headrace.deploy.up import UpOptions, up
@@ -58,8 +59,9 @@ def roles_are_pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config_for(run_dir: Path, **fleet: object) -> FleetConfig:
     supervisor = {"restart_backoff_s": 0.01, "restart_backoff_max_s": 0.02, "max_restarts_per_window": 2}
-    broker = {"report_interval_s": 0.05}
-    return build_config({"fleet": {"run_dir": str(run_dir), **fleet}, "supervisor": supervisor, "broker": broker})
+    broker = {"report_interval_s": 0.05, "allow_insecure": True}  # the pretended broker asks for no token
+    sections = {"supervisor": supervisor, "broker": broker, "dashboard": {"enabled": False}}
+    return build_config({"fleet": {"run_dir": str(run_dir), **fleet}, **sections})
 
 
 @pytest.fixture
@@ -119,13 +121,27 @@ def test_it_runs_to_its_goal_and_drains_in_the_order_that_loses_nothing(
     assert summary.mean_return is not None
     assert summary.mean_return >= 20.0
     assert (tmp_path / "drained").read_text().split() == ["worker", "worker", "learner", "broker"]
-    assert sorted((tmp_path / "obituaries").read_text().splitlines()) == ["0/1 shutdown 7", "1/1 shutdown 7"]
+    told = set((tmp_path / "obituaries").read_text().splitlines())  # each until it is acknowledged, so perhaps twice
+    assert told == {"0/1 shutdown 7", "1/1 shutdown 7"}
     assert summary.balanced is True
     assert summary.ledger is not None
     assert summary.ledger.queued == 0
     page = read_fleet_file(tmp_path / "fleet.json")
     assert (page.state, page.processes) == ("stopped", [])
-    assert capsys.readouterr().out == ""
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "this fleet serves every user of this machine without keys or token" in printed.err
+
+
+def test_a_run_cuts_logs_that_are_too_large(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "worker-0.log"
+    log.parent.mkdir()
+    log.write_text("printed by an env\n" * 10_000)
+    config = config_for(tmp_path, until_steps=500)
+    bounded = config.logging.model_copy(update={"max_file_bytes": 1 << 16})
+    assert up(config.model_copy(update={"logging": bounded}), UpOptions(json=True)).goal_reached
+    assert log.stat().st_size <= 1 << 16
+    assert "printed by an env\n" * 3000 in rotated_path(log).read_text()
 
 
 def test_the_summary_as_json_is_one_object_on_one_line(tmp_path: Path) -> None:

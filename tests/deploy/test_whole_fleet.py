@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import subprocess
@@ -12,7 +13,7 @@ import orjson
 import pytest
 
 from headrace.deploy.fleet_file import FleetFile, read_fleet_file
-from headrace.deploy.ps import is_alive
+from headrace.deploy.proc_stat import is_alive
 from headrace.schemas.errors import ExitCode
 from support.fleets import slow_training
 from support.fleets.running_fleet import RunningFleet
@@ -20,6 +21,8 @@ from support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
+FRAGMENT = 8 * 64
+"""Env steps of one fragment of one worker, by default."""
 SMALL = ("--num-envs", "2", "--seed", "0", "--timeout-s", "180", "--json")
 
 
@@ -58,6 +61,14 @@ def test_a_short_run_ends_at_its_goal_with_books_that_balance(tmp_path: Path) ->
     audited = subprocess.run(audit, capture_output=True, text=True, check=False, timeout=200)
     assert audited.returncode == 0, audited.stderr
     assert orjson.loads(audited.stdout)["balanced"] is True
+
+
+@pytest.mark.parametrize("goal", [("--until-steps", "3000"), ("--until-return", "12")])
+def test_a_goal_is_noticed_when_it_is_reached_not_with_the_next_report(tmp_path: Path, goal: tuple[str, str]) -> None:
+    result = up(tmp_path, *goal, "--set", "broker.report_interval_s=10000")
+    assert result.returncode == 0, result.stderr
+    found = orjson.loads(result.stdout)
+    assert (found["goal_reached"], found["balanced"]) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +121,42 @@ def test_a_stop_within_a_long_update_is_no_kill_and_loses_nothing(
     assert "is killed" not in result["stderr"]
     assert result["ledger"]["queued"] == 0
     assert result["ledger"]["committed"][0] > 0
+    assert audited.returncode == 0, audited.stderr
+
+
+def test_the_progress_line_names_the_newest_failure_of_an_env(tmp_path: Path) -> None:
+    arguments = ("--env", "support.envs.fleet:three_of_eight", "--workers", "1", "--num-envs", "8")
+    with RunningFleet(tmp_path, *arguments) as fleet:
+        line = (
+            r"env failures [\d,]+, the newest \d+ s ago \(worker-0: env_exception in env [146] at step \d+ of episode "
+        )
+        whole = re.compile(line + r".*: RuntimeError: the simulator diverged\)")
+        fleet.wait_until(lambda: whole.search(fleet.said()), "a line of progress with it")
+
+
+def test_a_timeout_repeats_what_the_run_waited_for(tmp_path: Path) -> None:
+    result = up(tmp_path, "--workers", "0", "--timeout-s", "15", "--until-steps", "10")
+    assert result.returncode == ExitCode.TIMEOUT, result.stderr
+    sentence = result.stderr.rpartition("error: ")[2]
+    assert f"it stood still, waiting for a worker (headrace worker --run-dir {tmp_path})" in sentence
+
+
+def test_a_worker_from_elsewhere_pauses_while_the_fleet_drains(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "headrace.deploy", "worker", "--run-dir", str(tmp_path / "run")]
+    with RunningFleet(tmp_path / "run", "--env", "CartPole-v1", "--workers", "0") as fleet:
+        fleet.wait_until((tmp_path / "run" / "broker.json").exists, "the broker")
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as worker:
+            try:
+                fleet.wait_until(lambda: fleet.steps() > 0, "a step")
+                fleet.terminate()
+                result = fleet.finish()
+                audited = fleet.audit()
+            finally:
+                worker.terminate()
+                said = worker.communicate(timeout=100)[0]
+    assert result["returncode"] == 0, result["stderr"]
+    assert "the fleet has reached its goal or is being stopped" in said
+    assert result["ledger"]["queued"] <= FRAGMENT, "the worker went on while the learner stopped"
     assert audited.returncode == 0, audited.stderr
 
 

@@ -1,4 +1,4 @@
-"""What pages list is what the code has: settings, commands, reasons, events, paths."""
+"""Pages list the settings, commands, reasons, events, Redis keys and paths that the code has, and no others."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from command_reference import commands, commands_as_markdown
 from documentation.blocks import blocks_of
 from exit_codes import exit_codes_as_markdown
 from generated_pages import fill
+from redis_reference import redis_keys_as_markdown
 from settings_reference import settings, settings_as_markdown
 from typer.main import get_command
 
@@ -21,7 +22,7 @@ from headrace.schemas.config import FleetConfig
 from headrace.schemas.config_loading import known_keys
 from headrace.schemas.errors import ExitCode
 from headrace.schemas.ledger import Discard, Drop
-from headrace.schemas.redis_keys import TABLE
+from headrace.schemas.redis_keys import COUNTER_TABLE, GAUGE_TABLE, TABLE
 from headrace.workers.callbacks import EVENTS
 
 ROOT = Path(__file__).parents[2]
@@ -89,10 +90,11 @@ def test_every_column_of_a_runs_rows_is_explained() -> None:
     assert [column for column in COLUMNS if f"`{column}`" not in page] == []
 
 
-def test_redis_keys_that_a_page_names_are_there() -> None:
-    named = re.findall(r"`headrace:\{FLEET\}:(\w+)`", read("guides/callbacks-metrics-state.md"))
-    assert named
-    assert set(named) <= {key.name for key in TABLE}
+def test_the_redis_page_has_every_key_counter_and_gauge() -> None:
+    page = redis_keys_as_markdown()
+    assert [key.name for key in TABLE if f"## {key.name}\n" not in page or key.meaning[1:] not in page] == []
+    assert [key.name for key in TABLE if not key.example] == []
+    assert [metric.name for metric in (*COUNTER_TABLE, *GAUGE_TABLE) if f"| `{metric.name}" not in page] == []
 
 
 def test_learners_on_the_pages_find_the_broker_by_its_run_directory() -> None:

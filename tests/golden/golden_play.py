@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +23,8 @@ from headrace.schemas.ledger import Discard
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, RunnerCallback, SingleAgentEnvRunner
 
 HERE = Path(__file__).parent
-_FIRST_PORT, _PORTS = 9_500, 80
+_FIRST_PORT, _PORTS, _PROCESSES = 1_100, 100, 8
+"""Ports of each process of tests, beside those of `support.ports`: hosts ask for theirs until the session ends."""
 
 Settings = dict[str, Any]
 
@@ -265,29 +267,27 @@ class Hosts:
         """Return the port where a runner has to listen for the host of these settings."""
         key = json.dumps(settings, sort_keys=True)
         if key not in self._ports:
-            self._ports[key] = port = _free_port()
+            self._ports[key] = port = self._free_port()
             self._start(port, **settings)
         return self._ports[key]
+
+    def _free_port(self) -> int:
+        """Return a port of no other host: between two runners nobody listens at that of a host."""
+        number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _PROCESSES
+        first = _FIRST_PORT + _PORTS * number
+        for port in sorted({*range(first, first + _PORTS)} - {*self._ports.values()}):
+            with socket.socket() as probe, suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
+        raise AssertionError("no port is free")
 
     def _start(self, port: int, env: str, num_envs: int, env_config: Settings | None = None) -> None:
         command = [sys.executable, "-m", "headrace.deploy", "env-host", "--env", env, "--num-envs", str(num_envs)]
         command += ["--connect", f"tcp://127.0.0.1:{port}", "--set", "sampling.envs_per_process=2"]
+        command += ["--set", "worker.connect_timeout_s=100000"]  # other cases may come between two that use this host
         if env_config is not None:
             command += ["--set", f"sampling.env_config={json.dumps(env_config)}"]
         path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
         with (Path(self._folder.name) / f"{port}.log").open("wb") as log:
             environment = os.environ | {"PYTHONPATH": path}
             self._processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
-
-
-def _free_port() -> int:
-    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 6
-    first = _FIRST_PORT + _PORTS * number
-    for port in range(first, first + _PORTS):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("no port is free")

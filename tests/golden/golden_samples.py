@@ -9,6 +9,7 @@ peer of this protocol version, and must be understood for as long as that is; no
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import UnionType
@@ -186,8 +187,13 @@ def _value(annotation: Any, metadata: Sequence[Any], rng: random.Random) -> Any:
         return {_value(args[0], (), rng): _value(args[1], (), rng) for _ in range(2)}
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return sample_model(annotation, str(rng.random()))
+    parts = (inner for part in metadata for inner in getattr(part, "metadata", [part]))
+    patterns = [pattern for part in parts if (pattern := getattr(part, "pattern", None))]
+    if scheme := re.match(r"\^\((tcp|http):", "".join(patterns)):
+        return f"{scheme[1]}://w{rng.randrange(100)}:{rng.randrange(1, 1000)}"
     if annotation is str and metadata:
-        return f"{rng.randrange(100)}/{rng.randrange(100)}"
+        text = f"{rng.randrange(100)}/{rng.randrange(100)}"
+        return text if all(re.search(pattern, text) for pattern in patterns) else text.replace("/", ".")
     scalars = {
         int: rng.randrange(1, 1000),
         float: rng.randrange(1, 99) / 8,
@@ -222,9 +228,13 @@ def add_new(folder: Path) -> None:
     for name, frames in golden():
         if (folder / f"{name}.bin").exists():
             continue
-        blob = b"".join(len(f).to_bytes(4, "little") + bytes(f) for f in frames)
-        (folder / f"{name}.bin").write_bytes(blob)
+        write(folder / f"{name}.bin", frames)
         (folder / f"{name}.json").write_bytes(orjson.dumps(describe(frames), option=orjson.OPT_APPEND_NEWLINE))
+
+
+def write(path: Path, frames: Sequence[Buffer]) -> None:
+    """Write a NAME.bin."""
+    path.write_bytes(b"".join(len(frame).to_bytes(4, "little") + bytes(frame) for frame in frames))
 
 
 def read(path: Path) -> list[Buffer]:
@@ -235,6 +245,15 @@ def read(path: Path) -> list[Buffer]:
         frames.append(bytes(blob[4 : 4 + size]))
         blob = blob[4 + size :]
     return frames
+
+
+def contains(new: Any, old: Any) -> bool:
+    """Return whether `new` has all that `old` has, with the same values; keys may have been added."""
+    if isinstance(old, dict):
+        return isinstance(new, dict) and all(key in new and contains(new[key], old[key]) for key in old)
+    if isinstance(old, list):
+        return isinstance(new, list) and len(new) == len(old) and all(map(contains, new, old))
+    return bool(new == old)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,10 @@ def _learn(net: nn.Module, optimizer: Adam | torch.optim.Adam, first: int, last:
         # Every third step leaves the last layer without a gradient, which is not one of zero.
         loss = net(torch.sin(torch.arange(12.0) * step).reshape(4, 3)) if step % 3 else net[0](torch.ones(3))
         loss.square().sum().backward()
+        if isinstance(optimizer, Adam):
+            optimizer.lr *= 0.9
+        else:
+            optimizer.param_groups[0]["lr"] *= 0.9
         optimizer.step()
 
 
@@ -49,7 +53,7 @@ def test_its_state_goes_on_where_it_was(begun_by: type[Adam]) -> None:
     _learn(whole, Adam(whole.parameters(), lr=0.1, eps=1e-5), 0, 20)
     before = begun_by(half.parameters(), lr=0.1, eps=1e-5)
     _learn(half, before, 0, 11)
-    after = Adam(half.parameters(), lr=0.1, eps=1e-5)
+    after = Adam(half.parameters(), lr=0.1 * 0.9**11, eps=1e-5)
     after.load_state_dict(copy.deepcopy(before.state_dict()))
     _learn(half, after, 11, 20)
     for found, expected in zip(half.parameters(), whole.parameters(), strict=True):

@@ -33,7 +33,7 @@ BATCHES = st.builds(
 """Fragments with chunks that are cut, terminated, truncated, and with end markers of aborted episodes."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(BATCHES)
 def test_transitions_are_the_steps_of_the_chunks_in_order(batch: ChunkBatch) -> None:
     given_ = batch.transitions()
@@ -52,7 +52,7 @@ def test_transitions_are_the_steps_of_the_chunks_in_order(batch: ChunkBatch) -> 
         assert given_.truncated[n] == (last and chunk.is_truncated)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(BATCHES)
 def test_time_major_has_each_chunk_in_a_lane_of_its_own(batch: ChunkBatch) -> None:
     given_ = batch.time_major()
@@ -136,7 +136,7 @@ def _rollouts(draw: Any) -> dict[str, NDArray[Any]]:
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(_rollouts(), st.floats(0.5, 1.0), st.floats(0.0, 1.0), st.floats(0.5, 2.0), st.floats(0.5, 2.0))
 def test_v_trace_is_the_recursion_of_the_paper(
     rollout: dict[str, NDArray[Any]], gamma: float, trace_lambda: float, rho_max: float, c_max: float
@@ -155,7 +155,7 @@ def test_v_trace_is_the_recursion_of_the_paper(
             next_target, next_value = target, value
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(_rollouts())
 def test_v_trace_of_fresh_data_is_gae(rollout: dict[str, NDArray[Any]]) -> None:
     rollout = {**rollout, "log_ratios": np.zeros_like(rollout["log_ratios"])}

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,14 +17,18 @@ from safetensors.numpy import load_file
 
 from headrace.learner_stub.checkpoint import (
     Checkpoint,
+    decode_checkpoint,
     load_checkpoint,
     previous_path,
     save_checkpoint,
-    training_arrays,
-    training_tensors,
 )
+from headrace.learner_stub.training_arrays import training_arrays, training_tensors
 from headrace.schemas.errors import CheckpointError, EncodeError, FencedError, RunDirError
 from headrace.schemas.safetensors import encode_safetensors
+
+
+class _KilledError(BaseException):
+    pass
 
 
 @pytest.fixture
@@ -113,6 +121,31 @@ def test_a_torn_file_gives_way_to_the_previous_one_with_a_warning(path: Path, ca
         _assert_equal(load_checkpoint(path), _checkpoint(updates=1))
     assert "learner.checkpoint cannot be used: its bytes do not match their checksum" in caplog.text
     assert str(previous_path(path)) in caplog.text
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_a_kill_at_any_step_of_a_save_leaves_a_whole_one_at_its_path(
+    path: Path, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(path, _checkpoint(updates=1))
+    steps = iter(range(step))
+
+    def until_killed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def calling(*args: Any, **options: Any) -> Any:
+            if next(steps, None) is None:
+                raise _KilledError
+            return call(*args, **options)
+
+        return calling
+
+    with monkeypatch.context() as patch, suppress(_KilledError):
+        for owner, name in ((os, "link"), (Path, "replace"), (Path, "unlink")):
+            patch.setattr(owner, name, until_killed(getattr(owner, name)))
+        save_checkpoint(path, _checkpoint(updates=2))
+    assert decode_checkpoint(path.read_bytes(), str(path)).state["updates"] == (2 if step > 4 else 1)
+    save_checkpoint(path, _checkpoint(updates=3), claim=True)
+    assert sorted(file.name for file in path.parent.iterdir()) == [path.name, previous_path(path).name]
+    _assert_equal(load_checkpoint(path), _checkpoint(updates=3))
 
 
 def test_a_kill_between_the_two_moves_of_a_save_leaves_the_previous_one(path: Path) -> None:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.learner_stub.checkpoint import training_arrays
 from headrace.learner_stub.connector_merger import ConnectorMerger
 from headrace.learner_stub.module import TrainableModule
 from headrace.learner_stub.policies import DEFAULT_MODULE, FrozenPolicy, LearnerPolicies
 from headrace.learner_stub.policy_builder import build_policies
 from headrace.learner_stub.ppo import PPO
+from headrace.learner_stub.training_arrays import training_arrays
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.chunk import EXPLORE, RANDOM_ACTIONS, ChunkEnd
 from headrace.schemas.config import FleetConfig, LearnerSection

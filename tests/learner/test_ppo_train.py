@@ -63,10 +63,13 @@ class Link:
         self.taken = max(broker.committed, position[0]["seq"] if position else 0)
         self.published: list[Mapping[str, Any]] = []
         self.logged: list[Mapping[str, float]] = []
+        self.exhausted = True
+        self.waits_s: list[float] = []
 
     def next(self, timeout_s: float) -> ChunkBatch | None:
         if self.taken == len(self.broker.batches):
             self.stopping.set()
+            self.waits_s.append(timeout_s)
             return None
         self.broker.called("next")
         self.taken += 1
@@ -206,19 +209,23 @@ def test_an_update_without_a_training_step_or_that_must_be_whole_is_abandoned(
     synchronous: bool,
     make_batch: MakeBatch,
     new_module: NewModule,
+    by_autograd: Callable[[TrainableModule], TrainableModule],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing of it is kept: the next life does it again, and ends as if nothing had happened."""
 
-    whole, _ = _live(Broker(_batches(make_batch)), 1, _policies(new_module), tmp_path / "whole")
-    broker, module = Broker(_batches(make_batch)), new_module()
+    def new_forward_module() -> TrainableModule:
+        return by_autograd(new_module())
+
+    whole, _ = _live(Broker(_batches(make_batch)), 1, _policies(new_forward_module), tmp_path / "whole")
+    broker, module = Broker(_batches(make_batch)), new_forward_module()
     stops = _Stops(module, 5 + forward, 0.0, monkeypatch)
     with pytest.raises(AbandonedUpdateError):
         _stopped_life(broker, tmp_path / "c", module, stops, synchronous=synchronous)
     assert broker.committed == 2
     monkeypatch.undo()
-    after, _ = _live(broker, 2, _policies(new_module), tmp_path / "c")
+    after, _ = _live(broker, 2, _policies(new_forward_module), tmp_path / "c")
     (state, arrays), (expected_state, expected) = after.get_state(), whole.get_state()
     assert state == expected_state
     for name, array in expected.items():
@@ -231,6 +238,14 @@ def test_a_stop_in_the_middle_of_gathering_takes_what_was_sampled_already(make_b
     assert [batch.steps for batch in gather(link, 64, stopping)] == [20]
     assert gather(link, 64, stopping) == []
     assert link.broker.committed == 0
+
+
+@pytest.mark.parametrize(("exhausted", "looks"), [(True, 1), (False, 10)])
+def test_a_stopped_learner_waits_for_a_last_batch_only_while_one_may_come(exhausted: bool, looks: int) -> None:
+    link = Link(Broker([]), 1, [], threading.Event())
+    link.exhausted = exhausted
+    assert gather(link, 64, link.stopping) == []
+    assert len(link.waits_s) >= looks
 
 
 def test_gather_takes_whole_batches_until_there_are_enough_steps(make_batch: MakeBatch) -> None:

@@ -10,7 +10,15 @@ import pytest
 
 from headrace.learner_stub import WeightPublisher
 from headrace.schemas.keys import BrokerKeys
-from support.pipeline.delivery import BrokerThread, Feeder, StartBroker, StartFeeder
+from headrace.schemas.loopback_token import ServerToken
+from support.pipeline.delivery import BrokerThread, Feeder, StartBroker, StartFeeder, end_worker_forks
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_server_of_workers_is_left() -> Iterator[None]:
+    """End the process that has forked the workers of all tests."""
+    yield
+    end_worker_forks()
 
 
 @pytest.fixture
@@ -25,7 +33,10 @@ def start_broker(stack: ExitStack, tmp_path: Path) -> StartBroker:
     """`start_broker(**settings)`: a broker in a thread, with the settings of the section [broker]."""
 
     def start(
-        run_dir: Path = tmp_path, fleet_id: str = "fleet", keys: BrokerKeys | None = None, **settings: object
+        run_dir: Path = tmp_path,
+        fleet_id: str = "fleet",
+        keys: BrokerKeys | ServerToken | None = None,
+        **settings: object,
     ) -> BrokerThread:
         return stack.enter_context(BrokerThread(run_dir, fleet_id, keys, **settings))
 

@@ -82,7 +82,7 @@ def test_drop_oldest_keeps_the_newest_and_names_the_rest(start_broker: StartBrok
     wait_until(lambda: feeder.session.accepted == 80, "all batches accepted without a learner")
     assert broker.held_bytes() <= MIB
     assert broker.ask(lambda b: len(b.core.store._queue)) < 40
-    assert broker.ask(lambda b: len(b.core.store._droppable)) < 40
+    assert broker.ask(lambda b: b.core.store.policy.candidates()) < 40
     witness, stream = train(broker, [feeder])
     total = sum(batch.steps for batch in plan)
     books_balance(broker, total)
@@ -100,7 +100,7 @@ def test_drop_oldest_ends_the_episodes_it_cuts(start_broker: StartBroker, start_
     witness = Witness()
     with EpisodeStream(broker.endpoints.learner, window_batches=1) as stream:
         feeder = start_feeder(broker.endpoints.worker, plan, window=60)
-        wait_until(lambda: feeder.session.accepted == 60, "a window of batches while the learner stands still")
+        wait_until(lambda: feeder.session.accepted == 80, "all batches accepted while the learner stands still")
         for batch in batches_of(stream, feeder.all_settled):
             witness.see(batch)
         assert stream.dropped["overflow"] > 0
@@ -141,3 +141,72 @@ def test_ack_broker_lets_the_worker_forget_what_the_broker_has(
     assert witness.steps == 0
     assert again.rows()[(0, 1)].settled.dropped.keys() == {"broker_lost"}
     books_balance(again, sum(batch.steps for batch in plan))
+
+
+def test_a_batch_that_is_too_old_when_it_arrives_is_dropped_whatever_the_policy(
+    start_broker: StartBroker, start_feeder: StartFeeder
+) -> None:
+    """Its episodes are ended at the learner, and what is fresh arrives."""
+    broker = start_broker(max_staleness=2)
+    fragments = Envs(7, ends=0.05, fails=0.0).fragments(12)
+    labels = [(1, 9)] * 4 + [(1, 7)] * 4 + [(1, 6)] * 2 + [(1, 10)] * 2
+    witness = Witness()
+    with EpisodeStream(broker.endpoints.learner) as stream, WeightPublisher(broker.endpoints.learner) as publisher:
+        for _ in range(9):
+            publisher.publish({"w": fragments[0].columns["rewards"]})
+        wait_until(lambda: broker.ask(lambda b: b.core.weights) == (1, 9), "nine versions")
+        feeder = start_feeder(broker.endpoints.worker, fragments, labels=labels)
+        for batch in batches_of(stream, feeder.all_settled):
+            witness.see(batch)
+        stale = sum(feeder.steps[seq] for seq in (9, 10))
+        assert stream.dropped["stale"] == stale
+        assert "stale" in witness.markers.values()
+        total = sum(feeder.steps.values())
+        assert witness.steps == total - sum(stream.dropped.values())
+    books_balance(broker, total)
+    assert broker.rows()[(0, 1)].settled.dropped["stale"][0] == stale
+
+
+def test_a_window_of_stale_batches_does_not_stop_the_worker(
+    start_broker: StartBroker, start_feeder: StartFeeder
+) -> None:
+    """The learner gathers more before it commits: batches dropped behind those in its hand cannot settle yet."""
+    broker = start_broker(max_staleness=1)
+    fragments = Envs(8, ends=1.0, fails=0.0).fragments(9)
+    labels = [(1, 1)] * 4 + [(1, 3)] * 5
+    with (
+        EpisodeStream(broker.endpoints.learner, auto_commit=False, window_batches=2) as stream,
+        WeightPublisher(broker.endpoints.learner) as publisher,
+    ):
+        publisher.publish({"w": fragments[0].columns["rewards"]})
+        feeder = start_feeder(broker.endpoints.worker, fragments, labels=labels, window=4)
+        wait_until(lambda: broker.ask(lambda b: b.core.store.sent_and_unsettled()) == 2, "two batches at the learner")
+        wait_until(lambda: feeder.session.accepted == 4 and feeder.blocked, "a full window")
+        for _ in range(2):
+            publisher.publish({"w": fragments[0].columns["rewards"]})
+        wait_until(lambda: broker.ask(lambda b: b.core.weights) == (1, 3), "two more versions at the broker")
+        gathered = [stream.next(timeout_s=60.0).seq for _ in range(4)]
+        assert gathered == [1, 2, 5, 6]
+        stream.commit()
+        for _ in batches_of(stream, feeder.all_settled):
+            stream.commit()
+    settled = broker.rows()[(0, 1)].settled
+    assert settled.dropped == {"stale": (sum(feeder.steps[n] for n in (3, 4)), sum(len(fragments[n]) for n in (2, 3)))}
+    books_balance(broker, sum(feeder.steps.values()))
+
+
+def test_the_oldest_go_beyond_a_number_of_batches_and_after_a_time(
+    start_broker: StartBroker, start_feeder: StartFeeder
+) -> None:
+    broker = start_broker(overflow="drop_oldest", max_held_batches=3)
+    broker.ask(_settled_in)
+    feeder = start_feeder(broker.endpoints.worker, Envs(9).fragments(20), window=4)
+    wait_until(lambda: feeder.session.accepted == 20, "twenty batches in a window of four, without a learner")
+    assert broker.ask(lambda b: sorted(b.core.sources[(0, 1)].held)) == [18, 19, 20]
+    broker.stop()
+    feeder.stop()
+    aged = start_broker(overflow="drop_oldest", max_held_age_s=0.05)
+    aged.ask(_settled_in)
+    feeder = start_feeder(aged.endpoints.worker, Envs(9).fragments(3), slot=1)
+    wait_until(feeder.all_settled, "the end of batches that wait for no learner")
+    assert aged.rows()[(1, 1)].settled.dropped.keys() == {"overflow"}

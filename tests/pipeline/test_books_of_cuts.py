@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from headrace.schemas.batch import BatchHeader, read_batch_header
+from headrace.schemas.bounds import WINDOW
+from headrace.schemas.episode_log import EpisodeLog
 from headrace.schemas.ledger import LedgerRow, Settled, WorkerTotals
 from headrace.schemas.messages import HeldBatch, WorkerHello
-from headrace.schemas.recorder import WINDOW, Recorder, read_recorder
+from headrace.schemas.recorder import Recorder, read_recorder
 from headrace.schemas.wire import decode_header
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.shipping import Shipper
@@ -53,10 +55,10 @@ def assert_balanced(totals: WorkerTotals) -> None:
 
 
 def test_the_books_balance_after_each_batch_of_a_cut(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "a.rec", 0, 1)
+    recorder, log = Recorder(tmp_path / "a.rec", 0, 1), EpisodeLog(tmp_path / "a.episodes")
     session = Watched(recorder)
     with come_and_go(num_envs=3, length=20, seed=5) as runner:
-        shipper = Shipper(FLEET, session, recorder, runner.totals, runner.take_finished_episodes)
+        shipper = Shipper(FLEET, session, recorder, log, runner.totals, runner.take_finished_episodes)
         for _ in range(20):
             runner_cut = runner.sample_fragment(shipper.step, random_actions=True)
             shipper.ship(runner_cut)
@@ -89,7 +91,7 @@ def test_a_kill_between_two_batches_of_a_cut_is_measured(tmp_path: Path) -> None
 
 
 def _die_between_two_batches(path: Path) -> None:
-    recorder = Recorder(path, 0, 1)
+    recorder, log = Recorder(path, 0, 1), EpisodeLog(path.with_suffix(".episodes"))
     session = WorkerSession(WorkerHello(fleet_id=FLEET, token="t", slot=0), SessionLimits())
     submit = session.submit
 
@@ -100,7 +102,7 @@ def _die_between_two_batches(path: Path) -> None:
 
     setattr(session, "submit", submit_thrice)  # noqa: B010
     with come_and_go(num_envs=3, length=20, seed=5) as runner:
-        shipper = Shipper(FLEET, session, recorder, runner.totals, runner.take_finished_episodes)
+        shipper = Shipper(FLEET, session, recorder, log, runner.totals, runner.take_finished_episodes)
         while True:
             shipper.ship(runner.sample_fragment(shipper.step, random_actions=True))
 

@@ -10,10 +10,27 @@ from pathlib import Path
 
 import pytest
 
+from headrace.broker.core import BrokerCore
+from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.state_file import file_path, read_broker_file
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.errors import FencedError, RunDirError
+from headrace.schemas.ledger import Settled, WorkerTotals
+from headrace.schemas.messages import (
+    Bye,
+    Commit,
+    Fenced,
+    LearnerHello,
+    LearnerWelcome,
+    Obituary,
+    SourceEnd,
+    SourcePosition,
+    SupervisorHello,
+    WorkerHello,
+    WorkerWelcome,
+)
+from headrace.schemas.tokens import digest_of
 from support.pipeline.delivery import (
     Envs,
     Feeder,
@@ -118,6 +135,48 @@ def test_what_the_learner_has_in_hand_is_not_sent_again(start_broker: StartBroke
     assert not list(second.rows()[(0, 1)].problems())
 
 
+def test_a_learner_that_lives_on_hears_of_a_life_whose_slot_was_taken_before_it_met_the_next_broker() -> None:
+    """As when the supervisor is killed, and with it all but a learner of one's own."""
+    settled = Settled(seq=3, committed=(30, 6))
+    totals = WorkerTotals(seq=3, stepped=30, shipped=30, shipped_chunks=6)
+    core = BrokerCore("fleet", BrokerLimits(), BrokerState(epoch=4, learner_token=digest_of("l"), incarnations={0: 1}))
+    known = WorkerHello(fleet_id="fleet", token="old", slot=0, incarnation=1, totals=totals, settled=settled)
+    core.receive(b"w1", known, 0.0)
+    core.receive(b"w2", WorkerHello(fleet_id="fleet", token="new", slot=0, incarnation=2), 0.0)
+    place = SourcePosition(slot=0, incarnation=1, settled=settled)
+    core.receive(b"l1", LearnerHello(token="l", channel="stream", epoch=4, position=[place]), 1.0)
+    supervisor = SupervisorHello(fleet_id="fleet", token="s")
+    core.receive(b"s", supervisor, 1.0)
+    words = Obituary(slot=0, incarnation=1, totals=totals, settled=settled, reason="worker_killed")
+    core.receive(b"s", words, 1.0)
+    core.tick(1.0)
+    ends = [send.content for send in core.take_outbox() if isinstance(send.content, SourceEnd)]
+    assert [(end.slot, end.incarnation) for end in ends] == [(0, 1)]
+
+
+def test_a_learner_keeps_its_lease_whichever_of_its_connections_meets_the_next_broker_first() -> None:
+    """The broker was killed after it had welcomed the stream, and before it answered the publisher."""
+    core = BrokerCore("fleet", BrokerLimits(), BrokerState(epoch=2, learner_token=digest_of("l")))
+    core.receive(b"p", LearnerHello(token="l", channel="publisher"), 0.0)
+    core.receive(b"s", Commit(epoch=2), 0.0)
+    core.receive(b"s", LearnerHello(token="l", channel="stream", epoch=2), 0.0)
+    told = [(send.peer, send.content) for send in core.take_outbox()]
+    assert [peer for peer, content in told if isinstance(content, Fenced)] == []
+    epochs = {peer: content.epoch for peer, content in told if isinstance(content, LearnerWelcome)}
+    assert epochs == {b"p": 2, b"s": 2}
+
+
+def test_a_learner_is_not_taken_for_a_newer_one_that_only_a_worker_knows() -> None:
+    core = BrokerCore("fleet", BrokerLimits(), BrokerState(epoch=2, learner_token=digest_of("old")))
+    hello = WorkerHello(fleet_id="fleet", token="w", slot=0, incarnation=1, weights=(3, 5))
+    core.receive(b"w", hello, 0.0)
+    core.receive(b"new", LearnerHello(token="new", channel="stream", epoch=3), 0.0)
+    core.receive(b"old", LearnerHello(token="old", channel="stream", epoch=2), 0.0)
+    told = [(send.peer, send.content) for send in core.take_outbox()]
+    assert [peer for peer, content in told if isinstance(content, LearnerWelcome)] == [b"new"]
+    assert [peer for peer, content in told if isinstance(content, Fenced)] == [b"old"]
+
+
 def test_an_epoch_is_never_given_out_twice(start_broker: StartBroker) -> None:
     first = start_broker()
     with EpisodeStream(first.endpoints.learner) as older:
@@ -138,6 +197,32 @@ def test_an_incarnation_is_never_given_out_twice(start_broker: StartBroker, star
     again = start_feeder(start_broker().endpoints.worker)
     wait_until(lambda: again.session.welcome, "a welcome")
     assert (feeder.session.incarnation, again.session.incarnation) == (1, 2)
+
+
+def test_a_new_worker_gets_no_slot_whose_worker_may_still_come_to_the_next_broker() -> None:
+    """Two groups on other machines fought for the slot, each ending the other's worker."""
+
+    def slots(*hellos: tuple[float, WorkerHello]) -> list[int]:
+        core = BrokerCore("fleet", BrokerLimits(lease_s=10.0), BrokerState(incarnations={1000: 1}))
+        core.tick(0.0)
+        for at, hello in hellos:
+            core.receive(hello.token.encode(), hello, at)
+        return [send.content.slot for send in core.take_outbox() if isinstance(send.content, WorkerWelcome)]
+
+    new, old = (
+        WorkerHello(fleet_id="fleet", token="n"),
+        WorkerHello(fleet_id="fleet", token="o", slot=1000, incarnation=1),
+    )
+    assert slots((1.0, new), (2.0, old)) == [1001, 1000]
+    assert slots((11.0, new)) == [1000], "it did not come within its lease"
+    left = Bye(slot=1000, incarnation=1, totals=WorkerTotals(), settled=Settled())
+    core = BrokerCore("fleet", BrokerLimits(lease_s=10.0), BrokerState(incarnations={1000: 1}))
+    core.tick(0.0)
+    core.receive(b"o", old, 1.0)
+    core.receive(b"o", left, 2.0)
+    core.receive(b"n", new, 3.0)
+    (_, last) = [send.content.slot for send in core.take_outbox() if isinstance(send.content, WorkerWelcome)]
+    assert last == 1000, "its worker has left in order"
 
 
 def test_a_damaged_state_file_is_an_error_with_what_to_do(start_broker: StartBroker, tmp_path: Path) -> None:

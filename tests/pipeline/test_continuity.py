@@ -17,7 +17,7 @@ from headrace.schemas.messages import LearnerWelcome, SourceStart
 from support.pipeline.delivery import Envs, Witness
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 10_000),
     width=st.integers(1, 4),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,16 +13,35 @@ import pytest
 import zmq
 
 from headrace.deploy.event_loop import EventLoop
-from headrace.deploy.key_pairs import make_keys
+from headrace.deploy.key_pairs import add_key, make_keys, revoke_key
 from headrace.deploy.obituary_sender import ObituarySender
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas import sockets
 from headrace.schemas.config import FleetConfig, KeysSection
-from headrace.schemas.errors import ConfigError, ExitCode, KeysError, KeysRefusedError, UnreachableError
-from headrace.schemas.keys import ADMITTED, BROKER, ClientKeys, read_broker_keys, read_client_keys
+from headrace.schemas.errors import (
+    ConfigError,
+    ExitCode,
+    KeyNotAllowedError,
+    KeysError,
+    KeysRefusedError,
+    UnreachableError,
+)
+from headrace.schemas.keys import (
+    ADMITTED,
+    BROKER,
+    ENV_HOST,
+    ClientKeys,
+    read_broker_keys,
+    read_client_keys,
+    read_env_port_keys,
+)
 from headrace.schemas.ledger import Settled, WorkerTotals
-from headrace.schemas.messages import Obituary
+from headrace.schemas.messages import Obituary, WeightsPull
+from headrace.schemas.redis_keys import revoked_sessions
+from headrace.schemas.wire import MessageKind, decode_header
+from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSettings
 from headrace.workers.fleet.membership import Membership
+from headrace.workers.fleet.session import SessionState
 from support.pipeline.delivery import FLEET, BrokerThread, Envs, Feeder, StartBroker, StartFeeder, batches_of
 from support.waiting import wait_until
 
@@ -270,6 +290,154 @@ def test_a_supervisor_that_is_not_let_in_says_so(
 def test_no_broker_at_all_is_still_unreachable(free_port: int, ours: Path) -> None:
     with pytest.raises(UnreachableError, match=f"{free_port} after 0.3 s"):
         EpisodeStream(f"tcp://127.0.0.1:{free_port}", connect_timeout_s=0.3, keys=ours)
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, ours: Path) -> Path:
+    """The fleet's keys in a folder that the test may change."""
+    return Path(shutil.copytree(ours, tmp_path / "mine"))
+
+
+def is_active(feeder: Feeder) -> bool:
+    assert feeder.error is None, feeder.error
+    return feeder.session.state is SessionState.ACTIVE
+
+
+def why_ended(feeder: Feeder) -> str:
+    """The sentence with which the broker ended a session because of its key."""
+    wait_until(lambda: feeder.error is not None, "the end of a session")
+    assert isinstance(feeder.error, KeyNotAllowedError), feeder.error
+    assert feeder.error.exit_code is ExitCode.KEYS
+    return str(feeder.error)
+
+
+def next_event(monitor: zmq.Socket[bytes]) -> zmq.Event:
+    assert monitor.poll(100_000), "no event"
+    return zmq.Event(int.from_bytes(monitor.recv_multipart()[0][:2], "little"))
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+def test_a_key_is_added_and_revoked_while_the_broker_runs(
+    start_broker: StartBroker,
+    start_feeder: StartFeeder,
+    folder: Path,
+    stack: ExitStack,
+    caplog: pytest.LogCaptureFixture,
+    transport: str,
+) -> None:
+    keys = read_broker_keys(folder)
+    broker = start_broker(keys=keys, transport=transport)
+    staying = start_feeder(broker.endpoints.worker, keys=keys_of(folder))
+    add_key(folder, "worker", "gpu")
+    gpu, public = read_client_keys(folder, "worker", "gpu"), (folder / "worker.gpu.public").read_text()
+    wait_until(lambda: broker.ask(lambda _: keys.known.find(gpu.public)), "the new key is known")
+    leaving = start_feeder(broker.endpoints.worker, slot=None, keys=gpu)
+    wait_until(lambda: is_active(staying) and is_active(leaving), "both workers join")
+    socket, monitor = connected(zmq.SUB, gpu, broker, stack)
+    socket.subscribe(b"")
+    wait_until(lambda: broker.ask(lambda asked: len(asked._keyed._connections)) == 5, "all subscriptions")
+    (folder / "worker.broken.public").write_text("role = ")
+    revoke_key(folder, "worker", "gpu")
+    assert "the worker.gpu key" in why_ended(leaving)
+    assert next_event(monitor) is zmq.Event.DISCONNECTED, "a peer that only listens hears no more weights"
+    (folder / "worker.gpu.public").write_text(public)  # somebody copies it back
+    end_of(start_feeder(broker.endpoints.worker, slot=None, keys=gpu))
+    assert refusals(broker, "worker") == {"a revoked key": 1}
+    assert is_active(staying)
+    assert "worker.broken.public cannot be used: it is damaged" in caplog.text
+    gauges = broker.ask(lambda asked: asked.metrics.report(asked.core, 0.0).gauges)
+    assert revoked_sessions(gauges) == {"worker.gpu": 1}
+
+
+def test_a_peer_whose_key_is_revoked_gets_no_weights_at_any_port(
+    start_broker: StartBroker, folder: Path, stack: ExitStack
+) -> None:
+    """Not by listening, and not by pulling, also where it has connected before and said nothing so far."""
+    add_key(folder, "worker", "gpu")
+    gpu = read_client_keys(folder, "worker", "gpu")
+    broker = start_broker(keys=read_broker_keys(folder))
+    publisher = stack.enter_context(WeightPublisher(broker.endpoints.learner, keys=keys_of(folder, "learner")))
+    publisher.publish({"w": np.arange(10, dtype=np.float32)})
+    wait_until(lambda: broker.ask(lambda asked: asked.relay.version[1] == 1), "the weights")
+    ears, mouth = connected(zmq.SUB, gpu, broker, stack), connected(zmq.DEALER, gpu, broker, stack)
+    revoke_key(folder, "worker", "gpu")
+    wait_until(lambda: broker.ask(lambda asked: asked._keyed._known.find(gpu.public).revoked), "the revocation")
+    ears[0].subscribe(b"")
+    mouth[0].send_multipart(WeightsPull(version=(1, 1), offset=0, length=1 << 20).frames())
+    assert mouth[0].poll(100_000), "an answer"
+    kind, header = decode_header(mouth[0].recv_multipart())
+    assert kind is MessageKind.REJECT
+    assert header["code"] == "key_revoked"
+    assert (
+        "ask the person who runs the broker for another key (headrace keys add worker --group gpu)" in header["detail"]
+    )
+    for socket, monitor in (ears, mouth):
+        assert next_event(monitor) is zmq.Event.DISCONNECTED
+        assert not socket.poll(0), "it has got weights"
+
+
+def connected(
+    kind: int, keys: ClientKeys, broker: BrokerThread, stack: ExitStack
+) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """A bare socket that has been let in and is silent, and its monitor."""
+    context = zmq.Context()
+    stack.callback(context.destroy, linger=0)
+    socket = stack.enter_context(context.socket(kind))
+    for name, value in (sockets.COMMON | keys.options()).items():
+        socket.setsockopt(getattr(zmq, name), value)
+    monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
+    stack.enter_context(monitor)
+    socket.connect(broker.endpoints.weights if kind == zmq.SUB else broker.endpoints.worker)
+    assert next_event(monitor) is zmq.Event.HANDSHAKE_SUCCEEDED
+    return socket, monitor
+
+
+def test_a_slot_belongs_to_the_group_that_took_it_also_after_a_restart_of_the_broker(
+    start_broker: StartBroker, start_feeder: StartFeeder, folder: Path, tmp_path: Path
+) -> None:
+    add_key(folder, "worker", "gpu")
+    gpu = read_client_keys(folder, "worker", "gpu")
+    first = start_broker(keys=read_broker_keys(folder))
+    owner = start_feeder(first.endpoints.worker, slot=None, keys=gpu)
+    wait_until(lambda: is_active(owner) and owner.session.slot == 1000, "the slot of a worker from elsewhere")
+    first.stop()
+    second = start_broker(keys=read_broker_keys(folder))
+    thief = start_feeder(second.endpoints.worker, slot=1000, incarnation=2, keys=keys_of(folder))
+    assert "slot 1000 belongs to workers of group gpu" in why_ended(thief)
+    wait_until(lambda: second.rows().keys() == {(1000, 1)}, "the owner is back")
+    loop = EventLoop()
+    told = ObituarySender(loop, second.endpoints.worker, FLEET, tmp_path, keys_of(folder, "worker"))
+    told.send(Obituary(slot=0, incarnation=1, totals=WorkerTotals(), settled=Settled(), reason="worker_killed"))
+    assert loop.turn_until(lambda: second.ask(lambda asked: asked.core.refusals.total) > 1, 100.0), "it is refused"
+    told.close()
+    assert is_active(owner)
+
+
+def test_a_workers_port_lets_in_all_groups_of_env_hosts_until_their_key_is_revoked(folder: Path) -> None:
+    add_key(folder, ENV_HOST, "lab")
+    port = RouterPort(RouterPortSettings("127.0.0.1", 0, read_env_port_keys(folder)))
+    try:
+        outcomes = [knock(port, read_client_keys(folder, ENV_HOST, group)) for group in ("", "lab")]
+        lab = read_client_keys(folder, ENV_HOST, "lab")
+        revoke_key(folder, ENV_HOST, "lab")
+        port._keys.known.look(0.0)  # type: ignore[union-attr]
+        outcomes.append(knock(port, lab))
+    finally:
+        port.close()
+    accepted, refused = zmq.Event.HANDSHAKE_SUCCEEDED, zmq.Event.HANDSHAKE_FAILED_AUTH
+    assert outcomes == [accepted, accepted, refused]
+
+
+def knock(port: RouterPort, keys: ClientKeys) -> zmq.Event:
+    """How a handshake at this port ends, while its owner looks at it now and then."""
+    with ThreadPoolExecutor(1) as pool:
+        outcome = pool.submit(handshake, port.endpoint, keys)
+        while not outcome.done():
+            port.wait(0.01)
+        return outcome.result()
 
 
 # -- files and addresses ----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.batch_reader import decode_batch
+from headrace.schemas.episode_log import EpisodeLog, log_path
 from headrace.schemas.ledger import Drop, LedgerRow, Settled
 from headrace.schemas.messages import WorkerHello
 from headrace.schemas.recorder import Recorder, read_recorder
@@ -52,7 +53,8 @@ class Shipped:
         self.session = WorkerSession(WorkerHello(fleet_id=FLEET, token="t", slot=0), SessionLimits())
         config: dict[str, Any] = {"num_envs": len(mib), "env_config": {"mib": mib}, "seed": 1}
         self.runner = SingleAgentEnvRunner(EnvRunnerConfig(env=Talkative, rollout_fragment_length=STEPS, **config))
-        parts = FLEET, self.session, self.recorder, self.runner.totals, self.runner.take_finished_episodes
+        log = EpisodeLog(log_path(path))
+        parts = FLEET, self.session, self.recorder, log, self.runner.totals, self.runner.take_finished_episodes
         self.shipper = Shipper(*parts)
         self.episodes: list[tuple[float, int]] = []
 

@@ -11,6 +11,7 @@ from headrace.learner_stub import EpisodeStream
 from headrace.schemas.errors import ExitCode, PortInUseError, RefusedError, WrongFleetError
 from headrace.schemas.ledger import Settled, WorkerTotals
 from headrace.schemas.messages import (
+    Bye,
     HeldBatch,
     LearnerHello,
     Obituary,
@@ -21,7 +22,7 @@ from headrace.schemas.messages import (
     read,
 )
 from headrace.schemas.spaces import Box, Discrete, Spaces
-from headrace.schemas.wire import MessageKind
+from headrace.schemas.wire import PROTOCOL_MINOR, MessageKind
 from support.pipeline.delivery import (
     FLEET,
     SPACES,
@@ -47,7 +48,7 @@ def test_another_protocol_version_is_told_so(broker: BrokerThread, role: str) ->
         peer.send([bytes(frames[0][:4]) + b"\x63" + bytes(frames[0][5:]), frames[1]])
         refused = read(Reject, peer.receive_kind(MessageKind.REJECT).header)
     assert (refused.code, refused.fatal) == ("version_mismatch", True)
-    assert "peer speaks protocol 99.0, this side 1.x" in refused.detail
+    assert f"peer speaks protocol 99.{PROTOCOL_MINOR}, this side 1.x" in refused.detail
 
 
 def test_garbage_on_every_socket_leaves_the_broker_serving(broker: BrokerThread, start_feeder: StartFeeder) -> None:
@@ -117,6 +118,66 @@ def test_other_spaces_are_refused_with_what_to_do(broker: BrokerThread, start_fe
     assert "give every worker the same env" in str(feeder.error)
 
 
+OTHER = Spaces(observation=Box(shape=(3,), dtype="<f4"), action=Discrete(n=2)).model_dump(mode="json")
+
+
+def test_spaces_that_cannot_be_read_are_refused_and_do_not_bind_the_fleet(
+    broker: BrokerThread, start_feeder: StartFeeder
+) -> None:
+    with RawPeer(broker.endpoints.worker) as peer:
+        peer.send(hello(slot=7, spaces={"default_policy": {"observation": {"kind": "abyss"}}}).frames())
+        refused = read(Reject, peer.receive_kind(MessageKind.REJECT).header)
+        assert (refused.code, refused.fatal) == ("bad_space", True)
+        assert "give this worker and its broker the same version of headrace" in refused.detail
+    feeder = start_feeder(broker.endpoints.worker, slot=0)
+    wait_until(lambda: feeder.session.welcome, "a welcome")
+    assert broker.ask(lambda real: real.core.spaces) == {"default_policy": SPACES.model_dump(mode="json")}
+
+
+def join(peer: RawPeer) -> int:
+    """Join as the worker in slot 7 with other spaces. Return its incarnation."""
+    peer.send(hello(slot=7, spaces=OTHER).frames())
+    return read(WorkerWelcome, peer.receive_kind(MessageKind.WELCOME).header).incarnation
+
+
+def leave(broker: BrokerThread, peer: RawPeer, incarnation: int) -> None:
+    """Have that worker leave, and wait until its books are closed."""
+    peer.send(Bye(slot=7, incarnation=incarnation, totals=WorkerTotals(), settled=Settled(), reason="x").frames())
+    wait_until(lambda: broker.rows()[(7, incarnation)].closed, "closed books")
+
+
+def test_spaces_that_nothing_relies_on_go_with_the_worker_that_told_them(
+    broker: BrokerThread, start_feeder: StartFeeder
+) -> None:
+    with RawPeer(broker.endpoints.worker) as peer:
+        incarnation = join(peer)
+        refused = start_feeder(broker.endpoints.worker, slot=1)
+        wait_until(lambda: refused.error, "a refusal while the first worker lives")
+        leave(broker, peer, incarnation)
+    feeder = start_feeder(broker.endpoints.worker, slot=0)
+    wait_until(lambda: feeder.session.welcome, "a welcome")
+
+
+def test_spaces_that_a_learner_was_told_stay(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+    """Its policy is built for them: it could read no batch of others."""
+    with EpisodeStream(broker.endpoints.learner) as stream, RawPeer(broker.endpoints.worker) as peer:
+        incarnation = join(peer)
+        assert stream.spaces(timeout_s=100.0).model_dump(mode="json") == OTHER
+        leave(broker, peer, incarnation)
+        feeder = start_feeder(broker.endpoints.worker, slot=0)
+        wait_until(lambda: feeder.error, "a refusal")
+
+
+def test_spaces_of_a_batch_that_waits_stay(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+    first = start_feeder(broker.endpoints.worker, Envs().fragments(1), slot=0)
+    wait_until(lambda: first.session.accepted == 1, "a batch")
+    first.leave()
+    wait_until(lambda: broker.rows()[(0, 1)].closed, "closed books")
+    with RawPeer(broker.endpoints.worker) as peer:
+        peer.send(hello(slot=7, spaces=OTHER).frames())
+        assert read(Reject, peer.receive_kind(MessageKind.REJECT).header).code == "spaces_differ"
+
+
 def test_a_worker_refused_for_its_spaces_leaves_no_live_row(broker: BrokerThread, start_feeder: StartFeeder) -> None:
     first = start_feeder(broker.endpoints.worker, slot=0)
     wait_until(lambda: first.session.welcome, "a welcome")
@@ -124,8 +185,7 @@ def test_a_worker_refused_for_its_spaces_leaves_no_live_row(broker: BrokerThread
         peer.send(hello(slot=7).frames())
         welcome = read(WorkerWelcome, peer.receive_kind(MessageKind.WELCOME).header)
         assert not broker.rows()[(7, welcome.incarnation)].closed
-        other = Spaces(observation=Box(shape=(3,), dtype="<f4"), action=Discrete(n=2)).model_dump(mode="json")
-        peer.send(hello(slot=7, incarnation=welcome.incarnation, spaces=other).frames())
+        peer.send(hello(slot=7, incarnation=welcome.incarnation, spaces=OTHER).frames())
         assert read(Reject, peer.receive_kind(MessageKind.REJECT).header).code == "spaces_differ"
     row = broker.rows()[(7, welcome.incarnation)]
     assert row.closed

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from headrace.learner_stub import EpisodeStream, stall_detector
+from headrace.learner_stub.session import LearnerSession, StreamLimits
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.errors import ExitCode, FencedError, UnreachableError, WindowStalledError, WrongFleetError
 from headrace.schemas.ledger import WorkerTotals, add_up
@@ -21,13 +22,13 @@ from support.pipeline.delivery import (
     SPACES,
     BrokerThread,
     Envs,
-    Process,
     RawPeer,
     StartBroker,
     StartFeeder,
     Witness,
     ask_until_it_raises,
     batches_of,
+    script_process,
 )
 from support.waiting import wait_until
 
@@ -111,6 +112,7 @@ def test_a_learner_that_dies_uncommitted_gets_its_batches_again(
         if number < 3:
             witness.see(batch)
             first.commit()
+    wait_until(lambda: feeder.session.settled.seq == 3, "the broker to have every commit of the first learner")
     first.close()
     second = open_stream()
     for batch in batches_of(second, feeder.all_settled):
@@ -218,6 +220,17 @@ def test_no_broker_is_an_error_within_the_deadline(free_port: int) -> None:
         EpisodeStream(f"tcp://127.0.0.1:{free_port}", connect_timeout_s=0.3)
 
 
+def test_a_learner_without_a_connection_says_hello_again_soon_and_does_not_spin() -> None:
+    session, now, hellos = LearnerSession("l", StreamLimits()), 0.0, 0
+    while now < 1.0:
+        session.tick(now)
+        hellos += len(session.take_outbox())
+        session.not_sent(now)
+        assert session.idle_s(now) > 0, "its caller would not wait at all"
+        now += session.idle_s(now)
+    assert 10 < hellos < 100
+
+
 def test_who_waits_for_data_without_committing_is_told_so(
     broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,14 +270,14 @@ def test_when_a_worker_has_left_its_open_episodes_are_aborted(
 def test_prefetched_batches_survive_a_long_training_step(
     broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder
 ) -> None:
-    """What came while the user trained is taken before silence is judged: no HELLO, nothing sent twice."""
+    """Messages that came while the user trained are taken before silence is judged: no HELLO, nothing sent twice."""
     feeder = start_feeder(broker.endpoints.worker, Envs(6).fragments(12))
     stream, witness = open_stream(), Witness()
     first = stream.next(100.0)
     assert first is not None
     witness.see(first)
     wait_until(lambda: broker.ask(lambda b: b.core.store.sent_and_unsettled()) == 12, "all sent ahead")
-    stream._session._heard -= 60.0
+    stream._brokers[0].session._heard -= 60.0
     for batch in batches_of(stream, feeder.all_settled):
         witness.see(batch)
     assert stream.redelivered == 0
@@ -282,6 +295,7 @@ def test_a_second_stream_of_the_same_process_is_a_newer_learner(open_stream: Ope
 _LEARNER = """
 import sys
 from headrace.learner_stub import EpisodeStream
+from headrace.learner_stub.session import LearnerSession, StreamLimits
 with EpisodeStream(sys.argv[1]) as stream:
     for batch in stream:
         print(batch.seq, flush=True)
@@ -301,7 +315,7 @@ def test_a_killed_learner_process_loses_nothing(
             yield batch
 
     feeder = start_feeder(broker.endpoints.worker, paced())
-    with Process(_LEARNER, broker.endpoints.learner, log=tmp_path / "learner.log") as learner:
+    with script_process(_LEARNER, broker.endpoints.learner, log=tmp_path / "learner.log") as learner:
         wait_until(lambda: feeder.session.settled.seq >= 10, "ten settled batches")
         learner.signal(signal.SIGKILL)
         assert learner.wait() == -signal.SIGKILL

@@ -71,6 +71,16 @@ def test_unfit_weights_are_named_at_once_and_workers_go_on(
     worker.check()
 
 
+def test_a_publisher_knows_the_shapes_as_soon_as_the_stream_of_its_process_does(
+    stream: EpisodeStream, publisher: WeightPublisher, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher._brokers[0].link, "receive", lambda: None)
+    start_worker()
+    stream.spaces(timeout_s=100.0)
+    with pytest.raises(WeightsMismatchError):
+        publisher.publish({"w": np.zeros(3)})
+
+
 def test_what_only_a_worker_can_see_reaches_the_learner_too(
     stream: EpisodeStream, publisher: WeightPublisher, start_worker: StartWorker
 ) -> None:
@@ -79,9 +89,13 @@ def test_what_only_a_worker_can_see_reaches_the_learner_too(
     fit = constant_value(stream.spaces(timeout_s=100.0), 1.0)
     publisher.publish(fit)
     assert _seq(stream) == 1
-    publisher.publish({**fit, **STRANGE_CONNECTOR})
-    with pytest.raises(RefusedWeightsError, match=r"worker 0 cannot load weights \(1, 2\)") as caught:
+
+    def publish_and_listen() -> None:  # on a slow machine the worker's word is there before `publish` returns
+        publisher.publish({**fit, **STRANGE_CONNECTOR})
         wait_until(lambda: _seq(stream) != 1, "never")
+
+    with pytest.raises(RefusedWeightsError, match=r"worker 0 cannot load weights \(1, 2\)") as caught:
+        publish_and_listen()
     assert (caught.value.version, caught.value.slot) == ((1, 2), 0)
     assert {_seq(stream) for _ in range(20)} == {1}
     publisher.publish(fit)

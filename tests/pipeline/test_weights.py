@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +11,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from headrace.broker.weights_relay import WeightsRelay
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.errors import EncodeError, FencedError
-from headrace.schemas.messages import Version, WeightsPart, WeightsPull, read
+from headrace.schemas.messages import Version, WeightsHeader, WeightsPart, WeightsPull, read
 from headrace.schemas.weights import encode_weights
 from headrace.schemas.wire import MessageKind, WireMessage, decode, encode
-from headrace.workers.fleet.weights import BROADCAST_S, WeightsReceiver
+from headrace.workers.fleet.weights import BROADCAST_S, PIECES_IN_FLIGHT, PULL_RETRY_S, WeightsReceiver
 from support.pipeline.delivery import (
     FLEET,
     BrokerThread,
@@ -48,7 +50,8 @@ class Applied:
 
     def wait(self, version: Version, value: float, size: int = SMALL) -> None:
         wait_until(lambda: self.newest() == version, f"weights {version}")
-        taken = self.feeder.weights.take()
+        # The feeder's thread notes the version before it offers the arrays.
+        taken = wait_until(self.feeder.weights.take, f"the arrays of weights {version}")
         assert taken is not None
         assert taken.version == version
         assert {name: a.tolist() for name, a in taken.arrays.items()} == {
@@ -201,7 +204,7 @@ def test_damaged_weights_are_refused_by_the_broker(
     message = decode(encode_weights(FLEET, (1, 2), state(2.0)))
     wrong = {**message.header, "digest": "0" * 32}
     wrong.pop("payload")
-    publisher._socket.send(encode(MessageKind.WEIGHTS, wrong, message.arrays))
+    publisher._brokers[0].link.send(encode(MessageKind.WEIGHTS, wrong, message.arrays))
     assert broker.ask(lambda b: b.relay.version) == (1, 1)
     applied = Applied(start_feeder(broker.endpoints.worker))
     applied.wait((1, 1), 1.0)
@@ -258,11 +261,11 @@ def test_what_does_not_match_its_digest_is_refused_and_the_old_version_kept() ->
 def test_a_broadcast_on_its_way_is_not_pulled_as_well() -> None:
     receiver = WeightsReceiver(FLEET)
     receiver.hear_of((1, 1), 10.0)
-    assert receiver.request(10.0) is None
+    assert receiver.requests(10.0) == []
     receiver.receive(message((1, 1), 1.0), 10.1)
-    assert receiver.request(10.0 + 2 * BROADCAST_S) is None
+    assert receiver.requests(10.0 + 2 * BROADCAST_S) == []
     receiver.hear_of((1, 2), 20.0)
-    assert receiver.request(20.0 + BROADCAST_S) == WeightsPull(offset=0, length=1 << 20)
+    assert receiver.requests(20.0 + BROADCAST_S) == [WeightsPull(offset=0, length=1 << 20)]
 
 
 def test_a_version_that_is_overtaken_while_it_is_pulled_is_begun_anew() -> None:
@@ -289,6 +292,82 @@ def test_a_version_that_is_overtaken_while_it_is_pulled_is_begun_anew() -> None:
     assert taken is not None
     assert (taken.version, taken.arrays["w"][0]) == ((1, 2), 2.0)
     assert not receiver.pulling
+
+
+def pieces_of(version: Version, value: float, size: int) -> tuple[WeightsRelay, WeightsReceiver]:
+    """A relay that holds a version, and a receiver that has heard of it."""
+    relay, receiver = WeightsRelay(), WeightsReceiver(FLEET)
+    frames = encode_weights(FLEET, version, state(value, size))
+    relay.offer(read(WeightsHeader, decode(frames).header), frames)
+    receiver.hear_of(version, 0.0)
+    return relay, receiver
+
+
+def test_several_pieces_are_asked_for_before_one_has_come() -> None:
+    relay, receiver = pieces_of((1, 1), 1.0, 3_000_000)
+    first = receiver.requests(1.0)
+    assert [pull.offset for pull in first] == [0]
+    assert receiver.requests(1.0) == []
+    receiver.receive(decode(relay.part(first[0])), 1.0)
+    asked = receiver.requests(1.0)
+    assert [pull.offset >> 20 for pull in asked] == list(range(1, 1 + PIECES_IN_FLIGHT))
+    receiver.receive(decode(relay.part(asked[0])), 1.0)
+    assert [pull.offset >> 20 for pull in receiver.requests(1.0)] == [1 + PIECES_IN_FLIGHT]
+
+
+def test_pieces_that_are_lost_are_asked_for_again_and_twice_does_no_harm() -> None:
+    relay, receiver = pieces_of((1, 1), 1.0, 3_000_000)
+    receiver.receive(decode(relay.part(receiver.requests(1.0)[0])), 1.0)
+    lost = receiver.requests(1.0)
+    for now in (1.0 + PULL_RETRY_S, 1.1 + PULL_RETRY_S):
+        while asked := receiver.requests(now):
+            for pull in asked + lost:
+                receiver.receive(decode(relay.part(pull)), now)
+    taken = receiver.take()
+    assert taken is not None
+    assert np.array_equal(taken.arrays["w"], state(1.0, 3_000_000)["w"])
+
+
+def test_a_piece_is_encoded_once_for_all_workers() -> None:
+    relay, receiver = pieces_of((1, 1), 1.0, LARGE)
+    (pull,) = receiver.requests(1.0)
+    assert relay.part(pull) is relay.part(pull)
+    odd = WeightsPull(version=(1, 1), offset=7, length=5)
+    assert relay.part(odd) is not relay.part(odd)  # these are as many as a peer likes to ask for
+
+
+def test_a_pulled_version_is_copied_once_at_either_end() -> None:
+    relay, receiver = pieces_of((1, 1), 1.0, 3_000_000)
+    nbytes = 12_000_000
+    tracemalloc.start()
+    try:
+        while asked := receiver.requests(1.0):
+            for pull in asked:
+                receiver.receive(decode(relay.part(pull)), 1.0)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert receiver.take() is not None
+    assert peak < 2.2 * nbytes, "the relay's copy and the receiver's"
+
+
+def test_a_version_larger_than_any_is_not_made_room_for() -> None:
+    receiver = WeightsReceiver(FLEET)
+    part = WeightsPart(version=(1, 1), offset=0, frame_sizes=[1 << 40])
+    receiver.receive(decode(encode(MessageKind.WEIGHTS_PART, part.model_dump(), {"part": np.zeros(9, np.uint8)})), 1.0)
+    assert not receiver.pulling
+
+
+def test_sizes_that_a_broker_tells_otherwise_begin_the_pull_again() -> None:
+    relay, receiver = pieces_of((1, 1), 1.0, LARGE)
+    (pull,) = receiver.requests(1.0)
+    wrong = WeightsPart(version=(1, 1), offset=0, frame_sizes=[9_999]).model_dump()
+    receiver.receive(decode(encode(MessageKind.WEIGHTS_PART, wrong, {"part": np.zeros(9, np.uint8)})), 1.0)
+    receiver.receive(decode(relay.part(pull)), 1.0)
+    while asked := receiver.requests(1.0):
+        for pull in asked:
+            receiver.receive(decode(relay.part(pull)), 1.0)
+    assert receiver.newest == (1, 1)
 
 
 def test_labels_travel_with_the_data(

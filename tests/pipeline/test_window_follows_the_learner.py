@@ -50,9 +50,12 @@ def test_what_is_under_way_follows_the_size_that_the_learner_tells(
     options = {"auto_commit": auto_commit, "steps_per_update": update}
     with EpisodeStream(broker.endpoints.learner, **options) as stream:  # type: ignore[arg-type]
         feeders = _start(start_feeder, broker, workers)
-        for _ in range(3):
+        for number in range(4):
             gather(stream, update, NEVER)
-            assert update <= _under_way(feeders) <= 2.3 * update
+            under_way = _under_way(feeders)
+            assert under_way >= update
+            if number:  # workers join one after another, so at first some have the window of a smaller fleet
+                assert under_way <= 2.3 * update
             stream.commit()
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from headrace.learner_stub import EpisodeStream, WeightPublisher
-from headrace.schemas.errors import ExitCode, RefusedError
+from headrace.schemas.errors import ExitCode, RefusedError, UnreachableError
+from headrace.schemas.fleet_place import FleetPlace
 from headrace.schemas.ledger import add_up
 from headrace.schemas.recorder import read_recorder
 from headrace.schemas.weights import weights_digest
@@ -174,6 +175,28 @@ def test_sigterm_ends_a_worker_that_waits_for_a_broker(tmp_path: Path) -> None:
 
 
 @pytest.mark.chaos
+def test_a_broker_that_does_not_come_back_ends_a_worker_whose_recorder_keeps_its_books(
+    start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = start_broker(lease_s=1.0)
+    place = FleetPlace(first.endpoints.worker, patience_s=1.0)
+    with WorkerThread(monkeypatch, first.endpoints.worker, tmp_path, AT_RANDOM, place) as worker:
+        wait_until(lambda: accepted(first, 1) > 2, "three batches")
+        first.stop()
+        wait_until(lambda: worker.error, "the end of the worker")
+    assert isinstance(worker.error, UnreachableError)
+    assert worker.error.endpoint == first.endpoints.worker
+    reading = read_recorder(tmp_path / "worker-0-1.rec")
+    assert reading is not None
+    second = start_broker()
+    with EpisodeStream(second.endpoints.learner):  # without a learner, a new broker waits for its word first
+        report_death(second, tmp_path, 1, "worker_killed")
+    row = second.rows()[(0, 1)]
+    assert row.totals.stepped == reading.totals.stepped > 0
+    assert add_up(second.rows()).balance() == 0
+
+
+@pytest.mark.chaos
 def test_after_sigkill_the_recorder_makes_the_books_balance(broker: BrokerThread, tmp_path: Path) -> None:
     witness = Witness()
     with EpisodeStream(broker.endpoints.learner) as stream, start_worker(tmp_path, broker) as worker:
@@ -195,7 +218,16 @@ def test_a_zombie_is_fenced_and_what_it_had_left_is_counted(start_broker: StartB
     witness = Witness()
     with EpisodeStream(broker.endpoints.learner) as stream, start_worker(tmp_path, broker) as zombie:
         wait_until(lambda: stream.next(0.1) and accepted(broker, 1) > 2, "three batches")
-        zombie.signal(signal.SIGSTOP)
+
+        def stops_between_two_cuts() -> bool:
+            zombie.signal(signal.SIGSTOP)
+            reading = read_recorder(tmp_path / "worker-0-1.rec")
+            if reading is not None and reading.totals.open:
+                return True
+            zombie.signal(signal.SIGCONT)
+            return False
+
+        wait_until(stops_between_two_cuts, "a stop with steps that are not cut yet")
         wait_until(lambda: not broker.ask(lambda b: b.core.live()), "the end of its lease")
         with start_worker(tmp_path, broker, 2) as replacement:
             wait_until(lambda: stream.next(0.1) and accepted(broker, 2) > 0, "a batch of the replacement")

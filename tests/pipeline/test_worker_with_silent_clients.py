@@ -24,7 +24,7 @@ def test_a_stop_is_noticed_before_the_fragment_is_old(broker: BrokerThread, free
     with (
         EpisodeStream(broker.endpoints.learner) as stream,
         worker_process(tmp_path, broker.endpoints.worker, 0, 1, sections) as worker,
-        PolicyClient(f"tcp://127.0.0.1:{free_port}", connect_timeout_s=30) as client,
+        PolicyClient(f"tcp://127.0.0.1:{free_port}", connect_timeout_s=100) as client,
     ):
         episode, witness = client.start_episode(), Witness()
         for _ in range(4):

@@ -12,7 +12,7 @@ import pytest
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.errors import NoEnvHostError
 from headrace.schemas.ledger import add_up
-from support.pipeline.delivery import BrokerThread, Process, Witness
+from support.pipeline.delivery import BrokerThread, Process, Witness, script_process
 from support.pipeline.worker_threads import AT_RANDOM, WorkerThread, closed_row, drain
 from support.waiting import wait_until
 
@@ -26,7 +26,7 @@ def placed(port: int, **settings: Any) -> dict[str, Any]:
 
 def env_host(port: int, log: Path) -> Process:
     address = f"tcp://127.0.0.1:{port}"
-    return Process(HOST, "env-host", "--connect", address, "--env", "CartPole-v1", "--num-envs", "2", log=log)
+    return script_process(HOST, "env-host", "--connect", address, "--env", "CartPole-v1", "--num-envs", "2", log=log)
 
 
 def test_before_the_first_host_has_come(

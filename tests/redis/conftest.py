@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,8 +16,10 @@ from typing import Any
 import pytest
 import redis
 
-from headrace.deploy.redis_server import RedisLaunch, prepare_redis, wait_ready
+from headrace.deploy.redis_server import RedisLaunch, find_server, prepare_redis, wait_ready
 from headrace.schemas.ledger import LedgerRow, Settled, WorkerTotals
+from support import ports
+from support.secured_redis import Certificates, SecuredRedis, TlsFront, has_tls
 
 Options = tuple[str, ...]
 
@@ -143,6 +146,26 @@ def make_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     yield make
     for server in servers:
         server.kill()
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl, which makes certificates, is not installed")
+    return Certificates(tmp_path_factory.mktemp("tls") / "certificates")
+
+
+@pytest.fixture
+def secured(make_server: Callable[..., Server], certificates: Certificates) -> Iterator[SecuredRedis]:
+    """A server that asks its clients for certificates: by itself if its program has TLS, else behind a front."""
+    if has_tls(find_server()):
+        port = ports.free_port()
+        server = make_server("--tls-port", str(port), *certificates.server_options()).start()
+        yield SecuredRedis(server.url, port, certificates)
+        return
+    server = make_server().start()
+    with contextlib.closing(TlsFront(certificates, "server", server.launch.port, asks_client=True)) as front:
+        yield SecuredRedis(server.url, front.port, certificates)
 
 
 @pytest.fixture

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
@@ -11,13 +15,30 @@ import orjson
 import pytest
 from rich.console import Console
 
-from headrace.broker.report import Report
+from headrace.broker.core import BrokerCore
+from headrace.broker.limits import BrokerLimits
+from headrace.broker.metrics import FleetMetrics
+from headrace.broker.report import MergeScript, Part, Report
 from headrace.broker.reporter import RedisReporter
 from headrace.deploy.audit import audit, equation, find_books, render, warnings
 from headrace.deploy.redis_view import FleetView, Snapshot
+from headrace.learner_stub.checkpoint import Checkpoint, save_checkpoint
+from headrace.schemas.batch import BatchHeader
 from headrace.schemas.errors import RunDirError
-from headrace.schemas.ledger import LedgerRow
-from headrace.schemas.redis_keys import LEDGER, SOURCES, TOTALS, key_name
+from headrace.schemas.folded_lives import fold
+from headrace.schemas.ledger import LedgerRow, Settled, WorkerTotals
+from headrace.schemas.messages import LearnerHello, SourcePosition, WorkerHello
+from headrace.schemas.recorder import Recorder
+from headrace.schemas.redis_keys import (
+    FLEET,
+    INCARNATIONS,
+    LEDGER,
+    SOURCES,
+    TABLE,
+    TOTALS,
+    key_name,
+)
+from support.waiting import wait_until
 
 
 @pytest.fixture
@@ -25,7 +46,9 @@ def reported(url: str, fleet_id: str, make_row: Callable[..., LedgerRow]) -> Fle
     """A fleet of three rows whose books balance; one incarnation is dead."""
     reporter = RedisReporter(url, fleet_id)
     rows = [make_row(0, 1, 4, 4, closed=True), make_row(0, 2, 10, 7), make_row(1, 1, 3, 0)]
-    reporter.offer(Report(rows=rows, counters={(0, 2): {"bytes_total": 1000}}, gauges={"oldest_unsettled_age_s": 2.0}))
+    reporter.offer(
+        Report(rows=rows, counters={(0, 2): {"accepted_bytes_total": 1000}}, gauges={"oldest_unsettled_age_s": 2.0})
+    )
     assert reporter.close(30.0)
     return FleetView(url, fleet_id)
 
@@ -39,8 +62,12 @@ def test_balanced_books_pass(reported: FleetView) -> None:
     snapshot = read(reported)
     assert audit(snapshot) == []
     assert warnings(snapshot) == []
-    assert snapshot.totals["env_steps_total"] == sum(row.accepted[0] for row in snapshot.rows.values()) == 17 * 32
-    assert snapshot.totals["bytes_total"] == 1000
+    assert (
+        snapshot.totals["accepted_agent_steps_total"]
+        == sum(row.accepted[0] for row in snapshot.rows.values())
+        == 17 * 32
+    )
+    assert snapshot.totals["accepted_bytes_total"] == 1000
 
 
 def numbers(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
@@ -108,6 +135,238 @@ def test_a_fleet_that_never_reported_does_not_pass(url: str) -> None:
     ]
 
 
+def test_a_life_that_claims_to_be_live_beside_a_newer_one_is_found(
+    reported: FleetView, fleet_id: str, client: Any
+) -> None:
+    client.hset(key_name(fleet_id, INCARNATIONS), "1", 2)
+    (problem,) = audit(read(reported))
+    assert "slot 1 incarnation 1 claims to be live, although incarnation 2 has its slot" in problem
+
+
+def test_a_lost_life_without_a_supervisor_is_found_with_the_time_at_which_its_books_close(
+    url: str, fleet_id: str
+) -> None:
+    """A worker that was started by hand and killed, with another one in its slot."""
+    core, metrics, reporter = BrokerCore(fleet_id, BrokerLimits()), FleetMetrics(), RedisReporter(url, fleet_id)
+    told = WorkerTotals(stepped=10, shipped=10, shipped_chunks=1, seq=1)
+    hello = WorkerHello(fleet_id=fleet_id, token="one", slot=0, incarnation=1)
+    core.receive(b"one", hello, 0.0)
+    core.receive(b"learner", LearnerHello(token="l", channel="stream"), 0.0)
+    header = BatchHeader(fleet_id=fleet_id, slot=0, incarnation=1, seq=1, steps=10, chunks=1, totals=told)
+    assert core.receive_batch(b"one", header, [b""], 100, 0.0)
+    core.receive(b"two", hello.model_copy(update={"token": "two", "incarnation": 2}), 5.0)
+    core.tick(6.0)
+    closes = time.time() + (core.last_close_at - 6.0)
+    reporter.offer(metrics.report(core, 6.0))
+    wait_until(lambda: bool(read(FleetView(url, fleet_id)).rows), "the first report", 30.0)
+    (problem,) = audit(read(FleetView(url, fleet_id)))
+    assert "slot 0 incarnation 1 claims to be live" in problem
+    found = re.search(r"until about (\d\d:\d\d:\d\d) \((\d+) s from now\), and then closes its books", problem)
+    assert found is not None, problem
+    assert found[1] in {time.strftime("%H:%M:%S", time.localtime(closes + late)) for late in range(-1, 30)}
+    core.tick(core.last_close_at + 1.0)
+    reporter.offer(metrics.report(core, 100.0))
+    assert reporter.close(30.0)
+    snapshot = read(FleetView(url, fleet_id))
+    assert snapshot.rows[0, 1].closed
+    assert "lost_lives_close_unix_s" not in snapshot.gauges
+    assert audit(snapshot) == []
+
+
+def test_a_key_of_another_type_is_found_whichever_it_is(reported: FleetView, fleet_id: str, client: Any) -> None:
+    with reported:
+        for key in TABLE:
+            name = key_name(fleet_id, key, version="1-1")
+            aside = name + ":aside"
+            there = client.exists(name)
+            if there:
+                client.rename(name, aside)
+            client.sadd(name, "a set")
+            if "{" not in key.name:
+                assert any(f"{name} is a set, not a {key.type}" in problem for problem in audit(reported.read()))
+            client.delete(name)
+            if there:
+                client.rename(aside, name)
+        assert audit(reported.read()) == []
+
+
+class Run:
+    """A run directory whose evidence agrees with the fleet `reported`: every worker has ended."""
+
+    def __init__(self, path: Path, url: str, fleet_id: str, view: FleetView) -> None:
+        self.path = path
+        (path / "recorders").mkdir()
+        (path / "fleet.json").write_bytes(orjson.dumps({"redis_url": url, "fleet_id": fleet_id, "state": "stopped"}))
+        with view:
+            rows = view.read().rows
+        self.leave_recorder(rows[0, 1].totals.stepped, 0, 1, rows[0, 1].totals.seq)
+        place = SourcePosition(slot=0, incarnation=1, settled=rows[0, 1].settled).model_dump(mode="json")
+        position = [{"fleet_id": fleet_id} | place]
+        save_checkpoint(path / "learner.checkpoint", Checkpoint(1, position, {}, {}))
+
+    def leave_recorder(self, stepped: int, slot: int, incarnation: int, seq: int = 0) -> None:
+        recorder = Recorder(self.path / "recorders" / f"worker-{slot}-{incarnation}.rec", slot, incarnation)
+        recorder.totals(WorkerTotals(seq=seq, stepped=stepped, open=stepped))
+        recorder.close()
+
+    def audit(self, *how: str) -> tuple[int, str]:
+        """Exit code and last line of `headrace audit`."""
+        command = [sys.executable, "-m", "headrace.deploy", "audit", *how, str(self.path)]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+        return ran.returncode, ran.stderr.strip().rpartition("\n")[2]
+
+
+def lose_the_ledger(run: Run, client: Any, fleet_id: str) -> None:
+    client.delete(key_name(fleet_id, LEDGER), key_name(fleet_id, SOURCES), key_name(fleet_id, TOTALS))
+
+
+def go_back(run: Run, client: Any, fleet_id: str) -> None:
+    settled = Settled(seq=5, committed=(160, 10))
+    place = SourcePosition(slot=0, incarnation=1, settled=settled).model_dump(mode="json")
+    save_checkpoint(run.path / "learner.checkpoint", Checkpoint(1, [place], {}, {}))
+
+
+def step_once_more(run: Run, client: Any, fleet_id: str) -> None:
+    run.leave_recorder(10_000, 0, 1)
+
+
+def die_unseen(run: Run, client: Any, fleet_id: str) -> None:
+    run.leave_recorder(77, 3, 1)
+
+
+def write_another_layout(run: Run, client: Any, fleet_id: str) -> None:
+    (run.path / "recorders" / "worker-4-1.rec").write_bytes(b"a later one")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (None, ""),
+        (lose_the_ledger, "the ledger is empty, although the learner has trained on 96 steps"),
+        (go_back, "the learner has settled batches up to 5 (learner.checkpoint says so), but the ledger knows 4"),
+        (step_once_more, "its worker has ended after 10,000 steps, as its recorder says, but the ledger knows "),
+        (die_unseen, "slot 3 incarnation 1: its worker has ended after 77 steps, as its recorder says, but the ledger"),
+        (write_another_layout, "worker-4-1.rec is no recorder that this version can read"),
+    ],
+)
+def test_books_that_balance_are_wrong_where_the_run_directory_proves_more(
+    reported: FleetView, url: str, fleet_id: str, client: Any, tmp_path: Path, damage: Any, words: str
+) -> None:
+    run = Run(tmp_path, url, fleet_id, reported)
+    client.hset(key_name(fleet_id, FLEET), "reported_unix_s", "1")  # no broker will report what is missing
+    if damage is not None:
+        damage(run, client, fleet_id)
+    returncode, said = run.audit("--strict", "--run-dir")
+    assert (returncode != 0) == bool(words), said
+    assert words in said
+
+
+def log_another_end(run: Run, client: Any, fleet_id: str) -> None:
+    (run.path / "logs").mkdir()
+    (run.path / "logs" / "supervisor.log").write_text("worker 1 incarnation 1 took 60,713 steps, and the broker has")
+
+
+def forget_a_life(run: Run, client: Any, fleet_id: str) -> None:
+    (run.path / "broker.json").write_bytes(orjson.dumps({"incarnations": {"0": 1, "1": 1}}))
+
+
+def commit_less(run: Run, client: Any, fleet_id: str) -> None:
+    settled = Settled(seq=4, committed=(95, 6), dropped={"stale": (33, 2)})
+    place = SourcePosition(slot=0, incarnation=1, settled=settled).model_dump(mode="json")
+    save_checkpoint(run.path / "learner.checkpoint", Checkpoint(1, [place], {}, {}))
+
+
+def revive(run: Run, client: Any, fleet_id: str) -> None:
+    key = key_name(fleet_id, LEDGER)
+    client.hset(key, "0/1", orjson.dumps(orjson.loads(client.hget(key, "0/1")) | {"closed": False}))
+    for path in (run.path / "recorders").iterdir():
+        path.unlink()
+
+
+def greet_twice_and_leave(run: Run, client: Any, fleet_id: str) -> None:
+    """A stranger that took a slot twice, and never a step."""
+    for incarnation in (1, 2):
+        row = LedgerRow(
+            slot=9, incarnation=incarnation, totals=WorkerTotals(), accepted=(0, 0), held=(0, 0), settled=Settled()
+        )
+        client.hset(key_name(fleet_id, LEDGER), f"9/{incarnation}", row.model_dump_json())
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (None, ""),
+        (greet_twice_and_leave, ""),
+        (revive, "slot 0 incarnation 1: the ledger has it as live, beside incarnation 2"),
+        (lose_the_ledger, "slot 0 incarnation 1: it ended after "),
+        (go_back, "the learner has settled batches up to 5, but the ledger knows 4"),
+        (commit_less, "trained on 95 steps of its first 4 batches, but the ledger has 96 of 4 as committed"),
+        (step_once_more, "it ended after 10,000 steps, as its recorder says, but the ledger has "),
+        (write_another_layout, "worker-4-1.rec cannot be read as a recorder"),
+        (log_another_end, "slot 1 incarnation 1: it ended after 60,713 steps, as the supervisor's log says"),
+        (forget_a_life, "slot 0 incarnation 2: broker.json knows only incarnations up to 1 of this slot"),
+    ],
+)
+def test_the_deep_audit_names_two_sources_that_differ(
+    reported: FleetView, url: str, fleet_id: str, client: Any, tmp_path: Path, damage: Any, words: str
+) -> None:
+    run = Run(tmp_path, url, fleet_id, reported)
+    client.hset(key_name(fleet_id, FLEET), "reported_unix_s", "1")
+    if damage is not None:
+        damage(run, client, fleet_id)
+    returncode, said = run.audit("--deep")
+    assert (returncode != 0) == bool(words), said
+    assert words in said
+
+
+def fold_a_life(run: Run, client: Any, fleet_id: str) -> None:
+    """Slot 0, incarnation 1 folds, as the broker does it."""
+    row = LedgerRow.model_validate_json(client.hget(key_name(fleet_id, LEDGER), "0/1"))
+    counters = [name.split(b"/")[2].decode() for name in client.hkeys(key_name(fleet_id, SOURCES))]
+    lives = fold(None, row)
+    assert lives is not None
+    MergeScript(client, fleet_id)(Part(Report(folded={0: lives}), lives={0: [1]}, counters=counters), [], 0)
+    client.hset(key_name(fleet_id, FLEET), "reported_unix_s", "1")
+
+
+def fold_and_log_another_end(run: Run, client: Any, fleet_id: str) -> None:
+    fold_a_life(run, client, fleet_id)
+    (run.path / "logs").mkdir()
+    (run.path / "logs" / "supervisor.log").write_text("worker 0 incarnation 1 took 60,713 steps, and the broker has")
+
+
+def fold_and_go_back(run: Run, client: Any, fleet_id: str) -> None:
+    fold_a_life(run, client, fleet_id)
+    go_back(run, client, fleet_id)
+
+
+def fold_and_keep_the_row(run: Run, client: Any, fleet_id: str) -> None:
+    row = client.hget(key_name(fleet_id, LEDGER), "0/1")
+    fold_a_life(run, client, fleet_id)
+    client.hset(key_name(fleet_id, LEDGER), "0/1", row)
+
+
+@pytest.mark.parametrize(
+    ("damage", "deep", "words"),
+    [
+        (fold_a_life, False, ""),
+        (fold_a_life, True, ""),
+        (fold_and_log_another_end, True, "its 1 folded lives: 1 of them took 60,713 steps, as the supervisor's log"),
+        (fold_and_go_back, True, "its 1 folded lives: the learner was trained on 160 steps of 5 batches"),
+        (fold_and_keep_the_row, True, "slot 0 incarnation 1: the ledger has a row of it, although it is folded"),
+        (fold_and_keep_the_row, False, "slot 0 incarnation 1 has a row, although it is folded"),
+    ],
+)
+def test_a_folded_life_is_held_against_the_same_evidence(
+    reported: FleetView, url: str, fleet_id: str, client: Any, tmp_path: Path, damage: Any, deep: bool, words: str
+) -> None:
+    run = Run(tmp_path, url, fleet_id, reported)
+    damage(run, client, fleet_id)
+    returncode, said = run.audit(*(["--deep"] if deep else ["--strict", "--run-dir"]))
+    assert (returncode != 0) == bool(words), said
+    assert words in said
+
+
 def test_a_batch_held_too_long_is_a_warning_and_no_problem() -> None:
     snapshot = Snapshot(gauges={"oldest_unsettled_age_s": 61.0}, reported_unix_s=1.0)
     assert audit(snapshot) == []
@@ -131,7 +390,7 @@ def test_batches_that_a_broker_and_their_worker_died_with_are_no_contradiction(
     assert after_both_died.close(30.0)
     snapshot = read(FleetView(url, fleet_id))
     assert snapshot.rows[0, 1].closed
-    assert snapshot.totals["env_steps_total"] == 160
+    assert snapshot.totals["accepted_agent_steps_total"] == 160
     assert audit(snapshot) == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headrace.broker.core import BrokerCore
@@ -12,7 +13,8 @@ from headrace.broker.metrics import FleetMetrics
 from headrace.broker.source import Source, StoredBatch
 from headrace.schemas.batch import BatchHeader
 from headrace.schemas.ledger import LedgerRow, Settled, WorkerTotals
-from headrace.schemas.redis_keys import row_counters
+from headrace.schemas.messages import LearnerHello, WorkerHello
+from headrace.schemas.redis_keys import QUANTILES, labelled, row_counters
 
 
 def header(seq: int, steps: int, **totals: Any) -> BatchHeader:
@@ -25,8 +27,20 @@ def rate(*headers: BatchHeader) -> float:
     """Env steps a second of batches that came at seconds 0, 1, 2 and so on, at the end of the last of these."""
     metrics = FleetMetrics()
     for second, each in enumerate(headers):
-        metrics.observe(each, nbytes=1, now=float(second))
+        metrics.observe(each, nbytes=1, now=float(second), newest=(0, 0))
     return metrics.report(BrokerCore("f", BrokerLimits()), now=float(len(headers))).gauges["env_steps_per_s"]
+
+
+def test_the_version_of_each_peer_is_reported_and_an_old_one_tells_none() -> None:
+    core = BrokerCore("f", BrokerLimits())
+    for slot, told in enumerate(("0.2.0", "")):
+        hello = WorkerHello(fleet_id="f", token=f"{slot}", slot=slot, headrace_version=told)
+        core.receive(b"%d" % slot, hello, 0.0)
+    assert FleetMetrics().report(core, now=0.0).lease["headrace_version"] == ""
+    core.receive(b"l", LearnerHello(token="l", channel="stream", headrace_version="0.3.0"), 0.0)
+    report = FleetMetrics().report(core, now=0.0)
+    assert {slot: row["headrace_version"] for slot, row in report.workers.items()} == {0: "0.2.0", 1: ""}
+    assert report.lease["headrace_version"] == "0.3.0"
 
 
 def test_the_rate_is_of_env_steps_whoever_acted_in_them() -> None:
@@ -41,13 +55,48 @@ def test_what_a_worker_did_before_this_broker_heard_of_it_makes_no_rate() -> Non
     assert rate(header(7, 60, stepped=10**6), header(8, 40, stepped=10**6 + 40)) == 20.0
 
 
+def test_batches_count_by_how_far_their_weights_are_behind_and_those_of_an_earlier_learner_behind_all() -> None:
+    metrics, core = FleetMetrics(), BrokerCore("f", BrokerLimits())
+    newest = (2, 70)
+    seen = [(2, 70), (2, 71), (2, 69), (2, 66), (2, 6), (2, 5), (1, 900), (0, 0), (3, 1)]
+    for seq, (epoch, weights_seq) in enumerate(seen, start=1):
+        told = header(seq, 10**seq).model_copy(update={"learner_epoch": epoch, "weights_seq": weights_seq})
+        metrics.observe(told, nbytes=1, now=0.0, newest=newest)
+    gauges = metrics.report(core, now=0.0).gauges
+    at_most = {"0": 10**1 + 10**2 + 10**9, "1": 10**3, "2": 0, "4": 10**4, "8": 0, "16": 0, "32": 0, "64": 10**5}
+    total = 0
+    for le, steps in {**at_most, "+Inf": 10**6 + 10**7 + 10**8}.items():
+        total += steps
+        assert gauges[labelled("accepted_lag_agent_steps_bucket", "le", le)] == total, le
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 100, 250])
+def test_quantiles_are_those_of_the_newest_hundred_episodes(count: int) -> None:
+    episodes = [(float(value), 1000 - value) for value in np.random.default_rng(count).permutation(count).tolist()]
+    metrics = FleetMetrics()
+    told = header(1, 1).model_copy(
+        update={"episodes": episodes, "modules": ["one"], "agent_returns": [reward for reward, _ in episodes]}
+    )
+    metrics.observe(told, nbytes=1, now=0.0, newest=(0, 0))
+    report = metrics.report(BrokerCore("f", BrokerLimits()), now=0.0)
+    for values, name in zip(zip(*episodes[-100:], strict=True), ("return", "len"), strict=True):
+        expected = np.quantile(values, [float(at) for at in QUANTILES])
+        found = [report.gauges[labelled(f"episode_{name}_quantile", "quantile", at)] for at in QUANTILES]
+        assert found == pytest.approx(expected)
+        if name == "return":
+            assert list(report.policies["one"]["quantiles"].values()) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(("env_steps", "expected"), [(50, 50), (0, 0), (None, 100)])
 def test_the_counters_tell_env_steps_from_agents_steps(env_steps: int | None, expected: int) -> None:
     totals = WorkerTotals(stepped=100, shipped=90, open=10, env_steps=env_steps, module_steps={"one": 60, "two": 30})
     row = LedgerRow(slot=0, incarnation=1, totals=totals, accepted=(90, 3), held=(90, 3), settled=Settled())
     counters = row_counters(row)
-    assert (counters["env_steps_sampled_total"], counters["agent_steps_sampled_total"]) == (expected, 100)
-    assert (counters["module_steps_one_total"], counters["module_steps_two_total"]) == (60, 30)
+    assert (counters["env_steps_total"], counters["agent_steps_total"]) == (expected, 100)
+    assert (
+        counters['accepted_module_agent_steps_total{module="one"}'],
+        counters['accepted_module_agent_steps_total{module="two"}'],
+    ) == (60, 30)
 
 
 def test_a_worker_lags_by_the_weights_of_its_newest_batch_not_of_its_last_heartbeat() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -112,6 +113,29 @@ def test_a_wrong_password_is_refused_and_not_repeated(url: str) -> None:
         check_url(wrong)
     assert "f00" not in str(caught.value)
     assert "***" in str(caught.value)
+
+
+@pytest.mark.parametrize("secret", ["s3cr/et", "s3cr#et", "s3cr?et", "s3cr@s3cr/et", "://s3cr/et"])
+def test_a_password_that_should_have_been_escaped_is_not_shown(secret: str) -> None:
+    url = f"redis://me:{secret}@localhost:6379/0"
+    assert without_password(url) == "redis://me:***@localhost:6379/0"
+    assert "password" not in without_password(f"redis://localhost/0?password={secret}")
+    assert without_password("redis://localhost/0?passwort=s3cr3t&db=2") == "redis://localhost/0?db=2"
+    assert secret not in without_password(f"redis://:{secret}")
+    with pytest.raises(RedisUnavailableError) as caught:
+        check_url(url)
+    assert "in a password write / as %2F, # as %23" in str(caught.value)
+    assert "s3cr" not in f"{caught.value} {caught.value.__cause__}"
+
+
+def test_a_user_who_may_write_the_fleets_keys_alone_is_enough(make_server: MakeServer) -> None:
+    server = make_server().start()
+    with server.client() as client:
+        client.execute_command("ACL", "SETUSER", "fleet", "on", ">word", "~headrace:{mine}:*", "+@all", "-@admin")
+    url = re.sub(r"//[^@]*@", "//fleet:word@", server.url)
+    check_url(url, "mine")
+    with pytest.raises(RedisUnavailableError, match=r"its user fleet may not use the keys headrace:\{another\}:\*"):
+        check_url(url, "another")
 
 
 def test_a_server_that_would_evict_counters_is_refused(make_server: MakeServer) -> None:

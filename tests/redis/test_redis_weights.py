@@ -6,24 +6,26 @@ from typing import Any
 
 import pytest
 
-from headrace.broker.redis_weights import LARGEST_BYTES, PIECE_BYTES, RedisWeights
+from headrace.broker.redis_blob import PIECE_BYTES, RedisBlob
+from headrace.broker.redis_weights import LARGEST_BYTES, weights_in
+from headrace.broker.report import Report
 from headrace.broker.reporter import RedisReporter
-from headrace.schemas.redis_keys import WEIGHTS_BLOB, WEIGHTS_CURRENT, key_name
+from headrace.schemas.redis_keys import FLEET, WEIGHTS_BLOB, WEIGHTS_CURRENT, key_name
 from support.waiting import wait_until
 
 FRAMES = [b"tag", b'{"a": 1}', bytes(range(256)) * 10_000, b"", bytes(PIECE_BYTES)]
 
 
 @pytest.fixture
-def shelf(client: Any, fleet_id: str) -> RedisWeights:
-    return RedisWeights(client, fleet_id)
+def shelf(client: Any, fleet_id: str) -> RedisBlob:
+    return weights_in(client, fleet_id)
 
 
 def blob(fleet_id: str, version: tuple[int, int]) -> str:
     return key_name(fleet_id, WEIGHTS_BLOB, version=f"{version[0]}-{version[1]}")
 
 
-def test_frames_come_back_as_they_went_in(shelf: RedisWeights) -> None:
+def test_frames_come_back_as_they_went_in(shelf: RedisBlob) -> None:
     assert shelf.load() is None
     assert shelf.store((2, 9), FRAMES) == "flipped"
     stored = shelf.load()
@@ -33,7 +35,7 @@ def test_frames_come_back_as_they_went_in(shelf: RedisWeights) -> None:
 
 
 def test_an_older_version_is_refused_and_the_replaced_blob_deleted(
-    shelf: RedisWeights, client: Any, fleet_id: str
+    shelf: RedisBlob, client: Any, fleet_id: str
 ) -> None:
     assert shelf.store((2, 9), [b"second learner"]) == "flipped"
     assert shelf.store((1, 100), [b"first learner, stale"]) == "older"
@@ -47,16 +49,16 @@ def test_an_older_version_is_refused_and_the_replaced_blob_deleted(
 
 
 def test_the_pointer_is_not_flipped_behind_another_writer(
-    shelf: RedisWeights, client: Any, fleet_id: str, monkeypatch: pytest.MonkeyPatch
+    shelf: RedisBlob, client: Any, fleet_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = RedisWeights._stage
+    stage = RedisBlob.stage
 
-    def overtaken(self: RedisWeights, name: str, frames: Any) -> None:
-        stage(self, name, frames)
+    def overtaken(self: RedisBlob, name: str, *what: Any) -> None:
+        stage(self, name, *what)
         monkeypatch.undo()
         assert shelf.store((3, 1), [b"the newer learner"]) == "flipped"
 
-    monkeypatch.setattr(RedisWeights, "_stage", overtaken)
+    monkeypatch.setattr(RedisBlob, "stage", overtaken)
     assert shelf.store((2, 1), [b"the stale learner"]) == "moved"
     stored = shelf.load()
     assert stored is not None
@@ -64,15 +66,13 @@ def test_the_pointer_is_not_flipped_behind_another_writer(
     assert 0 < client.ttl(blob(fleet_id, (2, 1))) <= 600, "a blob no pointer was flipped to expires"
 
 
-def test_weights_without_a_pointer_are_none(shelf: RedisWeights, client: Any, fleet_id: str) -> None:
-    shelf._stage(blob(fleet_id, (1, 1)), FRAMES)
+def test_weights_without_a_pointer_are_none(shelf: RedisBlob, client: Any, fleet_id: str) -> None:
+    shelf.stage(blob(fleet_id, (1, 1)), FRAMES)
     assert shelf.load() is None
 
 
 @pytest.mark.parametrize("pointer", [b"", b"1", b"1/", b"-1/2", b"\x80\x04K\x01.", b"9" * 50 + b"/1", b"1/1\n"])
-def test_a_pointer_that_is_none_counts_as_absent(
-    shelf: RedisWeights, client: Any, fleet_id: str, pointer: bytes
-) -> None:
+def test_a_pointer_that_is_none_counts_as_absent(shelf: RedisBlob, client: Any, fleet_id: str, pointer: bytes) -> None:
     client.set(key_name(fleet_id, WEIGHTS_CURRENT), pointer)
     assert shelf.load() is None
     assert shelf.store((1, 1), [b"x"]) == "flipped"
@@ -92,7 +92,7 @@ def test_a_pointer_that_is_none_counts_as_absent(
     ],
 )
 def test_a_blob_that_is_not_what_it_says_is_none(
-    shelf: RedisWeights, client: Any, fleet_id: str, field: str, value: bytes
+    shelf: RedisBlob, client: Any, fleet_id: str, field: str, value: bytes
 ) -> None:
     assert shelf.store((1, 1), [b"a frame of bytes", bytes(100)]) == "flipped"
     client.hset(blob(fleet_id, (1, 1)), field, value)
@@ -116,11 +116,36 @@ def test_the_reporter_writes_the_newest_and_hands_it_to_the_next_broker(url: str
     following.close(1.0)
 
 
-def test_weights_beyond_64_mib_are_skipped_with_a_line(
+def test_weights_beyond_64_mib_are_skipped_with_one_line(
     url: str, fleet_id: str, client: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     reporter = RedisReporter(url, fleet_id)
-    reporter.offer_weights((1, 1), [bytes(LARGEST_BYTES), b"x"])
+    for seq in (1, 2):
+        reporter.offer_weights((1, seq), [bytes(LARGEST_BYTES), b"x"])
     assert reporter.close(30.0)
     assert caplog.text.count("are not kept in Redis") == 1
     assert not client.exists(key_name(fleet_id, WEIGHTS_CURRENT))
+
+
+def test_large_weights_wait_for_their_budget_and_the_end_does_not(
+    url: str, fleet_id: str, client: Any, shelf: RedisBlob
+) -> None:
+    reporter = RedisReporter(url, fleet_id, weights_per_hour=PIECE_BYTES)  # the next ones are due in an hour
+    reporter.offer_weights((1, 1), [bytes(PIECE_BYTES)])
+    wait_until(lambda: shelf.version() == (1, 1), "the first version")
+    for seq in (2, 3):
+        reporter.offer_weights((1, seq), [bytes(PIECE_BYTES)])
+    reporter.offer(Report(rows=[]))
+    wait_until(
+        lambda: client.hexists(key_name(fleet_id, FLEET), "reported_unix_s"), "a report, which waits for nothing"
+    )
+    assert shelf.version() == (1, 1)
+    assert reporter.close(30.0)
+    assert shelf.version() == (1, 3)
+
+
+def test_without_a_budget_redis_gets_no_weights(url: str, fleet_id: str, shelf: RedisBlob) -> None:
+    reporter = RedisReporter(url, fleet_id, weights_per_hour=0)
+    reporter.offer_weights((1, 1), [b"weights"])
+    assert reporter.close(30.0)
+    assert shelf.version() is None

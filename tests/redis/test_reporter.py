@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from headrace.broker.redis_rows import ReceivedRow
-from headrace.broker.report import MergeScript, Report
+from headrace.broker.report import MergeScript, Part, Report
 from headrace.broker.reporter import RedisReporter
 from headrace.deploy.audit import audit
 from headrace.deploy.redis_view import FleetView, Snapshot
 from headrace.schemas.errors import RedisUnavailableError
+from headrace.schemas.folded_lives import FoldedLives
 from headrace.schemas.ledger import LedgerRow
 from headrace.schemas.logged_metrics import LoggedMetric, SumsOfLife
 from headrace.schemas.messages import LearnerRow
@@ -30,6 +31,7 @@ from headrace.schemas.redis_keys import (
     TABLE,
     TOTALS,
     WORKERS,
+    Key,
     key_name,
 )
 from support.waiting import wait_until
@@ -60,7 +62,7 @@ def fleet_report(make_row: MakeRow, batches: int) -> Report:
     """Two live workers and a dead one, after so many batches each."""
     rows = [make_row(slot, 2, batches, max(0, batches - 3)) for slot in (0, 1)]
     rows.append(make_row(0, 1, 5, 5, closed=True))
-    return Report(rows=rows, counters={(slot, 2): {"bytes_total": 1000 * batches} for slot in (0, 1)})
+    return Report(rows=rows, counters={(slot, 2): {"accepted_bytes_total": 1000 * batches} for slot in (0, 1)})
 
 
 def test_what_is_reported_is_what_is_read(url: str, fleet_id: str, make_row: MakeRow) -> None:
@@ -79,7 +81,7 @@ def test_what_is_reported_is_what_is_read(url: str, fleet_id: str, make_row: Mak
     assert snapshot.workers == {0: {"pid": 17, "blocked": "learner"}}
     assert snapshot.lease == {"epoch": 3, "token": "abc", "since_unix_s": 1.5}
     assert snapshot.incarnations == {0: 1}
-    assert snapshot.totals["dropped_steps_stale_total"] == 32
+    assert snapshot.totals['dropped_agent_steps_total{reason="stale"}'] == 32
     assert snapshot.fleet.balance() == 0
 
 
@@ -89,6 +91,7 @@ def test_every_key_that_is_written_stands_in_the_table(url: str, fleet_id: str, 
     reporter.offer(
         Report(
             rows=[make_row()],
+            folded={1: FoldedLives(highest=1, row=make_row(1, 0, 5, 5, closed=True))},
             workers={0: {}},
             lease={"epoch": 1},
             incarnations={0: 1},
@@ -96,15 +99,49 @@ def test_every_key_that_is_written_stands_in_the_table(url: str, fleet_id: str, 
             policies={"one": {"return_mean": 1.0}},
             metrics={"goals": LoggedMetric(reduce="sum", value=1.0)},
             metric_sums={"past": SumsOfLife(sums={"goals": 1.0})},
+            env_errors={"others": {"kind": "others", "count": 1}},
             events=[{"a": 1}],
         )
     )
     reporter.offer_rows([received(1, 1)])
     reporter.offer_weights((1, 1), [b"frame"])
     assert reporter.close(30.0)
-    promised = {key_name(fleet_id, key, version="1-1"): key.type for key in TABLE}
+    promised = {key_name(fleet_id, key, version="1-1"): key.type for key in TABLE if key.writer == "broker"}
     written = {name.decode(): client.type(name).decode() for name in client.keys(f"headrace:{{{fleet_id}}}:*")}
     assert written == promised
+
+
+def test_a_report_of_64_workers_writes_no_more_often_than_one_of_two(
+    fleet_id: str, make_server: MakeServer, make_row: MakeRow
+) -> None:
+    """A broker reports twice a second, so it writes less than 50 times a second."""
+
+    def report(workers: int, batches: int) -> Report:
+        lives = {(slot, 1): {"accepted_bytes_total": 1000 * batches} for slot in range(workers)}
+        return Report(
+            rows=[make_row(slot, 1, batches, batches - 1) for slot, _ in lives],
+            counters=lives,
+            gauges={"unix_s": 1.0, **{f"gauge_{n}": n / 8 for n in range(80)}},
+            workers={slot: {"pid": slot, "accepted": batches} for slot, _ in lives},
+            lease={"epoch": 1},
+            incarnations={slot: 1 for slot, _ in lives},
+            runner_state={slot: {"num_episodes_lifetime": batches} for slot, _ in lives},
+            policies={"one": {"return_mean": 1.0}},
+            metrics={"goals": LoggedMetric(reduce="sum", value=1.0)},
+            metric_sums={"past": SumsOfLife(sums={"goals": 1.0})},
+        )
+
+    server = make_server().start()
+    with server.client() as client:
+        merge, written = MergeScript(client, fleet_id), {}
+        for workers in (2, 64):
+            merge(Part(report(workers, 5)), [], 0)
+            client.config_resetstat()
+            merge(Part(report(workers, 7)), [], 0)
+            calls = {name: told["calls"] for name, told in client.info("commandstats").items()}
+            written[workers] = sum(calls.get(f"cmdstat_{name}", 0) for name in WRITES)
+    assert 5 < written[2] <= written[64] < 25, written
+    assert read(server.url, fleet_id).totals["accepted_bytes_total"] == 64 * 7000
 
 
 def test_repeated_and_reordered_reports_leave_totals_exact(
@@ -117,14 +154,14 @@ def test_repeated_and_reordered_reports_leave_totals_exact(
     merge = MergeScript(client, fleet_id)
     highest = 0
     for _, report in sorted(late, key=lambda pair: pair[0]):
-        merge(report, [], 0)
-        total = int(client.hget(key_name(fleet_id, TOTALS), "env_steps_total"))
+        merge(Part(report), [], 0)
+        total = int(client.hget(key_name(fleet_id, TOTALS), "accepted_agent_steps_total"))
         assert total >= highest, "a lifetime counter went back"
         highest = total
     snapshot = read(url, fleet_id)
     assert audit(snapshot) == []
-    assert snapshot.totals["env_steps_total"] == 32 * (59 + 59 + 5)
-    assert snapshot.totals["bytes_total"] == 2 * 59_000
+    assert snapshot.totals["accepted_agent_steps_total"] == 32 * (59 + 59 + 5)
+    assert snapshot.totals["accepted_bytes_total"] == 2 * 59_000
 
 
 def test_three_kill_9_without_persistence_leave_totals_exact(
@@ -148,7 +185,7 @@ def test_three_kill_9_without_persistence_leave_totals_exact(
     assert reporter.close(30.0)
     snapshot = read(server.url, fleet_id)
     assert audit(snapshot) == []
-    assert snapshot.totals["env_steps_total"] == 32 * (batches + batches + 5)
+    assert snapshot.totals["accepted_agent_steps_total"] == 32 * (batches + batches + 5)
     assert snapshot.gauges["redis_failures"] >= 3
 
 
@@ -170,31 +207,33 @@ def test_lost_replies_leave_totals_exact(
     assert reporter.failures >= 4
     snapshot = read(shared_server.url, fleet_id)
     assert audit(snapshot) == []
-    assert snapshot.totals["env_steps_total"] == 32 * 8
+    assert snapshot.totals["accepted_agent_steps_total"] == 32 * 8
     with shared_server.client() as client:
         numbers = [int(fields[b"n"]) for _, fields in client.xrange(key_name(fleet_id, EVENTS))]
     assert numbers == list(range(1, 9)), "an event whose reply was lost must not stand there twice"
 
 
 def _accepted(url: str, fleet_id: str) -> int:
-    return read(url, fleet_id).totals.get("env_steps_total", 0)
+    return read(url, fleet_id).totals.get("accepted_agent_steps_total", 0)
 
 
 def test_a_row_that_knows_less_does_not_replace_and_its_counters_wait(
     url: str, fleet_id: str, make_row: MakeRow
 ) -> None:
     report_once(url, fleet_id, Report(rows=[make_row(0, 1, 10, 7)]))
-    restarted = Report(rows=[make_row(0, 1, 12, 6), make_row(1, 1, 2, 0)], counters={(0, 1): {"bytes_total": 99}})
+    restarted = Report(
+        rows=[make_row(0, 1, 12, 6), make_row(1, 1, 2, 0)], counters={(0, 1): {"accepted_bytes_total": 99}}
+    )
     report_once(url, fleet_id, restarted)
     snapshot = read(url, fleet_id)
     assert snapshot.rows[0, 1] == make_row(0, 1, 10, 7)
     assert snapshot.rows[1, 1] == make_row(1, 1, 2, 0)
-    assert "bytes_total" not in snapshot.totals
+    assert "accepted_bytes_total" not in snapshot.totals
     assert audit(snapshot) == []
-    report_once(url, fleet_id, Report(rows=[make_row(0, 1, 12, 7)], counters={(0, 1): {"bytes_total": 99}}))
+    report_once(url, fleet_id, Report(rows=[make_row(0, 1, 12, 7)], counters={(0, 1): {"accepted_bytes_total": 99}}))
     snapshot = read(url, fleet_id)
-    assert snapshot.totals["env_steps_total"] == 32 * 14
-    assert snapshot.totals["bytes_total"] == 99
+    assert snapshot.totals["accepted_agent_steps_total"] == 32 * 14
+    assert snapshot.totals["accepted_bytes_total"] == 99
     assert audit(snapshot) == []
 
 
@@ -250,15 +289,18 @@ def test_events_of_a_replaced_report_are_kept(url: str, fleet_id: str, client: A
 def test_what_stands_there_is_handed_over_once(url: str, fleet_id: str, make_row: MakeRow) -> None:
     row = make_row(batches=300, settled=299)
     report = Report(
-        rows=[row], counters={(0, 1): {"bytes_total": 5}}, lease={"epoch": 7, "token": "t"}, incarnations={0: 1, 3: 2}
+        rows=[row],
+        counters={(0, 1): {"accepted_bytes_total": 5}},
+        lease={"epoch": 7, "token": "t"},
+        incarnations={0: 1, 3: 2},
     )
     report_once(url, fleet_id, report)
     reporter = RedisReporter(url, fleet_id)
     saved = reporter.take_saved(wait_s=30.0)
     assert saved is not None
     assert saved.rows == {(0, 1): row}
-    assert saved.counters[0, 1]["bytes_total"] == 5
-    assert saved.counters[0, 1]["env_steps_total"] == 9600
+    assert saved.counters[0, 1]["accepted_bytes_total"] == 5
+    assert saved.counters[0, 1]["accepted_agent_steps_total"] == 9600
     assert saved.incarnations == {0: 1, 3: 2}
     assert saved.lease_epoch == 7
     assert saved.weights is None
@@ -280,7 +322,7 @@ def test_redis_down_at_the_start_is_reported_to_once_it_is_up(
     server.start()
     wait_until(lambda: reporter.available)
     assert reporter.close(30.0)
-    assert read(server.url, fleet_id).totals["bytes_total"] == 2 * 99_000
+    assert read(server.url, fleet_id).totals["accepted_bytes_total"] == 2 * 99_000
     away = [record for record in caplog.records if "is away" in record.message]
     back = [record for record in caplog.records if "is back" in record.message]
     assert len(away) == len(back) == 1, "an outage is logged once"
@@ -306,7 +348,7 @@ def test_offers_return_while_redis_is_stopped_and_the_newest_arrives_afterwards(
     wait_until(lambda: reporter.available)
     assert reporter.close(30.0)
     snapshot = read(server.url, fleet_id)
-    assert snapshot.totals["bytes_total"] == 2 * 499_000
+    assert snapshot.totals["accepted_bytes_total"] == 2 * 499_000
     assert audit(snapshot) == []
 
 
@@ -361,7 +403,7 @@ def test_refused_writes_count_as_absence(
     wait_until(lambda: reporter.available)
     assert reporter.close(30.0)
     snapshot = read(server.url, fleet_id)
-    assert snapshot.totals["bytes_total"] == 4000
+    assert snapshot.totals["accepted_bytes_total"] == 4000
     assert audit(snapshot) == []
 
 
@@ -377,6 +419,8 @@ def test_a_url_that_is_none_is_refused_at_once() -> None:
     with pytest.raises(RedisUnavailableError, match="not a Redis URL"):
         RedisReporter("localhost", "fleet")
 
+
+WRITES = ("hset", "hincrby", "hdel", "del", "xadd", "pexpire", "set", "unlink")
 
 GARBAGE = [b"\x80\x04K\x01.", b"", b"-1", b"1e400", b"{", b"[]", b"\xff\xfe", b"9" * 400, b'{"slot": 0}']
 
@@ -408,26 +452,28 @@ def test_a_total_that_is_no_number_is_left_alone_and_named(
     url: str, fleet_id: str, client: Any, make_row: MakeRow, caplog: pytest.LogCaptureFixture
 ) -> None:
     report_once(url, fleet_id, Report(rows=[make_row(batches=10)]))
-    client.hset(key_name(fleet_id, TOTALS), "chunks_total", "many")
+    client.hset(key_name(fleet_id, TOTALS), "accepted_chunks_total", "many")
     reporter = RedisReporter(url, fleet_id)
     reporter.offer(Report(rows=[make_row(batches=11)]))
     assert reporter.close(30.0)
-    assert caplog.text.count("counter 0/1/chunks_total in Redis is not a number") == 1
+    assert caplog.text.count("counter 0/1/accepted_chunks_total in Redis is not a number") == 1
     snapshot = read(url, fleet_id)
-    assert snapshot.totals["env_steps_total"] == 352
-    assert any("chunks_total" in problem for problem in audit(snapshot))
+    assert snapshot.totals["accepted_agent_steps_total"] == 352
+    assert any("accepted_chunks_total" in problem for problem in audit(snapshot))
 
 
+@pytest.mark.parametrize("key", [LEDGER, TOTALS, SOURCES])
 def test_a_key_of_another_type_counts_as_absence_until_it_is_gone(
-    url: str, fleet_id: str, client: Any, make_row: MakeRow
+    url: str, fleet_id: str, client: Any, make_row: MakeRow, key: Key
 ) -> None:
-    client.set(key_name(fleet_id, LEDGER), "not a hash")
+    client.set(key_name(fleet_id, key), "not a hash")
     client.hset(key_name(fleet_id, FLEET), "reported_unix_s", "1")
     reporter = RedisReporter(url, fleet_id)
     reporter.offer(fleet_report(make_row, 3))
     wait_until(lambda: reporter.failures >= 1)
-    assert "Redis holds what no broker writes: ledger: is not a hash" in audit(read(url, fleet_id))
-    client.delete(key_name(fleet_id, LEDGER))
+    found = f"Redis holds what no broker writes: {key_name(fleet_id, key)} is a string, not a hash"
+    assert found in audit(read(url, fleet_id))
+    client.delete(key_name(fleet_id, key))
     wait_until(lambda: reporter.available)
     assert reporter.close(30.0)
     assert audit(read(url, fleet_id)) == []

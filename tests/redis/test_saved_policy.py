@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.broker.redis_weights import RedisWeights
+from headrace.broker.redis_weights import weights_in
 from headrace.deploy import load_policy
 from headrace.deploy.fleet_file import FleetFile
 from headrace.deploy.saved_policy import find_policy
@@ -21,7 +21,7 @@ def test_weights_are_found_by_the_fleets_name_and_by_its_run_directory(
     client: Any, fleet_id: str, url: str, tmp_path: Any, free_port: int
 ) -> None:
     arrays = {"w": np.arange(3.0)}
-    assert RedisWeights(client, fleet_id).store((3, 5), encode_weights(fleet_id, (3, 5), arrays)) == "flipped"
+    assert weights_in(client, fleet_id).store((3, 5), encode_weights(fleet_id, (3, 5), arrays)) == "flipped"
     FleetFile(fleet_id=fleet_id, redis_url=url).write(tmp_path / "fleet.json")
     for where, name in ((url, fleet_id), (str(tmp_path), "")):
         found = find_policy(where, name)
@@ -30,7 +30,7 @@ def test_weights_are_found_by_the_fleets_name_and_by_its_run_directory(
         assert "weights 3/5" in found.source
     module = cart_module(7)
     arrays = published_arrays(arrays_of(module))
-    assert RedisWeights(client, fleet_id).store((3, 6), encode_weights(fleet_id, (3, 6), arrays)) == "flipped"
+    assert weights_in(client, fleet_id).store((3, 6), encode_weights(fleet_id, (3, 6), arrays)) == "flipped"
     policy = load_policy(url, fleet_id=fleet_id, settings={"sampling.env_to_module": [MEAN_STD]})
     assert policy.version == (3, 6)
     assert policy.act(arrays["head.weight"][0, :4]) == best_action(module, arrays["head.weight"][0, :4])

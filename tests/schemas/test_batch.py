@@ -78,7 +78,7 @@ def assert_same(a: Any, b: Any) -> None:
         assert a == b
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(batch=batches())
 def test_every_batch_arrives_as_it_was_sent(batch: ChunkBatch) -> None:
     received = over_the_wire(batch)
@@ -91,7 +91,7 @@ def test_every_batch_arrives_as_it_was_sent(batch: ChunkBatch) -> None:
         assert len(got.infos) in (0, len(got) + 1)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(batch=batches(), data=st.data())
 def test_selected_chunks_are_those_and_no_others(batch: ChunkBatch, data: st.DataObject) -> None:
     keep = np.array(data.draw(st.lists(st.booleans(), min_size=len(batch), max_size=len(batch))), bool)

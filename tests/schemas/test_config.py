@@ -96,6 +96,8 @@ def test_environment_variables_are_read_as_their_fields_want(name: str, text: st
             "[broker]\nlease_s = 1.0\nheartbeat_interval_s = 0.9",
             "^broker: lease_s = 1.0 must be at least twice heartbeat_interval_s = 0.9$",
         ),
+        ("[broker]\nlog = true\nmax_staleness = 2", "log = true keeps every batch for the learner"),
+        ("[broker]\nmax_held_age_s = 2.0", "max_held_age_s = 2.0 drops the oldest batches"),
         ("[broker]\nmax_held_bytes = 1048576", "max_batch_bytes = 134217728 exceeds max_held_bytes = 1048576"),
         ("[broker]\nhost = '0.0.0.0'", r"broker.host = '0.0.0.0' serves other machines: it needs keys\.dir"),
         ("[broker]\nhost = 'example.org'", "allow_insecure = true"),

@@ -86,6 +86,12 @@ def test_numbers_that_fit_nowhere_are_refused(changes: dict[str, Any], where: st
     assert caught.value.detail.startswith(f"Heartbeat: {where}")
 
 
+@pytest.mark.parametrize("told", ["0.1.0\n", "0.1/../x", "\x1b[31m", "1" * 65, 1, None])
+def test_a_version_of_headrace_that_can_be_none_is_refused(told: Any) -> None:
+    with pytest.raises(DecodeError, match="WorkerHello: headrace_version"):
+        read(WorkerHello, {"fleet_id": "f", "token": "t", "headrace_version": told})
+
+
 def test_hellos_are_told_apart_by_role() -> None:
     for role, cls in HELLO_BY_ROLE.items():
         sent = sample_model(cls)

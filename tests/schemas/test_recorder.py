@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from headrace.schemas.bounds import WINDOW
 from headrace.schemas.errors import RunDirError
 from headrace.schemas.ledger import Discard, Drop, Settled, WorkerTotals
 from headrace.schemas.messages import HeldBatch
-from headrace.schemas.recorder import WINDOW, Reading, Recorder, read_recorder
+from headrace.schemas.recorder import Reading, Recorder, read_recorder
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.processes
@@ -22,7 +23,7 @@ KILLS = 150
 
 
 def _work_forever(path: Path) -> None:
-    """What a worker does to its recorder, as fast as it can: step, cut, drop, discard, settle."""
+    """Write to a recorder as a worker does, as fast as possible: step, cut, drop, discard, settle."""
     recorder, rng = Recorder(path, slot=3, incarnation=7), random.Random(os.getpid())
     stepped = opened = shipped = chunks = discarded = dropped = seq = 0
     settled, batches = Settled(), dict[int, HeldBatch]()

@@ -65,7 +65,7 @@ def reason_of(frames: list[Buffer], limits: WireLimits = DEFAULT_LIMITS) -> str:
     return caught.value.reason
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(kind=st.sampled_from(MessageKind), header=st.dictionaries(st.text(max_size=5), JSON, max_size=4), arrays=ARRAYS)
 def test_whatever_is_encoded_is_decoded(kind: MessageKind, header: dict[str, Any], arrays: dict[str, Any]) -> None:
     header.pop("payload", None)

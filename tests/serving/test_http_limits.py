@@ -88,6 +88,28 @@ def test_connections_beyond_the_cap_are_refused_and_the_others_go_on() -> None:
             client.hear_end()  # each was silent for a lease
 
 
+def test_silent_connections_give_their_places_to_those_who_ask() -> None:
+    with Served(replace(QUICK, read_s=1000.0)) as server, ExitStack() as stack:
+        silent = [stack.enter_context(RawHttp(server.url)) for _ in range(2 * QUICK.max_connections)]
+        alive([stack.enter_context(placed(server)) for _ in range(QUICK.max_connections)])
+        for client in silent:
+            client.hear_end()
+
+
+def test_unfinished_bodies_do_not_add_up() -> None:
+    """The one that began first is refused, so one that goes on gets through."""
+    with Served(replace(LIMITS, read_s=1000.0)) as server, ExitStack() as stack:
+        size = LIMITS.max_message_bytes - 1000
+        whole = put("/v1/sessions/s/episodes/e", b'{"x": "' + b"x" * size + b'"}')
+        clients = [stack.enter_context(RawHttp(server.url)) for _ in range(40)]
+        for client in clients:
+            client.say(whole[:-1])
+        for client in clients[:20]:
+            assert "unfinished requests" in client.hear_refusal(503, "server_full")
+        clients[-1].say(whole[-1:])
+        assert clients[-1].hear().status == 400  # x is no field; it was read
+
+
 def test_places_are_free_again_though_nobody_ends_what_it_has_begun() -> None:
     with Served(replace(QUICK, read_s=0.3)) as server:
         for _ in range(3):  # as often as it takes the places there are

@@ -80,3 +80,34 @@ def test_a_request_at_which_the_server_fails_is_500_and_the_connection_goes_on(
         monkeypatch.undo()
         client.say(HEALTH)
         assert client.hear().status == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:8080", 200),
+        ("LOCALHOST.", 200),
+        ("127.0.0.1", 200),
+        ("10.1.2.3:80", 200),
+        ("[::1]:8080", 200),
+        ("policy.example", 200),
+        ("evil.example", 400),
+        ("localhost.evil.example:80", 400),
+        ("127.0.0.1.evil.example", 400),
+        ("policy.example@evil.example", 400),
+        ("", 400),
+        ("[", 400),
+        ("\xe9", 400),
+    ],
+)
+def test_a_page_whose_name_was_bound_to_our_address_is_refused(host: str, status: int) -> None:
+    """Its browser sends that name. With a token the name is free, since the page does not know the token."""
+    ask = f"GET /v1/spaces HTTP/1.1\r\nHost: {host}\r\n".encode("latin-1")
+    with Served(http_hosts=frozenset(["policy.example"])) as server, RawHttp(server.url) as client:
+        client.say(ask + b"\r\n")
+        told = client.hear()
+        assert told.status == status, told
+        assert status == 200 or "add the name to serving.http_hosts" in told.body["message"]
+    with Served(token="a-token-of-this-test") as server, RawHttp(server.url) as client:
+        client.say(ask + b"Authorization: Bearer a-token-of-this-test\r\n\r\n")
+        assert client.hear().status == 200

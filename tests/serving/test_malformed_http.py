@@ -63,7 +63,6 @@ def test_what_is_no_http_is_told_so_and_the_connection_ends(server: Served, data
     [
         (b"GET /v1/sessions/s HTTP/1.1\r\n\r\n", 405, "nothing that this server knows"),
         (b"OPTIONS * HTTP/1.1\r\n\r\n", 404, "nothing that this server knows"),
-        (b"GET /v1/health/ HTTP/1.1\r\nHost: [\r\n\r\n", 404, "nothing that this server knows"),
         (b"GET /%ff%00%zz HTTP/1.1\r\n\r\n", 404, "nothing that this server knows"),
         (b"GET http://elsewhere/v1 HTTP/1.1\r\n\r\n", 404, "nothing that this server knows"),
         (put(f"{EPISODE}/steps/{'9' * 5000}"), 404, "nothing that this server knows"),

@@ -20,12 +20,15 @@ from headrace.deploy.key_pairs import make_keys
 from headrace.schemas.episode_errors import EpisodeAbortedError, NoFreePlaceError
 from headrace.schemas.errors import ConfigError, KeysRefusedError, UnreachableError
 from headrace.schemas.keys import read_client_port_keys
+from headrace.schemas.loopback_token import server_token
 from headrace.schemas.serving_messages import ClientHeartbeat
 from headrace.schemas.single_frame import split_frame
 from headrace.schemas.spaces import Box, Dict, Discrete, MultiBinary, Spaces, Tuple, nest
 from headrace.schemas.wire import decode
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.client.connection import Connection, request_of
+from headrace.workers.serving.client.server_place import ServerPlace
+from headrace.workers.serving.served_env import client_port_keys
 from headrace.workers.serving.session_records import ServingLimits
 from support.fleets.env_hosts import cable_to
 from support.serving.plain_episodes import SPACES, rule
@@ -158,7 +161,7 @@ def test_nobody_there_is_said_within_the_deadline(free_port: int) -> None:
 def test_what_was_asked_while_nobody_was_there_does_not_wait_for_who_comes(free_port: int) -> None:
     request = request_of(ClientHeartbeat, token="0" * 32, session="0" * 32, request=1)
     with zmq.Context() as context:
-        connection = Connection(context, f"tcp://127.0.0.1:{free_port}", None, agreed=True)
+        connection = Connection(context, ServerPlace(f"tcp://127.0.0.1:{free_port}"), None, agreed=True)
         seen: list[set[int]] = []
         for _ in range(2):
             with context.socket(zmq.ROUTER) as router:
@@ -187,6 +190,23 @@ def test_keys_let_in_clients_only(tmp_path: Path) -> None:
             play(client)
         with pytest.raises(KeysRefusedError, match="does not let in the client key"):
             PolicyClient(server.endpoint, keys=str(others), connect_timeout_s=10)
+
+
+def test_the_token_of_a_run_lets_in_clients_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    for folder in (run, other):
+        folder.mkdir()
+        server_token(folder, asked=True)
+    with Served(keys=client_port_keys(run)) as server:
+        with PolicyClient(server.endpoint) as client:
+            play(client)
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+        with PolicyClient(server.endpoint, keys=str(run)) as client:
+            play(client)
+        with pytest.raises(KeysRefusedError, match=r"does not let in the client with the token in .*other/token"):
+            PolicyClient(server.endpoint, keys=str(other))
+        with pytest.raises(KeysRefusedError, match="or the run directory of its fleet"):
+            PolicyClient(server.endpoint, connect_timeout_s=3)
 
 
 def test_off_loopback_keys_are_required() -> None:

@@ -76,8 +76,12 @@ def test_what_is_asked_again_is_answered_alike_and_is_one_step(way: Any) -> None
         assert client.step("e", 1, {"red": [2, 2]}, **news) == second
         client.step("e", 2, {"red": [3, 2]}, terminated={"red": True, "__all__": True})
         client.close()
-    assert {chunk.agent_id: chunk.rewards.tolist() for chunk in served.chunks} == {"red": [3.0, 0.0], "blue": [1.0]}
-    assert all(chunk.is_terminated for chunk in served.chunks)
+    rewards: dict[str, list[float]] = {"red": [], "blue": []}
+    for chunk in served.chunks:  # where the machine is slow, an agent has more than one
+        rewards[str(chunk.agent_id)] += chunk.rewards.tolist()
+    assert rewards == {"red": [3.0, 0.0], "blue": [1.0]}
+    ends = {chunk.agent_id: chunk.is_terminated for chunk in served.chunks}
+    assert ends == {"red": True, "blue": True}
 
 
 @WAYS

@@ -21,8 +21,9 @@ from headrace.schemas.episode_errors import CannotLogError, EpisodeAbortedError
 from headrace.schemas.errors import ConfigError, KeysError, PortInUseError
 from headrace.schemas.keys import TOKEN_FILE
 from headrace.schemas.serving_settings import ServingSection
+from headrace.schemas.tokens import read_token
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
-from headrace.workers.serving.bearer_token import read_token
+from headrace.workers.envs.context import EnvContext
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.http.listening_socket import listen
 from headrace.workers.serving.served_env import ServedEnv, ServedEnvs
@@ -183,3 +184,14 @@ def test_off_loopback_keys_and_a_token_are_required(tmp_path: Path) -> None:
         read_token(open_token)
     make_keys(tmp_path / "keys")
     assert len(read_token(tmp_path / "keys" / TOKEN_FILE)) > 30
+
+
+def test_a_token_in_clear_off_loopback_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    token = tmp_path / "http.token"
+    token.write_text("a-token-of-this-test")
+    token.chmod(0o600)
+    for host, warned in (("0.0.0.0", True), ("127.0.0.1", False)):
+        caplog.clear()
+        settings = ServingSection(enabled=True, host=host, http_port=0, http_token=str(token), allow_insecure=True)
+        ServedEnvs(settings, "CartPole-v1", "")(EnvContext({}, num_envs=1)).close()
+        assert ("clients send the token in clear; put TLS in front" in caplog.text) is warned

@@ -7,8 +7,18 @@ from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits
 from headrace.learner_stub.session import LearnerSession, StreamLimits
 from headrace.schemas.batch import BatchHeader
-from headrace.schemas.ledger import WorkerTotals
-from headrace.schemas.messages import Ack, Commit, LearnerWelcome, WorkerHello
+from headrace.schemas.ledger import Settled, WorkerTotals
+from headrace.schemas.messages import (
+    Ack,
+    Bye,
+    Commit,
+    LearnerHello,
+    LearnerWelcome,
+    Message,
+    SourcePosition,
+    Status,
+    WorkerHello,
+)
 
 LIMITS = StreamLimits(gather_s=0.002, gather_batches=4)
 
@@ -91,3 +101,33 @@ def test_the_broker_acknowledges_many_batches_at_once() -> None:
         broker.receive_batch(b"w", header(seq), [b""], 10, 1.0)
         told += accepted(broker, 1.0)
     assert told == [8]
+
+
+def told_exhausted(broker: BrokerCore, session: LearnerSession) -> list[bool]:
+    """Pass the broker's messages on to the learner; return whether each Status says that nothing more comes."""
+    told = []
+    for send in broker.take_outbox(0.0):
+        if send.peer == b"l" and isinstance(send.content, Message):
+            session.receive(send.content, 0.0)
+            told += [session.exhausted] if isinstance(send.content, Status) else []
+    return told
+
+
+def test_a_learner_hears_at_once_that_no_batch_is_left_and_no_worker() -> None:
+    """Else one that is being stopped would wait for a batch in vain, or for the next heartbeat."""
+    broker, session = joined_broker(), LearnerSession("token", LIMITS)
+    broker.receive(b"l", LearnerHello(token="token", channel="stream"), 0.0)
+    assert broker.receive_batch(b"w", header(1), [b""], 100, 0.0)
+    assert told_exhausted(broker, session) == []
+    session.receive_batch(header(1), None, 0.0)
+    totals = WorkerTotals(seq=1, stepped=1, shipped=1, shipped_chunks=1)
+    broker.receive(b"w", Bye(slot=0, incarnation=1, totals=totals, settled=Settled(), reason="shutdown"), 0.0)
+    assert told_exhausted(broker, session) == [], "its one batch is not settled"
+    position = [SourcePosition(slot=0, incarnation=1, settled=Settled(seq=1, committed=(1, 1)))]
+    commit = Commit(epoch=session.epoch, position=position, consumed_batches=1)
+    broker.receive(b"l", commit, 0.0)
+    assert told_exhausted(broker, session) == [True]
+    broker.receive(b"l", commit, 0.0)
+    assert told_exhausted(broker, session) == [], "it is told once"
+    session.receive_batch(header(2), None, 0.0)
+    assert not session.exhausted

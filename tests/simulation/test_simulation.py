@@ -19,6 +19,7 @@ from support.simulation.world import FRAGMENT_STEPS, LEASE_S, Faults, Settings, 
 pytestmark = pytest.mark.long
 
 KILLED = frozenset({"worker_killed", "fenced", "broker_lost"})
+LOGGED = KILLED - {"broker_lost"}
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ def _limits(**changes: object) -> BrokerLimits:
 
 
 BASE = Settings(seed=0)
+MANY = Faults(worker_kills=14, broker_kills=4, learner_kills=2, whole_kills=1, redis_stops=2)
+_ACK_BY_BROKER = SessionLimits(window_batches=4, ack="broker")
 VARIANTS = {
     "crashes": Variant(800, BASE),
     "peace": Variant(100, replace(BASE, faults=Faults(0, 0, 0, 0, 0, 0, 0)), losses=frozenset()),
@@ -43,10 +46,12 @@ VARIANTS = {
         300, replace(BASE, faults=Faults(worker_kills=0, worker_stops=0, broker_kills=4, learner_kills=4)), frozenset()
     ),
     "lossy_and_repeating": Variant(250, replace(BASE, faults=Faults(drop=0.05, repeat=0.05))),
+    "all_at_once": Variant(300, replace(BASE, faults=Faults(whole_kills=2, redis_stops=2))),
+    "many_lives": Variant(60, replace(BASE, hostile_s=24.0, batches=40, faults=MANY)),
     "no_redis": Variant(200, replace(BASE, faults=Faults(redis_absent=True))),
     "no_state_at_all": Variant(200, replace(BASE, faults=Faults(redis_absent=True, keep_state_file=False))),
     "rival_learners": Variant(200, replace(BASE, faults=Faults(rival_learners=2)), one_learner=False),
-    "ack_by_broker": Variant(200, replace(BASE, session=SessionLimits(window_batches=4, ack="broker"))),
+    "ack_by_broker": Variant(200, replace(BASE, session=_ACK_BY_BROKER)),
     "tight_memory": Variant(200, replace(BASE, limits=_limits(max_held_bytes=300))),
     "window_follows": Variant(200, replace(BASE, tells_size=True)),
     "synchronous": Variant(200, replace(BASE, round_steps=20)),
@@ -55,6 +60,73 @@ VARIANTS = {
     ),
     "drop_oldest": Variant(
         200, replace(BASE, limits=_limits(max_held_bytes=300, overflow="drop_oldest")), KILLED | {"overflow"}
+    ),
+    "few_batches": Variant(100, replace(BASE, limits=_limits(max_held_batches=3))),
+    "drop_oldest_of_few": Variant(
+        100, replace(BASE, limits=_limits(max_held_batches=3, overflow="drop_oldest")), KILLED | {"overflow"}
+    ),
+    "drop_overdue": Variant(
+        100, replace(BASE, limits=_limits(max_held_age_s=0.8, overflow="drop_oldest")), KILLED | {"overflow"}
+    ),
+    "stale": Variant(150, replace(BASE, limits=_limits(max_staleness=1), publishes=True), KILLED | {"stale"}),
+    "stale_in_rounds": Variant(100, replace(BASE, limits=_limits(max_staleness=1), round_steps=20), KILLED | {"stale"}),
+    "stale_with_ack_by_broker": Variant(
+        100,
+        replace(
+            BASE,
+            limits=_limits(max_staleness=1),
+            publishes=True,
+            session=_ACK_BY_BROKER,
+        ),
+        KILLED | {"stale"},
+    ),
+    "logged": Variant(
+        120,
+        replace(BASE, log=True, limits=_limits(ack_after_log=True), session=_ACK_BY_BROKER),
+        LOGGED,
+    ),
+    "logged_broker_and_learner_only": Variant(
+        80,
+        replace(
+            BASE,
+            log=True,
+            limits=_limits(ack_after_log=True),
+            session=_ACK_BY_BROKER,
+            faults=Faults(worker_kills=0, worker_stops=0, broker_kills=4, learner_kills=4),
+        ),
+        frozenset(),
+    ),
+    "logged_and_pairs_die": Variant(
+        150,
+        replace(
+            BASE,
+            log=True,
+            limits=_limits(ack_after_log=True),
+            session=_ACK_BY_BROKER,
+            faults=Faults(joint_kills=3, whole_kills=1, redis_stops=1),
+        ),
+        LOGGED,
+    ),
+    "logged_without_redis_and_state": Variant(
+        120,
+        replace(
+            BASE,
+            log=True,
+            limits=_limits(ack_after_log=True),
+            session=_ACK_BY_BROKER,
+            faults=Faults(joint_kills=3, redis_absent=True, keep_state_file=False),
+        ),
+        LOGGED,
+    ),
+    "logged_with_ack_by_learner": Variant(80, replace(BASE, log=True, faults=Faults(joint_kills=3))),
+    "pairs_die": Variant(200, replace(BASE, faults=Faults(joint_kills=3, redis_stops=1))),
+    "pairs_die_without_redis": Variant(
+        100, replace(BASE, faults=Faults(joint_kills=3, redis_absent=True, keep_state_file=False))
+    ),
+    "pairs_die_and_batches_are_stale": Variant(
+        100,
+        replace(BASE, limits=_limits(max_staleness=1), publishes=True, faults=Faults(joint_kills=3)),
+        KILLED | {"stale"},
     ),
 }
 

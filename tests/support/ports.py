@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import random
 import socket
+from collections.abc import Iterator
 from contextlib import suppress
 
-_FIRST, _EACH, _PROCESSES = 2_000, 1_500, 5
+_FIRST, _EACH, _PROCESSES = 2_000, 1_000, 8
+
+
+@functools.cache
+def _ports() -> Iterator[int]:
+    """Return the ports of this process, shuffled and without end: none comes twice before all others have come."""
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _PROCESSES
+    first = _FIRST + _EACH * number
+    return itertools.cycle(random.Random().sample(range(first, first + _EACH), _EACH))
 
 
 def free_port() -> int:
     """A loopback TCP port that nobody listened on a moment ago, and that no outgoing connection is given."""
-    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _PROCESSES
-    first = _FIRST + _EACH * number
-    for port in random.Random().sample(range(first, first + _EACH), 64):
+    for port in itertools.islice(_ports(), 64):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

@@ -13,11 +13,16 @@ TIMEOUT_S = 100.0
 _PAUSE_S = 0.01
 
 
-def wait_until(condition: Callable[[], T], what: str = "the condition", timeout_s: float = TIMEOUT_S) -> T:
-    """Return the first true answer of `condition`, asked every 10 ms; AssertionError with `what` after `timeout_s`."""
+def wait_until(
+    condition: Callable[[], T], what: str = "the condition", timeout_s: float = TIMEOUT_S, pause_s: float = _PAUSE_S
+) -> T:
+    """Return the first true answer of `condition`; AssertionError with `what` after `timeout_s`.
+
+    `pause_s` passes between two questions. Make it longer where an answer takes CPU time: others may need it.
+    """
     pause, deadline = threading.Event(), time.monotonic() + timeout_s
     while not (answer := condition()):
         if time.monotonic() >= deadline:
             raise AssertionError(f"{what} did not come true within {timeout_s:g} s")
-        pause.wait(_PAUSE_S)
+        pause.wait(pause_s)
     return answer

@@ -163,7 +163,8 @@ LOST = {1: "segfaults", 3: "hangs with the lock", 5: "exits"}
 
 def check_lost(lives: dict[int, list[Any]], sampler: MultiAgentEnvRunner) -> None:
     sound = live("inline", 8)[0]
-    assert sampler.totals.discarded.keys() == {"env_crash", "env_hang", "env_neighbour", "shutdown"}
+    # Steps are open at the end, unless all other episodes have just ended.
+    assert sampler.totals.discarded.keys() - {"shutdown"} == {"env_crash", "env_hang", "env_neighbour"}
     assert sampler.totals.env_failures == 3
     assert sampler.totals.env_rebuilds == 6
     assert lives[6] == sound[6]
@@ -235,7 +236,7 @@ class _Enough(Exception):
 def test_a_host_with_envs_of_the_other_kind_is_refused_on_both_sides(hosts: EnvHosts) -> None:
     words = "its envs are of several agents, and those of this worker of one"
 
-    def look() -> None:
+    def look(_: str) -> None:
         if words in hosts.log(0).read_text():
             raise _Enough
 

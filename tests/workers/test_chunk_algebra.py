@@ -50,7 +50,7 @@ def assert_same(ours: EpisodeChunk, theirs: EpisodeChunk) -> None:
 
 
 @given(st.sets(st.integers(1, len(WHOLE) - 1)), st.randoms())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_chunk_cut_anywhere_and_joined_in_any_order_is_the_same(cuts: set[int], random: Any) -> None:
     bounds = [0, *sorted(cuts), len(WHOLE)]
     parts = [WHOLE[a:b] for a, b in pairwise(bounds)]
@@ -66,7 +66,7 @@ def test_a_chunk_cut_anywhere_and_joined_in_any_order_is_the_same(cuts: set[int]
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_an_episode_sampled_in_pieces_is_the_one_sampled_whole(sizes: list[int]) -> None:
     chunks: list[EpisodeChunk] = []
     with runner(Walk) as sampler:

@@ -83,7 +83,7 @@ def test_frame_stack_says_what_it_cannot_stack(space: Space) -> None:
         connect(FrameStack(2), space)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     frames=st.integers(1, 4),
     axis=st.sampled_from([-1, 0, 1]),
@@ -160,7 +160,7 @@ def run(piece: MeanStd, lane_rows: list[np.ndarray[Any, Any]]) -> None:
         piece.process(rows(np.stack([lane_rows[i][t] for i in lanes]).astype(np.float64), lanes, first=t == 0))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1),
     runners=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1, max_size=4),

@@ -76,7 +76,7 @@ def test_who_is_ready_does_not_wait_for_who_is_slow() -> None:
     with EnvProcessPool(configure("support.envs.troubled:Slow", env_config=env_config, envs_per_process=1)) as pool:
         driver = Driver(pool)
         driver.run(lambda: len(driver.lives[0]) == 4)
-    assert len(driver.lives[1]) > 20 * len(driver.lives[0])
+    assert len(driver.lives[1]) > 2 * len(driver.lives[0])  # in lock-step both would have as many
 
 
 def test_once_one_has_answered_others_are_waited_for_as_long_as_it_says() -> None:

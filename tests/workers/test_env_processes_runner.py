@@ -179,7 +179,7 @@ def test_an_env_that_never_comes_back_is_a_typed_error_after_its_budget(again: s
 
 def test_without_restarts_what_the_env_did_comes_out() -> None:
     config = {"lane": 0, "faults": {"step": "hangs"}}
-    settings = {"env_step_timeout_s": 0.5, "restart_failed_sub_environments": False}
+    settings = {"env_step_timeout_s": 2.0, "restart_failed_sub_environments": False}
     with runner(env_config=config, **settings) as sampler, pytest.raises(EnvHangError, match="in _hangs"):
         sampler.sample(num_timesteps=100)
 

@@ -53,7 +53,9 @@ class Hosts:
         name = f"support.envs.counting:{env.__name__}"
         if name not in self._ports:
             self._ports[name] = free_port()
-            self._started.start(name, 4, "sampling.envs_per_process=4", port=self._ports[name])
+            # Other tests may come between two that use this host, for minutes.
+            patient = "worker.connect_timeout_s=100000"
+            self._started.start(name, 4, "sampling.envs_per_process=4", patient, port=self._ports[name])
         return self._ports[name]
 
 

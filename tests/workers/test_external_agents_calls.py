@@ -71,6 +71,15 @@ def test_bad_data_is_an_error_of_who_gave_it_and_changes_nothing(say: Callable[.
         check_books(sampler)
 
 
+def test_a_fragment_answers_what_was_asked_before_it_however_little_time_it_has() -> None:
+    with idle(external_fragment_max_age_s=1e-9) as sampler:
+        episodes, answers = table(sampler), list[Answer]()
+        episodes.start("one")
+        episodes.ask("one", {"a": see(0)}, answers.append)
+        sampler.sample_fragment()
+        assert [list(answer.action) for answer in answers] == [["a"]]
+
+
 def test_a_truncated_agent_may_do_without_its_last_observation_where_the_config_says_so() -> None:
     for choice, steps in (("repeat", 1), ("drop", 0)):
         with idle(missing_final_observation=choice) as sampler:

@@ -66,7 +66,7 @@ def check_episodes(chunks: list[EpisodeChunk], horizon: int) -> int:
 
 
 @given(sizes=SIZES, horizon=HORIZONS, num_envs=st.sampled_from([1, 3]), env=st.sampled_from([Walk, Nested]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_lookback_repeats_the_steps_before_wherever_episodes_are_cut(
     sizes: list[int], horizon: int, num_envs: int, env: Any
 ) -> None:
@@ -80,7 +80,7 @@ def test_lookback_repeats_the_steps_before_wherever_episodes_are_cut(
 
 
 @given(sizes=SIZES, horizon=HORIZONS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_an_episode_of_chunks_that_look_back_is_the_one_sampled_whole(sizes: list[int], horizon: int) -> None:
     chunks: list[EpisodeChunk] = []
     with runner(Walk, episode_lookback_horizon=horizon) as sampler:
@@ -95,7 +95,7 @@ def test_an_episode_of_chunks_that_look_back_is_the_one_sampled_whole(sizes: lis
 
 
 @given(sizes=SIZES, horizon=HORIZONS, num_envs=st.sampled_from([1, 3]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_an_agent_looks_back_on_its_own_steps(sizes: list[int], horizon: int, num_envs: int) -> None:
     chunks: list[EpisodeChunk] = []
     env = scheduled([], agents=3, fails=0.01)

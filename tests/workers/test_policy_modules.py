@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tracemalloc
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.schemas.errors import ModuleError
 from headrace.schemas.spaces import Spaces, nest
 from headrace.workers.envs.spaces import convert
 from headrace.workers.modules import actor_critic
 from headrace.workers.policy.acting import Actor
-from headrace.workers.policy.module_weights import read_weights
+from headrace.workers.policy.module_weights import read_weights, write_weights
 from support.envs.toy import Counting, runner
 from support.runners.recurrent import LSTM
 
@@ -116,16 +118,18 @@ def test_a_module_acts_on_the_cpu_where_there_is_an_accelerator_too(
     assert asked == []
 
 
-def _spaces(action: gym.Space[Any] = ACTIONS[0]) -> Spaces:
-    return Spaces(observation=convert(OBSERVATIONS[0], ""), action=convert(action, ""))
+def _spaces(action: gym.Space[Any] = ACTIONS[0], dtype: type = np.float32) -> Spaces:
+    observation = gym.spaces.Box(-np.inf, np.inf, (4,), dtype)
+    return Spaces(observation=convert(observation, ""), action=convert(action, ""))
 
 
 @pytest.mark.parametrize("action", ACTIONS, ids=str)
 @pytest.mark.parametrize("config", [{}, {"activation": "relu"}, {"vf_share_layers": False}, {"hidden": ()}], ids=str)
-def test_acting_on_arrays_is_acting_on_tensors(action: gym.Space[Any], config: dict[str, Any]) -> None:
-    spaces = _spaces(action)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_acting_on_arrays_is_acting_on_tensors(action: gym.Space[Any], config: dict[str, Any], dtype: type) -> None:
+    spaces = _spaces(action, dtype)
     module = actor_critic(spaces, **config)
-    obs = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+    obs = np.random.default_rng(0).normal(size=(16, 4)).astype(dtype)
     noise = np.random.default_rng(1).random((16, module.noise_size), np.float32)
     fast = module.numpy_act()({"obs": obs}, noise)
     slow = module.forward_exploration({"obs": torch.from_numpy(obs), "noise": torch.from_numpy(noise)})
@@ -133,6 +137,50 @@ def test_acting_on_arrays_is_acting_on_tensors(action: gym.Space[Any], config: d
         np.testing.assert_allclose(fast[name], slow[name].numpy(), rtol=1e-5, atol=1e-6)
     for value, other in zip(_flat(nest(spaces.action, fast, "actions")), _flat(slow["actions"]), strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
+
+
+class TorchCalls(TorchDispatchMode):
+    """The number of torch's operations in a `with` block."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("action", [gym.spaces.Discrete(3), gym.spaces.Box(-1.0, 1.0, (6,))], ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_small_policy_of_vectors_of_floats_acts_without_torch(action: gym.Space[Any], dtype: type) -> None:
+    module = actor_critic(_spaces(action, dtype))
+    obs, noise = np.ones((2, 4), dtype), np.full((2, module.noise_size), 0.5, np.float32)
+    with TorchCalls() as by_tensors:
+        module.forward_exploration({"obs": torch.from_numpy(obs), "noise": torch.from_numpy(noise)})
+    act = module.numpy_act()
+    with TorchCalls() as by_arrays:
+        act({"obs": obs}, noise)
+        act({"obs": obs}, None)
+    assert by_tensors.count > 0
+    assert by_arrays.count == 0
+
+
+def test_a_row_is_sampled_alike_alone_and_among_many() -> None:
+    random = np.random.default_rng(0)
+    distribution = actor_critic(_spaces(gym.spaces.Discrete(5))).distribution
+    logits = (random.normal(size=(300, 5)) * 8).astype(np.float32)
+    logits[::7, 2] = -1e9
+    noise = random.random((300, 1), np.float32)
+    noise[::5], noise[1::5] = 0.0, np.nextafter(np.float32(1), np.float32(0))
+    for numbers in (noise, None):
+        together = distribution.act(logits, numbers)
+        for row in range(len(logits)):
+            alone = distribution.act(logits[row : row + 1], None if numbers is None else numbers[row : row + 1])
+            mass = np.exp(logits[row] - logits[row].max()).cumsum()
+            picked = (
+                logits[row].argmax() if numbers is None else np.searchsorted(mass, numbers[row] * mass[-1], "right")
+            )
+            assert together["actions"][row] == alone["actions"][0] == picked
+            assert together["logp"][row].tobytes() == alone["logp"].tobytes()
 
 
 def _flat(value: Any) -> list[Any]:
@@ -188,6 +236,36 @@ print(sorted({"sympy", "torch._dynamo"} & sys.modules.keys()))
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (0, "[]\n"), result.stderr
+
+
+def test_weights_are_copied_once_and_as_torch_copies_them() -> None:
+    rng = np.random.default_rng(0)
+    module, twin = torch.nn.Module(), torch.nn.Module()
+    given: dict[str, np.ndarray[Any, Any]] = {"steps": np.array(7), "converted": rng.standard_normal(5)}
+    given |= {
+        str(dtype): rng.standard_normal((500, 100)).astype(dtype) for dtype in ("<f4", "<f8", "<i8", "|b1", "<f2")
+    }
+    for name, array in given.items():
+        array.flags.writeable = False
+        dtype = torch.float32 if name == "converted" else torch.from_numpy(array.copy()).dtype
+        for either in (module, twin):
+            either.register_buffer(name.replace("<", "_"), torch.zeros(array.shape, dtype=dtype))
+    given = {name.replace("<", "_"): array for name, array in given.items()}
+    write_weights(module, given)
+    with torch.no_grad():
+        for name, tensor in twin.state_dict().items():
+            tensor.copy_(torch.from_numpy(given[name].copy()))
+    for name, tensor in module.state_dict().items():
+        assert tensor.numpy().tobytes() == twin.state_dict()[name].numpy().tobytes(), name
+    module, large = torch.nn.Module(), {"w": np.ones(1_000_000, np.float32)}
+    module.register_buffer("w", torch.zeros(1_000_000))
+    tracemalloc.start()
+    try:
+        write_weights(module, large)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100_000, "no copy beside the module's own memory"
 
 
 def test_new_weights_take_effect_in_place_all_or_nothing() -> None:

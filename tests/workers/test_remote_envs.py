@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from headrace.deploy.key_pairs import make_keys
 from headrace.schemas.chunk import EpisodeChunk
 from headrace.schemas.env_messages import EnvHeartbeat, EnvHostHello
 from headrace.schemas.errors import ConfigError, ExitCode, PortInUseError
+from headrace.schemas.loopback_token import server_token
 from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.schemas.wire import MessageKind, decode, encode
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.workers.envs.remote import pool as remote_pool
 from headrace.workers.envs.remote.spaces_check import problem_of
 from support.envs.toy import check_books
 from support.fleets.env_hosts import EnvHosts, cable_to
@@ -67,7 +70,7 @@ def who_acts(sampler: SingleAgentEnvRunner) -> set[int]:
 
 
 def test_chunks_are_those_of_envs_inline_to_the_bit(hosts: EnvHosts) -> None:
-    """Of envs that show all that their creators are told."""
+    """These envs show all that their creators are told, so a difference would be seen."""
     hosts.start(env := "support.envs.telling:Telling", 3)
     found = []
     for placement in ("inline", "remote"):
@@ -130,10 +133,14 @@ def test_a_lost_host_costs_its_episodes_and_others_go_on(how: signal.Signals, ho
         assert all(sound[lane][key] == found[lane][key] for key in alike)
 
 
-def test_a_spare_host_takes_over_from_one_that_leaves(hosts: EnvHosts) -> None:
+def test_a_spare_host_takes_over_from_one_that_leaves(
+    hosts: EnvHosts, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = hosts.start("CartPole-v1", 3)
     with runner(hosts, env_hosts_lease_s=1.5) as sampler:
         pool: Any = sampler._sampler.envs
+        assert "runs headrace" not in caplog.text
+        monkeypatch.setattr(remote_pool, "headrace_version", lambda: "9.9")
         hosts.start("CartPole-v1", 3)
         wait_until(lambda: sampler.sample_fragment() and len(pool._backend.hosts) == 2, what="the spare one")
         first.terminate()
@@ -141,6 +148,7 @@ def test_a_spare_host_takes_over_from_one_that_leaves(hosts: EnvHosts) -> None:
             lambda: who_acts(sampler) == {0, 1, 2} and len(pool._backend.hosts) == 1, what="the spare one's envs"
         )
         check_books(sampler)
+    assert f"runs headrace {version('headrace')}, this worker 9.9" in caplog.text
 
 
 @pytest.mark.parametrize(("fault", "reason"), [("segfaults", "env_crash"), ("hangs with the lock", "env_hang")])
@@ -151,6 +159,22 @@ def test_a_fault_of_an_env_is_told_as_if_it_were_near(fault: str, reason: str, h
         wait_until(lambda: sampler.sample_fragment() and sampler.totals.discarded.get(reason), what=reason)
         wait_until(lambda: who_acts(sampler) == {0, 1, 2}, what="all lanes")
         assert sampler.totals.env_failures == 1
+        check_books(sampler)
+
+
+def test_a_host_that_lives_and_answers_no_step_is_lost_after_the_workers_deadline(hosts: EnvHosts) -> None:
+    """Its own deadline is far away. The worker steps its envs in lock-step, and goes on with those of other hosts."""
+    table = '{"lane": 2, "faults": {"step": "hangs with the lock"}}'
+    hosts.start("support.envs.troubled:Troubled", 2)
+    deadlines = {"env_step_timeout_s": 1.0, "env_reset_timeout_s": 1.0, "envs_per_process": 1, "env_hosts_lease_s": 5.0}
+    with runner(hosts, "support.envs.troubled:Troubled", env_restart_backoff_s=0.0, **deadlines) as sampler:
+        wait_until(lambda: who_acts(sampler) == {0, 1}, what="the sound host")
+        hanging = hosts.start("support.envs.troubled:Troubled", 1, f"sampling.env_config={table}")
+        wait_until(lambda: sampler.sample_fragment() and sampler.totals.discarded.get("env_host_lost"), what="the loss")
+        assert hanging.poll() is None
+        hanging.kill()
+        wait_until(lambda: who_acts(sampler) == {0, 1}, what="the other host's envs")
+        assert set(sampler.totals.discarded) == {"env_host_lost"}
         check_books(sampler)
 
 
@@ -191,6 +215,22 @@ def test_keys_open_the_port_to_env_hosts_only(hosts: EnvHosts, tmp_path: Path) -
         assert refused[1].returncode == ExitCode.KEYS
         assert refused[0].poll() in (None, ExitCode.KEYS)
         assert sampler._sampler.envs._backend.hosts[0].endswith("(3 x CartPole-v1)")  # type: ignore[attr-defined]
+
+
+def test_on_loopback_hosts_find_the_token_of_the_run(hosts: EnvHosts, tmp_path: Path) -> None:
+    server_token(tmp_path, asked=True)
+    other = tmp_path / "other"
+    other.mkdir()
+    server_token(other, asked=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(other))
+        refused = hosts.start("CartPole-v1", 1, f"fleet.run_dir={other}")
+    hosts.start("CartPole-v1", 3)
+    with runner(hosts, env_hosts_keys=str(tmp_path)) as sampler:
+        while refused.poll() is None:
+            assert who_acts(sampler) == {0, 1, 2}
+        assert refused.returncode == ExitCode.KEYS
+        assert "does not let in the env-host with the token" in hosts.log(0).read_text()
 
 
 def test_off_loopback_keys_are_required() -> None:
@@ -235,13 +275,32 @@ def test_a_worker_that_waits_for_a_first_host_can_be_stopped(hosts: EnvHosts, ca
 
     calls = threading.Semaphore(3)
 
-    def on_wait() -> None:
+    def on_wait(endpoint: str) -> None:
+        assert endpoint == f"tcp://127.0.0.1:{hosts.port}"
         if not calls.acquire(blocking=False):
             raise EnoughError
 
     with pytest.raises(EnoughError), caplog.at_level("INFO"):
         runner(hosts, on_wait=on_wait)
     assert f"waiting for env hosts at tcp://127.0.0.1:{hosts.port}" in caplog.text
+
+
+def test_a_first_host_whose_envs_fit_in_no_memory_is_refused_and_the_worker_waits_on(hosts: EnvHosts) -> None:
+    class EnoughError(Exception):
+        pass
+
+    vast = Spaces(observation=Box(shape=(1 << 26,), dtype="<f4"), action=Discrete(n=2)).model_dump(mode="json")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(f"tcp://127.0.0.1:{hosts.port}")
+        socket.send_multipart(EnvHostHello(life="x", num_envs=1, spaces=vast).frames())
+
+        def on_wait(_: str) -> None:
+            if socket.poll(0):
+                raise EnoughError(decode(socket.recv_multipart()).header["detail"])
+
+        with pytest.raises(EnoughError, match="observations of 1000 such envs have 268435456000 bytes"):
+            runner(hosts, on_wait=on_wait, num_envs=1000)
 
 
 def test_an_env_host_needs_no_torch() -> None:

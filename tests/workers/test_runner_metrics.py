@@ -204,7 +204,7 @@ def test_reports_of_several_runners_are_that_of_one_who_sampled_it_all() -> None
 
 
 @given(st.lists(st.lists(st.floats(-1e9, 1e9), max_size=6), min_size=1, max_size=5), st.randoms())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_merging_does_not_depend_on_the_grouping(groups: list[list[float]], random: Any) -> None:
     def report(values: list[float]) -> dict[str, Any]:
         windows = [FigureWindow((f"v_{kind}",), kind, values) for kind in ("mean", "min", "max", "p90")]

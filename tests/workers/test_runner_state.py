@@ -25,7 +25,7 @@ def test_base_class_is_abstract() -> None:
 
 def test_metrics_are_those_of_episodes_completed_since_the_last_call() -> None:
     with runner(env_config={"length": 4}) as sampler:
-        assert not any(sampler.get_metrics().values())
+        assert not any(value for name, value in sampler.get_metrics().items() if name != "time_s_lifetime")
         assert not any(name.startswith("episode_") for name in sampler.get_metrics())
         sampler.sample(num_timesteps=6)
         first = sampler.get_metrics()
@@ -166,6 +166,24 @@ def test_a_version_that_does_not_fit_leaves_the_old_one_acting_under_its_own_lab
         assert {(chunk.learner_epoch, chunk.weights_digest) for chunk in chunks} == {(1, "old")}
         assert {seq for chunk in chunks for seq in chunk.weights_seq.tolist()} == {4}
         kind.check_books(sampler)
+
+
+@KINDS
+def test_the_digest_of_a_batch_is_that_of_its_newest_step(kind: Kind) -> None:
+    """Weights that come after the last step of a batch act only in the next one."""
+    with kind.runner(num_envs=1, rollout_fragment_length=4) as sampler:
+        weights, polls = _weights(sampler), 0
+
+        def publish() -> None:
+            nonlocal polls
+            polls += 1
+            sampler.set_weights(weights, seq=polls, learner_epoch=1, digest=f"d{polls}")
+
+        sampler.set_weights(weights, seq=0, learner_epoch=1, digest="d0")
+        for newest in (3, 7):
+            chunks = list(sampler.sample_fragment(on_poll=publish))
+            assert max(seq for chunk in chunks for seq in chunk.weights_seq.tolist()) == newest
+            assert {chunk.weights_digest for chunk in chunks} == {f"d{newest}"}
 
 
 def test_health_and_stop() -> None:

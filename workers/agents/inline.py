@@ -47,6 +47,8 @@ class InlineAgents:
     on_episode_created: Callable[[Lane, Episode], None] | None = None
     on_failure: Callable[[Lane, Failure], None] | None = None
     on_wait: Callable[[], None] | None = None
+    replies_at_once = True
+    env_hosts = None
 
     def __init__(self, table: LaneTable, seating: Seating, first: Any = None) -> None:
         self.lanes = table.lanes

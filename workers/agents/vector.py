@@ -20,6 +20,7 @@ from headrace.workers.agents.seating import Seating
 from headrace.workers.agents.source import AgentSource, Gathered, LaneAnswer
 from headrace.workers.agents.step_outcome import StepOutcome, apply_reports
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.backend import EnvHostsHere
 from headrace.workers.envs.checks import check_rewards, take_apart
 from headrace.workers.envs.driver import StartEpisodes
 from headrace.workers.envs.failures import Failure
@@ -162,6 +163,8 @@ class MultiAgentVector:
     live: NDArray[np.intp] | None = part_of("_envs", "live")
     under_way: set[int] = part_of("_envs", "under_way")
     repairing: bool = part_of("_envs", "repairing")
+    replies_at_once: bool = part_of("_envs", "replies_at_once")
+    env_hosts: EnvHostsHere | None = part_of("_envs", "env_hosts")
     seeds_every_episode: bool = part_of("_envs", "seeds_every_episode")
     steps_to_reset: bool = part_of("_envs", "steps_to_reset")
     on_rebuild: Callable[[], None] | None = part_of("_envs", "on_rebuild")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -47,6 +48,8 @@ class VectorConnectors:
         self.columns: Columns = self._new_columns(width) if self.sees else observed
         self.actions = [name for name, _ in leaves(self.spaces.action, "actions")]
         """Names of the policy's action columns."""
+        self.inward_s = self.outward_s = 0.0
+        """Seconds in env_to_module, and in module_to_env."""
 
     def _new_columns(self, width: int) -> Columns:
         return {
@@ -85,11 +88,13 @@ class VectorConnectors:
         self._see(lanes, actions, rewards, first=False)
 
     def _see(self, lanes: NDArray[np.intp], actions: Columns, rewards: NDArray[np.float64], *, first: bool) -> None:
+        begun = time.perf_counter()
         arrived = {name: column[lanes] for name, column in self.observed.items()}
         for name, rows in self._inward.process(
             Rows(lanes, arrived, actions, rewards, first, self._agents[lanes])
         ).items():
             self.columns[name][lanes] = rows
+        self.inward_s += time.perf_counter() - begun
 
     def for_env(self, columns: Columns, acting: NDArray[np.intp] | None = None) -> Columns:
         """Return the policy's columns, with "actions_for_env" as module_to_env makes them.
@@ -98,6 +103,7 @@ class VectorConnectors:
         """
         if not self._outward.pieces:
             return columns
+        begun = time.perf_counter()
         those: Any = slice(None) if acting is None else acting
         lanes = self._all[those]
         actions = {name: columns[name][those] for name in self.actions}
@@ -106,6 +112,7 @@ class VectorConnectors:
         kept = {name: column for name, column in columns.items() if name.split("/", 1)[0] != "actions_for_env"}
         if acting is not None:
             made = {name: self._spread(rows, acting) for name, rows in made.items()}
+        self.outward_s += time.perf_counter() - begun
         return {**kept, **{_sent(name): rows for name, rows in made.items()}}
 
     def _spread(self, rows: NDArray[Any], lanes: NDArray[np.intp]) -> NDArray[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,15 @@ from headrace.workers.envs.sequential_step import Outcome
 
 NextSeeds = Mapping[int, int | None]
 """Lane -> the seed for the reset that follows its step, or None for a reset without one."""
+
+
+class EnvHostsHere(NamedTuple):
+    """The env hosts of some envs: how many are connected, how many it takes for all, and each version they tell."""
+
+    connected: int
+    wanted: int
+    versions: Sequence[str] = ()
+    """Versions of Headrace, each once; "" stands for those that do not tell it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +84,10 @@ class EnvBackend(Protocol):
 
         Valid until the lane is stepped or reset.
         """
+
+    @property
+    def env_hosts(self) -> EnvHostsHere | None:
+        """Return the env hosts of these envs; None for envs elsewhere."""
 
     def env_at(self, lane: int) -> Any:
         """Return the lane's env, a placeholder where the env is out of reach, or None if the lane has none yet."""

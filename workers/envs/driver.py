@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.spaces import Spaces
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.backend import EnvHostsHere
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.observations import Observations
@@ -56,6 +57,14 @@ class LaneDriver(Protocol):
     @property
     def repairing(self) -> bool:
         """Return whether `wait_for_one` has something to do before the next poll."""
+
+    @property
+    def replies_at_once(self) -> bool:
+        """Return whether `poll` steps envs in this process, and does not wait for others."""
+
+    @property
+    def env_hosts(self) -> EnvHostsHere | None:
+        """Return how many env hosts are connected, and how many it takes for all lanes; None for envs elsewhere."""
 
     @property
     def seeds_every_episode(self) -> bool:

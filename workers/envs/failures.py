@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +16,19 @@ from headrace.schemas.errors import (
     EnvHangError,
     EnvHostLostError,
     EnvNeighbourError,
+    EnvRaisedError,
 )
 from headrace.schemas.ledger import Discard
 from headrace.workers.envs.context import StepFailedRecreateEnv
+from headrace.workers.envs.error_text import message_of, plain
+from headrace.workers.metrics.failure_groups import FailureGroups, first_bytes, last_bytes
 
 if TYPE_CHECKING:
     from headrace.workers.envs.lane import Episode
 
 logger = logging.getLogger(__name__)
+
+_PLACE = re.compile(r'File "([^"\n]+)", line (\d+)')
 
 _REASONS: dict[type[BaseException], Discard] = {
     CallbackError: Discard.CALLBACK_EXCEPTION,
@@ -71,6 +78,22 @@ class Failure:
         """Return whether the env asked to be rebuilt, which is no error."""
         return isinstance(self.error, StepFailedRecreateEnv)
 
+    def note(self, groups: FailureGroups, env: Any) -> None:
+        """Count it in its group. An env that asked to be rebuilt, or that a neighbour took down, has not failed."""
+        error = self.error
+        if self.was_asked_for or isinstance(error, EnvNeighbourError):
+            return
+        if isinstance(error, CallbackError) and error.__cause__ is not None:
+            error = error.__cause__
+        kind = error.kind if isinstance(error, EnvRaisedError) else type(error).__name__
+        message = error.message if isinstance(error, EnvRaisedError) else message_of(error).partition("\n")[0]
+        groups.note(self.reason.value, _name_of(env), kind, _where(error), message, lambda: _trace(error))
+
+    def in_words(self) -> str:
+        """Return its kind, env, place and error, on one line."""
+        error = f"{type(self.error).__name__}: {message_of(self.error)}"
+        return f"{self.reason.value} in env {self.lane} at {self.at}: {' '.join(error.split())}"
+
     def report(self, wait_s: float, attempt: int, attempts: int, *, with_traceback: bool) -> None:
         """Log the failure in one line, and with the traceback if that was not logged before."""
         error = self.error
@@ -93,3 +116,31 @@ class Failure:
             exc_info=error if with_traceback and not self.was_asked_for else None,
             extra={"env_index": self.lane, "discarded": self.discarded, "attempt": attempt},
         )
+
+
+def _name_of(env: Any) -> str:
+    """Return how people know an env that a config names: an id, an import path, or the name of a creator."""
+    if isinstance(env, str) or env is None:
+        return env or ""
+    named = env if hasattr(env, "__qualname__") else type(env)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def _where(error: BaseException) -> str:
+    """Return "FILE:LINE" where the error was raised, or its process stood; of bad data, what was bad."""
+    if isinstance(error, EnvContractError):
+        return error.what
+    if isinstance(error, EnvRaisedError | EnvHangError | EnvCrashError):
+        places = _PLACE.findall(error.trace if isinstance(error, EnvRaisedError) else error.stack)
+        file, line = places[-1 if isinstance(error, EnvRaisedError) else 0] if places else ("", "")
+        return plain(f"{file}:{line}") if places else ""
+    step = error.__traceback__
+    while step is not None and step.tb_next is not None:
+        step = step.tb_next
+    return plain(f"{step.tb_frame.f_code.co_filename}:{step.tb_lineno}") if step is not None else ""
+
+
+def _trace(error: BaseException) -> str:
+    if isinstance(error, EnvHangError | EnvCrashError):
+        return first_bytes(error.stack)  # as faulthandler writes it, the newest call first
+    return last_bytes(error.trace if isinstance(error, EnvRaisedError) else "".join(traceback.format_exception(error)))

@@ -136,6 +136,7 @@ class InlineEnvs:
     """An `InlineBackend` of envs that are objects of this process. `observations` has what each env saw last."""
 
     replies_at_once = True
+    env_hosts = None
     resets_ahead = False
     renders = True
 

@@ -146,8 +146,10 @@ def _is_mended_at_once(table: LaneTable, lane: Lane, failure: Failure, now: floa
     the env goes on failing. Raises the env's error, or `EnvRestartBudgetError`, where it is not to be rebuilt.
     """
     lane.due_at = now  # where this raises, the next `revive` tries again
+    failure.note(table.totals.failure_groups, table.config.env)
     if failure.is_of_env:
         table.totals.env_failures += 1
+        table.totals.newest_env_failure = failure.in_words()
         lane.failures += 1
     if not table.config.restart_failed_sub_environments:
         raise failure.error

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from headrace.schemas.errors import CallbackError
 from headrace.schemas.spaces import Spaces
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.envs.backend import EnvBackend, Replies
+from headrace.workers.envs.backend import EnvBackend, EnvHostsHere, Replies
 from headrace.workers.envs.driver import StartEpisodes
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
@@ -91,7 +91,7 @@ class EnvVector:
         try:
             kind = InlineSteps if backend.replies_at_once else _STEPS[self.pace]
             self._steps: Steps = kind(backend, self._table, self._recovery, self._aside)
-            self._resets_ahead, self._replies_at_once = backend.resets_ahead, backend.replies_at_once
+            self._resets_ahead, self.replies_at_once = backend.resets_ahead, backend.replies_at_once
             self.spaces: Spaces = backend.spaces
             self.gym_spaces = backend.gym_spaces
             self.observations = self._steps.observations()
@@ -134,6 +134,11 @@ class EnvVector:
     def repairing(self) -> bool:
         """Return whether some lane has no env that could be stepped."""
         return not self._recovery.are_all_up
+
+    @property
+    def env_hosts(self) -> EnvHostsHere | None:
+        """Return how many env hosts are connected, and how many it takes for all lanes; None for envs elsewhere."""
+        return self._backend.env_hosts if self._backend is not None else None
 
     @property
     def under_way(self) -> set[int]:
@@ -214,13 +219,13 @@ class EnvVector:
             for index, info in replies.began:
                 if index in resetting:
                     self._begin(self.lanes[index], resetting.pop(index), info)
-            if self._replies_at_once:
+            if self.replies_at_once:
                 resetting.clear()  # what an exception broke off before has no reply any more
 
     def _begin(self, lane: Lane, episode: Episode, info: dict[str, Any]) -> None:
         lane.begin_episode(episode, info)
         self._table.started.append(lane.index)
-        if not self._replies_at_once:  # else the observation is shown already
+        if not self.replies_at_once:  # else the observation is shown already
             self._running.begin([lane.index])
             self._steps.show(lane.index)
 
@@ -265,7 +270,7 @@ class EnvVector:
         self._aside.ahead.pop(lane.index, None)
         self._aside.coming[lane.index] = None
         self._running.rebuild(lane.index)
-        while self._replies_at_once and lane.index in self._aside.coming:
+        while self.replies_at_once and lane.index in self._aside.coming:
             self._settle(self._running.step_wait())
 
     def wait_for_one(self, start_episodes: StartEpisodes, on_wait: Callable[[], None] | None) -> None:

@@ -27,6 +27,7 @@ from headrace.workers.external.calls import Call, Place
 from headrace.workers.external.episodes import EpisodeTable
 from headrace.workers.external.run_thread import RunThread
 from headrace.workers.external.self_driven import Deadlines, SelfDrivenEnv
+from headrace.workers.metrics.time_budget import WAIT
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ class ExternalLanes(ABC):
     on_episode_created: Callable[[Lane, Episode], None] | None = None
     on_failure: Callable[[Lane, Failure], None] | None = None
     on_wait: Callable[[], None] | None = None
+    replies_at_once = False
+    env_hosts = None
     episodes: Any
     """The table of the episodes."""
 
@@ -202,7 +205,8 @@ class ExternalLanes(ABC):
         if self._run is None:
             self._table.sleep_until_due()
             return outcome
-        self.episodes.wait(WAIT_SLICE_S, self._batch_wait_s)
+        with self._table.totals.timers.budget.spent_on(WAIT):
+            self.episodes.wait(WAIT_SLICE_S, self._batch_wait_s)
         failure = self._run.failure
         calls, lost = self.episodes.take()
         if calls or lost:
@@ -310,6 +314,7 @@ class ExternalLanes(ABC):
         for failure in failures:
             match failure.error:
                 case ClientLostError() as error:
+                    failure.note(self._table.totals.failure_groups, self._table.config.env)
                     logger.warning("%s; %d steps discarded", error, failure.discarded)
                 case CallbackError() if failure.at != "construction":
                     self._charge(failure)
@@ -320,6 +325,7 @@ class ExternalLanes(ABC):
 
     def _charge(self, failure: Failure) -> None:
         """Count an episode that a callback made fail. Nothing is rebuilt, but the budget limits how often that is."""
+        failure.note(self._table.totals.failure_groups, self._table.config.env)
         if not self._table.config.restart_failed_sub_environments:
             raise failure.error
         logger.error(

@@ -13,9 +13,11 @@ from collections.abc import Callable
 import zmq
 
 from headrace.schemas import sockets
+from headrace.schemas.counted_warnings import CountedWarnings
 from headrace.schemas.errors import DecodeError, HeadraceError, refusal
+from headrace.schemas.fleet_place import FleetPlace
 from headrace.schemas.handshakes import CLIENT_EVENTS, Handshakes
-from headrace.schemas.keys import ClientKeys
+from headrace.schemas.keys import PeerKeys
 from headrace.schemas.messages import Ack, Fenced, Message, Reject, WorkerWelcome, read
 from headrace.schemas.wire import MAGIC, MessageKind, WireLimits, WireMessage, decode
 from headrace.workers.fleet.session import SessionState, WorkerSession
@@ -37,18 +39,27 @@ class BrokerLink:
     """DEALER to the broker and SUB to its weights relay. Call `pump` often and `close` once."""
 
     def __init__(
-        self, endpoint: str, session: WorkerSession, weights: WeightsReceiver, keys: ClientKeys | None = None
+        self, place: FleetPlace, session: WorkerSession, weights: WeightsReceiver, keys: PeerKeys | None = None
     ) -> None:
-        self.endpoint = endpoint
+        self.place = place
         self.session = session
         self.weights = weights
+        self._keys = keys
+        self._warnings = CountedWarnings(log)
+        self._connect()
+
+    @property
+    def endpoint(self) -> str:
+        """Return the broker's address."""
+        return self.place.endpoint
+
+    def _connect(self) -> None:
         self._context = zmq.Context()
-        self._keys = keys.options() if keys is not None else {}
-        self._dealer = _socket(self._context, zmq.DEALER, sockets.DEALER | self._keys)
+        self._handshakes = Handshakes(self.endpoint, "worker", self._keys)
+        self._dealer = _socket(self._context, zmq.DEALER, {**sockets.DEALER, **self._handshakes.options()})
         self._dealer.copy_threshold = sockets.COPY_BELOW_BYTES
-        self._handshakes = Handshakes(endpoint, keys)
         self._monitor: zmq.Socket[bytes] = self._dealer.get_monitor_socket(CLIENT_EVENTS)
-        self._dealer.connect(endpoint)
+        self._dealer.connect(self.endpoint)
         self._subscriber: zmq.Socket[bytes] | None = None
         self._poller = zmq.Poller()
         self._poller.register(self._dealer, zmq.POLLIN)
@@ -63,11 +74,15 @@ class BrokerLink:
         ready = self._poller.poll(int(wait_s * 1000))
         for socket, _ in ready:
             if socket is self._monitor:
-                self._handshakes.observe(self._monitor.recv_multipart())
-            else:
+                if self._handshakes.observe(self._monitor.recv_multipart()):
+                    self._connect_again()
+                elif self._handshakes.connected:
+                    self.session.connected()
+            elif not socket.closed:
                 self._receive(socket)
         if ready:
             self._send()
+        self._follow_broker()
 
     def join(self, timeout_s: float, stopping: threading.Event | None = None) -> None:
         """Wait for the broker's WELCOME, and log now and then that it has not come.
@@ -95,6 +110,13 @@ class BrokerLink:
             self.pump(min(left, 0.05))
         return condition()
 
+    def fleet_has_stopped(self) -> bool:
+        """Return whether the broker is gone and the fleet says that it has stopped, so that nothing is taken any more.
+
+        A broker that is connected counts more than a file, which may be of an earlier run.
+        """
+        return not self._handshakes.connected and self.place.has_stopped(time.monotonic())
+
     def raise_refusal(self) -> None:
         """Raise the typed error if a refusal or a fencing ended the session."""
         if self.session.refusal is not None:
@@ -104,16 +126,31 @@ class BrokerLink:
         """Close the sockets, waiting up to 200 ms for queued messages. Anything still unsent is lost."""
         self._context.destroy(linger=200)
 
+    def _connect_again(self) -> None:
+        """Connect with another token. The subscriber, which was refused too, follows after the next WELCOME."""
+        self._handshakes.connect_again(self._dealer)
+        if self._subscriber is not None:
+            self._poller.unregister(self._subscriber)
+            self._subscriber.close()
+            self._subscriber = None
+
+    def _follow_broker(self) -> None:
+        """Connect to the broker's new address if it has one."""
+        now = time.monotonic()
+        if self.place.observe(self.session.state is not SessionState.JOINING, now) is not None:
+            self._context.destroy(linger=0)
+            self._connect()
+            self.session.not_sent(now)
+
     def _send(self) -> None:
         now = time.monotonic()
         self.session.tick(now)
-        pull = self.weights.request(now) if self.session.state is SessionState.ACTIVE else None
-        if pull is not None:
+        for pull in self.weights.requests(now) if self.session.state is SessionState.ACTIVE else ():
             self._try_send(pull.frames())
         for out in self.session.take_outbox():
             frames = out.frames if isinstance(out, Shipment) else out.frames()
             if frames is not None and not self._try_send(frames):
-                self.session.not_sent()
+                self.session.not_sent(now)
                 break
 
     def _try_send(self, frames: list[bytes | bytearray | memoryview]) -> bool:
@@ -146,15 +183,23 @@ class BrokerLink:
             return
         self.session.receive(read(control, message.header), now)
         self.weights.hear_of(self.session.weights_known, now)
-        if self._subscriber is None and self.session.welcome is not None:
-            self._subscribe(self.session.welcome.weights_endpoint)
+        welcome = self.session.welcome
+        if self._subscriber is None and welcome is not None and self.session.state is not SessionState.JOINING:
+            self._subscribe(welcome.weights_endpoint)
 
     def _subscribe(self, endpoint: str) -> None:
+        """Connect to the weights relay. Where its address is none, weights are pulled from the broker."""
         endpoint = _reachable(endpoint, self.endpoint)
-        self._subscriber = _socket(self._context, zmq.SUB, sockets.SUB | self._keys)
-        self._subscriber.subscribe(MAGIC)
-        self._subscriber.connect(endpoint)
-        self._poller.register(self._subscriber, zmq.POLLIN)
+        subscriber = _socket(self._context, zmq.SUB, {**sockets.SUB, **self._handshakes.options()})
+        subscriber.subscribe(MAGIC)
+        try:
+            subscriber.connect(endpoint)
+        except zmq.ZMQError as error:
+            subscriber.close()
+            self._warnings.warn(b"", "weights", f"the broker tells an address of weights that is none: {error}")
+            return
+        self._subscriber = subscriber
+        self._poller.register(subscriber, zmq.POLLIN)
 
 
 def _reachable(endpoint: str, beside: str) -> str:

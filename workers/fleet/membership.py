@@ -10,12 +10,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from headrace.schemas.advertised import is_own_address
+from headrace.schemas.compression import LZ4, readable_encodings
 from headrace.schemas.config import FleetConfig
+from headrace.schemas.episode_log import EpisodeLog, log_path
+from headrace.schemas.errors import ConfigError
+from headrace.schemas.fleet_place import FleetPlace
+from headrace.schemas.headrace_version import headrace_version
 from headrace.schemas.keys import client_keys
 from headrace.schemas.ledger import Drop
 from headrace.schemas.messages import WorkerHello
 from headrace.schemas.module_spaces import module_spaces_to_json
 from headrace.schemas.recorder import Recorder
+from headrace.schemas.shared_weights import SharedWeights
 from headrace.schemas.spaces import Spaces
 from headrace.workers.fleet.link import BrokerLink
 from headrace.workers.fleet.session import SessionState, WorkerSession
@@ -40,18 +47,27 @@ class Membership:
         incarnation: int,
         recorder_dir: Path,
         stopping: threading.Event | None = None,
+        place: FleetPlace | None = None,
     ) -> None:
         """Get a place from the broker, waiting for it `worker.connect_timeout_s` at most.
 
-        The recorder is recorder_dir/worker-{slot}-{incarnation}.rec. Raises `KeysError`, `UnreachableError`, the error
-        of the broker's refusal, or `StoppedError` when `stopping` is set before the broker answers.
+        The recorder is recorder_dir/worker-{slot}-{incarnation}.rec; the log of open episodes lies beside it. Raises
+        `KeysError`, `UnreachableError`, the error of the broker's refusal, or `StoppedError` when `stopping` is set
+        before the broker answers. `place` has the broker's address where it may change; `endpoint` is the first one.
         """
         self._stopping = stopping
         self.fleet_id = fleet_id
         self.session = _session(config, fleet_id, slot, incarnation)
-        self.weights = WeightsReceiver(fleet_id)
+        self._shared = SharedWeights(fleet_id)
+        self.weights = WeightsReceiver(fleet_id, self._shared)
         self._connect_timeout_s = config.worker.connect_timeout_s
-        self.link = BrokerLink(endpoint, self.session, self.weights, client_keys(config.keys.dir, "worker"))
+        self._compression = config.worker.compression
+        if self._compression == LZ4 and LZ4 not in readable_encodings():
+            raise ConfigError("'lz4' needs the package lz4: pip install headrace[lz4]", key="worker.compression")
+        self._compresses, self._asked = False, self.session.welcome
+        """True while batches are compressed, and the WELCOME by which that was decided."""
+        keys = client_keys(config.keys.dir, "worker", config.fleet.run_dir, config.keys.group)
+        self.link = BrokerLink(place or FleetPlace(endpoint), self.session, self.weights, keys)
         self._told = (self.session.settled, self.session.accepted)
         """The settled and accepted batches that the recorder shows."""
         try:
@@ -60,8 +76,10 @@ class Membership:
             recorder_dir.mkdir(parents=True, exist_ok=True)
             name = f"worker-{self.slot}-{self.incarnation}.rec"
             self.recorder = Recorder(recorder_dir / name, self.slot, self.incarnation)
+            self.episodes = EpisodeLog(log_path(recorder_dir / name))
         except BaseException:
             self.link.close()
+            self._shared.close()
             raise
         self.expect_silence()
         log.info("joined fleet %s as slot %d incarnation %d", fleet_id, self.slot, self.incarnation)
@@ -82,7 +100,7 @@ class Membership:
     def pump(self, wait_s: float = 0.0) -> None:
         """Pump the link, and record what the broker has accepted.
 
-        Raises as `BrokerLink.pump` does, or the error that ended the session.
+        Raises as `BrokerLink.pump` does, the error that ended the session, or that of a broker that is gone for good.
         """
         self.link.pump(wait_s)
         told = (self.session.settled, self.session.accepted)
@@ -91,18 +109,44 @@ class Membership:
             self.recorder.settled(*told)
         if self.session.over:
             self.link.raise_refusal()
+        if self.link.place.ended is not None:
+            raise self.link.place.ended
+
+    def compresses(self) -> bool:
+        """Return whether batches to the broker at hand are compressed: as `worker.compression` says, if it takes them.
+
+        Whether it is on another machine is looked up once for each WELCOME.
+        """
+        welcome = self.session.welcome
+        if welcome is not self._asked:
+            self._asked, self._compresses = welcome, self._may_compress()
+        return self._compresses
+
+    def _may_compress(self) -> bool:
+        wanted, welcome = self._compression, self.session.welcome
+        if wanted == "none" or (wanted == "auto" and is_own_address(self.link.endpoint)):
+            return False
+        taken = welcome is not None and LZ4 in welcome.encodings
+        if wanted == LZ4 and not taken:
+            log.warning("the broker at %s has no package lz4, so batches are not compressed", self.link.endpoint)
+        return taken and LZ4 in readable_encodings()
 
     def leave(self, left_s: float = 1.0) -> None:
-        """Send BYE, and wait up to `left_s` seconds for the broker to acknowledge it."""
+        """Send BYE, and wait up to `left_s` seconds for the broker to acknowledge it, if the fleet has not stopped."""
         self.session.leave(Drop.SHUTDOWN)
-        if not self.link.wait_until(lambda: self.session.state is SessionState.LEFT, left_s):
-            log.warning("the broker did not acknowledge the end; the recorder keeps the books for the supervisor")
+        self.link.wait_until(lambda: self.session.state is SessionState.LEFT or self.link.fleet_has_stopped(), left_s)
+        if self.session.state is not SessionState.LEFT:
+            stopped = "the fleet has stopped; the recorder keeps the books for its next start"
+            silent = "the broker did not acknowledge the end; the recorder keeps the books for the supervisor"
+            log.warning("%s", stopped if self.link.fleet_has_stopped() else silent)
         self.recorder.settled(self.session.settled, self.session.accepted)
 
     def close(self) -> None:
-        """Close the link and the recorder. The recorder's file stays."""
+        """Close the link, the recorder and the log of open episodes, whose files stay. Leave the shared weights."""
         self.link.close()
+        self._shared.close()
         self.recorder.close()
+        self.episodes.close()
 
 
 def _session(config: FleetConfig, fleet_id: str, slot: int | None, incarnation: int) -> WorkerSession:
@@ -113,6 +157,7 @@ def _session(config: FleetConfig, fleet_id: str, slot: int | None, incarnation: 
         incarnation=incarnation,
         host=platform.node(),
         pid=os.getpid(),
+        headrace_version=headrace_version(),
         silence_s=BUILD_SILENCE_S,
     )
     limits = SessionLimits(

@@ -8,13 +8,17 @@ batches: a full window stops the sampling.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
+from headrace.schemas.compression import LZ4
+from headrace.schemas.counted_warnings import CountedWarnings
+from headrace.schemas.env_errors import EnvErrorGroup
 from headrace.schemas.ledger import Drop, Settled, WorkerTotals
 from headrace.schemas.logged_metrics import LoggedMetrics
-from headrace.schemas.message_base import MOST_DETAIL
+from headrace.schemas.message_base import MOST_DETAIL, MOST_SHORT_DETAIL
 from headrace.schemas.messages import (
     Ack,
     Bye,
@@ -30,7 +34,11 @@ from headrace.schemas.messages import (
     WorkerWelcome,
 )
 from headrace.schemas.runner_counters import Counters, fitting
+from headrace.schemas.worker_figures import Ports
+from headrace.schemas.worker_messages import MOST_SILENCE_S
 from headrace.workers.fleet.window import SessionLimits, Shipment, Window
+
+log = logging.getLogger("headrace.worker")
 
 
 class SessionState(Enum):
@@ -66,6 +74,10 @@ class WorkerSession:
         self.refused: WeightsRefusal | None = None
         """The newest version that this worker could not load."""
         self.totals = WorkerTotals()
+        self.env_failures: tuple[int, str] = (0, "")
+        """Failures of this worker's envs, and the newest in words."""
+        self.env_silence_s = 0.0
+        """Seconds for which no env has answered, while the worker waits for one."""
         self.blocked = ""
         self.welcome: WorkerWelcome | None = None
         self.refusal: tuple[str, str] | None = None
@@ -78,6 +90,12 @@ class WorkerSession:
         """Function that returns the runner's lifetime counters; called for each message that carries them."""
         self.read_metrics: Callable[[], LoggedMetrics] = dict
         """Function that returns the metrics that callbacks have logged; called for each message that carries them."""
+        self.read_env_errors: Callable[[], list[EnvErrorGroup]] = list
+        """Function that returns the groups of failures of envs, for the BYE."""
+        self.read_figures: Callable[[], dict[str, Any]] = dict
+        """Function that returns further fields of a heartbeat, called for each."""
+        self.ports: Ports | None = None
+        """Where env hosts and clients reach this worker."""
         self._hello = hello
         self._window = Window(limits)
         self._round: tuple[Version, int] | None = None
@@ -88,6 +106,7 @@ class WorkerSession:
         self._credit = 0
         self._rejected: dict[int, int] = {}
         self._control: list[Message] = []
+        self._warnings = CountedWarnings(log)
         self._next_send = 0.0
         self._heard = 0.0
         self._progress_at = 0.0
@@ -184,6 +203,7 @@ class WorkerSession:
                 reason=reason,
                 counters=fitting(self.read_counters()),
                 metrics=self.read_metrics(),
+                env_errors=self.read_env_errors(),
             )
             self._next_send = 0.0
 
@@ -224,9 +244,14 @@ class WorkerSession:
                 self._sent = seq
         return out
 
-    def not_sent(self) -> None:
-        """Return to the last accepted batch, because the connection did not take a message. Retry HELLO if joining."""
+    def not_sent(self, now: float) -> None:
+        """Return to the last accepted batch: the connection did not take a message. If joining, retry HELLO soon."""
         self._sent = self.accepted
+        if self.state is SessionState.JOINING:
+            self._next_send = now + self.limits.connect_retry_s
+
+    def connected(self) -> None:
+        """Note that a connection has come up, so that a HELLO may be sent at once."""
         if self.state is SessionState.JOINING:
             self._next_send = 0.0
 
@@ -269,8 +294,13 @@ class WorkerSession:
             blocked=self.blocked,
             round_steps=self._shipped_now(),
             refused=self.refused,
+            env_failures=self.env_failures[0],
+            env_failure=self.env_failures[1][:MOST_SHORT_DETAIL],
+            env_silence_s=min(self.env_silence_s, MOST_SILENCE_S),
             counters=fitting(self.read_counters()),
             metrics=self.read_metrics(),
+            ports=self.ports,
+            **self.read_figures(),
         )
 
     def _rejoin(self, now: float) -> None:
@@ -278,7 +308,11 @@ class WorkerSession:
         self._next_send = now
 
     def _on_welcome(self, welcome: WorkerWelcome, now: float) -> None:
+        if not self._is_possible(welcome.accepted, welcome.settled):
+            return
         self.welcome = welcome
+        if LZ4 not in welcome.encodings:
+            self._window.decompress()
         self.slot, self.incarnation = welcome.slot, welcome.incarnation
         self.state = SessionState.LEAVING if self._bye else SessionState.ACTIVE
         self._progress_at = now
@@ -296,10 +330,16 @@ class WorkerSession:
     def _on_ack(self, ack: Ack, now: float) -> None:
         if self.state is SessionState.JOINING or (ack.slot, ack.incarnation) != (self.slot, self.incarnation):
             return
-        if ack.accepted > self.accepted:
-            self.accepted, self._progress_at = ack.accepted, now
+        if not self._is_possible(ack.accepted, ack.settled):
+            return
+        accepted = max(ack.accepted, ack.settled.seq)
+        if accepted > self.accepted:
+            self.accepted, self._progress_at = accepted, now
         self._sent = max(self._sent, self.accepted)
         self._settle(ack.settled)
+        for reason, seqs in ack.dropped.items():
+            for seq in seqs:
+                self._window.skip(seq, reason)
         self._credit, self._window.learner_steps = max(ack.credit, ack.accepted), ack.window_steps
         self.weights_known = max(self.weights_known, ack.weights)
         self._hear_of_round(ack)
@@ -315,14 +355,23 @@ class WorkerSession:
         if told.synchronous is not None:
             self._round = (told.weights, told.round_steps) if told.synchronous else None
 
+    def _is_possible(self, accepted: int, settled: Settled) -> bool:
+        """Return whether a broker may know that of the batches. It cannot know of one that was not cut."""
+        told = max(accepted, settled.seq)
+        if told >= self.next_seq:
+            text = f"ignored a message of the broker: it tells of batch {told}, and {self.next_seq - 1} were cut"
+            self._warnings.warn(b"", "not_cut", text)
+        return told < self.next_seq
+
     def _settle(self, settled: Settled) -> None:
         self._window.forget(settled.seq)
         if settled.seq > self.settled.seq:
             self.settled = settled
 
     def _on_fenced(self, fenced: Fenced, now: float) -> None:
-        self._settle(fenced.settled)
-        self.accepted = max(self.accepted, fenced.accepted)
+        if self._is_possible(fenced.accepted, fenced.settled):
+            self._settle(fenced.settled)
+            self.accepted = max(self.accepted, fenced.accepted, fenced.settled.seq)
         self.state, self.refusal = SessionState.FENCED, ("fenced", fenced.detail)
 
     def _on_reject(self, reject: Reject, now: float) -> None:
@@ -335,6 +384,8 @@ class WorkerSession:
 
     def _on_refused_batch(self, reject: Reject) -> None:
         """Retry a batch that the broker cannot read. After `_TRIES` refusals, skip it as POISON."""
+        if not self.accepted < reject.seq < self.next_seq:
+            return
         self._rejected[reject.seq] = self._rejected.get(reject.seq, 0) + 1
         self._sent = min(self._sent, reject.seq - 1)
         if self._rejected[reject.seq] >= _TRIES:

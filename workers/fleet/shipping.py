@@ -13,8 +13,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.batch import MOST_ABORTED, BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.chunk import DEFAULT_AGENT, ChunkEnd
+from headrace.schemas.episode_log import EpisodeLog
 from headrace.schemas.errors import InfosTooLargeError
 from headrace.schemas.ledger import Count, Drop, WorkerTotals, plus
 from headrace.schemas.messages import HeldBatch
@@ -35,6 +36,7 @@ class Shipper:
 
     - runner: the runner's own totals.
     - take_episodes: returns the episodes that ended since its last call.
+    - is_compressed: returns whether to compress the next batch.
     """
 
     def __init__(
@@ -42,20 +44,28 @@ class Shipper:
         fleet_id: str,
         session: WorkerSession,
         recorder: Recorder,
+        episodes: EpisodeLog,
         runner: RunnerTotals,
         take_episodes: Callable[[], Episodes],
+        is_compressed: Callable[[], bool] = lambda: False,
     ) -> None:
         self._fleet_id = fleet_id
         self._session = session
         self._recorder = recorder
+        self._log = episodes
         self._runner = runner
         self._take_episodes = take_episodes
+        self._is_compressed = is_compressed
+        self.bytes_shipped = (0, 0)
+        """(bytes of arrays, bytes of messages) of all batches."""
         self._shipped: Count = (0, 0)
         self._by_module: dict[str, int] = {}
         self._dropped: dict[str, Count] = {}
         self._oversize = 0
         self._episodes: Episodes = []
         """Episodes that have ended and are in no batch yet."""
+        self._aborted: Episodes = []
+        """The same for those that were given up before their end."""
 
     def ship(self, cut: Cut) -> None:
         """Hand all batches of a cut to the session. The first of them carries the episodes that ended in it.
@@ -97,7 +107,8 @@ class Shipper:
         totals = self._totals(seq, shipped, by_module, unsent)
         held = HeldBatch(seq=seq, steps=batch.steps, chunks=len(batch))
         shipment = self._shipment(batch, held, totals)
-        self._shipped, self._by_module, self._episodes = shipped, by_module, []
+        self._shipped, self._by_module, self._episodes, self._aborted = shipped, by_module, [], []
+        self._log.append(batch, seq, self._session.settled.seq)
         self._recorder.totals(totals, held)
         self._session.submit(shipment)
 
@@ -108,17 +119,20 @@ class Shipper:
         `InfosTooLargeError`.
         """
         try:
-            frames = encode_batch(batch, self._header(batch, held.seq, totals))
+            header = self._header(batch, held.seq, totals)
+            frames = encode_batch(batch, header, compressed=self._is_compressed())
         except InfosTooLargeError as error:
             if len(batch) > 1:
                 raise
             env = f"env {int(batch.table['env_index'][0])}"
             return self._oversized(f"{env}, in {held.steps} steps in a row: {error}", held, totals)
-        nbytes = sum(len(frame) for frame in frames)
+        sent = sum(len(frame) for frame in frames)
+        nbytes = max(sent, batch.nbytes)  # a compressed one must fit a peer that takes none compressed, too
         welcome = self._session.welcome
         limit = welcome.max_batch_bytes if welcome else nbytes
         if nbytes <= limit:
-            return Shipment(held, nbytes, frames, totals)
+            self.bytes_shipped = plus(self.bytes_shipped, (batch.nbytes, sent))
+            return Shipment(held, sent, frames, totals)
         advice = "lower sampling.rollout_fragment_length or num_envs, or raise the limit"
         what = f"a batch of {nbytes} bytes exceeds broker.max_batch_bytes = {limit}; {advice}"
         return self._oversized(what, held, totals)
@@ -131,6 +145,8 @@ class Shipper:
 
     def _header(self, batch: ChunkBatch, seq: int, totals: WorkerTotals) -> BatchHeader:
         self._episodes += self._take_episodes()
+        self._aborted = [*self._aborted, *self._runner.aborted][-MOST_ABORTED:]
+        self._runner.aborted.clear()
         return BatchHeader(
             fleet_id=self._fleet_id,
             slot=self._session.slot or 0,
@@ -146,6 +162,7 @@ class Shipper:
             reasons=list(batch.reasons),
             episodes=self._episodes,
             agent_returns=_agent_returns(batch),
+            aborted=self._aborted,
             totals=totals,
         )
 

@@ -6,10 +6,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
+from headrace.schemas.bounds import WINDOW
 from headrace.schemas.ledger import Drop, WorkerTotals
 from headrace.schemas.messages import HeldBatch
-from headrace.schemas.recorder import WINDOW
-from headrace.schemas.wire import Buffer
+from headrace.schemas.wire import Buffer, decompressed
 
 
 @dataclass(slots=True)
@@ -22,6 +22,8 @@ class Shipment:
     totals: WorkerTotals
     reason: str = Drop.BROKER_LOST
     """Reason for which the batch is skipped once its bytes are gone."""
+    dropped: bool = False
+    """True if the learner will not get the batch, which then takes no room in the window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,8 @@ class SessionLimits:
     window_bytes: int = 256 << 20
     ack: Literal["learner", "broker"] = "learner"
     retry_s: float = 1.0
+    connect_retry_s: float = 0.02
+    """Pause before a HELLO is tried again while there is no connection."""
     window_steps: int = 0
     """While the batches have fewer steps than this together, there is room for more, whatever their number.
 
@@ -74,18 +78,20 @@ class Window:
             return False
         limits = self._limits
         if limits.follows_learner and self.learner_steps:
-            return not self._shipments or (self._fits_learner(batches) and self._nbytes < limits.window_bytes)
-        kept = [s.batch.steps for s in self._shipments if limits.ack == "learner" or s.frames is not None]
+            awaited = [s.batch.steps for s in self._shipments if not s.dropped]
+            return not awaited or (self._fits_learner(awaited, batches) and self._nbytes < limits.window_bytes)
+        keeps_all = limits.ack == "learner"
+        kept = [s.batch.steps for s in self._shipments if not s.dropped and (keeps_all or s.frames is not None)]
         fits = len(kept) + batches <= limits.window_batches or sum(kept) < limits.window_steps
         return not kept or (fits and self._nbytes < limits.window_bytes)
 
-    def _fits_learner(self, batches: int) -> bool:
+    def _fits_learner(self, awaited: list[int], batches: int) -> bool:
         """Return whether at least half of another cut fits the learner's steps, if it is like those kept.
 
-        So the window holds the number of cuts nearest to what the learner wants.
+        So the window holds the number of cuts nearest to what the learner wants. `awaited` are the steps of each batch.
         """
-        kept = len(self._shipments)
-        return sum(s.batch.steps for s in self._shipments) * (2 * kept + batches) <= 2 * kept * self.learner_steps
+        kept = len(awaited)
+        return sum(awaited) * (2 * kept + batches) <= 2 * kept * self.learner_steps
 
     def add(self, shipment: Shipment) -> None:
         """Keep a batch. Raises ValueError unless its number is `next_seq`."""
@@ -105,6 +111,15 @@ class Window:
             self.first += 1
         self.first = max(self.first, seq + 1)
 
+    def decompress(self) -> None:
+        """Unpack the batches that are kept, for a broker that takes none compressed."""
+        for shipment in self._shipments:
+            if shipment.frames is not None:
+                shipment.frames = decompressed(shipment.frames)
+                nbytes = sum(map(len, shipment.frames))
+                self._nbytes += nbytes - shipment.nbytes
+                shipment.nbytes = nbytes
+
     def let_go(self, seq: int) -> None:
         """Free the bytes of the batches up to `seq`. Their counts stay until they are settled."""
         for shipment in self._shipments:
@@ -113,9 +128,9 @@ class Window:
             self._drop_bytes(shipment)
 
     def skip(self, seq: int, reason: str) -> None:
-        """Free the bytes of batch `seq` for `reason`, if it is in the window and has them."""
-        if self.first <= seq < self.next_seq and self[seq].frames is not None:
-            self[seq].reason = reason
+        """Free the bytes of batch `seq`, which the learner does not get for `reason`, if it is in the window."""
+        if self.first <= seq < self.next_seq and not self[seq].dropped:
+            self[seq].reason, self[seq].dropped = reason, True
             self._drop_bytes(self[seq])
 
     def _drop_bytes(self, shipment: Shipment) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -11,9 +12,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from headrace.schemas.advertised import advertised, host_to_advertise
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import (
     CallbackError,
+    ConfigError,
     ConnectorError,
     EnvError,
     FencedError,
@@ -21,15 +24,18 @@ from headrace.schemas.errors import (
     NoEnvHostError,
     StateError,
 )
+from headrace.schemas.fleet_place import FleetPlace
 from headrace.schemas.ledger import Discard, Drop
 from headrace.schemas.logged_metrics import MOST_METRICS, LoggedMetric, fitting_metrics
 from headrace.schemas.messages import tellable_shapes
 from headrace.schemas.stop_event import stop_event
+from headrace.schemas.worker_figures import MOST_VERSIONS, PORT_PATTERN, Ports
 from headrace.workers.fleet.link import StoppedError
 from headrace.workers.fleet.membership import Membership
 from headrace.workers.fleet.session import SessionState
 from headrace.workers.fleet.shipping import Shipper
 from headrace.workers.fleet.weights import WeightsVersion
+from headrace.workers.metrics.time_budget import OTHER, SERIALISE, WAIT
 from headrace.workers.policy.policies import PolicyMappingError
 from headrace.workers.runner.env_runner import EnvRunner
 from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
@@ -44,26 +50,36 @@ PUMP_INTERVAL_S = 0.02
 """Seconds between two pumps of the sockets while a fragment is being sampled."""
 
 _SAY_WAITING_S = 10.0
+_FLEET_ENDED = "the fleet has reached its goal or is being stopped, and takes no more steps"
 _LAST_FRAGMENT_S = 1.0
 """Seconds for which a worker that is told to stop continues its fragment, or waits for envs."""
 
 
 def run_worker(
-    config: FleetConfig, *, endpoint: str, fleet_id: str, slot: int | None, incarnation: int, recorder_dir: Path
+    config: FleetConfig,
+    *,
+    endpoint: str,
+    fleet_id: str,
+    slot: int | None,
+    incarnation: int,
+    recorder_dir: Path,
+    place: FleetPlace | None = None,
 ) -> None:
     """Sample until SIGTERM, then drain. Raises the typed error of any other end.
 
-    The recorder is recorder_dir/worker-{slot}-{incarnation}.rec, once the broker has assigned both.
+    The recorder is recorder_dir/worker-{slot}-{incarnation}.rec, once the broker has assigned both. `place` says how
+    the worker finds a broker that has moved, and how long it waits for one; without it, for ever at `endpoint`.
     """
+    host = host_of_ports(config)
     with stop_event() as stopping:
         try:
-            membership = Membership(config, endpoint, fleet_id, slot, incarnation, recorder_dir, stopping)
+            membership = Membership(config, endpoint, fleet_id, slot, incarnation, recorder_dir, stopping, place)
         except StoppedError as stopped:
             log.info("%s", stopped)
             return
         with closing(membership):
             try:
-                runner = build_runner(config, membership, stopping)
+                runner = build_runner(config, membership, stopping, host)
             except StoppedError:
                 membership.leave()
                 return
@@ -89,19 +105,24 @@ def _work(worker: Worker, stopping: threading.Event) -> None:
         raise
 
 
-def build_runner(config: FleetConfig, membership: Membership, stopping: threading.Event) -> EnvRunner[Any]:
-    """Return the runner that `config` asks for.
+def build_runner(
+    config: FleetConfig, membership: Membership, stopping: threading.Event, host: str = ""
+) -> EnvRunner[Any]:
+    """Return the runner that `config` asks for. `host` is that of `host_of_ports`.
 
     Raises `StoppedError` when the worker is stopped while it waits for a first env host.
     """
 
-    def between_looks_for_hosts() -> None:
-        """Show the broker and the recorder's readers that this worker lives. Raises `StoppedError`."""
+    def between_looks_for_hosts(endpoint: str) -> None:
+        """Show the broker and the recorder's readers that this worker lives, and where. Raises `StoppedError`."""
+        membership.session.ports = Ports(**advertised({"envs": endpoint}, host))
         membership.expect_silence()
         membership.pump()
         if stopping.is_set():
             raise StoppedError("stopped while waiting for a first env host")
 
+    if config.sampling.env_placement == "remote":
+        membership.session.read_figures = lambda: {"env_hosts": (0, 1)}  # until the runner tells
     kind = MultiAgentEnvRunner if config.sampling.is_multi_agent else SingleAgentEnvRunner
     runner: EnvRunner[Any] = kind(
         served_config(config),
@@ -111,7 +132,23 @@ def build_runner(config: FleetConfig, membership: Membership, stopping: threadin
         on_wait=between_looks_for_hosts,
     )
     runner.call_before_rebuilds(membership.expect_silence)
+    if isinstance(served := runner.config.env, ServedEnvs):
+        membership.session.ports = Ports(**advertised(served.ports(), host))
     return runner
+
+
+def host_of_ports(config: FleetConfig) -> str:
+    """Return the name or address by which env hosts and clients reach this worker; "" if it serves none.
+
+    Raises `ConfigError` for a name that does not resolve, or that is none.
+    """
+    bound = config.serving.host if config.serving.enabled else config.sampling.env_hosts_host
+    if not config.serving.enabled and config.sampling.env_placement != "remote":
+        return ""
+    host = host_to_advertise(bound, config.worker.advertise, "worker.advertise")
+    if re.match(PORT_PATTERN, advertised({"": "tcp://:1"}, host)[""]) is None:
+        raise ConfigError(f"peers cannot connect to {host!r}; name this machine here", key="worker.advertise")
+    return host
 
 
 class Worker:
@@ -124,8 +161,16 @@ class Worker:
         self.config = config
         self.membership, self.runner = membership, runner
         self.session, self.weights = membership.session, membership.weights
+        self._budget = runner.totals.timers.budget
+        self._budget.switch(OTHER)
         self._shipper = Shipper(
-            membership.fleet_id, self.session, membership.recorder, runner.totals, runner.take_finished_episodes
+            membership.fleet_id,
+            self.session,
+            membership.recorder,
+            membership.episodes,
+            runner.totals,
+            runner.take_finished_episodes,
+            membership.compresses,
         )
         env = runner.config.env
         self._served = env if isinstance(env, ServedEnvs) else None
@@ -134,6 +179,9 @@ class Worker:
         self._batches_a_cut = len(runner.module_spaces)
         self._left_out = False
         self._next_pump = 0.0
+        self._answers = (0, 0, 0)
+        """Steps, failures and rebuilds of the envs, as of the last look: each is an answer."""
+        self._answered_at = 0.0
         self._leave_at = math.inf
         """Time at which to abandon the fragment after a stop, in monotonic seconds."""
 
@@ -168,6 +216,22 @@ class Worker:
         self.runner.steps_elsewhere = self.session.steps_elsewhere
         self.session.read_counters = self.runner.get_counters
         self.session.read_metrics = self._read_metrics
+        self.session.read_figures = self._read_figures
+        self.session.read_env_errors = self.runner.totals.failure_groups.all
+
+    def _read_figures(self) -> dict[str, Any]:
+        """Return what a heartbeat tells of this worker's time, envs and clients."""
+        runner, serving = self.runner, self._served.figures() if self._served is not None else None
+        hosts = runner.env_hosts
+        return {
+            "time_s": runner.time_by_part(),
+            "envs_lost": runner.envs_lost if serving is None else 0,
+            "env_hosts": hosts and (hosts.connected, hosts.wanted),
+            "env_host_versions": list(hosts.versions[:MOST_VERSIONS]) if hosts else [],
+            "serving": serving,
+            "env_error": runner.totals.failure_groups.next(),
+            "bytes_shipped": self._shipper.bytes_shipped,
+        }
 
     def _read_metrics(self) -> dict[str, LoggedMetric]:
         """Return what callbacks have logged, as far as it may be reported. Log once what may not."""
@@ -208,8 +272,17 @@ class Worker:
             self._wait("room in the window", self._has_room, stopping, whom="learner")
             self.session.blocked = ""
         if not self.session.may_step():
-            self._wait("more env steps, since the fleet has taken as many as it may", self._may_begin, stopping)
+            self._wait_for_steps(stopping)
         return self._may_begin()
+
+    def _wait_for_steps(self, stopping: threading.Event) -> None:
+        """Wait until the fleet may take more steps. Log at once that it may take none any more."""
+        told = "the broker to count all steps"
+        self._wait(told, lambda: self.session.steps_share == 0 or self._may_begin(), stopping)
+        if not self._may_begin() and not stopping.is_set():
+            if not self._ends_with_fleet():
+                log.info("%s; this worker waits, and Ctrl-C or SIGTERM ends it", _FLEET_ENDED)
+            self._wait(f"more env steps: {_FLEET_ENDED}", self._may_begin, stopping)
 
     def _may_begin(self) -> bool:
         return self._has_room() and self.session.may_step()
@@ -238,18 +311,21 @@ class Worker:
     def _sample(self, stopping: threading.Event) -> Cut:
         at_random = self.runner.weights_version == (0, 0)
         cut: Cut
+        self._answered_at = time.monotonic()
         try:
             most = self.session.round_left() if self.session.is_synchronous else None
             cut = self.runner.sample_fragment(lambda: self._between_polls(stopping), at_random, most_steps=most)
         except StoppedError as stopped:
             log.info("%s; shipping the steps it has, and leaving", stopped)
             cut = self.runner.cut_fragment()
+        self.session.env_silence_s = 0.0
         return cut
 
     def ship(self, cut: Cut) -> None:
         """Hand all batches of a cut to the session, and tell callbacks of its chunks."""
-        self._shipper.ship(cut)
-        self._pump()
+        with self._budget.spent_on(SERIALISE):
+            self._shipper.ship(cut)
+            self._pump()
         if self.runner.callbacks.wants("on_chunk_sent"):
             for chunk in cut:
                 self.runner.callbacks.call("on_chunk_sent", chunk=chunk)
@@ -265,14 +341,24 @@ class Worker:
         now = time.monotonic()
         if now >= self._next_pump or self.weights.pulling:
             self._next_pump = now + PUMP_INTERVAL_S
-            self._pump()
-            if not self.session.is_synchronous:
-                self._apply_weights()
-            self._ship_of_clients()
+            with self._budget.spent_on(OTHER):
+                self._note_answers(now)
+                self._pump()
+                if not self.session.is_synchronous:
+                    self._apply_weights()
+                self._ship_of_clients()
             if stopping.is_set():
                 self._leave_at = min(self._leave_at, now + _LAST_FRAGMENT_S)
                 if now >= self._leave_at:
                     raise StoppedError("stopped before the fragment was full")
+
+    def _note_answers(self, now: float) -> None:
+        """Note for how long no env has answered. Clients of served envs may be silent as long as they like."""
+        totals = self.runner.totals
+        answers = (totals.env_steps, totals.env_failures, totals.env_rebuilds)
+        if answers != self._answers:
+            self._answers, self._answered_at = answers, now
+        self.session.env_silence_s = now - self._answered_at if self._served is None else 0.0
 
     def _ship_of_clients(self) -> None:
         """Ship what clients have cut, as long as there is also room for the runner's own cut.
@@ -292,7 +378,8 @@ class Worker:
     def _take_over(self, delivery: Delivery) -> None:
         self.runner.take_over(delivery.taken)
         if delivery.taken.batch is not None:
-            self._shipper.ship(delivery.taken.batch)
+            with self._budget.spent_on(SERIALISE):
+                self._shipper.ship(delivery.taken.batch)
         delivery.done()
 
     def _apply_weights(self) -> bool:
@@ -317,6 +404,8 @@ class Worker:
             self._acting_channel.offer(newer.version, newer.arrays, newer.digest)
 
     def _pump(self, wait_s: float = 0.0) -> None:
+        totals = self.runner.totals
+        self.session.env_failures = totals.env_failures, totals.newest_env_failure
         self.membership.pump(wait_s)
         self.runner.steps_elsewhere = self.session.steps_elsewhere
 
@@ -325,10 +414,18 @@ class Worker:
     ) -> None:
         """Pump until `condition` holds or the worker is stopped. Log from time to time what holds it up; tell clients.
 
-        `whom` it is while the broker has taken all batches and names no other.
+        `whom` it is while the broker has taken all batches and names no other. Raises `StoppedError` where the worker
+        ends with its fleet.
         """
+        with self._budget.spent_on(WAIT):
+            self._wait_for(what, condition, stopping, whom)
+
+    def _wait_for(self, what: str, condition: Callable[[], bool], stopping: threading.Event, whom: str) -> None:
         next_word = time.monotonic() + _SAY_WAITING_S
         while not condition() and not stopping.is_set():
+            if self._ends_with_fleet():
+                log.info("%s; this worker leaves", _FLEET_ENDED)
+                raise StoppedError(_FLEET_ENDED)
             self._shipper.record()
             self._pump(0.05)
             waiting_for = f"{what} (held up by: {self._held_up_by(whom)})"
@@ -339,6 +436,12 @@ class Worker:
                 log.warning("waiting for %s", waiting_for)
         if self._served is not None:
             self._served.waiting_for = ""
+
+    def _ends_with_fleet(self) -> bool:
+        """Return whether the fleet takes no more steps, and this worker is to end then."""
+        if not self.config.worker.ends_with_fleet:
+            return False
+        return self.session.steps_share == 0 or self.membership.link.fleet_has_stopped()
 
     def _held_up_by(self, whom: str) -> str:
         is_with_broker = self.session.state is not SessionState.ACTIVE or self.session.unaccepted() > 0
@@ -355,7 +458,10 @@ class Worker:
         self._shipper.ship(last)
         for chunk in last if self.runner.callbacks.wants("on_chunk_sent") else ():
             self.runner.callbacks.tell("on_chunk_sent", chunk=chunk)
-        self.membership.link.wait_until(lambda: not self.session.unaccepted(), self.config.worker.drain_timeout_s)
+        link = self.membership.link
+        link.wait_until(
+            lambda: not self.session.unaccepted() or link.fleet_has_stopped(), self.config.worker.drain_timeout_s
+        )
         self._shipper.record()
         self.membership.leave(max(1.0, deadline - time.monotonic()))
 

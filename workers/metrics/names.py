@@ -44,6 +44,7 @@ RESERVED = frozenset(
         "module_episode_returns_mean",
         "windows",
         "weights_seq_no",
+        "time_s_lifetime",
         *TIMERS,
     )
 )

@@ -221,6 +221,7 @@ class RunnerMetrics:
             ("num_episodes_lifetime",): self._episodes_lifetime,
             **{(name,): count for name, count in self._losses().items()},
             **{path: count for path, count in self._steps.items() if count},
+            **{("time_s_lifetime", part): seconds for part, seconds in totals.timers.budget.seconds().items()},
             **self.logger.take_sums(),
         }
         self._reported_steps, self._reported_at, self._episodes = totals.env_steps_delivered, now, 0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
+from headrace.schemas.batch import MOST_ABORTED
 from headrace.schemas.ledger import Discard
+from headrace.workers.metrics.failure_groups import FailureGroups
 from headrace.workers.metrics.timers import Timers
 
 
@@ -28,7 +31,12 @@ class RunnerTotals:
     """Env steps of abandoned episodes, counted from their last cut."""
     episodes: int = 0
     env_failures: int = 0
+    newest_env_failure: str = field(default="", compare=False)
+    """The newest of them in words: its kind, env, place and error."""
+    failure_groups: FailureGroups = field(default_factory=FailureGroups, compare=False)
     env_rebuilds: int = 0
+    aborted: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MOST_ABORTED), compare=False)
+    """(return, env steps) of episodes that were given up before their end and are in no batch header yet."""
     timers: Timers = field(default_factory=Timers, compare=False)
 
     def discard(self, reason: Discard, steps: int, env_steps: int | None = None) -> None:

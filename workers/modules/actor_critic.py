@@ -12,15 +12,18 @@ from numpy.typing import NDArray
 from torch import nn
 
 from headrace.schemas.errors import ModuleError
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.workers.modules.action_masks import MASK, has_action_mask
+from headrace.workers.modules.closed_form import Chain, ClosedForm, Layer, choice_of, is_plain, join, linears_of
 from headrace.workers.modules.distributions import ActionDistribution
-from headrace.workers.modules.encoders import Encoder, is_plain_vector
+from headrace.workers.modules.encoders import Encoder, is_flat, is_plain_vector
 from headrace.workers.modules.layers import linear
 from headrace.workers.modules.protocol import NumpyAct
 
 _ILLEGAL = -1e9
 """Logit of an action that the observation's "action_mask" forbids: finite, yet its probability is exactly 0."""
+_REPLACEABLE = {"forward_train", "logp", "entropy"}
+"""Methods that a module's owner may have replaced."""
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
 
 
@@ -62,6 +65,7 @@ class ActorCritic(nn.Module):
         self.noise_size: int = self.distribution.noise
         self.noise_kind: Literal["uniform", "normal"] = self.distribution.noise_kind
         self._activation = activation
+        self._spaces = spaces
         self._plain = is_plain_vector(spaces.observation)
         self._masked = has_action_mask(spaces)
         self._shared = vf_share_layers
@@ -138,6 +142,30 @@ class ActorCritic(nn.Module):
         """Return the entropy (rows,) in nats."""
         return self.distribution.entropy(dist_inputs)
 
+    def make_closed_form(self) -> ClosedForm | None:
+        """Put the parameters into one vector, and return their gradients in closed form, for a learner.
+
+        Return None, and change nothing, where only autograd has them: for derived classes, masks, nested spaces,
+        images, and a module whose layers were changed.
+        """
+        activation, spaces, action = _ACTIVATIONS[self._activation], self._spaces, self._spaces.action
+        layers = [linears_of(self.trunk, self.head, activation)]
+        if not self._shared:
+            layers.append(linears_of(self.vf_trunk, self.vf_head, activation))
+        kinds = [type(self), type(self.encoder), type(self.distribution)]
+        unchanged = kinds == [ActorCritic, Encoder, ActionDistribution] and not _REPLACEABLE & vars(self).keys()
+        if not (
+            unchanged and is_plain(self, layers) and is_flat(spaces.observation) and isinstance(action, Discrete | Box)
+        ):
+            return None
+        values, gradient = join(self.parameters())
+        policy, *value = [
+            Chain([*(Layer(linear, self._activation) for linear in linears), Layer(head, "")])
+            for *linears, head in layers
+        ]
+        choice = choice_of(action, self.log_std)
+        return ClosedForm(values, gradient, policy, value[0] if value else None, choice)
+
     def numpy_act(self) -> NumpyAct:
         """Return a function that acts on arrays. For a small MLP it takes half of torch's time.
 
@@ -145,20 +173,24 @@ class ActorCritic(nn.Module):
         """
         if not self._plain or not self._shared:
             return self._act_through_torch
-        layers = [_Dense(layer) for layer in self.trunk if isinstance(layer, nn.Linear)]
-        head, log_std, order = _Dense(self.head), self.log_std.detach().numpy(), self._order.numpy()
+        layers = [_arrays_of(layer) for layer in self.trunk if isinstance(layer, nn.Linear)]
+        (head, head_bias), log_std, order = _arrays_of(self.head), self.log_std.detach().numpy(), self._order.numpy()
+        moves = bool((order != np.arange(len(order))).any())
         relu = self._activation == "relu"
 
         def act(columns: Mapping[str, NDArray[Any]], noise: NDArray[Any] | None) -> dict[str, NDArray[Any]]:
-            x = columns["obs"]
-            for layer in layers:
-                x = layer(x)
+            x = columns["obs"].astype(np.float32, copy=False)
+            for weight, bias in layers:
+                x = np.dot(x, weight)
+                x += bias
                 x = np.maximum(x, 0.0, out=x) if relu else np.tanh(x, out=x)
-            outputs = head(x)
+            outputs = np.dot(x, head)
+            outputs += head_bias
             inputs = outputs[:, :-1]
             if len(log_std):
-                spread = np.broadcast_to(log_std, (len(inputs), len(log_std)))
-                inputs = np.concatenate((inputs, spread), axis=1)[:, order]
+                means, inputs = inputs, np.empty((len(x), len(order)), np.float32)
+                inputs[:, : -len(log_std)], inputs[:, -len(log_std) :] = means, log_std
+                inputs = inputs[:, order] if moves else inputs
             answer = self.distribution.act(inputs, noise)
             answer["values"] = outputs[:, -1]
             return answer
@@ -175,14 +207,6 @@ class ActorCritic(nn.Module):
         return {**acted, "values": answer["values"].numpy()}
 
 
-class _Dense:
-    """A linear layer on arrays, which share the memory of the torch layer."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        self._weight: NDArray[Any] = layer.weight.detach().numpy().T
-        self._bias: NDArray[Any] = layer.bias.detach().numpy()
-
-    def __call__(self, x: NDArray[Any]) -> NDArray[Any]:
-        y: NDArray[Any] = x @ self._weight
-        y += self._bias
-        return y
+def _arrays_of(layer: nn.Linear) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return weights (inputs, outputs) and bias of `layer` as arrays that share its memory."""
+    return layer.weight.detach().numpy().T, layer.bias.detach().numpy()

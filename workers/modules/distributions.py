@@ -123,14 +123,13 @@ def _pick(logits: Array, uniforms: Array | None) -> tuple[Array, Array]:
     The weights are not normalised; the uniform number is scaled to their sum. A number below 1 times a float32 sum
     stays below that sum, so an index of probability 0 is never picked.
     """
-    shifted = logits - np.maximum.reduce(logits, axis=1, keepdims=True)
-    mass = np.add.accumulate(np.exp(shifted), axis=1)
-    total = mass[:, -1]
-    if uniforms is None:
-        index = logits.argmax(axis=1)
-    else:
-        index = np.add.reduce(mass[:, :-1] <= (uniforms * total)[:, None], axis=1, dtype=np.int64)
-    return index, shifted[np.arange(len(index)), index] - np.log(total)
+    shifted = logits.T.copy()  # a row for each index: numpy is quick along rows, and there may be many lanes
+    shifted -= np.maximum.reduce(shifted, axis=0)
+    mass = np.exp(shifted)
+    np.add.accumulate(mass, axis=0, out=mass)
+    total = mass[-1]
+    index = logits.argmax(axis=1) if uniforms is None else (mass <= uniforms * total).argmin(axis=0)
+    return index, shifted[index, np.arange(len(index))] - np.log(total)
 
 
 class Gaussian:

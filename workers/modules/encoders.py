@@ -23,6 +23,7 @@ from headrace.workers.modules.layers import conv, linear
 
 _CHANNELS = (16, 32, 32)
 _IMAGE_FEATURES = 256
+_IMAGE_RANK = 3
 
 
 class Encoder(nn.Module):
@@ -45,8 +46,13 @@ class Encoder(nn.Module):
 
 
 def is_plain_vector(space: Space) -> bool:
-    """Return whether the observation is its own features: one float32 vector."""
-    return isinstance(space, Box) and len(space.shape) == 1 and space.dtype == "<f4"
+    """Return whether the observation, as float32, is its own features: one vector of floats."""
+    return isinstance(space, Box) and len(space.shape) == 1 and space.dtype in ("<f4", "<f8")
+
+
+def is_flat(space: Space) -> bool:
+    """Return whether the features are the observation's own numbers, as float32: a Box that is no image."""
+    return isinstance(space, Box) and len(space.shape) != _IMAGE_RANK
 
 
 class _Flat(nn.Module):
@@ -99,7 +105,7 @@ class _Image(nn.Module):
 def _part(leaf: Leaf, generator: torch.Generator) -> nn.Module:
     if isinstance(leaf, Discrete | MultiDiscrete):
         return _OneHot(leaf)
-    if isinstance(leaf, Box) and len(leaf.shape) == 3:
+    if isinstance(leaf, Box) and not is_flat(leaf):
         return _Image(leaf, generator)
     return _Flat(leaf)
 

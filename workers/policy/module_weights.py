@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from headrace.schemas.errors import WhichModuleError
 from headrace.schemas.weights import check_shapes, split_modules
 
+_DTYPES = {torch.from_numpy(np.empty(0, dtype)).dtype: np.dtype(dtype) for dtype in ("<f4", "<f8", "<i8")}
+"""The dtypes of nearly all parameters and buffers, which numpy copies straight from the wire's read-only arrays."""
+
 
 def read_weights(module: torch.nn.Module) -> dict[str, NDArray[Any]]:
     """Return copies of all parameters and buffers of the state dict."""
@@ -33,7 +36,7 @@ def write_weights(module: torch.nn.Module, state: Mapping[str, NDArray[Any] | to
     check_weights(module, state)
     with torch.no_grad():
         for name, tensor in module.state_dict().items():
-            tensor.copy_(_tensor(state[name]))
+            _write(tensor, state[name])
 
 
 def weights_by_module(state: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Mapping[str, Any]]:
@@ -61,8 +64,12 @@ def weights_by_module(state: Mapping[str, Any], modules: Sequence[str]) -> dict[
     return given
 
 
-def _tensor(array: NDArray[Any] | torch.Tensor) -> torch.Tensor:
-    if isinstance(array, torch.Tensor):  # as in `module.state_dict()`
-        return array
-    # Torch warns about read-only arrays, as those from the wire are. A copy costs little next to the broadcast.
-    return torch.from_numpy(np.array(array))
+def _write(tensor: torch.Tensor, given: NDArray[Any] | torch.Tensor) -> None:
+    """Copy `given` into `tensor`, by numpy where both have the same dtype and are in the processor's memory."""
+    if isinstance(given, torch.Tensor):  # as in `module.state_dict()`
+        tensor.copy_(given)
+    elif tensor.device.type == "cpu" and _DTYPES.get(tensor.dtype) == given.dtype:
+        np.copyto(tensor.numpy(), given)
+    else:
+        # Torch warns about read-only arrays, as those from the wire are.
+        tensor.copy_(torch.from_numpy(np.array(given)))

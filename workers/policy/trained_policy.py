@@ -62,6 +62,7 @@ class TrainedPolicy:
         `ModuleError` and `ConnectorError`.
         """
         several = config if config.is_multi_agent else config.model_copy(update={"policies": [next(iter(spaces))]})
+        self._env = config.env
         self._policies = Policies.of(several)
         self.spaces, self.agents = dict(spaces), list(agents)
         self.source, self.version = source, version
@@ -74,6 +75,13 @@ class TrainedPolicy:
             weights, self._states[module_id] = split_states(own.get(module_id, {}))
             self.modules[module_id] = self._build(module_id, weights)
         self._players: dict[_Key, _Player] = {}
+
+    def __repr__(self) -> str:
+        """Return env, module and weights in words."""
+        names = {module_id: str(self._policies.specs[module_id].module) for module_id in self.modules}
+        named = f"modules={names!r}" if len(names) > 1 else f"module={next(iter(names.values()))!r}"
+        weights = self.source or f"version {self.version[0]}/{self.version[1]}"
+        return f"TrainedPolicy(env={self._env!r}, {named}, weights={weights!r})"
 
     def _build(self, module_id: str, weights: State) -> torch.nn.Module:
         spec, connectors = self._policies.specs[module_id], self._connectors(module_id)

@@ -94,7 +94,7 @@ class EnvSeeds:
     def next(self) -> int | None:
         """Return the seed of the next reset, or None if the env goes on with its own random numbers.
 
-        A seed repeats an earlier one only by chance (about n²/2⁶⁴ for n episodes).
+        A seed repeats an earlier one only by chance: about n²/2m pairs among n seeds of a fleet, m being max_seed + 1.
         """
         if self.peek() is None:
             return None

@@ -19,9 +19,12 @@ from headrace.schemas.errors import CallbackError, MissingEnvError, ModuleError,
 from headrace.schemas.ledger import Discard
 from headrace.schemas.logged_metrics import LoggedMetric
 from headrace.schemas.spaces import Spaces
+from headrace.schemas.worker_figures import TimePart
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.backend import EnvHostsHere
 from headrace.workers.metrics.runner_metrics import RunnerMetrics
+from headrace.workers.metrics.time_budget import ENV, SAMPLING, SERIALISE, WAIT
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.modules.protocol import build_module
 from headrace.workers.policy.acting_module import ActingModule
@@ -54,7 +57,7 @@ class EnvRunner(ABC, Generic[Batch]):
         incarnation: int,
         run_uid: str,
         names: PolicyNames[Batch],
-        on_wait: Callable[[], None] | None,
+        on_wait: Callable[[str], None] | None,
     ) -> None:
         own = {name: copy.deepcopy(getattr(config, name)) for name in _OWN_SETTINGS}
         self.config = config.model_copy(update=own)
@@ -128,10 +131,12 @@ class EnvRunner(ABC, Generic[Batch]):
         """
         self.callbacks.check_at_rest("make_env()")
         self._stopped = True
-        if self._sampler is None:
-            self._sampler = self._open_sampler()
-        else:
-            self._sampler.rebuild(self.config)
+        is_remote = self.config.env_placement == "remote"
+        with self.totals.timers.budget.spent_on(WAIT if is_remote else ENV):
+            if self._sampler is None:
+                self._sampler = self._open_sampler()
+            else:
+                self._sampler.rebuild(self.config)
         self._sampler.use(self.modules, lambda: self.fleet_steps)
         self._stopped = False
 
@@ -145,7 +150,7 @@ class EnvRunner(ABC, Generic[Batch]):
         self.modules = dict.fromkeys(policies)
         self._existing_sampler.use(self.modules, lambda: self.fleet_steps)
         self.modules = {module_id: self._build(module_id, policy.spaces) for module_id, policy in policies.items()}
-        self._state.version = Version()
+        self._state.note_version(Version())
         self._existing_sampler.use(self.modules, lambda: self.fleet_steps)
 
     def _build(self, module_id: str, spaces: Spaces) -> torch.nn.Module | None:
@@ -186,6 +191,17 @@ class EnvRunner(ABC, Generic[Batch]):
     def num_envs(self) -> int:
         """Number of envs that are stepped together."""
         return self.config.num_envs
+
+    @property
+    def envs_lost(self) -> int:
+        """Number of envs that are down: they wait to be rebuilt, or for a host."""
+        lanes = self._sampler.envs.lanes if self._sampler is not None else []
+        return sum(lane.env is None for lane in lanes)
+
+    @property
+    def env_hosts(self) -> EnvHostsHere | None:
+        """Number of env hosts that are connected, and how many it takes for all envs; None for envs elsewhere."""
+        return self._sampler.envs.env_hosts if self._sampler is not None else None
 
     @property
     def module_spaces(self) -> dict[str, Spaces]:
@@ -331,7 +347,8 @@ class EnvRunner(ABC, Generic[Batch]):
         if not mode.random_actions:
             self._check_can_act()
         self.totals.timers.begin_sample()
-        sampler.begin(mode, capacity, force_reset=force_reset)
+        with self.totals.timers.budget.spent_on(SAMPLING):
+            sampler.begin(mode, capacity, force_reset=force_reset)
 
     def _poll_until(
         self,
@@ -341,20 +358,25 @@ class EnvRunner(ABC, Generic[Batch]):
         on_wait: Callable[[], None] | None = None,
         stop_at_episodes: int | None = None,
     ) -> None:
-        poll_until(
-            enough,
-            self._existing_sampler,
-            lambda: self._state.version.seq,
-            on_poll=on_poll,
-            on_wait=on_wait,
-            stop_at_episodes=stop_at_episodes,
-        )
+        with self.totals.timers.budget.spent_on(SAMPLING):
+            poll_until(
+                enough,
+                self._existing_sampler,
+                lambda: self._state.version.seq,
+                on_poll=on_poll,
+                on_wait=on_wait,
+                stop_at_episodes=stop_at_episodes,
+            )
 
     def _enough_steps(self, steps: int) -> Enough:
         return enough_steps(steps, self._existing_sampler, self.config, self.totals)
 
     def _deliver(self, keep_open: bool, end_markers: bool = True) -> Batch:
         """Cut, and then let the weights act that waited for it."""
+        with self.totals.timers.budget.spent_on(SERIALISE):
+            return self._cut_samples(keep_open, end_markers)
+
+    def _cut_samples(self, keep_open: bool, end_markers: bool) -> Batch:
         sampler, state = self._existing_sampler, self._state
         if state.waiting is not None and (keep_open or sampler.steps.has_pending):
             sampler.abandon(Discard.RESET)  # steps of one batch that were chosen under two epochs
@@ -366,7 +388,7 @@ class EnvRunner(ABC, Generic[Batch]):
             self.worker_index,
             self.incarnation,
             version.learner_epoch,
-            version.digest,
+            state.digest_of,
             self.config.episode_lookback_horizon,
         )
         if not end_markers:
@@ -441,6 +463,10 @@ class EnvRunner(ABC, Generic[Batch]):
     def get_counters(self) -> dict[str, Any]:
         """Return lifetime counters, as they are in every state."""
         return self._metrics.read_counters()
+
+    def time_by_part(self) -> dict[TimePart, float]:
+        """Return the seconds of this runner's life by what it did; they sum to the time since it was made."""
+        return self.totals.timers.budget.seconds()
 
     def get_logged_metrics(self) -> dict[str, LoggedMetric]:
         """Return what callbacks have logged so far, for a fleet to merge. `get_metrics` is not affected."""

@@ -43,7 +43,7 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         *,
         incarnation: int = 0,
         run_uid: str = "",
-        on_wait: Callable[[], None] | None = None,
+        on_wait: Callable[[str], None] | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config, worker_index, incarnation, run_uid, ModuleIdNames(), on_wait)

@@ -31,7 +31,8 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
     A failing env costs only its own unfinished fragment; what its siblings live through is the same to the bit as
     without the fault. `totals` is true after every poll. `incarnation` and `run_uid` make episode ids and random
     numbers unlike those of any other runner of the run; with `config.seed` and `run_uid` given, both repeat. `on_wait`
-    is called now and then while envs on other hosts have no host yet. Unknown keyword arguments are accepted.
+    is called, with the address for env hosts, now and then while envs on other hosts have no host yet. Unknown keyword
+    arguments are accepted.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         *,
         incarnation: int = 0,
         run_uid: str = "",
-        on_wait: Callable[[], None] | None = None,
+        on_wait: Callable[[str], None] | None = None,
         **_: Any,
     ) -> None:
         if config.policies is not None or config.policy_mapping_fn is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.schemas.errors import MissingEnvError, ModuleError, StateError
 from headrace.schemas.ledger import Discard
@@ -57,6 +58,9 @@ def _check_kinds(state: Any) -> None:
             raise StateError(f"{name} should be a number from 0, got {value!r:.80}")
 
 
+_MOST_DIGESTS = 64
+
+
 class RunnerState:
     """The weights that a runner acts with, and its state as others see it."""
 
@@ -71,6 +75,8 @@ class RunnerState:
     ) -> None:
         self.version = Version()
         """The version of the weights that act."""
+        self._digests: dict[int, str] = {}
+        """Digests of the newest versions of this epoch, by seq: steps that are not cut yet were chosen under them."""
         self.waiting: tuple[Mapping[str, Any], Version] | None = None
         """Weights of another learner's epoch, until the open fragment is cut."""
         self._names = names
@@ -128,8 +134,20 @@ class RunnerState:
         policies, parts = self._policies, self._check(state)
         for module_id, (weights, connectors) in parts.items():
             policies[module_id].write(weights, connectors)
-        self.version = version
+        self.note_version(version)
         self._callbacks.call("on_weights_applied", version=self.weights_version)
+
+    def note_version(self, version: Version) -> None:
+        """Take over the version of the weights that act from now on."""
+        if version.learner_epoch != self.version.learner_epoch:
+            self._digests.clear()
+        elif len(self._digests) >= _MOST_DIGESTS:
+            del self._digests[min(self._digests)]
+        self.version, self._digests[version.seq] = version, version.digest
+
+    def digest_of(self, seqs: NDArray[np.int64]) -> str:
+        """Return the digest of the newest of these versions; without any, of that in use. "" if it is not known."""
+        return self._digests.get(int(seqs.max()), "") if len(seqs) else self.version.digest
 
     def _set_connectors(self, states: Mapping[str, State]) -> None:
         """Take over all of `states` or, with a `ConnectorError`, nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,8 @@ class Stamp:
     slot: int
     incarnation: int
     learner_epoch: int
-    weights_digest: str
+    digest_of: Callable[[NDArray[np.int64]], str]
+    """Returns the digest of the newest of the weights' versions in a batch."""
     lookback_horizon: int = 0
 
 
@@ -81,7 +82,7 @@ def cut(
         slot=stamp.slot,
         incarnation=stamp.incarnation,
         learner_epoch=stamp.learner_epoch,
-        weights_digest=stamp.weights_digest,
+        weights_digest=stamp.digest_of(columns["weights_seq"]),
         order=np.argsort(~done, kind="stable"),
     )
 

@@ -17,17 +17,23 @@ class ExternalWait:
         self._max_age_s = config.external_fragment_max_age_s
         self._silence_s = config.external_silence_timeout_s
         self._begun_at = time.monotonic()
+        self._has_polled = False
 
     def begin(self) -> None:
         """Start the clocks of a fragment."""
+        self._has_polled = False
         self._begun_at = self._envs.heard_at = time.monotonic()
 
     @property
     def is_overdue(self) -> bool:
-        """Return whether to ship the collected steps, because further ones may come late or never."""
-        return time.monotonic() - self._begun_at >= self._max_age_s
+        """Return whether to ship the collected steps, because further ones may come late or never.
+
+        Not before the first poll: a busy machine may take as long to come to it.
+        """
+        return self._has_polled and time.monotonic() - self._begun_at >= self._max_age_s
 
     def check(self) -> None:
-        """Raise `ExternalSilenceError` if no client was heard for `external_silence_timeout_s` seconds."""
+        """Begin a poll. Raise `ExternalSilenceError` if no client spoke for `external_silence_timeout_s` seconds."""
+        self._has_polled = True
         if time.monotonic() - self._envs.heard_at > self._silence_s:
             raise ExternalSilenceError(self._silence_s, self._envs.episodes.counts()["open"])

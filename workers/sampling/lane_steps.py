@@ -66,6 +66,7 @@ class LaneSteps:
         self.reset_polls = 0
         self.answered: int | None = None if envs.pace is Pace.LOCK_STEP else 0
         self._pace = envs.pace
+        self._steps_inline = envs.replies_at_once
         self._seeds = seeds
         self._totals = totals
         self._id_high = id_high
@@ -229,7 +230,7 @@ class LaneSteps:
 
     def take(self) -> Outcome | None:
         poll = self.envs.poll if self.timers is None else self.timers.timed("env_step_timer", self.envs.poll)
-        outcome = poll()
+        outcome = poll() if self._steps_inline else self._totals.timers.budget.of_envs(poll)
         if self._pace is Pace.LOCK_STEP:
             self.fragment.advance(outcome.rewards, self._weights_seq)
             self.reset_polls += outcome.resets

@@ -40,14 +40,14 @@ from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.policies import Policies
 from headrace.workers.randomness.seeds import SeedTree
 
-OnWait = Callable[[], None] | None
+OnWait = Callable[[str], None] | None
 
 
 def open_envs(table: LaneTable, on_wait: OnWait = None) -> EnvDriver:
     """Build the envs of one agent that the table's config asks for. Raises what their `build` does.
 
-    The creator of envs in this process is called once before their kind is known. `on_wait` is called now and then
-    while no env host has come yet.
+    The creator of envs in this process is called once before their kind is known. `on_wait` is called now and then,
+    with the address for env hosts, while none has come yet.
     """
     config = table.config
     if config.env_placement != "inline":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -13,12 +14,15 @@ from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.driver import LaneDriver
 from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.lane import Episode
+from headrace.workers.metrics.time_budget import OTHER, WAIT
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.policies import PolicyMappingError
 from headrace.workers.sampling.action_mode import ActionMode
 from headrace.workers.sampling.cutting import Stamp
 from headrace.workers.sampling.episode_events import EpisodeEvents
 from headrace.workers.sampling.episode_starts import EpisodeStarts
+from headrace.workers.sampling.episode_view import AnyEpisodeView
 from headrace.workers.sampling.external_wait import ExternalWait
 from headrace.workers.sampling.sampled_steps import AnyOutcome, Cut_co, SampledSteps
 
@@ -46,6 +50,8 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         self.envs = envs
         self.steps = steps
         self.needs_reset = True
+        if external_wait is not None:
+            totals.timers.budget.env_part = OTHER
         self._external_wait = external_wait
         self._totals = totals
         self._width = config.num_envs
@@ -86,7 +92,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
             self.abandon(Discard.RESET)
             self.needs_reset = False
             try:
-                self.envs.try_reset(range(self._width))
+                self._totals.timers.budget.of_envs(lambda: self.envs.try_reset(range(self._width)))
                 self._start_episodes(self.envs.try_restart)
             except BaseException as error:
                 self._clear_up(error)
@@ -106,7 +112,11 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         Counts stay correct after an error, and the next poll goes on.
         """
         timers = self._totals.timers
-        self.steps.timers = timers if timers.is_due() else None
+        self.steps.timers = None
+        if timers.is_due():
+            self.steps.timers = timers
+            timers.begin_poll()
+            before = self._connectors_s()
         try:
             if self._external_wait is None:
                 self._repair(on_wait)
@@ -120,6 +130,18 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         except BaseException as error:
             self._clear_up(error)
             raise
+        if self.steps.timers is not None:
+            inward, outward = self._connectors_s()
+            timers.end_poll(inward - before[0], outward - before[1], inline=self.envs.replies_at_once)
+
+    def _connectors_s(self) -> tuple[float, float]:
+        """Return the seconds that all modules' connectors have taken: env_to_module, and module_to_env."""
+        connectors = [policy.connectors for policy in self.steps.policies.values()]
+        return sum(own.inward_s for own in connectors), sum(own.outward_s for own in connectors)
+
+    @property
+    def _has_no_host(self) -> bool:
+        return self.envs.env_hosts is not None and not self.envs.env_hosts.connected
 
     def _clear_up(self, error: BaseException) -> None:
         """Give up open steps that `error` spoilt: it came after some lanes were stepped and before others."""
@@ -132,7 +154,9 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         """Rebuild the failed envs that are due. Waits while no env is up."""
         self.envs.on_wait = on_wait
         if self.envs.repairing:
-            self.envs.wait_for_one(self._start_episodes, on_wait)
+            budget = self._totals.timers.budget
+            with budget.spent_on(WAIT if self._has_no_host else budget.env_part):
+                self.envs.wait_for_one(self._start_episodes, on_wait)
 
     def _take(self, stop_at_episodes: int | None) -> None:
         steps, events = self.steps, self._events
@@ -151,7 +175,13 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         if over:
             self._end_episodes(over, stop_at_episodes)
         if over or outcome.failures or outcome.begun:
-            self._start_episodes(self.envs.try_restart)
+            self._start_episodes(self._try_restart)
+
+    def _try_restart(self) -> None:
+        if self.envs.repairing:
+            self._totals.timers.budget.of_envs(self.envs.try_restart)
+        else:
+            self.envs.try_restart()
 
     def _tell_steps(self, outcome: AnyOutcome) -> None:
         """Call back for steps and ends. A callback that raises makes a failure of its lane."""
@@ -182,7 +212,8 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         self._totals.episodes += len(over)
         self.envs.end_episodes(list(over))
         if stop_at_episodes is None or self.steps.episodes_ended < stop_at_episodes:
-            self._totals.timers.timed("env_reset_timer", self.envs.try_reset)(list(over))
+            timers = self._totals.timers
+            timers.budget.of_envs(lambda: timers.timed("env_reset_timer", self.envs.try_reset)(list(over)))
 
     def _abort(self, failure: Failure, *, recorded: bool = False) -> None:
         """Give up the open steps of a lane whose env or callback failed, under the failure's reason, and its episode.
@@ -190,22 +221,34 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         `recorded` says that the last step was recorded already.
         """
         lane = self.envs.lanes[failure.lane]
-        if self._events.watches_failures and lane.episode is not None:
+        if lane.episode is not None:
             failure.view = self.steps.look_back(lane, lane.episode, failure)
-            self._events.aborted(failure.view, failure.reason)
+            self._note_aborted(lane.episode, failure.view)
+            if self._events.watches_failures:
+                self._events.aborted(failure.view, failure.reason)
         self.steps.lose(failure, recorded=recorded)
         self.envs.end_episodes([failure.lane])
         self.envs.fail(failure)
 
     def abandon(self, reason: Discard) -> None:
         """End every open episode. Undelivered steps are lost under `reason`; delivered parts get an end marker."""
-        if self._events.watches_failures:
+        if self._events.watches_failures or reason is not Discard.RESET:
             for lane in self.envs.lanes:
                 if lane.episode is not None:
-                    self._events.aborted(self.steps.look(lane, lane.episode), reason)
+                    view = self.steps.look(lane, lane.episode)
+                    if reason is not Discard.RESET:
+                        self._note_aborted(lane.episode, view)
+                    if self._events.watches_failures:
+                        self._events.aborted(view, reason)
         self.steps.lose_open(reason)
         self.envs.end_episodes(range(len(self.envs.lanes)))
         self.needs_reset = True
+
+    def _note_aborted(self, episode: Episode, view: AnyEpisodeView) -> None:
+        """Note the return and length of an episode that is given up, unless it has no step or is not trained on."""
+        earned = view.episode_return
+        if len(view) and math.isfinite(earned) and getattr(episode, "trains", True):
+            self._totals.aborted.append((float(earned), len(view)))
 
     def finish(self, reason: Discard) -> None:
         """Abandon all episodes. A `cut` then returns the finished chunks, and end markers for the others."""

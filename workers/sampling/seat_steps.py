@@ -69,6 +69,7 @@ class SeatSteps:
         self.lost_rewards = LostRewards()
         self.observed_more: dict[tuple[str, str], int] = {}
         self._pace = envs.pace
+        self._steps_inline = envs.replies_at_once
         self._seeds = seeds
         self._totals = totals
         self._id_high = id_high
@@ -220,9 +221,11 @@ class SeatSteps:
     def take(self) -> StepOutcome | None:
         if self._pace is Pace.LOCK_STEP:
             step = self.envs.step if self.timers is None else self.timers.timed("env_step_timer", self.envs.step)
-            return step(self._newest_acting, self._actions)
+            if self._steps_inline:
+                return step(self._newest_acting, self._actions)
+            return self._totals.timers.budget.of_envs(lambda: step(self._newest_acting, self._actions))
         take = self.envs.take if self.timers is None else self.timers.timed("env_step_timer", self.envs.take)
-        acting, outcome = take()
+        acting, outcome = self._totals.timers.budget.of_envs(take)
         self._acting = acting
         if not acting.lanes:
             return None

@@ -30,6 +30,8 @@ from headrace.schemas.serving_messages import (
     EpisodeAbort,
     EpisodeStart,
 )
+from headrace.schemas.tokens import same_token
+from headrace.schemas.worker_figures import ServingFigures
 from headrace.workers.serving.acting_clients import ActingClients
 from headrace.workers.serving.open_episodes import OpenEpisodes, StepAnswer
 from headrace.workers.serving.session_episodes import CLIENT_LEFT, SessionEpisodes
@@ -72,12 +74,18 @@ class ClientSessions:
         self._waiting_for = waiting_for
         self._sessions: OrderedDict[str, SessionRecord] = OrderedDict()
         """Ordered by the time of their last request, oldest first."""
+        self.requests = 0
+        """Number of requests, heartbeats of clients left out."""
         self._ticked_at: float | None = None
         self._judge_at = 0.0
 
     def __len__(self) -> int:
         """Return the number of open sessions."""
         return len(self._sessions)
+
+    def __contains__(self, session: object) -> bool:
+        """Return whether a session of this name is open."""
+        return isinstance(session, str) and session in self._sessions
 
     def counts(self) -> dict[str, int]:
         """Return the numbers of sessions, of their open episodes, and of finished episodes that are remembered."""
@@ -88,10 +96,16 @@ class ClientSessions:
             "remembered": sum(len(session.ended) for session in sessions),
         }
 
+    def figures(self) -> ServingFigures:
+        """Return what was served so far. Another thread may call it."""
+        p50, p95 = self._episodes.latencies.quantiles()
+        return ServingFigures(clients=len(self._sessions), requests=self.requests, latency_p50_s=p50, latency_p95_s=p95)
+
     # -- in and out ---------------------------------------------------------------------------------------------------
 
     def receive(self, request: ClientRequest, address: Address, now: float, batch: Any = None) -> None:
         """Handle any request but a step. `batch` is the array of that name in a shipment of chunks."""
+        self.requests += not isinstance(request, ClientHeartbeat)
         try:
             reply = self._do(request, address, now, batch)
         except HeadraceError as error:
@@ -101,6 +115,7 @@ class ClientSessions:
 
     def step(self, step: AnyStep, address: Address, now: float, observation: Any, action: Any = None) -> None:
         """Take a step. `observation`, and `action` where the client chose one, are rows of their spaces."""
+        self.requests += 1
         try:
             reply = self._episodes.step(self._session_of(step, now), step, address, observation, action)
         except HeadraceError as error:
@@ -188,7 +203,7 @@ class ClientSessions:
                 f"session {request.session!r} is not open; it may have been silent for {self.limits.lease_s:g} s, or "
                 "the server has restarted: open it, and start new episodes"
             )
-        if session.token != request.token:
+        if not same_token(session.token, request.token):
             raise SessionTakenError(
                 f"session {request.session!r} belongs to another client; take another name, or wait until it has been "
                 f"silent for {self.limits.lease_s:g} s"

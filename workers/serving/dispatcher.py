@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from headrace.schemas.worker_figures import ServingFigures
 from headrace.workers.serving.acting_channel import ActingChannel
 from headrace.workers.serving.acting_clients import ActingClients
 from headrace.workers.serving.client_sessions import ClientSessions
@@ -86,6 +87,10 @@ class Dispatcher:
         self._events.append(event)
         if self._loop_lock.locked():  # otherwise no thread sleeps, and the next round starts with the queue
             self._wake()
+
+    def figures(self) -> ServingFigures:
+        """Return what was served so far. Any thread may call."""
+        return self._sessions.figures()
 
     def stop(self) -> None:
         """Make `serve` return. Any thread may call."""

@@ -11,8 +11,11 @@ from typing import Any
 
 from headrace.schemas.config import FleetConfig, is_loopback
 from headrace.schemas.errors import ConfigError, EnvContractError, PortInUseError
-from headrace.schemas.keys import CLIENT_PORT, TOKEN_FILE, BrokerKeys, client_keys, read_client_port_keys
+from headrace.schemas.keys import CLIENT_PORT, TOKEN_FILE, BrokerKeys, keys_folder, read_client_port_keys
+from headrace.schemas.loopback_token import ServerToken, token_for_port
 from headrace.schemas.serving_settings import HIGHEST_PORT, ServingSection
+from headrace.schemas.tokens import read_token
+from headrace.schemas.worker_figures import ServingFigures
 from headrace.workers.agents.env import gym_spaces_of, spaces_by_agent
 from headrace.workers.agents.env_building import build_multi_agent_env
 from headrace.workers.config import EnvRunnerConfig, runner_config
@@ -22,7 +25,6 @@ from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSetti
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.env import ExternalEnv
 from headrace.workers.serving.acting_channel import ActingChannel
-from headrace.workers.serving.bearer_token import read_token
 from headrace.workers.serving.episode_codec import EpisodeCodec
 from headrace.workers.serving.http.listening_socket import listen
 from headrace.workers.serving.multi_agent_open_episodes import MultiAgentOpenEpisodes
@@ -40,7 +42,8 @@ def served_config(config: FleetConfig) -> EnvRunnerConfig:
     served = ServedEnvs(
         config.serving,
         sampling.env,
-        config.keys.dir,
+        config.keys.dir or config.token_dir(),
+        keys_group=config.keys.group,
         check_bounds=not sampling.disable_env_checking,
         several_agents=sampling.is_multi_agent,
     )
@@ -60,17 +63,19 @@ class ServedEnvs:
         like: str | Callable[..., Any],
         keys_dir: str | None,
         *,
+        keys_group: str | None = None,
         check_bounds: bool = True,
         several_agents: bool = False,
     ) -> None:
         self._settings = settings
         self._like = like
         self._several_agents = several_agents
-        self._keys_dir = keys_dir
+        self._keys_dir, self._keys_group = keys_dir, keys_group
         self._check_bounds = check_bounds
         self._ports: tuple[int, int] | None = None
         self.acting_channel = ActingChannel(settings.max_message_bytes) if settings.client_inference else None
         """The channel to clients that act by themselves, if the config allows them. It outlives each env."""
+        self._server: Server | None = None
         self.waiting_for = ""
         """What the worker waits for while it takes no steps of clients. The worker sets it, for them to be told."""
 
@@ -80,22 +85,35 @@ class ServedEnvs:
         Raises `ConfigError`, `KeysError`, `PortInUseError`, and what the env's creator raises.
         """
         spaces = self._multi_agent_spaces(context) if self._several_agents else self._spaces(context)
-        keys = client_keys(self._keys_dir, "worker") if self._keys_dir != "" else None
-        folder = Path(keys.folder) if keys is not None else None
+        folder = keys_folder(self._keys_dir)
         token = self._token(folder)
         if self._settings.http_port is not None:
             _check_http_installed()
         port, http_port = self._ports or self._ports_of(context.worker_index)
-        router_port = self._open_router_port(port, read_client_port_keys(folder) if folder is not None else None)
+        port_keys = client_port_keys(folder, self._keys_group) if folder is not None else None
+        router_port = self._open_router_port(port, port_keys)
         try:
             http_socket = self._listen(http_port, token) if self._settings.http_port is not None else None
         except BaseException:
             router_port.close()
             raise
-        server = Server(self._settings, router_port, http_socket, token, self.acting_channel, lambda: self.waiting_for)
+        server = self._server = Server(
+            self._settings, router_port, http_socket, token, self.acting_channel, lambda: self.waiting_for
+        )
         self._ports = server.ports
         kind = ServedMultiAgentEnv if self._several_agents else ServedEnv
         return kind(*spaces, server, check_bounds=self._check_bounds)
+
+    def ports(self) -> dict[str, str]:
+        """Return the addresses for clients by their kind, as they were bound; none before the first env."""
+        server = self._server
+        found = {} if server is None else {"clients": server.endpoint, "http": server.url}
+        return {kind: address for kind, address in found.items() if address}
+
+    def figures(self) -> ServingFigures:
+        """Return what the present server has served so far."""
+        dispatcher = self._server.dispatcher if self._server is not None else None
+        return ServingFigures() if dispatcher is None else dispatcher.figures()
 
     def _spaces(self, context: EnvContext) -> tuple[Any, Any]:
         env = find_creator(self._like)(context)
@@ -128,9 +146,11 @@ class ServedEnvs:
             return None
         if self._settings.http_token:
             return read_token(Path(self._settings.http_token))
-        return read_token(folder / TOKEN_FILE) if folder is not None else None
+        if folder is None or token_for_port(folder) is not None:  # a run directory has no token for HTTP
+            return None
+        return read_token(folder / TOKEN_FILE)
 
-    def _open_router_port(self, port: int, keys: BrokerKeys | None) -> RouterPort:
+    def _open_router_port(self, port: int, keys: BrokerKeys | ServerToken | None) -> RouterPort:
         s = self._settings
         return RouterPort(
             RouterPortSettings(
@@ -141,7 +161,8 @@ class ServedEnvs:
                 CLIENT_PORT,
                 "clients",
                 "serving",
-                largest_frame=s.max_message_bytes,
+                largest_message=s.max_message_bytes,
+                connections=max(1024, s.max_sessions),
             )
         )
 
@@ -155,12 +176,23 @@ class ServedEnvs:
                 )
                 raise ConfigError(message, key="serving.host")
             log.warning("serving HTTP clients on %s without a token, as configured", s.host)
+        elif not is_loopback(s.host):
+            log.warning(
+                "HTTP on %s is not encrypted: clients send the token in clear; put TLS in front of it, and bind "
+                "loopback behind that",
+                s.host,
+            )
         try:
             return listen(s.host, port)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise PortInUseError(f"http://{s.host}:{port}") from error
             raise ConfigError(f"{s.host!r} cannot be bound: {error.strerror}", key="serving.host") from error
+
+
+def client_port_keys(folder: Path, group: str | None = None) -> BrokerKeys | ServerToken:
+    """Return the keys of the port for clients in `folder`, or the token of the run there. Raises `KeysError`."""
+    return token_for_port(folder) or read_client_port_keys(folder, group)
 
 
 def _check_http_installed() -> None:

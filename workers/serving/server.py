@@ -77,7 +77,8 @@ class Server:
             return zmq_listener
         from headrace.workers.serving.http.combined_listener import CombinedListener  # needs the extra `http`
 
-        return CombinedListener(zmq_listener, codec, limits, self._http_socket, self._token)
+        hosts = frozenset(name.lower() for name in (self._settings.host, *self._settings.http_hosts))
+        return CombinedListener(zmq_listener, codec, limits, self._http_socket, self._token, hosts)
 
     def close(self) -> None:
         """Make `run` return. The ports are free when it has returned."""

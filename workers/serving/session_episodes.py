@@ -23,6 +23,7 @@ from headrace.schemas.errors import HeadraceError
 from headrace.schemas.serving_errors import ServerFullError, StepOrderError, SupersededError
 from headrace.schemas.serving_messages import AnyStep, EpisodeAbort, EpisodeAnswer, EpisodeStart
 from headrace.schemas.wire import MessageKind
+from headrace.workers.serving.latencies import Latencies
 from headrace.workers.serving.open_episodes import OpenEpisodes, StepAnswer
 from headrace.workers.serving.session_records import (
     Address,
@@ -51,6 +52,7 @@ class SessionEpisodes:
         self._table, self._post, self._limits = table, post, limits
         self.outbox: list[tuple[Address, Reply]] = []
         """Replies to send, each with its address."""
+        self.latencies = Latencies()
 
     def start(self, session: SessionRecord, start: EpisodeStart) -> Reply:
         """Start an episode. Raises `EpisodeError` and `ServerFullError`."""
@@ -73,6 +75,7 @@ class SessionEpisodes:
         episode = find(session, step.episode)
         if step.step == episode.step and episode.over is None and episode.reply_to is None:
             episode.reply_to, episode.reply_number = address, step.request
+            episode.asked_at = self.latencies.begin()
             self._pass_on(episode, step, observation, action)
             return None
         return self._step_again(episode, step, address)
@@ -124,6 +127,7 @@ class SessionEpisodes:
         address, episode.reply_to = episode.reply_to, None
         if address is None or episode.over is not None:
             return
+        self.latencies.end(episode.asked_at)
         episode.step += 1
         if answer.error is not None:
             episode.last = refusal_of(answer.error, episode.reply_number)

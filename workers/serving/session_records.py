@@ -79,6 +79,8 @@ class EpisodeRecord:
     reply_to: Address | None = None
     """Destination of the answer to the step under way; None: no step is under way."""
     reply_number: int = 0
+    asked_at: float = 0.0
+    """Time at which the step under way came, if its latency is measured; else 0."""
     wants_action: bool = False
     """True if the answer to the step under way has an action."""
     ends: bool = False

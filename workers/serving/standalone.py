@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,16 +118,19 @@ class StandaloneServer:
         assert isinstance(env, ServedEnv | ServedMultiAgentEnv), "the config's serving is enabled"
         return env
 
-    def serve(self, stopping: threading.Event) -> None:
+    def serve(self, stopping: threading.Event, on_turn: Callable[[], None] = lambda: None) -> None:
         """Serve until `stopping` is set. Then refuse new episodes, and let open ones end for `worker.drain_timeout_s`.
 
+        `on_turn` is called between two fragments, as a sign of life.
         Raises the errors that end a worker: `EnvRestartBudgetError`, `ModuleError`, `ConnectorError`, `CallbackError`.
         """
         while not stopping.is_set():
+            on_turn()
             self._runner.sample_fragment()
         deadline = time.monotonic() + self._drain_timeout_s
         self.env.episodes.admit_no_more("the server is stopping")
         while self.env.episodes.counts()["open"] and time.monotonic() < deadline:
+            on_turn()
             self._runner.sample_fragment()
         self._runner.discard_open(Discard.SHUTDOWN)
 

@@ -1,12 +1,14 @@
-"""PPO in one file, as CleanRL writes it and with its settings, fed by an `EpisodeStream` with no option set.
+"""PPO in one file, as CleanRL writes it and with its settings, fed by an `EpisodeStream`.
 
-python tests/bench/peers/cleanrl_from_stream.py SEED RETURN. Starts a fleet of two workers on CartPole-v1. Prints
-{"env_steps", "mean_return", "lag"} as JSON.
+python tests/bench/peers/cleanrl_from_stream.py SEED RETURN [--synchronous]. Starts a fleet of two workers on CartPole.
+Without --synchronous no option of the stream is set. Prints {"env_steps", "mean_return", "lag"} as JSON.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ NUM_ENVS, LENGTH = 4, 128
 LEARNING_RATE, TOTAL_STEPS = 2.5e-4, 1_000_000
 GAMMA, GAE_LAMBDA, CLIP, ENTROPY, VALUE = 0.99, 0.95, 0.2, 0.01, 0.5
 EPOCHS, MINIBATCHES = 4, 4
+SIZE = NUM_ENVS * LENGTH
+OPTIONS: dict[str, Any] = {"synchronous": True, "steps_per_update": SIZE} if "--synchronous" in sys.argv else {}
 
 
 def build(spaces: Any) -> Any:
@@ -29,21 +33,26 @@ def build(spaces: Any) -> Any:
     return actor_critic(spaces, vf_share_layers=False)
 
 
-def update(agent: Any, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-    """Train on one batch: clipped objective, clipped value loss, entropy bonus."""
-    steps = batch.transitions()
-    obs, actions = torch.from_numpy(steps.obs), torch.from_numpy(steps.actions)
-    logp, values = torch.from_numpy(steps.columns["logp"]), torch.from_numpy(steps.columns["values"])
-    ends = np.flatnonzero(steps.last)
+def update(agent: Any, optimizer: torch.optim.Optimizer, batches: Sequence[Any]) -> None:
+    """Train on some batches: clipped objective, clipped value loss, entropy bonus."""
+    parts = [batch.transitions() for batch in batches]
+
+    def of(field: Callable[[Any], Any]) -> Any:
+        return np.concatenate([field(part) for part in parts])
+
+    obs, actions = torch.from_numpy(of(lambda part: part.obs)), torch.from_numpy(of(lambda part: part.actions))
+    logp, values = (torch.from_numpy(of(lambda part: part.columns[name])) for name in ("logp", "values"))  # noqa: B023
+    rewards, ends = of(lambda part: part.rewards), np.flatnonzero(of(lambda part: part.last))
     with torch.no_grad():
-        bootstraps = agent.forward_train({"obs": torch.from_numpy(steps.next_obs[ends])})["values"].numpy()
-    bootstraps = np.where(steps.terminated[ends], 0.0, bootstraps)
+        last_obs = torch.from_numpy(of(lambda part: part.next_obs)[ends])
+        bootstraps = agent.forward_train({"obs": last_obs})["values"].numpy()
+    bootstraps = np.where(of(lambda part: part.terminated)[ends], 0.0, bootstraps)
     offsets = np.concatenate(([0], ends + 1))
-    estimates = advantages(steps.rewards, values.numpy(), bootstraps, offsets, gamma=GAMMA, gae_lambda=GAE_LAMBDA)
+    estimates = advantages(rewards, values.numpy(), bootstraps, offsets, gamma=GAMMA, gae_lambda=GAE_LAMBDA)
     advantage = torch.from_numpy(estimates.astype(np.float32))
     returns = advantage + values
     for _ in range(EPOCHS):
-        for some in torch.randperm(len(steps)).chunk(MINIBATCHES):
+        for some in torch.randperm(len(rewards)).chunk(MINIBATCHES):
             answer = agent.forward_train({"obs": obs[some]})
             ratio = (agent.logp(answer["action_dist_inputs"], actions[some]) - logp[some]).exp()
             scaled = (advantage[some] - advantage[some].mean()) / (advantage[some].std() + 1e-8)
@@ -60,8 +69,8 @@ def update(agent: Any, optimizer: torch.optim.Optimizer, batch: Any) -> None:
 
 def train(run_dir: Path, seed: int, goal: float) -> dict[str, Any]:
     """Train until the mean return of 100 episodes is `goal`."""
-    newest, lags, steps = deque[float](maxlen=100), [], 0
-    with EpisodeStream.of(run_dir) as stream, WeightPublisher.of(run_dir) as weights:
+    newest, lags, steps, gathered = deque[float](maxlen=100), [], 0, []
+    with EpisodeStream.of(run_dir, **OPTIONS) as stream, WeightPublisher.of(run_dir) as weights:
         agent = actor_critic(stream.spaces(timeout_s=60.0), vf_share_layers=False, seed=seed)
         optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE, eps=1e-5)
         weights.publish(agent.state_dict())
@@ -69,8 +78,12 @@ def train(run_dir: Path, seed: int, goal: float) -> dict[str, Any]:
             steps += batch.steps
             lags.append(batch.lag)
             newest.extend(chunk.episode_return for chunk in batch if chunk.is_done)
+            gathered.append(batch)
+            if sum(part.steps for part in gathered) < SIZE:
+                continue
             optimizer.param_groups[0]["lr"] = LEARNING_RATE * max(0.0, 1 - steps / TOTAL_STEPS)
-            update(agent, optimizer, batch)
+            update(agent, optimizer, gathered)
+            gathered = []
             weights.publish(agent.state_dict())
             if (len(newest) == 100 and np.mean(newest) >= goal) or steps >= TOTAL_STEPS:
                 break

@@ -41,10 +41,19 @@ def signed(name: str) -> list[str]:
     return path.read_text().split() if path.exists() else []
 
 
-def books(ticks: int, held_batches: int) -> Report:
+def last_row(dead: Obituary) -> LedgerRow:
+    """The final books of a life that cut no batch."""
+    discarded = {dead.reason: dead.totals.stepped}
+    totals = WorkerTotals(stepped=dead.totals.stepped, discarded=discarded)
+    life = {"slot": dead.slot, "incarnation": dead.incarnation}
+    return LedgerRow(**life, totals=totals, accepted=(0, 0), held=(0, 0), settled=Settled(), closed=True)
+
+
+def books(ticks: int, held_batches: int, dead: list[Obituary]) -> Report:
+    """The steps of somebody in slot 9, and those of the workers that ended."""
     stepped, held = 100 * ticks, 10 * held_batches
     row = LedgerRow(
-        slot=0,
+        slot=9,
         incarnation=1,
         totals=WorkerTotals(seq=ticks, stepped=stepped, shipped=stepped, shipped_chunks=ticks, episodes=10 * ticks),
         accepted=(stepped, ticks),
@@ -59,7 +68,7 @@ def books(ticks: int, held_batches: int) -> Report:
         "weights_seq": float(ticks),
         "held_batches": float(held_batches),
     }
-    return Report(rows=[row], gauges=gauges, workers={0: {"weights_behind": 2}})
+    return Report(rows=[row, *map(last_row, dead)], gauges=gauges, workers={0: {"weights_behind": 2}})
 
 
 def endpoint_before(run_dir: Path) -> str:
@@ -79,21 +88,23 @@ def broker(run_dir: Path) -> None:
     aside.write_bytes(orjson.dumps({"pid": os.getpid(), "fleet_id": fleet_id, "endpoints": endpoints}))
     aside.replace(run_dir / "broker.json")
     ticks = 0
+    ends: list[Obituary] = []
     while not drained:
         if router.poll(20):
             peer, *frames = router.recv_multipart()
             kind, header = decode_header(frames)
             if kind is MessageKind.OBITUARY:
                 dead = read(Obituary, header)
+                ends.append(dead)
                 with (run_dir / "obituaries").open("a") as file:
                     file.write(f"{dead.slot}/{dead.incarnation} {dead.reason} {dead.totals.stepped}\n")
                 ack = Ack(slot=dead.slot, incarnation=dead.incarnation, closed=True)
                 router.send_multipart([peer, *ack.frames()])
         if signed("ready").count("worker") >= 2 and "learner" in signed("ready"):
             ticks += not signed("drained")
-            reporter.offer(books(ticks, 0 if signed("drained") else 3))
+            reporter.offer(books(ticks, 0 if signed("drained") else 3, ends))
     if ticks:
-        reporter.offer(books(ticks, 0))
+        reporter.offer(books(ticks, 0, ends))
     reporter.close(5.0)
     router.close(0)
 

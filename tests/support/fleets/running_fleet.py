@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,18 +19,22 @@ from headrace.schemas.errors import HeadraceError
 from support.waiting import wait_until
 
 TIMEOUT_S = 150.0
+_PAUSE_S = 0.05
+"""To ask Redis how far a fleet is takes 2 ms of CPU time here, and more in the server."""
 
 
 class RunningFleet:
     """`headrace up --json` with `arguments`; use as a context manager, so that nothing of it outlives a failed test."""
 
-    def __init__(self, run_dir: Path, *arguments: str) -> None:
+    def __init__(self, run_dir: Path, *arguments: str, cwd: Path | None = None) -> None:
         self.run_dir = run_dir
+        self._words = os.memfd_create("stderr")
         command = [sys.executable, "-m", "headrace.deploy", "up", "--json", "--run-dir", str(run_dir)]
         self._process = subprocess.Popen(
             [*command, "--seed", "0", "--timeout-s", "240", *arguments],
+            cwd=cwd,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._words,
             text=True,
         )
 
@@ -44,6 +49,11 @@ class RunningFleet:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.communicate()
+        os.close(self._words)
+
+    def said(self) -> str:
+        """Return the text that it has written to stderr so far."""
+        return os.pread(self._words, 1 << 24, 0).decode(errors="replace")
 
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
         """Return once `condition()` is true; a fleet that ended before is a failure that shows its words."""
@@ -51,10 +61,10 @@ class RunningFleet:
         def met() -> bool:
             if condition():
                 return True
-            assert self._process.poll() is None, f"the fleet ended before {what}:\n{self._process.communicate()[1]}"
+            assert self._process.poll() is None, f"the fleet ended before {what}:\n{self.said()}"
             return False
 
-        wait_until(met, what, TIMEOUT_S)
+        wait_until(met, what, TIMEOUT_S, _PAUSE_S)
 
     def pid(self, role: str, slot: int | None = None, incarnation: int | None = None) -> int | None:
         """The process of this role as fleet.json has it."""
@@ -76,16 +86,16 @@ class RunningFleet:
         return str(page["endpoints"][role])
 
     def snapshot(self) -> Snapshot | None:
-        """What Redis says of the fleet; None while it does not answer."""
-        try:
-            page = read_fleet_file(self.run_dir / "fleet.json")
-            with FleetView(page.redis_url, page.fleet_id) as view:
-                return view.read()
-        except (HeadraceError, OSError):
-            return None
+        """Return the fleet's state in Redis; None while Redis does not answer."""
+        return snapshot_of(self.run_dir)
 
     def steps(self) -> int:
         """Env steps the broker has accepted, as Redis has them; 0 while it does not answer."""
+        snapshot = self.snapshot()
+        return snapshot.totals.get("accepted_agent_steps_total", 0) if snapshot else 0
+
+    def steps_of_envs(self) -> int:
+        """Env steps, as Redis has them; 0 while it does not answer."""
         snapshot = self.snapshot()
         return snapshot.totals.get("env_steps_total", 0) if snapshot else 0
 
@@ -98,19 +108,58 @@ class RunningFleet:
         self._process.kill()
         self._process.communicate()
 
+    def kill_everything(self) -> None:
+        """SIGKILL of every process at once, whatever stands still."""
+        for pid in (self._process.pid, *(process.pid for process in self._processes())):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.communicate()
+
     def finish(self) -> dict[str, Any]:
         """Wait for the end; its JSON, with the exit code and what it said added."""
-        output, words = self._process.communicate(timeout=250)
+        output, _ = self._process.communicate(timeout=250)
         result: dict[str, Any] = orjson.loads(output)
-        return result | {"returncode": self._process.returncode, "stderr": words}
+        return result | {"returncode": self._process.returncode, "stderr": self.said()}
 
-    def audit(self) -> subprocess.CompletedProcess[str]:
+    def audit(self, *options: str) -> subprocess.CompletedProcess[str]:
         """`headrace audit --strict` of its run directory."""
-        command = [sys.executable, "-m", "headrace.deploy", "audit", "--strict", "--run-dir", str(self.run_dir)]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
+        return audit_of(self.run_dir, *options)
+
+    def deep_audit(self) -> subprocess.CompletedProcess[str]:
+        """`headrace audit --deep` of its run directory."""
+        return deep_audit_of(self.run_dir)
+
+    def audited(self) -> dict[str, Any]:
+        """The JSON of an audit that must find nothing wrong."""
+        audit = self.audit("--json")
+        assert audit.returncode == 0, audit.stdout + audit.stderr
+        result: dict[str, Any] = orjson.loads(audit.stdout)
+        return result
 
     def _processes(self) -> list[Any]:
         try:
             return list(read_fleet_file(self.run_dir / "fleet.json").processes)
         except (HeadraceError, OSError):
             return []
+
+
+def snapshot_of(run_dir: Path) -> Snapshot | None:
+    """Return the state in Redis of the fleet in `run_dir`; None while there is none, or Redis does not answer."""
+    try:
+        page = read_fleet_file(run_dir / "fleet.json")
+        with FleetView(page.redis_url, page.fleet_id) as view:
+            return view.read()
+    except (HeadraceError, OSError):
+        return None
+
+
+def audit_of(run_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """`headrace audit --strict` of `run_dir`."""
+    command = [sys.executable, "-m", "headrace.deploy", "audit", "--strict", "--run-dir", str(run_dir), *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
+
+
+def deep_audit_of(run_dir: Path) -> subprocess.CompletedProcess[str]:
+    """`headrace audit --deep` of `run_dir`."""
+    command = [sys.executable, "-m", "headrace.deploy", "audit", "--deep", str(run_dir)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)

@@ -9,7 +9,8 @@ import numpy as np
 import orjson
 import torch
 
-from headrace.learner_stub.checkpoint import Checkpoint, save_checkpoint, training_arrays
+from headrace.learner_stub.checkpoint import Checkpoint, save_checkpoint
+from headrace.learner_stub.training_arrays import training_arrays
 from headrace.schemas.weights import CONNECTORS, join_modules
 from headrace.workers.connectors import MeanStd
 from headrace.workers.modules import ActorCritic, actor_critic

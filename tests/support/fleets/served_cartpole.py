@@ -29,7 +29,8 @@ def train(way: str, run_dir: Path, *goal: str) -> dict[str, Any]:
     command += ["--set", "serving.http_port=0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as fleet:
         try:
-            with _games(endpoint_of(run_dir / "fleet.json", way, fleet)) as games:
+            endpoint = endpoint_of(run_dir / "fleet.json", way, fleet)
+            with _games(str(run_dir / "rendezvous.json") if way == "zmq" else endpoint) as games:
                 try:
                     told, _ = fleet.communicate()
                 finally:

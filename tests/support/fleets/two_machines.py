@@ -30,13 +30,13 @@ class TwoMachines:
             raise NoNamespacesError("namespaces need root and iproute2")
         try:
             for name in (self.here, self.there):
-                _ip("netns", "add", name)
-            _ip("link", "add", self._cable[0], "type", "veth", "peer", "name", self._cable[1])
+                run_ip("netns", "add", name)
+            run_ip("link", "add", self._cable[0], "type", "veth", "peer", "name", self._cable[1])
             for name, end, address in zip((self.here, self.there), self._cable, (self.HERE, self.THERE), strict=True):
-                _ip("link", "set", end, "netns", name)
-                _ip("-n", name, "address", "add", f"{address}/24", "dev", end)
+                run_ip("link", "set", end, "netns", name)
+                run_ip("-n", name, "address", "add", f"{address}/24", "dev", end)
                 for device in (end, "lo"):
-                    _ip("-n", name, "link", "set", device, "up")
+                    run_ip("-n", name, "link", "set", device, "up")
         except BaseException:
             self._remove()
             raise
@@ -58,7 +58,8 @@ class TwoMachines:
         subprocess.run(["ip", "link", "del", self._cable[0]], capture_output=True, check=False)
 
 
-def _ip(*arguments: str) -> None:
+def run_ip(*arguments: str) -> None:
+    """Run `ip`. Raises `NoNamespacesError` with what it said."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise NoNamespacesError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")

@@ -12,6 +12,8 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from itertools import chain, repeat
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -28,8 +30,11 @@ from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.chunk import CHUNK_TABLE, ChunkEnd, EpisodeChunk
 from headrace.schemas.config import BrokerSection
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.keys import BrokerKeys, ClientKeys
+from headrace.schemas.fleet_place import FleetPlace
+from headrace.schemas.handshakes import Handshakes
+from headrace.schemas.keys import BrokerKeys, PeerKeys
 from headrace.schemas.ledger import LedgerRow, WorkerTotals
+from headrace.schemas.loopback_token import ServerToken
 from headrace.schemas.messages import HeldBatch, WorkerHello
 from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.schemas.wire import Buffer, MessageKind, WireMessage, decode
@@ -37,6 +42,7 @@ from headrace.workers.fleet.link import BrokerLink
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.weights import WeightsReceiver
 from headrace.workers.fleet.window import SessionLimits, Shipment
+from support.pipeline.forked_workers import ForkedWorker, WorkerForks
 from support.waiting import TIMEOUT_S, wait_until
 
 T = TypeVar("T")
@@ -82,15 +88,16 @@ class BrokerThread(LoopThread):
         self,
         run_dir: Path,
         fleet_id: str = FLEET,
-        keys: BrokerKeys | None = None,
+        keys: BrokerKeys | ServerToken | None = None,
         *,
+        redis_url: str | None = None,
         synchronous: bool = False,
         workers: int = 0,
         **settings: Any,
     ) -> None:
         super().__init__("broker")
         section = BrokerSection(**{"heartbeat_interval_s": 0.2, **settings})
-        self.broker = Broker(section, fleet_id, run_dir, None, keys, synchronous=synchronous, workers=workers)
+        self.broker = Broker(section, fleet_id, run_dir, redis_url, keys, synchronous=synchronous, workers=workers)
         self.endpoints: Endpoints = self.broker.sockets.endpoints
         self._questions: queue.Queue[Callable[[], None]] = queue.Queue()
 
@@ -127,30 +134,13 @@ config, redis_url = build_config(orjson.loads(sys.argv[2])), sys.argv[3] or None
 run_broker(config, fleet_id="fleet", run_dir=Path(sys.argv[1]), redis_url=redis_url)
 """
 
-_WORKER = """
-import sys, orjson, logging
-from pathlib import Path
-from headrace.schemas.config_loading import build_config
-from headrace.schemas.errors import HeadraceError
-from headrace.workers.fleet.worker import run_worker
-logging.basicConfig()
-slot, incarnation = int(sys.argv[4]), int(sys.argv[5])
-try:
-    run_worker(build_config(orjson.loads(sys.argv[2])), endpoint=sys.argv[3], fleet_id="fleet",
-               slot=slot, incarnation=incarnation, recorder_dir=Path(sys.argv[1]))
-except HeadraceError as error:
-    print(type(error).__name__, error, file=sys.stderr)
-    sys.exit(error.exit_code)
-"""
-
 
 class Process:
     """A role in a real process, killed at the end of the test if need be."""
 
-    def __init__(self, script: str, *arguments: str, log: Path) -> None:
+    def __init__(self, popen: subprocess.Popen[bytes] | ForkedWorker, log: Path) -> None:
+        self.popen = popen
         self.log = log
-        with log.open("ab") as stderr:
-            self.popen = subprocess.Popen([sys.executable, "-c", script, *arguments], stderr=stderr)
 
     def signal(self, number: int) -> None:
         os.kill(self.popen.pid, number)
@@ -168,11 +158,17 @@ class Process:
         self.popen.wait(TIMEOUT_S)
 
 
+def script_process(script: str, *arguments: str, log: Path) -> Process:
+    """A script in a process of its own."""
+    with log.open("ab") as stderr:
+        return Process(subprocess.Popen([sys.executable, "-c", script, *arguments], stderr=stderr), log)
+
+
 def broker_process(run_dir: Path, redis_url: str = "", **settings: Any) -> Process:
     """A broker in a process of its own, serving."""
     settings = {"heartbeat_interval_s": 0.2, **settings}
     config = orjson.dumps({"broker": settings}).decode()
-    process = Process(_BROKER, str(run_dir), config, redis_url, log=run_dir / "broker.log")
+    process = script_process(_BROKER, str(run_dir), config, redis_url, log=run_dir / "broker.log")
     wait_until(lambda: _serves(run_dir, process), "the broker's start")
     return process
 
@@ -185,9 +181,21 @@ def _serves(run_dir: Path, process: Process) -> bool:
 
 def worker_process(run_dir: Path, endpoint: str, slot: int, incarnation: int, sections: dict[str, Any]) -> Process:
     """A worker in a process of its own; its recorder stands in `run_dir`."""
-    config = orjson.dumps(sections).decode()
-    arguments = (str(run_dir), config, endpoint, str(slot), str(incarnation))
-    return Process(_WORKER, *arguments, log=run_dir / f"worker-{slot}-{incarnation}.log")
+    config, path = orjson.dumps(sections).decode(), run_dir / f"worker-{slot}-{incarnation}.log"
+    with path.open("ab") as log:
+        return Process(worker_forks().start([str(run_dir), config, endpoint, str(slot), str(incarnation)], log), path)
+
+
+@cache
+def worker_forks() -> WorkerForks:
+    """Return the server that forks the workers of all tests here; `end_worker_forks` ends it."""
+    return WorkerForks()
+
+
+def end_worker_forks() -> None:
+    if worker_forks.cache_info().currsize:
+        worker_forks().close()
+        worker_forks.cache_clear()
 
 
 # -- what workers ship ------------------------------------------------------------------------------------------------
@@ -255,7 +263,8 @@ class Envs:
 class Feeder(LoopThread):
     """A worker without envs: the product's session and link in a thread, which ships batches and keeps true totals.
 
-    A None among the batches is a moment without one. `stop` ends it without a word, as a kill would.
+    A None among the batches is a moment without one. Each batch bears the next of `labels` as its version of weights,
+    later ones `label`. `stop` ends it without a word, as a kill would.
     """
 
     def __init__(
@@ -268,10 +277,11 @@ class Feeder(LoopThread):
         window: int = 16,
         ack: Any = "learner",
         label: tuple[int, int] = (0, 0),
+        labels: Iterable[tuple[int, int]] = (),
         fleet_id: str = FLEET,
         spaces: Spaces = SPACES,
         alter: Callable[[int, list[Buffer]], list[Buffer]] = lambda seq, frames: frames,
-        keys: ClientKeys | None = None,
+        keys: PeerKeys | None = None,
         join_s: float = TIMEOUT_S,
         follows_learner: bool = False,
     ) -> None:
@@ -286,7 +296,7 @@ class Feeder(LoopThread):
         limits = SessionLimits(window, 256 << 20, ack, retry_s=0.3, follows_learner=follows_learner)
         self.session = WorkerSession(hello, limits)
         self.weights = WeightsReceiver(fleet_id)
-        self.link = BrokerLink(endpoint, self.session, self.weights, keys)
+        self.link = BrokerLink(FleetPlace(endpoint), self.session, self.weights, keys)
         self._join_s = join_s
         self.error: HeadraceError | None = None
         self.totals = WorkerTotals()
@@ -295,7 +305,7 @@ class Feeder(LoopThread):
         self._batches = iter(batches)
         self._done = False
         self._alter = alter
-        self._label = label
+        self._labels = chain(labels, repeat(label))
         self._leaving: str | None = None
 
     @property
@@ -339,7 +349,7 @@ class Feeder(LoopThread):
             return
         if batch is None:
             return
-        seq = self.session.next_seq
+        seq, (epoch, version) = self.session.next_seq, next(self._labels)
         self.totals = WorkerTotals(
             seq=seq,
             stepped=self.totals.stepped + batch.steps,
@@ -353,8 +363,8 @@ class Feeder(LoopThread):
             seq=seq,
             steps=batch.steps,
             chunks=len(batch),
-            learner_epoch=self._label[0],
-            weights_seq=self._label[1],
+            learner_epoch=epoch,
+            weights_seq=version,
             reasons=list(batch.reasons),
             totals=self.totals,
         )
@@ -372,12 +382,12 @@ StartFeeder = Callable[..., Feeder]
 
 
 class RawPeer:
-    """A DEALER that says whatever a test wants."""
+    """A DEALER that says whatever a test wants, to a broker that lets this `role` in."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, role: str = "worker") -> None:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
-        for name, value in sockets.COMMON.items():
+        for name, value in {**sockets.COMMON, **Handshakes(endpoint, role, None).options()}.items():
             self.socket.setsockopt(getattr(zmq, name), value)
         self.socket.connect(endpoint)
 

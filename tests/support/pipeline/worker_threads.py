@@ -17,6 +17,7 @@ from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.config import ModuleSection
 from headrace.schemas.config_loading import build_config
 from headrace.schemas.errors import HeadraceError
+from headrace.schemas.fleet_place import FleetPlace
 from headrace.schemas.ledger import LedgerRow
 from headrace.schemas.messages import Obituary, SupervisorHello
 from headrace.schemas.recorder import read_recorder
@@ -33,12 +34,18 @@ class WorkerThread(LoopThread):
     """`run_worker` in a thread, stopped by an event instead of SIGTERM."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, endpoint: str, recorders: Path, sections: dict[str, Any]
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        endpoint: str,
+        recorders: Path,
+        sections: dict[str, Any],
+        place: FleetPlace | None = None,
     ) -> None:
         super().__init__("worker")
         self.error: HeadraceError | None = None
         monkeypatch.setattr(worker_module, "stop_event", lambda: nullcontext(self.stopping))
         self._arguments: dict[str, Any] = {"endpoint": endpoint, "fleet_id": FLEET, "recorder_dir": recorders}
+        self._arguments["place"] = place
         self._config = build_config(sections)
 
     @property
@@ -104,7 +111,7 @@ def report_death(broker: BrokerThread, run_dir: Path, incarnation: int, reason: 
     with RawPeer(broker.endpoints.worker) as peer:
         peer.send(SupervisorHello(fleet_id=FLEET, token="s").frames())
         peer.send(words.frames())
-        wait_until(lambda: broker.rows()[(0, incarnation)].closed, "closed books")
+        wait_until(lambda: (row := broker.rows().get((0, incarnation))) is not None and row.closed, "closed books")
 
 
 def accepted(broker: BrokerThread, incarnation: int) -> int:

@@ -103,7 +103,7 @@ class RawHttp:
 
 def head(path: str, *more: str, token: str = "own") -> bytes:
     """That of a PUT."""
-    lines = [f"PUT {path} HTTP/1.1", "Host: x", f"Headrace-Client: {token}", *more]
+    lines = [f"PUT {path} HTTP/1.1", "Host: localhost", f"Headrace-Client: {token}", *more]
     return "\r\n".join(lines).encode() + b"\r\n\r\n"
 
 
@@ -112,4 +112,4 @@ def put(path: str, body: bytes = b"{}", *more: str, token: str = "own") -> bytes
     return head(path, f"Content-Length: {len(body)}", *more, token=token) + body
 
 
-HEALTH = b"GET /v1/health HTTP/1.1\r\nHost: x\r\n\r\n"
+HEALTH = b"GET /v1/health HTTP/1.1\r\nHost: localhost\r\n\r\n"

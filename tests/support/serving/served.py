@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from headrace.schemas.keys import CLIENT_PORT, BrokerKeys
+from headrace.schemas.loopback_token import ServerToken
 from headrace.schemas.spaces import Spaces
 from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSettings
 from headrace.workers.policy.batch_columns import PolicyColumns
@@ -33,11 +34,12 @@ class Served:
         *,
         capacity: int = 100,
         port: int = 0,
-        keys: BrokerKeys | None = None,
+        keys: BrokerKeys | ServerToken | None = None,
         token: str | None = None,
         spaces: Spaces = SPACES,
         host: str = "127.0.0.1",
         away_s: Callable[[], float] = lambda: 0.0,
+        http_hosts: frozenset[str] = frozenset(),
     ) -> None:
         """`away_s`: how long the sampler does something else, each time that it has answered."""
         self.episodes = PlainEpisodes(capacity)
@@ -49,7 +51,7 @@ class Served:
             domain=CLIENT_PORT,
             who="clients",
             setting="serving",
-            largest_frame=limits.max_message_bytes,
+            largest_message=limits.max_message_bytes,
         )
         self._router_port = RouterPort(settings)
         self.endpoint = self._router_port.endpoint
@@ -60,7 +62,7 @@ class Served:
         self._http_socket = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._http_socket.getsockname()[1]}"
         frames = ZmqListener(self._router_port, codec, limits.max_message_bytes)
-        listener = CombinedListener(frames, codec, limits, self._http_socket, token)
+        listener = CombinedListener(frames, codec, limits, self._http_socket, token, http_hosts)
         self.dispatcher = Dispatcher(self.episodes, codec, limits, listener, self.acting_channel)
         self.hold = threading.Event()
         """While it is set, nobody is answered."""

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
+from collections.abc import Iterable
 
+from headrace.schemas.folded_lives import FoldedLives
 from headrace.schemas.ledger import Count, LedgerRow, plus
 from headrace.schemas.messages import HeldBatch
 
 Key = tuple[int, int]
+
+
+def _numbers(row: LedgerRow) -> dict[str, int]:
+    lost, dropped = sum(n for n, _ in row.lost.values()), sum(n for n, _ in row.settled.dropped.values())
+    return {
+        "stepped": row.totals.stepped,
+        "cut": row.totals.seq,
+        "accepted": row.accepted[0],
+        "settled": row.settled.seq,
+        "committed": row.settled.committed[0],
+        "lost": lost,
+        "dropped": dropped,
+        "discarded": sum(row.totals.discarded.values()),
+    }
 
 
 class History:
@@ -16,8 +32,11 @@ class History:
     def __init__(self) -> None:
         self.batches: dict[Key, dict[int, HeldBatch]] = defaultdict(dict)
         self.rows: dict[Key, LedgerRow] = {}
-        self.ends: Counter[Key] = Counter()
+        self.stepped: dict[Key, int] = {}
+        """What each life had stepped when it ended."""
         self.problems: list[str] = []
+        self.folds = 0
+        """Lives that were folded at the end."""
 
     def cut(self, slot: int, incarnation: int, batch: HeldBatch) -> None:
         """A worker has cut this batch."""
@@ -28,8 +47,24 @@ class History:
         self.problems.extend(row.problems())
         self.rows[(row.slot, row.incarnation)] = row
 
-    def ended(self, key: Key) -> None:
-        self.ends[key] += 1
+    def folded(self, folded: Iterable[FoldedLives], rows: set[Key]) -> None:
+        """At the end: sums that must be those of the last books of each life, and lives that have a row."""
+        for lives in folded:
+            slot = lives.row.slot
+            self.folds += lives.lives
+            self.problems.extend(lives.problems())
+            known = {key: row for key, row in self.rows.items() if key[0] == slot and key[1] in lives}
+            twice = known.keys() & rows
+            if twice or len(known) != lives.lives:
+                self.problems.append(f"slot {slot}: folded {lives.lives} lives, known {sorted(known)}, twice {twice}")
+            for name, value in _numbers(lives.row).items():
+                own = sum(_numbers(row)[name] for row in known.values())
+                if value != own:
+                    self.problems.append(f"slot {slot}: folded lives have {value} {name}, their last books {own}")
+
+    def died(self, slot: int, incarnation: int, stepped: int) -> None:
+        """A worker's process has ended after so many steps."""
+        self.stepped[(slot, incarnation)] = stepped
 
     def judge(self, trained: list[tuple[int, ...]], *, losses: set[str], one_learner: bool = True) -> list[str]:
         """Every promise that the history breaks, in words.
@@ -42,6 +77,10 @@ class History:
         for key, batches in self.batches.items():
             mine = {seq for slot, inc, seq, *_ in trained if (slot, inc) == key}
             found += self._holes(key, batches, mine, losses, one_learner)
+        for key, stepped in self.stepped.items():
+            row = self.rows.get(key)
+            if row is None or not row.closed or row.totals.stepped != stepped:
+                found.append(f"{key}: ended after {stepped} steps, and its last books are {row!r}")
         return found
 
     def _duplicates_and_order(self, trained: list[tuple[int, ...]]) -> list[str]:

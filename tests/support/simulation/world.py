@@ -20,16 +20,33 @@ from headrace.learner_stub.session import LearnerSessionState as LearnerState
 from headrace.learner_stub.source_progress import ArrivalKind
 from headrace.learner_stub.update_size import UpdateSize
 from headrace.schemas.batch import BatchHeader
+from headrace.schemas.folded_lives import FoldedLives
+from headrace.schemas.lag_buckets import LAG_BUCKETS
+from headrace.schemas.learner_messages import LEARNER_PARTS
 from headrace.schemas.ledger import Drop, LedgerRow, Settled, WorkerTotals, plus
-from headrace.schemas.messages import Ack, HeldBatch, Message, Obituary, SourcePosition, SupervisorHello, WorkerHello
+from headrace.schemas.messages import (
+    Ack,
+    HeldBatch,
+    LearnerFigures,
+    Message,
+    Obituary,
+    SourcePosition,
+    SupervisorHello,
+    WorkerHello,
+)
+from headrace.schemas.module_spaces import module_spaces_to_json
+from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.workers.fleet.session import SessionState as WorkerState
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.window import SessionLimits, Shipment
+from support.simulation.liars import Liars
 
 FLEET = "simulated"
 LEASE_S = 4.0
 IDLE_S = 8.0
-SPACES: dict[str, Any] = {"default_policy": {}}
+SPACES = module_spaces_to_json(
+    {"default_policy": Spaces(observation=Box(shape=(1,), dtype="<f4"), action=Discrete(n=2))}
+)
 TICK_S = 0.5
 FRAGMENT_STEPS = 9
 """The most steps that a worker cuts at once."""
@@ -48,6 +65,12 @@ class Faults:
     learner_kills: int = 2
     rival_learners: int = 0
     """A second learner starts while the first lives; the older must be fenced."""
+    whole_kills: int = 0
+    """All processes die at once, the supervisor too, and a new fleet starts from what is on disk and in Redis."""
+    joint_kills: int = 0
+    """Two or three of worker, broker and learner die at the same instant."""
+    redis_stops: int = 0
+    """Nothing reaches Redis for some seconds."""
     redis_absent: bool = False
     keep_state_file: bool = True
 
@@ -68,6 +91,12 @@ class Settings:
     """The learner says how many steps it wants under way, and the workers' windows follow."""
     round_steps: int = 0
     """Synchronous sampling with rounds of so many steps; 0: not synchronous."""
+    log: bool = False
+    """The broker has a log; what is in it outlives all processes. A group is synced after some time."""
+    publishes: bool = False
+    """The learner publishes weights while it trains."""
+    liars: bool = False
+    """Other peers lie beside the honest ones, while the world is hostile."""
 
 
 @dataclass
@@ -97,6 +126,11 @@ class Link:
         self.world.links[self.peer] = self
         self.up_at = self.world.now + pause
 
+    def cut(self) -> None:
+        """Never connect again."""
+        self.world.links.pop(self.peer, None)
+        self.peer = b"gone"
+
     def to_broker(self, content: Any) -> None:
         self._carry(True, lambda peer: self.world.broker_gets(peer, content))
 
@@ -122,7 +156,7 @@ class SimWorker:
         self.world = world
         self.slot = slot
         self.incarnation = incarnation
-        self.recorder = Recorder()
+        self.recorder = world.recorders[(slot, incarnation)] = Recorder()
         self.alive = True
         self.stopped = False
         self.inbox: list[Any] = []
@@ -174,10 +208,13 @@ class SimWorker:
             session.submit(Shipment(batch, 100, [header], totals))  # type: ignore[list-item]
             world.history.cut(self.slot, self.incarnation, batch)
             world.versions[(self.slot, self.incarnation, batch.seq)] = session.weights
-        elif world.hostile and self.cut < world.settings.batches and session.may_step():
+        elif world.hostile and session.welcome is not None and self._may_go_on():
             open_steps = world.random.randint(0, 3)
             more = totals.model_copy(update={"stepped": totals.stepped - totals.open + open_steps, "open": open_steps})
             self._record(more, session.window())
+
+    def _may_go_on(self) -> bool:
+        return self.cut < self.world.settings.batches and self.session.may_step()
 
     def _record(self, totals: WorkerTotals, window: list[HeldBatch]) -> None:
         self.recorder.totals, self.recorder.window = totals, window
@@ -193,15 +230,24 @@ class SimWorker:
     def gets(self, content: Any) -> None:
         if self.alive:
             self.inbox.append(content)
+            if isinstance(content, Ack):
+                key = (content.slot, content.incarnation)
+                self.world.promised[key] = max(self.world.promised.get(key, 0), content.accepted)
             if not self.stopped:
                 self.work()
 
     def exit(self, reason: str) -> None:
-        self.alive = False
         self.recorder.settled = self.session.settled if reason != "worker_killed" else self.recorder.settled
-        self.world.links.pop(self.link.peer, None)
-        self.link.peer = b"gone"
-        self.world.supervisor.died(self, reason)
+        self.die()
+        self.world.supervisor.died((self.slot, self.incarnation), reason)
+        if reason == "worker_killed":
+            self.world.replace(self)
+
+    def die(self) -> None:
+        """End without a word; only the recorder is left."""
+        self.alive = False
+        self.link.cut()
+        self.world.history.died(self.slot, self.incarnation, self.recorder.totals.stepped)
 
 
 def batch_header(worker: SimWorker, batch: HeldBatch, totals: WorkerTotals) -> BatchHeader:
@@ -225,8 +271,8 @@ class SimLearner:
         self.world = world
         self.alive = True
         world.learners += 1
-        position, self.trained = world.checkpoint
-        self.trained = list(self.trained)
+        position, self.trained, self.ends = world.checkpoint
+        self.trained, self.ends = list(self.trained), list(self.ends)
         round_steps = world.settings.round_steps
         limits = StreamLimits(
             window_batches=world.settings.learner_window,
@@ -237,6 +283,8 @@ class SimLearner:
         self.published = 0
         self.gathered, self.idle_since = 0, world.now
         self.session = LearnerSession(f"l{world.learners}", limits, position=position)
+        self.session.figures = self._figures
+        self._began, self._handed = world.now, 0
         self.updates = UpdateSize(None, auto_commit=False)
         self.link = Link(world, self)
         self.run()
@@ -255,15 +303,18 @@ class SimLearner:
             if arrival.kind is ArrivalKind.BATCH and arrival.batch is not None:
                 self.trained.append((*arrival.key, arrival.batch.seq, arrival.batch.steps, arrival.batch.chunks))
                 self.updates.take(arrival.batch.steps)
+                self._handed += arrival.batch.steps
                 self.gathered, self.idle_since = self.gathered + arrival.batch.steps, world.now
                 session.settle(arrival, (arrival.batch.steps, arrival.batch.chunks), {})
             elif arrival.kind is ArrivalKind.GAP and arrival.batch is not None:
                 session.settle(arrival, (0, 0), {arrival.reason: (arrival.batch.steps, arrival.batch.chunks)})
             elif arrival.kind is ArrivalKind.END:
-                world.history.ended(arrival.key)
+                if arrival.content.seq:  # type: ignore[attr-defined]
+                    self.ends.append(arrival.key)  # else it says that the life is folded, or left no batch
+                session.settle(arrival, (0, 0), {})
         if session.uncommitted() and world.random.random() < 0.6:
             if session.state is not LearnerState.STOPPED:
-                world.checkpoint = (session.position(), list(self.trained))
+                world.checkpoint = (session.position(), list(self.trained), list(self.ends))
             if world.random.random() < 0.9:
                 session.commit(world.now, at_once=world.random.random() < 0.5)
                 self.updates.end()
@@ -275,6 +326,12 @@ class SimLearner:
             self.link.to_broker(out)
         if session.state is LearnerState.STOPPED:
             self.alive = False
+
+    def _figures(self) -> LearnerFigures:
+        return LearnerFigures(
+            time_spent=dict.fromkeys(LEARNER_PARTS, (self.world.now - self._began) / len(LEARNER_PARTS)),
+            consumed_lag=[self._handed, *[0] * (LAG_BUCKETS - 1)],
+        )
 
     def _publish(self) -> None:
         """Publish after each update, and when nothing more comes; say the newest version again each time."""
@@ -288,6 +345,9 @@ class SimLearner:
                 self.published += 1
                 self.gathered, self.idle_since = 0, world.now
             self.link.to_broker((session.epoch, self.published))
+        elif session.state is LearnerState.ACTIVE and world.settings.publishes and world.random.random() < 0.5:
+            self.published += 1
+            self.link.to_broker((session.epoch, self.published))
 
     def gets(self, content: Any) -> None:
         if not self.alive:
@@ -299,50 +359,56 @@ class SimLearner:
 
     def kill(self) -> None:
         self.alive = False
-        self.world.links.pop(self.link.peer, None)
-        self.link.peer = b"gone"
+        self.link.cut()
 
 
 class SimSupervisor:
-    """Reads recorders of the dead, reports them until the broker has settled their books, all of them again to a
-    restarted broker, and replaces workers."""
+    """Reads recorders of the dead and reports each until a broker has taken it, all of them again to a restarted
+    broker. It deletes a recorder once Redis has the final books of that life: nothing else outlives all processes."""
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.alive = True
         self.written: dict[tuple[int, int], Obituary] = {}
         self.due: dict[tuple[int, int], Obituary] = {}
         self.link = Link(world, self)
+        for key in world.recorders:  # those of an earlier fleet
+            self.died(key, "worker_killed")
         self.run()
 
     def run(self) -> None:
+        if not self.alive:
+            return
         for obituary in self.due.values():
             self.link.to_broker(SupervisorHello(fleet_id=FLEET, token="supervisor"))
             self.link.to_broker(obituary)
+        for key in self.written.keys() & self.world.recorders.keys():
+            row = self.world.redis.get(key)
+            if self.world.is_folded(key) or (row is not None and row.end_taken and row.held == (0, 0)):
+                del self.world.recorders[key]
+        for key in [key for key in self.written if self.world.is_folded(key) and key not in self.due]:
+            del self.written[key]
         self.world.at(self.world.now + 1.0, self.run)
 
-    def died(self, worker: SimWorker, reason: str) -> None:
-        r = worker.recorder
+    def died(self, key: tuple[int, int], reason: str) -> None:
+        r = self.world.recorders[key]
         window = [batch for batch in r.window if batch.seq > r.settled.seq]
-        key = (worker.slot, worker.incarnation)
         self.written[key] = self.due[key] = Obituary(
-            slot=worker.slot,
-            incarnation=worker.incarnation,
+            slot=key[0],
+            incarnation=key[1],
             totals=r.totals,
             settled=r.settled,
             window=window,
             reason=reason,
         )
-        if reason == "worker_killed":
-            self.replace(worker)
-
-    def replace(self, worker: SimWorker) -> None:
-        world = self.world
-        incarnation = 1 + max(w.incarnation for w in world.workers if w.slot == worker.slot)
-        world.at(world.now + 0.3, lambda: world.workers.append(SimWorker(world, worker.slot, incarnation)))
 
     def gets(self, content: Any) -> None:
-        if isinstance(content, Ack) and content.closed and content.settled.seq >= content.accepted:
+        if self.alive and isinstance(content, Ack) and content.closed:
             self.due.pop((content.slot, content.incarnation), None)
+
+    def kill(self) -> None:
+        self.alive = False
+        self.link.cut()
 
 
 class World:
@@ -352,21 +418,40 @@ class World:
         self.settings = settings
         self.random = random.Random(settings.seed)
         self.history = history
+        self.liars = Liars(settings.seed) if settings.liars else None
         self.now = 0.0
         self.hostile = True
         self.links: dict[bytes, Link] = {}
         self.versions: dict[tuple[int, ...], tuple[int, int]] = {}
         """Weights of each batch that was cut: (slot, incarnation, seq) -> version."""
+        self.given: set[tuple[int, ...]] = set()
+        """Batches that a learner was given at least once: (slot, incarnation, seq)."""
+        self.log: dict[tuple[int, int], dict[int, BatchHeader]] = {}
+        """The broker's log on disk, by source and number."""
+        self.log_notes: dict[tuple[int, int], Settled] = {}
+        """What the log says is settled."""
+        self.promised: dict[tuple[int, int], int] = {}
+        """The newest batch that a worker was told is accepted."""
         self.peers = 0
         self.learners = 0
-        self.checkpoint: tuple[list[SourcePosition], list[tuple[int, ...]]] = ([], [])
+        self.checkpoint: tuple[list[SourcePosition], list[tuple[int, ...]], list[tuple[int, int]]] = ([], [], [])
+        """The learner's position, the batches that it has trained on, and the ends of lives that it has heard."""
         self.redis: dict[tuple[int, int], LedgerRow] = {}
+        self.redis_folded: dict[int, FoldedLives] = {}
+        self.file_folded: dict[int, FoldedLives] = {}
+        """The folded lives in Redis, and those in their file, which is written first."""
+        self._unsaved: dict[int, FoldedLives] = {}
+        self.redis_back_at = 0.0
+        self.recorders: dict[tuple[int, int], Recorder] = {}
+        """The files of the run directory."""
         self.broker: BrokerCore | None = BrokerCore(FLEET, settings.limits)
         self.state_file = BrokerState()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._counter = 0
         self.supervisor = SimSupervisor(self)
         self.workers = [SimWorker(self, slot, 1) for slot in range(settings.workers)]
+        self.begun: dict[int, int] = {}
+        """The newest incarnation of each slot that is alive or about to start; 1 where there is none here."""
         self.learner = SimLearner(self)
         self._plan()
         self.at(0.25, self._broker_ticks)
@@ -385,22 +470,48 @@ class World:
                 self._make_peace()
             if not self.hostile and self._counter % 16 == 0 and self.settled():
                 break
-        for row in self.broker.rows() if self.broker else ():
+        for row in self._honest_rows():
             self.history.row(row)
+        if self.broker is not None:
+            honest = [lives for slot, lives in self.broker.state.folded.items() if slot < self.settings.workers]
+            self.history.folded(honest, {(row.slot, row.incarnation) for row in self._honest_rows()})
+        self._note_refusals()
+        twice = {key for key in self.checkpoint[2] if self.checkpoint[2].count(key) > 1}
+        self.history.problems += [f"{key}: the learner heard its end twice" for key in sorted(twice)]
+        limits = self.settings.limits
+        if self.settings.log and limits.ack_after_log and limits.overflow == "block" and limits.max_staleness is None:
+            self._check_promised()
         return self.settled()
 
     def settled(self) -> bool:
         """Every live worker has cut all its batches and knows them settled; the dead are buried."""
+        if not self.supervisor.alive:
+            return False
         live = [worker for worker in self.workers if worker.alive]
         done = all(w.cut >= self.settings.batches and not w.session.window() for w in live)
-        return done and not self.supervisor.due and self.broker is not None and self._nothing_held()
+        if not done or self.supervisor.due or self.broker is None:
+            return False
+        return self._nothing_held() and self._all_ended()
+
+    def _all_ended(self) -> bool:
+        """The learner has heard the end of each dead life of which it has a batch.
+
+        An end that a connection has lost is told again only in the next one, so in a lossy world that may never be.
+        """
+        if self.settings.faults.drop:
+            return True
+        dead = {(worker.slot, worker.incarnation) for worker in self.workers if not worker.alive}
+        return dead & {batch[:2] for batch in self.checkpoint[1]} <= set(self.checkpoint[2])
 
     def _nothing_held(self) -> bool:
         assert self.broker is not None
         rows = {(row.slot, row.incarnation): row for row in self.broker.rows()}
         # A broker that has just restarted holds nothing because it knows nothing: it must have heard of every batch.
         return all(
-            key in rows and rows[key].held == (0, 0) and (rows[key].closed or rows[key].settled.seq == max(batches))
+            (key[0] in self.broker.state.folded and key[1] in self.broker.state.folded[key[0]])
+            or (
+                key in rows and rows[key].held == (0, 0) and (rows[key].closed or rows[key].settled.seq == max(batches))
+            )
             for key, batches in self.history.batches.items()
             if batches
         )
@@ -414,13 +525,17 @@ class World:
             (faults.broker_kills, self._kill_broker),
             (faults.learner_kills, self._kill_learner),
             (faults.rival_learners, self._start_rival),
+            (faults.whole_kills, self._kill_all),
+            (faults.joint_kills, self._kill_some),
+            (faults.redis_stops, self._stop_redis),
         ]
         for count, fault in plan:
             for _ in range(self.random.randint(0, count)):
                 self.at(self.random.uniform(0.2, hostile), fault)
 
     def _break(self) -> None:
-        self.random.choice(list(self.links.values())).reconnect(self.random.random())
+        if self.links:
+            self.random.choice(list(self.links.values())).reconnect(self.random.random())
 
     def _live_worker(self) -> SimWorker | None:
         live = [w for w in self.workers if w.alive and not w.stopped]
@@ -434,24 +549,81 @@ class World:
         """SIGSTOP for longer than the lease: a replacement starts, later the zombie wakes up and speaks on."""
         if worker := self._live_worker():
             worker.stopped = True
-            self.supervisor.replace(worker)
+            self.replace(worker)
             self.at(self.now + LEASE_S + self.random.random() * 3, lambda: setattr(worker, "stopped", False))
+
+    def replace(self, worker: SimWorker) -> None:
+        incarnation = self.begun[worker.slot] = 1 + self.begun.get(worker.slot, 1)
+        supervisor = self.supervisor
+
+        def start() -> None:
+            if supervisor.alive:
+                self.workers.append(SimWorker(self, worker.slot, incarnation))
+
+        self.at(self.now + 0.3, start)
+
+    def _kill_some(self) -> None:
+        """Kill two of worker, broker and learner, or all three, with nothing between."""
+        kills = [self._kill_worker, self._kill_broker, self._kill_learner]
+        for kill in self.random.sample(kills, self.random.randint(2, 3)):
+            kill()
+
+    def _kill_all(self) -> None:
+        for worker in [worker for worker in self.workers if worker.alive]:
+            worker.die()
+        self.learner.kill()
+        self.supervisor.kill()
+        self.broker = None
+        self.at(self.now + self.random.random() * 2, self._start_all)
+
+    def _start_all(self) -> None:
+        if self.supervisor.alive:
+            return
+        self._start_broker()
+        self.supervisor = SimSupervisor(self)
+        for slot in range(self.settings.workers):
+            self.begun[slot] = 1 + self.begun.get(slot, 1)
+            self.workers.append(SimWorker(self, slot, self.begun[slot]))
+        self._start_learner()
+
+    def _stop_redis(self) -> None:
+        self.redis_back_at = max(self.redis_back_at, self.now + 1.0 + 5.0 * self.random.random())
 
     def _kill_broker(self) -> None:
         if self.broker is None:
             return
+        self._note_refusals()
         self.broker = None
         for link in list(self.links.values()):
             link.reconnect(0.2)
-        self.at(self.now + self.random.random() * 2, self._start_broker)
+        supervisor = self.supervisor
+        self.at(self.now + self.random.random() * 2, lambda: self._start_broker() if supervisor.alive else None)
+
+    def _honest_rows(self) -> list[LedgerRow]:
+        rows = self.broker.rows() if self.broker is not None else []
+        return [row for row in rows if row.slot < self.settings.workers]
+
+    def _note_refusals(self) -> None:
+        """A broker that refuses a claim where all peers are honest is too strict."""
+        counts = self.broker.refusals.counts if self.broker is not None and self.liars is None else {}
+        for (peer, kind), count in counts.items():
+            self.history.problems.append(f"{count} messages of {peer} refused: {kind}")
 
     def _start_broker(self) -> None:
         state = self.state_file if self.settings.faults.keep_state_file else BrokerState()
-        copy = replace(state, incarnations=dict(state.incarnations))
+        copy = replace(state, incarnations=dict(state.incarnations), folded={})
+        if self.settings.faults.keep_state_file and not self.settings.faults.redis_absent:
+            copy.folded.update(self.file_folded)
+        self._unsaved = {}
         self.broker = BrokerCore(FLEET, self.settings.limits, copy, self.now)
+        self.broker.recover_note(self.log_notes, {})
+        for key in self.log:
+            for seq in sorted(self.log[key]):
+                header = self.log[key][seq]
+                self.broker.recover(header, [header], 100, self.now)  # type: ignore[list-item]
         self.supervisor.due = dict(self.supervisor.written)
         if not self.settings.faults.redis_absent:
-            self.broker.restore(self.redis.values(), {}, 0)
+            self.broker.restore(self.redis.values(), {}, 0, None, self.redis_folded)
 
     def _kill_learner(self) -> None:
         if self.learner.alive:
@@ -459,11 +631,12 @@ class World:
             self.at(self.now + self.random.random(), self._start_learner)
 
     def _start_learner(self) -> None:
-        if not self.learner.alive:
+        if not self.learner.alive and self.supervisor.alive:
             self.learner = SimLearner(self)
 
     def _start_rival(self) -> None:
-        self.learner = SimLearner(self)
+        if self.supervisor.alive:
+            self.learner = SimLearner(self)
 
     def _make_peace(self) -> None:
         if not self.learner.alive:
@@ -473,14 +646,39 @@ class World:
         if self.broker is not None:
             self.broker.tick(self.now)
             self._flush_broker()
-            for row in self.broker.rows():
+            if self.settings.log and self.random.random() < 0.5:
+                self._retire_log()
+            for row in self._honest_rows():
                 self.history.row(row)
                 if self.random.random() < 0.5:
                     self._report(row)
+            self._fold(self.broker)
         self.at(self.now + 0.5, self._broker_ticks)
 
+    def _fold(self, broker: BrokerCore) -> None:
+        """Fold as the broker's loop and its reporter do: file first, then Redis, with any crash in between."""
+        if self.settings.faults.redis_absent:
+            return  # what Redis has not confirmed does not fold
+        broker.stored(row for row in self.redis.values() if row.closed)
+        broker.fold({})
+        self._unsaved |= broker.take_folded()
+        if self.random.random() < 0.5:
+            self.file_folded |= self._unsaved
+            if self.now >= self.redis_back_at and self.random.random() < 0.5:
+                self.redis_folded |= self._unsaved
+                self._unsaved = {}
+                self.redis = {key: row for key, row in self.redis.items() if not self.is_folded(key)}
+
+    def is_folded(self, key: tuple[int, int]) -> bool:
+        """Whether Redis has the life in a sum."""
+        return key[0] in self.redis_folded and key[1] in self.redis_folded[key[0]]
+
     def _report(self, row: LedgerRow) -> None:
+        if self.now < self.redis_back_at:
+            return
         key = (row.slot, row.incarnation)
+        if self.is_folded(key):
+            return
         old = self.redis.get(key)
         if old is None or row.closed or (row.totals.seq >= old.totals.seq and row.settled.seq >= old.settled.seq):
             self.redis[key] = row
@@ -488,23 +686,78 @@ class World:
     def broker_gets(self, peer: bytes, content: Message | BatchHeader | tuple[int, int]) -> None:
         if self.broker is None:
             return
+        if self.liars is not None and self.hostile and not isinstance(content, tuple):
+            for liar, lie in self.liars.lies_beside(peer, content):
+                self._hand_over(liar, lie)
+        self._hand_over(peer, content)
+        self._flush_broker()
+
+    def _hand_over(self, peer: bytes, content: Message | BatchHeader | tuple[int, int]) -> None:
+        assert self.broker is not None
         if isinstance(content, tuple):
             lease = self.broker._learners.lease
             if lease is not None and lease.stream == peer and content > self.broker.weights:
                 self.broker.published(content, self.now)
         elif isinstance(content, BatchHeader):
-            self.broker.receive_batch(peer, content, [content], 100, self.now)  # type: ignore[list-item]
+            accepted = self.broker.receive_batch(peer, content, [content], 100, self.now)  # type: ignore[list-item]
+            if accepted and self.settings.log:
+                self._log(self.broker, content)
         else:
             self.broker.receive(peer, content, self.now)
-        self._flush_broker()
 
     def _flush_broker(self) -> None:
         assert self.broker is not None
         self.state_file = replace(self.broker.state, incarnations=dict(self.broker.state.incarnations))
         for send in self.broker.take_outbox(self.now):
+            if isinstance(send.content, list):
+                self._note_given(send.content[0])  # type: ignore[arg-type]
             link = self.links.get(send.peer)
             if link is not None:
                 link.to_owner(send.content[0] if isinstance(send.content, list) else send.content)
+
+    def _check_promised(self) -> None:
+        """Complain of batches that a worker was told are accepted and that no learner has trained on."""
+        trained = {batch[:3] for batch in self.checkpoint[1]}
+        for (slot, incarnation), newest in self.promised.items():
+            lost = [seq for seq in range(1, newest + 1) if (slot, incarnation, seq) not in trained]
+            if lost:
+                self.history.problems.append(f"batches {lost} of {slot, incarnation} were accepted, and are lost")
+
+    def _log(self, broker: BrokerCore, header: BatchHeader) -> None:
+        """Write a batch to the log and sync it, a little later: all that comes within a quarter second is one group."""
+
+        def sync() -> None:
+            if self.broker is broker:  # else it died before, and the batch is in no log
+                key = (header.slot, header.incarnation)
+                self.log.setdefault(key, {})[header.seq] = header
+                broker.logged(key, header.seq)
+                self._flush_broker()
+
+        self.at((self.now // 0.25 + 1) * 0.25, sync)
+
+    def _retire_log(self) -> None:
+        """Note what is settled, and at times remove settled batches, wherever they stand."""
+        assert self.broker is not None
+        for key, source in self.broker.sources.items():
+            self.log_notes[key] = source.settled
+        for key in [key for key in self.log if self.random.random() < 0.3]:
+            source = self.broker.sources.get(key)
+            if source is None:
+                del self.log[key]  # the life is folded
+            else:
+                self.log[key] = {seq: header for seq, header in self.log[key].items() if not source.is_over(seq)}
+
+    def _note_given(self, header: BatchHeader) -> None:
+        """Complain of a batch that is too old when a learner gets it for the first time."""
+        assert self.broker is not None
+        epoch, newest = self.broker.weights
+        most, key = self.settings.limits.max_staleness, (header.slot, header.incarnation, header.seq)
+        # A liar may say that it holds a batch, which is then never dropped.
+        if most is not None and key not in self.given and header.learner_epoch == epoch and self.liars is None:
+            lag = newest - header.weights_seq
+            if lag > most and self.broker.store.is_reconciled:
+                self.history.problems.append(f"batch {key} goes out {lag} versions behind, with max_staleness {most}")
+        self.given.add(key)
 
 
 __all__ = ["Drop", "Faults", "Recorder", "Settings", "World", "plus"]

@@ -36,6 +36,8 @@ class NativeLanes(ABC):
     on_episode_created: Callable[[Lane, Episode], None] | None = None
     on_failure: Callable[[Lane, Failure], None] | None = None
     on_wait: Callable[[], None] | None = None
+    replies_at_once = True
+    env_hosts = None
 
     def __init__(self, table: LaneTable, first: Any = None) -> None:
         self.lanes = table.lanes

@@ -45,6 +45,7 @@ class EnvProcessPool:
     replies_at_once = False
     resets_ahead = True
     renders = True
+    env_hosts = None
     spaces: Spaces
     observations: dict[str, NDArray[Any]]
     """"obs/..." -> (num_envs, *shape): the newest observation of each lane."""

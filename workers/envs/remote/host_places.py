@@ -37,6 +37,15 @@ class HostPlaces:
         return len(self._wanting) == self.width
 
     @property
+    def hosts_wanted(self) -> int:
+        """Return how many hosts it takes for all lanes: those here, and more of their size for lanes without a place.
+
+        Without a host here it is one: the size of the next is not known.
+        """
+        sizes = [len(host.lanes) for host in self.hosts.values()]
+        return len(sizes) - (-len(self._wanting) // max(sizes)) if sizes else 1
+
+    @property
     def has_losses(self) -> bool:
         """Return whether `bury` has something to tell."""
         return bool(self._gone)

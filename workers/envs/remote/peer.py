@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from headrace.schemas.env_messages import NO_SEED, EnvHostHello
+from headrace.schemas.printable import one_line
 from headrace.workers.envs.process.control import Command
 
 
 @dataclass(slots=True, eq=False)
 class HostOrder:
-    """An order that a place has not answered. `sent_at` is in monotonic seconds, `route` the id of the connection."""
+    """An order that a place has not answered.
+
+    It was first sent `since`, and last `sent_at`, in monotonic seconds. `route` is the id of the connection.
+    """
 
     number: int
     command: Command
     seed: int
+    since: float
     sent_at: float
     route: bytes
 
@@ -25,7 +30,8 @@ class EnvHostPeer:
 
     def __init__(self, hello: EnvHostHello, route: bytes, now: float) -> None:
         self.life = hello.life
-        self.name = f"{hello.host or 'unnamed'}/{hello.pid} ({hello.num_envs} x {hello.env or 'an env'})"
+        self.name = one_line(f"{hello.host or 'unnamed'}/{hello.pid} ({hello.num_envs} x {hello.env or 'an env'})")
+        self.headrace_version = hello.headrace_version
         self.route = route
         """The ROUTER's id of its connection; it changes with each reconnection."""
         self.heard_at = now
@@ -55,7 +61,7 @@ class EnvHostPeer:
         for place in due:
             command, seed = self._queue.pop(place)
             self._numbers[place] += 1
-            self.under_way[place] = HostOrder(self._numbers[place], command, seed, now, self.route)
+            self.under_way[place] = HostOrder(self._numbers[place], command, seed, now, now, self.route)
         return due
 
     def settle(self, place: int, number: int) -> HostOrder | None:
@@ -80,6 +86,11 @@ class EnvHostPeer:
         for place in lost:
             self.under_way[place].sent_at, self.under_way[place].route = now, self.route
         return lost
+
+    def overdue(self, limits: Mapping[Command, float], now: float) -> HostOrder | None:
+        """Return an order that has gone without an answer for longer than its command may take, if there is one."""
+        late = (order for order in self.under_way.values() if now - order.since > limits[order.command])
+        return next(late, None)
 
     @property
     def is_busy(self) -> bool:

@@ -19,11 +19,11 @@ class RemotePlacement:
     """Envs on the hosts that connect to the worker's port.
 
     The worker in slot n listens on `env_hosts_port` + n; where that is 0, on one free port for as long as it lives.
-    `kind_problem` says which envs are of the wrong kind. `on_wait` is called now and then while the worker waits for
-    its first host.
+    `kind_problem` says which envs are of the wrong kind. `on_wait` is called now and then, with the address of the
+    port, while the worker waits for its first host.
     """
 
-    def __init__(self, kind_problem: KindProblem, on_wait: Callable[[], None] | None = None) -> None:
+    def __init__(self, kind_problem: KindProblem, on_wait: Callable[[str], None] | None = None) -> None:
         self._kind_problem = kind_problem
         self._on_wait = on_wait
         self._port: int | None = None
@@ -39,7 +39,7 @@ class RemotePlacement:
             if self._port > _HIGHEST_PORT:
                 message = f"{config.env_hosts_port} plus slot {table.worker_index} is above {_HIGHEST_PORT}; lower it"
                 raise ConfigError(message, key="env_hosts_port")
-        keys = env_port_keys(config.env_hosts_keys)
+        keys = env_port_keys(config.env_hosts_keys, config.env_hosts_keys_group)
         router_port = RouterPort(
             RouterPortSettings(config.env_hosts_host, self._port, keys, config.env_hosts_allow_insecure)
         )

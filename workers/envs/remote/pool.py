@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.counted_warnings import CountedWarnings
 from headrace.schemas.env_messages import (
     NO_SEED,
     EnvAnswers,
@@ -22,15 +23,18 @@ from headrace.schemas.env_messages import (
 )
 from headrace.schemas.errors import DecodeError, EnvError, EnvHostLostError
 from headrace.schemas.gymnasium_spaces import to_gym
+from headrace.schemas.headrace_version import headrace_version
 from headrace.schemas.messages import Fenced, Message, Reject, read
-from headrace.schemas.spaces import Spaces, spaces_from_json
+from headrace.schemas.printable import one_line
+from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves, spaces_from_json
 from headrace.schemas.wire import Buffer, MessageKind, WireMessage, decode
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root
-from headrace.workers.envs.backend import NextSeeds, Replies
+from headrace.workers.envs.backend import EnvHostsHere, NextSeeds, Replies
 from headrace.workers.envs.placeholder import EnvPlaceholder
 from headrace.workers.envs.process.control import Command, order_seed
 from headrace.workers.envs.process.lane_homes import SeedFor
+from headrace.workers.envs.remote.answer_limits import answer_limits
 from headrace.workers.envs.remote.columns import RemoteColumns
 from headrace.workers.envs.remote.host_places import HostPlaces
 from headrace.workers.envs.remote.host_wait import HostWait
@@ -42,6 +46,10 @@ from headrace.workers.envs.remote.spaces_check import KindProblem, problem_of
 log = logging.getLogger(__name__)
 
 _SLICE_S = 0.02
+_MOST_PLACES = 1 << 17
+"""Places of all hosts together, spare ones too."""
+_MOST_BYTES = 1 << 36
+"""Bytes of one observation of each env."""
 
 
 class RemotePool:
@@ -63,23 +71,25 @@ class RemotePool:
         seed_for: SeedFor,
         router_port: RouterPort,
         kind_problem: KindProblem,
-        on_wait: Callable[[], None] | None = None,
+        on_wait: Callable[[str], None] | None = None,
     ) -> None:
         """Wait until a first host has come and built envs in its places.
 
-        `kind_problem` says which envs are of the wrong kind. `on_wait` is called now and then meanwhile. Raises
-        `EnvError` for an env that cannot be built there, and `NoEnvHostError` as `step_wait` does. The pool owns the
-        router_port.
+        `kind_problem` says which envs are of the wrong kind. `on_wait` gets the port's address now and then meanwhile.
+        Raises `EnvError` for an env that cannot be built there, and `NoEnvHostError` as `step_wait` does. The pool owns
+        the router_port.
         """
         self.width = config.num_envs
         self._config = config
         self._worker_index = worker_index
         self._router_port = router_port
+        self._warnings = CountedWarnings(log)
         self._kind_problem = kind_problem
         self._places = HostPlaces(self.width, seed_for)
         self._interval_s = min(config.env_hosts_lease_s / 10, 1.0)
         self._polled_at = self._judge_at = time.monotonic()
         self._columns: RemoteColumns | None = None
+        self._answer_limits = answer_limits(config)
         self._host_wait = HostWait(config, router_port.endpoint)
         try:
             self._await_first(on_wait)
@@ -87,7 +97,7 @@ class RemotePool:
             self.close()
             raise
 
-    def _await_first(self, on_wait: Callable[[], None] | None) -> None:
+    def _await_first(self, on_wait: Callable[[str], None] | None) -> None:
         while self._columns is None or self._places.is_vacant or self._places.has_orders:
             for failure in self.step_wait(_SLICE_S).failures:
                 if not isinstance(failure.error, EnvHostLostError):
@@ -95,7 +105,7 @@ class RemotePool:
                     raise EnvError(f"{message}; check env and env_config there") from failure.error
                 self.rebuild(failure.lane)
             if on_wait is not None:
-                on_wait()
+                on_wait(self.endpoint)
 
     # -- what lanes see and do ----------------------------------------------------------------------------------------
 
@@ -133,6 +143,12 @@ class RemotePool:
     def hosts(self) -> list[str]:
         """The names of the hosts that are here, spare ones too."""
         return [host.name for host in self._places.hosts.values()]
+
+    @property
+    def env_hosts(self) -> EnvHostsHere:
+        """Return the env hosts that are connected, spare ones too."""
+        hosts = self._places.hosts.values()
+        return EnvHostsHere(len(hosts), self._places.hosts_wanted, sorted({host.headrace_version for host in hosts}))
 
     @cached_property
     def gym_spaces(self) -> tuple[Any, Any]:
@@ -221,7 +237,8 @@ class RemotePool:
             try:
                 self._take(route, decode(frames), replies)
             except DecodeError as error:
-                log.warning("a message at the port for env hosts is refused: %s", error)
+                self._router_port.refuse()
+                self._warnings.warn(route, error.reason, f"a message at the port for env hosts is refused: {error}")
                 fatal = error.reason in ("version_mismatch", "bad_message", "bad_space")
                 self._say(route, Reject(code=error.reason, detail=str(error), fatal=fatal))
         now = time.monotonic()
@@ -229,6 +246,10 @@ class RemotePool:
             for host in list(self._places.hosts.values()):
                 if now - host.heard_at > self._config.env_hosts_lease_s:
                     self._places.part(host, f"has been silent for {now - host.heard_at:.1f} s")
+                elif (late := host.overdue(self._answer_limits, now)) is not None:
+                    waited = f"has not answered a {late.command.name.lower()} for {now - late.since:.1f} s"
+                    self._places.part(host, f"lives, but {waited}")
+                    self._say(host.route, Fenced(detail=f"this env host {waited}, so its envs have other places now"))
 
     def _take(self, route: bytes, message: WireMessage, replies: Replies) -> None:
         if message.kind is MessageKind.HELLO:
@@ -239,6 +260,7 @@ class RemotePool:
             if message.kind is not MessageKind.BYE:
                 self._say(route, Fenced(detail="this life of the env host is over, or was begun with another worker"))
             return
+        self._router_port.know()
         now = time.monotonic()
         host.hear(route, now)
         match message.kind:
@@ -264,13 +286,26 @@ class RemotePool:
         else:
             spaces = spaces_from_json(hello.spaces)
             if detail := problem_of(spaces, self._kind_problem, self.spaces if self._columns is not None else None):
-                log.warning("env host %s/%d is refused: %s", hello.host, hello.pid, detail)
+                text = f"env host {one_line(hello.host)}/{hello.pid} is refused: {one_line(detail)}"
+                self._warnings.warn(route, "other_spaces", text)
+                self._router_port.refuse()
                 self._say(route, Reject(code="other_spaces", detail=detail))
                 return
+            for other in [other for other in self._places.hosts.values() if other.route == route]:
+                self._places.part(other, "has begun another life")
+            if sum(len(other.lanes) for other in self._places.hosts.values()) + hello.num_envs > _MOST_PLACES:
+                self._router_port.refuse()
+                self._say(route, Reject(code="full", detail=f"all {_MOST_PLACES:,} places are taken", fatal=False))
+                return
             if self._columns is None:
-                self.spaces, self._columns = spaces, RemoteColumns(spaces, self.width)
+                self.spaces, self._columns = spaces, self._new_columns(spaces)
             host = self._places.hosts[hello.life] = EnvHostPeer(hello, route, time.monotonic())
             log.info("env host %s has connected", host.name)
+            if (theirs := hello.headrace_version) != (own := headrace_version()):
+                log.warning(
+                    "env host %s runs headrace %s, this worker %s", host.name, theirs or "of no told version", own
+                )
+        self._router_port.know()
         config = self._config
         self._say(
             route,
@@ -282,6 +317,20 @@ class RemotePool:
                 heartbeat_interval_s=self._interval_s,
             ),
         )
+
+    def _new_columns(self, spaces: Spaces) -> RemoteColumns:
+        """Return columns for the envs of the first host. Raises `DecodeError` where there can be no room for them."""
+        size = self.width * sum(
+            math.prod(leaf_shape(leaf)) * column_dtype(leaf).itemsize for _, leaf in leaves(spaces.observation, "obs")
+        )
+        detail = f"observations of {self.width} such envs have {size} bytes, which do not fit in the worker's memory"
+        if size > _MOST_BYTES:
+            raise DecodeError("bad_space", detail)
+        try:
+            columns = RemoteColumns(spaces, self.width)
+        except MemoryError as error:
+            raise DecodeError("bad_space", detail) from error
+        return columns
 
     # -- orders -------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
-"""The port of a worker to which env hosts, or clients, connect: one ROUTER socket, with keys or without.
+"""The port of a worker to which env hosts, or clients, connect: one ROUTER socket, with keys, with a token, or without.
 
-libzmq asks for each new CURVE connection whether to let it in (ZAP, ZeroMQ RFC 27). The worker answers when it next
-looks at the port. So a handshake takes until the next poll of the envs; a peer retries one that takes too long.
+The worker answers libzmq's question whether to let a peer in (`schemas/zap.py`) when it next looks at the port. So a
+handshake takes until the next poll of the envs; a peer retries one that takes too long.
 """
 
 from __future__ import annotations
@@ -11,22 +11,27 @@ import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import zmq
-from zmq.utils import z85
 
 from headrace.schemas import sockets
 from headrace.schemas.config import is_loopback
+from headrace.schemas.counted_warnings import CountedWarnings
 from headrace.schemas.errors import ConfigError, PortInUseError
-from headrace.schemas.keys import ENV_PORT, BrokerKeys, client_keys, read_env_port_keys
-from headrace.schemas.ports import quiet_ports
+from headrace.schemas.keys import ENV_PORT, BrokerKeys, keys_folder, read_env_port_keys
+from headrace.schemas.loopback_token import ServerToken, token_for_port
+from headrace.schemas.port_listing import PortListing
+from headrace.schemas.port_watch import WATCH_EVENTS, PeerAccount, PortBounds, PortWatch, connection_limit, source_of
+from headrace.schemas.ports import ports_to_try
 from headrace.schemas.wire import DEFAULT_LIMITS, Buffer
+from headrace.schemas.zap import ENDPOINT, judge
 
 log = logging.getLogger(__name__)
 
-_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _BURST = 256
+_MOST_FRAMES = DEFAULT_LIMITS.frames
+_MESSAGES_HELD = 4
+"""How many of the largest messages all connections together may hold unfinished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,53 +41,73 @@ class RouterPortSettings:
     host: str
     port: int
     """0 takes a free one."""
-    keys: BrokerKeys | None
+    keys: BrokerKeys | ServerToken | None
+    """A token counts on loopback only, and not with `allow_insecure`."""
     allow_insecure: bool = False
     domain: str = ENV_PORT
     """The ZAP domain, one for each role."""
     who: str = "env hosts"
     setting: str = "env_hosts"
     """Prefix of the names of the port's settings."""
-    largest_frame: int = DEFAULT_LIMITS.payload_bytes + (1 << 20)
+    largest_message: int = DEFAULT_LIMITS.payload_bytes + (1 << 20)
+    connections: int = 1024
 
 
-def env_port_keys(folder: str | None) -> BrokerKeys | None:
-    """Return the keys of the port in `folder`. None means HEADRACE_KEYS__DIR; "", or no keys there, means None."""
-    keys = client_keys(folder, "worker") if folder != "" else None
-    return read_env_port_keys(Path(keys.folder)) if keys is not None else None
+def env_port_keys(folder: str | None, group: str | None = None) -> BrokerKeys | ServerToken | None:
+    """Return the keys of the port in `folder`, for a worker of `group`, or the token of the run there.
+
+    None means HEADRACE_KEYS__DIR, or HEADRACE_KEYS__GROUP. A folder of "", or no keys there, means None.
+    """
+    found = keys_folder(folder)
+    if found is None:
+        return None
+    return token_for_port(found) or read_env_port_keys(found, group)
 
 
 class RouterPort:
     """One bound socket at `endpoint`, for one thread. Raises `ConfigError` and `PortInUseError`."""
 
     def __init__(self, settings: RouterPortSettings) -> None:
-        _check_host(settings)
-        self._keys = settings.keys
+        is_open = settings.allow_insecure or not is_loopback(settings.host)
+        self._keys = None if is_open and isinstance(settings.keys, ServerToken) else settings.keys
+        _check_host(settings, self._keys)
+        self._listing = PortListing((), "")
         self._who = settings.who
+        self._warnings = CountedWarnings(log)
+        self._watch: PortWatch | None = None
+        self._speaker: tuple[int, PeerAccount] | None = None
+        """The connection of the message that `receive` yielded last."""
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         try:
             self._zap = self._open_zap() if self._keys is not None else None
             self._socket, self.endpoint = self._bind(settings)
         except BaseException:
-            self._context.destroy(linger=0)
+            self._end(linger=0)
             raise
         self._poller.register(self._socket, zmq.POLLIN)
+        if isinstance(self._keys, ServerToken):
+            self._listing = PortListing([self.endpoint], self._keys.word)
 
     def _open_zap(self) -> zmq.Socket[bytes]:
         zap: zmq.Socket[bytes] = self._context.socket(zmq.REP)
-        zap.bind(_ZAP_ENDPOINT)
+        zap.bind(ENDPOINT)
         self._poller.register(zap, zmq.POLLIN)
         return zap
 
     def _bind(self, settings: RouterPortSettings) -> tuple[zmq.Socket[bytes], str]:
         socket = self._context.socket(zmq.ROUTER)
-        keys = settings.keys.options(settings.domain) if settings.keys is not None else {}
-        options = sockets.ROUTER | {"MAXMSGSIZE": settings.largest_frame, "IPV6": int(":" in settings.host)}
+        keys = self._keys.options(settings.domain) if self._keys is not None else {}
+        limits = {"SNDHWM": sockets.MOST_WAITING, "MAXMSGSIZE": settings.largest_message}
+        options = sockets.ROUTER | limits | {"IPV6": int(":" in settings.host)}
         for name, value in (options | keys).items():
             socket.setsockopt(getattr(zmq, name), value)
+        most = settings.largest_message
+        bounds = PortBounds(connection_limit(settings.connections, ports=2), most, _MESSAGES_HELD * most)
+        self._socket = socket  # before the watch begins: `_end` must find it
+        self._watch = PortWatch(settings.who, socket.get_monitor_socket(WATCH_EVENTS), bounds)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        for candidate in [settings.port] if settings.port else [*quiet_ports(), "*"]:
+        for candidate in ports_to_try(settings.port):
             endpoint = f"tcp://{host}:{candidate}"
             try:
                 socket.bind(endpoint)
@@ -119,18 +144,47 @@ class RouterPort:
 
     def _admit(self, zap: zmq.Socket[bytes]) -> None:
         assert self._keys is not None
-        for version, (request, _, address, _, mechanism, *shown) in _received(zap):
-            public = z85.encode(shown[0]) if mechanism == b"CURVE" and shown else b""
-            if public in self._keys.roles:
-                zap.send_multipart([version, request, b"200", b"OK", self._keys.roles[public].encode(), b""])
-            else:
-                seen = f"{public[:8].decode()}... from {address.decode(errors='replace')}"
-                log.warning("refused at the port for %s: an unknown key (%s)", self._who, seen)
-                zap.send_multipart([version, request, b"400", b"unknown key", b"", b""])
+        for _ in range(_BURST):
+            try:
+                request = zap.recv_multipart(sockets.DONTWAIT)
+            except zmq.Again:
+                return
+            if isinstance(self._keys, BrokerKeys):
+                self._keys.known.look()
+            verdict = judge(request, self._keys)
+            if verdict.why:
+                text = f"refused at the port for {self._who}: {verdict.why} ({verdict.seen})"
+                self._warnings.warn(b"", "key", text)
+            zap.send_multipart(verdict.frames)
 
     def receive(self, most: int = _BURST) -> Iterator[tuple[bytes, list[bytes]]]:
-        """Yield (route, frames) of each message that waits, at most `most` or a burst."""
-        return _received(self._socket, min(most, _BURST))
+        """Yield (route, frames) of each message that waits, at most `most` or a burst.
+
+        Say `know` of a peer whose message was accepted, and `refuse` of one whose message was not, before the next.
+        """
+        watch = self._watch
+        assert watch is not None
+        for _ in range(min(most, _BURST)):
+            message = _receive(self._socket)
+            if message is None:
+                watch.emptied()
+                return
+            route, frames, fd = message
+            account = watch.heard(fd, sum(map(len, frames)))
+            self._speaker = fd, account
+            yield route, frames
+            if not account.known:
+                watch.strange(fd, account)
+
+    def know(self) -> None:
+        """Note that the peer of the last message has introduced itself."""
+        if self._speaker is not None:
+            self._speaker[1].known = True
+
+    def refuse(self) -> None:
+        """Note that the last message was refused."""
+        if self._speaker is not None and self._watch is not None:
+            self._watch.refused(*self._speaker)
 
     def send(self, route: bytes, frames: list[Buffer]) -> bool:
         """Send one message without waiting. Return False if the peer is gone."""
@@ -149,25 +203,41 @@ class RouterPort:
 
     def close(self) -> None:
         """Close the socket. Messages that were sent have a moment to leave."""
-        self._context.destroy(linger=200)
+        self._end(linger=200)
+
+    def _end(self, linger: int) -> None:
+        self._listing.remove()
+        if self._watch is not None:
+            self._socket.disable_monitor()
+            self._watch.close()
+            self._watch = None
+        self._context.destroy(linger=linger)
 
 
-def _received(socket: zmq.Socket[bytes], most: int = _BURST) -> Iterator[tuple[bytes, list[bytes]]]:
-    """Yield (first frame, the others). A `Frame` knows whether more follow, which is cheaper than asking the socket."""
-    for _ in range(most):
-        try:
-            first, frames, more = socket.recv(sockets.DONTWAIT), [], True
-            while more:
-                frame = socket.recv(sockets.DONTWAIT, copy=False)
+def _receive(socket: zmq.Socket[bytes]) -> tuple[bytes, list[bytes], int] | None:
+    """Return (first frame, the others, descriptor of the connection), or None. Drop frames beyond any decoder's limit.
+
+    A `Frame` knows whether more follow, which is cheaper than asking the socket.
+    """
+    try:
+        first = socket.recv(sockets.DONTWAIT)
+        frame = socket.recv(sockets.DONTWAIT, copy=False)
+        frames = [frame.bytes]
+        while frame.more:
+            frame = socket.recv(sockets.DONTWAIT, copy=False)
+            if len(frames) <= _MOST_FRAMES:
                 frames.append(frame.bytes)
-                more = frame.more
-        except zmq.Again:  # also in the midst of one, whose beginning was lost when Ctrl-C came
-            return
-        yield first, frames
+    except zmq.Again:  # also in the midst of one, whose beginning was lost when Ctrl-C came
+        return None
+    return first, frames, source_of(frame)
 
 
-def _check_host(settings: RouterPortSettings) -> None:
-    if settings.keys is not None or is_loopback(settings.host):
+def _check_host(settings: RouterPortSettings, keys: BrokerKeys | ServerToken | None) -> None:
+    if keys is not None:
+        return
+    if is_loopback(settings.host):
+        if settings.keys is not None:
+            log.warning("serving %s of every user of this machine without a token, as configured", settings.who)
         return
     if not settings.allow_insecure:
         raise ConfigError(

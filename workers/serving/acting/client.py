@@ -12,12 +12,13 @@ import secrets
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from headrace.schemas.episode_errors import EpisodeTimeoutError
 from headrace.schemas.errors import ConfigError, HeadraceError
-from headrace.schemas.keys import ClientKeys
+from headrace.schemas.keys import CLIENT, PeerKeys, client_keys
 from headrace.schemas.ledger import Discard
 from headrace.schemas.serving_errors import MessageTooLargeError, UnknownSessionError
 from headrace.schemas.serving_messages import ClientBye
@@ -33,6 +34,7 @@ from headrace.workers.serving.acting.shipments import AnyRunner, Shipments
 from headrace.workers.serving.acting.weights_puller import WeightsPuller
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.client.logged_returns import read_info
+from headrace.workers.serving.client.server_place import ServerPlace, find_server
 from headrace.workers.serving.episode_codec import EpisodeCodec
 
 log = logging.getLogger(__name__)
@@ -66,14 +68,30 @@ class ActingClient:
     `failure`, and later calls raise `EpisodesClosedError`.
     """
 
+    @classmethod
+    def of(
+        cls,
+        where: str | Path | None,
+        config: EnvRunnerConfig,
+        *,
+        slot: int | None = None,
+        keys: PeerKeys | str | None = None,
+        connect_timeout_s: float = 60.0,
+        **options: Any,
+    ) -> Self:
+        """Open a session with a worker at the rendezvous `where`, and follow it, as `PolicyClient.of` does."""
+        found = client_keys(keys, CLIENT)
+        place = find_server(where, found, slot, connect_timeout_s)
+        return cls(place, config, keys=found, connect_timeout_s=connect_timeout_s, **options)
+
     def __init__(
         self,
-        endpoint: str,
+        endpoint: str | ServerPlace,
         config: EnvRunnerConfig,
         *,
         index: int = 0,
         session: str | None = None,
-        keys: ClientKeys | str | None = None,
+        keys: PeerKeys | str | None = None,
         timeout_s: float = 300.0,
         connect_timeout_s: float = 60.0,
         update_interval_s: float = 1.0,

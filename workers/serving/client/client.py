@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,7 +25,7 @@ from headrace.schemas.episode_errors import (
     UnknownEpisodeError,
 )
 from headrace.schemas.errors import HeadraceError, UnreachableError
-from headrace.schemas.keys import CLIENT, ClientKeys, client_keys
+from headrace.schemas.keys import CLIENT, PeerKeys, client_keys
 from headrace.schemas.serving_agents import served_spaces_from_json
 from headrace.schemas.serving_errors import UnknownSessionError
 from headrace.schemas.serving_messages import (
@@ -40,6 +41,7 @@ from headrace.schemas.serving_messages import (
 from headrace.schemas.spaces import Spaces, nest
 from headrace.workers.serving.client.connection import Connection, request_of
 from headrace.workers.serving.client.logged_returns import Dones, LoggedReturns, LoggedReturnsByAgent, no_returns
+from headrace.workers.serving.client.server_place import ServerPlace, find_server
 from headrace.workers.serving.episode_codec import EpisodeCodec
 
 _BEFORE_WELCOME_BYTES = 4096
@@ -65,12 +67,31 @@ class PolicyClient:
     episodes: the next call of each raises `EpisodeAbortedError`.
     """
 
+    @classmethod
+    def of(
+        cls,
+        where: str | Path | None = None,
+        *,
+        slot: int | None = None,
+        keys: PeerKeys | str | None = None,
+        connect_timeout_s: float = 60.0,
+        **options: Any,
+    ) -> Self:
+        """Open a session with a worker at the rendezvous `where`, and follow it when it moves; see `find_server`.
+
+        A worker that is gone for longer than its lease is replaced by another one, unless `slot` names it. `options`
+        are those of the constructor, whose errors this raises too.
+        """
+        found = client_keys(keys, CLIENT)
+        place = find_server(where, found, slot, connect_timeout_s)
+        return cls(place, keys=found, connect_timeout_s=connect_timeout_s, **options)
+
     def __init__(
         self,
-        endpoint: str,
+        endpoint: str | ServerPlace,
         *,
         session: str | None = None,
-        keys: ClientKeys | str | None = None,
+        keys: PeerKeys | str | None = None,
         timeout_s: float = 300.0,
         connect_timeout_s: float = 60.0,
         reopens: bool = True,
@@ -84,7 +105,8 @@ class PolicyClient:
         self.session = session or f"client-{secrets.token_hex(8)}"
         self._token = secrets.token_hex(16)
         self._reopens = reopens
-        self._endpoint, self._keys = endpoint, client_keys(keys, CLIENT)
+        self._place = endpoint if isinstance(endpoint, ServerPlace) else ServerPlace(endpoint)
+        self._keys = client_keys(keys, CLIENT)
         self._timeout_s = timeout_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._connections: list[Connection] = []
@@ -254,7 +276,7 @@ class PolicyClient:
         with self._lock:
             connection = self._connections.pop() if self._connections else None
         if connection is None:
-            connection = Connection(self._context, self._endpoint, self._keys, agreed=self._admitted)
+            connection = Connection(self._context, self._place, self._keys, agreed=self._admitted)
         try:
             yield connection
         finally:

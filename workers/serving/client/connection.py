@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from headrace.schemas import sockets
 from headrace.schemas.errors import ConfigError, DecodeError, HeadraceError, WorkerWaitsError
 from headrace.schemas.handshakes import CLIENT_EVENTS, SUCCEEDED, Handshakes, read_event
-from headrace.schemas.keys import ClientKeys
+from headrace.schemas.keys import CLIENT, PeerKeys
 from headrace.schemas.messages import Message, read
 from headrace.schemas.serving_errors import BadRequestError, MessageTooLargeError, error_of
 from headrace.schemas.serving_messages import (
@@ -29,11 +29,13 @@ from headrace.schemas.serving_messages import (
 )
 from headrace.schemas.single_frame import join_frames, split_frame
 from headrace.schemas.wire import DEFAULT_LIMITS, decode, encode
+from headrace.workers.serving.client.server_place import SERVER, ServerPlace
 
-SERVER = "policy server"
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 4.0
+_LOOK_S = 0.5
+"""Seconds between two looks whether a server that does not answer has moved."""
 _LAST_HEARTBEAT_S = 2.0
-"""How long a server may take to confirm a heartbeat, by which it shows that it lives and only its worker waits."""
+"""Seconds that a server may take to confirm a heartbeat. By that it shows that it lives and only its worker waits."""
 _SLOW_BYTES_S = 10_000_000
 """The slowest expected transfer. A retry that comes before the first message has arrived makes everything slower.
 After a broken connection, the event of the new one triggers the retry, not this time."""
@@ -48,17 +50,22 @@ AnyRequest = TypeVar("AnyRequest", bound=ClientRequest)
 class Connection:
     """A DEALER socket that reconnects by itself. One thread at a time may use it. It ends with `context`.
 
-    `agreed` says that the server has accepted an earlier connection of this client.
+    It goes where `place` moves. `agreed` says that the server has accepted an earlier connection of this client.
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ClientKeys | None, *, agreed: bool
+        self, context: zmq.Context[zmq.Socket[bytes]], place: ServerPlace, keys: PeerKeys | None, *, agreed: bool
     ) -> None:
+        self._context, self._place, self._keys, self._agreed = context, place, keys, agreed
+        self._connect(place.follow(is_connected=True))
+
+    def _connect(self, endpoint: str) -> None:
         self._endpoint = endpoint
+        context, keys, agreed = self._context, self._keys, self._agreed
         self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        for name, value in (_OPTIONS | (keys.options() if keys else {})).items():
+        self._handshakes = Handshakes(endpoint, CLIENT, keys, server=SERVER, agreed=agreed)
+        for name, value in {**_OPTIONS, **self._handshakes.options()}.items():
             self._socket.setsockopt(getattr(zmq, name), value)
-        self._handshakes = Handshakes(endpoint, keys, SERVER, agreed=agreed)
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(CLIENT_EVENTS)
         try:
             self._socket.connect(endpoint)
@@ -68,6 +75,17 @@ class Connection:
         self._poller = zmq.Poller()
         for socket in (self._socket, self._monitor):
             self._poller.register(socket, zmq.POLLIN)
+
+    def _follow(self) -> bool:
+        """Connect to the server's new address if it has one. Return whether it has."""
+        endpoint = self._place.follow(is_connected=self._handshakes.connected)
+        if endpoint == self._endpoint:
+            return False
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+        self._connect(endpoint)
+        return True
 
     def ask(
         self,
@@ -90,17 +108,21 @@ class Connection:
             raise MessageTooLargeError(f"a message of {size} bytes, and the server takes {max_message_bytes}")
         now = time.monotonic()
         until, retry_at, retry_s = now + timeout_s, now, _FIRST_RETRY_S + size / _SLOW_BYTES_S
+        look_s = _LOOK_S if self._place.may_move else math.inf
         while now < until:
+            if self._place.may_move and self._follow():
+                retry_at = now
             if now >= retry_at:
                 if self._handshakes.connected:
                     self._socket.send_multipart(frames, zmq.NOBLOCK)
                     retry_at, retry_s = now + retry_s, max(retry_s, min(2 * retry_s, _LONGEST_RETRY_S))
                 else:
                     retry_at = until  # or as soon as there is a connection
-            for socket, _ in self._poller.poll(max(1, math.ceil((min(until, retry_at) - now) * 1000))):
+            for socket, _ in self._poller.poll(max(1, math.ceil((min(until, retry_at, now + look_s) - now) * 1000))):
                 if socket is self._monitor:
                     event = self._monitor.recv_multipart()
-                    self._handshakes.observe(event)
+                    if self._handshakes.observe(event):
+                        self._handshakes.connect_again(self._socket)
                     if read_event(event)[0] == SUCCEEDED:  # repeat at once what the old connection may have lost
                         retry_at = 0.0
                 else:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent import futures
 
 from headrace.workers.serving.client_sessions import ClientSessions
@@ -23,7 +23,10 @@ from headrace.workers.serving.zmq.listener import ZmqListener
 
 
 class CombinedListener:
-    """A `Listener` for clients of both kinds. `http_socket` comes from `listen`."""
+    """A `Listener` for clients of both kinds. `http_socket` comes from `listen`.
+
+    `hosts`: names by which clients may call it without a token, beside its addresses.
+    """
 
     def __init__(
         self,
@@ -32,6 +35,7 @@ class CombinedListener:
         limits: ServingLimits,
         http_socket: socket.socket,
         token: str | None,
+        hosts: Set[str] = frozenset(),
     ) -> None:
         self._zmq = zmq_listener
         self._has_zmq_message = False
@@ -42,7 +46,7 @@ class CombinedListener:
         self._loop = self._runner.get_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._watched: list[int] = []
-        self._http = HttpServer(self._loop, codec, limits, token)
+        self._http = HttpServer(self._loop, codec, limits, token, hosts)
         try:
             self._runner.run(self._http.open(http_socket))
         except BaseException:

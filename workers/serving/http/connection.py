@@ -66,6 +66,9 @@ class HttpHandler(Protocol):
     def disconnected(self, connection: HttpConnection) -> None:
         """Forget a connection that has ended."""
 
+    def hold(self, nbytes: int) -> None:
+        """Count the change of the bytes that a connection holds of requests which are not whole."""
+
     def refuse_head(self, target: bytes, headers: dict[bytes, bytes]) -> HeadraceError | None:
         """Return the reason if the body of such a request must not even be read."""
 
@@ -100,6 +103,10 @@ class HttpConnection(asyncio.Protocol):
         """Time at which the first byte came of a request that is not whole yet; None between requests."""
         self._request_bytes = 0
         """Number of bytes of that request that have come."""
+        self._held = 0
+        """Number of them that the server has counted."""
+        self.is_known = False
+        """True once the server took a request of this connection."""
         self._in_head = True
         self._target, self._headers, self._head_bytes = b"", dict[bytes, bytes](), 0
         self._body: list[bytes] = []
@@ -121,6 +128,7 @@ class HttpConnection(asyncio.Protocol):
         """Drop all that waits."""
         self._current, self._ignores_input = None, True
         self._received.clear()
+        self._count_held()
         self._handler.disconnected(self)
         del self._parser  # the parser refers to this object; without the cycle both are freed at once
 
@@ -169,6 +177,26 @@ class HttpConnection(asyncio.Protocol):
             self._refuse_head()
         elif self._request_bytes > HEAD_BYTES + self._limits.body_bytes:
             self._refuse_body()
+        self._count_held()
+        self._process_requests()
+
+    def _count_held(self) -> None:
+        """Tell the server how many bytes of an unfinished request this connection holds now."""
+        held = 0 if self._ignores_input else self._request_bytes
+        if held != self._held:
+            change, self._held = held - self._held, held
+            self._handler.hold(change)
+
+    @property
+    def holds_since(self) -> float | None:
+        """The time at which the unfinished request began that this connection holds; None if it holds none."""
+        return self._request_began if self._held else None
+
+    def give_up(self, error: HeadraceError) -> None:
+        """Refuse the unfinished request, and drop what has come of it."""
+        self._refuse(error)
+        self._body, self._body_bytes = [], 0
+        self._count_held()
         self._process_requests()
 
     def on_message_begin(self) -> None:

@@ -11,6 +11,7 @@ from urllib.parse import unquote_to_bytes
 
 import orjson
 
+from headrace.schemas.http_hosts import is_known_host
 from headrace.schemas.messages import read
 from headrace.schemas.serving_errors import BadRequestError, MessageTooLargeError
 from headrace.schemas.serving_messages import AnyStep, ClientRequest
@@ -127,6 +128,12 @@ def token_of(request: HttpRequest) -> str:
 def knows_token(headers: dict[bytes, bytes], token: bytes) -> bool:
     """Return whether the headers show the server's token."""
     return hmac.compare_digest(headers.get(b"authorization", b""), b"Bearer " + token)
+
+
+def names_host(headers: dict[bytes, bytes], hosts: frozenset[str]) -> bool:
+    """Return whether the Host header names an address, localhost or one of `hosts`; a request without it does."""
+    value = headers.get(b"host")
+    return value is None or is_known_host(value, hosts)
 
 
 def asks_for_health(target: bytes, headers: dict[bytes, bytes]) -> bool:

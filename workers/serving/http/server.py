@@ -11,20 +11,21 @@ import asyncio
 import logging
 import resource
 import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from typing import Any, NamedTuple
 
+from headrace.schemas.counted_warnings import CountedWarnings
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.serving_errors import NotYetError, ServerFullError, UnauthorizedError
+from headrace.schemas.serving_errors import BadRequestError, NotYetError, ServerFullError, UnauthorizedError
 from headrace.schemas.serving_messages import AnyStep
 from headrace.workers.serving.client_sessions import ClientSessions
 from headrace.workers.serving.dispatcher import Event
 from headrace.workers.serving.episode_codec import EpisodeCodec
 from headrace.workers.serving.http.connection import HttpConnection, HttpLimits, HttpRequest
-from headrace.workers.serving.http.requests import asks_for_health, knows_token, step_of, step_path
+from headrace.workers.serving.http.requests import asks_for_health, knows_token, names_host, step_of, step_path
 from headrace.workers.serving.http.responses import HttpAnswer, answer_of, failed, health_answer, json_answer, refused
 from headrace.workers.serving.http.routes import Query, route
 from headrace.workers.serving.session_records import Reply, ServingLimits
@@ -33,6 +34,12 @@ log = logging.getLogger(__name__)
 
 _CHECK_INTERVAL_S = 0.25
 """Seconds between two checks for connections that take too long."""
+_OTHER_HOST = (
+    "the Host header names another server; use this server's address or localhost, or add the name to "
+    "serving.http_hosts"
+)
+_MESSAGES_HELD = 16
+"""How many of the largest requests all connections together may hold unfinished."""
 _BACKLOG = 2048
 """Connections that the kernel keeps until they are accepted."""
 _CLOSE_TIMEOUT_S = 1.0
@@ -74,19 +81,30 @@ class HttpServer:
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, codec: EpisodeCodec, limits: ServingLimits, token: str | None
+        self,
+        loop: asyncio.AbstractEventLoop,
+        codec: EpisodeCodec,
+        limits: ServingLimits,
+        token: str | None,
+        hosts: Set[str],
     ) -> None:
         wait_s, idle_s = min(limits.lease_s / 3, 30.0), max(limits.lease_s, 3 * limits.read_s)
         self.limits = HttpLimits(limits.max_message_bytes, limits.read_s, wait_s, idle_s)
         self.date = b""
         self._loop, self._codec = loop, codec
         self._token = token.encode() if token is not None else None
+        self._hosts = frozenset(hosts)
         self._steps: list[_PendingStep] = []
         self._events: list[tuple[HttpAddress, Event]] = []
         """Events of other requests, for the sessions."""
         self._closing = False
         self._max_connections = connection_limit(limits.max_connections)
-        self._connections: set[HttpConnection] = set()
+        self._held_bytes = 0
+        """Bytes of requests that are not whole, of all connections."""
+        self._max_held_bytes = _MESSAGES_HELD * limits.max_message_bytes
+        self._connections: dict[HttpConnection, None] = {}
+        """In the order in which they came."""
+        self._warnings = CountedWarnings(log)
         self._all_gone = asyncio.Event()
         """Set by the end of the last connection."""
         self._server: asyncio.Server
@@ -130,21 +148,45 @@ class HttpServer:
     # -- connections --------------------------------------------------------------------------------------------------
 
     def admit(self, connection: HttpConnection) -> HeadraceError | None:
-        """Count a new connection; return the reason if there is no room for it."""
+        """Count a new connection; return the reason if there is no room for it.
+
+        It gets the place of the connection that was first to come and has made no request yet, if there is one.
+        """
         if len(self._connections) >= self._max_connections:
-            return ServerFullError(f"all {self._max_connections} connections are taken; try again later")
-        self._connections.add(connection)
+            silent = next((other for other in self._connections if not other.is_known), None)
+            if silent is None:
+                return ServerFullError(f"all {self._max_connections} connections are taken; try again later")
+            self._warnings.warn(b"", "full", "an HTTP connection without a request is closed: all places are taken")
+            self.disconnected(silent)
+            silent.abort()
+        self._connections[connection] = None
         return None
 
     def disconnected(self, connection: HttpConnection) -> None:
         """Forget a connection that has ended."""
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
         if not self._connections:
             self._all_gone.set()
 
+    def hold(self, nbytes: int) -> None:
+        """Count bytes of unfinished requests. Beyond the bound, the request that began first is given up."""
+        self._held_bytes += nbytes
+        if nbytes > 0 and self._held_bytes > self._max_held_bytes:
+            holders = [connection for connection in self._connections if connection.holds_since is not None]
+            first = min(holders, key=lambda connection: connection.holds_since or 0.0, default=None)
+            if first is not None:
+                self._warnings.warn(b"", "held", "an unfinished HTTP request is refused: all of them take too much")
+                first.give_up(ServerFullError("unfinished requests take all the memory there is for them"))
+
     def refuse_head(self, target: bytes, headers: dict[bytes, bytes]) -> HeadraceError | None:
-        """Refuse a request without the server's token. Its body is not read, so that it cannot fill the memory."""
-        if self._token is None or knows_token(headers, self._token) or asks_for_health(target, headers):
+        """Refuse a request without the server's token, and one that means another server.
+
+        Its body is not read, so that it cannot fill the memory. A page that has a browser call here knows no token, so
+        the name it calls matters only where none is asked for.
+        """
+        if self._token is None:
+            return None if names_host(headers, self._hosts) else BadRequestError(_OTHER_HOST)
+        if knows_token(headers, self._token) or asks_for_health(target, headers):
             return None
         return UnauthorizedError("show the server's token: Authorization: Bearer TOKEN")
 
@@ -153,6 +195,7 @@ class HttpServer:
     def handle(self, connection: HttpConnection, request: HttpRequest) -> None:
         """Answer a request, or enqueue it for `deliver_to`."""
         address = HttpAddress(self, connection, request)
+        connection.is_known = True
         try:
             self._read(address, request)
         except HeadraceError as error:

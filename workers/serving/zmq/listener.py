@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from headrace.schemas.bounds import MOST_COUNT
 from headrace.schemas.errors import HeadraceError, WireError
 from headrace.schemas.messages import read
 from headrace.schemas.serving_errors import BadRequestError, MessageTooLargeError
@@ -102,7 +103,10 @@ class ZmqListener:
                 else:
                     self._deliver_steps(steps, sessions, now)  # requests stay in order
                     self._deliver_other(kind, header, parts, address, sessions, now)
+                if header.get("session") in sessions:
+                    self._router_port.know()
             except HeadraceError as error:
+                self._router_port.refuse()
                 self.send(address, refusal_of(error, _number_of(header)))
         self._deliver_steps(steps, sessions, now)
 
@@ -174,6 +178,6 @@ class ZmqListener:
 
 
 def _number_of(header: dict[str, Any]) -> int:
-    """Return the client's number of its request; 0 if the header has none."""
+    """Return the client's number of its request; 0 if the header has none that an answer may bear."""
     number = header.get("request")
-    return number if type(number) is int and 0 <= number < 1 << 63 else 0
+    return number if type(number) is int and 0 <= number <= MOST_COUNT else 0

@@ -111,6 +111,11 @@ class HostedEnvs:
         """Return the descriptor of the pool."""
         return self._pool.fileno()
 
+    @property
+    def is_spare(self) -> bool:
+        """Return whether the worker has not wanted any env of this life."""
+        return all(not own.number for own in self._places)
+
     def under_way(self) -> list[tuple[int, int]]:
         """Return (place, number) of each order that is not answered."""
         return [(place, own.number) for place, own in enumerate(self._places) if not own.answered]

@@ -9,7 +9,7 @@ import zmq
 
 from headrace.schemas import sockets
 from headrace.schemas.handshakes import CLIENT_EVENTS, SUCCEEDED, Handshakes, read_event
-from headrace.schemas.keys import ClientKeys
+from headrace.schemas.keys import ENV_HOST, PeerKeys
 from headrace.schemas.messages import Message
 from headrace.schemas.wire import DEFAULT_LIMITS, Buffer
 
@@ -17,17 +17,17 @@ _LARGEST_FRAME = DEFAULT_LIMITS.payload_bytes + (1 << 20)
 
 
 class WorkerLink:
-    """A DEALER socket to the worker at `endpoint`, for one thread."""
+    """A DEALER socket to the worker at `endpoint`, for one thread. `is_connected` is as of the last `wait`."""
 
-    def __init__(self, endpoint: str, keys: ClientKeys | None) -> None:
+    def __init__(self, endpoint: str, keys: PeerKeys | None) -> None:
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        options = sockets.DEALER | {"MAXMSGSIZE": _LARGEST_FRAME} | (keys.options() if keys is not None else {})
+        self._handshakes = Handshakes(endpoint, ENV_HOST, keys)
+        options = {**sockets.DEALER, "MAXMSGSIZE": _LARGEST_FRAME, **self._handshakes.options()}
         for name, value in options.items():
             self._socket.setsockopt(getattr(zmq, name), value)
         self._endpoint = endpoint
-        self._is_connected = False
-        self._handshakes = Handshakes(endpoint, keys, "worker")
+        self.is_connected = False
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(CLIENT_EVENTS | zmq.EVENT_DISCONNECTED)
         self._socket.connect(endpoint)
         self._poller = zmq.Poller()
@@ -51,15 +51,16 @@ class WorkerLink:
         for socket, _ in self._poller.poll(max(int(timeout_s * 1000), 1)):
             if socket is self._monitor:
                 event = self._monitor.recv_multipart()
-                self._handshakes.observe(event)
+                if self._handshakes.observe(event):
+                    self._handshakes.connect_again(self._socket)
                 kind, _ = read_event(event)
                 is_new = is_new or kind == SUCCEEDED
-                self._is_connected = kind == SUCCEEDED or (self._is_connected and kind != zmq.EVENT_DISCONNECTED)
+                self.is_connected = kind == SUCCEEDED or (self.is_connected and kind != zmq.EVENT_DISCONNECTED)
         return is_new
 
     def why_silent(self, waited_s: float) -> str:
         """Return what is known about a worker from which nothing came for so long, in words."""
-        if not self._is_connected:
+        if not self.is_connected:
             return str(self._handshakes.why_silent(waited_s))
         return (
             f"{self._endpoint} takes the connection and has said nothing for {waited_s:g} s; check that it is a "

@@ -12,7 +12,9 @@ from collections.abc import Callable
 
 from headrace.schemas.env_messages import EnvHeartbeat, EnvHostBye, EnvHostHello, EnvHostWelcome, EnvOrders
 from headrace.schemas.errors import DecodeError, refusal
-from headrace.schemas.keys import ClientKeys
+from headrace.schemas.fleet_place import FleetPlace
+from headrace.schemas.headrace_version import headrace_version
+from headrace.schemas.keys import PeerKeys
 from headrace.schemas.messages import Reject, read
 from headrace.schemas.spaces import Spaces
 from headrace.schemas.stop_event import stop_event
@@ -29,23 +31,33 @@ _HELLO_EVERY_S = 1.0
 _LONGEST_WAIT_S = 0.1
 """The longest sleep: deadlines of envs and SIGTERM are checked this often, in seconds."""
 _SAY_WAITING_S = 10.0
+_SPARE_S = 5.0
+"""Seconds that a host waits for a first order of its worker, before it looks for another one that needs it."""
 
 
 def run_env_host(
     config: EnvRunnerConfig,
     endpoint: str,
-    keys: ClientKeys | None,
+    keys: PeerKeys | None,
     on_turn: Callable[[], None] = lambda: None,
     child: str = SOLO_CHILD,
+    place: FleetPlace | None = None,
+    on_answer: Callable[[], None] = lambda: None,
+    elsewhere: Callable[[], str] = str,
 ) -> None:
     """Serve `config.num_envs` envs to the worker at `endpoint` until SIGTERM.
 
-    `on_turn` is called ten times a second or more once the envs can be had, but not while those of one life are closed.
-    `child` is the module that the processes of the envs run, and says what kinds of env there can be.
-    Raises `EnvError` for an env that cannot be built here, and `RefusedError` when the worker does not want it.
+    `on_turn` is called ten times a second or more once the envs can be had, but not while those of one life are closed;
+    `on_answer` when envs have answered.
+    `child` is the module that the processes of the envs run, and says what kinds of env there can be. `place` says how
+    the host finds a worker that has moved, and how long it waits for one that is gone; without it, for ever at
+    `endpoint`. `elsewhere` returns the address of another worker that waits for hosts, or "": a host whose envs are not
+    wanted goes there. Raises `EnvError` for an env that cannot be built here, `RefusedError` when the worker does not
+    want it, and the error of `place` for a worker that is gone for too long.
     """
     with stop_event() as stopping:
-        host = EnvHost(config, endpoint, keys, learn_spaces(config, child), child)
+        place = place or FleetPlace(endpoint, server="worker")
+        host = EnvHost(config, place, keys, learn_spaces(config, child), child, on_answer, elsewhere)
         try:
             host.serve(stopping, on_turn)
         finally:
@@ -62,17 +74,32 @@ class EnvHost:
     """One process that lives one life after another, each with new envs in processes of their own."""
 
     def __init__(
-        self, config: EnvRunnerConfig, endpoint: str, keys: ClientKeys | None, spaces: Spaces, child: str
+        self,
+        config: EnvRunnerConfig,
+        place: FleetPlace,
+        keys: PeerKeys | None,
+        spaces: Spaces,
+        child: str,
+        on_answer: Callable[[], None] = lambda: None,
+        elsewhere: Callable[[], str] = str,
     ) -> None:
         self._config = config
         self._child = child
-        self._endpoint = endpoint
+        self._place = place
+        self._keys = keys
         self._spaces = spaces
-        self._link = WorkerLink(endpoint, keys)
+        self._on_answer = on_answer
+        self._elsewhere = elsewhere
+        self._look_elsewhere_at = 0.0
+        self._link = WorkerLink(place.endpoint, keys)
         self._envs: HostedEnvs | None = None
         """None until the worker has welcomed this life."""
         self._welcome: EnvHostWelcome | None = None
         self._begin_life()
+
+    @property
+    def _endpoint(self) -> str:
+        return self._place.endpoint
 
     def _begin_life(self) -> None:
         self._life = secrets.token_hex(8)
@@ -90,6 +117,28 @@ class EnvHost:
                 self._answer(self._envs.poll())
             for frames in self._link.receive():
                 self._hear(frames)
+            self._follow_worker()
+
+    def _follow_worker(self) -> None:
+        """Connect to the worker's new address if it has one. Raises the error of a worker that is gone for too long."""
+        now = time.monotonic()
+        if self._place.observe(self._link.is_connected, now) is not None or self._leaves(now):
+            self._end_life()
+            self._link.close()
+            self._link = WorkerLink(self._endpoint, self._keys)
+        if self._place.ended is not None:
+            raise self._place.ended
+
+    def _leaves(self, now: float) -> bool:
+        """Return whether this host goes to another worker, since the one here has not wanted its envs for a while."""
+        if self._envs is None or not self._envs.is_spare:
+            self._look_elsewhere_at = now + _SPARE_S
+        if now < self._look_elsewhere_at:
+            return False
+        self._look_elsewhere_at = now + _SPARE_S
+        if endpoint := self._elsewhere():
+            self._place.move_to(endpoint, now)
+        return bool(endpoint)
 
     def _speak(self, now: float) -> None:
         if now < self._speak_at:
@@ -104,12 +153,13 @@ class EnvHost:
                     env=str(self._config.env),
                     host=platform.node(),
                     pid=os.getpid(),
+                    headrace_version=headrace_version(),
                 )
             )
         else:
             self._speak_at = now + self._welcome.heartbeat_interval_s
             self._link.say(EnvHeartbeat(life=self._life, under_way=self._envs.under_way()))
-        if now >= self._say_waiting_at:
+        if now >= self._say_waiting_at and not self._place.is_lost:
             self._say_waiting_at = now + _SAY_WAITING_S
             log.warning("%s; trying on", self._link.why_silent(round(now - self._heard_at)))
 
@@ -153,6 +203,7 @@ class EnvHost:
 
     def _answer(self, messages: list[list[Buffer]]) -> None:
         for frames in messages:
+            self._on_answer()
             self._link.send(frames)
 
     def _end_life(self) -> None:

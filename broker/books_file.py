@@ -1,0 +1,62 @@
+"""run_dir/books.json: the books of ended lives, so that an empty Redis gets them from a new broker. Mode 0600.
+
+The reporter's thread writes it before Redis gets the same. So after any crash the file and Redis have a life as folded,
+or Redis has its row.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from headrace.schemas.errors import RunDirError
+from headrace.schemas.folded_lives import FoldedLives
+from headrace.schemas.ledger import LedgerRow
+from headrace.schemas.run_files import replace_private
+
+
+class EndedLives(BaseModel):
+    """The content of the file: the folded lives by slot, and ended lives that have a row of their own."""
+
+    model_config = ConfigDict(frozen=True)
+    folded: dict[int, FoldedLives] = {}
+    rows: list[LedgerRow] = []
+    bytes_total: list[int] = []
+    """Bytes of each of these rows, in the same order."""
+
+    def bytes_of(self) -> dict[tuple[int, int], int]:
+        """Return the bytes of these rows, by (slot, incarnation)."""
+        return {(row.slot, row.incarnation): count for row, count in zip(self.rows, self.bytes_total, strict=False)}
+
+
+class _Content(EndedLives):
+    fleet_id: str
+
+
+class BooksFile:
+    """The file of one fleet."""
+
+    def __init__(self, run_dir: Path, fleet_id: str) -> None:
+        self._path = run_dir / "books.json"
+        self._fleet_id = fleet_id
+
+    def read(self) -> EndedLives:
+        """Return its content; nothing without the file. Raises `RunDirError` for a damaged one."""
+        try:
+            content = _Content.model_validate_json(self._path.read_bytes())
+        except FileNotFoundError:
+            return EndedLives()
+        except (OSError, ValidationError) as error:
+            reason = f"{self._path.name} is damaged ({type(error).__name__}); remove it only if Redis has the books"
+            raise RunDirError(str(self._path.parent), reason) from error
+        if content.fleet_id != self._fleet_id:
+            raise RunDirError(str(self._path.parent), f"its {self._path.name} is of fleet {content.fleet_id!r}")
+        return content
+
+    def write(self, ended: EndedLives) -> None:
+        """Replace the file. Raises `OSError`."""
+        content = _Content.model_construct(
+            fleet_id=self._fleet_id, folded=ended.folded, rows=ended.rows, bytes_total=ended.bytes_total
+        )
+        replace_private(self._path, content.model_dump_json().encode())

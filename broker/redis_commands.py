@@ -1,0 +1,120 @@
+"""The commands of Redis that a fleet uses, and so the rights that its users need. `headrace keys redis` makes them.
+
+A command that is missing here is refused to such a user, and a test with a real fleet fails. What `headrace chaos` does
+to a server of its own is not part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+from redis.exceptions import NoPermissionError
+
+from headrace.schemas.redis_keys import CHECK, key_name
+
+WRITER, READER = "writer", "reader"
+USERS = (WRITER, READER)
+"""The users of a fleet: the writer is of broker, supervisor and learner; the reader is of all who only look."""
+
+_KEY, _STREAM = "{key}", "{stream}"
+_SCRIPT = "return 1"
+_SCRIPT_ID = hashlib.sha1(_SCRIPT.encode(), usedforsecurity=False).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command, named as ACL rules do, by the writer or both users.
+
+    `trial` has arguments with which it does no harm; None: a connection has used it already if it needs it.
+    """
+
+    name: str
+    user: str
+    trial: tuple[str, ...] | None = ()
+
+
+# In this order the trials succeed, and leave nothing.
+COMMANDS = (
+    Command("ping", READER),
+    Command("select", READER, None),
+    Command("info", WRITER, ("memory",)),
+    Command("set", WRITER, (_KEY, "may this fleet write?", "PX", "1000")),
+    Command("get", READER, (_KEY,)),
+    Command("type", READER, (_KEY,)),
+    Command("unlink", WRITER, (_KEY,)),
+    Command("hset", WRITER, (_KEY, "count", "1")),
+    Command("persist", WRITER, (_KEY,)),
+    Command("pexpire", WRITER, (_KEY, "1000")),
+    Command("expire", WRITER, (_KEY, "1")),
+    Command("hget", READER, (_KEY, "count")),
+    Command("hgetall", READER, (_KEY,)),
+    Command("hkeys", READER, (_KEY,)),
+    Command("hmget", READER, (_KEY, "count")),
+    Command("hstrlen", READER, (_KEY, "count")),
+    Command("hincrby", WRITER, (_KEY, "count", "1")),
+    Command("hdel", WRITER, (_KEY, "count")),
+    Command("xadd", WRITER, (_STREAM, "1-1", "is", "a trial")),
+    Command("xrange", READER, (_STREAM, "-", "+")),
+    Command("xrevrange", READER, (_STREAM, "+", "-", "COUNT", "1")),
+    Command("del", WRITER, (_KEY, _STREAM)),
+    Command("eval", WRITER, (_SCRIPT, "0")),
+    Command("script|load", WRITER, (_SCRIPT,)),
+    Command("evalsha", WRITER, (_SCRIPT_ID, "0")),
+    Command("multi", READER),
+    Command("exec", READER),
+)
+DASHBOARD_COMMANDS = ("exists", "hexists", "hlen", "hscan", "ttl", "pttl", "xlen", "xread")
+"""Further commands of the reader, for dashboards. None lists keys: no rule could limit that to the fleet's."""
+
+
+def user_name(fleet_id: str, user: str) -> str:
+    """Return the name in Redis of one of a fleet's users."""
+    return f"headrace-{fleet_id}-{user}"
+
+
+def user_rules(fleet_id: str, user: str, password: str) -> list[str]:
+    """Return the rules of a user, after `ACL SETUSER NAME`. They have a digest of the password."""
+    digest = hashlib.sha256(password.encode()).hexdigest()
+    if user == WRITER:
+        allowed = [command.name for command in COMMANDS]
+    else:
+        allowed = [command.name for command in COMMANDS if command.user == READER] + list(DASHBOARD_COMMANDS)
+    return ["reset", "on", f"#{digest}", f"~headrace:{{{fleet_id}}}:*", *(f"+{name}" for name in sorted(allowed))]
+
+
+@dataclass(frozen=True, slots=True)
+class Lacking:
+    """The rights that the writer of a fleet lacks: commands by name, and whether the fleet's keys are closed to it."""
+
+    commands: tuple[str, ...]
+    keys: bool
+
+
+def lacking_rights(client: redis.Redis, fleet_id: str) -> Lacking | None:
+    """Try every command on keys of the fleet that go again. Return what the user may not; None if nothing is lacking.
+
+    May raise the errors in `redis_client.REDIS_FAILURES`, also for what the server refuses to all.
+    """
+    names = {word: key_name(fleet_id, CHECK, one=secrets.token_hex(4)) for word in (_KEY, _STREAM)}
+    tried = [command for command in COMMANDS if command.trial is not None]
+    with client.pipeline(transaction=False) as pipe:
+        ask: Any = pipe.execute_command
+        for command in tried:
+            words = [names.get(word, word) for word in command.trial or ()]
+            ask(*command.name.upper().split("|"), *words)
+        answers = pipe.execute(raise_on_error=False)
+    refused = [
+        (command.name.upper().replace("|", " "), "access" in str(answer))
+        for command, answer in zip(tried, answers, strict=True)
+        if isinstance(answer, NoPermissionError)
+    ]
+    if refused:
+        return Lacking(tuple(name for name, by_key in refused if not by_key), any(by_key for _, by_key in refused))
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+    return None

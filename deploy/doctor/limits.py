@@ -1,0 +1,157 @@
+"""Comparison of the memory, cores, tasks and files that the settings need with the limits of this process.
+
+`headrace doctor` shows all of it. `up` and `worker` log at their start what does not suffice.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.deploy.doctor.cgroup import Limit, Limits, machine_memory, read_limits
+from headrace.deploy.doctor.check import Check, Verdict
+from headrace.schemas.config import FleetConfig
+
+log = logging.getLogger("headrace.deploy")
+
+SHARED_MEMORY = Path("/dev/shm")
+_LEAST_SHARED = 32 << 20
+_MIB = 1 << 20
+_FIRST_PROCESS, _EACH_PROCESS = 256 * _MIB, 100 * _MIB
+"""Bytes, measured with CartPole-v1: torch and the other modules, which forked processes share, and what each adds."""
+_TASKS_PER_PROCESS = 8
+_FILES_PER_WORKER, _FILES_SPARE = 8, 256
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """The needs of a start, as far as the settings tell. Envs and modules of the user's come on top.
+
+    `buffers`: most bytes of batches that are kept until they are settled; `threads`: of torch.
+    """
+
+    who: str
+    processes: int
+    threads: int
+    buffers: int
+    keys: str
+    """The settings that bound the buffers."""
+
+    @classmethod
+    def of_fleet(cls, config: FleetConfig) -> Needs:
+        """Return the needs of `headrace up`: broker, Redis and supervisor beside workers, learner and env hosts."""
+        workers, learners = config.fleet.workers, int(config.learner.enabled)
+        return cls(
+            f"{workers} worker{'s' if workers != 1 else ''}" + (" and a learner" if learners else ""),
+            workers + config.fleet.env_hosts + learners + 3,
+            workers * config.sampling.torch_threads + learners * config.learner.torch_threads,
+            config.broker.max_held_bytes + workers * config.worker.window_bytes,
+            "broker.max_held_bytes or worker.window_bytes",
+        )
+
+    @classmethod
+    def of_worker(cls, config: FleetConfig, count: int = 1) -> Needs:
+        """Return the needs of `headrace worker`, or of a group of `count` workers."""
+        who, threads = ("a worker" if count == 1 else f"{count} workers"), config.sampling.torch_threads
+        return cls(who, count, count * threads, count * config.worker.window_bytes, "worker.window_bytes")
+
+    @property
+    def least_memory(self) -> int:
+        """Return the bytes that the processes take before they hold any batch."""
+        return _FIRST_PROCESS + self.processes * _EACH_PROCESS
+
+
+def warn_of_limits(needs: Needs) -> None:
+    """Log each limit that is below the needs, in one sentence."""
+    for check in limit_checks(needs, read_limits()):
+        if check.verdict is not Verdict.OK:
+            log.warning("%s", check.in_words())
+
+
+def limit_checks(needs: Needs, limits: Limits) -> Iterator[Check]:
+    """Compare the needs with the limits of this process's control group, and with the machine."""
+    yield memory_check(needs, limits.memory)
+    yield core_check(needs, limits.cpus)
+    yield task_check(needs, limits.tasks)
+    yield shared_memory_check()
+
+
+def memory_check(needs: Needs, limit: Limit | None) -> Check:
+    """Compare the memory that the settings will use with what is allowed."""
+    allowed = min((limit or machine_memory(), machine_memory()), key=lambda limit: limit.value)
+    most = needs.least_memory + needs.buffers
+    seen = f"{_mib(allowed.value)} by {allowed.where}, about {_mib(needs.least_memory)} needed for {needs.who}"
+    if allowed.value < needs.least_memory:
+        return Check("memory", Verdict.FAIL, seen, "raise the limit, or start fewer processes")
+    seen += f", {_mib(most)} with full buffers"
+    if allowed.value < most:
+        return Check("memory", Verdict.WARN, seen, f"lower {needs.keys}, or raise the limit")
+    return Check("memory", Verdict.OK, seen)
+
+
+def core_check(needs: Needs, limit: Limit | None) -> Check:
+    """Compare the threads of torch with the cores, or with the share of them that is allowed."""
+    cores = Limit(len(os.sched_getaffinity(0)), "the machine")
+    allowed = min((limit or cores, cores), key=lambda limit: limit.value)
+    seen = f"{allowed.value:g} by {allowed.where}, {needs.threads} torch threads of {needs.who}"
+    if needs.threads > allowed.value + 1:  # a learner computes while workers wait for its weights
+        advice = "start fewer workers, or lower sampling.torch_threads and learner.torch_threads"
+        return Check("cores", Verdict.WARN, seen, advice)
+    return Check("cores", Verdict.OK, seen)
+
+
+def task_check(needs: Needs, limit: Limit | None) -> Check:
+    """Compare the processes and threads with what is allowed, by the control group and for this user."""
+    need = needs.processes * _TASKS_PER_PROCESS + needs.threads
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    # the kernel does not hold root to it
+    own = None if soft == resource.RLIM_INFINITY or os.geteuid() == 0 else Limit(soft, "ulimit -u")
+    limits = [found for found in (limit, own) if found is not None]
+    if not limits:
+        return Check("processes", Verdict.OK, f"no limit; about {need} processes and threads needed")
+    allowed = min(limits, key=lambda limit: limit.value)
+    seen = f"{allowed.value:g} by {allowed.where}, about {need} processes and threads needed"
+    if allowed.value < need:
+        return Check("processes", Verdict.WARN, seen, f"raise it to {2 * need} or more")
+    return Check("processes", Verdict.OK, seen)
+
+
+def shared_memory_check(place: Path = SHARED_MEMORY) -> Check:
+    """Look whether there is room in /dev/shm. Headrace does without; torch and vectorised envs may not."""
+    name, whose = "shared memory", "torch, and envs in processes of their own, may need it"
+    try:
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        return Check(name, Verdict.WARN, f"{place}: {error.strerror}", f"{whose}: mount a tmpfs there")
+    seen = f"{place}, {_mib(free)} free"
+    if free < _LEAST_SHARED:
+        return Check(name, Verdict.WARN, seen, f"{whose}: docker run --shm-size=1g, or a larger tmpfs")
+    return Check(name, Verdict.OK, seen)
+
+
+def open_files_check(workers: int) -> Check:
+    """Compare the files that one process may open with what the broker and the supervisor need."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = _FILES_SPARE + _FILES_PER_WORKER * workers
+    seen = f"{soft} allowed, about {need} needed"
+    if soft != resource.RLIM_INFINITY and soft < need:
+        return Check("open files", Verdict.WARN, seen, f"ulimit -n {2 * need}")
+    return Check("open files", Verdict.OK, seen)
+
+
+def core_dump_check() -> Check:
+    """Say whether a process that crashes leaves a core dump."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_CORE)
+    if soft == 0:
+        return Check("core dumps", Verdict.OK, "none are kept; ulimit -c unlimited keeps that of a crash")
+    size = "of any size" if soft == resource.RLIM_INFINITY else f"of {_mib(soft)} at most"
+    return Check("core dumps", Verdict.OK, f"kept, {size}, for each process that crashes")
+
+
+def _mib(size: float) -> str:
+    return f"{size / _MIB:,.0f} MiB"

@@ -1,0 +1,93 @@
+"""Checks of ports and addresses: may we bind ours, can others reach them, and do we reach a broker elsewhere."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from headrace.deploy.doctor.check import Check, Verdict
+from headrace.schemas.advertised import host_to_advertise
+from headrace.schemas.config import FleetConfig, is_loopback
+from headrace.schemas.errors import ConfigError
+
+CONNECT_S = 3.0
+"""Seconds that a connection may take."""
+
+
+def port_checks(config: FleetConfig) -> Iterator[Check]:
+    """Check whether each configured port can be bound."""
+    broker, sampling = config.broker, config.sampling
+    for name in ("worker_port", "learner_port", "weights_port") if broker.transport == "tcp" else ():
+        yield _port(name, broker.host, getattr(broker, name), f"broker.{name}")
+    if sampling.env_placement == "remote":
+        first = sampling.env_hosts_port
+        for slot in range(config.fleet.workers if first else 1):
+            name = f"env hosts {slot}" if first else "env hosts"
+            yield _port(name, sampling.env_hosts_host, first and first + slot, "sampling.env_hosts_port")
+
+
+def _port(name: str, host: str, port: int, setting: str) -> Check:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), port))
+        except OSError as error:
+            seen = f"{host}:{port} {error.strerror}"
+            return Check(name, Verdict.FAIL, seen, f"stop the program that holds it, or choose another {setting}")
+    return Check(name, Verdict.OK, f"{host}:{port or 'any free port'}")
+
+
+def advertised_check(what: str, bound: str, advertise: str, setting: str) -> Check:
+    """Check whether other machines can use the address at which we serve: it resolves, and not to loopback.
+
+    `bound`: the host that is bound; `advertise`: the name that the settings give it, or "".
+    """
+    if is_loopback(bound) and not advertise:
+        return Check(what, Verdict.OK, f"{bound}, for this machine alone")
+    try:
+        name = host_to_advertise(bound, advertise)
+        found = sorted({str(row[4][0]) for row in socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)})
+    except (ConfigError, OSError) as error:
+        advice = f"give this machine a name that others resolve, or set {setting} to its address"
+        return Check(what, Verdict.FAIL, f"{advertise or bound} does not resolve ({error})", advice)
+    seen = f"{name} is {', '.join(found)}" if found != [name] else name
+    if all(is_loopback(address.partition("%")[0]) for address in found):
+        advice = f"others would connect to themselves: set {setting} to an address of this machine"
+        return Check(what, Verdict.FAIL, seen, advice)
+    return Check(what, Verdict.OK, seen)
+
+
+def advertised_checks(config: FleetConfig) -> Iterator[Check]:
+    """Check the addresses at which other machines find the broker, and workers that have env hosts."""
+    broker, sampling = config.broker, config.sampling
+    if broker.transport == "tcp":
+        yield advertised_check("broker address", broker.host, broker.advertise, "broker.advertise")
+    if sampling.env_placement == "remote":
+        yield advertised_check("envs' address", sampling.env_hosts_host, "", "sampling.env_hosts_host")
+
+
+def reachability_check(what: str, endpoint: str) -> Check:
+    """Check whether a TCP connection to `endpoint`, tcp://HOST:PORT, opens in time."""
+    parts = urlsplit(endpoint)
+    if parts.scheme != "tcp" or not parts.hostname or not parts.port:
+        return Check(what, Verdict.OK, f"{endpoint}, not by TCP")
+    try:
+        with socket.create_connection((parts.hostname, parts.port), CONNECT_S) as connection:
+            ours = connection.getsockname()[0]
+    except OSError as error:
+        return Check(what, Verdict.FAIL, f"{endpoint}: {_why(error)}", _advice(error))
+    return Check(what, Verdict.OK, f"{endpoint} answers; our address there is {ours}")
+
+
+def _why(error: OSError) -> str:
+    return f"no answer within {CONNECT_S:g} s" if isinstance(error, TimeoutError) else error.strerror or str(error)
+
+
+def _advice(error: OSError) -> str:
+    if isinstance(error, socket.gaierror):
+        return "use a name that this machine resolves, or an address"
+    if error.errno == errno.ECONNREFUSED:
+        return "start the broker, or correct the port"
+    return "let this machine through the firewalls between the two"

@@ -1,0 +1,1 @@
+"""Reads a fleet to show it: facts of one moment, findings, and views for terminals, browsers and Prometheus."""

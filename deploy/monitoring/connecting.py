@@ -1,0 +1,93 @@
+"""Commands and code with which people start what a fleet waits for."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import orjson
+
+from headrace.schemas.config import FleetConfig, is_loopback
+from headrace.schemas.config_loading import known_keys
+
+_SHOWN_ADDRESSES = 3
+_OF_ENV_HOSTS = (
+    "keys.",
+    "sampling.disable_env_checking",
+    "sampling.env_c",
+    "sampling.env_process",
+    "sampling.env_reset",
+    "sampling.env_step",
+    "sampling.envs_per_process",
+    "sampling.num_envs",
+)
+"""Prefixes of the keys that an env host reads, in addition to sampling.env."""
+
+Endpoints = Mapping[str, str]
+
+
+def how_to_connect(config: FleetConfig, at: Endpoints, run_dir: Path, fleet_id: str) -> Iterator[str]:
+    """Yield, for each kind of peer that this fleet does not start itself, how to start it, with text to paste."""
+    if not config.fleet.workers and not config.ray.workers:
+        yield f"start workers with: {worker_command(config, at, run_dir, fleet_id)}"
+    if not config.learner.enabled:
+        yield f"connect a learner of your own:\n{_learner_lines(config, at)}"
+        yield f"or start the reference learner: headrace learner --run-dir {run_dir}"
+    if config.sampling.env_placement == "remote" and not config.fleet.env_hosts:
+        yield f"start one env host or more for each worker: {env_host_command(config, at)}"
+    if config.serving.enabled and config.fleet.workers:
+        yield f"connect clients to {client_addresses(at)}"
+
+
+def worker_command(config: FleetConfig, at: Endpoints, run_dir: Path, fleet_id: str) -> str:
+    """Return the command that starts a worker: here by the run directory, elsewhere with all settings that it needs."""
+    if is_loopback(config.broker.host) or "worker" not in at:
+        return f"headrace worker --run-dir {run_dir}"
+    where = f"--endpoint {_reachable(at['worker'])} --fleet-id {fleet_id}"
+    return f"headrace worker {where}{_settings(config, ('sampling.', 'module.', 'worker.', 'keys.'))}"
+
+
+def env_host_command(config: FleetConfig, at: Endpoints) -> str:
+    """Return the command that starts an env host."""
+    found = _addresses([_reachable(at[name]) for name in at if name.startswith("envs-")])
+    settings = _settings(config, _OF_ENV_HOSTS)
+    return f"headrace env-host --connect {found} --env {shlex.quote(config.sampling.env)}{settings}"
+
+
+def client_addresses(at: Endpoints) -> str:
+    """Return where clients connect."""
+    return _addresses([at[name] for name in sorted(at) if name.startswith(("clients-", "http-"))])
+
+
+def _learner_lines(config: FleetConfig, at: Endpoints) -> str:
+    keys = f', keys="{config.keys.dir}"' if config.keys.dir else ""
+    where = f'"{_reachable(at["learner"])}"{keys}'
+    return (
+        "    from headrace.learner_stub import EpisodeStream, WeightPublisher\n"
+        f"    stream, weights = EpisodeStream({where}), WeightPublisher({where})\n"
+        "    weights.publish(module.state_dict())  # then: for batch in stream: ..."
+    )
+
+
+def _settings(config: FleetConfig, prefixes: tuple[str, ...]) -> str:
+    """Return, as options for a shell, the settings under these prefixes that are not at their defaults."""
+    words, now = [], config.model_dump(mode="json")
+    for key, default in known_keys().items():
+        section, _, name = key.partition(".")
+        if key.startswith(prefixes) and now[section][name] != default:
+            value = now[section][name]
+            text = value if isinstance(value, str) else orjson.dumps(value).decode()
+            words += ["--set", f"{key}={text}"]
+    return "".join(f" {shlex.quote(word)}" for word in words)
+
+
+def _reachable(endpoint: str) -> str:
+    """Return the endpoint with this machine's name in place of the wildcard address."""
+    return endpoint.replace("//0.0.0.0:", f"//{platform.node()}:").replace("//[::]:", f"//{platform.node()}:")
+
+
+def _addresses(found: Sequence[str]) -> str:
+    more = len(found) - _SHOWN_ADDRESSES
+    return " or ".join(found[:_SHOWN_ADDRESSES]) + (f" or {more} more, in fleet.json" if more > 0 else "")

@@ -1,0 +1,1 @@
+"""`headrace exporter`: metrics for Prometheus, and the files for it and for Grafana."""

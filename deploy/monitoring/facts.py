@@ -1,0 +1,206 @@
+"""All that is known of a fleet at one moment, from Redis and from its run directory if that is on this machine."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from headrace.deploy.fleet_file import FleetFile, read_fleet_file
+from headrace.deploy.monitoring.processes import SUPERVISOR, processes_of
+from headrace.deploy.monitoring.recent_history import Entry, RecentHistory
+from headrace.deploy.proc_stat import is_alive
+from headrace.deploy.redis_server import serving
+from headrace.deploy.redis_view import FleetView, Snapshot
+from headrace.deploy.run_dir import is_locked
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.errors import HeadraceError, RedisContractError, RedisUnavailableError
+from headrace.schemas.process_state import ProcessState as ProcessState
+
+NOT_STARTED = "the fleet has started none yet"
+"""The `redis_error` of a fleet that starts its own Redis later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All that is known of a fleet at one moment.
+
+    - snapshot: the state in Redis, as last read; `redis_age_s` is how long ago that was.
+    - processes: by name; empty where neither Redis nor a run directory tells of them.
+    - redis_error: why Redis could not be read; "" if it was.
+    - config, endpoints, run_dir: None or empty where the run directory is not on this machine.
+    """
+
+    unix_s: float
+    snapshot: Snapshot = field(default_factory=Snapshot)
+    processes: Mapping[str, ProcessState] = field(default_factory=dict)
+    redis_error: str = ""
+    redis_age_s: float = 0.0
+    config: FleetConfig | None = None
+    endpoints: Mapping[str, str] = field(default_factory=dict)
+    run_dir: Path | None = None
+    recent: Sequence[Entry] = ()
+    """(unix s, gauges and totals) of the newest two minutes, the oldest first, every 5 s."""
+    disk_free_bytes: int | None = None
+    """Bytes free on the disk of the run directory."""
+
+
+class FactsReader:
+    """Reads the facts of a fleet again and again: by its run directory, else by a Redis and the fleet's name.
+
+    A Redis that is away is a fact. One thread at a time. Raises `RunDirError` for a directory without a fleet.
+    """
+
+    def __init__(self, run_dir: Path | None = None, *, redis_url: str = "", fleet_id: str = "") -> None:
+        self._run_dir = run_dir.absolute() if run_dir is not None else None
+        if self._run_dir is not None:
+            read_fleet_file(self._run_dir / "fleet.json")  # a directory without a fleet is refused at once
+        self._url, self._fleet_id = redis_url, fleet_id
+        self._view: FleetView | None = None
+        self._snapshot = Snapshot()
+        self._config: FleetConfig | None = None
+        self._config_of_ns = 0
+        self._history = RecentHistory()
+        self._recent: Sequence[Entry] = ()
+        self._read_at = time.monotonic()
+        self._read_last = False
+
+    def read(self) -> Facts:
+        """Return the facts as they are now. Waits some seconds at most.
+
+        Raises `RedisContractError`, and `RunDirError` once the run directory was removed.
+        """
+        fleet = self._read_fleet()
+        error = self._read_redis(fleet)
+        processes = self._snapshot.processes if not error else {}
+        if fleet is not None and self._run_dir is not None and not _is_elsewhere_and_lives(processes):
+            processes = processes if _lives(fleet) and processes else processes_of(fleet, self._run_dir)
+        return Facts(
+            unix_s=time.time(),
+            snapshot=self._snapshot,
+            processes=processes,
+            redis_error=error,
+            redis_age_s=time.monotonic() - self._read_at if error else 0.0,
+            config=self._read_config(),
+            endpoints=fleet.endpoints if fleet is not None else {},
+            run_dir=self._run_dir,
+            recent=self._recent,
+            disk_free_bytes=free_bytes(self._run_dir) if self._run_dir is not None else None,
+        )
+
+    @property
+    def view(self) -> FleetView | None:
+        """Return the view of the fleet's keys by which `read` reads, for further reads between two of them."""
+        return self._view
+
+    @property
+    def address(self) -> tuple[str, str]:
+        """Return (Redis URL, fleet id) as of the last `read`; empty texts where they are not known yet."""
+        return (self._url, self._fleet_id)
+
+    def close(self) -> None:
+        """Close the connection to Redis."""
+        if self._view is not None:
+            self._view.close()
+            self._view = None
+
+    def __enter__(self) -> FactsReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read_fleet(self) -> FleetFile | None:
+        """Read fleet.json again: a run that is resumed may have another Redis."""
+        if self._run_dir is None:
+            return None
+        fleet = read_fleet_file(self._run_dir / "fleet.json")
+        if (fleet.redis_url, fleet.fleet_id) != (self._url, self._fleet_id):
+            self.close()
+            self._url, self._fleet_id = fleet.redis_url, fleet.fleet_id
+            self._history = RecentHistory()
+        return fleet
+
+    def _read_config(self) -> FleetConfig | None:
+        """Read config.json again if it has changed."""
+        if self._run_dir is None:
+            return None
+        try:
+            written_ns = (self._run_dir / "config.json").stat().st_mtime_ns
+        except OSError:
+            return self._config
+        if written_ns != self._config_of_ns:
+            self._config, self._config_of_ns = read_config(self._run_dir), written_ns
+        return self._config
+
+    def _read_redis(self, fleet: FleetFile | None) -> str:
+        """Read the snapshot. Return why that was not possible; "" if it was."""
+        if not self._url:
+            return NOT_STARTED
+        try:
+            if self._view is None:
+                self._view = FleetView(self._url, self._fleet_id)
+            self._snapshot = self._view.read()
+            self._recent = self._history.read(self._view, self._snapshot.reported_unix_s)
+        except RedisContractError:
+            raise
+        except RedisUnavailableError as error:
+            self._read_last_books(fleet)
+            return error.reason
+        self._read_at = time.monotonic()
+        return ""
+
+    def _read_last_books(self, fleet: FleetFile | None) -> None:
+        """Read the final books of a run that has ended, once. Its own Redis ended with it, and is started for that."""
+        run_dir = self._run_dir
+        if run_dir is None or fleet is None or fleet.state != "stopped" or is_locked(run_dir):
+            self._read_last = False
+        elif not self._read_last and self._view is not None:
+            self._read_last = True
+            with suppress(HeadraceError), serving(run_dir, self._url):
+                self._snapshot = self._view.read()
+
+
+@contextmanager
+def facts_of_run(run_dir: Path) -> Iterator[FactsReader]:
+    """Give a reader of a run's facts. The fleet's own Redis is started for this time if the run has ended.
+
+    Raises `RunDirError` for a directory without a fleet.
+    """
+    with ExitStack() as stack:
+        url = read_fleet_file(run_dir / "fleet.json").redis_url
+        if url and not is_locked(run_dir):
+            stack.enter_context(serving(run_dir, url))
+        yield stack.enter_context(FactsReader(run_dir))
+
+
+def _lives(fleet: FleetFile) -> bool:
+    return fleet.state != "stopped" and is_alive(fleet.supervisor_pid)
+
+
+def _is_elsewhere_and_lives(processes: Mapping[str, ProcessState]) -> bool:
+    """Return whether a supervisor on another machine has told of itself lately: it may share the run directory."""
+    supervisor = processes.get(SUPERVISOR)
+    return supervisor is not None and supervisor.host != platform.node()
+
+
+def read_config(run_dir: Path) -> FleetConfig | None:
+    """Return the resolved configuration of the run in a directory; None before there is one."""
+    try:
+        return FleetConfig.model_validate_json((run_dir / "config.json").read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def free_bytes(run_dir: Path) -> int | None:
+    """Return the bytes that this user may still write to the disk of a directory; None once it was removed."""
+    try:
+        return shutil.disk_usage(run_dir).free
+    except OSError:
+        return None

@@ -1,0 +1,189 @@
+"""Finds what is wrong with a fleet by its facts: who waits for whom, since when, by which limit, and what helps.
+
+    Facts ──▶ observations (process_checks.py, stream_checks.py) ──▶ findings: those that last too long
+                                                                └──▶ what a fleet that stands still waits for
+
+Each sentence has one place. `headrace up`, `why`, `top` and the page show the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from headrace.deploy.monitoring import process_checks, stream_checks
+from headrace.deploy.monitoring.facts import Facts
+from headrace.deploy.monitoring.finding_kinds import KINDS, Observation, observe
+from headrace.deploy.monitoring.finding_kinds import Finding as Finding
+from headrace.deploy.monitoring.losses import losses_in_words
+from headrace.deploy.monitoring.processes import GONE, SUPERVISOR
+from headrace.schemas.redis_keys import without_password
+
+_WAITING = "waiting for "
+_WORKER = "worker-"
+_OF_ENVS = ("envs_failing", "envs_down", "env_hosts_missing")
+_MOST_OF_A_KIND = 4
+_OVER = ("stopped",)
+_LEAST_ROOM = 64 << 20
+_REDIS_STARTS_S = 15.0
+
+_PLACE = {kind.name: place for place, kind in enumerate(KINDS)}
+"""The table has causes before what comes of them."""
+
+
+def find(facts: Facts) -> list[Finding]:
+    """Return what is wrong, the worst first; nothing for a fleet that starts, runs, drains or has ended in order."""
+    wrong = [one.finding for one in _observations(facts) if one.is_wrong]
+    return sorted(_few_of_a_kind(wrong), key=lambda one: (one.severity != "error", _PLACE[one.kind]))
+
+
+def awaited(facts: Facts) -> str:
+    """Return what a fleet that takes no step waits for, with the command that helps; "" if steps are only slow."""
+    found = sorted(_few_of_a_kind(one.finding for one in _observations(facts)), key=lambda one: _PLACE[one.kind])
+    waits = [one for one in found if one.sentence.startswith(_WAITING)]
+    parts = [f"{one.sentence} ({one.command})" if one.command else one.sentence for one in waits or found]
+    return "; ".join(part.removeprefix(_WAITING) for part in parts)
+
+
+def verdict(facts: Facts, findings: list[Finding]) -> str:
+    """Return one line on the whole fleet."""
+    state = _state(facts)
+    if state == "stopped":
+        return f"Ended. {_books(facts)}"
+    if state == "draining":
+        return f"Draining. {losses_in_words(facts.snapshot.fleet)}"
+    seen, lost = list(_observations(facts)), losses_in_words(facts.snapshot.fleet)
+    if not _moves(facts):
+        if findings:
+            return f"{_sentence(findings[0])} {lost}"
+        if facts.snapshot.totals.get("env_steps_total") and facts.snapshot.gauges.get("weights_seq"):
+            return f"{_sentence(seen[0].finding) if seen else 'No steps at the moment.'} {lost}"
+        return f"Starting: {'; '.join(one.finding.sentence for one in seen) or 'processes start'}."
+    return " ".join(["Learning.", *_late(facts, seen), *_others(findings), lost])
+
+
+def _books(facts: Facts) -> str:
+    if facts.snapshot.reported_unix_s is None:
+        return "Its books are not known, since Redis has none: `headrace report` shows what the run left."
+    return f"{facts.snapshot.totals.get('env_steps_total', 0):,} env steps. {losses_in_words(facts.snapshot.fleet)}"
+
+
+def _observations(facts: Facts) -> Iterator[Observation]:
+    """Yield all that was seen of a fleet that is not over, what others come of first."""
+    state = _state(facts)
+    if state in _OVER:
+        return
+    yield from process_checks.supervisor_check(facts)
+    if state == GONE:
+        return  # all others died with it
+    yield from _of_disk(facts)
+    is_known = not facts.redis_error and facts.snapshot.reported_unix_s is not None
+    states = facts.snapshot.workers if is_known else {}
+    stuck = process_checks.stuck(facts, states)
+    if state == "draining":
+        yield from (one for one in stuck.values() if one.finding.kind == "process_stopped")
+        return
+    yield from process_checks.between_lives(facts)
+    if facts.redis_error and "redis" not in stuck:
+        yield _redis_away(facts)
+    yield from stuck.values()
+    if state == "starting":
+        return
+    own = [process for process in facts.processes.values() if process.role == "worker"]
+    if {"broker", "learner"} & stuck.keys() or (own and all(worker.name in stuck for worker in own)):
+        return  # what the others wait for comes of this, and what they last told may be old
+    yield from process_checks.not_ready(facts, states)
+    if facts.redis_error:
+        return
+    yield from stream_checks.no_worker(facts)
+    if is_known and not facts.snapshot.gauges:
+        yield _no_reports(facts)
+    elif facts.processes or is_known:
+        ready = {slot: told for slot, told in states.items() if f"worker-{slot}" not in stuck}
+        if ready or not own:
+            yield from stream_checks.waits_of_workers(facts, ready)
+    yield from stream_checks.failing_envs(facts)
+    yield from stream_checks.censored_episodes(facts)
+    yield from stream_checks.refusals(facts)
+    yield from process_checks.lost_elsewhere(facts)
+    if facts.snapshot.garbage:
+        many = len(facts.snapshot.garbage)
+        sentence = f"Redis has {many:,} values that cannot be read; the first: {facts.snapshot.garbage[0]}"
+        yield observe(facts, "redis_garbage", "Redis", sentence)
+
+
+def _state(facts: Facts) -> str:
+    """Return starting, running, draining, stopped or gone, as the supervisor tells; "" where none does.
+
+    The fleet has stopped once its broker has told so, where there is no supervisor, or the supervisor drains it.
+    """
+    supervisor = facts.processes.get(SUPERVISOR)
+    state = supervisor.state if supervisor is not None else ""
+    return "stopped" if state in ("", "draining") and facts.snapshot.ended_unix_s is not None else state
+
+
+def _moves(facts: Facts) -> bool:
+    return not facts.redis_error and facts.snapshot.gauges.get("env_steps_per_s", 0.0) > 0
+
+
+def _redis_away(facts: Facts) -> Observation:
+    where = "" if facts.config is None else f" at {without_password(facts.config.redis.url)}"
+    if facts.snapshot.reported_unix_s is not None:
+        sentence = f"waiting for Redis{where}, silent for {facts.redis_age_s:.0f} s ({facts.redis_error})"
+        return observe(facts, "redis_away", "Redis", sentence, facts.redis_age_s)
+    supervisor = facts.processes.get(SUPERVISOR)
+    seen = observe(facts, "redis_away", "Redis", f"waiting for Redis{where} to answer ({facts.redis_error})")
+    starts = supervisor is not None and facts.unix_s - supervisor.started_unix_s < _REDIS_STARTS_S
+    return Observation(seen.finding, is_wrong=not starts)
+
+
+def _no_reports(facts: Facts) -> Observation:
+    """Return that no broker reports: what it last told has expired in Redis."""
+    for_s = max(0.0, facts.unix_s - (facts.snapshot.reported_unix_s or 0.0))
+    sentence = f"waiting for the broker, which has reported nothing to Redis for {for_s:.0f} s"
+    return observe(facts, "broker_silent", "broker", sentence, for_s)
+
+
+def _of_disk(facts: Facts) -> Iterator[Observation]:
+    if facts.disk_free_bytes is not None and facts.disk_free_bytes < _LEAST_ROOM:
+        free = f"{facts.disk_free_bytes / 2**20:.1f} MiB"
+        sentence = f"the disk of {facts.run_dir} is full: {free} are left"
+        yield observe(facts, "disk_full", "disk", sentence, command=f"df -h {facts.run_dir}")
+
+
+def _late(facts: Facts, seen: Iterable[Observation]) -> list[str]:
+    """Return how many workers give no steps, or fewer, and of how many the envs fail."""
+    wrong = [one.finding for one in seen if one.is_wrong and one.finding.whom.startswith(_WORKER)]
+    failing = {one.whom for one in wrong if one.kind in _OF_ENVS}
+    late = {one.whom for one in wrong if one.kind not in _OF_ENVS}
+    own = {process.name for process in facts.processes.values() if process.role == "worker"}
+    workers = len(own | {f"{_WORKER}{slot}" for slot in facts.snapshot.workers} | late)
+    said = [f"{len(late)} of {workers} workers late."] if late else []
+    return [*said, f"Envs of {len(failing)} of {workers} workers fail."] if failing else said
+
+
+def _others(findings: list[Finding]) -> list[str]:
+    others = [one for one in findings if not one.whom.startswith(_WORKER)]
+    return [_sentence(one) for one in others[:2]]
+
+
+def _sentence(finding: Finding) -> str:
+    text = finding.sentence
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _few_of_a_kind(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the findings, of each kind at most some; one more stands for the rest of its kind."""
+    by_kind: dict[str, list[Finding]] = {}
+    for one in findings:
+        by_kind.setdefault(one.kind, []).append(one)
+    return [short for of_kind in by_kind.values() for short in _shortened(of_kind)]
+
+
+def _shortened(found: list[Finding]) -> list[Finding]:
+    shown, rest = found[:_MOST_OF_A_KIND], found[_MOST_OF_A_KIND:]
+    if not rest:
+        return shown
+    one = rest[0]
+    whom = f"{one.whom} and {len(rest) - 1} more" if len(rest) > 1 else one.whom
+    sentence = f"{whom}: {one.kind.replace('_', ' ')} too"
+    return [*shown, Finding(one.kind, one.severity, whom, sentence, one.since_unix_s, one.limit)]

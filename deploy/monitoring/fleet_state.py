@@ -1,0 +1,346 @@
+"""The state of a fleet as one JSON document. The page, `top` and `--json` show it, and compute no number of their own.
+
+verdict, severity    one line, and "ok", "warning", "error", "ended" or "unknown"
+findings             what is wrong, worst first: cause, since when, limit, command
+fleet                id, env, version, state, times, addresses
+redis                whether its numbers are old, since when, and the server's own health
+numbers              gauges and totals by their names in Redis, and a few sums of them
+labelled             those with a label: {name: {value of the label: number}}
+ledger               agent steps from stepped to committed, with each loss by its name
+policies, logged     returns by module; metrics that callbacks logged
+workers              a row for each slot, by slot
+errors               failures of envs, grouped, the newest first
+processes            a row for each process, with CPU and memory
+learner              its lease, its newest logged row
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from headrace.deploy.monitoring.facts import Facts, FactsReader
+from headrace.deploy.monitoring.findings import Finding, find, verdict
+from headrace.deploy.monitoring.losses import loss_of
+from headrace.deploy.progress import STALE_S, number, weights_lag
+from headrace.deploy.redis_view import LearnerRowView, Snapshot
+from headrace.schemas.errors import RedisUnavailableError
+from headrace.schemas.ledger import FleetLedger, LedgerRow, add_up
+from headrace.schemas.printable import one_line, printable
+from headrace.schemas.process_state import ProcessState
+from headrace.schemas.redis_keys import COUNTER_TABLE, unlabelled
+
+Document = dict[str, Any]
+
+_SERVER_FIELDS = (
+    "redis_version",
+    "valkey_version",
+    "server_name",
+    "uptime_in_seconds",
+    "used_memory",
+    "used_memory_rss",
+    "used_memory_peak",
+    "maxmemory",
+    "maxmemory_policy",
+    "mem_fragmentation_ratio",
+    "connected_clients",
+    "instantaneous_ops_per_sec",
+    "evicted_keys",
+    "rejected_connections",
+    "aof_enabled",
+    "aof_last_write_status",
+    "aof_last_bgrewrite_status",
+    "rdb_last_bgsave_status",
+    "rdb_last_save_time",
+    "loading",
+    "role",
+)
+SLOW_S = 5.0
+"""Seconds between two reads of what changes slowly."""
+_MOST_TEXT = 4096
+_COUNTERS = tuple(metric.name for metric in COUNTER_TABLE if not metric.label)
+"""Counters that Redis lacks until they first count."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlowFacts:
+    """Facts that are read every few seconds only: INFO of Redis, the learner's newest row, and shares of CPUs.
+
+    `server` is None where the user of Redis may not ask. `cpu_shares` has the CPU seconds a second of each process.
+    """
+
+    server: Mapping[str, Any] | None = field(default_factory=dict)
+    learner_row: LearnerRowView | None = None
+    cpu_shares: Mapping[str, float] = field(default_factory=dict)
+
+
+def fleet_state(facts: Facts, findings: list[Finding], slow: SlowFacts | None = None) -> Document:
+    """Return the document. It has only what JSON has; every text of a peer in it is text, never markup."""
+    slow, snapshot = slow or SlowFacts(), facts.snapshot
+    by_name, by_label = _split(snapshot)
+    line = verdict(facts, findings)
+    return {
+        "unix_s": facts.unix_s,
+        "verdict": line,
+        "severity": _severity(facts, findings, line),
+        "findings": [_finding(finding, facts.unix_s) for finding in findings],
+        "fleet": _fleet(facts),
+        "redis": _redis(facts, slow),
+        "numbers": by_name | _sums(facts),
+        "labelled": by_label,
+        "ledger": ledger(snapshot.fleet, snapshot.rows.values()),
+        "policies": [
+            {"module": module, **numbers, "quantiles": dict(snapshot.policy_quantiles.get(module, {}))}
+            for module, numbers in sorted(snapshot.policies.items())
+        ],
+        "logged": {name: metric.value for name, metric in sorted(snapshot.metrics.items())},
+        "workers": _workers(facts, slow),
+        "errors": _env_errors(snapshot, facts.unix_s),
+        "processes": [_process(state, slow, facts.unix_s) for state in facts.processes.values()],
+        "learner": _learner(facts, slow),
+        "garbage": list(snapshot.garbage[:20]),
+    }
+
+
+def _env_errors(snapshot: Snapshot, unix_s: float) -> list[Document]:
+    """Return the groups of failures of envs, the newest first. What an env wrote has its control characters escaped."""
+    newest_first = sorted(snapshot.errors.items(), key=lambda item: -item[1].last_unix_s)
+    return [
+        {
+            "fingerprint": one_line(name),
+            **{fact: one_line(getattr(row, fact)) for fact in ("kind", "env", "exception", "message", "where")},
+            "count": row.count,
+            "first_unix_s": row.first_unix_s,
+            "last_unix_s": row.last_unix_s,
+            "last_age_s": max(0.0, unix_s - row.last_unix_s),
+            "slots": row.slots,
+            "traceback": printable(row.traceback),
+        }
+        for name, row in newest_first
+    ]
+
+
+class StateReader:
+    """Reads the document again and again, and what changes slowly every few seconds. One thread at a time."""
+
+    def __init__(self, reader: FactsReader) -> None:
+        self._reader = reader
+        self.facts: Facts | None = None
+        """The facts of the newest document."""
+        self._slow = SlowFacts()
+        self._slow_at = -math.inf
+        self._processes: Mapping[str, ProcessState] = {}
+
+    def read(self) -> Document:
+        """Return the document as of now. Waits some seconds at most. Raises what `FactsReader.read` raises."""
+        self.facts = facts = self._reader.read()
+        if time.monotonic() - self._slow_at >= SLOW_S and not facts.redis_error:
+            self._read_slowly(facts)
+        return fleet_state(facts, find(facts), self._slow)
+
+    def _read_slowly(self, facts: Facts) -> None:
+        self._slow_at = time.monotonic()
+        shares = cpu_shares(self._processes, facts.processes)
+        self._slow = replace(self._slow, cpu_shares=shares or self._slow.cpu_shares)
+        self._processes = facts.processes
+        if (view := self._reader.view) is not None:
+            with suppress(RedisUnavailableError):
+                server, row = view.server_info(), view.newest_learner_row()
+                self._slow = replace(self._slow, server=server, learner_row=row)
+
+
+def cpu_shares(before: Mapping[str, ProcessState], now: Mapping[str, ProcessState]) -> dict[str, float]:
+    """Return the CPU seconds a second of each process between two moments; without those started meanwhile."""
+    shares = {}
+    for name, state in now.items():
+        earlier = before.get(name)
+        if earlier is not None and earlier.pid == state.pid and state.unix_s > earlier.unix_s and state.pid:
+            shares[name] = max(0.0, state.cpu_s - earlier.cpu_s) / (state.unix_s - earlier.unix_s)
+    return shares
+
+
+def ledger(books: FleetLedger, rows: Iterable[LedgerRow] = ()) -> Document:
+    """Return books as a flow of agent steps: stepped, each loss, what is on its way, and committed.
+
+    `rows` split what is queued: with workers, and with broker or learner.
+    """
+    lives = list(rows)
+    losses: list[Document] = [
+        *(_loss("discarded", reason, steps, None) for reason, steps in books.discarded.items()),
+        *(_loss("dropped", reason, steps, chunks) for reason, (steps, chunks) in books.dropped.items()),
+    ]
+    lost = sum(loss["agent_steps"] for loss in losses)
+    return {
+        "stepped": books.stepped,
+        "committed": books.committed[0],
+        "committed_chunks": books.committed[1],
+        "committed_share": books.committed[0] / books.stepped if books.stepped else None,
+        "queued": books.queued,
+        "with_workers": sum(row.totals.open for row in lives),
+        "with_broker_or_learner": sum(row.held[0] for row in lives),
+        "losses": sorted((loss for loss in losses if loss["agent_steps"]), key=lambda loss: -loss["agent_steps"]),
+        "lost": lost,
+        "lost_share": lost / books.stepped if books.stepped else None,
+        "balance": books.balance(),
+    }
+
+
+def _loss(kind: str, reason: str, steps: int, chunks: int | None) -> Document:
+    meaning = loss_of(kind, reason).meaning
+    return {"kind": kind, "reason": reason, "agent_steps": steps, "chunks": chunks, "meaning": meaning}
+
+
+def _split(snapshot: Snapshot) -> tuple[Document, Document]:
+    """Return gauges and totals without a label by name, and those with one by name and value of the label."""
+    plain: Document = dict.fromkeys(_COUNTERS, 0) if snapshot.totals else {}
+    labels: Document = {}
+    for field_name, value in {**snapshot.totals, **snapshot.gauges}.items():
+        name, label, text = unlabelled(field_name)
+        if label:
+            labels.setdefault(name, {})[text] = value
+        else:
+            plain[name] = value
+    return plain, labels
+
+
+def _severity(facts: Facts, findings: Sequence[Finding], line: str) -> str:
+    if line.startswith("Ended"):
+        return "ended"
+    severities = {finding.severity for finding in findings}
+    if facts.redis_error:
+        return "error"
+    return next((severity for severity in ("error", "warning") if severity in severities), "ok")
+
+
+def _finding(finding: Finding, unix_s: float) -> Document:
+    return {**asdict(finding), "for_s": _age_s(finding.since_unix_s, unix_s)}
+
+
+def _fleet(facts: Facts) -> Document:
+    config, snapshot = facts.config, facts.snapshot
+    supervisor = facts.processes.get("supervisor")
+    return {
+        "id": snapshot.fleet_id,
+        "env": snapshot.env or (config.sampling.env if config is not None else ""),
+        "version": snapshot.version,
+        "workers_wanted": config.fleet.workers if config is not None else None,
+        "state": supervisor.state if supervisor is not None else "",
+        "started_unix_s": supervisor.started_unix_s if supervisor is not None else None,
+        "reported_unix_s": snapshot.reported_unix_s,
+        "ended_unix_s": snapshot.ended_unix_s,
+        "run_dir": str(facts.run_dir) if facts.run_dir is not None else "",
+        "endpoints": dict(facts.endpoints),
+    }
+
+
+def _redis(facts: Facts, slow: SlowFacts) -> Document:
+    server = slow.server
+    return {
+        "error": facts.redis_error,
+        "age_s": round(facts.redis_age_s, 1),
+        "away_since_unix_s": facts.unix_s - facts.redis_age_s if facts.redis_error else None,
+        "is_old": bool(facts.redis_error) and facts.redis_age_s > STALE_S,
+        "may_ask": server is not None,
+        "server": {name: server[name] for name in _SERVER_FIELDS if name in server} if server else {},
+    }
+
+
+def _sums(facts: Facts) -> Document:
+    """Return the few numbers that no gauge and no total has."""
+    snapshot = facts.snapshot
+    workers = snapshot.workers.values()
+    restarts: dict[str, int] = {}
+    for state in facts.processes.values():
+        restarts[state.role] = restarts.get(state.role, 0) + state.restarts
+    return {
+        "workers_connected": len(snapshot.workers),
+        "workers_blocked_now": sum(bool(worker.get("blocked")) for worker in workers),
+        "weights_lag": weights_lag(snapshot),
+        "weights_lag_mean": _mean([max(0.0, number(worker.get("weights_behind"))) for worker in workers]),
+        "restarts": sum(restarts.values()),
+        "restarts_by_role": restarts,
+        "lives": sum(snapshot.incarnations.values()),
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _workers(facts: Facts, slow: SlowFacts) -> list[Document]:
+    snapshot = facts.snapshot
+    by_slot: dict[int, dict[tuple[int, int], LedgerRow]] = {}
+    for (slot, incarnation), row in snapshot.rows.items():
+        by_slot.setdefault(slot, {})[slot, incarnation] = row
+    for slot, lives in snapshot.folded.items():
+        by_slot.setdefault(slot, {})[slot, 0] = lives.row
+    processes = {state.slot: state for state in facts.processes.values() if state.slot is not None}
+    slots = sorted(by_slot.keys() | processes.keys() | snapshot.workers.keys())
+    return [_worker(facts, slow, slot, processes.get(slot), by_slot.get(slot, {})) for slot in slots]
+
+
+def _worker(
+    facts: Facts,
+    slow: SlowFacts,
+    slot: int,
+    process: ProcessState | None,
+    rows: Mapping[tuple[int, int], LedgerRow],
+) -> Document:
+    """Return the newest state of a slot: what the broker tells, its process, and the books of all its lives."""
+    told = {name: value for name, value in facts.snapshot.workers.get(slot, {}).items() if _is_json(value)}
+    newest = rows.get(max(rows, default=(slot, 0)))
+    steps = sum(row.totals.steps_of_envs for row in rows.values())
+    state = process.state if process is not None else "connected" if told else "gone"
+    return {
+        "env_steps_all": steps,
+        "agent_steps_all": sum(row.totals.stepped for row in rows.values()),
+        "episodes_all": sum(row.totals.episodes for row in rows.values()),
+        "env_failures_all": sum(row.totals.env_failures for row in rows.values()),
+        **told,
+        "slot": slot,
+        "name": f"worker-{slot}",
+        "state": "stopped by a signal" if process is not None and process.is_stopped else state,
+        "is_connected": bool(told),
+        "incarnation": told.get("incarnation", newest.incarnation if newest is not None else 0),
+        "lives": facts.snapshot.incarnations.get(slot, 0),
+        "restarts": process.restarts if process is not None else None,
+        "last_words": process.last_words if process is not None else "",
+        "doing": process.doing if process is not None else "",
+        "silent_s": process.silent_s if process is not None else None,
+        "cpu_share": slow.cpu_shares.get(f"worker-{slot}"),
+        "rss_bytes": process.rss_bytes if process is not None else None,
+        "ledger": ledger(add_up(rows), rows.values()),
+    }
+
+
+def _is_json(value: Any) -> bool:
+    """Return whether a value that any program may have written can be shown: numbers, short texts, small tables."""
+    if isinstance(value, Mapping):
+        return len(value) <= 64 and all(isinstance(part, int | float | str | None) for part in value.values())
+    return isinstance(value, int | float | str | None) and len(str(value)) <= _MOST_TEXT
+
+
+def _process(state: ProcessState, slow: SlowFacts, unix_s: float) -> Document:
+    age_s = _age_s(state.started_unix_s or None, unix_s)
+    return {**state.model_dump(mode="json"), "cpu_share": slow.cpu_shares.get(state.name), "age_s": age_s}
+
+
+def _learner(facts: Facts, slow: SlowFacts) -> Document:
+    lease, row = facts.snapshot.lease, slow.learner_row
+    return {
+        "epoch": lease.get("epoch"),
+        "is_connected": None if "connected" not in lease else bool(lease["connected"]),
+        "since_unix_s": lease.get("since_unix_s"),
+        "committed_unix_s": lease.get("committed_unix_s"),
+        "committed_age_s": _age_s(lease.get("committed_unix_s"), facts.unix_s),
+        "logged_unix_s": row.unix_s if row is not None else None,
+        "logged": dict(row.values) if row is not None else {},
+    }
+
+
+def _age_s(since_unix_s: float | None, unix_s: float) -> float | None:
+    return None if since_unix_s is None else round(max(0.0, unix_s - since_unix_s), 1)

@@ -1,0 +1,1 @@
+"""`headrace dashboard`: the live page of a fleet."""

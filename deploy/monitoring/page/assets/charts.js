@@ -1,0 +1,220 @@
+"use strict";
+/* Charts of the history. uPlot draws; the curves come ready from /series.json, and null is where nothing is known. */
+
+const PARTS = ["env", "inference", "connectors", "serialise", "wait", "decode", "train", "publish", "other"];
+const shares = (name) => PARTS.map((part) => ({ name: `${name}{part="${part}"}`, label: part }));
+const at = (name, quantile) => `${name}{quantile="${quantile}"}`;
+
+/* `lines`: curves; `band`: lower and upper edge of a shaded band; a chart without data is not shown. */
+const CHARTS = [
+  { title: "Throughput", unit: "steps/s", lines: [
+    { name: "env_steps_per_s", label: "env steps taken" },
+    { name: "committed_agent_steps_per_s", label: "agent steps committed" } ] },
+  { title: "Return of episodes", unit: "", lines: [{ name: "episode_return_mean", label: "mean" }], bands: [
+    [at("episode_return_quantile", "0.05"), at("episode_return_quantile", "0.95"), "5 % to 95 %"],
+    [at("episode_return_quantile", "0.25"), at("episode_return_quantile", "0.75"), "quartiles"] ] },
+  { title: "Weights lag", unit: "versions", lines: [
+    { name: at("accepted_lag", "0.5"), label: "median, as accepted" },
+    { name: at("accepted_lag", "0.95"), label: "95 %" },
+    { name: at("consumed_lag", "0.5"), label: "median, as consumed" } ] },
+  { title: "Queue", unit: "batches", lines: [{ name: "held_batches", label: "batches held by the broker" }] },
+  { title: "Oldest batch not settled", unit: "s", lines: [{ name: "oldest_unsettled_age_s", label: "age" }] },
+  { title: "Steps of single workers", unit: "env steps/s", lines: [
+    { name: at("worker_env_steps_per_s_quantile", "0.5"), label: "median worker" } ], bands: [
+    [at("worker_env_steps_per_s_quantile", "0.05"), at("worker_env_steps_per_s_quantile", "0.95"), "5 % to 95 %"],
+    [at("worker_env_steps_per_s_quantile", "0.25"), at("worker_env_steps_per_s_quantile", "0.75"), "quartiles"] ] },
+  { title: "Time of workers", unit: "%", scale: 100, lines: shares("worker_time_share") },
+  { title: "Time of the learner", unit: "%", scale: 100, lines: shares("learner_time_share") },
+  { title: "Length of episodes", unit: "env steps", lines: [{ name: "episode_len_mean", label: "mean" }] },
+];
+const MOST_LEARNER_CHARTS = 24;
+
+const Charts = (() => {
+  const plots = new Map();
+  let data = { unix_s: [], curves: {}, marks: [], interval_s: 5 };
+  let shown = 3600;
+  let boxes = [];
+
+  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const hasData = (name) => (data.curves[name] || []).some((value) => value !== null);
+
+  function specs() {
+    const own = Object.keys(data.curves).filter((name) => name.startsWith("learner/")).slice(0, MOST_LEARNER_CHARTS);
+    return [...CHARTS, ...own.map((name) => (
+      { title: name.replace("learner/", ""), unit: "", isOfLearner: true, lines: [{ name, label: "logged" }] }))];
+  }
+
+  /* Take curves after a time: what is known from the first of them on is replaced. */
+  function take(fresh, limit_s) {
+    const first = fresh.unix_s.length ? fresh.unix_s[0] : Infinity;
+    let kept = data.unix_s.findIndex((time) => time >= first);
+    if (kept < 0) kept = data.unix_s.length;
+    const oldest = (fresh.unix_s[fresh.unix_s.length - 1] || 0) - limit_s;
+    let cut = data.unix_s.findIndex((time) => time > oldest);
+    cut = cut < 0 ? 0 : Math.min(cut, kept);
+    const curves = {};
+    for (const name of new Set([...Object.keys(data.curves), ...Object.keys(fresh.curves)])) {
+      const before = (data.curves[name] || new Array(data.unix_s.length).fill(null)).slice(cut, kept);
+      curves[name] = before.concat(fresh.curves[name] || new Array(fresh.unix_s.length).fill(null));
+    }
+    data = { ...fresh, unix_s: data.unix_s.slice(cut, kept).concat(fresh.unix_s), curves };
+    draw();
+  }
+
+  function clear() {
+    data = { unix_s: [], curves: {}, marks: [], interval_s: 5 };
+  }
+
+  /* One column for each curve of the chart, in the order in which uPlot gets them. */
+  function columns(spec) {
+    const found = [];
+    for (const [low, high, label] of spec.bands || []) {
+      if (hasData(low) && hasData(high)) {
+        found.push({ name: low, edge: true }, { name: high, edge: true, label, isBand: true });
+      }
+    }
+    for (const line of spec.lines) if (hasData(line.name)) found.push(line);
+    return found;
+  }
+
+  function valuesOf(spec, column) {
+    const values = data.curves[column.name];
+    return spec.scale ? values.map((value) => value === null ? null : value * spec.scale) : values;
+  }
+
+  function drawMarks(plot) {
+    const { left, top, width, height } = plot.bbox;
+    plot.ctx.save();
+    plot.ctx.setLineDash([4, 4]);
+    for (const mark of data.marks) {
+      const x = plot.valToPos(mark.unix_s, "x", true);
+      if (x < left || x > left + width) continue;
+      plot.ctx.strokeStyle = color(["joined", "again", "learner", "broker"].includes(mark.kind) ? "--c5" : "--error");
+      plot.ctx.beginPath();
+      plot.ctx.moveTo(x, top);
+      plot.ctx.lineTo(x, top + height);
+      plot.ctx.stroke();
+    }
+    plot.ctx.restore();
+  }
+
+  function options(spec, found, width, caption) {
+    const axis = { stroke: color("--quiet"), grid: { stroke: color("--grid"), width: 1 }, ticks: { show: false } };
+    const bands = found.flatMap((column, i) =>
+      column.isBand ? [{ series: [i + 1, i], fill: `${color("--c0")}2e` }] : []);
+    let hue = 0;
+    const series = found.map((column) => {
+      if (column.edge) return { label: column.label || "", stroke: "transparent", width: 0, points: { show: false } };
+      column.hue = `--c${hue++ % 6}`;
+      return { label: column.label, stroke: color(column.hue), width: 1.6, points: { show: false },
+        dash: hue > 6 ? [6, 3] : undefined };
+    });
+    return {
+      width, height: 170, legend: { show: false }, series: [{}, ...series], bands,
+      cursor: { sync: { key: "fleet" }, drag: { x: false, y: false }, points: { show: false } },
+      scales: { x: { time: true, range: () => range() }, y: { range: (_, low, high) => limits(low, high) } },
+      axes: [{ ...axis, size: 28, space: 70, values: (_, ticks) => ticks.map((tick) => clock(tick).slice(0, ticks[ticks.length - 1] - ticks[0] > 600 ? 5 : 8)) }, { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => short(tick)) }],
+      hooks: { draw: [drawMarks], setCursor: [(plot) => tell(caption, spec, found, plot.cursor.idx)] },
+    };
+  }
+
+  function range() {
+    const last = data.unix_s[data.unix_s.length - 1] || Date.now() / 1000;
+    const first = Math.max(data.unix_s[0] || 0, last - shown);
+    return [Math.min(first, last - 60), last];
+  }
+
+  function limits(low, high) {
+    if (low === null || low === undefined) return [0, 1];
+    const room = (high - low || Math.abs(high) || 1) * 0.08;
+    return [low >= 0 && low < (high - low) * 2 ? 0 : low - room, high + room];
+  }
+
+  const short = (value) => Math.abs(value) >= 10000
+    ? new Intl.NumberFormat("en-US", { notation: "compact", maximumFractionDigits: 2 }).format(value)
+    : String(Number(value.toPrecision(4)));
+
+  /* Say in the caption, in text, what the curves are at one moment: under the cursor, else the newest. */
+  function tell(caption, spec, found, index) {
+    let i = index;
+    if (i === null || i === undefined) {
+      for (i = data.unix_s.length - 1; i > 0; i--) if (found.some((one) => data.curves[one.name][i] !== null)) break;
+    }
+    const parts = [];
+    for (const [k, column] of found.entries()) {
+      const value = data.curves[column.name] && data.curves[column.name][i];
+      if (column.edge && !column.isBand) continue;
+      const low = column.isBand ? data.curves[found[k - 1].name][i] : null;
+      const said = (one) => one === null || one === undefined ? "-" : short(one * (spec.scale || 1));
+      parts.push({ column, text: `${column.label} ${column.isBand ? `${said(low)} to ` : ""}${said(value)}` });
+    }
+    const when = index === null || index === undefined ? "" : clock(data.unix_s[i]);
+    caption.replaceChildren(...(when ? [make("b", { text: when })] : []), ...parts.map(({ column, text }) => {
+      const swatch = make("span", { class: "swatch" });
+      swatch.style.background = column.isBand ? `${color("--c0")}55` : color(column.hue || "--c0");
+      return make("span", {}, swatch, text);
+    }));
+    return parts.map(({ text }) => text).join(", ");
+  }
+
+  function drop(title) {
+    plots.get(title).remove();
+    plots.delete(title);
+    for (const box of boxes) if (box.known) box.known.delete(title);
+  }
+
+  function draw() {
+    if (!boxes.length) return;
+    const wanted = specs().map((spec) => ({ spec, found: columns(spec) })).filter(({ found }) => found.length);
+    document.getElementById("no-history").hidden = wanted.length > 0;
+    for (const [title] of plots) if (!wanted.some(({ spec }) => spec.title === title)) drop(title);
+    for (const { spec, found } of wanted) {
+      const known = plots.get(spec.title);
+      const names = found.map((column) => column.name).join();
+      if (known && known.names !== names) drop(spec.title);
+      if (!plots.has(spec.title)) plots.set(spec.title, build(spec, found, names));
+      plots.get(spec.title).update();
+    }
+    for (const [i, box] of boxes.entries()) {
+      const own = wanted.filter(({ spec }) => Boolean(spec.isOfLearner) === (i === 1));
+      if (box.closest("details")) box.closest("details").hidden = !own.length;
+      keyed(box, own, ({ spec }) => spec.title, ({ spec }) => plots.get(spec.title).figure, () => {});
+    }
+  }
+
+  function build(spec, found, names) {
+    const caption = make("figcaption", {});
+    const canvas = make("div", { role: "img" });
+    const figure = make("figure", {}, make("h3", { text: spec.unit ? `${spec.title}, ${spec.unit}` : spec.title }),
+      canvas, caption);
+    let plot = null;
+    const rows = () => [data.unix_s, ...found.map((column) => valuesOf(spec, column))];
+    const resize = new ResizeObserver(() => {
+      const width = Math.floor(canvas.clientWidth);
+      if (width < 50) return;
+      if (plot && plot.width === width) return;
+      if (plot) plot.setSize({ width, height: 170 });
+      else plot = new uPlot(options(spec, found, width, caption), rows(), canvas);
+    });
+    resize.observe(canvas);
+    return {
+      figure, names,
+      update() {
+        if (plot) plot.setData(rows());
+        const said = tell(caption, spec, found, null);
+        const what = `${spec.isOfLearner ? "the learner's " : ""}${spec.title}${spec.unit ? `, ${spec.unit}` : ""}`;
+        canvas.setAttribute("aria-label", `Chart of ${what}. Newest: ${said}`);
+      },
+      remove() { resize.disconnect(); if (plot) plot.destroy(); figure.remove(); },
+    };
+  }
+
+  return {
+    take, clear, draw,
+    mount(...elements) { boxes = elements; },
+    show(seconds) { shown = seconds; draw(); },
+    restyle() { for (const title of [...plots.keys()]) drop(title); draw(); },
+    newest: () => data.unix_s[data.unix_s.length - 1] || 0,
+    marks: () => data.marks,
+  };
+})();

@@ -1,0 +1,193 @@
+"""Checks of single processes: dead, stopped, silent, or not ready yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from headrace.deploy.monitoring.connecting import env_host_command
+from headrace.deploy.monitoring.facts import Facts
+from headrace.deploy.monitoring.finding_kinds import Observation, observe
+from headrace.deploy.monitoring.processes import GONE, SUPERVISOR
+from headrace.deploy.progress import number
+from headrace.schemas.printable import one_line
+from headrace.schemas.process_state import ProcessState
+
+SILENT_S = 3.0
+"""Seconds without a sign of life after which a process is named, if the fleet takes no step."""
+
+_MANY_DEATHS = 3
+_LATE_HEARTBEATS = 3
+_SILENT_KINDS = {"broker": "broker_silent", "learner": "learner_silent", "env-host": "env_host_silent"}
+
+States = Mapping[int, Mapping[str, Any]]
+
+
+def supervisor_check(facts: Facts) -> Iterator[Observation]:
+    """Yield what is wrong with the supervisor."""
+    state = facts.processes.get(SUPERVISOR)
+    if state is not None and state.state == GONE:
+        sentence = f"the supervisor (pid {state.pid}) has died without a drain, and its processes with it"
+        again = "" if facts.run_dir is None else f"headrace up --resume {facts.run_dir}"
+        yield observe(facts, "supervisor_gone", SUPERVISOR, sentence, command=again)
+    elif state is not None and state.is_stopped:
+        yield _stopped(facts, state)
+
+
+def between_lives(facts: Facts) -> Iterator[Observation]:
+    """Yield the processes that have ended and start again, or do not."""
+    for state in facts.processes.values():
+        ended = f"it ended with {state.last_words:.100}" if state.last_words else "it has ended"
+        log = "" if facts.run_dir is None else f"tail {facts.run_dir / 'logs' / state.name}.log"
+        if _dies_often(facts, state):
+            sentence = f"{state.name} has ended {state.recent_deaths} times in a short time; the last time {ended}"
+            yield observe(facts, "crash_loop", state.name, sentence, command=log)
+        elif state.state == "restarting":
+            sentence = f"waiting for {state.name} to start again ({ended})"
+            yield observe(facts, "process_restarting", state.name, sentence, command=log)
+        elif state.state == "fenced":
+            yield observe(facts, "learner_fenced", state.name, "a newer learner has taken over from the fleet's own")
+        elif state.state == "failed":
+            yield observe(facts, "process_failed", state.name, f"{state.name} has failed: {ended}", command=log)
+
+
+def stuck(facts: Facts, states: States) -> dict[str, Observation]:
+    """Return what was seen of each process that lives and does nothing, by name.
+
+    The fleet's own are judged by their supervisor, and workers that others have started by what the broker tells of
+    them: `states`, empty where that is old.
+    """
+    found = {state.name: _why_stuck(facts, state, states) for state in facts.processes.values()}
+    elsewhere = {slot: state for slot, state in states.items() if f"worker-{slot}" not in facts.processes}
+    found |= {f"worker-{slot}": _why_stuck_elsewhere(facts, slot, state) for slot, state in elsewhere.items()}
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def not_ready(facts: Facts, states: States) -> Iterator[Observation]:
+    """Yield the fleet's own workers that load or build their envs, and those that the broker does not know."""
+    workers = [state for state in facts.processes.values() if state.role == "worker" and state.state == "running"]
+    loading = [state for state in workers if state.doing == "loading"]
+    building = [state for state in workers if state.doing == "building"]
+    if loading:
+        sentence = f"waiting for {names_of(loading)} to load ({_age(facts, loading):.0f} s so far)"
+        yield observe(facts, "worker_loading", names_of(loading), sentence, _age(facts, loading))
+    if building:
+        yield _building(facts, building)
+    unknown = (
+        []
+        if facts.redis_error or not facts.snapshot.gauges
+        else [s for s in workers if not s.doing and s.slot not in states]
+    )
+    for state in unknown:
+        sentence = f"waiting for {state.name} (pid {state.pid}) to join the broker"
+        yield observe(facts, "worker_not_joined", state.name, sentence, facts.unix_s - state.started_unix_s)
+
+
+def lost_elsewhere(facts: Facts) -> Iterator[Observation]:
+    """Yield the workers from elsewhere whose connection has ended and whose books are open."""
+    snapshot = facts.snapshot
+    newest: dict[int, int] = {}
+    for slot, incarnation in snapshot.rows:
+        newest[slot] = max(incarnation, newest.get(slot, 0))
+    for slot, incarnation in newest.items():
+        name = f"worker-{slot}"
+        if name in facts.processes or slot in snapshot.workers or snapshot.rows[slot, incarnation].closed:
+            continue
+        sentence = f"{name} (incarnation {incarnation}) is lost: its connection ended without a word"
+        yield observe(facts, "worker_lost", name, sentence)
+
+
+def names_of(states: Sequence[ProcessState]) -> str:
+    """Return the names of some processes, in few words."""
+    names = [state.name for state in states]
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
+
+
+def _dies_often(facts: Facts, state: ProcessState) -> bool:
+    window_s = 60.0 if facts.config is None else facts.config.supervisor.restart_window_s
+    lately = not state.started_unix_s or facts.unix_s - state.started_unix_s < window_s
+    return state.recent_deaths >= _MANY_DEATHS and lately and state.state in ("running", "restarting")
+
+
+def _stopped(facts: Facts, state: ProcessState) -> Observation:
+    for_s = state.silent_s if state.silent_s > 0 else None
+    sentence = f"waiting for {state.name} (pid {state.pid}), which is stopped"
+    return observe(facts, "process_stopped", state.name, sentence, for_s, command=f"kill -CONT {state.pid}")
+
+
+def _why_stuck(facts: Facts, state: ProcessState, states: States) -> Observation | None:
+    """Return what was seen of a running process that does nothing; None for one that gives signs of life."""
+    if not state.pid or state.state not in ("running", "draining") or state.role == SUPERVISOR:
+        return None
+    name, silent_s = f"{state.name} (pid {state.pid})", state.silent_s
+    if state.is_stopped:
+        return _stopped(facts, state)
+    if state.slot is None:
+        kind = _SILENT_KINDS.get(state.role, "")
+        if not kind or silent_s <= SILENT_S:
+            return None
+        return observe(facts, kind, state.name, f"waiting for {name}, silent for {silent_s:.0f} s", silent_s)
+    if silent_s > SILENT_S and not state.doing:
+        sentence = f"waiting for {name}: its env or a callback has not returned for {silent_s:.0f} s"
+        return observe(facts, "env_hangs", state.name, sentence, silent_s)
+    if silent_s > SILENT_S and state.doing == "rebuilding":
+        sentence = f"waiting for {name}, which has been building an env again for {silent_s:.0f} s"
+        return observe(facts, "env_rebuilding", state.name, sentence, silent_s)
+    told = states.get(state.slot, {})
+    if state.doing or told.get("incarnation") != state.incarnation:
+        return None
+    return _why_envs_silent(facts, state.name, name, told)
+
+
+def _why_stuck_elsewhere(facts: Facts, slot: int, told: Mapping[str, Any]) -> Observation | None:
+    key = f"worker-{slot}"
+    name = f"{key} (pid {number(told.get('pid')):.0f} on {one_line(str(told.get('host', '')))})"
+    silent_s = (facts.snapshot.reported_unix_s or 0.0) - number(told.get("unix_s"))
+    heartbeat_s = 1.0 if facts.config is None else facts.config.broker.heartbeat_interval_s
+    if silent_s > max(SILENT_S, _LATE_HEARTBEATS * heartbeat_s):
+        sentence = f"waiting for {name}, silent for {silent_s:.0f} s: it is stopped, builds its envs, or an env hangs"
+        return observe(facts, "worker_late", key, sentence, silent_s)
+    return _why_envs_silent(facts, key, name, told)
+
+
+def _why_envs_silent(facts: Facts, key: str, name: str, told: Mapping[str, Any]) -> Observation | None:
+    silent_s = number(told.get("env_silence_s"))
+    if silent_s <= SILENT_S:
+        return None
+    if _is_remote(facts) and not _connected_hosts(told):
+        sentence = f"waiting for {name}: no env host serves its envs, for {silent_s:.0f} s"
+        return observe(facts, "no_env_hosts", key, sentence, silent_s, command=_host_command(facts))
+    sentence = f"waiting for {name}: none of its envs has answered for {silent_s:.0f} s"
+    return observe(facts, "envs_silent", key, sentence, silent_s)
+
+
+def _building(facts: Facts, building: list[ProcessState]) -> Observation:
+    whom, age_s = names_of(building), _age(facts, building)
+    if not _is_remote(facts):
+        each = "" if facts.config is None else f"{facts.config.sampling.num_envs} envs each "
+        sentence = f"waiting for {whom} to build {each or 'its envs '}({age_s:.0f} s so far)"
+        return observe(facts, "worker_building", whom, sentence, age_s)
+    if facts.config is not None and facts.config.fleet.env_hosts:
+        sentence = f"waiting for the env hosts of {whom} ({age_s:.0f} s so far)"
+        return observe(facts, "worker_building", whom, sentence, age_s)
+    return observe(
+        facts, "no_env_hosts", whom, f"waiting for env hosts for {whom}", age_s, command=_host_command(facts)
+    )
+
+
+def _is_remote(facts: Facts) -> bool:
+    return facts.config is not None and facts.config.sampling.env_placement == "remote"
+
+
+def _connected_hosts(told: Mapping[str, Any]) -> float:
+    """Return how many env hosts a worker has; 1 where it does not tell."""
+    hosts = told.get("env_hosts")
+    return number(hosts.get("connected")) if isinstance(hosts, Mapping) else 1.0
+
+
+def _host_command(facts: Facts) -> str:
+    return "" if facts.config is None else env_host_command(facts.config, facts.endpoints)
+
+
+def _age(facts: Facts, states: Sequence[ProcessState]) -> float:
+    return max(max(0.0, facts.unix_s - state.started_unix_s) for state in states)

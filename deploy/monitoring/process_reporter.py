@@ -1,0 +1,85 @@
+"""The supervisor's report of its processes to Redis, in a thread of its own: it must not delay a restart."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from headrace.broker.redis_client import REDIS_FAILURES, connect
+from headrace.schemas import redis_keys as keys
+from headrace.schemas.process_state import ProcessState
+
+INTERVAL_S = 5.0
+LIVE_S = 30
+_LOOK_S = 1.0
+"""Shortest pause between two looks at the processes. A stopped one should be told soon."""
+_SHARE = 50
+"""A pause is so many times as long as the look before it, within its bounds."""
+_SILENT_S = 3.0
+_TIMEOUT_S = 2.0
+_SETTLE_S = 0.2
+"""Processes often start together: one report is enough for all."""
+
+States = Mapping[str, ProcessState]
+
+
+class ProcessReporter:
+    """Writes what `states` returns to the hash `processes`: every 5 s, and soon after a process changed.
+
+    While Redis is away it goes on trying.
+    """
+
+    def __init__(self, url: str, fleet_id: str, states: Callable[[], States]) -> None:
+        self._client = connect(url, _TIMEOUT_S)
+        self._key = keys.key_name(fleet_id, keys.PROCESSES)
+        self._states = states
+        self._reported: object = None
+        self._due = 0.0
+        self._changed = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="process-report", daemon=True)
+        self._thread.start()
+
+    def changed(self) -> None:
+        """Ask for a report soon. Any thread may call it."""
+        self._changed.set()
+
+    def close(self) -> None:
+        """Report once more, and end the thread. Waits for Redis some seconds at most."""
+        self._closing.set()
+        self._changed.set()
+        self._thread.join(3 * _TIMEOUT_S)
+        self._client.close()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            began = time.monotonic()
+            states = self._states()
+            look_s = time.monotonic() - began
+            if began >= self._due or _as_told(states) != self._reported:
+                self._report(states)
+            self._changed.wait(max(_LOOK_S, min(INTERVAL_S, _SHARE * look_s)))
+            self._closing.wait(_SETTLE_S)
+            self._changed.clear()
+        self._report(self._states())
+
+    def _report(self, states: States) -> None:
+        fields: dict[Any, Any] = {name: state.model_dump_json() for name, state in states.items()}
+        try:
+            with self._client.pipeline(transaction=True) as pipe:
+                pipe.delete(self._key)
+                pipe.hset(self._key, mapping=fields)
+                pipe.expire(self._key, LIVE_S)
+                pipe.execute()
+        except REDIS_FAILURES:
+            return  # the fleet's numbers say that Redis is away; the next report is due soon
+        self._reported, self._due = _as_told(states), time.monotonic() + INTERVAL_S
+
+
+def _as_told(states: States) -> object:
+    """Return what must not wait for the next report."""
+    return {
+        name: (one.state, one.pid, one.is_stopped, one.doing, one.silent_s > _SILENT_S) for name, one in states.items()
+    }

@@ -1,0 +1,127 @@
+"""The states of a fleet's processes on this machine, from fleet.json, recorders, liveness files and /proc."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from headrace.deploy.fleet_file import FleetFile, ProcessEntry
+from headrace.deploy.liveness_file import seconds_silent
+from headrace.deploy.proc_stat import is_alive, is_stopped
+from headrace.deploy.recorders import recorder_path
+from headrace.schemas.process_state import MOST_WORDS, ProcessState
+from headrace.schemas.recorder import read_recorder
+
+GONE = "gone"
+"""The state of a process that fleet.json names and that does not live."""
+
+SUPERVISOR = "supervisor"
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def processes_of(fleet: FleetFile, run_dir: Path) -> dict[str, ProcessState]:
+    """Return the state of the supervisor and of each process in `fleet`, by name.
+
+    A process that was replaced and still lives is left out: the new one has its name. Takes about 0.2 ms a process.
+    """
+    found = [_supervisor(fleet), *_living(fleet, run_dir), *_waiting(fleet)]
+    return {state.name: state for state in found}
+
+
+def _supervisor(fleet: FleetFile) -> ProcessState:
+    pid, lives = fleet.supervisor_pid, is_alive(fleet.supervisor_pid)
+    state = fleet.state if lives or fleet.state == "stopped" else GONE
+    cpu_s, rss_bytes = _usage(pid) if lives else (0.0, 0)
+    return ProcessState(
+        name=SUPERVISOR,
+        role=SUPERVISOR,
+        pid=pid,
+        host=platform.node(),
+        state=state,
+        started_unix_s=fleet.started,
+        cpu_s=cpu_s,
+        rss_bytes=rss_bytes,
+        is_stopped=is_stopped(pid),
+        unix_s=time.time(),
+    )
+
+
+def _living(fleet: FleetFile, run_dir: Path) -> Iterator[ProcessState]:
+    for entry in fleet.processes:
+        if entry.state == "silent":
+            continue
+        if not is_alive(entry.pid):
+            yield _state(entry, state=GONE if entry.state == "running" else entry.state)
+            continue
+        silent_s, doing = _signs_of_life(entry, run_dir)
+        cpu_s, rss_bytes = _usage(entry.pid)
+        yield _state(
+            entry,
+            state=entry.state,
+            is_stopped=is_stopped(entry.pid),
+            silent_s=silent_s,
+            doing=doing,
+            cpu_s=cpu_s,
+            rss_bytes=rss_bytes,
+        )
+
+
+def _state(entry: ProcessEntry, **seen: object) -> ProcessState:
+    known = {
+        "name": entry.name,
+        "role": entry.role,
+        "slot": entry.slot,
+        "incarnation": entry.incarnation,
+        "pid": entry.pid,
+        "host": platform.node(),
+        "started_unix_s": entry.started,
+        "restarts": entry.restarts,
+        "last_words": entry.last_words[:MOST_WORDS],
+        "recent_deaths": entry.recent_deaths,
+        "unix_s": time.time(),
+    }
+    return ProcessState.model_validate(known | seen)
+
+
+def _waiting(fleet: FleetFile) -> Iterator[ProcessState]:
+    for entry in fleet.waiting:
+        yield ProcessState(
+            name=entry.name,
+            role=entry.role,
+            slot=entry.slot,
+            host=platform.node(),
+            state=entry.state,
+            restarts=entry.restarts,
+            last_words=entry.last_words[:MOST_WORDS],
+            recent_deaths=entry.recent_deaths,
+            unix_s=time.time(),
+        )
+
+
+def _signs_of_life(entry: ProcessEntry, run_dir: Path) -> tuple[float, str]:
+    """Return (seconds since the last sign of life, what it does by what it last told)."""
+    if entry.slot is None:
+        place = run_dir / "logs" / f".{entry.name}-{entry.incarnation}.alive"
+        return max(0.0, seconds_silent(place) or 0.0), ""
+    try:
+        reading = read_recorder(recorder_path(run_dir / "recorders", entry.slot, entry.incarnation))
+    except OSError:
+        return 0.0, ""
+    if reading is None:
+        return 0.0, "loading"
+    now_ns = time.monotonic_ns()
+    doing = "" if reading.silent_until_ns <= now_ns else "rebuilding" if reading.totals.stepped else "building"
+    return max(0.0, (now_ns - reading.updated_ns) / 1e9), doing
+
+
+def _usage(pid: int) -> tuple[float, int]:
+    """Return (CPU seconds, resident bytes) of a process by proc(5); zeros for one that has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[21]) * _PAGE
+    except (OSError, IndexError, ValueError):
+        return 0.0, 0

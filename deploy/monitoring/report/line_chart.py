@@ -1,0 +1,222 @@
+"""Curves over time as SVG in a page: printable, without a script, with a table of the numbers below each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from headrace.deploy.monitoring.html_page import folded, table, text
+
+Points = Sequence[tuple[float, float]]
+"""(x, y), x rising."""
+
+WIDTH, HEIGHT = 440, 190
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 10, 8, 22
+MOST_POINTS = 140
+"""Points that are drawn of a curve. Of more, each is the mean of several neighbours."""
+MOST_CURVES = 8
+_TABLE_ROWS = 12
+_TICKS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One line. Of a band (x, low, high) the area is drawn, in the colour of the line."""
+
+    name: str
+    points: Points
+    band: Sequence[tuple[float, float, float]] = ()
+    dots: bool = False
+    """True for values that belong to single moments: they are drawn as dots."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Curves with one unit, over seconds, with marks where something changed."""
+
+    title: str
+    unit: str
+    curves: Sequence[Curve]
+    marks: Sequence[tuple[float, str]] = ()
+    end_s: float = 0.0
+    """The end of the time axis, which begins at 0. The charts of a page have the same."""
+    from_zero: bool = False
+    """True if 0 is on the axis, whatever the values are."""
+    percent: bool = False
+
+
+def chart_html(chart: Chart) -> str:
+    """Return the chart as a figure; "" without a point."""
+    curves = [_thinned(curve) for curve in chart.curves[:MOST_CURVES] if curve.points]
+    if not curves:
+        return ""
+    end_s = max(chart.end_s, *(curve.points[-1][0] for curve in curves)) or 1.0
+    x = _scale([0.0, end_s], _LEFT, WIDTH - _RIGHT)
+    values = [p[1] for c in curves for p in c.points] + [v for c in curves for p in c.band for v in p[1:]]
+    low, high, step = _axis(values, chart.from_zero)
+    y = _scale([low, high], HEIGHT - _BOTTOM, _TOP)
+
+    def show(value: float) -> str:
+        return f"{100 * value:.3g} %" if chart.percent else short_number(value)
+
+    parts = [
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{text(_in_words(chart, show))}">',
+        *_axes(end_s, x, y, (low, high, step), show),
+        *(_band(number, curve, x, y) for number, curve in enumerate(curves) if curve.band),
+        *(_mark(at, what, x(at)) for at, what in chart.marks),
+        *(_line(number, curve, x, y) for number, curve in enumerate(curves)),
+        *_hover(curves, x, show),
+        "</svg>",
+    ]
+    unit = f' <span class="dim">{text(chart.unit)}</span>' if chart.unit else ""
+    named = [] if len(curves) == 1 and curves[0].name in chart.title else list(enumerate(curves))
+    keys = "".join(
+        f'<span class="key"><svg class="swatch" viewBox="0 0 12 7" aria-hidden="true"><rect class="areas c{number}" '
+        f'width="12" height="7"/></svg> {text(curve.name)}</span>'
+        for number, curve in named
+    )
+    head = f"<h3>{text(chart.title)}{unit}</h3><figcaption>{keys}</figcaption>"
+    return f"<figure>{head}{''.join(parts)}{_table(chart, show)}</figure>"
+
+
+def short_number(value: float) -> str:
+    """Return a number in few characters: 1.2M, 41.2k, 475, 0.0123."""
+    size = abs(value)
+    for unit, one in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if size >= 0.9995 * one and size >= 1e4:
+            return f"{value / one:.3g}{unit}"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if 0 < size < 1e-3:
+        mantissa, _, exponent = f"{value:.1e}".partition("e")
+        return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+    return f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time span in at most two units: 12 s, 3 min 5 s, 2 h 4 min, 3 d 1 h."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    for unit, one, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= one:
+            rest = whole % one // part
+            return f"{whole // one} {unit} {rest} {smaller}" if rest else f"{whole // one} {unit}"
+    raise AssertionError(whole)
+
+
+def _thinned(curve: Curve) -> Curve:
+    return Curve(curve.name, _means(curve.points), _means(curve.band), curve.dots)
+
+
+def _means(points: Sequence[tuple[float, ...]]) -> list[tuple]:  # type: ignore[type-arg]
+    """Return at most `MOST_POINTS` points: the means of as many groups of neighbours in time."""
+    if len(points) <= MOST_POINTS:
+        return list(points)
+    first, last = points[0][0], points[-1][0]
+    one = (last - first) / MOST_POINTS or 1.0
+    groups: dict[int, list[tuple[float, ...]]] = {}
+    for point in points:
+        groups.setdefault(min(int((point[0] - first) / one), MOST_POINTS - 1), []).append(point)
+    return [tuple(sum(values) / len(group) for values in zip(*group, strict=True)) for group in groups.values()]
+
+
+def _scale(values: Sequence[float], begin: float, end: float) -> Callable[[float], float]:
+    """Return the function that maps the range of `values` to [begin, end]."""
+    low, high = min(values), max(values)
+    width = high - low
+
+    def at(value: float) -> float:
+        if width <= 0:
+            return (begin + end) / 2
+        return round(begin + (min(max(value, low), high) - low) / width * (end - begin), 1)
+
+    return at
+
+
+def _axis(values: Sequence[float], from_zero: bool) -> tuple[float, float, float]:
+    """Return round numbers (low, high, step) around the values."""
+    low, high = min(values), max(values)
+    low, high = (min(low, 0.0), max(high, 0.0)) if from_zero or low == high else (low, high)
+    if low == high:
+        high = low + 1.0
+    rough = (high - low) / _TICKS
+    size = 10.0 ** math.floor(math.log10(rough))
+    step = next((size * factor for factor in (1, 2, 2.5, 5) if size * factor >= rough), size * 10)
+    return math.floor(low / step) * step, math.ceil(high / step) * step, step
+
+
+def _axes(
+    end_s: float,
+    x: Callable[[float], float],
+    y: Callable[[float], float],
+    axis: tuple[float, float, float],
+    show: Callable[[float], str],
+) -> list[str]:
+    low, high, step = axis
+    parts = []
+    for number in range(round((high - low) / step) + 1):
+        value = low + number * step
+        value = 0.0 if abs(value) < step / 1000 else value
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y(value)}" y2="{y(value)}"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y(value) + 4}" text-anchor="end">{text(show(value))}</text>')
+    for part, anchor in enumerate(("start", "middle", "middle", "end")):
+        at = end_s * part / 3
+        parts.append(f'<text x="{x(at)}" y="{HEIGHT - 6}" text-anchor="{anchor}">{text(duration(at))}</text>')
+    return parts
+
+
+def _line(number: int, curve: Curve, x: Callable[[float], float], y: Callable[[float], float]) -> str:
+    places = [(x(at), y(value)) for at, value in curve.points]
+    if curve.dots or len(places) == 1:
+        dots = "".join(f'<circle cx="{px}" cy="{py}" r="2.6"/>' for px, py in places)
+        return f'<g class="areas c{number}">{dots}</g>'
+    return f'<polyline class="lines c{number}" points="{" ".join(f"{px},{py}" for px, py in places)}"/>'
+
+
+def _band(number: int, curve: Curve, x: Callable[[float], float], y: Callable[[float], float]) -> str:
+    there = [f"{x(at)},{y(high)}" for at, _, high in curve.band]
+    back = [f"{x(at)},{y(low)}" for at, low, _ in reversed(curve.band)]
+    return f'<polygon class="areas c{number}" points="{" ".join(there + back)}"/>'
+
+
+def _mark(at: float, what: str, px: float) -> str:
+    name = text(f"{duration(at)}: {what}")
+    return f'<line class="mark" x1="{px}" x2="{px}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"><title>{name}</title></line>'
+
+
+def _hover(curves: Sequence[Curve], x: Callable[[float], float], show: Callable[[float], str]) -> list[str]:
+    """Return a strip for each moment of the first curve, whose title says all values there."""
+    moments = [at for at, _ in curves[0].points]
+    edges = [float(_LEFT), *((x(a) + x(b)) / 2 for a, b in pairwise(moments)), float(WIDTH - _RIGHT)]
+    nearest = [dict(curve.points) for curve in curves]
+    strips = []
+    for at, begin, end in zip(moments, edges, edges[1:], strict=False):
+        said = [f"{c.name} {show(known[at])}" for c, known in zip(curves, nearest, strict=True) if at in known]
+        strips.append(
+            f'<rect x="{begin:.1f}" width="{max(end - begin, 0.5):.1f}" y="{_TOP}" height="{HEIGHT - _TOP - _BOTTOM}">'
+            f"<title>{text(duration(at) + ': ' + ', '.join(said))}</title></rect>"
+        )
+    return ['<g class="hover">', *strips, "</g>"]
+
+
+def _in_words(chart: Chart, show: Callable[[float], str]) -> str:
+    said = []
+    for curve in chart.curves[:MOST_CURVES]:
+        if curve.points:
+            values = [value for _, value in curve.points]
+            said.append(f"{curve.name} from {show(min(values))} to {show(max(values))}, at the end {show(values[-1])}")
+    return f"{chart.title}: {'; '.join(said)}"
+
+
+def _table(chart: Chart, show: Callable[[float], str]) -> str:
+    """Return some moments of all curves as a table."""
+    curves = [curve for curve in chart.curves[:MOST_CURVES] if curve.points]
+    moments = [at for at, _ in max((c.points for c in curves), key=len)]
+    step = max(1, math.ceil(len(moments) / _TABLE_ROWS))
+    chosen = sorted({*moments[::step], moments[-1]})
+    known = [dict(curve.points) for curve in curves]
+    rows = [(duration(at), *(show(own[at]) if at in own else "" for own in known)) for at in chosen]
+    return folded("as a table", table(chart.title, ("time", *(curve.name for curve in curves)), rows))

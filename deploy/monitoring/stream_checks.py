@@ -1,0 +1,303 @@
+"""Checks of the stream of steps: no weights, credit or commits, envs that fail, messages that are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from headrace.deploy.monitoring.connecting import client_addresses, env_host_command, worker_command
+from headrace.deploy.monitoring.facts import Facts
+from headrace.deploy.monitoring.finding_kinds import Observation, observe
+from headrace.deploy.monitoring.process_checks import States
+from headrace.deploy.progress import name_revoked, number
+from headrace.schemas.message_base import MOST_SHORT_DETAIL
+from headrace.schemas.printable import one_line
+from headrace.schemas.redis_keys import revoked_sessions
+
+_FULL = 0.9
+"""Share of `broker.max_held_bytes` from which on the broker counts as full: the next batch may not fit."""
+_MANY = 3
+_LATELY_S = 60.0
+_MANY_EPISODES = 20
+_FAILED_LATELY_S = 20.0
+_PER_S = 3 / 60.0
+"""Failures of a worker's envs per second of its life from which on they count as "again and again"."""
+_NO_COMMITS_S = 60.0
+
+
+def no_worker(facts: Facts) -> Iterator[Observation]:
+    """Yield that the fleet has no worker, neither its own nor from elsewhere."""
+    if any(state.role == "worker" for state in facts.processes.values()) or facts.snapshot.workers:
+        return
+    config, run_dir = facts.config, facts.run_dir
+    known = config is not None and run_dir is not None
+    command = worker_command(config, facts.endpoints, run_dir, facts.snapshot.fleet_id) if known else ""  # type: ignore[arg-type]
+    supervisor = facts.processes.get("supervisor")
+    age_s = facts.unix_s - supervisor.started_unix_s if supervisor is not None else None
+    yield observe(facts, "no_worker", "workers", "waiting for a worker", age_s, command=command)
+
+
+def waits_of_workers(facts: Facts, states: States) -> Iterator[Observation]:
+    """Yield what workers that are ready wait for, by their `states`: weights, commits, credit, a round, or clients."""
+    if facts.snapshot.reported_unix_s is None:
+        yield observe(facts, "broker_silent", "broker", "waiting for the broker's first report in Redis", _up_s(facts))
+        return
+    waiting = [state for state in states.values() if state.get("blocked")]
+    if _lack_weights(facts, states):
+        yield _no_weights(facts)
+    elif _has_no_learner(facts):
+        yield _no_learner(facts, len(waiting), len(states))
+    elif waiting and len(waiting) == len(states):
+        yield _all_wait(facts, waiting)
+    else:
+        yield from _some_wait(facts, states)
+        if (
+            facts.config is not None
+            and facts.config.serving.enabled
+            and not facts.snapshot.gauges.get("env_steps_per_s")
+        ):
+            yield _no_clients(facts)
+
+
+def failing_envs(facts: Facts) -> Iterator[Observation]:
+    """Yield the workers whose envs fail again and again, or are down, and those that lack env hosts."""
+    for slot, state in facts.snapshot.workers.items():
+        name, down = f"worker-{slot}", number(state.get("envs_lost"))
+        count, age_s = number(state.get("env_failures")), number(state.get("env_failure_age_s"))
+        told = "".join(c if c.isprintable() else "?" for c in str(state.get("env_failure", ""))[:MOST_SHORT_DETAIL])
+        of_all = f"{down:.0f} of {number(state.get('num_envs')):.0f} envs"
+        connected, wanted = _hosts(state)
+        if count >= _MANY and age_s < _FAILED_LATELY_S and _fails_often(facts, state, count):
+            now = f"; {of_all} are down" if down else ""
+            sentence = (
+                f"envs of {name} fail again and again: {count:,.0f} times, the newest {age_s:.0f} s ago: {told}{now}"
+            )
+            yield observe(facts, "envs_failing", name, sentence)
+        elif 0 < connected < wanted and down and number(state.get("env_steps")):
+            command = "" if facts.config is None else env_host_command(facts.config, facts.endpoints)
+            sentence = f"{name} has {connected:.0f} of {wanted:.0f} env hosts; {of_all} wait for one"
+            yield observe(facts, "env_hosts_missing", name, sentence, command=command)
+        elif count and down:
+            sentence = f"{of_all} of {name} are down; the newest failure, {age_s:.0f} s ago: {told}"
+            yield observe(facts, "envs_down", name, sentence, age_s)
+
+
+def censored_episodes(facts: Facts) -> Iterator[Observation]:
+    """Yield that the newest aborted episodes differ from the newest finished ones, while envs fail.
+
+    An abort at any moment leaves an episode shorter than a whole one, so only longer ones are named.
+    """
+    gauges = facts.snapshot.gauges
+    aborted, finished = gauges.get("aborted_window", 0.0), gauges.get("episodes_window", 0.0)
+    ages = [
+        number(w.get("env_failure_age_s")) for w in facts.snapshot.workers.values() if number(w.get("env_failures"))
+    ]
+    if min(aborted, finished) < _MANY_EPISODES or min(ages, default=_LATELY_S) >= _LATELY_S:
+        return
+    length, whole = gauges.get("aborted_len_mean", 0.0), gauges.get("episode_len_mean", 0.0)
+    a_step = gauges.get("aborted_return_mean", 0.0) / max(length, 1.0)
+    usual = gauges.get("episode_return_mean", 0.0) / max(whole, 1.0)
+    if length > 1.2 * whole or abs(a_step - usual) > 0.5 * abs(usual):
+        sentence = (
+            f"the newest {aborted:.0f} aborted episodes took {length:,.0f} steps and earned {a_step:,.3g} a step in "
+            f"the mean, the newest {finished:.0f} finished ones {whole:,.0f} and {usual:,.3g}"
+        )
+        yield observe(facts, "episodes_censored", "episodes", sentence)
+
+
+def refusals(facts: Facts) -> Iterator[Observation]:
+    """Yield batches that the broker refused, and sessions that ended because their key was revoked, both lately."""
+    refused = risen(facts, "messages_refused", _LATELY_S)
+    if refused >= _MANY:
+        sentence = f"the broker has refused {refused:,.0f} messages of peers in the last minute"
+        log = "" if facts.run_dir is None else f"grep refused {facts.run_dir / 'logs' / 'broker.log'}"
+        yield observe(facts, "batches_refused", "broker", sentence, command=log)
+    now = revoked_sessions(facts.snapshot.gauges)
+    before = revoked_sessions(facts.recent[0][1]) if facts.recent else {}
+    ended = {key: count - before.get(key, 0) for key, count in now.items() if count > before.get(key, 0)}
+    if ended:
+        sentence = f"keys were revoked in the last two minutes: {name_revoked(ended)}"
+        yield observe(
+            facts, "keys_revoked", ", ".join(map(one_line, sorted(ended))), sentence, command="headrace keys list"
+        )
+
+
+def risen(facts: Facts, name: str, within_s: float) -> float:
+    """Return by how much a value has risen within some seconds before the newest report.
+
+    A value that fell was of an earlier broker; then all that the new one counted is taken.
+    """
+    now, reported = facts.snapshot.gauges.get(name, 0.0), facts.snapshot.reported_unix_s or 0.0
+    before = [values[name] for at, values in facts.recent if at >= reported - within_s and name in values]
+    if not before:
+        return 0.0
+    return now - before[0] if now >= before[0] else now
+
+
+# -- weights and commits ----------------------------------------------------------------------------------------------
+
+
+def _lack_weights(facts: Facts, states: States) -> bool:
+    """Return whether a worker has no weights yet.
+
+    With an empty Redis a broker that has just started knows of none, although its workers have some.
+    """
+    random_first = facts.config is not None and facts.config.worker.random_actions_before_weights
+    if facts.snapshot.gauges.get("weights_seq") or random_first or not states:
+        return False
+    return not all(number(state.get("weights_seq")) for state in states.values())
+
+
+def _no_weights(facts: Facts) -> Observation:
+    own = facts.processes.get("learner")
+    age_s = facts.unix_s - own.started_unix_s if own is not None and own.started_unix_s else None
+    since = f" ({age_s:.0f} s so far)" if age_s is not None else ""
+    sentence = f"waiting for first weights from {_whose(facts)}{since}{_holder(facts, 'has sent none')}"
+    if facts.snapshot.lease.get("connected"):
+        return observe(facts, "no_weights", "learner", sentence, _held_for(facts))
+    if own is not None and own.state != "fenced":
+        return observe(facts, "learner_loading", "learner", sentence, age_s)
+    return observe(facts, "no_learner", "learner", sentence, _up_s(facts), command=_learner_command(facts))
+
+
+def _has_no_learner(facts: Facts) -> bool:
+    """Return whether the broker tells that no learner is connected."""
+    return facts.snapshot.lease.get("connected") == 0
+
+
+def _no_learner(facts: Facts, waiting: int, workers: int) -> Observation:
+    own = facts.processes.get("learner")
+    full = f"; {waiting} of {workers} workers wait with full windows" if waiting else ""
+    sentence = f"waiting for {_whose(facts)} to commit what it holds{_holder(facts, 'has not committed')}{full}"
+    if own is not None and own.started_unix_s:
+        return observe(facts, "learner_loading", "learner", sentence, facts.unix_s - own.started_unix_s)
+    return observe(facts, "no_learner", "learner", sentence, _since_commit(facts), command=_learner_command(facts))
+
+
+def _all_wait(facts: Facts, waiting: Sequence[Mapping[str, Any]]) -> Observation:
+    for_s = _blocked_for(facts, waiting)
+    if all(state.get("blocked") == "round" for state in waiting):
+        sentence = (
+            f"waiting for {_whose(facts)} to publish the weights of the next round{_holder(facts, 'has not committed')}"
+        )
+        return observe(facts, "round_waits", "learner", sentence, for_s)
+    sentence = f"waiting for {_whose(facts)} to commit what it holds{_holder(facts, 'has not committed')}"
+    if full := _full(facts):
+        sentence += f"; the broker holds {full[1]}"
+    kind = "no_commits" if for_s is not None and for_s >= _NO_COMMITS_S else "learner_slow"
+    return observe(facts, kind, "learner", sentence, for_s, limit=full[0] if full else "")
+
+
+def _some_wait(facts: Facts, states: States) -> Iterator[Observation]:
+    """Yield the workers that wait while others go on."""
+    full = _full(facts)
+    for slot, state in states.items():
+        if not state.get("blocked") or (for_s := _blocked_for(facts, [state])) is None:
+            continue
+        name, since = f"worker-{slot}", f"for {for_s:.0f} s while others go on"
+        if state.get("blocked") == "round":
+            sentence = f"{name} has shipped its share of the round and waits for other workers for {for_s:.0f} s"
+            yield observe(facts, "round_waits", name, sentence, for_s)
+        elif full:
+            sentence = f"{name} waits for credit {since}: the broker holds {full[1]}"
+            yield observe(facts, "no_credit", name, sentence, for_s, limit=full[0])
+        else:
+            held = number(state.get("held_batches"))
+            sentence = f"{name} waits with a full window {since}; {held:.0f} batches of it are not committed"
+            yield observe(facts, "window_full", name, sentence, for_s)
+
+
+def _no_clients(facts: Facts) -> Observation:
+    serving = [state.get("serving") for state in facts.snapshot.workers.values()]
+    clients = sum(number(told.get("clients")) for told in serving if isinstance(told, Mapping))
+    sentence = f"waiting for clients; {clients:.0f} are connected and idle" if clients else "waiting for clients"
+    return observe(
+        facts, "no_clients", "clients", sentence, _still_for(facts), command=client_addresses(facts.endpoints)
+    )
+
+
+def _full(facts: Facts) -> tuple[str, str] | None:
+    """Return (setting, what the broker holds) if that is as much as it may hold; else None."""
+    if facts.config is None:
+        return None
+    gauges, limits = facts.snapshot.gauges, facts.config.broker
+    batches, nbytes = gauges.get("held_batches", 0.0), gauges.get("held_bytes", 0.0)
+    if limits.max_held_batches is not None and batches >= limits.max_held_batches:
+        return "broker.max_held_batches", f"{batches:.0f} batches, as many as it may"
+    if nbytes >= _FULL * limits.max_held_bytes:
+        return "broker.max_held_bytes", f"{nbytes / 2**20:,.0f} MiB, as much as it may"
+    return None
+
+
+def _whose(facts: Facts) -> str:
+    own = facts.processes.get("learner")
+    if own is None:
+        at = facts.endpoints.get("learner")
+        return f"a learner at {at}" if at else "the learner"
+    if own.state != "fenced":
+        return "the learner"
+    left = ""
+    if facts.snapshot.lease.get("connected") == 0 and facts.config is not None:
+        limit_s = facts.config.broker.lease_s
+        left = f" and has left; the fleet's own starts again once none came for {limit_s:g} s"
+    return f"the learner that took over from the fleet's own{left}"
+
+
+def _holder(facts: Facts, what: str) -> str:
+    """Return which learner holds the lease, and for how long it has not done what it should; "" for none."""
+    lease = facts.snapshot.lease
+    for_s = _since_commit(facts)
+    if for_s is None:
+        is_expected = lease.get("connected") or "learner" in facts.processes
+        return "" if is_expected else "; no learner is connected"
+    lost = "" if lease.get("connected") else ", and its connection is lost"
+    return f"; it holds the lease (epoch {number(lease.get('epoch')):.0f}) and {what} for {for_s:.0f} s{lost}"
+
+
+def _since_commit(facts: Facts) -> float | None:
+    """Return the seconds since the learner committed, or came; None without one. Both by the broker's clock."""
+    since = number(facts.snapshot.lease.get("committed_unix_s"))
+    return max(0.0, (facts.snapshot.reported_unix_s or 0.0) - since) if since else None
+
+
+def _held_for(facts: Facts) -> float | None:
+    since = number(facts.snapshot.lease.get("since_unix_s"))
+    return max(0.0, (facts.snapshot.reported_unix_s or 0.0) - since) if since else None
+
+
+def _blocked_for(facts: Facts, states: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return for how long all of these workers have waited, at least: no longer than since the last commit of all."""
+    reported = facts.snapshot.reported_unix_s or 0.0
+    since = [number(state.get("blocked_since_unix_s")) for state in states]
+    told = min((reported - at for at in since if at), default=None) if all(since) else None
+    return told if told is not None else _since_commit(facts)
+
+
+def _learner_command(facts: Facts) -> str:
+    has_own = "learner" in facts.processes
+    return "" if facts.run_dir is None or has_own else f"headrace learner --run-dir {facts.run_dir}"
+
+
+def _hosts(state: Mapping[str, Any]) -> tuple[float, float]:
+    """Return how many env hosts a worker has, and how many it takes for all of its envs; zeros for envs elsewhere."""
+    hosts = state.get("env_hosts")
+    return (number(hosts.get("connected")), number(hosts.get("wanted"))) if isinstance(hosts, Mapping) else (0.0, 0.0)
+
+
+def _fails_often(facts: Facts, state: Mapping[str, Any], count: float) -> bool:
+    joined = number(state.get("joined_unix_s"))
+    lived_s = (facts.snapshot.reported_unix_s or 0.0) - joined
+    return not joined or count >= _PER_S * lived_s
+
+
+def _still_for(facts: Facts) -> float:
+    """Return for how long the fleet has taken no step, by the ring of two minutes."""
+    now, reported = facts.snapshot.totals.get("env_steps_total", 0), facts.snapshot.reported_unix_s or 0.0
+    moved = [at for at, values in facts.recent if values.get("env_steps_total", 0) < now]
+    first = facts.recent[0][0] if facts.recent else reported
+    return max(0.0, reported - (moved[-1] if moved else first))
+
+
+def _up_s(facts: Facts) -> float | None:
+    supervisor = facts.processes.get("supervisor")
+    return max(0.0, facts.unix_s - supervisor.started_unix_s) if supervisor is not None else None

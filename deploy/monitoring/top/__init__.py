@@ -1,0 +1,1 @@
+"""`headrace top`: a fleet in a terminal."""

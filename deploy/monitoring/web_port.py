@@ -1,0 +1,114 @@
+"""An HTTP port that only reads: on loopback without a token, elsewhere with one. `access.py` checks each request."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from headrace.deploy.monitoring.access import Guard
+from headrace.deploy.service_manager import service_manager
+from headrace.schemas.config import is_loopback
+from headrace.schemas.errors import ConfigError, PortInUseError
+from headrace.schemas.tokens import read_token
+
+MOST_CONNECTIONS = 256
+"""At once. A browser has six, of which one follows a page."""
+_CLOSE_S = 5.0
+
+
+class WebPort:
+    """A listening socket and the token that its clients show. Close it with `with`.
+
+    Raises `ConfigError` for an address that cannot be used, `KeysError` for a token file that cannot, and
+    `PortInUseError`.
+    """
+
+    def __init__(self, listen: str, token_file: Path | None) -> None:
+        host, port = parse_address(listen)
+        if token_file is None and not is_loopback(host):
+            raise ConfigError(
+                f"{host} is reachable from other machines, and there is no token; name its file with --token-file "
+                "(`headrace keys init` makes keys/http.token), or listen on loopback",
+                key="--listen",
+            )
+        self._token = read_token(token_file) if token_file is not None else None
+        self._socket = _listen(host, port)
+        self._thread: threading.Thread | None = None
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._socket.getsockname()[1]}"
+
+    def serve(self, app: ASGIApp, stopping: threading.Event) -> None:
+        """Serve `app` until the event is set; then end within seconds."""
+        with self.serving(app) as thread:
+            while not stopping.wait(1.0) and thread.is_alive():
+                pass
+
+    @contextmanager
+    def serving(self, app: ASGIApp, public: Collection[str] = ()) -> Iterator[threading.Thread]:
+        """Serve `app` in a thread within the block; then end within seconds. `public`: paths that ask for no token.
+
+        The thread may live 0.2 s longer if no client is connected: nothing waits for it.
+        """
+        config = uvicorn.Config(
+            Guard(app, self._token, self._socket.getsockname()[1], public),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            ws="none",
+            limit_concurrency=MOST_CONNECTIONS,
+            timeout_graceful_shutdown=1,
+            callback_notify=_on_turn,
+            timeout_notify=0,
+        )
+        server = uvicorn.Server(config)
+        self._thread = thread = threading.Thread(target=server.run, args=([self._socket],), name="http", daemon=True)
+        thread.start()
+        try:
+            yield thread
+        finally:
+            server.should_exit = True
+            if server.server_state.connections:
+                thread.join(_CLOSE_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._thread is None or not self._thread.is_alive():  # else the thread closes it
+            self._socket.close()
+
+
+async def _on_turn() -> None:
+    """Give a sign of life from the loop that answers requests."""
+    service_manager().turn()
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return (host, port) of HOST:PORT, or of [IPV6]:PORT. Raises `ConfigError`."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (colon and host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise ConfigError(f"{text!r} is not HOST:PORT, as in 127.0.0.1:9747 or [::1]:9747", key="--listen")
+    return host, int(port)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUseError(f"http://{host}:{port}") from error
+        raise ConfigError(f"{host!r} cannot be bound: {error.strerror}", key="--listen") from error

@@ -1,0 +1,54 @@
+"""`headrace why`: says what is wrong with a fleet, and what helps; once, or again at each change."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict
+from typing import TextIO
+
+import orjson
+
+from headrace.deploy.monitoring.facts import Facts, FactsReader
+from headrace.deploy.monitoring.findings import Finding, find, verdict
+from headrace.deploy.std_streams import ignore_closed_reader
+from headrace.schemas.printable import printable
+
+WATCH_S = 1.0
+
+
+def why(reader: FactsReader, *, as_json: bool, watch: bool, stream: TextIO = sys.stdout) -> list[Finding]:
+    """Print the verdict and each finding. With `watch` print them at each change until the fleet has ended.
+
+    Return the findings that were printed last.
+    """
+    shown: object = None
+    while True:
+        facts = reader.read()
+        findings = find(facts)
+        line = verdict(facts, findings)
+        now = ([(one.kind, one.whom) for one in findings], line.partition(" ")[0])
+        if now != shown:
+            shown = now
+            with ignore_closed_reader(stream):
+                print(_as_json(facts, line, findings) if as_json else _as_text(facts, line, findings), file=stream)
+                stream.flush()
+        if not watch or line.startswith("Ended."):
+            return findings
+        time.sleep(WATCH_S)
+
+
+def _as_text(facts: Facts, line: str, findings: list[Finding]) -> str:
+    lines = [line]
+    for one in findings:
+        since = "" if one.since_unix_s is None else time.strftime(" [since %H:%M:%S]", time.localtime(one.since_unix_s))
+        lines += ["", f"{one.severity}: {one.sentence}{since}"]
+        lines += [f"  limit: {one.limit}"] if one.limit else []
+        lines += [f"  try:   {one.command}"] if one.command else []
+        lines += [f"  kind:  {one.kind}"]
+    return printable("\n".join(lines))
+
+
+def _as_json(facts: Facts, line: str, findings: list[Finding]) -> str:
+    told = {"fleet_id": facts.snapshot.fleet_id, "unix_s": round(facts.unix_s, 3), "verdict": line}
+    return orjson.dumps(told | {"findings": [asdict(one) for one in findings]}).decode()

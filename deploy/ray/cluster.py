@@ -1,0 +1,93 @@
+"""The connection of this process to a Ray cluster."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from urllib.parse import urlsplit
+
+from headrace.deploy.fleet_errors import RayClusterError
+from headrace.schemas.config import is_loopback
+from headrace.schemas.errors import ConfigError, ExitCode
+
+CONNECT_S = 10.0
+_START = "start one with `ray start --head`, or name the address of its head in ray.address"
+NAMESPACE = "headrace"
+_WILDCARDS = ("0.0.0.0", "::", "*")
+
+
+def check_cluster(address: str) -> None:
+    """Check that Ray is installed, and that something listens where the cluster's head should.
+
+    `ray.init` would try for minutes, deaf to signals. Raises `ConfigError` and `RayClusterError`.
+    """
+    if find_spec("ray") is None:
+        raise ConfigError("workers on Ray need the extra ray: pip install 'headrace[ray]'", key="ray.workers")
+    host, colon, port = (_noted_address() if address == "auto" else address).rpartition(":")
+    try:
+        if colon and port.isdecimal():
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise RayClusterError(address, str(error), _START) from error
+
+
+@contextmanager
+def joined(address: str) -> Iterator[ModuleType]:
+    """Connect this process to the cluster at `address`, and give the module `ray`.
+
+    The actors that this process starts end with the connection. Raises what `check_cluster` raises.
+    """
+    check_cluster(address)
+    import ray
+
+    logging.setLogRecordFactory(logging.LogRecord)  # Ray's own adds a field to each line of our logs
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise RayClusterError(address, str(error).partition("\n")[0], _START) from error
+    except SystemExit:  # so does Ray take a SIGTERM
+        raise SystemExit(ExitCode.OK) from None
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _noted_address() -> str:
+    """Return what Ray takes for "auto": RAY_ADDRESS, else the address of this machine's last cluster, else ""."""
+    with suppress(OSError):
+        noted = (Path(tempfile.gettempdir()) / "ray" / "ray_current_cluster").read_text()
+        return os.environ.get("RAY_ADDRESS", noted).strip()
+    return os.environ.get("RAY_ADDRESS", "")
+
+
+def reachable(endpoint: str, own: str, nodes: set[str]) -> str:
+    """Return the broker's endpoint as the cluster's nodes reach it.
+
+    `own` is the address by which Ray knows this machine, and stands in for a wildcard; `nodes` are those of all nodes.
+    Raises `ConfigError` where the broker serves this machine only, and there are nodes elsewhere.
+    """
+    host = urlsplit(endpoint).hostname or ""
+    if host in _WILDCARDS:
+        return f"tcp://{f'[{own}]' if ':' in own else own}:{urlsplit(endpoint).port}"
+    elsewhere = sorted(nodes - {own})
+    if elsewhere and (not endpoint.startswith("tcp:") or is_loopback(host)):
+        raise ConfigError(
+            f"the broker at {endpoint} serves this machine only, and the Ray cluster has nodes elsewhere "
+            f'({", ".join(elsewhere[:3])}); set broker.host = "0.0.0.0" and keys.dir',
+            key="broker.host",
+        )
+    return endpoint
+
+
+def addresses(ray: ModuleType) -> tuple[str, set[str]]:
+    """Return Ray's address of this machine, and those of all living nodes."""
+    nodes = {str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
+    return str(ray.util.get_node_ip_address()), nodes

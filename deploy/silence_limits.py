@@ -1,0 +1,16 @@
+"""How long each role may be silent before it counts as hung: for the supervisor, and for `headrace health`."""
+
+from __future__ import annotations
+
+from headrace.schemas.config import FleetConfig
+
+
+def silence_limits(config: FleetConfig) -> dict[str, float]:
+    """Return the seconds between two signs of life that a role may take, by the role's name."""
+    return {
+        "worker": config.broker.lease_s,
+        "broker": config.broker.lease_s,
+        "learner": config.supervisor.hung_after_s,
+        # While a host closes its envs it is silent; its worker may count it as lost before.
+        "env-host": config.sampling.env_hosts_lease_s + config.sampling.env_close_timeout_s,
+    }

@@ -1,0 +1,119 @@
+"""Command lines of sbatch for the jobs of a fleet, and the settings that those jobs read."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+
+from headrace.deploy.run_dir import file_name_of
+from headrace.schemas.config import FleetConfig, is_loopback
+from headrace.schemas.errors import ConfigError
+
+SCRIPTS = Path(__file__).resolve().parent
+EVERY_ADDRESS = "0.0.0.0"
+PATIENCE_S = 600.0
+"""Seconds for which workers wait for a broker, unless the user says otherwise. A head whose node failed is requeued,
+and waits two minutes; and programs on a shared disk start slowly."""
+WARNING_S = 60.0
+"""Seconds before its time limit at which a task gets SIGTERM: `--signal` in its script."""
+
+
+class Part(StrEnum):
+    """A part of the fleet that has a script of its own. The value ends the job's name."""
+
+    HEAD = "head"
+    WORKERS = "workers"
+    ENV_HOSTS = "env-hosts"
+
+    @property
+    def script(self) -> Path:
+        """Return the path of its script."""
+        return SCRIPTS / f"{self.value.replace('-', '_')}.sbatch"
+
+
+def job_prefix(run_dir: Path) -> str:
+    """Return the beginning of the names of the fleet's jobs."""
+    return file_name_of(run_dir.name)
+
+
+def own_command() -> str:
+    """Return the path of the `headrace` command of this installation, which jobs run too."""
+    beside = Path(sys.executable).with_name("headrace")
+    return str(beside) if beside.exists() else "headrace"
+
+
+def sbatch_line(
+    part: Part, config: FleetConfig, run_dir: Path, *, tasks: int | None = None, after: str = ""
+) -> list[str]:
+    """Return the command line that submits a part.
+
+    `tasks`: the number of tasks of an array; None for a job that is none. `after`: the job that must have started.
+    """
+    slurm = config.slurm
+    name = "%x-%j" if tasks is None else "%x-%A_%a"
+    own = {
+        Part.HEAD: slurm.head_options,
+        Part.WORKERS: slurm.worker_options,
+        Part.ENV_HOSTS: slurm.env_host_options,
+    }
+    arguments = {
+        Part.HEAD: [],
+        Part.WORKERS: [str(slurm.workers_per_task)],
+        Part.ENV_HOSTS: [str(config.fleet.workers)],
+    }
+    return [
+        *("sbatch", "--parsable", "--export=ALL", f"--job-name={job_prefix(run_dir)}-{part}"),
+        f"--output={run_dir}/slurm/{name}.log",
+        *([f"--cpus-per-task={slurm.workers_per_task}"] if part is Part.WORKERS else []),
+        *([f"--array=0-{tasks - 1}"] if tasks is not None else []),
+        *([f"--dependency=after:{after}"] if after else []),
+        *slurm.options,
+        *own[part],
+        str(part.script),
+        str(run_dir),
+        own_command(),
+        *arguments[part],
+    ]
+
+
+def for_cluster(config: FleetConfig, run_dir: Path) -> FleetConfig:
+    """Return the configuration as the fleet's jobs read it.
+
+    The broker serves all nodes, with keys: those of the run where the user names none. The head job starts no workers,
+    except those for env hosts. Workers end with the fleet, so that they hold no nodes afterwards. Only a
+    supervisor stops its processes: Slurm's SIGTERM to all of them at once would end broker and learner before the
+    workers. Raises `ConfigError` for settings that cannot work on a cluster.
+    """
+    fleet, broker, keys, sampling = config.fleet, config.broker, config.keys, config.sampling
+    if broker.transport == "ipc":
+        raise ConfigError('"ipc" serves one machine alone; leave it out', key="broker.transport")
+    if config.slurm.env_host_tasks and sampling.env_placement != "remote":
+        at = f"{sampling.env_placement!r}; set it to 'remote', or leave out slurm.env_host_tasks"
+        raise ConfigError(f"env hosts are for 'remote', and it is {at}", key="sampling.env_placement")
+    if config.worker.drain_timeout_s >= WARNING_S:
+        raise ConfigError(
+            f"{config.worker.drain_timeout_s:g} s is no less than the {WARNING_S:g} s that a task has before its time "
+            "limit; lower it",
+            key="worker.drain_timeout_s",
+        )
+    if not keys.dir and not broker.allow_insecure:
+        keys = keys.model_copy(update={"dir": str(run_dir / "keys")})
+    if is_loopback(broker.host):
+        broker = broker.model_copy(update={"host": EVERY_ADDRESS})
+    if config.slurm.env_host_tasks and is_loopback(sampling.env_hosts_host):
+        sampling = sampling.model_copy(update={"env_hosts_host": EVERY_ADDRESS})
+    workers = fleet.workers if config.slurm.env_host_tasks else 0
+    here = {"run_dir": str(run_dir), "rendezvous": "", "workers": workers, "env_hosts": 0}
+    fleet = fleet.model_copy(update=here)
+    waits_as_asked = "connect_timeout_s" in config.worker.model_fields_set
+    patience_s = config.worker.connect_timeout_s if waits_as_asked else PATIENCE_S
+    changed = {
+        "fleet": fleet,
+        "broker": broker,
+        "keys": keys,
+        "sampling": sampling,
+        "worker": config.worker.model_copy(update={"ends_with_fleet": True, "connect_timeout_s": patience_s}),
+        "supervisor": config.supervisor.model_copy(update={"stop_signal": "SIGINT"}),
+    }
+    return FleetConfig.model_validate(config.model_copy(update=changed).model_dump())

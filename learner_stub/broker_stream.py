@@ -1,0 +1,143 @@
+"""The part of a learner's stream that comes from one broker."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from headrace.learner_stub import connection
+from headrace.learner_stub.broker_link import BrokerLink
+from headrace.learner_stub.lag import LagMonitor
+from headrace.learner_stub.ready_batches import ReadyBatches
+from headrace.learner_stub.session import LearnerSession, LearnerSessionState, StreamLimits
+from headrace.schemas.batch import ChunkBatch, read_batch_header
+from headrace.schemas.batch_reader import UnreadBatch
+from headrace.schemas.errors import DecodeError, refusal
+from headrace.schemas.messages import (
+    Fenced,
+    LearnerFigures,
+    LearnerWelcome,
+    Message,
+    Reject,
+    SourceEnd,
+    SourceGap,
+    SourcePosition,
+    SourceStart,
+    Status,
+    Version,
+    read,
+)
+from headrace.schemas.wire import MessageKind, decode_header
+
+log = logging.getLogger("headrace.learner")
+
+_CONTROL: dict[MessageKind, type[Message]] = {
+    m.KIND: m for m in (LearnerWelcome, Status, SourceStart, SourceGap, SourceEnd, Fenced, Reject)
+}
+_MAX_PUMPED = 256
+
+
+class BrokerStream:
+    """The session with one broker, its batches in order, and how old they are.
+
+    `fleet_id`, `position` and `warn_lag` are as of `EpisodeStream`.
+    """
+
+    def __init__(
+        self,
+        link: BrokerLink,
+        limits: StreamLimits,
+        fleet_id: str,
+        position: list[SourcePosition],
+        warn_lag: float | None,
+    ) -> None:
+        self.link = link
+        self.session = LearnerSession(link.token, limits, fleet_id=fleet_id, position=position)
+        self.session.figures = self._figures
+        self.ready = ReadyBatches(self.session)
+        self.lag = LagMonitor(warn_lag)
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether the broker has welcomed this learner, and answers."""
+        return self.session.state is LearnerSessionState.ACTIVE
+
+    @property
+    def published(self) -> Version:
+        """Return the newest version that this process published to this broker."""
+        return connection.newest_published(self.link.token, self.link.number)
+
+    @property
+    def newest(self) -> Version:
+        """Return the newest weights that this process knows to be at this broker."""
+        return max(self.session.published, self.published)
+
+    @property
+    def pending(self) -> int:
+        """Return the number of batches received and not handed out."""
+        return len(self.session.arrivals) + len(self.ready)
+
+    def open_next(self) -> bool:
+        """Read what has arrived until a batch is ready to be handed out. Return whether one is."""
+        while not self.ready and (arrival := self.session.take()) is not None:
+            self.ready.open(arrival, self.newest)
+        return bool(self.ready)
+
+    def hand_out(self) -> ChunkBatch:
+        """Return the next batch; there must be one."""
+        return self.ready.hand_out(self.newest)
+
+    def commit(self, *, at_once: bool) -> None:
+        """Settle every batch handed out."""
+        if self.session.uncommitted():
+            self.session.commit(connection.now(), at_once=at_once)
+            self.flush()
+
+    def position(self) -> list[dict[str, Any]]:
+        """Return how far the learner is with the workers of this broker, as plain values."""
+        fleet = {"fleet_id": self.session.fleet_id}
+        return [fleet | place.model_dump(mode="json") for place in self.session.position()]
+
+    def pump(self, *, waiting: bool = False) -> None:
+        """Take what has arrived and send what is due."""
+        for _ in range(_MAX_PUMPED):
+            frames = self.link.receive()
+            if frames is None:
+                break
+            self._receive(frames)
+        self.session.tick(connection.now(), waiting=waiting)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is due."""
+        for message in self.session.take_outbox():
+            if not self.link.send(message.frames()):
+                self.session.not_sent(connection.now())
+
+    def follow(self) -> None:
+        """Connect to the broker's new address if it has one."""
+        if self.link.follow(self.is_active, connection.now()):
+            self.session.not_sent(connection.now())
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.link.close()
+
+    def _receive(self, frames: list[memoryview]) -> None:
+        try:
+            kind, header = decode_header(frames)
+            if kind is MessageKind.BATCH:
+                unread = UnreadBatch(read_batch_header(header), header, frames)
+                self.session.receive_batch(unread.header, unread, connection.now())
+            elif kind in _CONTROL:
+                message = read(_CONTROL[kind], header)
+                if isinstance(message, LearnerWelcome | Status):
+                    connection.note_weight_shapes(self.link.token, message)
+                self.session.receive(message, connection.now())
+        except DecodeError as error:
+            if error.reason == "version_mismatch":
+                raise refusal(error.reason, f"broker at {self.link.endpoint}: {error.detail}") from error
+
+    def _figures(self) -> LearnerFigures:
+        spent = connection.time_spent(self.link.token)
+        return LearnerFigures(time_spent=spent.seconds(), consumed_lag=self.lag.counts)

@@ -1,0 +1,140 @@
+"""The state of a learner of one's own: saved in one file, and loaded by its next life."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from numpy.typing import NDArray
+
+from headrace.learner_stub.checkpoint import (
+    CHECKPOINT_FILE,
+    OWN,
+    Checkpoint,
+    load_checkpoint,
+    published_arrays,
+    save_checkpoint,
+    stored_arrays,
+)
+from headrace.learner_stub.fleet_place import await_start
+from headrace.learner_stub.publisher import StateDict, as_arrays
+from headrace.learner_stub.state_tree import pack, unpack
+from headrace.schemas.errors import CheckpointError, DecodeError
+from headrace.schemas.weights import CONNECTORS, split_modules
+
+_TREE = "own"
+"""The entry of a checkpoint's state with the learner's own values."""
+
+
+class Positioned(Protocol):
+    """The part of `EpisodeStream` that a saved state needs."""
+
+    @property
+    def epoch(self) -> int:
+        """Return the learner epoch."""
+
+    def position(self) -> list[dict[str, Any]]:
+        """Return how far this learner is, counting all it was handed as trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedState:
+    """The state that an earlier life of the learner saved.
+
+    - policy: as it was given: name -> tensor, or module id -> its own. State of connectors is arrays.
+    - position: for `EpisodeStream`.
+    - updates, steps: as they were given.
+    - more: all further values, by the names under which they were given.
+    """
+
+    policy: dict[str, Any]
+    position: list[dict[str, Any]]
+    updates: int = 0
+    steps: int = 0
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+class LearnerState:
+    """The file learner.checkpoint in `folder`, in which a learner of one's own keeps all that its next life needs.
+
+        state = LearnerState.of("runs/mine")
+        saved = state.load()  # None in the first life
+
+    The fleet keeps a copy in Redis, and puts it back before a start if the run directory was lost. `folder` without a
+    fleet, as on another machine, has no copy.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._path = Path(folder) / CHECKPOINT_FILE
+        self._claimed = False
+
+    @classmethod
+    def of(cls, run_dir: str | Path, *, connect_timeout_s: float = 60.0) -> Self:
+        """Return the state of the learner of the fleet in `run_dir`.
+
+        Waits up to `connect_timeout_s` until the fleet runs: before that the run directory may lack a checkpoint that
+        Redis has. Raises `UnreachableError`.
+        """
+        await_start(Path(run_dir), connect_timeout_s)
+        return cls(run_dir)
+
+    def save(
+        self,
+        stream: Positioned,
+        policy: StateDict | Mapping[str, StateDict],
+        *,
+        updates: int = 0,
+        steps: int = 0,
+        **more: Any,
+    ) -> Path:
+        """Save everything, with the position of `stream`, and return the path. Blocks until the file is on disk.
+
+            state.save(stream, module.state_dict(), optimizer=optimizer.state_dict(), updates=7)
+
+        Call it before `stream.commit()`. Everything that was handed out counts as trained on.
+
+        - policy: as for `WeightPublisher.publish`. `headrace evaluate` and `load_policy` read it.
+        - updates, steps: how far training has come.
+        - more: tensors, arrays, numbers, text, and dicts, lists and tuples of these: state dicts of optimizers and
+          schedulers, states of random generators.
+
+        Raises `EncodeError` for a value that no file can hold, `FencedError` where a learner of a higher epoch has
+        written there, and `RunDirError` when the folder cannot be written to.
+        """
+        tree, own = pack(more, OWN)
+        arrays = {**stored_arrays(as_arrays(policy)), **own}
+        state = {"updates": updates, "steps": steps, _TREE: tree}
+        # The first save takes over whatever is there, as of a fleet whose epochs were lost.
+        checkpoint = Checkpoint(stream.epoch, stream.position(), state, arrays)
+        save_checkpoint(self._path, checkpoint, claim=not self._claimed)
+        self._claimed = True
+        return self._path
+
+    def load(self) -> LoadedState | None:
+        """Return what was saved last, in memory of its own; None if nothing was.
+
+        A file of `save_policy` or of the reference learner has no further values. Raises `CheckpointError` for a
+        damaged file without a whole one before it.
+        """
+        saved = load_checkpoint(self._path)
+        if saved is None:
+            return None
+        try:
+            more = unpack(saved.state.get(_TREE, {}), saved.arrays)
+        except DecodeError as error:
+            raise CheckpointError(str(self._path), error.detail) from error
+        if not isinstance(more, dict):
+            raise CheckpointError(str(self._path), "the learner's own values in it are no dict")
+        counts = {name: count for name in ("updates", "steps") if type(count := saved.state.get(name)) is int}
+        return LoadedState(_policy(published_arrays(saved.arrays)), saved.position, more=more, **counts)
+
+
+def _policy(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    by_module = split_modules(arrays)
+    if by_module is not None:
+        return {module_id: _policy(own) for module_id, own in by_module.items()}
+    copies = {name: array.copy() for name, array in arrays.items()}  # those of a file are read-only
+    return {name: array if name.startswith(CONNECTORS) else torch.from_numpy(array) for name, array in copies.items()}

@@ -1,0 +1,55 @@
+"""Types of the integers in messages: each has the bound that its meaning gives.
+
+A number from a peer is a claim. These bounds are the first judge: they hold wherever a message is read, and keep sums
+far below 2^63. The broker judges by what it knows too (`broker/claims.py`). docs/internals/numbers.md has all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+MOST_COUNT = (1 << 53) - 1
+"""Above it numbers in Lua and JavaScript stop being exact. A million steps a second reach it after 285 years."""
+
+MOST_LIVES = 999_999_999
+"""Slots and incarnations have nine digits at most in the names of recorder files."""
+
+MOST_EPOCH = (1 << 40) - 1
+MOST_WEIGHTS_SEQ = (1 << 48) - 1
+"""Fifteen digits at most, as in the pointer to the weights in Redis."""
+
+MOST_BYTES = (1 << 48) - 1
+
+WINDOW = 1024
+"""The most batches a worker may keep unsettled: its recorder has a place for each."""
+
+Natural = Annotated[int, Field(ge=0, le=MOST_COUNT)]
+"""A count."""
+
+Positive = Annotated[int, Field(ge=1, le=MOST_COUNT)]
+
+Slot = Annotated[int, Field(ge=0, le=MOST_LIVES)]
+
+Incarnation = Annotated[int, Field(ge=1, le=MOST_LIVES)]
+
+IncarnationOrNone = Annotated[int, Field(ge=0, le=MOST_LIVES)]
+"""0: none yet."""
+
+Epoch = Annotated[int, Field(ge=1, le=MOST_EPOCH)]
+
+EpochOrNone = Annotated[int, Field(ge=0, le=MOST_EPOCH)]
+"""0: none yet."""
+
+WeightsSeq = Annotated[int, Field(ge=0, le=MOST_WEIGHTS_SEQ)]
+
+BatchCount = Annotated[int, Field(ge=0, lt=1 << 32)]
+"""Steps or chunks of one batch."""
+
+OpenSteps = Annotated[int, Field(ge=0, le=1 << 30)]
+"""Steps of one worker that are in no batch yet: a fragment that fits its memory."""
+
+Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
+
+Pid = Annotated[int, Field(ge=0, lt=1 << 32)]

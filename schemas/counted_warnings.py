@@ -1,0 +1,48 @@
+"""Warnings about peers' mistakes: one line for each peer and reason in ten seconds, with a count."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+INTERVAL_S = 10.0
+MOST_KINDS = 64
+"""Pairs of peer and reason that are counted apart. Later ones share a count: peers cannot fill the memory."""
+
+
+@dataclass(slots=True)
+class _Kind:
+    said_at: float
+    unsaid: int = 0
+
+
+class CountedWarnings:
+    """Logs to `log`. A repeated warning is counted, and the count is in the next line of its kind."""
+
+    def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log, self._clock = log, clock
+        self._kinds: dict[tuple[bytes, str], _Kind] = {}
+
+    def warn(self, peer: bytes, reason: str, text: str) -> None:
+        """Log `text` about a mistake of `peer`, or count it."""
+        now = self._clock()
+        key = (peer, reason)
+        if key not in self._kinds and len(self._kinds) >= MOST_KINDS:
+            self._forget(now)
+            if len(self._kinds) >= MOST_KINDS:
+                key = (b"", "")
+        kind = self._kinds.get(key)
+        if kind is not None and now - kind.said_at < INTERVAL_S:
+            kind.unsaid += 1
+            return
+        more = f" ({kind.unsaid:,} more like it since the last such line)" if kind is not None and kind.unsaid else ""
+        self._kinds[key] = _Kind(now)
+        self._log.warning("%s%s", text, more)
+
+    def _forget(self, now: float) -> None:
+        """Forget kinds of which nothing is left to say."""
+        for key, kind in list(self._kinds.items()):
+            if now - kind.said_at >= INTERVAL_S and not kind.unsaid:
+                del self._kinds[key]

@@ -1,0 +1,20 @@
+"""Text of peers, made fit for a terminal."""
+
+from __future__ import annotations
+
+import re
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    r"""Return `text` with control characters as escapes such as \x1b. Newlines and tabs stay.
+
+    A terminal obeys some of them: they move the cursor, colour or hide text, or turn its direction around.
+    """
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def one_line(text: str) -> str:
+    r"""Return `text` as `printable` does, newlines and tabs as \n and \t: a peer cannot begin a line of its own."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")

@@ -1,0 +1,98 @@
+"""The files of a run: how they are opened for writing, and what peers of the fleet read in them.
+
+They are never opened through a symbolic link, and private ones are for their owner alone: a link that another user
+leaves in a folder would send what is written to a file of the user's own.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+RENDEZVOUS_FILE = "rendezvous.json"
+"""Name of the file in the run directory where the broker publishes its addresses, unless another is named."""
+
+_LARGEST_FILE = 16 << 20
+
+
+def user_state_folder() -> Path | None:
+    """Return the folder of what Headrace keeps for this user, beyond one run; None for a user without a home."""
+    try:
+        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    except RuntimeError:
+        return None
+    path = Path(state) / "headrace"
+    return path if path.is_absolute() else None
+
+
+def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
+    """Open the file at `path`, by the flags of `os.open`, and return its descriptor.
+
+    Raises `OSError` for a symbolic link, and for what is no regular file.
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(None, f"{path.name} is no regular file")
+    return descriptor
+
+
+def opener(name: str, flags: int) -> int:
+    """Open a file as `open_own` does, for `open(..., opener=opener)`."""
+    return open_own(Path(name), flags)
+
+
+def replace_private(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Replace the file at `path` in one step. Its owner alone can read it, whatever the umask. Raises `OSError`.
+
+    With another `mode`, whom that says can read it.
+    """
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.unlink(missing_ok=True)  # left by a process that was killed, or by someone else
+    descriptor = open_own(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, mode)
+            file.write(content)
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a file that is replaced in one step; empty where there is none."""
+    try:
+        with path.open("rb") as file:
+            content = orjson.loads(file.read(_LARGEST_FILE))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def rendezvous_path(named: str, run_dir: Path) -> Path:
+    """Return the file to which a broker writes: `named` is `fleet.rendezvous`, which may be empty or a URL."""
+    return Path(named) if named and "://" not in named else run_dir / RENDEZVOUS_FILE
+
+
+def endpoint_in(run_dir: Path, role: str) -> str:
+    """Return the address of the fleet in `run_dir` for peers of `role`; "" while there is none.
+
+    It is that of the broker for "worker" and "learner", and that of worker 3 for "envs-3" and "clients-3".
+    """
+    for name in ("broker.json", "fleet.json"):
+        endpoints = read_object(run_dir / name).get("endpoints")
+        endpoint = endpoints.get(role) if isinstance(endpoints, dict) else None
+        if isinstance(endpoint, str) and endpoint:
+            return "" if endpoint.endswith(":0") else endpoint
+    return ""
+
+
+def run_state(run_dir: Path) -> str:
+    """Return the state of the run in `run_dir`, as its supervisor noted it; "" for none."""
+    state = read_object(run_dir / "fleet.json").get("state")
+    return state if isinstance(state, str) else ""

@@ -1,0 +1,152 @@
+"""Run directory or Redis may be lost with everything killed: training goes on from the last checkpoint."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from headrace.deploy.redis_server import prepare_redis, wait_ready
+from headrace.deploy.redis_view import FleetView, Snapshot
+from headrace.deploy.resume import read_told
+from headrace.schemas.ledger import LedgerRow
+from headrace.schemas.recorder import read_recorder
+from support.fleets.running_fleet import RunningFleet
+
+pytestmark = pytest.mark.chaos
+
+FLEET = "two-copies"
+SETTINGS = ("learner.epochs=1", f"fleet.fleet_id={FLEET}")
+SMALL = ("--workers", "2", "--num-envs", "8", *(word for setting in SETTINGS for word in ("--set", setting)))
+CHECKPOINT = "learner.checkpoint"
+
+
+@contextmanager
+def redis_in(folder: Path) -> Iterator[str]:
+    """A Redis server that is no part of the fleet; yields its URL."""
+    launch = prepare_redis(folder)
+    server = subprocess.Popen(launch.argv, stdout=subprocess.DEVNULL)
+    try:
+        wait_ready(launch.url, 60.0)
+        yield launch.url
+    finally:
+        server.kill()
+        server.wait()
+
+
+def in_redis(url: str) -> Snapshot:
+    with FleetView(url, FLEET) as view:
+        return view.read()
+
+
+def told_by(run_dir: Path) -> dict[str, Any]:
+    """What the newest checkpoint says of its learner."""
+    told = read_told(run_dir / CHECKPOINT)
+    assert told is not None
+    return told
+
+
+def train_and_kill_everything(run_dir: Path, *options: str) -> None:
+    with RunningFleet(run_dir, *SMALL, *options) as fleet:
+        fleet.wait_until(lambda: fleet.steps() > 20_000, "training has begun")
+        # A life that has ended, whose recorder is deleted, is in the books too.
+        fleet.send(signal.SIGKILL, "worker", slot=0)
+        recorder = run_dir / "recorders" / "worker-0-1.rec"
+        fleet.wait_until(lambda: not recorder.exists(), "the dead worker's recorder is deleted")
+        before = fleet.steps()
+        fleet.wait_until(lambda: fleet.steps() > before + 4_000, "its next life samples")
+        fleet.kill_everything()
+
+
+def go_on(run_dir: Path, *options: str) -> tuple[str, dict[tuple[int, int], LedgerRow]]:
+    """Run for a while more, drain, and judge the books. Return what the supervisor said, and the rows."""
+    with RunningFleet(run_dir, *SMALL, *options, "--until-steps", "15000") as fleet:
+        result = fleet.finish()
+    said = result["stderr"]
+    assert (result["returncode"], result["goal_reached"], result["balanced"]) == (0, True, True), said
+    assert result["ledger"]["queued"] == 0, said
+    books = fleet.audited()  # folded lives stand as incarnation 0
+    told = [*books["rows"], *(lives["row"] for lives in books["folded"])]
+    rows = {(row["slot"], row["incarnation"]): LedgerRow.model_validate_json(orjson.dumps(row)) for row in told}
+    folded = {lives["row"]["slot"]: lives["highest"] for lives in books["folded"]}
+    for place in told_by(run_dir)["position"]:
+        if place["incarnation"] <= folded.get(place["slot"], 0):
+            continue
+        row = rows[place["slot"], place["incarnation"]]
+        assert place["settled"]["committed"][0] <= row.settled.committed[0], "the ledger knows no less than the learner"
+    deep = fleet.deep_audit()
+    assert deep.returncode == 0, deep.stdout + deep.stderr
+    return said, rows
+
+
+def trained_on_copy(said: str, rows: dict[tuple[int, int], LedgerRow]) -> int:
+    """Steps that the model must have been trained on: all that are committed, but those after the copy."""
+    lost = re.search(r"; ([\d,]+) steps that the learner took after it stay committed", said)
+    committed = sum(row.settled.committed[0] for row in rows.values())
+    return committed - (int(lost[1].replace(",", "")) if lost is not None else 0)
+
+
+def test_with_the_run_directory_lost_training_goes_on_from_the_copy_in_redis(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with redis_in(tmp_path / "elsewhere") as url:
+        train_and_kill_everything(run, "--redis-url", url)
+        shutil.rmtree(run)
+        before = in_redis(url)
+        said, rows = go_on(run, "--redis-url", url)
+        assert f"the run directory has no {CHECKPOINT}; going on from the one in Redis, save " in said
+        for life, row in before.rows.items():
+            kept = rows.get(life, rows.get((life[0], 0)))
+            assert kept is not None
+            assert kept.closed
+            assert kept.totals.stepped == row.totals.stepped, "no more than Redis knew, and no less"
+        for slot, incarnation in before.incarnations.items():
+            first = re.search(rf"worker-{slot} started: pid \d+, incarnation (\d+)", said)
+            assert first is not None
+            assert int(first[1]) > incarnation, "a life with a used number is fenced"
+        assert told_by(run)["epoch"] == 2
+        assert told_by(run)["state"]["steps"] == trained_on_copy(said, rows)
+
+
+def test_with_redis_lost_training_goes_on_with_what_the_run_directory_has(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with redis_in(tmp_path / "first") as url:
+        train_and_kill_everything(run, "--redis-url", url)
+        before = in_redis(url)
+    told = told_by(run)
+    recorders = {path.name: read_recorder(path) for path in (run / "recorders").glob("*.rec")}
+    with redis_in(tmp_path / "second") as url:
+        said, rows = go_on(run, "--redis-url", url)
+    assert f"going on from {CHECKPOINT} in the run directory, save {told['saves']:,} of learner epoch 1; Redis" in said
+    for life, row in before.rows.items():
+        reading = recorders.get(f"worker-{life[0]}-{life[1]}.rec")
+        made = reading.totals.stepped if reading is not None else row.totals.stepped
+        kept = rows.get(life, rows.get((life[0], 0)))
+        assert kept is not None
+        assert kept.totals.stepped == made, "its row, or the only one that is folded"
+        assert kept.closed
+    trained = sum(row.settled.committed[0] for row in rows.values())
+    assert told_by(run)["state"]["steps"] == trained, "every committed step is in the model, and none twice"
+
+
+def test_moved_to_another_folder_and_other_ports_training_goes_on(tmp_path: Path) -> None:
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    train_and_kill_everything(run)
+    told = told_by(run)
+    run.rename(moved)
+    taken = orjson.loads((moved / "redis" / "server.json").read_bytes())["port"]
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with suppress(OSError):  # another program has it already
+            other.bind(("127.0.0.1", taken))
+        said, rows = go_on(moved)
+    assert f"save {told['saves']:,} of learner epoch 1" in said
+    assert told_by(moved)["state"]["steps"] == sum(row.settled.committed[0] for row in rows.values())

@@ -1,0 +1,135 @@
+"""Fleets on a real Slurm, by the shipped scripts: faults of jobs, any order of starts, and shared nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from documentation.blocks import blocks_of
+
+from headrace.deploy.fleet_file import read_fleet_file
+from headrace.deploy.options import resolve
+from headrace.deploy.slurm.lifecycle import dry_run, prepare
+from headrace.schemas.errors import ExitCode
+from support.fleets.slurm_fleet import SlurmFleet
+from support.slurm_cluster import MISSING, SlurmCluster
+
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.chaos,
+    pytest.mark.skipif(bool(MISSING), reason=MISSING),
+]
+
+QUICK_LEARNER = """
+[learner]
+steps_per_update = 512
+epochs = 2
+"""
+QUICK = f"""{QUICK_LEARNER}
+[sampling]
+num_envs = 4
+"""
+NOT_CHECKED = "check_env = false"
+LEARNT = 40
+"""Mean return that no untrained policy has: about twice that of random actions."""
+ON_A_CLUSTER = "tests/chaos/test_slurm_fleet.py runs it on one"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    with SlurmCluster(tmp_path_factory.mktemp("slurm") / "cluster") as cluster:
+        yield cluster
+    assert not cluster.processes(), "processes of jobs have outlived their cluster"
+
+
+def test_the_guide_as_written_and_what_happens_to_jobs_lose_no_step_without_a_name(
+    cluster: SlurmCluster, tmp_path: Path, root: Path
+) -> None:
+    blocks = blocks_of(root / "docs" / "guides" / "deploy" / "slurm.md")
+    toml = next(block.text for block in blocks if block.language == "toml")
+    settings = toml.replace("until_return = 475.0", NOT_CHECKED) + QUICK_LEARNER
+    fleet = SlurmFleet(cluster, tmp_path / "runs" / "cartpole", tmp_path / "fleet.toml", settings)
+    start, look, scale, move, stop = (
+        block.text for block in blocks if ON_A_CLUSTER in block.marks.get("shown only", "")
+    )
+    fleet.sh(start)
+    fleet.wait_until(lambda: fleet.working() == 2, "two workers take steps")
+    requeued, limited = fleet.tasks()
+    fleet.sh(scale)
+    assert "is running" in fleet.sh(look)
+    cluster.run("scontrol", "update", f"JobId={limited}", "TimeLimit=1")  # SIGTERM comes at Slurm's next look
+    again = fleet.headrace("slurm", "up", str(fleet.toml))
+    assert (again.returncode, "its jobs are still there" in again.stderr) == (ExitCode.RUN_DIR, True), again
+    fleet.wait_until(lambda: fleet.have_worked() >= 3, "a third worker takes steps")
+    (cancelled,) = fleet.tasks(-1)
+
+    fleet.kill("broker")
+    cluster.run("scontrol", "requeue", requeued)
+    cluster.run("scancel", cancelled)
+    cluster.wait_for(limited, "COMPLETED", "TIMEOUT")  # by then its minute may be over
+    cluster.wait_for(cancelled, "CANCELLED")
+    cluster.wait_for(requeued, "PENDING")
+    missing = fleet.headrace("slurm", "status", "--run-dir", str(fleet.run_dir))
+    assert (missing.returncode, "1 of 3 worker tasks are there" in missing.stdout) == (ExitCode.FINDINGS, True), missing
+    with fleet.topped_up():
+        fleet.wait_until(lambda: "1 -> 3" in fleet.topped_up_log.read_text(), "the missing tasks are submitted")
+        fleet.sh(move)
+        cluster.wait_for(fleet.head, "PENDING")
+        for job in (fleet.head, requeued):
+            cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        fleet.wait_until(lambda: fleet.working() == 3, "three workers of the head that has moved")
+        fleet.wait_until(lambda: fleet.best_return() > LEARNT, "the policy learns")
+        fleet.sh(stop)
+    assert not fleet.left()
+    ledger = fleet.assert_books_are_exact()["ledger"]
+    assert (ledger["queued"], ledger["committed"][0] > 0) == (0, True), ledger
+
+
+def test_two_fleets_share_a_node_one_with_env_hosts_and_one_whose_broker_fails_for_good(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    shared = f'{QUICK}[slurm]\noptions = ["--nodelist=node2"]\nhead_options = ["--cpus-per-task=1"]\n'
+    fails = "[supervisor]\nmax_restarts_per_window = 0\n"
+    late = f"[fleet]\n{NOT_CHECKED}\n{fails}{shared}worker_tasks = 1\nworkers_per_task = 2\n"
+    hosted = f"[fleet]\n{NOT_CHECKED}\nuntil_steps = 4000\nworkers = 1\n{shared}worker_tasks = 0\nenv_host_tasks = 1\n"
+    hosted = hosted.replace("[sampling]", '[sampling]\nenv_placement = "remote"')
+    one = SlurmFleet(cluster, tmp_path / "one", tmp_path / "one.toml", late)
+    two = SlurmFleet(cluster, tmp_path / "two", tmp_path / "two.toml", hosted)
+    config, _ = resolve(one.toml, None, {"fleet.run_dir": str(one.run_dir)})
+    prepare(config)
+    head, workers = dry_run(config)
+    workers.remove("--dependency=after:HEAD_JOB_ID")
+    array = int(cluster.run(*workers))
+    one.wait_until(lambda: "waiting for" in one.said(), "workers without a head say what they wait for")
+    two.up()
+    one.note_jobs(int(cluster.run(*head)), array)
+    one.wait_until(lambda: one.working() == 2, "two workers of the head that came last")
+    one.kill("broker")
+    for fleet in (one, two):
+        fleet.await_end()
+    states = {(job.name, job.state, job.node) for fleet in (one, two) for job in fleet.all_tasks()}
+    assert states == {
+        ("one-head", "FAILED", "node2"),
+        ("one-workers", "COMPLETED", "node2"),
+        ("two-head", "COMPLETED", "node2"),
+        ("two-env-hosts", "COMPLETED", "node2"),
+    }, one.said() + two.said()
+    one.assert_recorders_tell_the_rest(2)
+    books = two.assert_books_are_exact()
+    assert {row["closed"] for row in books["rows"]} == {True}
+    assert books["fleet_id"] != read_fleet_file(one.run_dir / "fleet.json").fleet_id
+
+
+def test_a_part_that_slurm_refuses_is_told_whole_and_takes_back_what_was_submitted(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    settings = '[slurm]\nworker_options = ["--partition=nowhere"]\nhead_options = ["--hold"]\n'
+    fleet = SlurmFleet(cluster, tmp_path / "run", tmp_path / "fleet.toml", settings)
+    refused = fleet.headrace("slurm", "up", "fleet.toml", "--run-dir", "run")
+    assert refused.returncode == ExitCode.UNREACHABLE
+    assert "workers.sbatch" in refused.stderr
+    assert "invalid partition specified: nowhere" in refused.stderr
+    assert "name one that `sinfo` shows" in refused.stderr
+    fleet.await_end()
+    assert [task.state for task in fleet.all_tasks()] == ["CANCELLED"]

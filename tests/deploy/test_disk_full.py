@@ -1,0 +1,96 @@
+"""A full disk: the fleet ends with one sentence that says so, and goes on once there is room."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import repeat
+from pathlib import Path
+
+import orjson
+import pytest
+
+from headrace.deploy.exit_record import exit_record_path, take_exit_record, write_exit_record
+from headrace.deploy.std_streams import ignore_closed_reader
+from headrace.learner_stub.checkpoint import Checkpoint, save_checkpoint
+from headrace.schemas.errors import DiskFullError, ExitCode
+from headrace.schemas.recorder import Recorder
+from support.waiting import wait_until
+
+UP = [sys.executable, "-m", "headrace.deploy", "up"]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 6 MiB of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(folder)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"needs the right to mount: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(disk: Path) -> None:
+    with (disk / "filler").open("wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 12, 1):
+            with pytest.raises(OSError, match="No space left"):
+                file.writelines(repeat(b"\0" * size))
+
+
+@pytest.mark.slow
+def test_a_fleet_whose_disk_is_full_says_so_and_can_go_on(disk: Path, tmp_path: Path) -> None:
+    run = disk / "run"
+    settings = ["--env", "CartPole-v1", "--workers", "1", "--num-envs", "4", "--set", "learner.steps_per_update=512"]
+    with (tmp_path / "said").open("w+") as said:
+        fleet = subprocess.Popen(
+            [*UP, *settings, "--run-dir", str(run), "--timeout-s", "200"], stdout=said, stderr=said, text=True
+        )
+        wait_until((run / "learner.checkpoint").exists, "a checkpoint", 120.0)
+        fill(disk)
+        assert fleet.wait(120) == ExitCode.RUN_DIR
+        text = (tmp_path / "said").read_text()
+    (error,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert "the disk is full: " in error
+    assert f" cannot be written at {run}" in error
+    assert "free some space there (or raise your quota), then go on with headrace up --resume" in error
+    assert "of yours" not in text
+    assert "Traceback" not in text
+
+    (disk / "filler").unlink()
+    again = subprocess.run(
+        [*UP, "--resume", str(run), "--until-steps", "2000", "--json"], capture_output=True, text=True, check=False
+    )
+    assert again.returncode == 0, again.stderr
+    assert orjson.loads(again.stdout)["balanced"]
+
+
+def test_what_a_process_keeps_names_the_full_disk(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = disk / "record"
+    monkeypatch.setenv("HEADRACE_EXIT_RECORD", str(record))
+    place = exit_record_path()
+    fill(disk)
+    with pytest.raises(DiskFullError, match=f"the recorder cannot be written at {disk}"):
+        Recorder(disk / "worker-0-1.rec", 0, 1)
+    with pytest.raises(DiskFullError, match=f"the checkpoint cannot be written at {disk}"):
+        save_checkpoint(disk / "learner.checkpoint", Checkpoint(1, []))
+    write_exit_record(place, 7, "the disk is full")
+    told = take_exit_record(record, os.getpid())
+    assert told is not None
+    assert (told.exit_code, told.sentence) == (7, "the disk is full")
+
+
+def test_output_to_a_full_disk_ends_no_process_and_goes_on_later(disk: Path) -> None:
+    fill(disk)
+    with (disk / "filler").open("r+b") as filler, (disk / "log").open("w") as log:
+        with ignore_closed_reader(log):
+            print("lost", file=log, flush=True)
+        filler.truncate(0)
+        with ignore_closed_reader(log):
+            print("kept", file=log, flush=True)
+    assert (disk / "log").read_text() == "kept\n"

@@ -1,0 +1,321 @@
+"""`headrace doctor`: the limits, addresses and versions that it sees, and what it says to do."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from headrace.deploy.doctor.cgroup import Limit, Limits, read_limits
+from headrace.deploy.doctor.check import Verdict
+from headrace.deploy.doctor.connected import judge_versions
+from headrace.deploy.doctor.key_checks import key_checks
+from headrace.deploy.doctor.limits import Needs, core_check, limit_checks, memory_check, shared_memory_check, task_check
+from headrace.deploy.doctor.meeting import meeting_checks
+from headrace.deploy.doctor.network import advertised_check, reachability_check
+from headrace.deploy.key_pairs import make_keys
+from headrace.deploy.redis_view import Snapshot
+from headrace.schemas.config import FleetConfig
+from headrace.schemas.config_loading import build_config
+from headrace.schemas.errors import ExitCode
+from headrace.schemas.key_files import read_public_key
+from headrace.schemas.rendezvous import Published
+
+HEADRACE = [sys.executable, "-m", "headrace.deploy"]
+MIB = 1 << 20
+FLEET = Needs.of_fleet(FleetConfig())
+
+
+def doctor(*arguments: str, before: Callable[[], None] | None = None) -> dict[str, dict[str, str]]:
+    """Run the command; `before` runs in its process first. Return its checks by name."""
+    command = [*HEADRACE, "doctor", "--json", *arguments]
+    told = subprocess.run(command, capture_output=True, check=False, timeout=200, preexec_fn=before)
+    return {check["name"]: check for check in orjson.loads(told.stdout)["checks"]}
+
+
+# Control groups.
+
+LOOK = """
+import orjson
+from headrace.deploy.doctor.cgroup import read_limits
+from headrace.deploy.doctor.limits import Needs, limit_checks
+from headrace.schemas.config import FleetConfig
+print(orjson.dumps(list(limit_checks(Needs.of_fleet(FleetConfig()), read_limits()))).decode())
+"""
+
+
+def proc_of(folder: Path, groups: str, mounts: str) -> Path:
+    (folder / "cgroup").write_text(groups)
+    (folder / "mountinfo").write_text(mounts)
+    return folder
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_the_tightest_limit_above_a_group_of_cgroup_v2_holds(tmp_path: Path) -> None:
+    mount = tmp_path / "fs"
+    write(mount / "a.slice/b.service/memory.max", f"{800 * MIB}\n")
+    write(mount / "memory.max", "max\n")
+    write(mount / "a.slice/memory.max", f"{512 * MIB}\n")
+    write(mount / "a.slice/b.service/cpu.max", "150000 100000\n")
+    write(mount / "a.slice/cpu.max", "max 100000\n")
+    write(mount / "a.slice/b.service/pids.max", "64\n")
+    mounts = f"25 20 0:22 / {mount} rw,nosuid - cgroup2 cgroup2 rw\n"
+    limits = read_limits(proc_of(tmp_path, "0::/a.slice/b.service\n", mounts))
+    assert limits == Limits(
+        memory=Limit(512 * MIB, str(mount / "a.slice/memory.max")),
+        cpus=Limit(1.5, str(mount / "a.slice/b.service/cpu.max")),
+        tasks=Limit(64, str(mount / "a.slice/b.service/pids.max")),
+    )
+
+
+def test_limits_of_cgroup_v1_are_read_from_the_hierarchy_of_each_controller(tmp_path: Path) -> None:
+    memory, cpu = tmp_path / "memory", tmp_path / "cpu"
+    write(memory / "job/memory.limit_in_bytes", f"{256 * MIB}\n")
+    write(memory / "memory.limit_in_bytes", "9223372036854771712\n")
+    write(cpu / "cpu.cfs_quota_us", "50000\n")
+    write(cpu / "cpu.cfs_period_us", "100000\n")
+    mounts = (
+        f"30 25 0:26 / {memory} rw - cgroup cgroup rw,memory\n31 25 0:27 /docker/x {cpu} rw - cgroup cgroup rw,cpu\n"
+    )
+    limits = read_limits(proc_of(tmp_path, "4:memory:/job\n1:cpu,cpuacct:/docker/x\n0::/\n", mounts))
+    assert limits.memory == Limit(256 * MIB, str(memory / "job/memory.limit_in_bytes"))
+    assert limits.cpus == Limit(0.5, str(cpu / "cpu.cfs_quota_us")), "a container's group is at the mount itself"
+    assert limits.tasks is None
+
+
+def test_what_no_kernel_writes_counts_as_no_limit(tmp_path: Path) -> None:
+    write(tmp_path / "fs/memory.max", "-5 bytes\n")
+    write(tmp_path / "fs/cpu.max", "1 2 3\n")
+    mounts = f"garbage\n25 20 0:22 / {tmp_path / 'fs'} rw - cgroup2 cgroup2 rw\n"
+    assert read_limits(proc_of(tmp_path, "0::/../../x\nnonsense\n", mounts)) == Limits()
+    assert read_limits(tmp_path / "no-such-process") == Limits()
+
+
+@pytest.fixture
+def group() -> Iterator[Callable[[str, str, int], None]]:
+    """Give a function that makes a control group with a limit. Processes of this thread's children enter it."""
+    made: list[Path] = []
+
+    def limit(controller: str, name: str, value: int) -> None:
+        folder = Path("/sys/fs/cgroup") / controller / f"headrace-test-{os.getpid()}"
+        try:
+            folder.mkdir()
+            made.append(folder)
+            (folder / name).write_text(str(value))
+        except OSError as error:
+            pytest.skip(f"no control groups of v1 can be made here: {error}")
+
+    limit.made = made  # type: ignore[attr-defined]
+    yield limit
+    for folder in made:
+        folder.rmdir()
+
+
+@pytest.mark.processes
+def test_real_limits_of_a_control_group_are_named(group: Any) -> None:
+    group("memory", "memory.limit_in_bytes", 700 * MIB)
+    group("pids", "pids.max", 40)
+    entries = [folder / "cgroup.procs" for folder in group.made]
+
+    def enter() -> None:
+        for entry in entries:
+            entry.write_text(str(os.getpid()))
+
+    told = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, check=True, timeout=200, preexec_fn=enter)
+    checks = {check["name"]: check for check in orjson.loads(told.stdout)}
+    assert checks["memory"]["verdict"] == "fail"
+    assert f"700 MiB by {entries[0].with_name('memory.limit_in_bytes')}" in checks["memory"]["seen"]
+    assert checks["processes"]["verdict"] == "warn"
+    assert "40 by" in checks["processes"]["seen"]
+
+
+# The needs of settings, against limits.
+
+
+def test_memory_is_compared_with_and_without_full_buffers() -> None:
+    least, most = FLEET.least_memory, FLEET.least_memory + FLEET.buffers
+    verdicts = [memory_check(FLEET, Limit(size, "x")).verdict for size in (least - 1, least, most - 1, most)]
+    assert verdicts == [Verdict.FAIL, Verdict.WARN, Verdict.WARN, Verdict.OK]
+    assert "broker.max_held_bytes" in memory_check(FLEET, Limit(least, "x")).advice
+
+
+def test_threads_are_compared_with_the_share_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    needs = Needs.of_fleet(build_config({"fleet": {"workers": 4}, "sampling": {"torch_threads": 2}}))
+    assert core_check(needs, None).verdict is Verdict.OK
+    limited = core_check(needs, Limit(1.5, "/sys/fs/cgroup/cpu.max"))
+    assert limited.verdict is Verdict.WARN
+    assert limited.seen == "1.5 by /sys/fs/cgroup/cpu.max, 9 torch threads of 4 workers and a learner"
+
+
+def test_tasks_are_compared_with_the_group_and_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert task_check(FLEET, Limit(20, "x")).verdict is Verdict.WARN
+    assert task_check(FLEET, Limit(500, "x")).verdict is Verdict.OK
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (30, 30))
+    assert "30 by ulimit -u" in task_check(FLEET, Limit(500, "x")).seen
+
+
+def test_a_worker_needs_less_than_a_fleet() -> None:
+    limits = Limits(memory=Limit(FLEET.least_memory - 1, "x"))
+    assert {check.name: check.verdict for check in limit_checks(FLEET, limits)}["memory"] is Verdict.FAIL
+    worker = Needs.of_worker(FleetConfig())
+    assert {check.name: check.verdict for check in limit_checks(worker, limits)}["memory"] is Verdict.OK
+
+
+def test_a_small_or_missing_shared_memory_is_named(tmp_path: Path) -> None:
+    assert shared_memory_check(tmp_path / "none").verdict is Verdict.WARN
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)], check=False)
+    if mounted.returncode:
+        pytest.skip("this user may not mount")
+    try:
+        check = shared_memory_check(tmp_path)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+    assert check.verdict is Verdict.WARN
+    assert check.seen == f"{tmp_path}, 1 MiB free"
+    assert "--shm-size" in check.advice
+
+
+@pytest.mark.processes
+def test_doctor_sees_ulimits(tmp_path: Path) -> None:
+    def lower() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+        resource.setrlimit(resource.RLIMIT_CORE, (1 * MIB, 1 * MIB))
+
+    checks = doctor("--run-dir", str(tmp_path), before=lower)
+    assert checks["open files"]["verdict"] == "warn"
+    assert checks["open files"]["advice"] == "ulimit -n 544"
+    assert checks["core dumps"]["seen"] == "kept, of 1 MiB at most, for each process that crashes"
+
+
+@pytest.mark.processes
+def test_a_start_warns_of_limits_that_do_not_suffice(tmp_path: Path, free_port: int) -> None:
+    huge = f"={1 << 50}"
+    commands = {
+        ExitCode.UNREACHABLE: [
+            *("worker", "--endpoint", f"tcp://127.0.0.1:{free_port}", "--fleet-id", "x"),
+            *("--set", "worker.window_bytes" + huge, "--set", "worker.connect_timeout_s=0.2"),
+        ],
+        ExitCode.ENV: ["up", "--env", "no_such.module:env", "--set", "broker.max_held_bytes" + huge],
+    }
+    for code, command in commands.items():
+        told = subprocess.run(
+            [*HEADRACE, *command, "--run-dir", str(tmp_path / command[0])],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=200,
+        )
+        assert told.returncode == code, told.stderr
+        (line,) = [line for line in told.stderr.splitlines() if "memory: " in line]
+        assert "with full buffers; lower " in line
+
+
+# Addresses.
+
+
+def test_a_broker_that_answers_is_reachable_and_others_are_not(free_port: int) -> None:
+    refused = reachability_check("broker", f"tcp://127.0.0.1:{free_port}")
+    assert refused.verdict is Verdict.FAIL
+    assert "start the broker" in refused.advice
+    with socket.create_server(("127.0.0.1", free_port)):
+        answers = reachability_check("broker", f"tcp://127.0.0.1:{free_port}")
+    assert answers.verdict is Verdict.OK
+    assert "our address there is 127.0.0.1" in answers.seen
+    unknown = reachability_check("broker", "tcp://no-such-host.invalid:5701")
+    assert unknown.verdict is Verdict.FAIL
+    assert "resolves" in unknown.advice
+
+
+def test_an_advertised_name_that_others_cannot_use_is_named() -> None:
+    assert advertised_check("broker", "127.0.0.1", "", "broker.advertise").verdict is Verdict.OK
+    loopback = advertised_check("broker", "0.0.0.0", "localhost", "broker.advertise")
+    assert loopback.verdict is Verdict.FAIL
+    assert "connect to themselves: set broker.advertise" in loopback.advice
+    assert advertised_check("broker", "[::]", "192.0.2.7", "broker.advertise").seen == "192.0.2.7"
+    for bound, advertise in (("0.0.0.0", "no-such-host.invalid"), ("no-such-host.invalid", "")):
+        assert "does not resolve" in advertised_check("broker", bound, advertise, "broker.advertise").seen
+
+
+def test_a_rendezvous_is_checked_with_its_addresses_and_the_key_of_its_broker(tmp_path: Path, free_port: int) -> None:
+    keys, others, place = tmp_path / "keys", tmp_path / "others", tmp_path / "rendezvous.json"
+    make_keys(keys)
+    make_keys(others)
+    config = build_config({"keys": {"dir": str(keys)}})
+    (missing,) = meeting_checks(config, str(place))
+    assert missing.verdict is Verdict.FAIL
+    endpoints = dict.fromkeys(("worker", "weights"), f"tcp://127.0.0.1:{free_port}")
+    key = {"broker": read_public_key(keys / "broker.public").fingerprint}
+    Published(fleet_id="demo", endpoints=endpoints, keys=key).write(place)
+    with socket.create_server(("127.0.0.1", free_port)):
+        checks = list(meeting_checks(config, str(place)))
+        assert [check.verdict for check in checks] == [Verdict.OK] * 4
+        strange = list(meeting_checks(build_config({"keys": {"dir": str(others)}}), str(place)))[-1]
+    assert (strange.name, strange.verdict) == ("broker key", Verdict.FAIL)
+    gone = [check.verdict for check in meeting_checks(config, str(place))]
+    assert gone == [Verdict.OK, Verdict.FAIL, Verdict.FAIL, Verdict.OK]
+    (wrong,) = meeting_checks(config, "dns://broker.example")
+    assert "broker.worker_port" in wrong.seen, "a name needs ports"
+
+
+# Keys and versions.
+
+
+def test_a_folder_of_keys_to_which_others_may_add_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    make_keys(folder)
+    config = build_config({"keys": {"dir": str(folder)}})
+    assert [check.verdict for check in key_checks(config)] == [Verdict.OK]
+    folder.chmod(0o777)
+    (check,) = key_checks(config)
+    assert check.verdict is Verdict.WARN
+    assert check.advice == f"chmod 700 {folder}"
+    (folder / "http.token").chmod(0o644)
+    (check,) = key_checks(config)
+    assert check.verdict is Verdict.FAIL
+    assert "chmod 600" in check.seen
+
+
+def test_versions_of_those_connected_are_compared() -> None:
+    lease = {"connected": 1.0, "headrace_version": "0.2.0"}
+    workers: dict[int, dict[str, Any]] = {
+        slot: {"host": host, "headrace_version": "0.2.0"} for slot, host in enumerate("ab")
+    }
+    same = judge_versions(Snapshot(version="0.2.0", lease=lease, workers=workers), "0.2.0")
+    assert (same.verdict, same.seen) == (
+        Verdict.OK,
+        "0.2.0: broker, learner, worker-0, worker-1, this machine; workers on a, b",
+    )
+    here = judge_versions(Snapshot(version="0.2.0", lease=lease, workers=workers), "0.1.0")
+    assert here.verdict is Verdict.WARN
+    assert here.advice == "install headrace 0.2.0 here, or upgrade the broker"
+    assert "no broker" in judge_versions(Snapshot(), "0.1.0").seen
+
+
+def test_peers_of_another_version_are_named() -> None:
+    told = [{"headrace_version": version} for version in ("0.2.0", "0.1.0", "0.2.0\x1b[31m")]
+    workers: dict[int, dict[str, Any]] = {**dict(enumerate(told)), 7: {}}
+    workers[0]["env_hosts"] = {"connected": 3, "wanted": 3, "versions": ["0.1.0", "0.2.0"]}
+    workers[7]["env_hosts"] = {"connected": 1, "wanted": 1}
+    check = judge_versions(Snapshot(version="0.2.0", lease={"connected": 1.0}, workers=workers), "0.2.0")
+    assert check.verdict is Verdict.WARN
+    assert "; 0.1.0, 0.2.0: env hosts of worker-0; 0.1.0: worker-1; " in check.seen
+    assert "no version told: learner, worker-7" in check.seen
+    assert "\x1b" not in check.seen
+    behind = "learner, env hosts of worker-0, worker-1, worker-2, worker-7"
+    assert check.advice == f"install headrace 0.2.0 for {behind}, and start them again"
+    gone = {"connected": 0.0, "headrace_version": "0.1.0"}
+    assert judge_versions(Snapshot(version="0.2.0", lease=gone), "0.2.0").verdict is Verdict.OK

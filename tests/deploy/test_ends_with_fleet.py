@@ -1,0 +1,85 @@
+"""Workers that were started elsewhere find the fleet by its page, end with it, and their ends are in its books."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from headrace.schemas.errors import ExitCode
+from support.fleets.running_fleet import RunningFleet, snapshot_of
+from support.ports import free_port
+
+pytestmark = pytest.mark.processes
+
+ENDS = ("--set", "worker.ends_with_fleet=true", "--set", "learner.steps_per_update=256", "--num-envs", "2")
+LONG_S = 100.0
+
+
+@contextmanager
+def workers_for(where: str, own: Path) -> Iterator[subprocess.Popen[str]]:
+    """A group of two workers with a run directory of its own."""
+    command = [sys.executable, "-m", "headrace.deploy", "worker", "--count", "2", *ENDS, "--run-dir", str(own)]
+    command += ["--rendezvous", where]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as workers:
+        try:
+            yield workers
+        finally:
+            if workers.poll() is None:
+                workers.kill()
+
+
+def test_a_group_of_workers_leaves_at_the_goal_and_the_books_are_closed(tmp_path: Path) -> None:
+    run, elsewhere, port = tmp_path / "run", tmp_path / "elsewhere", free_port()
+    dashboard = ("--dashboard", "--set", f"dashboard.port={port}")
+    with (
+        RunningFleet(run, "--workers", "0", "--until-steps", "1500", *ENDS, *dashboard) as fleet,
+        workers_for(f"http://127.0.0.1:{port}/rendezvous.json", elsewhere) as workers,
+    ):
+        result = fleet.finish()
+        said = workers.communicate(timeout=LONG_S)[1]
+        assert (result["returncode"], workers.returncode) == (0, 0), result["stderr"] + said
+        assert "takes no more steps; this worker leaves" in logs_of(elsewhere)
+        rows = fleet.audited()["rows"]
+        assert {row["closed"] for row in rows} == {True}
+
+
+def test_a_broker_that_fails_for_good_keeps_no_worker_waiting_and_the_next_start_closes_the_books(
+    tmp_path: Path,
+) -> None:
+    """Scratch and run directory are one here, so that the next start finds the recorders."""
+    run = tmp_path / "run"
+    with (
+        RunningFleet(run, "--workers", "1", *ENDS, "--set", "supervisor.max_restarts_per_window=0") as fleet,
+        workers_for(str(run / "rendezvous.json"), run) as workers,
+    ):
+        fleet.wait_until(lambda: len(open_lives(run)) == 3, "three workers step")
+        lives = open_lives(run)
+        fleet.send(signal.SIGKILL, "broker")
+        result = fleet.finish()
+        said = workers.communicate(timeout=LONG_S)[1]
+        assert (result["returncode"], workers.returncode) == (ExitCode.CRASH_LOOP, 0), result["stderr"] + said
+    assert logs_of(run).count("the fleet has stopped; the recorder keeps the books for its next start") == 3
+    audit = fleet.audit()
+    assert audit.returncode == ExitCode.LEDGER, audit.stdout
+    assert "since the broker failed for good then; the next `headrace up`" in audit.stderr
+    assert all(f"slot {slot} incarnation {incarnation}: " in audit.stderr for slot, incarnation in lives)
+    with RunningFleet(run, "--workers", "1", "--until-steps", "1", *ENDS) as again:
+        assert again.finish()["returncode"] == 0
+    assert again.audited()["ledger"]["dropped"]
+
+
+def open_lives(run: Path) -> list[tuple[int, int]]:
+    """The lives that have stepped and are not closed in the books."""
+    snapshot = snapshot_of(run)
+    rows = snapshot.rows.items() if snapshot is not None else ()
+    return [life for life, row in rows if row.totals.stepped and not row.closed]
+
+
+def logs_of(run_dir: Path) -> str:
+    return "".join(path.read_text() for path in run_dir.glob("logs/*.log"))

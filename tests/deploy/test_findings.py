@@ -1,0 +1,452 @@
+"""Every finding is made from the state that it is about, with its limit and what helps; a healthy fleet has none."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.deploy.monitoring.facts import Facts
+from headrace.deploy.monitoring.finding_kinds import KIND, KINDS
+from headrace.deploy.monitoring.findings import awaited, find, verdict
+from headrace.deploy.redis_view import Snapshot
+from headrace.schemas.config import BrokerSection, FleetConfig, LearnerSection, ServingSection
+from headrace.schemas.config import SamplingSection as Sampling
+from headrace.schemas.config_loading import known_keys
+from headrace.schemas.ledger import FleetLedger, LedgerRow, Settled, WorkerTotals
+from headrace.schemas.process_state import ProcessState
+
+NOW = 1_795_280_000.0
+RUN = Path("/runs/a")
+AT = {"learner": "tcp://127.0.0.1:5702", "worker": "tcp://127.0.0.1:5701", "clients-0": "tcp://127.0.0.1:5801"}
+GAUGES = {"unix_s": NOW, "env_steps_per_s": 900.0, "weights_seq": 7.0, "held_batches": 2.0, "held_bytes": 4096.0}
+LEASE = {"epoch": 1, "connected": 1.0, "since_unix_s": NOW - 500, "committed_unix_s": NOW - 0.5}
+WORKER = {"incarnation": 1, "pid": 70, "host": "here", "weights_seq": 7, "blocked": "", "unix_s": NOW - 0.5}
+STILL = {"env_steps_per_s": 0.0}
+
+
+def process(name: str, role: str, **changes: Any) -> ProcessState:
+    slot = int(name.rpartition("-")[2]) if role == "worker" else None
+    usual = {"slot": slot, "incarnation": 1, "pid": 70, "started_unix_s": NOW - 600}
+    return ProcessState(name=name, role=role, **{**usual, **changes})
+
+
+def healthy(**changes: Any) -> Facts:
+    """A fleet of two workers that learns."""
+    own = [("supervisor", "supervisor"), ("redis", "redis"), ("broker", "broker"), ("learner", "learner")]
+    own += [("worker-0", "worker"), ("worker-1", "worker")]
+    facts = Facts(
+        unix_s=NOW,
+        snapshot=Snapshot(
+            fleet_id="demo",
+            gauges=GAUGES,
+            totals={"env_steps_total": 9000},
+            workers={0: WORKER, 1: WORKER},
+            lease=LEASE,
+            reported_unix_s=NOW,
+        ),
+        processes={name: process(name, role) for name, role in own},
+        config=FleetConfig(),
+        endpoints=AT,
+        run_dir=RUN,
+        disk_free_bytes=1 << 40,
+    )
+    return replace(facts, **changes)
+
+
+def told(facts: Facts | None = None, gauges: dict[str, float] | None = None, **changes: Any) -> Facts:
+    """These facts with another snapshot."""
+    facts = facts or healthy()
+    return replace(facts, snapshot=replace(facts.snapshot, gauges={**GAUGES, **(gauges or {})}, **changes))
+
+
+def having(name: str, facts: Facts | None = None, **changes: Any) -> Facts:
+    """These facts with another state of one process; None: without it."""
+    facts = facts or healthy()
+    changed = facts.processes[name].model_copy(update=changes)
+    return replace(facts, processes={**facts.processes, name: changed})
+
+
+def without(*names: str, facts: Facts | None = None) -> Facts:
+    facts = facts or healthy()
+    return replace(facts, processes={name: one for name, one in facts.processes.items() if name not in names})
+
+
+def blocked(by: str = "window", for_s: float = 20.0, slots: tuple[int, ...] = (0, 1)) -> dict[int, dict[str, Any]]:
+    waits = {**WORKER, "blocked": by, "blocked_since_unix_s": NOW - for_s, "held_batches": 16}
+    return {slot: waits if slot in slots else WORKER for slot in (0, 1)}
+
+
+def stalled(for_s: float, lease: dict[str, Any] | None = None, by: str = "window") -> Facts:
+    """All workers wait for a commit for `for_s` seconds."""
+    lease = {**LEASE, "committed_unix_s": NOW - for_s, **(lease or {})}
+    return told(gauges=STILL, workers=blocked(by, for_s), lease=lease)
+
+
+def of_own_learner(facts: Facts) -> Facts:
+    """These facts, of a fleet without a learner of its own."""
+    config = FleetConfig(learner=LearnerSection(enabled=False))
+    return replace(without("learner", facts=facts), config=config)
+
+
+REMOTE = FleetConfig(sampling=Sampling(env_placement="remote"))
+SERVED = FleetConfig(serving=ServingSection(enabled=True))
+TIGHT = FleetConfig(broker=BrokerSection(max_held_batches=2))
+NO_WEIGHTS = {0: {**WORKER, "weights_seq": 0}, 1: {**WORKER, "weights_seq": 0}}
+HOSTLESS = {**WORKER, "env_silence_s": 15.0, "env_hosts": {"connected": 0, "wanted": 1}}
+ONE_HOST = {**WORKER, "envs_lost": 4, "num_envs": 8, "env_steps": 9, "env_hosts": {"connected": 1, "wanted": 2}}
+OPEN = LedgerRow(slot=1000, incarnation=3, totals=WorkerTotals(), accepted=(0, 0), held=(0, 0), settled=Settled())
+BEFORE = ((NOW - 50.0, {"messages_refused": 2.0, "env_steps_total": 9000.0}),)
+ELSEWHERE = {**WORKER, "unix_s": NOW - 8, "pid": 3, "host": "\x1b[2Jbox"}
+FAILS = {**WORKER, "env_failures": 9, "env_failure_age_s": 2.0, "env_failure": "boom\n", "joined_unix_s": NOW - 60}
+FAILED_ONCE = {**FAILS, "env_failures": 1}
+ABORTED = {
+    "episodes_window": 100.0,
+    "episode_len_mean": 100.0,
+    "episode_return_mean": 100.0,
+    "aborted_window": 30.0,
+    "aborted_len_mean": 50.0,
+    "aborted_return_mean": 50.0,
+}
+
+WRONG: dict[str, tuple[Facts, str, str, str]] = {
+    "the supervisor died": (
+        having("supervisor", state="gone"),
+        "supervisor_gone",
+        "the supervisor .pid 70. has died",
+        "headrace up --resume /runs/a",
+    ),
+    "Redis away": (
+        healthy(redis_error="Connection refused", redis_age_s=12.0),
+        "redis_away",
+        r"waiting for Redis at \S*, silent for 12 s \(Connection refused\)",
+        "",
+    ),
+    "Redis garbage": (told(garbage=("totals: field x",)), "redis_garbage", "1 values that cannot be read", ""),
+    "disk full": (healthy(disk_free_bytes=1 << 20), "disk_full", "is full: 1.0 MiB are left", "df -h /runs/a"),
+    "a worker stopped": (
+        having("worker-1", is_stopped=True, pid=71, silent_s=12.0),
+        "process_stopped",
+        r"waiting for worker-1 \(pid 71\), which is stopped",
+        "kill -CONT 71",
+    ),
+    "a lost worker": (
+        having("worker-1", state="restarting", pid=0, started_unix_s=0, last_words="signal SIGKILL"),
+        "process_restarting",
+        r"worker-1 to start again \(it ended with signal SIGKILL\)",
+        "tail /runs/a/logs/worker-1.log",
+    ),
+    "restarts again and again": (
+        having("worker-1", recent_deaths=4, restarts=9, started_unix_s=NOW - 2, last_words="exit code 1"),
+        "crash_loop",
+        "worker-1 has ended 4 times in a short time; the last time it ended with exit code 1",
+        "tail /runs/a/logs/worker-1.log",
+    ),
+    "a process that failed for good": (
+        having("learner", state="failed", pid=0, last_words="exit code 3 (CONFIG)"),
+        "process_failed",
+        r"learner has failed: it ended with exit code 3 \(CONFIG\)",
+        "tail /runs/a/logs/learner.log",
+    ),
+    "a fenced learner": (
+        having("learner", state="fenced", pid=0),
+        "learner_fenced",
+        "a newer learner has taken over from the fleet's own",
+        "",
+    ),
+    "a silent broker": (having("broker", silent_s=7.0), "broker_silent", "silent for 7 s", ""),
+    "no reports": (
+        replace(told(), snapshot=replace(told().snapshot, gauges={}, workers={}, reported_unix_s=NOW - 40)),
+        "broker_silent",
+        "reported nothing to Redis for 40 s",
+        "",
+    ),
+    "a learner that hangs": (having("learner", silent_s=45.0), "learner_silent", "silent for 45 s", ""),
+    "a silent env host": (
+        replace(healthy(), processes={**healthy().processes, "h": process("h", "env-host", silent_s=6.0)}),
+        "env_host_silent",
+        "silent for 6 s",
+        "",
+    ),
+    "an env that hangs": (
+        having("worker-0", silent_s=8.0),
+        "env_hangs",
+        r"worker-0 \(pid 70\): its env or a callback has not returned for 8 s",
+        "",
+    ),
+    "envs elsewhere that hang": (
+        told(workers={0: {**WORKER, "env_silence_s": 8.0}, 1: WORKER}),
+        "envs_silent",
+        "none of its envs has answered for 8 s",
+        "",
+    ),
+    "a slow rebuild": (
+        having("worker-0", silent_s=20.0, doing="rebuilding"),
+        "env_rebuilding",
+        "building an env again for 20 s",
+        "",
+    ),
+    "a worker that loads": (
+        having("worker-0", doing="loading"),
+        "worker_loading",
+        r"waiting for worker-0 to load \(600 s so far\)",
+        "",
+    ),
+    "a worker that builds": (
+        having("worker-0", doing="building"),
+        "worker_building",
+        r"worker-0 to build 8 envs each \(600 s so far\)",
+        "",
+    ),
+    "no env host ever": (
+        having("worker-0", healthy(config=REMOTE), doing="building"),
+        "no_env_hosts",
+        "waiting for env hosts for worker-0",
+        "headrace env-host --connect",
+    ),
+    "all env hosts gone": (
+        told(healthy(config=REMOTE), workers={0: HOSTLESS, 1: WORKER}),
+        "no_env_hosts",
+        "no env host serves its envs, for 15 s",
+        "headrace env-host --connect",
+    ),
+    "a worker the broker does not know": (
+        told(workers={0: WORKER}),
+        "worker_not_joined",
+        r"waiting for worker-1 \(pid 70\) to join the broker",
+        "",
+    ),
+    "a worker from elsewhere is lost": (
+        told(rows={(1000, 3): OPEN}),
+        "worker_lost",
+        r"worker-1000 \(incarnation 3\) is lost",
+        "",
+    ),
+    "a worker from elsewhere is late": (
+        told(workers={0: WORKER, 1: WORKER, 1000: ELSEWHERE}),
+        "worker_late",
+        r"worker-1000 \(pid 3 on \\x1b\[2Jbox\), silent for 8 s",
+        "",
+    ),
+    "no worker": (
+        told(without("worker-0", "worker-1"), workers={}),
+        "no_worker",
+        "waiting for a worker",
+        "headrace worker --run-dir /runs/a",
+    ),
+    "a learner that does not connect": (
+        told(gauges={**STILL, "weights_seq": 0.0}, workers=NO_WEIGHTS, lease={"connected": 0.0}),
+        "learner_loading",
+        r"waiting for first weights from the learner \(600 s so far\)",
+        "",
+    ),
+    "no weights yet": (
+        of_own_learner(told(gauges={**STILL, "weights_seq": 0.0}, workers=NO_WEIGHTS)),
+        "no_weights",
+        r"first weights from a learner at tcp://127.0.0.1:5702; it holds the lease \(epoch 1\) and has sent none",
+        "",
+    ),
+    "learner gone": (
+        of_own_learner(stalled(12.0, {"connected": 0.0})),
+        "no_learner",
+        "has not committed for 12 s, and its connection is lost; 2 of 2 workers wait with full windows",
+        "headrace learner --run-dir /runs/a",
+    ),
+    "learner slow": (
+        stalled(15.0),
+        "learner_slow",
+        r"the learner to commit what it holds; it holds the lease \(epoch 1\) and has not committed for 15 s",
+        "",
+    ),
+    "no commits": (stalled(75.0), "no_commits", "the learner to commit what it holds.* for 75 s", ""),
+    "a worker without credit": (
+        told(healthy(config=TIGHT), workers=blocked(slots=(1,))),
+        "no_credit",
+        "worker-1 waits for credit for 20 s while others go on: the broker holds 2 batches, as many as it may",
+        "",
+    ),
+    "window full": (
+        told(workers=blocked(slots=(1,))),
+        "window_full",
+        "worker-1 waits with a full window for 20 s while others go on; 16 batches of it are not committed",
+        "",
+    ),
+    "a round that waits": (
+        told(workers=blocked("round", 40.0, slots=(1,))),
+        "round_waits",
+        "worker-1 has shipped its share of the round and waits for other workers for 40 s",
+        "",
+    ),
+    "a learner that a round waits for": (
+        stalled(40.0, by="round"),
+        "round_waits",
+        "waiting for the learner to publish the weights of the next round",
+        "",
+    ),
+    "clients idle": (
+        told(
+            healthy(config=SERVED, recent=BEFORE), STILL, workers={0: {**WORKER, "serving": {"clients": 3}}, 1: WORKER}
+        ),
+        "no_clients",
+        "waiting for clients; 3 are connected and idle",
+        "tcp://127.0.0.1:5801",
+    ),
+    "envs that fail": (
+        told(workers={0: FAILS, 1: WORKER}),
+        "envs_failing",
+        r"envs of worker-0 fail again and again: 9 times, the newest 2 s ago: boom\?",
+        "",
+    ),
+    "an env quarantined": (
+        told(workers={0: {**FAILS, "envs_lost": 1, "num_envs": 8}, 1: WORKER}),
+        "envs_failing",
+        r"envs of worker-0 fail again and again: 9 times, the newest 2 s ago: boom\?; 1 of 8 envs are down",
+        "",
+    ),
+    "long episodes are aborted": (
+        told(gauges={**ABORTED, "aborted_len_mean": 130.0}, workers={0: FAILED_ONCE, 1: WORKER}),
+        "episodes_censored",
+        "the newest 30 aborted episodes took 130 steps and earned 0.385 a step in the mean, "
+        "the newest 100 finished ones 100 and 1",
+        "",
+    ),
+    "good episodes are aborted": (
+        told(gauges={**ABORTED, "aborted_return_mean": 80.0}, workers={0: FAILED_ONCE, 1: WORKER}),
+        "episodes_censored",
+        "the newest 30 aborted episodes took 50 steps and earned 1.6 a step in the mean",
+        "",
+    ),
+    "an env that is not built again": (
+        told(workers={0: {**FAILS, "env_failure_age_s": 30.0, "envs_lost": 1, "num_envs": 8}, 1: WORKER}),
+        "envs_down",
+        r"1 of 8 envs of worker-0 are down; the newest failure, 30 s ago: boom\?",
+        "",
+    ),
+    "some env hosts gone": (
+        told(healthy(config=REMOTE), workers={0: ONE_HOST, 1: WORKER}),
+        "env_hosts_missing",
+        "worker-0 has 1 of 2 env hosts; 4 of 8 envs wait for one",
+        "headrace env-host --connect",
+    ),
+    "a batch refused again and again": (
+        told(healthy(recent=BEFORE), {"messages_refused": 9.0}),
+        "batches_refused",
+        "has refused 7 messages of peers in the last minute",
+        "grep refused /runs/a/logs/broker.log",
+    ),
+    "revoked keys": (
+        told(healthy(recent=BEFORE), {'sessions_revoked{key="worker.gpu"}': 2.0}),
+        "keys_revoked",
+        r"2 sessions ended \(worker.gpu\)",
+        "headrace keys list",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_found_with_its_limit_and_what_helps(case: str) -> None:
+    facts, kind, sentence, command = WRONG[case]
+    (found,) = find(facts)
+    assert (found.kind, found.severity) == (kind, KIND[kind].severity)
+    assert re.search(sentence, found.sentence), found.sentence
+    assert found.command.startswith(command)
+    assert bool(found.command) == bool(command), found.command
+    assert found.since_unix_s is None or found.since_unix_s <= NOW - KIND[kind].after_s
+    assert "\n" not in found.sentence
+
+
+def test_each_kind_of_the_table_is_found_and_names_a_setting_that_there_is() -> None:
+    assert {kind for _, kind, _, _ in WRONG.values()} == set(KIND)
+    assert len(KIND) == len(KINDS)
+    assert {kind.limit for kind in KINDS} - {""} <= set(known_keys())
+
+
+AFRESH = {"started_unix_s": NOW - 5}
+EMPTY = Snapshot(fleet_id="demo")
+CHECKS = process("supervisor", "supervisor", state="starting")
+FINE = {
+    "learns": (healthy(), "Learning. Nothing lost."),
+    "waits a little": (stalled(4.0), "Waiting for the learner to commit what it holds; .* for 4 s. Nothing lost."),
+    "checks": (replace(healthy(), snapshot=EMPTY, processes={"supervisor": CHECKS}), "Starting: processes start"),
+    "loads": (
+        replace(having("worker-0", having("worker-1", **AFRESH), doing="loading", **AFRESH), snapshot=EMPTY),
+        r"Starting: waiting for worker-0 to load \(5 s so far\)",
+    ),
+    "has no weights yet": (
+        told(having("learner", **AFRESH), {**STILL, "weights_seq": 0.0}, workers=NO_WEIGHTS, lease={"connected": 0.0}),
+        r"Starting: waiting for first weights from the learner \(5 s so far\)",
+    ),
+    "aborts episodes like any": (
+        told(gauges=ABORTED, workers={0: FAILED_ONCE, 1: WORKER}),
+        "Learning. Nothing lost.",
+    ),
+    "aborted others long ago": (
+        told(
+            gauges={**ABORTED, "aborted_len_mean": 130.0},
+            workers={0: {**FAILED_ONCE, "env_failure_age_s": 99.0}, 1: WORKER},
+        ),
+        "Learning. Nothing lost.",
+    ),
+    "drains": (
+        having("supervisor", having("worker-0", state="draining", silent_s=9.0), state="draining"),
+        "Draining. ",
+    ),
+    "has ended": (having("supervisor", state="stopped"), "Ended. 9,000 env steps. Nothing lost."),
+    "has ended, and its Redis with it": (
+        replace(having("supervisor", state="stopped"), snapshot=EMPTY, redis_error="refused"),
+        "Ended. Its books are not known",
+    ),
+    "has ended, by its broker": (
+        replace(told(ended_unix_s=NOW - 900), processes={}, config=None),
+        "Ended. 9,000 env steps. Nothing lost.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FINE)
+def test_a_fleet_that_starts_learns_drains_or_has_ended_has_no_finding(case: str) -> None:
+    facts, line = FINE[case]
+    assert find(facts) == []
+    assert re.match(line, verdict(facts, [])), verdict(facts, [])
+
+
+def test_a_wait_is_named_to_a_fleet_that_stands_still_before_it_is_wrong() -> None:
+    assert awaited(stalled(4.0)).startswith("the learner to commit what it holds")
+    assert awaited(healthy()) == ""
+    assert awaited(having("worker-1", is_stopped=True)) == "worker-1 (pid 70), which is stopped (kill -CONT 70)"
+
+
+def test_the_verdict_counts_workers_and_names_losses() -> None:
+    books = FleetLedger(
+        stepped=9000, dropped={"worker_killed": (1000, 9)}, discarded={"worker_killed": 204, "shutdown": 9}
+    )
+    facts = having("worker-1", replace(told(fleet=books)), is_stopped=True)
+    assert verdict(facts, find(facts)) == "Learning. 1 of 2 workers late. 1,204 steps lost by killed workers."
+    failing, _, _, _ = WRONG["an env quarantined"]
+    assert verdict(failing, find(failing)) == "Learning. Envs of 1 of 2 workers fail. Nothing lost."
+    still = having("broker", told(gauges=STILL), is_stopped=True)
+    assert verdict(still, find(still)) == "Waiting for broker (pid 70), which is stopped. Nothing lost."
+
+
+def test_many_of_a_kind_are_few_findings_and_all_count() -> None:
+    many = {f"worker-{slot}": process(f"worker-{slot}", "worker", is_stopped=True) for slot in range(63)}
+    facts = replace(healthy(), processes={**healthy().processes, **many, "worker-63": process("worker-63", "worker")})
+    facts = told(facts, workers={**dict.fromkeys(range(64), WORKER)})
+    found = find(facts)
+    assert [one.whom for one in found] == ["worker-0", "worker-1", "worker-2", "worker-3", "worker-4 and 58 more"]
+    assert verdict(facts, found) == "Learning. 63 of 64 workers late. Nothing lost."
+
+
+def test_what_only_a_stopped_broker_explains_is_not_told_of_others() -> None:
+    facts = having("broker", stalled(75.0), is_stopped=True)
+    assert [one.kind for one in find(facts)] == ["process_stopped"]
+
+
+def test_without_a_run_directory_the_limits_have_no_values() -> None:
+    (found,) = find(replace(stalled(15.0), config=None, run_dir=None, endpoints={}, disk_free_bytes=None))
+    assert (found.kind, found.limit) == ("learner_slow", "worker.window_batches")
+    (found,) = find(stalled(15.0))
+    assert found.limit == f"worker.window_batches = {FleetConfig().window_batches()}"

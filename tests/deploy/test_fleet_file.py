@@ -1,0 +1,40 @@
+"""What peers read in fleet.json while a run that has stopped starts again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.deploy.fleet_file import FleetFile, read_fleet_file, told_as_starting
+from headrace.deploy.run_dir import RunDir
+from headrace.schemas.errors import ConfigError
+
+ENDPOINTS = {"worker": "tcp://127.0.0.1:5701"}
+
+
+@pytest.mark.parametrize("state", ["stopped", "running"])
+def test_a_stopped_run_is_told_as_starting_until_the_check_fails(tmp_path: Path, state: str) -> None:
+    with RunDir(tmp_path / "run") as run_dir:
+        before = FleetFile(fleet_id="f", state=state, endpoints=ENDPOINTS, env_steps=7, incarnations={"worker-0": 3})
+        before.write(run_dir.fleet_json)
+        seen: list[FleetFile] = []
+
+        def check() -> None:
+            with told_as_starting(run_dir):
+                seen.append(read_fleet_file(run_dir.fleet_json))
+                raise ConfigError("as a check that fails")
+
+        with pytest.raises(ConfigError):
+            check()
+        assert read_fleet_file(run_dir.fleet_json) == before
+    told = ("starting", {}) if state == "stopped" else ("running", ENDPOINTS)
+    assert (seen[0].state, seen[0].endpoints) == told
+    assert (seen[0].env_steps, seen[0].incarnations) == (7, {"worker-0": 3})
+
+
+def test_a_new_run_has_nothing_to_tell(tmp_path: Path) -> None:
+    with RunDir(tmp_path / "run") as run_dir:
+        with told_as_starting(run_dir):
+            pass
+        assert not run_dir.fleet_json.exists()

@@ -1,0 +1,229 @@
+"""The manifests are valid for each version that is named, agree with the settings, and give pods few rights."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from headrace.deploy.key_pairs import make_keys
+from headrace.deploy.monitoring.exporter.metrics_text import exposed_name
+from headrace.schemas.config_loading import load_config
+from headrace.schemas.redis_keys import GAUGE_TABLE, LEARNER_TIME
+from support.containers.kustomize import Object, build, pod_spec
+
+VERSIONS = [f"1.{minor}" for minor in range(30, 38)]
+OVERLAYS = ("small", "production")
+PORTS = {"worker": "worker_port", "learner": "learner_port", "weights": "weights_port"}
+FORCED_S = 20.0
+"""Seconds that a role may need in addition to its drain, before its pod is killed."""
+
+
+@pytest.fixture(scope="module")
+def kubernetes(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the manifests, with keys."""
+    copy = tmp_path_factory.mktemp("copy") / "kubernetes"
+    shutil.copytree(root / "deploy" / "kubernetes", copy, ignore=shutil.ignore_patterns("keys"))
+    make_keys(copy / "secrets" / "keys", force=False)
+    for name in ("redis-writer.url", "redis-reader.url", "users.acl"):
+        (copy / "secrets" / "keys" / name).write_text("-\n")
+    return copy
+
+
+@pytest.fixture(scope="module", params=OVERLAYS)
+def objects(request: pytest.FixtureRequest, kubernetes: Path) -> list[Object]:
+    return build(kubernetes / request.param)
+
+
+@pytest.fixture(scope="module")
+def optional(root: Path) -> list[Object]:
+    """Objects that stand beside the overlays."""
+    paths = ("autoscaling/hpa.yaml", "cleaning/cronjob.yaml")
+    return [yaml.safe_load((root / "deploy" / "kubernetes" / path).read_text()) for path in paths]
+
+
+@pytest.fixture(scope="module")
+def settings(root: Path) -> Any:
+    return load_config(root / "deploy/kubernetes/base/fleet.toml", {"redis.url": ""})[0]
+
+
+def of_kind(objects: list[Object], *kinds: str) -> list[Object]:
+    return [one for one in objects if one["kind"] in kinds]
+
+
+def pods(objects: list[Object]) -> dict[str, Object]:
+    return {one["metadata"]["name"]: spec for one in objects if (spec := pod_spec(one)) is not None}
+
+
+def component(one: Object) -> str:
+    return str(one["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_object_is_valid(version: str, objects: list[Object], optional: list[Object]) -> None:
+    for one in (*objects, *optional):
+        kubernetes_validate.validate(one, version, strict=True)
+
+
+def test_an_object_that_is_not_valid_is_found(objects: list[Object]) -> None:
+    broken = yaml.safe_load(yaml.safe_dump(of_kind(objects, "Deployment")[0]))
+    broken["spec"]["template"]["spec"]["terminationGracePeriodSecond"] = 3
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, VERSIONS[0], strict=True)
+
+
+@pytest.mark.skipif(shutil.which("kustomize") is None, reason="kustomize is not on PATH")
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_kustomize_itself_gives_the_same(overlay: str, kubernetes: Path) -> None:
+    done = subprocess.run(["kustomize", "build", overlay], cwd=kubernetes, capture_output=True, text=True, check=True)
+    theirs = re.sub(r"(headrace-[a-z-]+)-[0-9a-z]{10}\b", r"\1-suffix", done.stdout)
+
+    def sorted_by_name(objects: list[Object]) -> list[Object]:
+        for secret in of_kind(objects, "Secret"):
+            secret["data"] = {name: "".join(lines.split()) for name, lines in secret["data"].items()}
+        return sorted(objects, key=lambda one: (one["kind"], one["metadata"]["name"]))
+
+    assert sorted_by_name(list(yaml.safe_load_all(theirs))) == sorted_by_name(build(kubernetes / overlay))
+
+
+def test_no_pod_has_more_rights_than_it_needs(objects: list[Object], optional: list[Object]) -> None:
+    """These are the rules of the level `restricted`, and a read-only root beside them."""
+    for name, spec in pods([*objects, *optional]).items():
+        assert spec["automountServiceAccountToken"] is False, name
+        of_pod = spec["securityContext"]
+        assert of_pod["runAsNonRoot"] is True, name
+        assert of_pod["runAsUser"] == of_pod["runAsGroup"] == of_pod["fsGroup"] == 10001, name
+        assert of_pod["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        for container in spec["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }, name
+            assert {"cpu", "memory"} <= set(container["resources"]["requests"]), name
+            assert "memory" in container["resources"]["limits"], name
+
+
+def test_secrets_are_for_the_pod_alone(objects: list[Object]) -> None:
+    for name, spec in pods(objects).items():
+        for volume in spec["volumes"]:
+            if "secret" in volume:
+                assert volume["secret"]["defaultMode"] == 0o400, name
+
+
+def test_each_role_has_memory_for_dev_shm(objects: list[Object]) -> None:
+    for name, spec in pods(objects).items():
+        mounts = {mount["mountPath"]: mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        assert set(mounts.values()) <= set(volumes) | {"run", "data"}, name
+        if "headrace" in spec["containers"][0]["image"]:
+            assert volumes[mounts["/dev/shm"]]["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Mi"}, name
+
+
+def test_a_pod_has_longer_to_end_than_its_drain_takes(objects: list[Object], settings: Any) -> None:
+    for name, spec in pods(objects).items():
+        drain_s = max(settings.worker.drain_timeout_s, settings.supervisor.stop_timeout_s) if "worker" in name else 0.0
+        assert spec["terminationGracePeriodSeconds"] >= drain_s + FORCED_S, name
+
+
+def test_roles_are_probed_by_their_progress(objects: list[Object]) -> None:
+    for one in of_kind(objects, "StatefulSet", "Deployment"):
+        role, container = component(one).removeprefix("remote-"), one["spec"]["template"]["spec"]["containers"][0]
+        assert {"livenessProbe", "readinessProbe"} <= set(container)
+        if role in ("broker", "learner", "worker", "env-host"):
+            plain = ["headrace", "health", "--role", role]
+            assert container["livenessProbe"]["exec"]["command"] == plain
+            assert container["startupProbe"]["exec"]["command"] == plain
+            assert container["readinessProbe"]["exec"]["command"] == [*plain, "--ready"]
+
+
+def test_ports_are_those_of_the_settings(objects: list[Object], settings: Any) -> None:
+    wanted = {name: getattr(settings.broker, key) for name, key in PORTS.items()}
+    wanted["envs"] = settings.sampling.env_hosts_port  # of slot 0
+    wanted |= {"redis": 6379}
+    served: dict[str, int] = {}
+    for service in of_kind(objects, "Service"):
+        for port in service["spec"]["ports"]:
+            assert port["targetPort"] == port["name"]
+            served[f"{service['metadata']['name']}:{port['name']}"] = port["port"]
+            if port["name"] != "http":
+                assert port["port"] == wanted[port["name"]], service["metadata"]["name"]
+    for name, spec in pods(objects).items():
+        container = spec["containers"][0]
+        for port in container.get("ports", ()):
+            if port["name"] != "http":
+                assert port["containerPort"] == wanted[port["name"]], name
+        arguments = " ".join(container.get("args", ()))
+        for host in re.findall(r"dns://([a-z-]+)", arguments):
+            assert {f"{host}:{one}" for one in PORTS} <= set(served), name
+        for address in re.findall(r"tcp://([a-z-]+):(\d+)", arguments):
+            assert int(address[1]) in [port for at, port in served.items() if at.startswith(f"{address[0]}:")], name
+
+
+def test_a_service_reaches_the_pods_that_it_is_for(objects: list[Object]) -> None:
+    labelled = {
+        one["metadata"]["name"]: one["spec"]["template"]["metadata"]["labels"]
+        for one in of_kind(objects, "Deployment", "StatefulSet")
+    }
+    for service in of_kind(objects, "Service"):
+        selector = service["spec"]["selector"].items()
+        assert [name for name, labels in labelled.items() if selector <= labels.items()] == [
+            service["metadata"]["name"]
+        ]
+    for one in of_kind(objects, "StatefulSet"):
+        assert one["spec"]["serviceName"] == one["metadata"]["name"]
+
+
+def test_no_pod_fits_the_selector_of_another_controller(objects: list[Object]) -> None:
+    controllers = of_kind(objects, "Deployment", "StatefulSet")
+    for one in controllers:
+        wanted = one["spec"]["selector"]["matchLabels"].items()
+        chosen = [pod for pod in controllers if wanted <= pod["spec"]["template"]["metadata"]["labels"].items()]
+        assert chosen == [one], one["metadata"]["name"]
+
+
+def test_each_component_that_a_policy_names_is_there(objects: list[Object]) -> None:
+    label = "app.kubernetes.io/component"
+    there = {component(one) for one in of_kind(objects, "Deployment", "StatefulSet")} | {
+        "cleaning",
+        "env-host",
+        "remote-worker",
+    }
+    for policy in of_kind(objects, "NetworkPolicy"):
+        named = re.findall(rf"'{re.escape(label)}': '([a-z-]+)'", str(policy["spec"]))
+        assert set(named) <= there, policy["metadata"]["name"]
+    guarded = {policy["spec"]["podSelector"]["matchLabels"].get(label) for policy in of_kind(objects, "NetworkPolicy")}
+    assert {None, "broker", "redis", "exporter"} <= guarded, "all pods, and each that is reached by others"
+
+
+def test_a_budget_covers_each_pod_but_those_that_only_watch(objects: list[Object]) -> None:
+    budgets = [one["spec"]["selector"]["matchLabels"].items() for one in of_kind(objects, "PodDisruptionBudget")]
+    for one in of_kind(objects, "Deployment", "StatefulSet"):
+        labels = one["spec"]["template"]["metadata"]["labels"].items()
+        covered = [budget for budget in budgets if budget <= labels]
+        assert len(covered) == (0 if component(one) in ("exporter", "dashboard") else 1), one["metadata"]["name"]
+
+
+def test_the_manifests_repeat_no_value_of_the_settings_but_ports(kubernetes: Path, settings: Any) -> None:
+    text = "\n".join(path.read_text() for path in sorted(kubernetes.rglob("*.yaml")))
+    for value in (settings.fleet.fleet_id, settings.sampling.env):
+        assert not re.search(rf"\b{re.escape(value)}\b", text), value
+
+
+def test_autoscaling_asks_for_a_metric_that_there_is(kubernetes: Path) -> None:
+    gauge = next(metric for metric in GAUGE_TABLE if metric.name == LEARNER_TIME)
+    for name in ("hpa.yaml", "keda.yaml"):
+        text = (kubernetes / "autoscaling" / name).read_text()
+        assert f"{exposed_name(gauge.name)}" in text
+        assert re.search(rf'{gauge.label}(="wait"|: wait)', text)
+
+
+def test_the_settings_of_redis_are_the_same_in_both_places(root: Path) -> None:
+    one, other = root / "deploy/container/valkey.conf", root / "deploy/kubernetes/base/valkey.conf"
+    assert one.read_bytes() == other.read_bytes()

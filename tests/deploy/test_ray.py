@@ -1,0 +1,113 @@
+"""Workers on a real Ray of three raylets: what is killed comes back, nothing is left, and the books are exact."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace.deploy.fleet_file import read_fleet_file
+from headrace.deploy.recorders import recorders_in
+from headrace.schemas.errors import ExitCode
+from support.fleets.ray_cluster import RayCluster, processes_of, ray_cluster
+from support.fleets.running_fleet import RunningFleet
+from support.waiting import wait_until
+
+pytestmark = pytest.mark.ray
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed (extra ray)")
+
+Life = tuple[int, int]
+SLOW_ENV = "support.envs.troubled:Slow"
+STEP_S = 0.002
+"""Seconds of each step, so that the fleet leaves the CPUs to what starts."""
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """A folder for the cluster and the nodes, with a path that is short enough for Ray's sockets."""
+    path = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path) -> Iterator[RayCluster]:
+    with ray_cluster(folder) as made:
+        yield made
+
+
+def on_ray(cluster: RayCluster, run_dir: Path, workers: int, *more: str) -> RunningFleet:
+    chosen = [
+        f"ray.address={cluster.address}",
+        f"ray.workers={workers}",
+        "learner.steps_per_update=512",
+        "worker.drain_timeout_s=3",
+        "dashboard.enabled=false",
+        f'sampling.env_config={{"step_s": {STEP_S}}}',
+    ]
+    sets = [word for text in (*chosen, "learner.epochs=1") for word in ("--set", text)]
+    return RunningFleet(run_dir, "--workers", "0", "--num-envs", "2", "--env", SLOW_ENV, *sets, *more)
+
+
+def at_work(fleet: RunningFleet) -> set[Life]:
+    """The lives that have stepped and have not ended."""
+    snapshot = fleet.snapshot()
+    rows = snapshot.rows.items() if snapshot is not None else ()
+    return {life for life, row in rows if row.totals.stepped and not row.closed}
+
+
+def workers_left(folder: Path) -> list[str]:
+    """Command lines of guards and workers."""
+    return [line for line in processes_of(folder / f"headrace-{os.getuid()}") if "headrace.deploy worker" in line]
+
+
+def recorded(folder: Path, fleet: RunningFleet) -> set[Life]:
+    """The lives of a fleet whose recorders are still on their nodes."""
+    fleet_id = read_fleet_file(fleet.run_dir / "fleet.json").fleet_id
+    return {life for path in folder.glob(f"headrace-*/{fleet_id}/recorders") for life, _ in recorders_in(path)}
+
+
+@needs_ray
+def test_what_is_killed_on_ray_comes_back_and_the_books_are_exact(
+    cluster: RayCluster, folder: Path, tmp_path: Path
+) -> None:
+    with on_ray(cluster, tmp_path / "run", 2) as fleet:
+        fleet.wait_until(lambda: len(at_work(fleet)) == 2, "two workers step")
+        first = at_work(fleet)
+        raylet, other = cluster.others
+        kept = cluster.actor_on(other)
+
+        os.kill(raylet, signal.SIGKILL)
+        fleet.wait_until(lambda: len(at_work(fleet) & first) == 1, "the worker of the dead raylet has ended")
+        cluster.kill_actor(kept)
+        fleet.wait_until(lambda: not at_work(fleet) & first, "the worker of the killed actor has ended")
+        fleet.wait_until(lambda: len(at_work(fleet)) == 2, "workers step in their places")
+
+        scaled = [sys.executable, "-m", "headrace.deploy", "ray", "scale", "1", "--run-dir", str(fleet.run_dir)]
+        subprocess.run(scaled, check=True, timeout=100)
+        fleet.wait_until(lambda: len(at_work(fleet)) == 1, "one worker is left")
+        snapshot = fleet.snapshot()
+        assert snapshot is not None
+        assert not snapshot.fleet.discarded.get("worker_killed"), "workers drain, whatever Ray kills"
+
+        fleet.kill()
+    wait_until(lambda: not workers_left(folder), "the end of every worker")
+    wait_until(lambda: not processes_of(fleet.run_dir), "the end of every other process")
+    lives = recorded(folder, fleet)
+    with on_ray(cluster, fleet.run_dir, 1) as resumed:
+        resumed.wait_until(lambda: at_work(resumed) - lives, "a worker steps again")
+        resumed.wait_until(lambda: not recorded(folder, fleet) & lives, "the broker to know what was left")
+        resumed.terminate()
+        result = resumed.finish()
+    assert result["returncode"] == ExitCode.OK, result["stderr"]
+    assert result["restarts"].get("ray", 0) == 0, result["stderr"]
+    resumed.audited()
+    wait_until(lambda: not workers_left(folder), "the end of every worker")

@@ -1,0 +1,67 @@
+"""A broker that answers each HELLO of one peer with what a test gives it, in a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Self
+
+import zmq
+from fuzz.mutations import peek
+
+from headrace.schemas.wire import Buffer, MessageKind
+
+Frames = Sequence[Buffer]
+
+
+class LyingBroker:
+    """A ROUTER on loopback. `answer` is called in its thread with (kind, header, frames) of each message it hears.
+
+    What `answer` returns goes to the peer that spoke.
+    """
+
+    def __init__(self, answer: Callable[[MessageKind, dict[str, object], list[bytes]], Iterable[Frames]]) -> None:
+        self._answer = answer
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self.endpoint = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self.error: BaseException | None = None
+        """What ended its thread, if that was no part of the plan."""
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                if self._socket.poll(20):
+                    self._take()
+        except BaseException as error:
+            self.error = error
+
+    def _take(self) -> None:
+        peer, *frames = self._socket.recv_multipart()
+        kind, header, _ = peek(frames)
+        if kind is None:
+            return
+        for said in self._answer(kind, header, frames):
+            if said:
+                self._socket.send_multipart([peer, *said])
+
+    def check(self) -> None:
+        """Raise what ended the broker's thread, if anything did."""
+        if self.error is not None:
+            raise self.error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopping.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+        self.check()

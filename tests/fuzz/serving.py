@@ -1,0 +1,70 @@
+"""Fuzzing of a policy server: sealed requests that say anything, beside a client that goes on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import zmq
+from fuzz.mutations import NUMBERS, Mutator
+
+from headrace.schemas.port_watch import STRANGE_MESSAGES
+from headrace.schemas.serving_errors import HTTP_STATUS
+from headrace.schemas.serving_messages import ANSWERS, ClientHello
+from headrace.schemas.single_frame import join_frames, split_frame
+from headrace.schemas.wire import MessageKind, decode, encode
+from support.serving.hostile_requests import Hostile, codes_by_http
+from support.serving.other_client import somebody_else
+from support.serving.served import LIMITS, Served
+
+MESSAGES = 100
+ANSWER_MS = 100_000
+
+
+def by_zmq(seed: int, server: Served) -> Counter[str]:
+    """How often each error was answered, and "" where there was none. Every message is answered."""
+    told, mutator, hostile = Counter[str](), Mutator(seed, "serving"), Hostile(seed, f"session-{seed}")
+    with zmq.Context() as context:
+        for first in range(0, MESSAGES, STRANGE_MESSAGES - 1):  # one more, and a client without a session is cut off
+            with context.socket(zmq.DEALER) as sock:
+                sock.linger = 0
+                sock.connect(server.endpoint)
+                _join(sock, f"session-{seed}")
+                for _ in range(first, min(first + STRANGE_MESSAGES - 1, MESSAGES)):
+                    kind, header, arrays = hostile.message()
+                    if mutator.random.random() < 0.1:
+                        header[mutator.random.choice(("request", "step", "reward"))] = mutator.random.choice(NUMBERS)
+                    frames = encode(kind, header, arrays)
+                    sock.send_multipart(join_frames(frames) if seed % 2 else frames)
+                    assert sock.poll(ANSWER_MS), f"no answer to {kind.name} {header!r:.300}"
+                    answer = decode(split_frame(sock.recv_multipart()))
+                    assert answer.kind in ANSWERS
+                    hostile.heard(answer.header)
+                    told[str(answer.header.get("error", ""))] += 1
+    return told
+
+
+def _join(sock: zmq.Socket[bytes], session: str) -> None:
+    """Open the session, or come back to it, unless a lie has spoilt that."""
+    sock.send_multipart(encode(MessageKind.HELLO, ClientHello(request=0, session=session, token="own").model_dump()))
+    assert sock.poll(ANSWER_MS), "no answer to a HELLO"
+    sock.recv_multipart()
+
+
+@contextmanager
+def serving() -> Iterator[Callable[[int, Counter[str]], None]]:
+    """Yield a function that sends the requests of a seed to one server, by ZeroMQ or by HTTP."""
+    with Served(replace(LIMITS, max_sessions=1000)) as server, somebody_else(server) as go_on:
+
+        def play(seed: int, said: Counter[str]) -> None:
+            if seed % 3:
+                told, way = by_zmq(seed, server), "ZeroMQ"
+            else:
+                told, way = codes_by_http(Hostile(seed, f"session-{seed}"), server.url, MESSAGES, go_on), "HTTP"
+            assert set(told) <= {"", *HTTP_STATUS}, told
+            said.update({f"{way}: {code or 'taken'}": count for code, count in told.items()})
+            go_on()
+
+        yield play

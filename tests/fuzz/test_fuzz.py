@@ -1,0 +1,212 @@
+"""A second of fuzzing of each target, and a test for each thing that fuzzing has found."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import golden_samples
+import orjson
+import pytest
+import zmq
+from fuzz.env_host import welcome as env_host_welcome
+from fuzz.learner import SPACES, batch_of
+from fuzz.run import TARGETS, fuzz, read_corpus
+from fuzz.worker import shipment, welcome
+
+from headrace.deploy.evaluation_log import EvaluationLog
+from headrace.deploy.progress import weights_lag
+from headrace.deploy.redis_view import Snapshot
+from headrace.deploy.resume import EarlierRun
+from headrace.deploy.run_dir import RunDir
+from headrace.learner_stub.continuity import SourceEpisodes
+from headrace.learner_stub.ready_batches import ReadyBatches
+from headrace.learner_stub.session import LearnerSession, StreamLimits
+from headrace.schemas.batch import read_batch_header
+from headrace.schemas.batch_reader import UnreadBatch
+from headrace.schemas.env_messages import EnvHostWelcome
+from headrace.schemas.episode_log import EpisodeLog, read_open_episodes
+from headrace.schemas.errors import DecodeError, RunDirError
+from headrace.schemas.ledger import Settled
+from headrace.schemas.messages import Ack, LearnerWelcome, Reject, SourceStart, Status, WorkerHello, read
+from headrace.schemas.serving_messages import ClientHello
+from headrace.schemas.wire import MessageKind, decode, decode_header, encode
+from headrace.workers.fleet.session import WorkerSession
+from headrace.workers.fleet.window import SessionLimits
+from support.serving.served import Served
+
+SCHEDULES = {"broker": 1, "learner": 2, "worker": 2, "env-port": 1, "env-host": 1, "serving": 6, "files": 4, "redis": 4}
+"""About a second each. Their number is fixed: a fast machine plays no others.
+
+Of the broker, `tests/simulation/test_claims.py` plays more.
+"""
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_lie_raises_what_is_not_documented_and_honest_peers_go_on(target: str) -> None:
+    """Plays the first seeds, and those that have found something."""
+    outcome = fuzz(target, 0.0, [*range(SCHEDULES[target]), *read_corpus()[target]])
+    for error in outcome.findings.values():
+        raise error
+    assert outcome.said
+
+
+# -- findings ---------------------------------------------------------------------------------------------------------
+
+
+def joined_worker(batches: int) -> WorkerSession:
+    session = WorkerSession(WorkerHello(fleet_id="f", token="t", slot=3, incarnation=1), SessionLimits())
+    session.receive(welcome(0), 0.0)
+    for seq in range(1, batches + 1):
+        session.submit(shipment(seq))
+    return session
+
+
+LIES_OF_BATCHES = {
+    "welcome": welcome(0).model_copy(update={"settled": Settled(seq=1 << 40), "credit": 9}),
+    "ack of settled": Ack(slot=3, incarnation=1, settled=Settled(seq=1 << 40), credit=9),
+    "ack of accepted": Ack(slot=3, incarnation=1, accepted=3, credit=9),
+}
+
+
+@pytest.mark.parametrize("lie", LIES_OF_BATCHES)
+def test_a_broker_that_tells_of_batches_that_were_not_cut_is_not_believed(lie: str) -> None:
+    session = joined_worker(2)
+    session.receive(LIES_OF_BATCHES[lie], 0.0)
+    assert (session.next_seq, session.accepted, len(session.window())) == (3, 0, 2)
+
+
+def test_what_is_settled_counts_as_accepted_so_that_it_is_not_sent_again() -> None:
+    """It left the window, and was looked up there: an IndexError, or another batch in its place."""
+    session = joined_worker(3)
+    session.receive(Ack(slot=3, incarnation=1, accepted=1, settled=Settled(seq=2), credit=3), 0.0)
+    session.not_sent(0.0)
+    sent = [out for out in session.take_outbox() if hasattr(out, "nbytes")]
+    assert [out.batch.seq for out in sent] == [3]
+
+
+def test_a_refusal_of_a_batch_that_was_settled_changes_nothing() -> None:
+    session = joined_worker(3)
+    session.receive(Ack(slot=3, incarnation=1, accepted=2, settled=Settled(seq=2), credit=3), 0.0)
+    session.take_outbox()
+    session.receive(Reject(code="checksum", detail="x", fatal=False, seq=1), 0.0)
+    assert session.take_outbox() == []
+
+
+def test_spaces_that_cannot_be_read_are_ignored_and_the_next_are_taken() -> None:
+    session = LearnerSession("t", StreamLimits())
+    session.receive(LearnerWelcome(fleet_id="f", epoch=1, spaces={"shared": {"observation": 1}}), 0.0)
+    assert session.spaces == {}
+    session.receive(Status(epoch=1, spaces=SPACES), 0.0)
+    assert session.spaces == SPACES
+
+
+@pytest.mark.parametrize("lie", [{"committed": ((1 << 53) - 1, 1)}, {"dropped": {"stale": (1, (1 << 53) - 1)}}])
+def test_a_source_that_begins_near_the_largest_count_is_not_believed(lie: dict[str, Any]) -> None:
+    """The next batch added to it, and the sum was no count."""
+    session = LearnerSession("t", StreamLimits())
+    session.receive(LearnerWelcome(fleet_id="f", epoch=1, spaces=SPACES), 0.0)
+    with pytest.raises(DecodeError, match="implausible"):
+        session.receive(SourceStart(slot=0, incarnation=1, settled=Settled(seq=1, **lie)), 0.0)
+    assert session.position() == []
+
+
+def test_a_batch_before_any_spaces_is_left_out_by_name() -> None:
+    session = LearnerSession("t", StreamLimits())
+    session.receive(LearnerWelcome(fleet_id="f", epoch=1), 0.0)
+    ready, frames = ReadyBatches(session), batch_of(0, 1)
+    _, header = decode_header(frames)
+    unread = UnreadBatch(read_batch_header(header), header, frames)
+    session.receive_batch(unread.header, unread, 0.0)
+    arrival = session.take()
+    assert arrival is not None
+    ready.open(arrival)
+    assert (len(ready), dict(ready.dropped)) == (0, {"poison": 6})
+
+
+@pytest.mark.parametrize("strange", ["env", "agents", "both"])
+def test_a_batch_of_places_that_no_worker_has_is_left_out_and_the_next_is_read(strange: str) -> None:
+    """Its env's index decided how much memory the learner took: 288 GiB, or an error at the 65,537th agent."""
+    batch = golden_samples.make_batch(golden_samples.SPACES["box"], ends=(0, 3, 0, 1))
+    table, agents = batch.table.copy(), batch.agents
+    table["env_index"][0] = {"env": (1 << 31) - 1, "both": 10_000, "agents": 0}[strange]
+    if strange != "env":
+        agents = [f"agent {number}" for number in range(500 if strange == "both" else 65_537)]
+    episodes = SourceEpisodes()
+    with pytest.raises(DecodeError, match="bad_table"):
+        episodes.take(replace(batch, table=table, agents=agents))
+    assert len(episodes.take(batch).batch) == len(batch)
+    assert sum(map(len, episodes.end("worker_killed"))) == 2
+
+
+def test_the_number_of_a_request_that_no_answer_can_bear_is_refused_and_the_server_lives() -> None:
+    """It ended the thread that serves all clients."""
+    with Served() as server, zmq.Context() as context, context.socket(zmq.DEALER) as sock:
+        sock.linger = 0
+        sock.connect(server.endpoint)
+        hello = ClientHello(request=1, session="s", token="t").model_dump()
+        answers = {(1 << 63) - 1: MessageKind.REJECT, 1 << 53: MessageKind.REJECT, 2: MessageKind.WELCOME}
+        for request, kind in answers.items():
+            sock.send_multipart(encode(MessageKind.HELLO, hello | {"request": request}))
+            assert sock.poll(100_000)
+            assert decode(sock.recv_multipart()).kind is kind
+
+
+HEADS: dict[str, bytes] = {
+    "no JSON": b"{",
+    "no object": b"7",
+    "without columns": b'{"module": "m", "agents": ["red", "blue"]}',
+    "another type": b'{"module": {}, "agents": ["red", "blue"], "columns": {}}',
+    "too few agents": b'{"module": "m", "agents": ["red"], "columns": {}}',
+    "columns of no form": b'{"module": "m", "agents": ["red", "blue"], "columns": {"logp": [[], []]}}',
+}
+
+
+@pytest.mark.parametrize("what", HEADS)
+def test_a_log_of_open_episodes_is_read_up_to_a_record_that_no_worker_writes(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "worker-3-2.episodes"
+    log = EpisodeLog(path)
+    log.append(golden_samples.make_batch(golden_samples.SPACES["box"], ends=(0, 3, 0, 1)), 1, 0)
+    log.close()
+    honest = read_open_episodes(path, 0)
+    assert honest is not None
+    content = path.read_bytes()
+    _, head_bytes, rows, _ = struct.unpack_from("<QIII", content)
+    body = HEADS[what] + content[20 + head_bytes :]
+    path.write_bytes(content + struct.pack("<QIII", 2, len(HEADS[what]), rows, zlib.crc32(body)) + body)
+    assert read_open_episodes(path, 0) == honest
+
+
+@pytest.mark.parametrize("content", [b"[]", b'{"sampling": []}', b'{"sampling": 7}'])
+def test_settings_that_are_no_table_are_named_as_damaged(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "fleet.json").write_bytes(b'{"fleet_id": "f", "env_steps": 1}')
+    (tmp_path / "settings.json").write_bytes(content)
+    with pytest.raises(RunDirError, match=r"settings\.json is damaged"):
+        EarlierRun.of(RunDir(tmp_path))
+
+
+@pytest.mark.parametrize("key", ["unix_s", "learner_epoch", "length", "return", "return_by_policy"])
+@pytest.mark.parametrize("value", [None, [], "NaN", 7])
+def test_a_line_of_evaluations_that_is_none_is_left_out(key: str, value: Any, tmp_path: Path) -> None:
+    if key in ("unix_s", "learner_epoch") and value == 7:
+        value = {}
+    spread = {"mean": 3.0, "std": 0.5, "min": 2.5, "max": 3.5}
+    told = {"unix_s": 1.5, "learner_epoch": 1, "steps": 10, "episodes": 2, "return": spread, "length": spread}
+    log = EvaluationLog(tmp_path)
+    log.path.write_bytes(orjson.dumps(told | {key: value}) + b"\n" + orjson.dumps(told) + b"\n")
+    assert log.take_new() == [told]
+
+
+def test_a_worker_state_of_another_type_in_redis_has_no_lag() -> None:
+    assert weights_lag(Snapshot(workers={0: {"weights_behind": {}}, 1: {"weights_behind": 3}})) == 3
+
+
+@pytest.mark.parametrize("interval_s", [0.0, 1e-300, 61.0, 1e300])
+def test_an_env_host_refuses_an_absurd_interval_of_heartbeats(interval_s: float) -> None:
+    """It fell silent for ever, or spoke without a pause."""
+    told = env_host_welcome().model_dump() | {"heartbeat_interval_s": interval_s}
+    with pytest.raises(DecodeError, match="heartbeat_interval_s"):
+        read(EnvHostWelcome, told)

@@ -1,0 +1,161 @@
+"""A learner of one's own goes on from what it saved, to the bit; what cannot be saved is named."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+import torch
+from torch import nn
+
+from headrace.learner_stub import LearnerState
+from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint, published_arrays, save_checkpoint
+from headrace.learner_stub.policy_file import save_policy
+from headrace.schemas.errors import CheckpointError, EncodeError, FencedError, UnreachableError
+from headrace.schemas.safetensors import decode_safetensors, encode_safetensors
+
+PLACE = {"slot": 0, "incarnation": 1, "settled": {"seq": 3, "committed": [96, 3], "dropped": {}}}
+
+
+class Stream:
+    """The part of a stream that a saved state needs."""
+
+    def __init__(self, epoch: int = 1) -> None:
+        self.epoch = epoch
+
+    def position(self) -> list[dict[str, Any]]:
+        return [PLACE]
+
+
+class Learner:
+    """A module, an optimizer, a schedule and random streams, and a step that uses all of them."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.01, amsgrad=True)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=0.1, total_steps=50)
+        self.numpy, self.python = np.random.default_rng(seed), random.Random(seed)
+
+    def step(self) -> None:
+        inputs = torch.randn(8, 3) * self.numpy.normal() + self.python.random()
+        self.optimizer.zero_grad()
+        self.module(inputs).square().mean().backward()
+        self.optimizer.step()
+        self.schedule.step()
+
+    def save(self, state: LearnerState) -> None:
+        state.save(
+            Stream(),
+            self.module.state_dict(),
+            updates=3,
+            steps=96,
+            optimizer=self.optimizer.state_dict(),
+            schedule=self.schedule.state_dict(),
+            random=[torch.get_rng_state(), self.numpy.bit_generator.state, self.python.getstate()],
+        )
+
+    def load(self, state: LearnerState) -> None:
+        saved = state.load()
+        assert saved is not None
+        assert (saved.updates, saved.steps, saved.position) == (3, 96, [PLACE])
+        self.module.load_state_dict(saved.policy)
+        self.optimizer.load_state_dict(saved.more["optimizer"])
+        self.schedule.load_state_dict(saved.more["schedule"])
+        of_torch, self.numpy.bit_generator.state, of_python = saved.more["random"]
+        torch.set_rng_state(of_torch)
+        self.python.setstate(of_python)
+
+
+def test_the_next_life_takes_the_same_steps_to_the_bit(tmp_path: Path) -> None:
+    first, state = Learner(1), LearnerState(tmp_path)
+    assert state.load() is None
+    for _ in range(3):
+        first.step()
+    first.save(state)
+    first.step()
+    second = Learner(2)
+    second.load(LearnerState(tmp_path))
+    second.step()
+    for name, tensor in first.module.state_dict().items():
+        assert torch.equal(second.module.state_dict()[name], tensor), name
+
+
+def test_several_modules_come_back_by_id_and_can_be_played(tmp_path: Path) -> None:
+    state = LearnerState(tmp_path)
+    policies = {name: {"weight": torch.full((2,), float(i))} for i, name in enumerate(("chaser", "runner"))}
+    policies["chaser"]["connectors/env_to_module/0.MeanStd/count"] = np.array([7])  # type: ignore[assignment]
+    state.save(Stream(), policies, odd={1: math.inf, 2: 1 << 90})
+    saved = state.load()
+    assert saved is not None
+    assert {module_id: sorted(own) for module_id, own in saved.policy.items()} == {
+        "chaser": ["connectors/env_to_module/0.MeanStd/count", "weight"],
+        "runner": ["weight"],
+    }
+    assert torch.equal(saved.policy["runner"]["weight"], torch.ones(2))
+    assert saved.more["odd"] == {1: math.inf, 2: 1 << 90}
+    whole = load_checkpoint(tmp_path / "learner.checkpoint")
+    assert whole is not None
+    assert sorted(published_arrays(whole.arrays)) == [
+        "modules/chaser/connectors/env_to_module/0.MeanStd/count",
+        "modules/chaser/weight",
+        "modules/runner/weight",
+    ]
+
+
+def test_a_learner_that_was_replaced_cannot_save(tmp_path: Path) -> None:
+    weights = {"weight": torch.ones(1)}
+    first, second = LearnerState(tmp_path), LearnerState(tmp_path)
+    first.save(Stream(epoch=1), weights)
+    second.save(Stream(epoch=2), weights)
+    with pytest.raises(FencedError, match="learner epoch 2; this learner, epoch 1, stops"):
+        first.save(Stream(epoch=1), weights)
+
+
+@pytest.mark.parametrize("value", [object(), {"inner": [{1, 2}]}, lambda: 0, np.array([object()])])
+def test_what_cannot_be_saved_is_named(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(EncodeError, match=r"cannot be saved|cannot hold"):
+        LearnerState(tmp_path).save(Stream(), {"weight": torch.ones(1)}, odd=value)
+
+
+def test_a_saved_policy_has_no_further_values(tmp_path: Path) -> None:
+    save_policy(tmp_path, {"weight": torch.ones(1)}, updates=4)
+    saved = LearnerState(tmp_path).load()
+    assert saved is not None
+    assert (list(saved.policy), saved.updates, saved.position, saved.more) == (["weight"], 4, [], {})
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [{"_tensor": "own/9"}, {"_tensor": 3}, {"_items": [[1]]}, {"_tuple": 4}, {"_number": "x"}, {"_number": "9" * 2000}],
+)
+def test_a_tree_that_does_not_fit_its_arrays_is_a_typed_error(tmp_path: Path, tree: Any) -> None:
+    save_checkpoint(tmp_path / "learner.checkpoint", Checkpoint(1, [], {"own": {"odd": tree}}, {"w": np.ones(1)}))
+    with pytest.raises(CheckpointError, match=r"learner\.checkpoint cannot be used"):
+        LearnerState(tmp_path).load()
+
+
+def test_deep_nesting_is_a_typed_error(tmp_path: Path) -> None:
+    path = save_policy(tmp_path, {"weight": torch.ones(1)})
+    arrays, metadata = decode_safetensors(path.read_bytes())
+    tree: Any = 0
+    for _ in range(200):
+        tree = [tree]
+    header = orjson.loads(metadata["headrace"]) | {"state": {"own": tree}}
+    path.write_bytes(b"".join(encode_safetensors(arrays, {"headrace": orjson.dumps(header).decode()})))
+    with pytest.raises(CheckpointError, match="nested deeper"):
+        LearnerState(tmp_path).load()
+
+
+def test_a_state_waits_for_its_fleet(tmp_path: Path) -> None:
+    (tmp_path / "broker.json").write_bytes(orjson.dumps({"endpoints": {"learner": "tcp://127.0.0.1:1"}}))
+    (tmp_path / "fleet.json").write_bytes(orjson.dumps({"state": "starting"}))
+    with pytest.raises(UnreachableError, match="has stopped or has not begun"):
+        LearnerState.of(tmp_path, connect_timeout_s=0.3)
+    (tmp_path / "fleet.json").write_bytes(orjson.dumps({"state": "running"}))
+    assert LearnerState.of(tmp_path).load() is None

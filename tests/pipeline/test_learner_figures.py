@@ -1,0 +1,217 @@
+"""What a learner measures of itself, up to the broker's gauges: its time by part, and the lag of what it was handed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from headrace.broker.claims import STEPS_AT_ONCE
+from headrace.broker.core import BrokerCore
+from headrace.broker.limits import BrokerLimits
+from headrace.learner_stub import EpisodeStream, WeightPublisher, connection
+from headrace.learner_stub.time_spent import NOT_MEASURED, TimeSpent
+from headrace.schemas.lag_buckets import LAG_BOUNDS, LAG_BUCKETS, LAG_LABELS
+from headrace.schemas.learner_messages import LEARNER_PARTS
+from headrace.schemas.messages import Commit, LearnerFigures, LearnerHello, read
+from headrace.schemas.redis_keys import CONSUMED_LAG, LEARNER_TIME, labelled
+from headrace.schemas.wire import Buffer, decode
+from support.pipeline.delivery import BrokerThread, Envs, StartBroker, StartFeeder
+from support.waiting import wait_until
+
+WEIGHTS = {"w": np.zeros(3, np.float32)}
+
+
+class Clock:
+    """A clock that the test moves, in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def in_a_thread(act: object) -> None:
+    thread = threading.Thread(target=act)  # type: ignore[arg-type]
+    thread.start()
+    thread.join(100.0)
+
+
+def cumulated(counts: list[int]) -> dict[str, float]:
+    return {labelled(CONSUMED_LAG, "le", le): sum(counts[: i + 1]) for i, le in enumerate(LAG_LABELS)}
+
+
+def consumed(broker: BrokerThread) -> dict[str, float]:
+    return broker.ask(lambda asked: asked.core.learner_measures.consumed_lag())
+
+
+def shares(broker: BrokerThread) -> dict[str, float]:
+    gauges = broker.ask(lambda asked: asked.metrics.report(asked.core, time.monotonic()).gauges)
+    return {name: value for name, value in gauges.items() if name.startswith(LEARNER_TIME)}
+
+
+def test_the_parts_add_up_to_all_of_the_time_of_the_thread_that_reads_the_stream() -> None:
+    clock = Clock()
+    spent = TimeSpent(clock)
+    assert spent.seconds() == {}
+    spent.start()
+    clock.now += 1.0
+    with spent.part("decode"):
+        clock.now += 2.0
+        with spent.part("wait"):
+            clock.now += 4.0
+        clock.now += 8.0
+
+    def elsewhere() -> None:
+        with spent.part("publish"):
+            clock.now += 16.0
+
+    in_a_thread(elsewhere)
+    with suppress(ValueError), spent.part("publish"):
+        clock.now += 32.0
+        raise ValueError
+    assert spent.seconds() == {"wait": 4.0, "decode": 10.0, "train": 17.0, "publish": 32.0}
+    in_a_thread(lambda: (spent.follow(), elsewhere()))
+    assert spent.seconds()["publish"] == 48.0
+
+
+def test_a_learner_of_ones_own_measures_itself_without_a_line_of_code(
+    start_broker: StartBroker, start_feeder: StartFeeder
+) -> None:
+    broker = start_broker(heartbeat_interval_s=0.1)
+    start_feeder(broker.endpoints.worker, Envs(1).fragments(60), label=(1, 1))
+    expected, before = [0] * LAG_BUCKETS, time.monotonic()
+    with EpisodeStream(broker.endpoints.learner) as stream, WeightPublisher(broker.endpoints.learner) as weights:
+        opened = time.monotonic()
+        for batch in stream:
+            for behind in batch.lag.tolist():
+                expected[bisect_left(LAG_BOUNDS, behind)] += 1
+            weights.publish(WEIGHTS)
+            if stream.delivered == 60:
+                break
+        wait_until(lambda: (stream.pump(), consumed(broker) == cumulated(expected))[1], "the lag of all steps")
+        assert sum(expected[2:]) > 0 < expected[0], "steps of several lags"
+
+        def told() -> dict[str, float]:
+            stream.pump()
+            return shares(broker)
+
+        found = wait_until(told, "shares of the learner's time")
+        assert found.keys() == {labelled(LEARNER_TIME, "part", part) for part in LEARNER_PARTS}
+        assert sum(found.values()) == pytest.approx(1.0)
+        earliest = time.monotonic()
+        seconds = connection.time_spent(stream.token).seconds()
+        assert earliest - opened <= sum(seconds.values()) <= time.monotonic() - before
+        assert min(seconds.values()) > 0, seconds
+        token = stream.token
+    assert connection.time_spent(token) is NOT_MEASURED
+    wait_until(lambda: not shares(broker), "no shares of a learner that is gone")
+    assert consumed(broker) == cumulated(expected)
+
+
+class Learner:
+    """A learner at a core, which says what it measured of itself."""
+
+    def __init__(self, core: BrokerCore, token: str, epoch: int = 0) -> None:
+        self.core, self.peer = core, b"l" + token.encode()
+        core.receive(self.peer, LearnerHello(token=token, channel="stream", epoch=epoch), 0.0)
+
+    def tells(self, *counts: int, now: float = 1.0, **seconds: float) -> None:
+        counted = [*counts, *[0] * (LAG_BUCKETS - len(counts))]
+        spent = dict.fromkeys(LEARNER_PARTS, 0.0) | seconds
+        figures = LearnerFigures(consumed_lag=counted, time_spent=spent)
+        message = read(Commit, decode(Commit(epoch=1, figures=figures).frames()).header)
+        self.core.receive(self.peer, message, now)
+
+    @property
+    def steps(self) -> float:
+        return self.core.learner_measures.consumed_lag()[labelled(CONSUMED_LAG, "le", "+Inf")]
+
+    @property
+    def shares(self) -> list[float]:
+        return list(self.core.learner_measures.time_share().values())
+
+
+def test_steps_of_a_new_learner_count_on_and_those_before_this_broker_do_not() -> None:
+    first = BrokerCore("f", BrokerLimits())
+    learner = Learner(first, "a")
+    learner.tells(10)
+    learner.tells(12, 3)
+    assert learner.steps == 15
+    second = BrokerCore("f", BrokerLimits(), first.state)
+    learner = Learner(second, "a", epoch=1)
+    learner.tells(20, 3)
+    assert learner.steps == 0
+    learner.tells(20, 8)
+    assert learner.steps == 5
+    newer = Learner(second, "b")
+    newer.tells(7)
+    assert newer.steps == 12
+    learner.tells(90, 90)
+    assert newer.steps == 12, "an older learner counts no more"
+
+
+def test_shares_are_those_of_the_last_seconds_and_of_a_whole_update_however_long_it_takes() -> None:
+    learner = Learner(BrokerCore("f", BrokerLimits()), "a")
+    learner.tells(wait=1.0)
+    assert learner.shares == []
+    learner.tells(wait=1.0, train=300.0)
+    assert learner.shares == [0.0, 0.0, 1.0, 0.0]
+    for second in range(1, 101):
+        learner.tells(wait=1.0 + 0.75 * second, decode=0.25 * second, train=300.0)
+    assert learner.shares == [0.75, 0.25, 0.0, 0.0]
+    for tick in range(1, 1001):
+        learner.tells(wait=76.0, decode=25.0, train=300.0, publish=tick / 100)
+    assert learner.shares == pytest.approx([0.0, 0.0, 0.0, 1.0], abs=0.03)
+    Learner(learner.core, "b")
+    assert learner.shares == []
+
+
+def test_figures_that_cannot_be_are_refused_and_the_commit_is_taken() -> None:
+    learner = Learner(BrokerCore("f", BrokerLimits()), "a")
+    learner.tells(100, wait=1.0)
+    refused = learner.core.refusals
+    learner.tells(99, wait=2.0)
+    assert (learner.steps, refused.total) == (100, 1)
+    learner.tells(100 + 2 * STEPS_AT_ONCE, wait=2.0)
+    assert (learner.steps, refused.total) == (100, 2)
+    learner.tells(100, wait=1.5)
+    assert (learner.steps, refused.total) == (100, 3)
+    assert all("implausible figures" in kind for _, kind in refused.counts)
+    learner.core.receive(learner.peer, Commit(epoch=1, figures=LearnerFigures(consumed_lag=[1, 2])), 1.0)
+    learner.core.receive(learner.peer, Commit(epoch=1, figures=LearnerFigures(time_spent={"sleep": 9.0})), 1.0)
+    assert (learner.steps, refused.total) == (100, 3), "buckets and parts of another version count for nothing"
+    learner.tells(130, wait=3.0)
+    assert (learner.steps, learner.shares, refused.total) == (130, [1.0, 0.0, 0.0, 0.0], 3)
+
+
+def test_a_commit_without_figures_does_not_name_them() -> None:
+    assert "figures" not in decode(Commit(epoch=1).frames()).header
+
+
+def test_a_batch_behind_its_markers_lags_behind_what_was_published_between_the_two(
+    broker: BrokerThread, start_feeder: StartFeeder
+) -> None:
+    """A batch that cannot be read leaves a hole, and the next one goes out after the markers of what it ended."""
+
+    def damage(seq: int, frames: list[Buffer]) -> list[Buffer]:
+        if seq == 2:
+            frames[2] = bytes([bytes(frames[2])[0] ^ 1]) + bytes(frames[2])[1:]
+        return frames
+
+    start_feeder(broker.endpoints.worker, Envs(1, ends=0.3, fails=0.0).fragments(3, 20), label=(1, 0), alter=damage)
+    with EpisodeStream(broker.endpoints.learner) as stream, WeightPublisher(broker.endpoints.learner) as weights:
+        sizes = []
+        while (batch := stream.next(100.0)) is not None:
+            sizes.append(batch.steps)
+            if len(sizes) == 3:
+                break
+            weights.publish(WEIGHTS)
+    assert sizes[0] > 0 == sizes[1] < sizes[2], "a batch, markers, and a batch"
+    assert batch is not None
+    assert batch.newest == (1, 2)

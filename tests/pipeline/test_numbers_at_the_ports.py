@@ -1,0 +1,148 @@
+"""Extreme numbers at a real broker: it goes on, its run directory stays good, and a bad one from before starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from headrace.broker.state_file import file_path, read_broker_file
+from headrace.learner_stub import EpisodeStream
+from headrace.schemas.ledger import Settled, WorkerTotals
+from headrace.schemas.messages import (
+    Commit,
+    Heartbeat,
+    LearnerHello,
+    LearnerWelcome,
+    Message,
+    Obituary,
+    Reject,
+    SourcePosition,
+    SupervisorHello,
+    WorkerHello,
+    read,
+)
+from headrace.schemas.wire import MessageKind, encode
+from support.pipeline.delivery import (
+    FLEET,
+    BrokerThread,
+    Envs,
+    RawPeer,
+    StartBroker,
+    StartFeeder,
+    batches_of,
+    broker_process,
+)
+from support.waiting import wait_until
+
+LARGE = (2**40 - 1, 2**53 - 1, 2**53, 2**63 - 1, 2**64 - 1)
+
+
+def _with_large_numbers(message: Message) -> Iterator[list[Any]]:
+    """The message with each of its numbers in turn at each large value, as frames."""
+
+    def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+        inside = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+        for name, value in inside:
+            yield from places(value, (*path, name))
+        if type(node) is int:
+            yield path
+
+    plain = orjson.dumps(message.model_dump())
+    for *path, last in places(orjson.loads(plain)):
+        for number in LARGE:
+            header = node = orjson.loads(plain)
+            for step in path:
+                node = node[step]
+            node[last] = number
+            yield encode(message.KIND, header)
+
+
+def _say_all(peer: RawPeer, introduction: Message, messages: list[Message]) -> None:
+    """Say all of it on one connection, and wait until the broker has read the last."""
+    peer.send(introduction.frames())
+    for message in messages:
+        for frames in _with_large_numbers(message):
+            peer.send(frames)
+    peer.send(encode(MessageKind.STATUS, {}))
+    while "STATUS" not in (read(Reject, peer.receive_kind(MessageKind.REJECT).header).detail):
+        pass
+
+
+def test_no_number_ends_the_broker_or_poisons_its_run_dir(tmp_path: Path, start_feeder: StartFeeder) -> None:
+    totals, settled = WorkerTotals(seq=1, stepped=1, shipped=1, shipped_chunks=1), Settled(seq=1, committed=(1, 1))
+    place = SourcePosition(slot=0, incarnation=1, settled=settled)
+    hello = WorkerHello(fleet_id=FLEET, token="x", slot=7, incarnation=1, totals=totals, settled=settled)
+    learner = LearnerHello(token="x", channel="publisher", epoch=1, position=[place], held={})
+    with broker_process(tmp_path) as process:
+        before = read_broker_file(tmp_path)
+        assert before is not None
+        feeder = start_feeder(before.endpoints.worker, Envs(1).fragments(20), incarnation=1)
+        with EpisodeStream(before.endpoints.learner) as stream:
+            with RawPeer(before.endpoints.worker) as worker, RawPeer(before.endpoints.learner, "learner") as other:
+                beat = Heartbeat(slot=7, incarnation=1, totals=totals, counters={"num_episodes_lifetime": 1})
+                end = Obituary(slot=7, incarnation=1, totals=totals, settled=settled)
+                _say_all(worker, SupervisorHello(fleet_id=FLEET, token="s"), [hello, beat, end])
+                _say_all(
+                    other, SupervisorHello(fleet_id=FLEET, token="s"), [learner, Commit(epoch=1, position=[place])]
+                )
+            for _ in batches_of(stream, feeder.all_settled):
+                pass
+            assert stream.delivered == 20
+        assert process.popen.poll() is None, process.log.read_text()
+        after = read_broker_file(tmp_path)
+    assert after is not None
+    assert after.epoch < 100
+    assert after.incarnations[0] == 1
+    assert max(after.incarnations.values()) < 100
+    assert "Traceback" not in process.log.read_text()
+    with broker_process(tmp_path), EpisodeStream(before.endpoints.learner):
+        again = start_feeder(before.endpoints.worker, Envs(2).fragments(1), incarnation=2)
+        wait_until(lambda: again.session.accepted == 1, "the slot's next life to ship")
+
+
+def test_a_poisoned_run_dir_starts_and_says_what_it_ignores(
+    tmp_path: Path, start_broker: StartBroker, start_feeder: StartFeeder, caplog: pytest.LogCaptureFixture
+) -> None:
+    start_broker().stop()
+    poisoned = orjson.loads(file_path(tmp_path).read_bytes())
+    most = 2**63 - 1
+    poisoned |= {"epoch": most, "learner_token": "x", "incarnations": {"0": most, "1": 5, str(most): 1}}
+    file_path(tmp_path).write_bytes(orjson.dumps(poisoned))
+    broker = start_broker()
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("broker.json: ")]
+    assert [words.split(" is out of bounds")[0] for words in said] == [
+        f"broker.json: incarnation {most} of slot 0",
+        f"broker.json: incarnation 1 of slot {most}",
+        f"broker.json: learner epoch {most}",
+    ]
+    feeder = start_feeder(broker.endpoints.worker, Envs(1).fragments(3), incarnation=4)
+    with EpisodeStream(broker.endpoints.learner) as stream:
+        assert len(list(batches_of(stream, feeder.all_settled))) == 3
+    rewritten = read_broker_file(tmp_path)
+    assert rewritten is not None
+    assert (rewritten.epoch, rewritten.incarnations) == (1, {0: 4, 1: 5})
+
+
+def test_a_handler_that_fails_ends_one_message_not_the_broker(
+    broker: BrokerThread, start_feeder: StartFeeder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No message is known to do this: the handler of HELLOs of learners is made to fail for one."""
+    learners = broker.broker.core._learners
+    handle = learners.on_hello
+
+    def fail(peer: bytes, hello: LearnerHello, spaces: dict[str, Any], now: float) -> None:
+        if hello.token == "bad":
+            raise OverflowError("int too big to convert")
+        handle(peer, hello, spaces, now)
+
+    learners.on_hello = fail  # type: ignore[method-assign]
+    with RawPeer(broker.endpoints.learner) as peer:
+        for token in ("bad", "bad", "good"):
+            peer.send(LearnerHello(token=token, channel="publisher").frames())
+        assert read(LearnerWelcome, peer.receive_kind(MessageKind.WELCOME).header).epoch == 1
+    assert broker.ask(lambda asked: asked.core.refusals.total) == 2
+    assert len([record for record in caplog.records if record.exc_info]) == 1

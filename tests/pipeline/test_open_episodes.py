@@ -1,0 +1,224 @@
+"""Each episode that a dead worker left open gets its end marker, also from a learner that came after its chunks."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.learner_stub import EpisodeStream
+from headrace.learner_stub.session import LearnerSession, StreamLimits
+from headrace.schemas import episode_log
+from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.chunk import format_episode_id
+from headrace.schemas.episode_log import EpisodeLog, read_open_episodes
+from headrace.schemas.ledger import Settled
+from headrace.schemas.messages import LearnerWelcome, Obituary, SourceEnd, SourcePosition, SupervisorHello
+from headrace.schemas.open_episodes import OpenEpisodes
+from support.pipeline.delivery import FLEET, BrokerThread, Envs, Feeder, RawPeer, StartBroker, StartFeeder, Witness
+from support.waiting import wait_until
+
+Left = set[tuple[str, int, int]]
+"""(episode, chunks, env step) of each open episode."""
+
+
+def _left(batches: list[ChunkBatch]) -> Left:
+    """What a learner that had these batches, and no other, would abort."""
+    witness = Witness()
+    for batch in batches:
+        witness.see(batch)
+    last = [witness._last[name] for name in witness.open_episodes()]
+    return {(chunk.episode_id, chunk.chunk_index + 1, chunk.t_start + len(chunk)) for chunk in last}
+
+
+def _told(told: OpenEpisodes, seq: int) -> Left:
+    rows = told.after(seq)["chunk"]
+    return {(format_episode_id(*row.tolist()[:2]), int(row["chunk_index"]) + 1, int(row["t_start"])) for row in rows}
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 10_000),
+    width=st.integers(1, 4),
+    lag=st.integers(0, 6),
+    rewrite_bytes=st.sampled_from([1 << 20, 2000]),
+    torn=st.integers(0, 300),
+)
+def test_the_log_knows_what_was_open_after_each_batch_not_settled(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, width: int, lag: int, rewrite_bytes: int, torn: int
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "worker-0-1.episodes"
+    batches = Envs(seed, width, fails=0.1).fragments(20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(episode_log, "_REWRITE_BYTES", rewrite_bytes)
+        log = EpisodeLog(path)
+        for seq, batch in enumerate(batches, start=1):
+            log.append(batch, seq, max(0, seq - lag))
+        log.close()
+    with path.open("ab") as file:
+        file.write(path.read_bytes()[: min(torn, 60)])  # the beginning of a record that a kill has cut off
+    told = read_open_episodes(path, len(batches) - lag)
+    assert told is not None
+    for accepted in range(len(batches) - lag, len(batches) + 1):
+        assert _told(told, accepted) == _left(batches[:accepted])
+
+
+def test_a_log_stays_small(tmp_path: Path) -> None:
+    log, envs = EpisodeLog(tmp_path / "a.episodes"), Envs(width=4)
+    for seq, batch in enumerate(envs.fragments(40) * 100, start=1):
+        log.append(batch, seq, seq)
+    log.close()
+    assert log.path.stat().st_size < 6 << 20
+
+
+def _write_some(whole: Any, is_full: bool, is_full_for_new_files: bool, file: int, content: bytes, at: int) -> int:
+    written: int = whole(file, content[:9] if is_full or (is_full_for_new_files and at == 0) else content, at)
+    return written
+
+
+def test_a_disk_that_is_full_for_a_while_leaves_no_hole_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(episode_log, "_REWRITE_BYTES", 2000)
+    batches, log, whole = Envs(3, width=4).fragments(60), EpisodeLog(tmp_path / "a.episodes"), os.pwrite
+    for seq, batch in enumerate(batches, start=1):
+        settled, is_full = max(0, seq - 4), seq % 7 in (2, 3)
+        monkeypatch.setattr("os.pwrite", partial(_write_some, whole, is_full, seq % 2 == 0))
+        log.append(batch, seq, settled)
+        if not is_full:
+            told = read_open_episodes(log.path, settled)
+            assert told is not None
+            for accepted in range(settled, seq + 1):
+                assert _told(told, accepted) == _left(batches[:accepted])
+    assert len([record for record in caplog.records if "waits for room" in record.message]) == len(range(2, 61, 7))
+    log.close()
+
+
+def test_a_disk_that_stays_full_ends_the_log_and_not_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log, batch = EpisodeLog(tmp_path / "a.episodes"), Envs().fragment()
+    monkeypatch.setattr("os.pwrite", lambda *_: 3)
+    monkeypatch.setattr(episode_log, "_MOST_WAITING", 2000)
+    for seq in range(1, 100):
+        log.append(batch, seq, 0)
+    assert not log.path.exists()
+    assert ["waits for room" in caplog.messages[0], "ends" in caplog.messages[1]] == [True, True]
+    assert len(caplog.messages) == 2
+
+
+def _die(feeder: Feeder, broker: BrokerThread, batches: list[ChunkBatch], folder: Path) -> None:
+    """End a worker without a word, and let a supervisor tell the broker what it left, as its log says."""
+    feeder.stop()
+    log = EpisodeLog(folder / "worker-0-1.episodes")
+    for seq, batch in enumerate(batches, start=1):
+        log.append(batch, seq, 0)
+    log.close()
+    obituary = Obituary(
+        slot=0,
+        incarnation=1,
+        totals=feeder.totals,
+        settled=feeder.session.settled,
+        window=feeder.session.window(),
+        open_episodes=read_open_episodes(log.path, feeder.session.settled.seq),
+        reason="worker_killed",
+    )
+    with RawPeer(broker.endpoints.worker) as supervisor:
+        supervisor.send(SupervisorHello(fleet_id=FLEET, token="s").frames())
+        supervisor.send(obituary.frames())
+        wait_until(lambda: (row := broker.rows().get((0, 1))) and row.closed, "the closed books")
+
+
+def _markers(stream: EpisodeStream) -> Left:
+    batch = stream.next(100.0)
+    assert batch is not None
+    assert batch.columns.keys() == {"obs", "actions", "rewards", "weights_seq"}
+    assert {chunk.end_reason for chunk in batch} == {"worker_killed"}
+    assert {chunk.agent_id for chunk in batch} == {"default_agent"}
+    return {(chunk.episode_id, chunk.chunk_index, chunk.t_start) for chunk in batch}
+
+
+@pytest.mark.parametrize("with_position", [False, True])
+def test_a_learner_that_comes_after_the_deaths_of_worker_and_learner_gets_each_marker_once(
+    broker: BrokerThread, stack: ExitStack, start_feeder: StartFeeder, tmp_path: Path, with_position: bool
+) -> None:
+    batches = Envs(5, width=6, ends=0.05).fragments(8)
+    feeder = start_feeder(broker.endpoints.worker, batches)
+    first = stack.enter_context(EpisodeStream(broker.endpoints.learner))
+    for _ in batches:
+        assert first.next(100.0) is not None
+    first.commit()
+    wait_until(feeder.all_settled, "the settlement of all batches")
+    position: list[dict[str, Any]] | None = first.position() if with_position else None
+    first.close()
+    _die(feeder, broker, batches, tmp_path)
+
+    second = EpisodeStream(broker.endpoints.learner, position=position)
+    assert _markers(second) == _left(batches)
+    second.close()
+    with EpisodeStream(broker.endpoints.learner, position=position) as third:
+        assert _markers(third) == _left(batches), "the second one died before it had committed them"
+        third.commit()
+        wait_until(lambda: broker.ask(lambda b: not b.core.sources[(0, 1)].end_due), "the commit of the end")
+        position = third.position() if with_position else None
+    with EpisodeStream(broker.endpoints.learner, position=position) as fourth:
+        assert fourth.next(0.5) is None
+
+
+def test_of_batches_that_never_arrived_no_episode_is_ended(
+    broker: BrokerThread, stack: ExitStack, start_feeder: StartFeeder, tmp_path: Path
+) -> None:
+    """Two more batches were cut than the broker has: what they began and what they ended was never told."""
+    batches = Envs(8, width=4).fragments(10)
+    feeder = start_feeder(broker.endpoints.worker, batches[:8])
+    with EpisodeStream(broker.endpoints.learner) as first:
+        for _ in range(8):
+            assert first.next(100.0) is not None
+        first.commit()
+        wait_until(feeder.all_settled, "the settlement of all batches")
+    _die(feeder, broker, batches, tmp_path)
+    with EpisodeStream(broker.endpoints.learner) as second:
+        assert _markers(second) == _left(batches[:8])
+
+
+def test_the_spaces_may_be_known_only_later(
+    start_broker: StartBroker, stack: ExitStack, start_feeder: StartFeeder, tmp_path: Path
+) -> None:
+    """Broker, worker and learner die together: the next broker knows spaces from the next worker."""
+    batches = Envs(9, width=4).fragments(6)
+    broker = start_broker()
+    feeder = start_feeder(broker.endpoints.worker, batches)
+    with EpisodeStream(broker.endpoints.learner) as first:
+        for _ in batches:
+            assert first.next(100.0) is not None
+        first.commit()
+        wait_until(feeder.all_settled, "the settlement of all batches")
+        position = first.position()
+    feeder.stop()
+    broker.stop()
+    after = start_broker()
+    second = stack.enter_context(EpisodeStream(after.endpoints.learner, position=position))
+    _die(feeder, after, batches, tmp_path)
+    assert second.next(0.5) is None
+    start_feeder(after.endpoints.worker, Envs(3).fragments(1), incarnation=2)
+    assert _markers(second) == _left(batches)
+    rest = second.next(100.0)
+    assert rest is not None
+    assert rest.incarnation == 2
+
+
+def test_a_learner_forgets_a_life_that_the_broker_has_folded() -> None:
+    place = SourcePosition(slot=0, incarnation=1, settled=Settled(seq=3, committed=(30, 6)), ended=True)
+    session = LearnerSession("token", StreamLimits(), position=[place])
+    session.receive(LearnerWelcome(fleet_id=FLEET, epoch=1), 0.0)
+    session.receive(SourceEnd(slot=0, incarnation=1, seq=3, reason="worker_killed"), 0.0)
+    assert session.position() == [place]
+    session.receive(SourceEnd(slot=0, incarnation=1, seq=0, reason="worker_killed"), 0.0)
+    assert session.position() == []
+    session.commit(1.0)

@@ -1,0 +1,132 @@
+"""Strangers at the ports of a real broker process: what they may hold is bounded, and honest peers go on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from headrace.broker.state_file import Endpoints, read_broker_file
+from headrace.learner_stub import EpisodeStream
+from headrace.schemas.messages import SupervisorHello
+from headrace.schemas.port_watch import STRANGE_MESSAGES
+from headrace.schemas.refusal_budget import REFUSED_BURST
+from support.pipeline.delivery import FLEET, Envs, Process, StartFeeder, batches_of, broker_process
+from support.raw_zmtp import RawZmtp, frame, head, memory_of
+from support.waiting import wait_until
+
+BATCH_BYTES = 4 << 20
+LARGEST = BATCH_BYTES + (1 << 20)
+"""What strangers may hold together at the worker port."""
+PLACES = 60
+TYPES = {"worker": b"DEALER", "learner": b"DEALER", "weights": b"SUB"}
+
+
+@contextmanager
+def small_broker(run_dir: Path) -> Iterator[tuple[Process, Endpoints]]:
+    """A broker process that takes small batches and few connections, and hears strangers."""
+    settings = {"max_batch_bytes": BATCH_BYTES, "max_connections": PLACES}
+    with broker_process(run_dir, allow_insecure=True, **settings) as process:
+        state = read_broker_file(run_dir)
+        assert state is not None
+        yield process, state.endpoints
+        assert process.popen.poll() is None, process.log.read_text()
+        assert "Traceback" not in process.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Process, Endpoints]]:
+    with small_broker(tmp_path_factory.mktemp("broker")) as found:
+        yield found
+
+
+def test_unfinished_messages_of_strangers_do_not_add_up(served: tuple[Process, Endpoints]) -> None:
+    process, endpoints = served
+    before = memory_of(process.popen.pid)
+    part = frame(bytes(BATCH_BYTES), more=True)
+    with ExitStack() as stack:
+        strangers = [stack.enter_context(RawZmtp(endpoints.worker)) for _ in range(40)]
+        for stranger in strangers:
+            stranger.send(part)
+        may_stay = LARGEST // BATCH_BYTES
+        wait_until(lambda: sum(s.is_cut() for s in strangers) >= 40 - may_stay, "the strangers to be cut")
+        wait_until(lambda: memory_of(process.popen.pid) < before + 16 * LARGEST, "their memory to come back")
+
+
+@pytest.mark.parametrize("role", ["worker", "learner"])
+def test_a_message_of_countless_tiny_frames_ends_its_connection(served: tuple[Process, Endpoints], role: str) -> None:
+    process, endpoints = served
+    before = memory_of(process.popen.pid)
+    with RawZmtp(getattr(endpoints, role)) as stranger:
+        sent, frames = 0, frame(b"", more=True) * (1 << 17)
+        while sent < 300 << 20 and stranger.send(frames):
+            sent += len(frames)
+        assert sent < 300 << 20, "the broker took it all"
+    assert memory_of(process.popen.pid) < before + (1 << 30)  # 300 MiB of such frames take 9.6 GiB
+
+
+def test_a_whole_message_of_many_frames_is_refused_and_costs_no_objects(served: tuple[Process, Endpoints]) -> None:
+    process, endpoints = served
+    with RawZmtp(endpoints.worker) as stranger:
+        stranger.send(frame(b"x", more=True) * 200_000 + frame(b"", more=False))
+        wait_until(lambda: "65 frames; 2 to 64 are allowed" in process.log.read_text(), "the refusal")
+        assert not stranger.is_cut()
+
+
+@pytest.mark.parametrize("role", ["worker", "learner", "weights"])
+def test_a_frame_above_the_port_s_limit_ends_its_connection(served: tuple[Process, Endpoints], role: str) -> None:
+    with RawZmtp(getattr(served[1], role), TYPES[role]) as stranger:
+        stranger.send(head(1 << 40, more=False))
+        wait_until(stranger.is_cut, "the end of the connection")
+
+
+def test_a_subscriber_that_sends_more_than_subscriptions_is_cut(served: tuple[Process, Endpoints]) -> None:
+    with RawZmtp(served[1].weights, b"SUB") as stranger:
+        subscription = frame(b"\1topic", more=False)
+        wait_until(lambda: not stranger.send(subscription * 1000), "the end of the connection")
+
+
+@pytest.mark.parametrize("role", ["worker", "learner"])
+def test_a_peer_that_never_says_hello_is_cut_after_a_few_messages(served: tuple[Process, Endpoints], role: str) -> None:
+    with RawZmtp(getattr(served[1], role)) as stranger:
+        stranger.send(frame(b"garbage", more=False) * (STRANGE_MESSAGES - 1))
+        assert stranger.sock.recv(1)  # it is still answered
+        stranger.send(frame(b"garbage", more=False))
+        wait_until(stranger.is_cut, "the end of the connection")
+
+
+def test_a_peer_whose_messages_are_refused_too_often_is_cut_in_few_lines(served: tuple[Process, Endpoints]) -> None:
+    process, endpoints = served
+    hello = SupervisorHello(fleet_id=FLEET, token="s").frames()
+    with RawZmtp(endpoints.worker) as peer:
+        peer.send(frame(bytes(hello[0]), more=True) + frame(bytes(hello[1]), more=False))
+        garbage = frame(b"\x1b]0;garbage\x07", more=True) + frame(b"", more=False)
+        peer.send(garbage * (REFUSED_BURST // 2))
+        wait_until(lambda: peer.sock.recv(1 << 16), "an answer")
+        wait_until(lambda: not peer.send(garbage * 100), "the end of the connection")
+    log = process.log.read_text()
+    assert len(re.findall("a supervisor: bad_tag", log)) == 1
+    assert "\x1b" not in log
+
+
+def test_connections_beyond_the_bound_cost_honest_peers_nothing(tmp_path: Path, start_feeder: StartFeeder) -> None:
+    with small_broker(tmp_path) as (process, endpoints), ExitStack() as stack:
+        strangers = {
+            role: [stack.enter_context(RawZmtp(getattr(endpoints, role), TYPES[role])) for _ in range(2 * PLACES)]
+            for role in ("worker", "learner")
+        }
+        for crowd in strangers.values():
+            wait_until(lambda crowd=crowd: sum(s.is_cut() for s in crowd) >= PLACES, "the first to be cut")  # type: ignore[misc]
+        feeder = start_feeder(endpoints.worker, Envs(1).fragments(30))
+        with EpisodeStream(endpoints.learner) as stream:
+            for _ in batches_of(stream, feeder.all_settled):
+                for crowd in strangers.values():
+                    crowd.append(stack.enter_context(RawZmtp(endpoints.worker)))
+                    crowd[-1].send(frame(b"garbage", more=False) + frame(bytes(1 << 16), more=True))
+            assert stream.delivered == 30
+        assert feeder.error is None
+        told = [line for line in process.log.read_text().splitlines() if f"more than {PLACES} connections" in line]
+        assert 2 <= len(told) < PLACES

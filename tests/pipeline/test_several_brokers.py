@@ -1,0 +1,206 @@
+"""Several brokers under one learner, over real sockets: one stream, one position, and the same weights at each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.broker.limits import BrokerLimits, BrokerState
+from headrace.broker.slot_owners import SlotOwners
+from headrace.deploy.options import resolve, resolve_each
+from headrace.deploy.several_brokers import at_broker, index_for
+from headrace.learner_stub import EpisodeStream, WeightPublisher
+from headrace.learner_stub.session import LearnerSession, LearnerSessionState, StreamLimits
+from headrace.learner_stub.stall_detector import STARVED_S, StallDetector
+from headrace.schemas.errors import ConfigError, DecodeError, RefusedError, UnreachableError, WrongFleetError
+from headrace.schemas.messages import Status, WorkerHello
+from headrace.schemas.rendezvous import Published
+from headrace.schemas.spaces import Spaces
+from headrace.schemas.weights import Arrays, weights_digest
+from support.pipeline.delivery import SPACES, BrokerThread, Envs, StartBroker, StartFeeder, Witness, batches_of
+from support.waiting import wait_until
+
+FLEETS = ("pair.0", "pair.1")
+
+
+@pytest.fixture
+def brokers(start_broker: StartBroker, tmp_path: Path) -> list[BrokerThread]:
+    return [start_one(start_broker, tmp_path, index) for index in range(2)]
+
+
+def start_one(start_broker: StartBroker, folder: Path, index: int) -> BrokerThread:
+    folder = folder / f"broker-{index}"
+    folder.mkdir(exist_ok=True)
+    return start_broker(folder, FLEETS[index], count=2, index=index)
+
+
+def learners(brokers: Sequence[BrokerThread]) -> list[str]:
+    return [broker.endpoints.learner for broker in brokers]
+
+
+def test_both_shares_are_one_stream_with_one_position(
+    brokers: list[BrokerThread], start_feeder: StartFeeder, stack: ExitStack
+) -> None:
+    """The first learner takes some batches, the second one takes exactly the rest."""
+    given = [Envs(seed).fragments(20) for seed in range(2)]
+    feeders = [
+        start_feeder(broker.endpoints.worker, given[slot], slot=slot, fleet_id=FLEETS[slot])
+        for slot, broker in enumerate(brokers)
+    ]
+    witness = Witness()
+    with EpisodeStream(learners(brokers), auto_commit=False, fleet_id="pair") as stream:
+        turns: list[int] = []
+        while stream.delivered < 12 or set(turns) != {0, 1}:
+            batch = stream.next(timeout_s=100.0)
+            assert batch is not None
+            witness.see(batch)
+            turns.append(batch.slot)
+        position = stream.position()
+        stream.commit()
+        assert stream.module_spaces() == {"default_policy": SPACES}
+    assert {place["fleet_id"] for place in position} == set(FLEETS)
+    again = stack.enter_context(EpisodeStream(learners(brokers), position=position))
+    for batch in batches_of(again, lambda: all(feeder.all_settled() for feeder in feeders)):
+        witness.see(batch)
+    assert witness.steps == sum(batch.steps for batches in given for batch in batches)
+    for slot, broker in enumerate(brokers):
+        assert list(broker.rows()) == [(slot, 1)]
+        assert not list(broker.rows()[(slot, 1)].problems())
+
+
+def test_a_version_of_the_weights_has_one_number_at_all_brokers(brokers: list[BrokerThread], stack: ExitStack) -> None:
+    """Broker 0 has met a learner before, so the epochs differ."""
+    EpisodeStream(learners(brokers)[0], fleet_id=FLEETS[0]).close()
+    stream = stack.enter_context(EpisodeStream(learners(brokers)))
+    weights = stack.enter_context(WeightPublisher(learners(brokers)))
+    for _ in range(3):
+        weights.publish({"w": np.zeros(4, np.float32)})
+    wait_until(lambda: (weights.pump(), all(broker.joined for broker in weights._brokers))[1], "both to welcome it")
+    wait_until(lambda: (weights.pump(), weights.acknowledged[1] == 3)[1], "both to have it")
+    held = [broker.ask(lambda b: b.relay.version) for broker in brokers]
+    assert held == [(2, 3), (1, 3)]
+    wait_until(lambda: (stream.next(0.01), stream.epoch == 2)[1], "the stream's epoch at the first broker")
+
+
+def test_a_version_is_hashed_once_for_all_brokers(
+    brokers: list[BrokerThread], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = stack.enter_context(WeightPublisher(learners(brokers)))
+    wait_until(lambda: (weights.pump(), all(broker.joined for broker in weights._brokers))[1], "both to welcome it")
+    hashed = []
+
+    def counted(arrays: Arrays) -> str:
+        hashed.append(sorted(arrays))
+        return weights_digest(arrays)
+
+    for module in ("learner_stub.publisher", "schemas.weights"):
+        monkeypatch.setattr(f"headrace.{module}.weights_digest", counted)
+    weights.publish({"w": np.zeros(4, np.float32)})
+    wait_until(lambda: (weights.pump(), weights.acknowledged[1] == 1)[1], "both to have it")
+    assert hashed == [["w"]] * 3, "once by the publisher, and once by each broker"
+
+
+def test_a_broker_that_comes_later_and_one_that_goes_cost_only_their_share(
+    start_broker: StartBroker, start_feeder: StartFeeder, stack: ExitStack, tmp_path: Path
+) -> None:
+    first = start_one(start_broker, tmp_path, 0)
+    places = [tmp_path / f"meet-{index}.json" for index in range(2)]
+    Published(fleet_id=FLEETS[0], endpoints=first.endpoints.model_dump()).write(places[0])
+    stream = stack.enter_context(EpisodeStream.of(places, auto_commit=True))
+    weights = stack.enter_context(WeightPublisher.of(places))
+    weights.publish({"w": np.zeros(4, np.float32)})
+    feeder = start_feeder(first.endpoints.worker, Envs(0).fragments(5), fleet_id=FLEETS[0])
+    assert sum(batch.steps for batch in batches_of(stream, feeder.all_settled)) == sum(feeder.steps.values())
+
+    second = start_one(start_broker, tmp_path, 1)
+    Published(fleet_id=FLEETS[1], endpoints=second.endpoints.model_dump()).write(places[1])
+    other = start_feeder(second.endpoints.worker, Envs(1).fragments(5), slot=1, fleet_id=FLEETS[1])
+    assert sum(batch.steps for batch in batches_of(stream, other.all_settled)) == sum(other.steps.values())
+    wait_until(lambda: (stream.pump(), second.ask(lambda b: b.relay.version)[1] == 1)[1], "the weights at the second")
+
+    first.stop()
+    more = start_feeder(second.endpoints.worker, Envs(2).fragments(5), slot=3, fleet_id=FLEETS[1])
+    assert sum(batch.steps for batch in batches_of(stream, more.all_settled)) == sum(more.steps.values())
+    assert stream.ended == ""
+
+
+def test_workers_of_another_env_at_the_second_broker_are_refused(
+    brokers: list[BrokerThread], start_feeder: StartFeeder, stack: ExitStack
+) -> None:
+    for slot, broker in enumerate(brokers):
+        spaces = SPACES if slot == 0 else Spaces(observation=SPACES.action, action=SPACES.action)
+        start_feeder(broker.endpoints.worker, slot=slot, fleet_id=FLEETS[slot], spaces=spaces)
+    with pytest.raises(RefusedError, match="different spaces; give all the same env"):
+        next(iter(stack.enter_context(EpisodeStream(learners(brokers)))))
+
+
+def test_a_stream_of_other_brokers_than_its_position_is_refused(brokers: list[BrokerThread]) -> None:
+    places = [
+        {"fleet_id": fleet, "slot": slot, "incarnation": 1, "settled": {"seq": 1}} for slot, fleet in enumerate(FLEETS)
+    ]
+    with pytest.raises(ConfigError, match=r"fleets \['pair.0', 'pair.1'\], not of 1 brokers"):
+        EpisodeStream(learners(brokers)[0], position=places)
+    with pytest.raises(WrongFleetError):
+        EpisodeStream(learners(brokers)[::-1], position=places)
+    with pytest.raises(ConfigError, match="synchronous sampling has one broker"):
+        EpisodeStream(learners(brokers), synchronous=True)
+    with pytest.raises(ConfigError, match="an empty list names no broker"):
+        WeightPublisher([])
+    with pytest.raises(UnreachableError):
+        EpisodeStream.of([Path("none-0.json"), Path("none-1.json")], connect_timeout_s=0.2)
+
+
+def test_a_learner_is_starved_only_when_the_workers_of_all_brokers_wait() -> None:
+    sessions = [LearnerSession("token", StreamLimits()) for _ in range(2)]
+    stall = StallDetector(sessions)
+    stall.add_wait(STARVED_S)
+    assert not stall.starved
+    for session, workers in zip(sessions, (2, 1), strict=True):
+        session.state = LearnerSessionState.ACTIVE
+        session.status = Status(epoch=1, workers=workers, workers_blocked=workers)
+        session.uncommitted = lambda: 1  # type: ignore[method-assign]
+    assert stall.starved
+    sessions[1].status = Status(epoch=1, workers=2, workers_blocked=1)
+    assert not stall.starved
+    sessions[1].state = LearnerSessionState.JOINING
+    assert stall.starved, "a broker that is gone has no say"
+
+
+def test_a_broker_gives_out_and_takes_only_its_own_slots(
+    brokers: list[BrokerThread], start_feeder: StartFeeder
+) -> None:
+    for index, broker in enumerate(brokers):
+        feeders = [start_feeder(broker.endpoints.worker, slot=None, fleet_id=FLEETS[index]) for _ in range(2)]
+        wait_until(lambda of=feeders: all(feeder.session.slot is not None for feeder in of), "their slots")
+        assert sorted(feeder.session.slot for feeder in feeders) == [1000 + index, 1002 + index]
+    owners = SlotOwners(BrokerLimits(brokers=2, index=1), BrokerState())
+    owners.judge(WorkerHello(fleet_id="pair.1", token="t", slot=3, incarnation=1), None)
+    with pytest.raises(DecodeError, match="slot 2 belongs to broker 0 of 2, and this is broker 1"):
+        owners.judge(WorkerHello(fleet_id="pair.1", token="t", slot=2, incarnation=1), None)
+
+
+def test_settings_of_several_brokers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = {"fleet.fleet_id": "pair", "fleet.run_dir": str(tmp_path), "broker.count": 3}
+    config, _ = resolve(None, None, named)
+    assert [index_for(config, slot) for slot in (0, 4, 1001)] == [0, 1, 2]
+    assert index_for(config, None) == index_for(config, None), "a machine keeps its broker"
+    monkeypatch.setenv("HEADRACE_BROKER__INDEX", "2")
+    assert index_for(resolve(None, None, named)[0], None) == 2
+    monkeypatch.delenv("HEADRACE_BROKER__INDEX")
+    each = resolve_each(None, named)
+    assert [one.fleet.fleet_id for one in each] == ["pair.0", "pair.1", "pair.2"]
+    assert [one.fleet.rendezvous for one in each] == [f"{tmp_path}/broker-{i}/rendezvous.json" for i in range(3)]
+    published = resolve(None, None, {**named, "fleet.rendezvous": "http://head/{broker}.json"})[0]
+    assert at_broker(published, 1)["fleet.rendezvous"] == "http://head/1.json"
+    for wrong, said in (
+        ({"fleet.rendezvous": "one.json"}, r"should contain \{broker\}, since broker.count = 3"),
+        ({"fleet.fleet_id": ""}, "should name the fleet"),
+        ({"broker.index": 3}, "index = 3 is none of count = 3 brokers"),
+        ({"sampling.synchronous": True}, "has one broker"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            resolve_each(None, {**named, **wrong})

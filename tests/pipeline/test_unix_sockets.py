@@ -1,0 +1,224 @@
+"""A broker on Unix sockets serves its own user alone, without token or keys, at endpoints that stay."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from headrace.broker.state_file import Endpoints, read_broker_file
+from headrace.learner_stub import EpisodeStream, WeightPublisher
+from headrace.schemas.errors import ConfigError, PortInUseError, SocketFolderError, UnreachableError
+from headrace.schemas.loopback_token import server_token
+from headrace.schemas.port_watch import STRANGE_MESSAGES
+from support.pipeline.delivery import BrokerThread, Envs, StartBroker, StartFeeder, batches_of, broker_process
+from support.waiting import wait_until
+
+LONG_S = 100.0
+NOBODY = 65_534
+
+_STRANGER = """
+import socket, sys
+try:
+    from headrace.learner_stub import EpisodeStream
+except ImportError:
+    sys.exit()
+import zmq
+from headrace.schemas.errors import SocketFolderError
+for line in sys.stdin:
+    endpoint, said = line.strip(), []
+    try:
+        EpisodeStream(endpoint)
+    except SocketFolderError as error:
+        said.append(error.reason)
+    with socket.socket(socket.AF_UNIX) as plain:
+        said.append(plain.connect_ex(endpoint.removeprefix("ipc://")))
+    context = zmq.Context()
+    with context.socket(zmq.DEALER) as dealer:
+        dealer.immediate, dealer.linger = True, 0
+        dealer.connect(endpoint)
+        said.append(dealer.poll(500, zmq.POLLOUT))
+    context.term()
+    print(*said, sep=" | ", flush=True)
+"""
+
+
+def folder_of(endpoints: Endpoints) -> Path:
+    return Path(endpoints.worker.removeprefix("ipc://")).parent
+
+
+def endpoints_of(run_dir: Path) -> Endpoints:
+    file = read_broker_file(run_dir)
+    assert file is not None
+    return file.endpoints
+
+
+def all_arrives(endpoints: Endpoints, run_dir: Path, start_feeder: StartFeeder, slot: int = 0) -> None:
+    """A worker and a learner of the run directory get through, with weights, from the first batch to the last."""
+    feeder = start_feeder(endpoints.worker, Envs(slot).fragments(5), slot=slot)
+    with (
+        EpisodeStream.of(run_dir, connect_timeout_s=LONG_S) as stream,
+        WeightPublisher.of(run_dir, connect_timeout_s=LONG_S) as weights,
+    ):
+        weights.publish({"w": np.zeros(3, np.float32)})
+        steps = sum(batch.steps for batch in batches_of(stream, feeder.all_settled))
+        wait_until(lambda: feeder.weights.newest > (0, 0), "the weights")
+    assert steps == sum(feeder.steps.values()) > 0
+    assert feeder.error is None
+
+
+def test_peers_live_through_the_kill_of_a_broker_on_unix_sockets(
+    stack: ExitStack, start_broker: StartBroker, start_feeder: StartFeeder, tmp_path: Path
+) -> None:
+    """Peers show no token, though the run directory has one for the ports of workers."""
+    with broker_process(tmp_path, transport="ipc") as killed:
+        endpoints = endpoints_of(tmp_path)
+        assert endpoints.worker == f"ipc://{tmp_path}/ipc/worker"
+        assert stat.S_IMODE(folder_of(endpoints).stat().st_mode) == 0o700
+        feeder = start_feeder(endpoints.worker, Envs().fragments(40), window=4)
+        stream = stack.enter_context(EpisodeStream.of(tmp_path, connect_timeout_s=LONG_S))
+        wait_until(lambda: stream.next(0.01) is not None, "the first batch")
+        killed.signal(signal.SIGKILL)
+        killed.wait()
+    assert (folder_of(endpoints) / "worker").is_socket(), "a dead broker's socket stays"
+    assert start_broker(transport="ipc").endpoints == endpoints
+    for _ in batches_of(stream, feeder.all_settled):
+        pass
+    assert feeder.error is None
+    stream.close()
+    with pytest.raises(PortInUseError, match=r"is already in use; .* choose another run directory"):
+        BrokerThread(tmp_path, transport="ipc")
+    all_arrives(endpoints, tmp_path, start_feeder, slot=1)
+
+
+def test_a_long_run_directory_has_its_sockets_in_a_private_folder_of_tmp(
+    stack: ExitStack, start_broker: StartBroker, start_feeder: StartFeeder, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / ("a-long-name-" * 10)
+    run_dir.mkdir()
+    first = start_broker(run_dir, transport="ipc")
+    folder = folder_of(first.endpoints)
+    stack.callback(shutil.rmtree, folder)
+    assert folder.parent == Path("/tmp")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    first.stop()
+    second = start_broker(run_dir, transport="ipc")
+    assert second.endpoints == first.endpoints
+    all_arrives(second.endpoints, run_dir, start_feeder)
+    second.stop()
+    folder.chmod(0o755)
+    third = start_broker(run_dir, transport="ipc")
+    stack.callback(shutil.rmtree, folder_of(third.endpoints))
+    assert folder_of(third.endpoints) != folder
+    third.stop()
+    assert start_broker(run_dir).endpoints.worker.startswith("tcp://"), "the next run may use ports"
+
+
+def test_a_peer_without_hello_is_cut_at_a_unix_socket_too(
+    start_broker: StartBroker, start_feeder: StartFeeder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broker = start_broker(transport="ipc")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.connect(broker.endpoints.worker)
+        for _ in range(STRANGE_MESSAGES):
+            stranger.send(b"no message")
+        wait_until(lambda: "messages without HELLO; 1 so far" in caplog.text, "the end of its connection")
+    assert f"closed a connection of process {os.getpid()} at the worker port" in caplog.text
+    all_arrives(broker.endpoints, tmp_path, start_feeder)
+
+
+# -- all others -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="only root can be another user")
+def test_another_user_cannot_connect_even_where_the_folder_was_opened(
+    stack: ExitStack, start_broker: StartBroker, start_feeder: StartFeeder
+) -> None:
+    run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
+    run_dir.chmod(0o755)
+    broker = start_broker(run_dir, transport="ipc")
+    command = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", sys.executable, "-c", _STRANGER]
+    environment = {"PATH": os.environ["PATH"], "HOME": "/nonexistent"}
+    stranger = stack.enter_context(
+        subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    )
+    assert stranger.stdin is not None
+    assert stranger.stdout is not None
+
+    def tries() -> list[str]:
+        with suppress(BrokenPipeError):
+            print(broker.endpoints.learner, file=stranger.stdin, flush=True)
+        if not (line := stranger.stdout.readline()):
+            pytest.skip("another user cannot import headrace from here")
+        return line.strip().split(" | ")
+
+    (folder_of(broker.endpoints) / "learner").chmod(0o777)
+    *refused, error, may_send = tries()
+    assert [reason.partition(";")[0] for reason in refused] == [f"it belongs to user 0, and this is user {NOBODY}"]
+    assert (int(error), may_send) == (errno.EACCES, "0")
+    folder_of(broker.endpoints).chmod(0o755)
+    assert tries()[1:] == ["0", "0"], "it connects, and is not let in"
+    stranger.stdin.close()
+    folder_of(broker.endpoints).chmod(0o700)
+    all_arrives(broker.endpoints, run_dir, start_feeder)
+
+
+def open_it(folder: Path) -> None:
+    folder.mkdir(mode=0o755)
+
+
+def link_it(folder: Path) -> None:
+    folder.with_name("elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(folder.with_name("elsewhere"))
+
+
+def give_it_away(folder: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give a folder away")
+    folder.mkdir(mode=0o700)
+    os.chown(folder, NOBODY, NOBODY)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (open_it, r"others may use it \(mode 0755\); chmod 700"),
+        (link_it, "it is a symbolic link"),
+        (give_it_away, f"it belongs to user {NOBODY}"),
+    ],
+)
+def test_a_folder_that_is_not_this_users_alone_is_refused_by_both_sides(
+    tmp_path: Path, spoil: Callable[[Path], None], words: str
+) -> None:
+    spoil(tmp_path / "ipc")
+    with pytest.raises(SocketFolderError, match=words):
+        BrokerThread(tmp_path, transport="ipc")
+    with pytest.raises(SocketFolderError, match=words):
+        EpisodeStream(f"ipc://{tmp_path}/ipc/learner", connect_timeout_s=1.0)
+
+
+@pytest.mark.parametrize("address", ["ipc://here", "ipc://@abstract", "ipc:///", f"ipc:///{'x' * 107}"])
+def test_an_address_that_is_no_path_of_a_socket_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"the address should be ipc:///PATH"):
+        EpisodeStream(address)
+
+
+def test_a_missing_folder_is_waited_for_only_where_no_other_user_can_make_it(tmp_path: Path) -> None:
+    with pytest.raises(SocketFolderError, match="there is none, and others may make it in /tmp; check the address"):
+        EpisodeStream("ipc:///tmp/headrace-that-is-not/learner", connect_timeout_s=1.0)
+    server_token(tmp_path, asked=True)
+    with pytest.raises(UnreachableError, match=r"no broker answers at .* check that it runs on this machine"):
+        EpisodeStream(f"ipc://{tmp_path}/ipc/learner", connect_timeout_s=0.2, run_dir=tmp_path)

@@ -1,0 +1,145 @@
+"""What a worker tells of itself in heartbeats, as the broker reports it."""
+
+from __future__ import annotations
+
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.broker.report import Report
+from headrace.broker.worker_figures import fleet_figures, row_figures
+from headrace.learner_stub import EpisodeStream
+from headrace.schemas.config_loading import build_config
+from headrace.schemas.errors import ConfigError
+from headrace.schemas.redis_keys import WORKER_TABLE
+from headrace.schemas.worker_figures import TIME_PARTS, Ports
+from headrace.workers.fleet.worker import host_of_ports
+from headrace.workers.serving.client import PolicyClient
+from support.fleets.env_hosts import EnvHosts
+from support.pipeline.delivery import BrokerThread
+from support.pipeline.worker_threads import AT_RANDOM, WorkerThread
+from support.waiting import wait_until
+
+
+def figures(broker: BrokerThread) -> tuple[dict[str, Any], dict[str, float]]:
+    """The row of the one worker, and the gauges."""
+
+    def ask(asked: Any) -> tuple[dict[str, Any], dict[str, float]]:
+        live, now = asked.core.live(), time.monotonic()
+        return row_figures(live[0], now, time.time()) if live else {}, fleet_figures(live, now)
+
+    return broker.ask(ask)
+
+
+def ports(broker: BrokerThread) -> Ports | None:
+    """The ports that the one worker tells."""
+    return broker.ask(lambda asked: asked.core.live()[0].ports)
+
+
+def test_a_worker_whose_learner_stalls_waits_and_the_row_and_the_gauges_say_so(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    began = time.time()
+    with (
+        EpisodeStream(broker.endpoints.learner) as stream,
+        WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, AT_RANDOM),
+    ):
+        while not figures(broker)[0].get("time_share"):
+            assert stream.next(30.0) is not None
+        wait_until(lambda: figures(broker)[0]["time_share"]["wait"] > 0.9, "a worker that only waits")
+        row, gauges = figures(broker)
+        told = broker.ask(lambda it: [it.core.learner_version, *(source.headrace_version for source in it.core.live())])
+    assert told == [version("headrace")] * 2
+    assert sum(row["time_share"].values()) == pytest.approx(1.0, abs=0.01)
+    assert set(row) <= {member.name for member in WORKER_TABLE}
+    assert began - 1.0 < row["joined_unix_s"] < row["blocked_since_unix_s"] < time.time()
+    assert (row["num_envs"], row["envs_lost"]) == (2, 0)
+    assert row["env_steps"] > 0
+    assert row["episodes"] >= 0
+    assert (gauges["workers"], gauges['workers_blocked{reason="window"}']) == (1, 1)
+    shares = {part: gauges[f'worker_time_share{{part="{part}"}}'] for part in TIME_PARTS}
+    assert sum(shares.values()) == pytest.approx(1.0)
+
+
+def test_the_aborted_episodes_and_the_failures_of_a_worker_reach_the_report(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    failing = {"env": "support.envs.fleet:three_of_eight", "num_envs": 2, "env_placement": "process"}
+    sections = {**AT_RANDOM, "sampling": {**AT_RANDOM["sampling"], **failing}}
+
+    def report() -> Report:
+        return broker.ask(lambda asked: asked.metrics.report(asked.core, time.monotonic()))
+
+    with (
+        EpisodeStream(broker.endpoints.learner) as stream,
+        WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections),
+    ):
+        seen = report()
+        while not (seen.env_errors and seen.gauges["aborted_window"]):
+            assert stream.next(30.0) is not None
+            seen = report()
+    [group] = seen.env_errors.values()
+    assert (group["kind"], group["exception"], group["slots"]) == ("env_exception", "RuntimeError", [0])
+    assert group["env"] == "support.envs.fleet:three_of_eight"
+    assert "fleet.py:" in group["where"]
+    assert group["traceback"].rstrip().endswith("RuntimeError: the simulator diverged")
+    assert seen.gauges["aborted_len_mean"] == seen.gauges["aborted_return_mean"] > 0  # CartPole gives 1 a step
+
+
+def test_a_policy_server_tells_of_its_clients_and_waits_for_them(
+    broker: BrokerThread, free_port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sections = {**AT_RANDOM, "serving": {"enabled": True, "port": free_port}, "learner": {"enabled": False}}
+    sections["worker"] = {**AT_RANDOM.get("worker", {}), "advertise": "localhost"}
+    with (
+        EpisodeStream(broker.endpoints.learner),
+        WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections),
+        PolicyClient(f"tcp://127.0.0.1:{free_port}", connect_timeout_s=60) as client,
+    ):
+        episode = client.start_episode()
+
+        def is_told() -> bool:
+            client.get_action(episode, np.zeros(4, np.float32))
+            client.log_returns(episode, 1.0)
+            serving = figures(broker)[0].get("serving", {})
+            return bool(serving.get("clients") and serving["requests_per_s"] and serving["latency_p95_s"])
+
+        wait_until(is_told, "a row with the client's requests")
+        wait_until(lambda: figures(broker)[0]["time_share"]["wait"] > 0.9, "a worker that waits for its client")
+        row, gauges = figures(broker)
+        assert ports(broker) == Ports(clients=f"tcp://localhost:{free_port}")
+    assert 0 < row["serving"]["latency_p50_s"] <= row["serving"]["latency_p95_s"]
+    assert (row["serving"]["clients"], row["envs_lost"], gauges["clients"]) == (1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("advertise", "words"),
+    [
+        ("no.such.name.invalid", r"'no\.such\.name\.invalid' cannot be resolved on this machine"),
+        ("fe80::1%lo", r"peers cannot connect to 'fe80::1%lo'"),
+    ],
+)
+def test_a_name_by_which_no_peer_reaches_a_worker_is_refused(advertise: str, words: str) -> None:
+    config = build_config({"serving": {"enabled": True}, "worker": {"advertise": advertise}})
+    with pytest.raises(ConfigError, match=rf"worker\.advertise: .*{words}"):
+        host_of_ports(config)
+
+
+@pytest.mark.processes
+def test_a_worker_without_an_env_host_tells_that_it_wants_one_and_then_which_version_it_runs(
+    broker: BrokerThread, free_port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sampling = {**AT_RANDOM["sampling"], "env_placement": "remote", "env_hosts_port": free_port}
+    sections = {**AT_RANDOM, "sampling": sampling}
+    with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections):
+        told: dict[str, Any] = {"connected": 0, "wanted": 1, "versions": []}
+        wait_until(lambda: figures(broker)[0].get("env_hosts") == told, "a row that says so")
+        assert ports(broker) == Ports(envs=f"tcp://127.0.0.1:{free_port}")
+        with EnvHosts(tmp_path, free_port) as hosts:
+            hosts.start("CartPole-v1", 2)
+            told = {"connected": 1, "wanted": 1, "versions": [version("headrace")]}
+            wait_until(lambda: figures(broker)[0].get("env_hosts") == told, "a row with the host")

@@ -1,0 +1,176 @@
+"""The contract of Redis keys: a real fleet writes every key of the table and no other; other versions are refused."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from redis.exceptions import ResponseError
+
+from headrace.broker.report import MergeScript, Part, Report
+from headrace.deploy.audit import find_books
+from headrace.deploy.redis_inventory import Inventory
+from headrace.deploy.redis_server import check_url
+from headrace.deploy.redis_view import FleetView, Snapshot
+from headrace.schemas import redis_keys as keys
+from headrace.schemas.errors import ExitCode, RedisContractError
+from headrace.schemas.ledger import LedgerRow
+from support.fleets.running_fleet import RunningFleet
+
+COUNTS = """
+from headrace.workers.agents.examples import two_carts
+
+
+def carts_of_which_each_fails_once(context):
+    env = two_carts(context)
+    step, left = env.step, [10]
+
+    def step_or_fail(actions):
+        left[0] -= 1
+        if not left[0] and not context.recreated:
+            raise RuntimeError("the simulator diverged")
+        return step(actions)
+
+    env.step = step_or_fail
+    return env
+
+
+class Counts:
+    def on_episode_end(self, episode, metrics_logger):
+        metrics_logger.log_value("episodes", 1, reduce="sum")
+"""
+TWO_POLICIES = (
+    *("--env", "counts:carts_of_which_each_fails_once", "--workers", "2", "--num-envs", "2"),
+    *("--set", 'sampling.policies={"short": {}, "long": {}}', "--set", 'sampling.callbacks=["counts:Counts"]'),
+    *("--set", "learner.steps_per_update=256", "--set", "learner.epochs=1"),
+)
+
+
+def headrace(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "headrace.deploy", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.slow
+def test_a_fleet_writes_every_key_of_the_table_and_no_other(tmp_path: Path) -> None:
+    (tmp_path / "counts.py").write_text(COUNTS)
+    with RunningFleet(tmp_path / "run", *TWO_POLICIES, cwd=tmp_path) as fleet:
+
+        def seen() -> Snapshot:
+            return fleet.snapshot() or Snapshot()
+
+        for incarnation in (1, 2):
+            fleet.wait_until(lambda it=incarnation: (0, it) in seen().rows, f"steps of life {incarnation}")  # type: ignore[misc]
+            fleet.send(signal.SIGKILL, "worker", 0)
+        fleet.wait_until(lambda: 0 in seen().folded, "the first life to be folded")
+        fleet.wait_until(lambda: seen().policies.keys() == {"short", "long"}, "returns of both policies")
+        fleet.wait_until(lambda: (fleet.run_dir / "learner.checkpoint").exists(), "a checkpoint")
+        url, fleet_id = find_books(fleet.run_dir)
+        types: dict[keys.Key | None, str] = {}
+        with Inventory(url) as inventory:
+
+            def look() -> bool:
+                types.update({entry.key: entry.type for entry in inventory.keys(fleet_id)})  # some come and go
+                return types.keys() >= set(keys.TABLE)
+
+            fleet.wait_until(look, "every key of the table")
+        at_times = {"blocked_since_unix_s", "env_failures", "env_failure", "env_failure_age_s", "env_hosts", "serving"}
+        members = {member.name for member in keys.WORKER_TABLE}
+        fleet.wait_until(lambda: members - at_times <= seen().workers.get(0, {}).keys(), "all of a worker's row")
+        snapshot = seen()
+        [group] = snapshot.errors.values()
+        assert (group.kind, group.exception, group.message) == (
+            "env_exception",
+            "RuntimeError",
+            "the simulator diverged",
+        )
+        assert group.where.endswith(f"counts.py:{1 + COUNTS[: COUNTS.index('raise')].count(chr(10))}")
+        assert group.traceback.rstrip().endswith("RuntimeError: the simulator diverged")
+        assert {name for row in snapshot.workers.values() for name in row} <= members
+        fleet.terminate()
+        assert fleet.finish()["balanced"]
+    assert {key: key.type for key in keys.TABLE} == types
+    counters = {keys.unlabelled(field)[:2] for field in snapshot.totals}
+    assert counters <= {(metric.name, metric.label) for metric in keys.COUNTER_TABLE}
+    assert {keys.unlabelled(field)[2] for field in snapshot.totals} >= {"short", "long"}
+    at_times = {keys.SESSIONS_REVOKED, "lost_lives_close_unix_s", "workers_blocked"}
+    at_times |= {"clients", "client_requests_per_s", "client_latency_s", "aborted_return_mean", "aborted_len_mean"}
+    at_times |= {keys.WORKER_RATE}
+    gauges = {metric.name for metric in keys.GAUGE_TABLE}
+    assert gauges - at_times <= {keys.unlabelled(field)[0] for field in snapshot.gauges} <= gauges
+    labels = {metric.name: metric.label for metric in keys.GAUGE_TABLE}
+    assert all(labels[name] == label for name, label, _ in map(keys.unlabelled, snapshot.gauges))
+    assert snapshot.policy_quantiles["short"].keys() == set(keys.QUANTILES)
+
+    ended = headrace("why", "--run-dir", str(fleet.run_dir), "--watch")
+    assert (ended.returncode, ended.stdout.split()[0]) == (ExitCode.OK, "Ended."), ended
+    # A worker may have shipped its last fragment just before it was killed.
+    assert "steps lost by killed workers." in ended.stdout or "Nothing lost." in ended.stdout
+
+    listed = headrace("redis", "keys", "--run-dir", str(fleet.run_dir), "--json")
+    assert {row["name"] for row in orjson.loads(listed.stdout)} >= {"totals", "ledger", "folded", "checkpoint:current"}
+    assert "gauges" not in {row["name"] for row in orjson.loads(listed.stdout) if row["expires_s"] is None}
+
+
+def test_another_version_of_the_contract_is_refused_by_readers_and_writers(
+    url: str, client: Any, fleet_id: str, make_row: Callable[..., LedgerRow]
+) -> None:
+    client.hset(keys.key_name(fleet_id, keys.FLEET), "contract_version", "1")
+    with (
+        FleetView(url, fleet_id) as view,
+        pytest.raises(RedisContractError, match=f"by contract '1'.*forget {fleet_id}"),
+    ):
+        view.read()
+    with pytest.raises(RedisContractError) as caught:
+        check_url(url, fleet_id)
+    assert caught.value.exit_code == ExitCode.VERSION_MISMATCH
+    report = MergeScript(client, fleet_id)
+    with pytest.raises(ResponseError, match=f"CONTRACT .* contract 1, not 2; .*forget {fleet_id}"):
+        report(Part(Report(rows=[make_row()])), [], 0)
+    assert not client.exists(keys.key_name(fleet_id, keys.LEDGER))
+
+    client.delete(keys.key_name(fleet_id, keys.FLEET))
+    check_url(url, fleet_id)
+    report(Part(Report(rows=[make_row()])), [], 0)
+    with FleetView(url, fleet_id) as view:
+        assert view.read().rows.keys() == {(0, 1)}
+
+
+def test_what_a_fleet_left_is_listed_and_removed_and_no_other(
+    url: str, client: Any, make_row: Callable[..., LedgerRow]
+) -> None:
+    gone, other = "left[1]*", "left1"
+    for fleet_id in (gone, other):
+        MergeScript(client, fleet_id, live_s=900.0)(Part(Report(rows=[make_row()], gauges={"unix_s": 1.0})), [], 0)
+    client.set(f"headrace:{{{gone}}}:mine", "of somebody")
+    listed = headrace("redis", "keys", "--redis-url", url, "--json")
+    assert {gone, other} <= {fleet["fleet_id"] for fleet in orjson.loads(listed.stdout)}
+    rows = orjson.loads(headrace("redis", "keys", gone, "--redis-url", url, "--json").stdout)
+    assert {row["name"] for row in rows if row["expires_s"] is not None} == {"gauges"}
+    assert {row["name"] for row in rows if not row["meaning"]} == {"mine"}
+
+    client.hset(keys.key_name(gone, keys.FLEET), "reported_unix_s", f"{time.time() + 600:.3f}")
+    refused = headrace("redis", "forget", gone, "--redis-url", url)
+    assert (refused.returncode, "has reported in the last seconds" in refused.stderr) == (ExitCode.CONFIG, True)
+    client.hset(keys.key_name(gone, keys.FLEET), "reported_unix_s", "1.0")
+    removed = headrace("redis", "forget", gone, "--redis-url", url)
+    assert (removed.returncode, removed.stdout) == (0, f"removed {len(rows)} keys of fleet {gone}\n"), removed.stderr
+    with Inventory(url) as inventory:
+        assert not inventory.keys(gone)
+        assert inventory.keys(other)
+
+
+@given(st.text())
+def test_a_label_comes_back_whatever_is_in_it(value: str) -> None:
+    field = keys.labelled("dropped_agent_steps_total", "reason", value)
+    assert keys.unlabelled(field) == ("dropped_agent_steps_total", "reason", value)
+    assert "\n" not in field

@@ -1,0 +1,156 @@
+"""`headrace dashboard` over HTTP, against a real Redis: what it serves, to whom, and that it follows Redis."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.broker.report import MergeScript, Part, Report
+from headrace.deploy.monitoring.page.app import ASSETS, SCRIPTS
+from headrace.schemas import redis_keys as keys
+from headrace.schemas.errors import ExitCode
+from headrace.schemas.ledger import LedgerRow
+from support.dashboards import Dashboard, States, ask
+from support.waiting import wait_until
+
+pytestmark = pytest.mark.processes
+
+MakeRow = Callable[..., LedgerRow]
+MOST_SCRIPT_BYTES = 100_000
+TOKEN = "a-word-of-sixteen-characters-or-more"
+
+
+@pytest.fixture(scope="module")
+def fleet() -> str:
+    return "shown"
+
+
+@pytest.fixture(scope="module")
+def dashboard(shared_server: Any, fleet: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
+    arguments = ("--redis-url", shared_server.url, "--fleet-id", fleet)
+    with Dashboard(tmp_path_factory.mktemp("dashboard"), *arguments) as started:
+        yield started
+
+
+def test_the_page_and_its_files_are_guarded(dashboard: Dashboard) -> None:
+    page = ask(dashboard.address)
+    assert page.status == 200
+    policy = page.headers["content-security-policy"]
+    assert "unsafe" not in policy
+    assert {"default-src 'none'", "script-src 'self'", "style-src 'self'", "frame-ancestors 'none'"} <= set(
+        policy.split("; ")
+    )
+    assert page.headers["x-content-type-options"] == "nosniff"
+    assert page.headers["referrer-policy"] == "no-referrer"
+    text = page.body.decode()
+    assert not re.search(r"\bstyle=|\bon\w+=|<style|<script(?! src=\"/assets/)|//", text.replace("<!doctype", ""))
+    for path in re.findall(r'(?:href|src)="(/[^"]+)"', text):
+        assert ask(dashboard.address, path).status == 200, path
+    for path in ("/../server.py", "/assets/../app.py", "/assets/uPlot.md", "/worker/x", "/nothing"):
+        assert ask(dashboard.address, path).status == 404, path
+    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+        assert ask(dashboard.address, method=method).status == 405
+    assert ask(dashboard.address, "/worker/3", "HEAD").body == b""
+    for host, status in (("evil.example", 421), ("127.0.0.1.evil.example", 421), ("", 421), ("localhost:80", 200)):
+        assert ask(dashboard.address, headers={"Host": host}).status == status, host
+
+
+def test_scripts_are_small_and_only_the_named_one_is_foreign() -> None:
+    scripts = [path for path in ASSETS.iterdir() if path.suffix == ".js"]
+    assert {path.name for path in scripts} == set(SCRIPTS)
+    assert sum(path.stat().st_size for path in scripts) < MOST_SCRIPT_BYTES
+    named = dict(re.findall(r"\| `(\S+)` \| `(\w{64})` \|", (ASSETS / "uPlot.md").read_text()))
+    assert set(named) == {path.name for path in ASSETS.glob("uPlot.*.*")}
+    for name, digest in named.items():
+        assert hashlib.sha256((ASSETS / name).read_bytes()).hexdigest() == digest
+    version = re.search(r"uPlot \(v(\S+)\)", (ASSETS / "uPlot.iife.min.js").read_text()[:200])
+    assert version
+    assert f"# uPlot {version[1]}\n" in (ASSETS / "uPlot.md").read_text()
+    for path in ASSETS.glob("[!u]*.js"):
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|https?:", path.read_text())
+
+
+def test_states_follow_redis_and_curves_come_in_pieces(
+    dashboard: Dashboard, fleet: str, client: Any, make_row: MakeRow
+) -> None:
+    merge = MergeScript(client, fleet)
+    merge(Part(Report(rows=[make_row(0, 1, 5, 5)], gauges={"held_batches": 1.0})), [], 0)
+    with contextlib.closing(States(dashboard.address)) as states:
+        for batches in (10, 20):
+            merge(Part(Report(rows=[make_row(0, 1, batches, batches)], gauges={"held_batches": 2.0})), [], 0)
+            wanted = int(client.hget(keys.key_name(fleet, keys.TOTALS), "agent_steps_total"))
+            while (state := states.next())["numbers"].get("agent_steps_total") != wanted:
+                pass  # the deadline is that of the socket and of the test
+            assert state["ledger"]["stepped"] == wanted
+    assert ask(dashboard.address, "/state.json").json()["fleet"]["id"] == fleet
+    series = wait_until(lambda: _with_points(ask(dashboard.address, "/series.json?interval_s=60").json()), "the curves")
+    assert series["interval_s"] == 60
+    assert series["curves"]["held_batches"]
+    last = series["unix_s"][-1]
+    assert ask(dashboard.address, f"/series.json?interval_s=60&after={last}").json()["unix_s"] == []
+    assert ask(dashboard.address, "/series.json?interval_s=7").status == 400
+    assert f'headrace_agent_steps_total{{fleet="{fleet}"}} {wanted}' in ask(dashboard.address, "/metrics").body.decode()
+
+
+def _with_points(series: Any) -> Any:
+    return series if series["unix_s"] else None
+
+
+def test_it_says_goodbye_to_its_viewers(tmp_path: Path, url: str, fleet_id: str, client: Any) -> None:
+    MergeScript(client, fleet_id)(Part(Report(gauges={"held_batches": 1.0})), [], 0)
+    with Dashboard(tmp_path, "--redis-url", url, "--fleet-id", fleet_id) as dashboard:
+        states = States(dashboard.address)
+        assert states.next()["numbers"]["held_batches"] == 1.0
+        dashboard.process.send_signal(signal.SIGTERM)
+        last = None
+        while (state := states.next()) is not None:
+            last = state
+        states.close()
+        assert last is not None
+        assert dashboard.process.wait(100) == 0, dashboard.said()
+
+
+def test_a_token_is_asked_for_and_swapped_for_a_cookie(tmp_path: Path, url: str, fleet_id: str) -> None:
+    file = tmp_path / "token"
+    file.touch(0o600)
+    file.write_text(f"{TOKEN}\n")
+    arguments = ("--redis-url", url, "--fleet-id", fleet_id, "--listen", "0.0.0.0:0", "--token-file", str(file))
+    with Dashboard(tmp_path, *arguments) as dashboard:
+        at = re.sub(r"//[^:]+:", "//127.0.0.1:", dashboard.address)
+        for path in ("/", "/state.json", "/events", "/assets/app.js", "/?token=wrong"):
+            refused = ask(at, path)
+            assert refused.status == 401, path
+            assert TOKEN not in refused.body.decode()
+        assert ask(at, "/state.json", headers={"Authorization": f"Bearer {TOKEN}"}).status == 200
+        assert ask(at, "/rendezvous.json").status == 404, "it asks for no token, and there is no run directory here"
+        swapped = ask(at, f"/worker/3?token={TOKEN}")
+        cookie = swapped.headers["set-cookie"]
+        assert {"HttpOnly", "Path=/", "SameSite=strict"} <= set(cookie.split("; "))
+        assert 'content="0;url=/worker/3"' in swapped.body.decode()
+        assert TOKEN not in swapped.body.decode() + cookie
+        assert ask(at, "/state.json", headers={"Cookie": cookie.split(";")[0]}).status == 200
+        assert ask(at, "/state.json", headers={"Cookie": f"{cookie.split('=')[0]}={TOKEN}"}).status == 401
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--listen", "0.0.0.0:0"], "0.0.0.0 is reachable from other machines, and there is no token"),
+        (["--run-dir", "nowhere"], "name a run by --run-dir, or a fleet by --redis-url and --fleet-id together"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(url: str, arguments: list[str], says: str) -> None:
+    command = [sys.executable, "-m", "headrace.deploy", "dashboard", "--redis-url", url, "--fleet-id", "a", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert ended.returncode == ExitCode.CONFIG
+    assert says in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1

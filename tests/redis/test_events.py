@@ -1,0 +1,103 @@
+"""What `fleet` and `events` in Redis say of a fleet, so that a reader can mark starts, restarts, scaling and ends."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.broker.state_file import read_broker_file
+from headrace.deploy.redis_view import FleetView, Snapshot
+from headrace.learner_stub import EpisodeStream
+from headrace.schemas import redis_keys as keys
+from support.pipeline.delivery import FLEET, Feeder, Process, broker_process
+from support.waiting import wait_until
+
+pytestmark = pytest.mark.processes
+
+MakeServer = Callable[..., Any]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Closes in reverse order whatever a test entered."""
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_a_broker_tells_what_has_happened_once_and_when_it_ended(
+    tmp_path: Path, make_server: MakeServer, stack: ExitStack
+) -> None:
+    server = make_server().start()
+    brokers: list[Process] = []
+
+    def start() -> str:
+        brokers.append(stack.enter_context(broker_process(tmp_path, server.url, report_interval_s=0.05)))
+        state = read_broker_file(tmp_path)
+        assert state is not None
+        return state.endpoints.worker
+
+    def snapshot() -> Snapshot:
+        with FleetView(server.url, FLEET) as view:
+            return view.read()
+
+    def told() -> list[tuple[str, ...]]:
+        with server.client() as client:
+            entries = [fields for _, fields in client.xrange(keys.key_name(FLEET, keys.EVENTS))]
+        assert all(abs(float(fields[b"unix_s"]) - time.time()) < 1000 for fields in entries)
+        names = (b"event", b"slot", b"incarnation", b"epoch")
+        return [tuple(fields[name].decode() for name in names if name in fields) for fields in entries]
+
+    def until(*expected: tuple[str, ...]) -> None:
+        wait_until(lambda: len(told()) >= len(expected), f"{len(expected)} events")
+        assert told() == list(expected)
+
+    def end(number: int) -> None:
+        brokers[-1].signal(number)
+        brokers[-1].wait()
+
+    seen = [("broker",)]
+    worker = start()
+    state = read_broker_file(tmp_path)
+    assert state is not None
+    learner = state.endpoints.learner
+    until(*seen)
+    with Feeder(worker, slot=0) as first:
+        seen.append(("joined", "0", "1"))
+        until(*seen)
+        with EpisodeStream(learner) as stream:
+            seen.append(("learner", "1"))
+            until(*seen)
+            end(signal.SIGKILL)
+            assert snapshot().ended_unix_s is None, "it did not stop in order"
+            start()
+            seen.append(("broker",))
+            until(*seen)
+            back = brokers[-1].popen.pid
+            wait_until(lambda: (stream.pump(), snapshot().lease.get("connected") == 1.0)[1], f"the learner at {back}")
+            wait_until(lambda: snapshot().workers.keys() == {0}, f"the worker at {back}")
+        with EpisodeStream(learner):
+            seen.append(("learner", "2"))
+            until(*seen)
+        first.leave()
+        seen.append(("shutdown", "0", "1"))
+        until(*seen)
+    with Feeder(worker, slot=0):
+        seen.append(("joined", "0", "2"))
+        until(*seen)
+    assert snapshot().ended_unix_s is None
+    end(signal.SIGTERM)
+    ended = snapshot()
+    assert ended.ended_unix_s == pytest.approx(ended.reported_unix_s, abs=5.0)
+    assert (ended.env, ended.version) == ("CartPole-v1", version("headrace"))
+    start()
+    wait_until(lambda: snapshot().ended_unix_s is None, "the next broker's report")
+    end(signal.SIGTERM)
+    assert [event for event in told() if event[0] == "broker"] == [("broker",)] * 3
+    assert snapshot().ended_unix_s is not None

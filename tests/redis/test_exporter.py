@@ -1,0 +1,203 @@
+"""`headrace exporter` and the text that it serves: names and types of the contract, Redis that hangs, the token."""
+
+from __future__ import annotations
+
+import http.client
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as read_text
+
+from headrace.broker.report import MergeScript, Part, Report
+from headrace.deploy.fleet_file import FleetFile
+from headrace.deploy.monitoring.exporter import metrics_text as module
+from headrace.deploy.monitoring.exporter.exporter import ExporterOptions, chosen_readers
+from headrace.deploy.monitoring.exporter.metrics_text import exposed_name, metrics_text
+from headrace.deploy.monitoring.facts import Facts
+from headrace.deploy.monitoring.web_port import WebPort
+from headrace.deploy.redis_view import Snapshot
+from headrace.schemas.errors import ConfigError, PortInUseError
+from headrace.schemas.ledger import Drop, LedgerRow
+from headrace.schemas.process_state import ProcessState
+from headrace.schemas.redis_keys import COUNTER_TABLE, GAUGE_TABLE, Metric, labelled
+from support.waiting import wait_until
+
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+LAG = "some_lag_agent_steps_bucket"
+
+
+class Exporter:
+    """A `headrace exporter` in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+        self.process, self.port = process, port
+
+    def get(self, path: str = "/metrics", method: str = "GET", **headers: str) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20.0)
+        try:
+            connection.request(method, path, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+    def is_up(self) -> bool:
+        try:
+            self.get("/")
+        except OSError:
+            assert self.process.poll() is None, "the exporter ended"
+            return False
+        return True
+
+    def value(self, name: str) -> float | None:
+        found = [sample for family in read_text(self.get()[1]) for sample in family.samples if sample.name == name]
+        return found[0].value if found else None
+
+
+@contextmanager
+def exporting(port: int, *arguments: str) -> Iterator[Exporter]:
+    command = [sys.executable, "-m", "headrace.deploy", "exporter", "--listen", f"127.0.0.1:{port}", *arguments]
+    process = subprocess.Popen(command)
+    try:
+        exporter = Exporter(process, port)
+        wait_until(exporter.is_up, "the exporter")
+        yield exporter
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def families(snapshot: Snapshot, **facts: Any) -> dict[str, Any]:
+    text, content_type = metrics_text({'a "b"\\c': Facts(unix_s=0.0, snapshot=snapshot, **facts)}, OPENMETRICS)
+    assert content_type.startswith("application/openmetrics-text")
+    return {family.name: family for family in read_openmetrics(text.decode())}
+
+
+def test_each_kind_of_value_gets_its_type_its_unit_and_its_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = (Metric(LAG, "agent steps", "by lag", "le"), Metric("one_return_quantile", "return", "of one", "quantile"))
+    monkeypatch.setattr(module, "GAUGE_TABLE", (*GAUGE_TABLE, *own))
+    gauges = {metric.name: 7.0 for metric in GAUGE_TABLE if not metric.label} | {"of_no_table": 1.0}
+    gauges |= {
+        labelled(LAG, "le", bound): count for bound, count in (("+Inf", 9.0), ("0", 2.0), ("16", 5.0), ("x", 1.0))
+    }
+    gauges |= {labelled("one_return_quantile", "quantile", "0.5"): -3.0}
+    totals = {metric.name: 5 for metric in COUNTER_TABLE if not metric.label}
+    totals[labelled("dropped_chunks_total", "reason", Drop.STALE)] = 8
+    process = ProcessState(name="broker", role="broker", state="running", cpu_s=1.5, rss_bytes=4096, restarts=2)
+    found = families(Snapshot(gauges=gauges, totals=totals), processes={"broker": process})
+
+    assert all(family.documentation for family in found.values())
+    labels = {tuple(sorted(sample.labels)) for family in found.values() for sample in family.samples}
+    assert all("fleet" in names for names in labels)
+    assert {sample.labels["fleet"] for family in found.values() for sample in family.samples} == {'a "b"\\c'}
+    lag = found["headrace_some_lag_agent_steps"]
+    assert (lag.type, [(sample.labels["le"], sample.value) for sample in lag.samples]) == (
+        "histogram",
+        [("0.0", 2.0), ("16.0", 5.0), ("+Inf", 9.0)],
+    )
+    quantile = found["headrace_one_return_quantile"]
+    assert (quantile.type, quantile.samples[0].labels["q"], quantile.samples[0].value) == ("gauge", "0.5", -3)
+    dropped = {sample.labels["reason"]: sample.value for sample in found["headrace_dropped_chunks"].samples}
+    assert dropped == {reason.value: 8 if reason is Drop.STALE else 0 for reason in Drop}
+    age = found["headrace_oldest_unsettled_age_seconds"]
+    assert (age.type, age.unit, age.samples[0].value) == ("gauge", "seconds", 7.0)
+    cpu = found["headrace_process_cpu_seconds"]
+    assert (cpu.type, cpu.unit, cpu.samples[0].value) == ("counter", "seconds", 1.5)
+    for metric in (metric for metric in GAUGE_TABLE if not metric.label):
+        assert exposed_name(metric.name) in found
+    assert not {name for name in found if name.endswith(("_s", "_total")) or "of_no_table" in name}
+
+
+def test_counters_without_a_value_are_zero_unless_redis_has_lost_them_all() -> None:
+    def env_steps(totals: dict[str, int]) -> list[float]:
+        samples = families(Snapshot(totals=totals)).get("headrace_env_failures")
+        return [sample.value for sample in samples.samples] if samples else []
+
+    assert env_steps({"env_steps_total": 5}) == [0.0]
+    assert env_steps({}) == []
+
+
+@pytest.mark.parametrize("accept", ["", "text/plain;version=x", "application/openmetrics-text; version=1.0.0.x", "a"])
+def test_any_accept_header_gets_a_text(accept: str) -> None:
+    text, content_type = metrics_text({"one": None}, accept)
+    assert b'headrace_up{fleet="one"} 0.0' in text
+    assert "text" in content_type
+
+
+@pytest.mark.processes
+def test_a_scrape_never_hangs_and_says_when_redis_is_away(
+    make_server: Callable[..., Any], make_row: Callable[..., LedgerRow], free_port: int
+) -> None:
+    server, fleets = make_server().start(), ("one", "two")
+    with server.client() as client:
+        for fleet_id in fleets:
+            report = Report(rows=[make_row()], gauges={"unix_s": 1.0, "held_batches": 3.0})
+            MergeScript(client, fleet_id, live_s=900.0)(Part(report), [], 0)
+    chosen = [word for fleet_id in fleets for word in ("--fleet-id", fleet_id)]
+    with exporting(free_port, "--redis-url", server.url, *chosen) as exporter:
+        status, text = exporter.get()
+        assert (status, text.count("headrace_held_batches{")) == (200, 2)
+        assert exporter.get(Accept=OPENMETRICS)[1].endswith("# EOF\n")
+        assert exporter.get(Host="elsewhere.example")[0] == 421
+        assert exporter.get(method="POST")[0] == 405
+        assert exporter.value("headrace_up") == 1
+
+        server.signal(signal.SIGSTOP)
+        began = time.monotonic()
+        assert exporter.value("headrace_up") == 0
+        assert exporter.value("headrace_held_batches") is None
+        assert time.monotonic() - began < 2 * 9.0, "two scrapes, of which Prometheus gives each 10 s"
+        server.signal(signal.SIGCONT)
+        wait_until(lambda: exporter.value("headrace_up") == 1, "Redis again")
+        server.kill()
+        assert exporter.value("headrace_up") == 0
+        server.start()
+        wait_until(lambda: exporter.value("headrace_up") == 1, "the next Redis")
+
+
+@pytest.mark.processes
+def test_a_token_is_asked_for_where_one_is_named_and_needed_off_loopback(
+    shared_server: Any, tmp_path: Path, free_port: int
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("a-word-that-nobody-guesses\n")
+    token.chmod(0o600)
+    of_fleet = ("--redis-url", shared_server.url, "--fleet-id", "none")
+    with exporting(free_port, *of_fleet, "--token-file", str(token)) as exporter:
+        assert exporter.get()[0] == 401
+        assert exporter.get(Authorization="Bearer another-word-of-16")[0] == 401
+        status, text = exporter.get(Authorization="Bearer a-word-that-nobody-guesses", Host="elsewhere.example")
+        assert (status, 'headrace_broker_up{fleet="none"} 0.0' in text) == (200, True)
+        with pytest.raises(PortInUseError):
+            WebPort(f"127.0.0.1:{free_port}", None)
+    with pytest.raises(ConfigError, match=r"reachable from other machines.*--token-file"):
+        WebPort("0.0.0.0:0", None)
+    for listen in ("9747", "127.0.0.1:", ":9747", "127.0.0.1:65536", "127.0.0.1:x"):
+        with pytest.raises(ConfigError, match="is not HOST:PORT"):
+            WebPort(listen, None)
+
+
+def test_fleets_are_named_in_one_of_two_ways_and_once_each(tmp_path: Path) -> None:
+    for one in (tmp_path / "one", tmp_path / "two"):
+        one.mkdir()
+        FleetFile(fleet_id="same").write(one / "fleet.json")
+    url = "redis://127.0.0.1:1"
+    for wrong, words in (
+        ({"redis_url": url}, "--redis-url and --fleet-id together"),
+        ({"fleet_ids": ["a"]}, "--redis-url and --fleet-id together"),
+        ({"redis_url": url, "fleet_ids": ["a"], "run_dirs": [tmp_path / "one"]}, "name fleets by --run-dir, or"),
+        ({"redis_url": url, "fleet_ids": ["a", "a"]}, "fleet a is named twice"),
+        ({"run_dirs": [tmp_path / "one", tmp_path / "two"]}, "fleet same is named twice"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            chosen_readers(ExporterOptions("127.0.0.1:0", None, **wrong))  # type: ignore[arg-type]

@@ -1,0 +1,188 @@
+"""The document that the page and `top` show, and the curves, against what stands in a real Redis."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+import pytest
+
+from headrace.broker.env_errors import EnvErrors
+from headrace.broker.redis_rows import ReceivedRow
+from headrace.broker.report import MergeScript, Part, Report
+from headrace.broker.reporter import RedisReporter
+from headrace.deploy.monitoring.facts import FactsReader
+from headrace.deploy.monitoring.fleet_state import StateReader, cpu_shares, ledger
+from headrace.deploy.monitoring.losses import LOSSES
+from headrace.deploy.monitoring.series import SeriesReader
+from headrace.deploy.redis_view import FleetView
+from headrace.schemas import redis_keys as keys
+from headrace.schemas.env_errors import EnvErrorGroup
+from headrace.schemas.lag_buckets import LAG_LABELS, lag_quantiles
+from headrace.schemas.ledger import Discard, Drop, FleetLedger, LedgerRow
+from headrace.schemas.messages import LearnerRow
+from headrace.schemas.process_state import ProcessState
+
+MakeRow = Callable[..., LedgerRow]
+START = 1_795_280_000.0
+
+
+def test_every_number_of_the_document_stands_in_redis(url: str, client: Any, fleet_id: str, make_row: MakeRow) -> None:
+    gauges = {"env_steps_per_s": 41230.5, "held_batches": 3.0, "learner_epoch": 2.0}
+    told = {0: {"incarnation": 2, "weights_behind": 3, "blocked": True}, 1: {"incarnation": 1, "weights_behind": 1}}
+    rows = [make_row(0, 1, 5, 5, closed=True), make_row(0, 2, 10, 7), make_row(1, 1, 4, 2)]
+    lease = {"epoch": 2, "token": "secret", "connected": 1, "since_unix_s": START}
+    failures = EnvErrors()
+    for at, kind in enumerate(("env_hang", "env_crash")):
+        group = EnvErrorGroup(kind=kind, message="\x1b[2J", traceback="a\n\x1b", last_unix_s=START + at)
+        failures.take(at, 1, group, START + 10)
+    errors = failures.rows()
+    report = Report(rows=rows, gauges=gauges, workers=told, incarnations={0: 2, 1: 1}, lease=lease, env_errors=errors)
+    MergeScript(client, fleet_id)(Part(report), [], 0)
+    with FactsReader(redis_url=url, fleet_id=fleet_id) as reader:
+        state = json.loads(orjson.dumps(StateReader(reader).read()))
+    raw = {
+        **client.hgetall(keys.key_name(fleet_id, keys.TOTALS)),
+        **client.hgetall(keys.key_name(fleet_id, keys.GAUGES)),
+    }
+    for field, value in raw.items():
+        name, label, text = keys.unlabelled(field.decode())
+        assert (state["labelled"][name][text] if label else state["numbers"][name]) == float(value), field
+    books = state["ledger"]
+    assert books["stepped"] == int(raw[b"agent_steps_total"])
+    assert books["committed"] == int(raw[b"committed_agent_steps_total"])
+    assert books["stepped"] == books["committed"] + books["queued"] + books["lost"]
+    assert books["queued"] == books["with_workers"] + books["with_broker_or_learner"] > 0
+    assert all(loss["meaning"] and loss["agent_steps"] for loss in books["losses"])
+    assert {loss["reason"] for loss in books["losses"]} == {"env_exception", "oversize", "stale", "worker_killed"}
+    assert [worker["ledger"]["stepped"] for worker in state["workers"]] == [
+        sum(row.totals.stepped for row in rows if row.slot == slot) for slot in (0, 1)
+    ]
+    assert (state["numbers"]["weights_lag"], state["numbers"]["weights_lag_mean"]) == (3, 2)
+    assert (state["numbers"]["workers_connected"], state["numbers"]["workers_blocked_now"]) == (2, 1)
+    assert state["learner"]["is_connected"]
+    assert "secret" not in orjson.dumps(state).decode()
+    assert [(one["kind"], one["fingerprint"] in errors, one["slots"]) for one in state["errors"]] == [
+        ("env_crash", True, [1]),
+        ("env_hang", True, [0]),
+    ]
+    assert (state["errors"][0]["message"], state["errors"][0]["traceback"]) == (r"\x1b[2J", "a\n\\x1b")
+    assert state["redis"]["server"]["used_memory"] > 0
+
+
+def test_numbers_of_a_redis_that_is_away_stay_and_are_marked_as_old(
+    make_server: Callable[..., Any], fleet_id: str, make_row: MakeRow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.deploy.monitoring.fleet_state.STALE_S", -1.0)
+    server = make_server().start()
+    MergeScript(server.client(), fleet_id)(Part(Report(rows=[make_row()], gauges={"held_batches": 3.0})), [], 0)
+    with FactsReader(redis_url=server.url, fleet_id=fleet_id) as reader:
+        states = StateReader(reader)
+        before = states.read()
+        assert not before["redis"]["is_old"]
+        server.kill()
+        state = states.read()
+    assert state["redis"]["is_old"]
+    assert state["redis"]["error"]
+    assert state["redis"]["away_since_unix_s"] <= state["unix_s"]
+    assert state["severity"] == "error"
+    for part in ("numbers", "labelled", "ledger"):
+        assert state[part] == before[part]
+
+
+def test_each_reason_of_a_loss_has_a_meaning_and_unknown_ones_are_shown() -> None:
+    assert set(LOSSES) == {f"discarded/{one}" for one in Discard} | {f"dropped/{one}" for one in Drop}
+    books = ledger(FleetLedger(stepped=12, discarded={"new": 5, "reset": 0}, dropped={"newer": (7, 1)}))
+    assert [(loss["kind"], loss["reason"], loss["agent_steps"]) for loss in books["losses"]] == [
+        ("dropped", "newer", 7),
+        ("discarded", "new", 5),
+    ]
+
+
+def test_shares_of_the_cpu_are_those_of_one_life() -> None:
+    before = {name: ProcessState(name=name, role="worker", pid=7, cpu_s=1.0, unix_s=10.0) for name in ("a", "b")}
+    after = {
+        "a": ProcessState(name="a", role="worker", pid=7, cpu_s=3.5, unix_s=15.0),
+        "b": ProcessState(name="b", role="worker", pid=8, cpu_s=0.5, unix_s=15.0),
+    }
+    assert cpu_shares(before, after) == {"a": 0.5}
+    assert cpu_shares(after, after) == {}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = START
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_curves_have_rates_of_counters_gaps_and_what_the_learner_logged(
+    url: str, client: Any, fleet_id: str, make_row: MakeRow
+) -> None:
+    clock = Clock()
+    merge = MergeScript(client, fleet_id, clock=clock)
+    event = ["event", "joined", "slot", "0"]
+    with FleetView(url, fleet_id) as view:
+        reader = SeriesReader(view)
+        for seconds, batches in ((0, 7), (5, 8), (5, 10), (60, 12), (5, 12)):
+            clock.now += seconds
+            merge(Part(Report(rows=[make_row(0, 1, batches, batches)], gauges={"held_batches": 1.0})), [], 0)
+            reader.read()
+        merge(Part(Report()), [(1, event), (2, [*event[:3], "1"]), (3, ["event", "lost", "slot", "1"])], 0)
+        reporter = RedisReporter(url, fleet_id)
+        times = enumerate((START + 6, START + 9, START + 11), start=1)
+        reporter.offer_rows(
+            [
+                ReceivedRow(LearnerRow(epoch=1, number=n, weights_seq=n, values={"loss": n / 8}), at, 0)
+                for n, at in times
+            ]
+        )
+        assert reporter.close(30.0)
+        reader.read()
+        series = reader.series()
+        assert list(series.unix_s) == [START + s for s in (0, 5, 10, 15, 20, 70, 75)], "20 ends the line"
+        committed = [32 * (batches - 1) for batches in (7, 8, 10)]
+        assert series.curves["committed_agent_steps_total"][:3] == committed
+        assert series.curves["committed_agent_steps_per_s"] == [None, 32 / 5, 64 / 5, None, None, None, 0.0]
+        assert series.curves["learner/loss"] == [None, None, 0.25, 0.375, None, None, None]
+        assert [(mark.kind, mark.sentence, mark.count) for mark in series.marks] == [
+            ("joined", "2 workers: joined", 2),
+            ("lost", "worker 1: lost the connection", 1),
+        ]
+        late = reader.series(START + 70, ["committed"])
+        assert list(late.unix_s) == [START + 75]
+        assert late.curves["committed_agent_steps_per_s"] == [0.0]
+        assert "held_batches" not in late.curves
+        fresh = SeriesReader(view)
+        fresh.read()
+        assert fresh.series() == series, "a page that was started later shows the same"
+
+
+def test_a_counter_that_redis_lost_makes_no_negative_rate(
+    url: str, client: Any, fleet_id: str, make_row: MakeRow
+) -> None:
+    clock = Clock()
+    with FleetView(url, fleet_id) as view:
+        reader = SeriesReader(view)
+        for batches in (9, 3, 4):
+            merge = MergeScript(client, fleet_id, clock=clock)
+            merge(Part(Report(rows=[make_row(0, 1, batches, batches)])), [], 0)
+            reader.read()
+            clock.now += 5
+            client.delete(keys.key_name(fleet_id, keys.TOTALS), keys.key_name(fleet_id, keys.SOURCES))
+            client.delete(keys.key_name(fleet_id, keys.LEDGER))
+        assert reader.series().curves["committed_agent_steps_per_s"] == [None, None, 32 / 5]
+
+
+def test_quantiles_of_the_lag_are_over_what_came_between() -> None:
+    def counts(*steps: int) -> dict[str, float]:
+        return {keys.labelled(keys.ACCEPTED_LAG, "le", le): n for le, n in zip(LAG_LABELS, steps, strict=True)}
+
+    before, now = counts(*[100] * 9), counts(100, 130, 160, 190, 196, 196, 196, 196, 200)
+    assert lag_quantiles(keys.ACCEPTED_LAG, before, now, (0.3, 0.5, 0.95, 1.0)) == {0.3: 1, 0.5: 2, 0.95: 8, 1.0: 64}
+    assert lag_quantiles(keys.ACCEPTED_LAG, now, before, (0.5,)) == {0.5: 0}, "another broker counts from 0"
+    assert lag_quantiles(keys.ACCEPTED_LAG, now, now, (0.5,)) == {}
+    assert lag_quantiles(keys.ACCEPTED_LAG, {}, {}, (0.5,)) == {}

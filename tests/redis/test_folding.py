@@ -1,0 +1,320 @@
+"""Totals are the sum of all lives, whatever the order of folds, crashes, lost replies and lost data."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import books
+from headrace.broker.books_file import BooksFile, EndedLives
+from headrace.broker.mirror import Mirror
+from headrace.broker.report import MergeScript, Part, Report
+from headrace.broker.reporter import RedisReporter
+from headrace.broker.saved_state import read_saved_state
+from headrace.deploy.audit import audit
+from headrace.deploy.redis_view import FleetView, Snapshot
+from headrace.schemas.errors import RunDirError
+from headrace.schemas.folded_lives import FoldedLives, fold
+from headrace.schemas.ledger import LedgerRow, add_up
+from headrace.schemas.redis_keys import FOLDED, GAUGES, LEDGER, SOURCES, TOTALS, WORKERS, key_name
+from support.waiting import wait_until
+
+pytestmark = pytest.mark.processes
+
+MakeRow = Callable[..., LedgerRow]
+SLOTS = 3
+
+
+class Lives:
+    """The truth to compare with: the newest row of every life of every slot."""
+
+    def __init__(self, make_row: MakeRow) -> None:
+        self._make_row = make_row
+        self.rows = {(slot, 1): make_row(slot, 1, 1, 1) for slot in range(SLOTS)}
+
+    def newest(self, slot: int) -> LedgerRow:
+        return self.rows[max(life for life in self.rows if life[0] == slot)]
+
+    def work(self, slot: int) -> LedgerRow:
+        row = self.newest(slot)
+        batches = row.accepted[1] // 2 + 1
+        return self._note(self._make_row(slot, row.incarnation, batches, batches))
+
+    def end(self, slot: int) -> list[LedgerRow]:
+        row = self.newest(slot)
+        batches = row.accepted[1] // 2
+        last = self._make_row(slot, row.incarnation, batches, batches, closed=True)
+        return [self._note(last), self._note(self._make_row(slot, row.incarnation + 1, 1, 1))]
+
+    def _note(self, row: LedgerRow) -> LedgerRow:
+        self.rows[row.slot, row.incarnation] = row
+        return row
+
+
+class Reports:
+    """A broker with its reporter's mirror, in one thread, and what survives it: a file and Redis."""
+
+    def __init__(self, client: Any, fleet_id: str, folder: Path, lives: Lives) -> None:
+        self.client, self.fleet_id, self.lives = client, fleet_id, lives
+        self.file = BooksFile(folder, fleet_id)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin as a broker does: from the file and Redis, and from what live workers tell."""
+        self.mirror, self.merge = Mirror(), MergeScript(self.client, self.fleet_id)
+        saved = read_saved_state(self.client, self.fleet_id)
+        ended = self.file.read()
+        self.folded = dict(ended.folded)
+        for slot, lives in saved.folded.items():
+            if slot not in self.folded or not self.folded[slot].covers(lives):
+                self.folded[slot] = lives
+        rows = {(row.slot, row.incarnation): row for row in ended.rows} | saved.rows
+        rows = {life: row for life, row in rows.items() if row.closed and not self.is_folded(life)}
+        self.closed = {life: row for life, row in rows.items() if life in saved.rows}
+        rows |= {life: row for life, row in self.lives.rows.items() if not row.closed}
+        self.mirror.take(Report(rows=list(rows.values()), folded=self.folded))
+
+    def is_folded(self, life: tuple[int, int]) -> bool:
+        return life[0] in self.folded and life[1] in self.folded[life[0]]
+
+    def fold(self, slot: int) -> None:
+        """Fold the oldest life that Redis has as closed."""
+        ready = sorted(life for life in self.closed if life[0] == slot)
+        if ready:
+            lives = fold(self.folded.get(slot), self.closed.pop(ready[0]))
+            assert lives is not None
+            self.folded[slot] = lives
+            self.mirror.take(Report(folded={slot: lives}))
+
+    def send(self, most: int = 1000, lost: Callable[[], bool] = lambda: False) -> None:
+        """Report, which sends up to so many parts; some replies are lost."""
+        self.mirror.take(Report())
+        if self.mirror.has_new_ends:
+            self.file.write(self.mirror.ended())
+            self.mirror.has_new_ends = False
+        for _ in range(most):
+            if self.mirror.is_whole:
+                names = self.client.hkeys(key_name(self.fleet_id, LEDGER))
+                self.mirror.remove_folded([tuple(map(int, name.split(b"/"))) for name in names])
+            part = self.mirror.next_part()
+            if part is None:
+                self.mirror.is_whole = False
+                return
+            newer = self.merge(part, [], 0, after_last=not (self.mirror.is_whole and part.is_first))
+            if newer is None or lost():
+                self.mirror.forget_confirmed()
+                continue
+            self.mirror.confirm(part)
+            closed = {(row.slot, row.incarnation): row for row in part.report.rows if row.closed}
+            self.closed |= {life: row for life, row in closed.items() if not self.is_folded(life)}
+
+
+def read(url: str, fleet_id: str) -> Snapshot:
+    with FleetView(url, fleet_id) as view:
+        return view.read()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_totals_are_the_sum_of_all_lives_in_any_order_of_folds_and_losses(
+    url: str, fleet_id: str, client: Any, make_row: MakeRow, tmp_path: Path, seed: int
+) -> None:
+    chance, lives = random.Random(seed), Lives(make_row)
+    reports = Reports(client, fleet_id, tmp_path, lives)
+    reports.send()
+    earlier: list[Part] = []
+    for _ in range(60):
+        slot, event = chance.randrange(SLOTS), chance.random()
+        if event < 0.3:
+            reports.mirror.take(Report(rows=[lives.work(slot)]))
+        elif event < 0.5:
+            reports.send()  # a life's end must reach Redis before its broker dies; its recorder stays until then
+            reports.mirror.take(Report(rows=lives.end(slot)))
+            reports.send(lost=lambda: chance.random() < 0.3)
+            reports.send()
+        elif event < 0.8:
+            reports.fold(slot)
+        elif event < 0.85:
+            for key in client.keys(f"headrace:{{{fleet_id}}}:*"):
+                client.delete(key)
+            if chance.random() < 0.5:
+                reports.begin()
+            reports.send(lost=lambda: chance.random() < 0.3)
+        elif event < 0.9 and (part := reports.mirror.next_part()) is not None:
+            earlier.append(part)
+        elif earlier:  # a call of an earlier broker that comes late
+            MergeScript(client, fleet_id)(chance.choice(earlier), [], 0)
+        if chance.random() < 0.3:
+            reports.send(chance.randrange(3), lost=lambda: chance.random() < 0.3)
+            if chance.random() < 0.5:
+                reports.begin()
+    reports.send(lost=lambda: chance.random() < 0.3)
+    reports.send()
+    snapshot = read(url, fleet_id)
+    assert audit(snapshot) == []
+    for life, row in lives.rows.items():
+        assert snapshot.is_folded(life) or snapshot.rows.get(life) == row
+    assert snapshot.fleet == add_up(lives.rows)
+    assert snapshot.totals["committed_agent_steps_total"] == snapshot.fleet.committed[0]
+    assert snapshot.totals["agent_steps_total"] == snapshot.fleet.stepped
+    assert sum(folded.lives for folded in snapshot.folded.values()) + len(snapshot.rows) == len(lives.rows)
+
+
+def test_a_late_row_of_a_folded_life_is_not_written_again(
+    url: str, fleet_id: str, client: Any, make_row: MakeRow
+) -> None:
+    row = make_row(0, 1, 5, 5, closed=True)
+    merge = MergeScript(client, fleet_id)
+    merge(Part(Report(rows=[row])), [], 0)
+    lives = fold(None, row)
+    assert lives is not None
+    part = Part(Report(folded={0: lives}), lives={0: [1]}, counters=[*read(url, fleet_id).sources[0, 1]])
+    before = read(url, fleet_id).totals
+    for _ in range(3):
+        merge(part, [], 0)
+        assert merge(Part(Report(rows=[row], counters={(0, 1): {"accepted_bytes_total": 7}})), [], 0) == {"0/1"}
+    snapshot = read(url, fleet_id)
+    assert (snapshot.rows, snapshot.totals) == ({}, before)
+    assert snapshot.folded == {0: lives}
+    assert audit(snapshot) == []
+
+
+def test_counters_that_only_an_earlier_broker_knew_fold_too(
+    url: str, fleet_id: str, client: Any, make_row: MakeRow
+) -> None:
+    """A recorder has no steps by module: a life that a broker did not see alive is closed without them."""
+
+    def end(incarnation: int) -> LedgerRow:
+        row = make_row(0, incarnation, 5, 5, closed=True)
+        return row.model_copy(update={"totals": row.totals.model_copy(update={"module_steps": {}})})
+
+    def report(reporter: RedisReporter, **news: Any) -> None:
+        reporter.offer(Report(**news))
+        wait_until(lambda: reporter.is_idle)
+
+    earlier = RedisReporter(url, fleet_id)
+    report(earlier, rows=[make_row(0, 1, 4, 4), make_row(0, 2, 4, 4)])
+    assert earlier.close(30.0)
+    later = RedisReporter(url, fleet_id)
+    report(later, rows=[end(1)])
+    folded = fold(None, end(1))
+    report(later, folded={0: folded})
+    assert set(read(url, fleet_id).sources) == {(0, 0), (0, 2)}
+    assert audit(read(url, fleet_id)) == []
+    report(later, rows=[make_row(0, 2, 5, 5, closed=True)])
+    report(later, folded={0: fold(folded, make_row(0, 2, 5, 5, closed=True))})
+    assert later.close(30.0)
+    snapshot = read(url, fleet_id)
+    assert set(snapshot.sources) == {(0, 0)}
+    assert snapshot.sources[0, 0]['accepted_module_agent_steps_total{module="one"}'] == (4 + 5) * 32 - 2 * 8
+    assert audit(snapshot) == []
+    for name in (SOURCES, TOTALS):
+        field = 'accepted_module_agent_steps_total{module="one"}'
+        client.hincrby(key_name(fleet_id, name), f"0/0/{field}" if name is SOURCES else field, 1000)
+    assert any(
+        'accepted_module_agent_steps_total{module="one"} was counted as 1272' in problem
+        for problem in audit(read(url, fleet_id))
+    )
+
+
+def test_the_books_of_a_thousand_lives_are_those_of_their_slots(url: str) -> None:
+    """The bench checks the audit and the totals, also after its broker's restart."""
+    rows = {row.case: row for row in books.measure(slots=4, lives=8)}
+    assert len(rows) == 11
+
+
+def test_an_empty_redis_gets_the_books_of_all_ended_lives_from_a_new_broker(
+    url: str, client: Any, tmp_path: Path
+) -> None:
+    fleet = books.Sessions(tmp_path, url, slots=3)
+    for _ in range(5):
+        fleet.live()
+        fleet.report()
+        fleet.await_redis()
+    fleet.report()
+    fleet.await_redis()
+    before = read(url, books.FLEET)
+    assert {slot: lives.lives for slot, lives in before.folded.items()} == {0: 3, 1: 3, 2: 3}
+    assert len(before.rows) == 6
+    fleet.broker.close()
+    for key in client.keys(f"headrace:{{{books.FLEET}}}:*"):
+        client.delete(key)
+    fleet.restart()
+    snapshot = read(url, books.FLEET)
+    fleet.close()
+    assert audit(snapshot) == []
+    assert (snapshot.folded, snapshot.rows) == (before.folded, before.rows)
+    of_live = 3 * 1000  # bytes are known to no worker
+    assert snapshot.totals == {**before.totals, "accepted_bytes_total": before.totals["accepted_bytes_total"] - of_live}
+
+
+def test_a_report_says_only_what_changed_until_redis_is_another(
+    url: str, fleet_id: str, client: Any, make_row: MakeRow
+) -> None:
+    reporter = RedisReporter(url, fleet_id)
+    ledger = key_name(fleet_id, LEDGER)
+
+    def report(*rows: LedgerRow) -> None:
+        reporter.offer(Report(rows=list(rows)))
+        wait_until(lambda: reporter.is_idle)
+
+    report(*(make_row(slot, 1, 4, 4) for slot in range(3)))
+    client.hdel(ledger, "2/1")
+    report(make_row(0, 1, 5, 5))
+    assert set(client.hkeys(ledger)) == {b"0/1", b"1/1"}, "a row that did not change was sent again"
+    for key in client.keys(f"headrace:{{{fleet_id}}}:*"):
+        client.delete(key)
+    report()
+    assert set(client.hkeys(ledger)) == {b"0/1", b"1/1", b"2/1"}
+    assert audit(read(url, fleet_id)) == []
+    assert reporter.close(30.0)
+
+
+def test_what_lives_expires_and_what_is_counted_stays(url: str, fleet_id: str, client: Any, make_row: MakeRow) -> None:
+    reporter = RedisReporter(url, fleet_id, live_s=0.2)
+    reporter.offer(Report(rows=[make_row()], gauges={"held_batches": 1.0}, workers={0: {"pid": 1}}))
+    assert reporter.close(30.0)
+    for key in (GAUGES, WORKERS):
+        wait_until(lambda key=key: not client.exists(key_name(fleet_id, key)))
+    assert all(client.ttl(key_name(fleet_id, key)) == -1 for key in (LEDGER, TOTALS, SOURCES))
+
+
+@pytest.mark.parametrize("damage", [b'"highest":2', b'"stepped":4', b'"settled":{"seq":1'])
+def test_the_audit_finds_a_number_of_folded_lives_that_was_changed(
+    url: str, fleet_id: str, client: Any, make_row: MakeRow, damage: bytes
+) -> None:
+    lives = fold(fold(None, make_row(0, 1, 5, 5, closed=True)), make_row(0, 2, 5, 5, closed=True))
+    assert lives is not None
+    MergeScript(client, fleet_id)(Part(Report(folded={0: lives}, incarnations={0: 2})), [], 0)
+    assert audit(read(url, fleet_id)) == []
+    name = key_name(fleet_id, FOLDED)
+    good = client.hget(name, "0")
+    assert damage in good
+    client.hset(name, "0", good.replace(damage, damage + b"7"))
+    assert any("slot 0" in problem and "fold" in problem for problem in audit(read(url, fleet_id)))
+
+
+def test_folded_lives_know_each_life_in_any_order(make_row: MakeRow) -> None:
+    for seed in range(50):
+        chance = random.Random(seed)
+        order = chance.sample(range(1, 30), 20)
+        lives: FoldedLives | None = None
+        for count, incarnation in enumerate(order):
+            before, lives = lives, fold(lives, make_row(0, incarnation, 2, 2, closed=True))
+            assert lives is not None
+            assert {n for n in range(40) if n in lives} == set(order[: count + 1])
+            assert (lives.lives, list(lives.problems())) == (count + 1, [])
+            assert before is None or (lives.covers(before) and not before.covers(lives))
+            assert fold(lives, make_row(0, incarnation, 2, 2, closed=True)) is None, "a life was added twice"
+
+
+def test_a_damaged_file_is_an_error_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "books.json").write_text("{")
+    with pytest.raises(RunDirError, match="remove it only if Redis has the books"):
+        BooksFile(tmp_path, "f").read()
+    BooksFile(tmp_path, "another").write(EndedLives())
+    with pytest.raises(RunDirError, match="of fleet 'another'"):
+        BooksFile(tmp_path, "f").read()

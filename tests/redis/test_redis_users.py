@@ -1,0 +1,215 @@
+"""Users with least rights in a shared Redis: how they are made, and a real fleet that needs no other right."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+import pytest
+import redis
+
+from headrace.broker.redis_client import connect
+from headrace.broker.redis_commands import COMMANDS, READER, USERS
+from headrace.deploy.audit_command import audit_deeply, audit_run
+from headrace.deploy.checkpoint_copy import copies_in
+from headrace.deploy.fleet_file import read_fleet_file
+from headrace.deploy.ps import reported
+from headrace.deploy.redis_server import check_url
+from headrace.deploy.redis_users import apply, make_users
+from headrace.deploy.redis_view import FleetView
+from headrace.deploy.saved_policy import find_policy
+from headrace.schemas.config import RedisSection
+from headrace.schemas.errors import ConfigError, KeysError, RedisUnavailableError
+from headrace.schemas.redis_keys import TOTALS, WORKERS, key_name
+from support.fleets.running_fleet import RunningFleet
+from support.secured_redis import SecuredRedis
+
+FLEET = "shared"
+SMALL = ("--workers", "1", "--num-envs", "8", "--set", "learner.epochs=1", "--set", f"fleet.fleet_id={FLEET}")
+
+MakeServer = Callable[..., Any]
+
+
+def keys_redis(folder: Path, *words: str) -> str:
+    command = [sys.executable, "-m", "headrace.deploy", "keys", "redis", "--fleet-id", FLEET, "--dir", str(folder)]
+    made = subprocess.run([*command, *words], capture_output=True, text=True, check=False, timeout=150)
+    assert made.returncode == 0, made.stderr
+    return made.stdout
+
+
+def private_file(path: Path, text: str) -> Path:
+    path.touch(mode=0o600)
+    path.write_text(text)
+    return path
+
+
+def url_in(path: Path) -> str:
+    return RedisSection(url=str(path)).url
+
+
+@pytest.fixture
+def admin(secured: SecuredRedis) -> Iterator[Any]:
+    with redis.Redis.from_url(secured.plain_url, protocol=2) as client:
+        yield client
+
+
+@pytest.mark.chaos
+def test_a_fleet_needs_no_right_that_its_user_lacks_and_the_reader_cannot_write(
+    secured: SecuredRedis, admin: Any, tmp_path: Path
+) -> None:
+    keys, run = tmp_path / "keys", tmp_path / "run"
+    said = keys_redis(keys, "--redis-url", str(private_file(tmp_path / "admin.url", secured.url())))
+    assert "They can use the keys headrace:{shared}:* alone." in said
+    writer, reader = keys / "redis-writer.url", keys / "redis-reader.url"
+    options = (*SMALL, "--redis-url", str(writer))
+
+    def none_was_refused() -> bool:
+        assert admin.execute_command("ACL", "LOG") == []
+        return True
+
+    with RunningFleet(run, *options) as fleet:
+        fleet.wait_until(lambda: none_was_refused() and fleet.steps() > 3_000, "training has begun")
+        fleet.send(signal.SIGKILL, "learner")
+        fleet.send(signal.SIGKILL, "worker", slot=0)
+        with connect(url_in(reader), 30.0) as client:
+            shelf = copies_in(client, FLEET)
+            fleet.wait_until(
+                lambda: none_was_refused() and (shelf.version() or (0, 0))[0] == 2, "the next checkpoint is copied"
+            )
+            fleet.wait_until(lambda: client.hgetall(key_name(FLEET, WORKERS)), "the next worker is reported")
+        assert reported(read_fleet_file(run / "fleet.json")).reported_unix_s, "ps may read what it shows"
+        fleet.kill_everything()
+    shutil.rmtree(run)
+    with RunningFleet(run, *options, "--until-steps", "1000") as fleet:
+        result = fleet.finish()
+    assert (result["returncode"], result["balanced"]) == (0, True), result["stderr"]
+    assert "going on from the one in Redis, save" in result["stderr"]
+    audit_run(run, strict=True, as_json=False, stream=StringIO())
+    said_deeply = StringIO()
+    audit_deeply(run, as_json=False, stream=said_deeply)
+    assert "✓ the sources agree" in said_deeply.getvalue()
+    assert none_was_refused()
+
+    page = orjson.loads((run / "fleet.json").read_bytes())
+    assert page["redis_url"] == url_in(writer)
+    (run / "fleet.json").write_bytes(orjson.dumps(page | {"redis_url": url_in(reader)}))
+    with FleetView(url_in(reader), FLEET) as view:
+        assert view.learner_rows()
+        assert view.read().reported_unix_s
+    audit_run(run, strict=True, as_json=False, stream=StringIO())
+    audit_deeply(run, as_json=False, stream=StringIO())
+    assert find_policy(str(reader), FLEET).arrays
+    assert none_was_refused()
+    with connect(url_in(reader), 30.0) as client:
+        for command in COMMANDS:
+            words = [word.format(key=key_name(FLEET, TOTALS), stream="stream") for word in command.trial or ()]
+            if command.user != READER:
+                with pytest.raises(redis.exceptions.NoPermissionError):
+                    client.execute_command(*command.name.upper().split("|"), *words)
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            client.get("headrace:{another}:totals")
+
+
+@pytest.mark.processes
+def test_an_administrator_pastes_the_lines_and_no_line_has_a_password(make_server: MakeServer, tmp_path: Path) -> None:
+    server, keys = make_server().start(), tmp_path / "keys"
+    said = keys_redis(keys)
+    lines = re.findall(r"^  (ACL SETUSER .*)$", said, re.MULTILINE)
+    assert [line.split()[2] for line in lines] == ["headrace-shared-writer", "headrace-shared-reader"]
+    urls = {user: url_in(keys / f"redis-{user}.url") for user in USERS}
+    assert all(urlsplit(url).password not in said for url in urls.values())
+    assert {path.stat().st_mode & 0o777 for path in (keys, *keys.iterdir())} == {0o700, 0o600}
+    with server.client() as client:
+        for line in lines:
+            client.execute_command(*line.split())
+    address = server.url.rpartition("@")[2]
+    for user, url in urls.items():
+        private_file(keys / f"redis-{user}.url", url.replace("127.0.0.1:6379/0", address))
+    assert keys_redis(keys) == said.replace("127.0.0.1:6379", address.removesuffix("/0")), "the address stays as edited"
+    check_url(url_in(keys / "redis-writer.url"), FLEET)
+    with pytest.raises(
+        RedisUnavailableError, match=r"may not run INFO, SET, .*EVALSHA; make users .*--fleet-id shared$"
+    ):
+        check_url(url_in(keys / "redis-reader.url"), FLEET)
+
+
+@pytest.mark.processes
+def test_passwords_stay_unless_forced_and_are_given_again_to_a_server_that_forgot(
+    make_server: MakeServer, tmp_path: Path
+) -> None:
+    server, keys = make_server().start(), tmp_path / "keys"
+    first = make_users(keys, FLEET, server.url)
+    assert "until it restarts" in apply(first, server.url)
+    check_url(first.urls["writer"], FLEET)
+    server.kill()
+    with pytest.raises(RedisUnavailableError, match="correct --redis-url"):
+        make_users(keys, FLEET, server.url, force=True)  # it fails before it writes
+    assert make_users(keys, FLEET) == first
+    server.start()
+    with pytest.raises(RedisUnavailableError, match=r"(?i)invalid username-password"):
+        check_url(first.urls["writer"], FLEET)
+    again = make_users(keys, FLEET, server.url)
+    assert again == first
+    apply(again, server.url)
+    check_url(first.urls["writer"], FLEET)
+    forced = make_users(keys, FLEET, force=True)
+    assert urlsplit(forced.urls["writer"]).netloc.rpartition("@")[2] == f"127.0.0.1:{server.launch.port}"
+    apply(forced, server.url)
+    check_url(forced.urls["writer"], FLEET)
+    with pytest.raises(RedisUnavailableError, match=r"(?i)invalid username-password"):
+        check_url(first.urls["writer"], FLEET)
+    with pytest.raises(RedisUnavailableError, match="its user may not manage users; name an administrator"):
+        apply(forced, forced.urls["writer"])
+
+
+@pytest.mark.processes
+def test_users_outlive_a_restart_where_the_server_has_a_file_for_them(make_server: MakeServer, tmp_path: Path) -> None:
+    acl, server = tmp_path / "users.acl", make_server()
+    password = urlsplit(server.url).password
+    acl.write_text(f"user default on >{password} ~* &* +@all\n")
+    server.options = ("--aclfile", str(acl), "--requirepass", "")
+    server.start()
+    users = make_users(tmp_path / "keys", FLEET, server.url)
+    assert apply(users, server.url) == "They are saved in its aclfile."
+    server.kill()
+    server.start()
+    check_url(users.urls["writer"], FLEET)
+
+
+def test_files_and_folders_of_others_are_refused(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    make_users(keys, FLEET)
+    with pytest.raises(
+        KeysError, match="it is not of headrace-other-writer; name another --dir, or replace it by --force"
+    ):
+        make_users(keys, "other")
+    assert make_users(keys, "other", force=True).urls["writer"].startswith("redis://headrace-other-writer:")
+    with pytest.raises(ConfigError, match="--fleet-id: name the fleet"):
+        make_users(keys, "all*")
+    keys.chmod(0o755)
+    with pytest.raises(KeysError, match=r"others may look into it .*chmod 700"):
+        make_users(keys, "other")
+
+
+@pytest.mark.processes
+def test_a_user_that_lacks_a_command_or_a_name_for_its_fleet_is_told(make_server: MakeServer) -> None:
+    server = make_server().start()
+    rules = ["reset", "on", ">word", "~headrace:{mine}:*", "+@all", "-@admin", "-xadd", "-script|load"]
+    with server.client() as client:
+        client.execute_command("ACL", "SETUSER", "nearly", *rules)
+    url = re.sub(r"//[^@]*@", "//nearly:word@", server.url)
+    with pytest.raises(RedisUnavailableError, match=r"its user nearly may not run XADD, SCRIPT LOAD; make users"):
+        check_url(url, "mine")
+    with pytest.raises(
+        RedisUnavailableError, match=r"use the keys .*; name the fleet whose keys .* fleet\.fleet_id=ID"
+    ):
+        check_url(url)

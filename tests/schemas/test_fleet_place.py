@@ -1,0 +1,84 @@
+"""Where a peer finds its fleet, and when it no longer waits for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from headrace.schemas.errors import ExitCode
+from headrace.schemas.fleet_address import RunDirAddresses
+from headrace.schemas.fleet_place import FleetPlace
+
+
+def write(run_dir: Path, name: str, content: dict[str, Any]) -> None:
+    (run_dir / name).write_bytes(orjson.dumps(content))
+
+
+def test_a_broker_that_is_gone_is_named_every_ten_seconds_and_waited_for_within_a_bound(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    place = FleetPlace("tcp://a:1", patience_s=60.0)
+    for second in range(500):
+        place.observe(False, float(second))
+    assert place.ended is None
+    assert not caplog.messages, "it was never there: joining has a deadline of its own"
+    place.observe(True, 500.0)
+    for second in range(501, 561):
+        place.observe(False, float(second))
+    assert place.ended is None
+    assert caplog.messages[:2] == [
+        f"no broker answers at tcp://a:1; waiting for it ({waited} s of at most 60 s)" for waited in (5, 15)
+    ]
+    assert len(caplog.messages) == 6
+    place.observe(False, 561.0)
+    assert place.ended is not None
+    assert place.ended.exit_code == ExitCode.UNREACHABLE
+    place.observe(True, 562.0)
+    assert place.ended is None
+
+
+def test_a_fleet_that_was_stopped_is_told_and_ends_the_wait_sooner(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, "broker.json", {"endpoints": {"worker": "tcp://a:1"}})
+    write(tmp_path, "fleet.json", {"state": "stopped", "endpoints": {"worker": "tcp://b:1"}})
+    place = FleetPlace("tcp://a:1", "worker", RunDirAddresses(tmp_path), patience_s=60.0, stopped_patience_s=20.0)
+    place.observe(True, 0.0)
+    for second in range(1, 22):
+        assert place.ended is None
+        assert place.observe(False, float(second)) is None
+    assert place.ended is not None
+    assert place.ended.exit_code == ExitCode.RUN_DIR
+    start = f"start it with `headrace up --resume {tmp_path}`"
+    assert str(place.ended).endswith(f"its run has stopped; {start}")
+    said = f"the run in {tmp_path} has stopped: {start}; waiting for it"
+    assert caplog.messages == [f"{said} ({waited} s of at most 20 s)" for waited in (5, 15)]
+
+
+def test_one_that_moved_is_followed_wherever_its_address_is_written(tmp_path: Path) -> None:
+    place = FleetPlace("tcp://a:1", "envs-2", RunDirAddresses(tmp_path), patience_s=10.0)
+    place.observe(True, 0.0)
+    for content in (b"", b"no json", b"[]", b'{"endpoints": 3}', b'{"endpoints": {"envs-2": "tcp://a:0"}}'):
+        (tmp_path / "broker.json").write_bytes(content)
+        place.observe(False, 1.0)
+        place.observe(False, 11.0)
+        assert place.ended is not None
+        assert place.endpoint == "tcp://a:1"
+    write(tmp_path, "broker.json", {"endpoints": {"worker": "tcp://a:7"}})
+    write(tmp_path, "fleet.json", {"endpoints": {"envs-2": "tcp://a:2"}})
+    assert place.observe(False, 22.0) == "tcp://a:2"
+    assert place.endpoint == "tcp://a:2"
+    place.observe(True, 23.0)
+    assert place.ended is None
+
+
+def test_a_worker_of_a_supervisor_waits_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    place = FleetPlace("tcp://a:1")
+    place.observe(True, 0.0)
+    for hour in range(1, 100):
+        place.observe(False, 3600.0 * hour)
+    assert place.ended is None
+    assert caplog.messages[-1] == "no broker answers at tcp://a:1; waiting for it (352800 s)"

@@ -1,0 +1,219 @@
+"""The rendezvous of a fleet: what peers read there, and what they make of content that is none."""
+
+from __future__ import annotations
+
+import platform
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import orjson
+import pytest
+
+from headrace.broker import rendezvous_file
+from headrace.broker.rendezvous_file import RendezvousFile, note_stopped
+from headrace.deploy.monitoring.page import app as page
+from headrace.learner_stub import EpisodeStream
+from headrace.learner_stub.fleet_place import find_fleet
+from headrace.schemas import advertised as advertising
+from headrace.schemas.advertised import advertised, host_to_advertise
+from headrace.schemas.config_loading import build_config
+from headrace.schemas.errors import ConfigError, KeysError, RunDirError, UnreachableError
+from headrace.schemas.fleet_place import FleetPlace
+from headrace.schemas.keys import ClientKeys, check_fingerprint
+from headrace.schemas.rendezvous import RENDEZVOUS_VARIABLE, Published, Rendezvous
+from support.waiting import wait_until
+
+AT = {"worker": "tcp://node1:5701", "learner": "tcp://node1:5702", "weights": "tcp://node1:5703"}
+
+
+def published(**changes: object) -> Published:
+    return Published.model_validate({"fleet_id": "demo", "endpoints": AT, **changes})
+
+
+def test_peers_of_each_role_find_their_address(tmp_path: Path) -> None:
+    path = tmp_path / "meet.json"
+    rendezvous = Rendezvous(str(path))
+    assert rendezvous.find("worker") == ""
+    assert rendezvous.problem == f"{path} cannot be read (No such file or directory)"
+    published().write(path)
+    assert [rendezvous.find(role) for role in AT] == list(AT.values())
+    assert rendezvous.problem == ""
+    assert rendezvous.find("envs-3") == ""
+    assert rendezvous.problem == f"{path} names no address for envs-3"
+    assert path.stat().st_mode & 0o777 == 0o644, "it holds no secret, and other users' peers read it"
+
+
+def test_a_fleet_that_has_stopped_and_one_that_is_gone_are_told_apart(tmp_path: Path) -> None:
+    rendezvous = Rendezvous(str(tmp_path / "meet.json"))
+    published(state="stopped").write(tmp_path / "meet.json")
+    assert rendezvous.find("worker") == ""
+    assert "fleet demo of" in str(rendezvous.stopped())
+    published(expires_unix_s=time.time() - 100).write(tmp_path / "meet.json")
+    assert rendezvous.find("worker") == ""
+    assert rendezvous.stopped() is None
+    assert "expired 100 s ago: its broker has gone, or the clocks" in rendezvous.problem
+
+
+def test_a_broker_on_loopback_is_not_looked_for_on_another_machine(tmp_path: Path) -> None:
+    rendezvous = Rendezvous(str(tmp_path / "meet.json"))
+    published(host="elsewhere", endpoints={"worker": "tcp://127.0.0.1:5701"}).write(tmp_path / "meet.json")
+    assert rendezvous.find("worker") == ""
+    assert "serves elsewhere alone, at tcp://127.0.0.1:5701; set broker.host there" in rendezvous.problem
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"no json",
+        b"[]",
+        b"null",
+        orjson.dumps({"version": 2, "fleet_id": "demo", "endpoints": AT}),
+        orjson.dumps({"fleet_id": "demo/../x", "endpoints": AT}),
+        orjson.dumps({"fleet_id": "demo", "endpoints": {"worker": "http://node1:5701"}}),
+        orjson.dumps({"fleet_id": "demo", "endpoints": {"worker": "tcp://node1:0"}}),
+        orjson.dumps({"fleet_id": "demo", "endpoints": {"worker": 5}}),
+        orjson.dumps({"fleet_id": "demo", "endpoints": AT, "epoch": 1 << 63}),
+        orjson.dumps({"fleet_id": "demo", "endpoints": AT, "expires_unix_s": "soon"}),
+        orjson.dumps({"fleet_id": "demo", "endpoints": {f"envs-{n}": "tcp://a:1" for n in range(5000)}}),
+    ],
+)
+def test_content_that_is_none_names_nothing_and_says_so(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "meet.json").write_bytes(content)
+    rendezvous = Rendezvous(str(tmp_path / "meet.json"))
+    assert rendezvous.look() is None
+    assert "is no rendezvous (" in rendezvous.problem
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_the_page_serves_the_fields_of_a_rendezvous_and_nothing_else(tmp_path: Path) -> None:
+    named = build_config({"fleet": {"rendezvous": str(tmp_path / "named.json")}})
+    for config, path in ((None, tmp_path / "rendezvous.json"), (named, tmp_path / "named.json")):
+        path.write_bytes(orjson.dumps({**published().model_dump(), "secret": "word", "keys": {"broker": "0f"}}))
+        served = orjson.loads(page.published(tmp_path, config))
+        assert served == {**published().model_dump(), "keys": {"broker": "0f"}}
+    with pytest.raises(ValueError, match="the fleet's run directory is not on this machine"):
+        page.published(None, None)
+
+
+def test_a_url_is_read_in_the_background_and_again_when_its_content_changes(
+    tmp_path: Path, web: ThreadingHTTPServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rendezvous = Rendezvous(f"http://127.0.0.1:{web.server_port}/meet.json")
+    assert rendezvous.find("worker") == ""
+    wait_until(lambda: rendezvous.look() is None and "404" in rendezvous.problem, "the answer that there is none")
+    published().write(tmp_path / "meet.json")
+    wait_until(lambda: rendezvous.find("worker") == AT["worker"], "the address")
+    published(endpoints={"worker": "tcp://node2:9"}).write(tmp_path / "meet.json")
+    wait_until(lambda: rendezvous.find("worker") == "tcp://node2:9", "the address after a move")
+
+
+def test_a_name_stands_for_the_brokers_ports() -> None:
+    rendezvous = Rendezvous("dns://broker.demo", {"worker": 5701, "learner": 5702})
+    assert rendezvous.find("learner") == "tcp://broker.demo:5702"
+    for where, message in (
+        ("dns://broker:5701", "dns://NAME, without a port"),
+        ("dns://", "dns://NAME"),
+        ("dns://a@b", "dns://NAME"),
+        ("ftp://broker/meet.json", "a path, http"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Rendezvous(where, {"worker": 5701})
+    with pytest.raises(ConfigError, match=r"needs broker\.worker_port in the settings"):
+        Rendezvous("dns://broker", {"worker": 0})
+
+
+def test_a_peer_follows_a_broker_that_has_moved(tmp_path: Path) -> None:
+    published().write(tmp_path / "meet.json")
+    place = FleetPlace(AT["worker"], "worker", Rendezvous(str(tmp_path / "meet.json")), patience_s=60.0)
+    place.observe(True, 0.0)
+    assert place.observe(False, 1.0) is None
+    published(endpoints={"worker": "tcp://node2:9"}).write(tmp_path / "meet.json")
+    assert place.observe(False, 2.0) == "tcp://node2:9"
+    published(state="stopped").write(tmp_path / "meet.json")
+    for second in range(3, 70):
+        place.observe(False, float(second))
+    assert "has stopped" in str(place.ended)
+
+
+def test_the_end_of_a_fleet_is_noted_for_a_broker_that_was_killed_here_and_for_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "meet.json"
+    note_stopped(path)
+    assert not path.exists()
+    published(host="elsewhere").write(path)
+    note_stopped(path)
+    assert Rendezvous(str(path)).stopped() is None
+    published(host=platform.node(), expires_unix_s=1.0).write(path)
+    note_stopped(path)
+    assert Rendezvous(str(path)).stopped() is not None
+
+
+def test_the_broker_keeps_its_file_and_leaves_it_to_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous_file, "LIFETIME_S", 0.2)
+    path = tmp_path / "new" / "meet.json"
+    rendezvous = Rendezvous(str(path))
+    first = RendezvousFile(path, published(epoch=1))
+    path.unlink()
+    wait_until(lambda: rendezvous.find("worker"), "the file again")
+    with pytest.raises(RunDirError, match=r"fleet demo publishes its addresses in meet\.json"):
+        RendezvousFile(path, published(fleet_id="other"))
+    second = RendezvousFile(path, published(epoch=2, endpoints={"worker": "tcp://node2:9"}))
+    wait_until(lambda: "is of a later broker now" in caplog.text, "the first to notice")
+    first.close(stopped=True)
+    wait_until(lambda: rendezvous.find("worker") == "tcp://node2:9", "the address of the second")
+    second.close(stopped=True)
+    assert rendezvous.stopped() is not None
+    RendezvousFile(path, published(fleet_id="other", epoch=3)).close(stopped=False)
+    assert rendezvous.find("worker") == AT["worker"]
+
+
+def test_a_wildcard_is_advertised_as_a_name_that_others_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = {"worker": "tcp://0.0.0.0:5701", "learner": "ipc:///run/x"}
+    assert advertised(bound, "::1") == {"worker": "tcp://[::1]:5701", "learner": "ipc:///run/x"}
+    assert host_to_advertise("127.0.0.1", "") == "127.0.0.1"
+    assert host_to_advertise("0.0.0.0", "localhost") == "localhost"
+    with pytest.raises(ConfigError, match=r"'no\.such\.name\.invalid' cannot be resolved on this machine"):
+        host_to_advertise("0.0.0.0", "no.such.name.invalid")
+    monkeypatch.setattr(advertising.socket, "getfqdn", lambda: "localhost")
+    assert host_to_advertise("0.0.0.0", "") != "localhost" or not advertising._address_of_network()
+
+
+def test_a_process_with_other_keys_than_the_fleets_is_told_at_once(tmp_path: Path) -> None:
+    keys = ClientKeys("worker", b"p" * 40, b"s" * 40, b"b" * 40, tmp_path)
+    check_fingerprint(keys, "worker", "", "meet.json")
+    check_fingerprint(None, "worker", "", "meet.json")
+    with pytest.raises(KeysError, match=r"broker\.public cannot be used: it is of another broker \(fingerprint"):
+        check_fingerprint(keys, "worker", "0123456789abcdef", "meet.json")
+    with pytest.raises(KeysError, match=r"copy worker\.secret and broker\.public to this machine"):
+        check_fingerprint(None, "worker", "0123456789abcdef", "meet.json")
+
+
+def test_a_learner_names_a_run_directory_or_a_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    published().write(tmp_path / "meet.json")
+    endpoint, options = find_fleet(tmp_path / "meet.json", 1.0, {})
+    assert endpoint == AT["learner"]
+    assert isinstance(options["rendezvous"], Rendezvous)
+    monkeypatch.setenv(RENDEZVOUS_VARIABLE, str(tmp_path / "meet.json"))
+    assert find_fleet(None, 1.0, {"batch_timeout_s": 3.0})[1]["batch_timeout_s"] == 3.0
+    monkeypatch.delenv(RENDEZVOUS_VARIABLE)
+    with pytest.raises(ConfigError, match=f"or set {RENDEZVOUS_VARIABLE}"):
+        EpisodeStream.of()
+    published(state="stopped").write(tmp_path / "meet.json")
+    with pytest.raises(UnreachableError, match=r"fleet demo of .* has stopped"):
+        EpisodeStream.of(tmp_path / "meet.json", connect_timeout_s=0.3)

@@ -1,0 +1,83 @@
+"""Strangers at the ZeroMQ ports of a worker, for clients and for env hosts: they are cut, and honest peers go on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from headrace.schemas.port_watch import STRANGE_MESSAGES
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.workers.serving.client import PolicyClient
+from support.fleets.env_hosts import EnvHosts
+from support.ports import free_port
+from support.raw_zmtp import RawZmtp, frame, head
+from support.serving.plain_episodes import rule
+from support.serving.served import LIMITS, Served
+from support.waiting import wait_until
+
+GoOn = Callable[[], None]
+
+
+@contextmanager
+def clients_port(folder: Path) -> Iterator[tuple[str, GoOn]]:
+    """A policy server, and a client that plays an episode there."""
+    with Served() as server, PolicyClient(server.endpoint) as client:
+
+        def play() -> None:
+            episode = client.start_episode()
+            assert client.get_action(episode, [1, 1]) == rule([1, 1])
+            client.end_episode(episode, [9, 1])
+
+        yield server.endpoint, play
+
+
+@contextmanager
+def env_hosts_port(folder: Path) -> Iterator[tuple[str, GoOn]]:
+    """A worker with two envs on a host, and a fragment of theirs."""
+    with EnvHosts(folder, free_port()) as hosts:
+        hosts.start("CartPole-v1", 2)
+        config = EnvRunnerConfig(
+            env="CartPole-v1", num_envs=2, env_placement="remote", env_hosts_port=hosts.port, rollout_fragment_length=8
+        )
+        with SingleAgentEnvRunner(config, run_uid="test") as sampler:
+
+            def sample() -> None:
+                assert sum(len(chunk) for chunk in sampler.sample_fragment()) == 16
+
+            yield f"tcp://127.0.0.1:{hosts.port}", sample
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("port", [clients_port, env_hosts_port])
+def test_strangers_are_cut_and_the_honest_peer_goes_on(
+    tmp_path: Path, port: Callable[[Path], Iterator[tuple[str, GoOn]]], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    with port(tmp_path) as (endpoint, go_on), ExitStack() as stack:  # type: ignore[attr-defined]
+        chatty, huge, tiny, *silent = (stack.enter_context(RawZmtp(endpoint)) for _ in range(6))
+        go_on()
+        huge.send(head(1 << 40, more=False))
+        chatty.send(frame(b"\x1b[31mgarbage", more=False) * STRANGE_MESSAGES)
+        for stranger in (chatty, huge):
+            wait_until(lambda stranger=stranger: (go_on(), stranger.is_cut())[1], "the stranger to be cut")  # type: ignore[misc]
+        frames, sent = frame(b"", more=True) * (1 << 17), 0
+        while sent < 300 << 20 and tiny.send(frames):
+            sent += len(frames)
+        assert sent < 300 << 20, "the worker took it all"
+        go_on()
+        assert not any(stranger.is_cut() for stranger in silent)
+        garbage = [record for record in caplog.records if "garbage" in record.getMessage()]
+        assert len(garbage) <= 1
+
+
+def test_unfinished_messages_of_clients_do_not_add_up() -> None:
+    part = frame(bytes(LIMITS.max_message_bytes - 1000), more=True)
+    with Served() as server, ExitStack() as stack:
+        strangers = [stack.enter_context(RawZmtp(server.endpoint)) for _ in range(20)]
+        for stranger in strangers:
+            stranger.send(part)
+        wait_until(lambda: sum(s.is_cut() for s in strangers) >= 19, "the strangers to be cut")

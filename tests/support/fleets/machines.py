@@ -1,0 +1,72 @@
+"""Several network namespaces on one switch: machines, as far as sockets can tell. Needs root."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from types import TracebackType
+from typing import Self
+
+from support.fleets.two_machines import NoNamespacesError, run_ip
+
+
+class Machines:
+    """Namespaces named as given, each with an address of a network that only they know.
+
+    Entering it raises `NoNamespacesError` where this machine, or this user, cannot have them.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self._tag = f"hm{os.getpid() % 10**6}"
+        self._number = {name: number for number, name in enumerate(names, 1)}
+
+    def __enter__(self) -> Self:
+        if os.geteuid() != 0 or shutil.which("ip") is None:
+            raise NoNamespacesError("namespaces need root and iproute2")
+        try:
+            run_ip("netns", "add", self._tag)
+            run_ip("-n", self._tag, "link", "add", "switch", "type", "bridge")
+            run_ip("-n", self._tag, "link", "set", "switch", "up")
+            for name in self._number:
+                self._add(name)
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def address(self, name: str) -> str:
+        """Return the address of a machine."""
+        return f"10.213.78.{self._number[name]}"
+
+    def command(self, name: str, *arguments: str) -> list[str]:
+        """Return argv that runs `arguments` on a machine."""
+        return ["ip", "netns", "exec", self._namespace(name), *arguments]
+
+    def connect(self, name: str, *, connected: bool) -> None:
+        """Pull the cable of a machine out of the switch, or put it back."""
+        run_ip("-n", self._tag, "link", "set", self._cable(name), "up" if connected else "down")
+
+    def _add(self, name: str) -> None:
+        namespace, cable = self._namespace(name), self._cable(name)
+        run_ip("netns", "add", namespace)
+        run_ip("link", "add", cable, "netns", self._tag, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+        run_ip("-n", self._tag, "link", "set", cable, "master", "switch", "up")
+        run_ip("-n", namespace, "address", "add", f"{self.address(name)}/24", "dev", "eth0")
+        for device in ("eth0", "lo"):
+            run_ip("-n", namespace, "link", "set", device, "up")
+
+    def _namespace(self, name: str) -> str:
+        return f"{self._tag}-{name}"
+
+    def _cable(self, name: str) -> str:
+        return f"to{self._number[name]}"
+
+    def _remove(self) -> None:
+        for namespace in (*map(self._namespace, self._number), self._tag):
+            subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)

@@ -1,0 +1,78 @@
+"""A peer that speaks ZMTP 3.0 by hand on a TCP socket, so that it can do what libzmq never does."""
+
+from __future__ import annotations
+
+import re
+import socket
+import struct
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from support.waiting import TIMEOUT_S
+
+_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+MORE = 1
+
+
+def frame(payload: bytes, *, more: bool) -> bytes:
+    """One frame of a message."""
+    if len(payload) < 256:
+        return bytes([MORE if more else 0, len(payload)]) + payload
+    return head(len(payload), more=more) + payload
+
+
+def head(nbytes: int, *, more: bool) -> bytes:
+    """The beginning of a frame that announces `nbytes`."""
+    return struct.pack(">BQ", (MORE if more else 0) | 2, nbytes)
+
+
+class RawZmtp:
+    """One connection to a ROUTER or XPUB at `endpoint`, after its handshake. `sock` is for what comes next."""
+
+    def __init__(self, endpoint: str, socket_type: bytes = b"DEALER") -> None:
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        self.sock = socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
+        ready = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", len(socket_type)) + socket_type
+        self.sock.sendall(_GREETING + bytes([4, len(ready)]) + ready)
+        read = 0
+        while read < len(_GREETING):
+            got = len(self.sock.recv(len(_GREETING) - read))
+            assert got, "the server ends the handshake"
+            read += got
+
+    def send(self, data: bytes) -> bool:
+        """Send these bytes. Return False if the server has ended the connection."""
+        try:
+            self.sock.sendall(data)
+        except OSError:
+            return False
+        return True
+
+    def is_cut(self) -> bool:
+        """Whether the server has ended the connection. Reads what it has sent."""
+        self.sock.setblocking(False)
+        try:
+            while self.sock.recv(1 << 16):
+                pass
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        else:
+            return True
+        finally:
+            self.sock.settimeout(TIMEOUT_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.sock.close()
+
+
+def memory_of(pid: int, name: str = "VmRSS") -> int:
+    """Bytes of memory of a process: resident now, or VmHWM for the most so far."""
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) << 10
