@@ -36,7 +36,7 @@ check: $(READY) ## the tests that kill no processes and take no time (under two 
 
 # Four at a time, also on two cores: most tests wait for processes that are killed and come back.
 test: $(READY) ## all tests
-	$(BIN)/python -m pytest -n 4 --dist worksteal
+	$(BIN)/python -m pytest -n 4 --dist worksteal $(PYTEST_FLAGS)
 
 fuzz: $(READY) ## lie for MINUTES=10 to broker, learner, worker, env hosts, policy server, and readers of run files and Redis
 	$(BIN)/python tests/fuzz/run.py $(MINUTES)

@@ -113,8 +113,9 @@ def test_a_fleet_writes_every_key_of_the_table_and_no_other(tmp_path: Path) -> N
 
     ended = headrace("why", "--run-dir", str(fleet.run_dir), "--watch")
     assert (ended.returncode, ended.stdout.split()[0]) == (ExitCode.OK, "Ended."), ended
-    # A worker may have shipped its last fragment just before it was killed.
-    assert "steps lost by killed workers." in ended.stdout or "Nothing lost." in ended.stdout
+    # A worker may have shipped its last fragment just before its kill, and an env may fail at a fragment's start.
+    losses = ("lost by killed workers", "lost by envs that raised", "Nothing lost.")
+    assert any(loss in ended.stdout for loss in losses), ended
 
     listed = headrace("redis", "keys", "--run-dir", str(fleet.run_dir), "--json")
     assert {row["name"] for row in orjson.loads(listed.stdout)} >= {"totals", "ledger", "folded", "checkpoint:current"}
